@@ -1,0 +1,48 @@
+# Everything one does with this project. `make` prints the menu.
+PYTHON ?= python3
+CONFIG ?= speed94
+NUM_GPUS ?= 0
+ARGS ?=
+BIN := .venv/bin
+
+.PHONY: help setup train test test-long lint format evaluate tensorboard clean
+.DEFAULT_GOAL := help
+
+help:  ## this menu
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1|/' | column -t -s '|'
+	@echo
+	@echo "  make train CONFIG=resnet56 NUM_GPUS=4 ARGS='--seed=3'   any flag of scripts/train.py --help"
+
+setup: .venv/ready  ## make .venv with all that is needed; other targets do so themselves
+
+.venv/ready: setup.cfg pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers; CIFAR-10 if it can be had, else a synthetic set
+	@$(BIN)/python scripts/train.py --dataset=auto --flagfile=configs/$(CONFIG).cfg --num_gpus=$(NUM_GPUS) $(ARGS)
+
+evaluate: .venv/ready  ## score the newest checkpoint of a run: ARGS='--train_dir=runs/speed94-seed0 --tta=2'
+	@$(BIN)/python scripts/evaluate.py $(ARGS)
+
+tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
+	@$(BIN)/tensorboard --logdir runs $(ARGS)
+
+test: .venv/ready  ## the tests, in ten minutes or less on two cores
+	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+test-long: .venv/ready  ## these and the whole runs
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/ready  ## what a reader should not have to see
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: .venv/ready  ## let ruff mend what lint found
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:  ## remove .venv and caches, never runs/
+	rm -rf .venv .pytest_cache .ruff_cache build dist *.egg-info
+	find cifar_towers tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

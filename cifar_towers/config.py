@@ -1,0 +1,301 @@
+"""Every setting: its name, default, help and limits; the flags are made from here.
+
+This module, and all that runs before training starts, must not import TensorFlow: a usage error answers at once.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from absl import flags
+
+from cifar_towers.errors import UsageError
+from cifar_towers.training import schedules
+
+MODELS = (
+    "cifarnet",
+    "resnet20",
+    "resnet32",
+    "resnet44",
+    "resnet56",
+    "resnet110",
+    "speednet93",
+    "speednet94",
+    "speednet95",
+    "speednet96",
+)
+Config = TypeVar("Config")
+
+
+def setting(default: Any, group: str, help: str, *, low=None, high=None, choices: Sequence[str] | None = None) -> Any:
+    """A dataclass field with all that its flag and its validation need."""
+    metadata = {"group": group, "help": help, "low": low, "high": high, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceConfig:
+    """Which devices the towers use."""
+
+    num_gpus: int = setting(
+        0, "Towers", "how many towers; 0: one for each GPU, or two on the CPU where there is none", low=0, high=1024
+    )
+    soft_placement: bool = setting(True, "Towers", "let logical devices stand in for missing GPUs")
+    log_device_placement: bool = setting(False, "Towers", "print each variable's and each tower's device")
+    gpu_memory_growth: bool = setting(True, "Towers", "take GPU memory as it is needed")
+    gpu_memory_limit_mb: int = setting(0, "Towers", "most memory to use on each GPU, in MB; 0: no limit", low=0)
+    threads_per_op: int = setting(
+        0, "Towers", "threads inside one operation; 0: the cores, shared among the CPU towers", low=0, high=1024
+    )
+
+    def __post_init__(self):
+        check_limits(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(DeviceConfig):
+    """Every setting of a training run. Sizes are global; times are in steps or epochs, never per tower."""
+
+    recipe: str = setting("", "Run", "name of the run's recipe; by default the flagfile's")
+    train_dir: str = setting("", "Run", "where the run writes everything; by default runs/<recipe>-seed<seed>")
+    fresh: bool = setting(False, "Run", "delete what train_dir holds of an earlier run and start again")
+    seed: int = setting(0, "Run", "what order, augmentation and first weights follow from", low=0, high=2**31 - 1)
+    seeds: str = setting("", "Run", "several seeds, as 0,1,2: one run each, then mean and standard deviation")
+    epochs: float = setting(8.0, "Run", "passes over the training set", low=0)
+    max_steps: int = setting(0, "Run", "stop after this many steps, whatever the epochs say; 0: no limit", low=0)
+    target_accuracy: float = setting(
+        0.0, "Run", "stop at the first evaluation that reaches this fraction; 0: never", low=0, high=1
+    )
+
+    dataset: str = setting(
+        "cifar10",
+        "Data",
+        "auto: CIFAR-10 if it can be had, else the synthetic set",
+        choices=("cifar10", "synthetic", "auto"),
+    )
+    data_dir: str = setting("", "Data", "where the prepared data sets are; by default TFDS_DATA_DIR, or TFDS's own")
+    validation_examples: int = setting(
+        0, "Data", "training examples held out to choose by; 0: none", low=0, high=45_000
+    )
+    batch_size: int = setting(1536, "Data", "examples a step, all towers together", low=1)
+    flip: str = setting(
+        "alternating",
+        "Data",
+        "mirror images: at random, or every image in every other epoch",
+        choices=("none", "random", "alternating"),
+    )
+    shift: int = setting(2, "Data", "largest random shift in pixels, each way", low=0, high=16)
+    shift_fill: str = setting("reflect", "Data", "what a shift brings in from outside", choices=("reflect", "zeros"))
+    crop: int = setting(0, "Data", "side of the crop a net sees, random in training, central after; 0: all", low=0)
+    image_sides: str = setting(
+        "", "Data", "train on images shrunk to these sides, as 0=24,45%=32: from which part of the run; empty: never"
+    )
+    cutout: int = setting(0, "Data", "side of the square that is blanked in each image", low=0, high=32)
+    brightness: float = setting(0.0, "Data", "largest random change of brightness, in levels of 255", low=0, high=255)
+    contrast: float = setting(0.0, "Data", "largest random change of contrast, as a fraction", low=0, high=1)
+    standardize: str = setting(
+        "dataset",
+        "Data",
+        "mean and deviation to normalise by: the data set's, or each image's own",
+        choices=("dataset", "image"),
+    )
+
+    model: str = setting("speednet94", "Model", "which net", choices=MODELS)
+    precision: str = setting(
+        "auto",
+        "Model",
+        "what the towers compute in; auto: bfloat16 where it is native, else float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    whitening_images: int = setting(5000, "Model", "training images the whitening filters come from", low=12)
+
+    optimizer: str = setting(
+        "momentum",
+        "Optimizer",
+        "muon: for convolutions, with momentum SGD for the rest",
+        choices=("momentum", "muon", "adamw"),
+    )
+    learning_rate: float = setting(0.1, "Optimizer", "peak rate for the mean loss", low=0)
+    bias_learning_rate: float = setting(0.0, "Optimizer", "for biases and norm shifts; 0: as learning_rate", low=0)
+    head_learning_rate: float = setting(0.0, "Optimizer", "for the last layer; 0: as learning_rate", low=0)
+    whitening_learning_rate: float = setting(
+        0.0, "Optimizer", "for the bias of a whitening layer; 0: as bias_learning_rate", low=0
+    )
+    learning_rate_schedule: str = setting(
+        "linear:0=1,100%=0",
+        "Optimizer",
+        "factor of the peak rates at epochs or percents of the run, `linear` between them or in a `step` at each",
+    )
+    whitening_epochs: float = setting(3.0, "Optimizer", "epochs in which the whitening bias is trained", low=0)
+    momentum: float = setting(0.9, "Optimizer", "of SGD", low=0, high=0.9999)
+    nesterov: bool = setting(False, "Optimizer", "Nesterov's form of momentum")
+    muon_momentum: float = setting(0.655, "Optimizer", "of Muon", low=0, high=0.9999)
+    weight_decay: float = setting(
+        0.0, "Optimizer", "decay at learning_rate; groups with another rate lose the same fraction a step", low=0
+    )
+    label_smoothing: float = setting(0.0, "Optimizer", "spread over all ten classes", low=0, high=0.9999)
+    ema_decay: float = setting(0.0, "Optimizer", "of the weights' moving average; 0: none", low=0, high=0.999999)
+    lookahead: bool = setting(False, "Optimizer", "pull the weights to their moving average every five steps")
+
+    eval_every_epochs: float = setting(1.0, "Reporting", "epochs between evaluations; 0: only the last", low=0)
+    tta: int = setting(
+        0, "Reporting", "test-time augmentation at the end: 0, 1 (mirror), 2 (and shifts)", low=0, high=2
+    )
+    summary_every_steps: int = setting(20, "Reporting", "steps between summaries and records; 0: none", low=0)
+    checkpoint_every_steps: int = setting(100, "Reporting", "steps between checkpoints; 0: only at the end", low=0)
+    keep_checkpoints: int = setting(3, "Reporting", "how many of the newest to keep", low=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        parse_seeds(self.seeds)
+        schedules.parse_rate(self.learning_rate_schedule)
+        for side in schedules.parse_points("image_sides", self.image_sides or "0=32").values:
+            if side != int(side) or not 18 <= side <= 32:
+                raise UsageError(f"image_sides={self.image_sides}: sides are whole numbers from 18 to 32")
+        if self.num_gpus:
+            self.tower_batch_size(self.num_gpus)
+        if self.crop and not (18 <= self.crop <= 32):
+            raise UsageError(f"crop={self.crop} is not a side from 18 to 32 pixels, or 0 for the whole image")
+        if self.model == "cifarnet" and self.image_sides:
+            raise UsageError("model=cifarnet has dense layers for one size of image; leave image_sides empty")
+        if self.optimizer == "muon" and not self.model.startswith("speednet"):
+            raise UsageError(f"optimizer=muon is made for the speednets; take momentum or adamw for {self.model}")
+        if self.epochs == 0 and self.max_steps == 0:
+            raise UsageError("epochs=0 and max_steps=0 leave nothing to do; give one of them")
+
+    def tower_batch_size(self, num_towers: int) -> int:
+        """Examples of each step on each tower.
+
+        Raises:
+          UsageError: the towers cannot have equal shares.
+        """
+        share, rest = divmod(self.batch_size, num_towers)
+        if rest or not share:
+            near = " and ".join(str(size) for size in (share * num_towers, (share + 1) * num_towers) if size)
+            raise UsageError(f"batch_size={self.batch_size} cannot be shared by {num_towers} towers; {near} can")
+        return share
+
+    @property
+    def name(self) -> str:
+        """The recipe's name, or the model's where no recipe was given."""
+        return self.recipe or self.model
+
+    @property
+    def directory(self) -> Path:
+        """`train_dir`, or its default."""
+        return Path(self.train_dir or f"runs/{self.name}-seed{self.seed}")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig(DeviceConfig):
+    """Settings of scoring a checkpoint."""
+
+    train_dir: str = setting("", "Evaluation", "the run whose newest checkpoint is scored")
+    split: str = setting("test", "Evaluation", "which examples", choices=("test", "validation", "train"))
+    weights: str = setting(
+        "auto",
+        "Evaluation",
+        "as trained, or their moving average; auto: the average where the run kept one",
+        choices=("auto", "raw", "ema"),
+    )
+    tta: int = setting(0, "Evaluation", "test-time augmentation: 0, 1 (mirror), 2 (mirror and shifts)", low=0, high=2)
+    precision: str = setting(
+        "auto", "Evaluation", "what to compute in", choices=("auto", "float32", "bfloat16", "float16")
+    )
+    data_dir: str = setting("", "Evaluation", "where the prepared data sets are")
+    json: bool = setting(False, "Evaluation", "print one JSON object and nothing else")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.train_dir:
+            raise UsageError("which run? give --train_dir=runs/...")
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """`"0,1,2"` -> (0, 1, 2)."""
+    try:
+        seeds = tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise UsageError(f"seeds={text} is not a list of whole numbers; write --seeds=0,1,2") from None
+    if any(seed < 0 for seed in seeds) or len(set(seeds)) < len(seeds):
+        raise UsageError(f"seeds={text} must be different numbers, none below 0")
+    return seeds
+
+
+def check_limits(config: Any) -> None:
+    """Holds every field of a config against its `low`, `high` and `choices`."""
+    for field in dataclasses.fields(config):
+        value, limits = getattr(config, field.name), field.metadata
+        if limits["choices"] and value not in limits["choices"]:
+            raise UsageError(f"{field.name}={value} is not one of {', '.join(limits['choices'])}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{field.name}={value} is not a finite number")
+        if limits["low"] is not None and value < limits["low"]:
+            raise UsageError(f"{field.name}={value} is too small; the least is {limits['low']}")
+        if limits["high"] is not None and value > limits["high"]:
+            raise UsageError(f"{field.name}={value} is too large; the most is {limits['high']}")
+
+
+def parse_command_line(config_class: type[Config], argv: Sequence[str], description: str) -> Config:
+    """Makes a config of flags and flagfiles; later ones win. Prints help and leaves if asked to.
+
+    Raises:
+      UsageError: stray arguments, unknown flags, values of a wrong type, out of range or at odds with each other.
+    """
+    if any(argument.lstrip("-") in ("help", "helpfull", "h") and argument[0] == "-" for argument in argv[1:]):
+        print(help_text(config_class, description))
+        sys.exit(0)
+    values = _flags_of(config_class)
+    try:
+        stray = values(argv)[1:]
+    except flags.Error as error:
+        raise UsageError(f"{' '.join(str(error).split())}; --help lists the flags") from None
+    if stray:
+        raise UsageError(f"{stray[0]!r} is not a flag; settings are given as --name=value, and --help lists them")
+    given = {field.name: getattr(values, field.name) for field in dataclasses.fields(config_class)}
+    if "recipe" in given and not given["recipe"]:
+        given["recipe"] = Path(_last_flagfile(argv)).stem
+    return config_class(**given)
+
+
+def help_text(config_class: type, description: str) -> str:
+    """All flags under the names of their groups, with their defaults."""
+    groups: dict[str, list[str]] = {}
+    for field in dataclasses.fields(config_class):
+        name = f"--[no]{field.name}" if field.type is bool else f"--{field.name}"
+        choices = f" ({'|'.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
+        default = "" if field.default == "" else f" [{field.default}]"
+        groups.setdefault(field.metadata["group"], []).append(
+            f"  {name}{choices}\n      {field.metadata['help']}{default}"
+        )
+    body = [f"{group}:\n" + "\n".join(lines) for group, lines in groups.items()]
+    files = "Files:\n  --flagfile\n      take flags from a file, one a line; flags after it win"
+    codes = "Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 130 and 143 interrupted, 1 a bug."
+    return "\n\n".join([description, *body, files, codes])
+
+
+def _flags_of(config_class: type) -> flags.FlagValues:
+    values = flags.FlagValues()
+    define = {
+        bool: flags.DEFINE_boolean,
+        int: flags.DEFINE_integer,
+        float: flags.DEFINE_float,
+        str: flags.DEFINE_string,
+    }
+    for field in dataclasses.fields(config_class):
+        define[field.type](field.name, field.default, field.metadata["help"], flag_values=values)
+    flags.DEFINE_string("flagfile", "", "take flags from a file", flag_values=values)
+    flags.DEFINE_string("undefok", "", "unknown flags to pass over", flag_values=values)
+    return values
+
+
+def _last_flagfile(argv: Sequence[str]) -> str:
+    found = ""
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = argument.lstrip("-").partition("=")
+        if argument.startswith("-") and name == "flagfile":
+            found = value if equals else following
+    return found

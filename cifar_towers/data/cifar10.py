@@ -1,0 +1,114 @@
+"""CIFAR-10 through TensorFlow Datasets: found or downloaded, verified, and decoded to arrays.
+
+Source of the images: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+"""
+
+import logging
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+
+from cifar_towers.data.dataset import NUM_CLASSES, Split
+from cifar_towers.errors import DataError
+
+log = logging.getLogger(__name__)
+
+BUILDER = "cifar10/3.0.2"
+ARCHIVE = "cifar-10-binary.tar.gz"
+SOURCE_HOST = "www.cs.toronto.edu"
+SIZES = {"train": 50_000, "test": 10_000}
+DIGESTS = {  # of the decoded splits, as `Split.digest` takes them
+    "train": "c50e2d9aebe4fd88c438994f8eb0f97707faa404b3760eb30bd3ede49611335a",
+    "test": "4b43d2e153a74d4688cbf861a0a06235f0f42c0171aceaf852242dd01a54fc6d",
+}
+
+
+def locate(data_dir: str = "", timeout_seconds: float = 3.0) -> Path:
+    """Where CIFAR-10 is prepared, or can be: checked in seconds, without TensorFlow.
+
+    Args:
+      data_dir: TFDS's directory; by default `TFDS_DATA_DIR` or `~/tensorflow_datasets`.
+      timeout_seconds: how long to wait for the download's host.
+
+    Raises:
+      DataError: no prepared copy, no archive to prepare it from, and no way to download one.
+    """
+    directory = Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+    archive = directory / "downloads" / "manual" / ARCHIVE
+    if is_prepared(directory) or archive.exists() or _reachable(SOURCE_HOST, timeout_seconds):
+        return directory
+    raise DataError(
+        f"no CIFAR-10 in {directory} and {SOURCE_HOST} does not answer; put {ARCHIVE} into {archive.parent}, "
+        "or give --data_dir=<a directory that holds cifar10/3.0.2>, or train on --dataset=synthetic"
+    )
+
+
+def is_prepared(directory: Path) -> bool:
+    """Whether a prepared copy stands in a TFDS directory."""
+    return (directory / BUILDER / "dataset_info.json").exists()
+
+
+def load(directory: Path) -> tuple[Split, Split]:
+    """Train and test as arrays, verified.
+
+    Raises:
+      DataError: the copy cannot be prepared or read, or is not CIFAR-10 to the last bit.
+    """
+    import tensorflow_datasets as tfds  # takes seconds to import, and reads TFDS_DATA_DIR as it does
+
+    tfds.disable_progress_bar()
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    try:
+        builder = tfds.builder("cifar10:3.0.2", data_dir=str(directory))
+        if not is_prepared(directory):
+            log.info("preparing CIFAR-10 (170 MB) in %s", directory)
+            builder.download_and_prepare()
+        # one file after the other: the stored order is the one the digests are of
+        config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
+        splits = {
+            name: builder.as_dataset(split=name, shuffle_files=False, batch_size=1000, read_config=config)
+            for name in SIZES
+        }
+        train, test = (_to_split(tfds.as_numpy(splits[name])) for name in SIZES)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"CIFAR-10 in {directory} cannot be read: {type(error).__name__}: {reason}") from error
+    verify("train", train)
+    verify("test", test)
+    return train, test
+
+
+def verify(name: str, split: Split) -> None:
+    """Holds a split against the published counts and the known digest, and says so in the log.
+
+    Raises:
+      DataError: naming the split and what differs.
+    """
+    counts = split.class_counts()
+    if len(split.labels) != SIZES[name] or (counts != SIZES[name] // NUM_CLASSES).any():
+        raise DataError(
+            f"CIFAR-10's {name} split has {len(split.labels)} examples, {counts.tolist()} a class; it must have "
+            f"{SIZES[name]}, {SIZES[name] // NUM_CLASSES} a class: delete the copy and let it be prepared again"
+        )
+    digest = split.digest()
+    if digest != DIGESTS[name]:
+        raise DataError(
+            f"CIFAR-10's {name} split is damaged: its digest is {digest}, it must be {DIGESTS[name]}; "
+            "delete the copy and let it be prepared again"
+        )
+    log.info("CIFAR-10 %s: %d images, %d a class, sha256 %s", name, SIZES[name], counts[0], digest[:16])
+
+
+def _to_split(batches) -> Split:
+    images, labels = zip(*((batch["image"], batch["label"]) for batch in batches), strict=True)
+    return Split(np.concatenate(images), np.concatenate(labels).astype(np.int64))
+
+
+def _reachable(host: str, timeout_seconds: float) -> bool:
+    try:
+        with socket.create_connection((host, 443), timeout=timeout_seconds):
+            return True
+    except OSError:
+        return False

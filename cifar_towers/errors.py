@@ -1,0 +1,37 @@
+"""What can end a run, and the exit code each end answers with.
+
+Every error here carries one line for the user: what is wrong, why, what to type.
+A traceback appears only for an exception that is not one of these: a bug, exit 1.
+"""
+
+
+class RunError(Exception):
+    """A foreseen end of a run; `exit_code` is what the process returns."""
+
+    exit_code = 1
+
+
+class UsageError(RunError, ValueError):
+    """A flag, or a combination of flags, that cannot be used."""
+
+    exit_code = 2
+
+
+class DataError(RunError):
+    """The data set is missing, cannot be fetched, or is not what it should be."""
+
+    exit_code = 3
+
+
+class DivergedError(RunError):
+    """A loss stopped being a number."""
+
+    exit_code = 4
+
+
+class Interrupted(RunError):
+    """A signal asked the run to stop: 130 for SIGINT, 143 for SIGTERM."""
+
+    def __init__(self, signal_number: int, message: str = "interrupted"):
+        super().__init__(message)
+        self.exit_code = 128 + signal_number

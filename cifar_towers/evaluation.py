@@ -1,0 +1,89 @@
+"""One pass over a split, every example exactly once, shared by the towers."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from cifar_towers.data.augment import Augmentation, views
+from cifar_towers.data.dataset import NUM_CLASSES, Split
+from cifar_towers.towers import Tower, run_on_towers, split_batch
+
+BATCH_SIZE = 2000
+
+
+class Score(NamedTuple):
+    """What a pass says at one level of test-time augmentation."""
+
+    count: int
+    correct: int
+    loss: float  # mean cross entropy, without label smoothing
+    confusion: np.ndarray  # [10, 10] examples of class (row) taken for class (column)
+
+    @property
+    def accuracy(self) -> float:
+        """correct / count."""
+        return self.correct / self.count
+
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of the accuracy, by Wilson's score (E. B. Wilson, JASA 1927)."""
+        z, n, p = 1.959964, self.count, self.accuracy
+        centre, spread = p + z * z / (2 * n), z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
+        return (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
+
+    def per_class(self) -> np.ndarray:
+        """[10] accuracy on each class; not a number for a class without examples."""
+        with np.errstate(invalid="ignore"):
+            return np.diag(self.confusion) / self.confusion.sum(1)
+
+
+def make_evaluator(model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation) -> Callable:
+    """A function (split, weights, statistics, tta) -> {0: score, tta: score}, from one pass of the largest tta.
+
+    weights and statistics are the model's trainable and other variables, or averages of them.
+    """
+
+    def on_tower(tta, weights, statistics, tower, shard):
+        weights, statistics = ([tf.convert_to_tensor(v) for v in values] for values in (weights, statistics))
+        images = augmentation.evaluate(shard[0])
+        plain, augmented = None, 0.0
+        for share, view in views(images, tta):
+            logits, _ = model.stateless_call(weights, statistics, view(), training=False)
+            plain = logits if plain is None else plain  # the first view is the image itself
+            augmented += share * logits
+        return plain, augmented
+
+    @tf.function(autograph=False)
+    def logits_of(images, weights, statistics, tta: int):
+        shards = split_batch([images], towers)
+        results = run_on_towers(lambda *args: on_tower(tta, weights, statistics, *args), towers, shards)
+        return [tf.concat(level, 0) for level in zip(*results, strict=True)]
+
+    def evaluate(split: Split, weights, statistics, tta: int = 0) -> dict[int, Score]:
+        batches = [logits_of(images, weights, statistics, tta) for images in _even_batches(split.images, len(towers))]
+        plain, augmented = (np.concatenate(level)[: len(split.labels)] for level in zip(*batches, strict=True))
+        return {0: score(split.labels, plain), tta: score(split.labels, augmented)}
+
+    return evaluate
+
+
+def score(labels: np.ndarray, logits: np.ndarray) -> Score:
+    """Counts labels [n] against logits [n, 10]."""
+    predicted = logits.argmax(1)
+    confusion = np.bincount(labels * NUM_CLASSES + predicted, minlength=NUM_CLASSES**2)
+    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True)
+    losses = np.log(np.exp(shifted).sum(1)) - shifted[np.arange(len(labels)), labels]
+    right = int((predicted == labels).sum())
+    return Score(len(labels), right, float(losses.mean()), confusion.reshape(NUM_CLASSES, NUM_CLASSES))
+
+
+def _even_batches(images: np.ndarray, towers: int):
+    """Batches of one size that all towers share evenly; the last is filled up with images whose logits are dropped."""
+    size = min(BATCH_SIZE, len(images))
+    size = -(-size // towers) * towers
+    for start in range(0, len(images), size):
+        batch = images[start : start + size]
+        filler = np.zeros((size - len(batch), *batch.shape[1:]), batch.dtype)
+        yield tf.constant(np.concatenate([batch, filler]) if len(filler) else batch)

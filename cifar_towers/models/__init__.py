@@ -1,0 +1,19 @@
+"""The nets, by name: functions that return a Keras model from [B, side, side, 3] float images to [B, 10] logits."""
+
+from collections.abc import Callable
+from functools import partial
+
+from cifar_towers.models.cifarnet import cifarnet
+from cifar_towers.models.resnet import resnet
+from cifar_towers.models.speednet import speednet
+
+MODELS: dict[str, Callable] = {
+    "cifarnet": cifarnet,
+    **{f"resnet{depth}": partial(resnet, depth=depth) for depth in (20, 32, 44, 56, 110)},
+    "speednet93": partial(speednet, widths=(64, 128, 128), head_std=None, logit_divisor=9),
+    "speednet94": partial(speednet, widths=(64, 256, 256), later_activation="silu", kept=0.5566, logit_divisor=256),
+    "speednet95": partial(speednet, widths=(128, 384, 384), head_std=None, logit_divisor=9),
+    "speednet96": partial(
+        speednet, widths=(128, 384, 512), convs=3, kept=0.9, head_std=None, logit_divisor=9, residual=True
+    ),
+}

@@ -1,0 +1,53 @@
+"""The classic net of TensorFlow's CIFAR-10 tutorial, 1,068,298 parameters at 24x24 pixels.
+
+Source: A. Krizhevsky's cuda-convnet, as published in TensorFlow's "Convolutional Neural Networks" tutorial.
+"""
+
+import keras
+
+from cifar_towers.models.layers import LocalResponseNorm, logits_dtype
+
+WEIGHT_DECAYS = {"local3": 0.004, "local4": 0.004}  # layer -> factor of its weight loss
+
+
+def cifarnet(side: int = 24, dtype: str = "float32") -> keras.Model:
+    """[B, side, side, 3] standardised images -> [B, 10] logits (not softmax), float32 or wider."""
+    options = {"dtype": dtype}
+    images = keras.Input((side, side, 3))
+    x = _conv("conv1", bias=0.0, options=options)(images)
+    x = keras.layers.MaxPooling2D(3, 2, "same", name="pool1", **options)(x)
+    x = LocalResponseNorm(name="norm1", **options)(x)
+    x = _conv("conv2", bias=0.1, options=options)(x)
+    x = LocalResponseNorm(name="norm2", **options)(x)
+    x = keras.layers.MaxPooling2D(3, 2, "same", name="pool2", **options)(x)
+    x = keras.layers.Flatten(name="flatten", **options)(x)
+    x = _dense("local3", 384, std=0.04, bias=0.1, activation="relu", options=options)(x)
+    x = _dense("local4", 192, std=0.04, bias=0.1, activation="relu", options=options)(x)
+    logits = _dense(
+        "softmax_linear", 10, std=1 / 192, bias=0.0, activation=None, options={"dtype": logits_dtype(dtype)}
+    )(x)
+    return keras.Model(images, logits, name="cifarnet")
+
+
+def _conv(name, bias, options):
+    return keras.layers.Conv2D(
+        64,
+        5,
+        padding="same",
+        activation="relu",
+        name=name,
+        kernel_initializer=keras.initializers.TruncatedNormal(stddev=0.05),
+        bias_initializer=keras.initializers.Constant(bias),
+        **options,
+    )
+
+
+def _dense(name, units, std, bias, activation, options):
+    return keras.layers.Dense(
+        units,
+        activation=activation,
+        name=name,
+        kernel_initializer=keras.initializers.TruncatedNormal(stddev=std),
+        bias_initializer=keras.initializers.Constant(bias),
+        **options,
+    )

@@ -1,0 +1,149 @@
+"""The few layers Keras lacks, or has only in a slower form."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+FUSED_EPSILON = 1.001e-5  # the least that TensorFlow's fused batch norm uses, whatever smaller it is asked for
+
+
+def logits_dtype(dtype: str) -> str:
+    """What a net of compute policy `dtype` ends in: float32 at least, so that the loss keeps its digits."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+@keras.saving.register_keras_serializable("cifar_towers")
+class BatchNorm(keras.layers.Layer):
+    """Batch normalisation over [B, H, W] through TensorFlow's fused operation.
+
+    The moments are float32 whatever the compute type. Training returns the new moving statistics through
+    `stateless_call`; the moving variance gets the unbiased one of the batch.
+
+    Args:
+      kept: fraction of the moving statistics that each update keeps.
+      scale: train a factor per channel as well as a shift; fixed at 1 otherwise.
+      epsilon: added to the variance, at least `FUSED_EPSILON`.
+    """
+
+    def __init__(self, kept: float = 0.9, scale: bool = True, epsilon: float = FUSED_EPSILON, **kwargs):
+        super().__init__(**kwargs)
+        self.kept, self.scale, self.epsilon = kept, scale, max(epsilon, FUSED_EPSILON)
+
+    def build(self, input_shape):
+        channels = (input_shape[-1],)
+        # autocast=False: the moments and the shift stay float32 where images are bfloat16
+        options = {"shape": channels, "autocast": False}
+        self.beta = self.add_weight(name="beta", initializer="zeros", **options)
+        self.gamma = self.add_weight(name="gamma", initializer="ones", **options) if self.scale else None
+        self.moving_mean = self.add_weight(name="moving_mean", initializer="zeros", trainable=False, **options)
+        self.moving_variance = self.add_weight(name="moving_variance", initializer="ones", trainable=False, **options)
+
+    def call(self, inputs, training=False):
+        moments = (
+            {}
+            if training
+            else {
+                "mean": tf.convert_to_tensor(self.moving_mean.value),
+                "variance": tf.convert_to_tensor(self.moving_variance.value),
+            }
+        )
+        gamma = tf.ones_like(self.beta.value) if self.gamma is None else tf.convert_to_tensor(self.gamma.value)
+        normalised, mean, variance = tf.compat.v1.nn.fused_batch_norm(
+            inputs, gamma, tf.convert_to_tensor(self.beta.value), epsilon=self.epsilon, is_training=training, **moments
+        )
+        if training:
+            self.moving_mean.assign(self.kept * self.moving_mean + (1 - self.kept) * mean)
+            self.moving_variance.assign(self.kept * self.moving_variance + (1 - self.kept) * variance)
+        return normalised
+
+    def get_config(self):
+        return super().get_config() | {"kept": self.kept, "scale": self.scale, "epsilon": self.epsilon}
+
+
+@keras.saving.register_keras_serializable("cifar_towers")
+class LocalResponseNorm(keras.layers.Layer):
+    """x / (bias + alpha * sum of squares over the 2 radius + 1 nearest channels) ** beta.
+
+    The sum is a product with a banded channels x channels matrix: the same numbers as
+    `tf.nn.local_response_normalization` in every float type, on every device, at the speed of a 1x1 convolution.
+    """
+
+    def __init__(self, radius=4, bias=1.0, alpha=0.001 / 9, beta=0.75, **kwargs):
+        super().__init__(**kwargs)
+        self.radius, self.bias, self.alpha, self.beta = radius, bias, alpha, beta
+
+    def call(self, inputs):
+        channels = np.arange(inputs.shape[-1])
+        near = np.abs(channels[:, None] - channels[None, :]) <= self.radius
+        squares = tf.tensordot(tf.square(inputs), tf.constant(self.alpha * near, inputs.dtype), 1)
+        return inputs * tf.pow(self.bias + squares, -self.beta)
+
+    def get_config(self):
+        fields = {"radius": self.radius, "bias": self.bias, "alpha": self.alpha, "beta": self.beta}
+        return super().get_config() | fields
+
+
+@keras.saving.register_keras_serializable("cifar_towers")
+class Activation(keras.layers.Layer):
+    """GELU or SiLU as one compiled pass forward and one backward, instead of five trips through memory each."""
+
+    def __init__(self, function: str, **kwargs):
+        super().__init__(**kwargs)
+        self.function = function
+
+    def call(self, inputs):
+        return COMPILED[self.function](inputs)
+
+    def get_config(self):
+        return super().get_config() | {"function": self.function}
+
+
+def _compiled(function):
+    """`function`, elementwise, with forward and backward each fused by XLA; keeps only its input for the backward.
+
+    Half types are widened inside: XLA's CPU code rounds after each operation otherwise, and takes twice as long.
+    """
+
+    def wide(x):
+        return tf.cast(x, tf.float32) if x.dtype.size == 2 else x
+
+    @tf.function(jit_compile=True, autograph=False)
+    def forward(x):
+        return tf.cast(function(wide(x)), x.dtype)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def backward(x, upstream):
+        wide_x = wide(x)
+        with tf.GradientTape() as tape:
+            tape.watch(wide_x)
+            y = function(wide_x)
+        return tf.cast(tape.gradient(y, wide_x, wide(upstream)), x.dtype)
+
+    @tf.custom_gradient
+    def compiled(x):
+        return forward(x), lambda upstream: backward(x, upstream)
+
+    return compiled
+
+
+COMPILED = {
+    "gelu": _compiled(lambda x: tf.nn.gelu(x, approximate=False)),
+    "silu": _compiled(lambda x: x * tf.nn.sigmoid(x)),
+}
+
+
+@keras.saving.register_keras_serializable("cifar_towers")
+class PadChannels(keras.layers.Layer):
+    """Shortcut A of residual nets: every second pixel, and zeros for the channels that are new."""
+
+    def __init__(self, channels: int, stride: int, **kwargs):
+        super().__init__(**kwargs)
+        self.channels, self.stride = channels, stride
+
+    def call(self, inputs):
+        missing = self.channels - inputs.shape[-1]
+        thinned = inputs[:, :: self.stride, :: self.stride, :]
+        return tf.pad(thinned, [[0, 0], [0, 0], [0, 0], [missing // 2, missing - missing // 2]])
+
+    def get_config(self):
+        return super().get_config() | {"channels": self.channels, "stride": self.stride}

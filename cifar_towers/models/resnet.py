@@ -1,0 +1,50 @@
+"""Residual nets for CIFAR-10: 6n+2 layers in three stages of n blocks.
+
+Source: K. He et al., "Deep Residual Learning for Image Recognition", arXiv 1512.03385, section 4.2.
+"""
+
+import keras
+
+from cifar_towers.models.layers import BatchNorm, PadChannels, logits_dtype
+
+
+def resnet(side: int = 32, dtype: str = "float32", *, depth: int = 20, width: int = 16) -> keras.Model:
+    """[B, side, side, 3] normalised images -> [B, 10] float32 logits.
+
+    Args:
+      depth: 6n + 2 layers: 20, 32, 44, 56, 110.
+      width: channels of the first stage; the second and third have two and four times as many.
+
+    Raises:
+      ValueError: a depth that is not 6n + 2.
+    """
+    blocks, rest = divmod(depth - 2, 6)
+    if rest or blocks < 1:
+        raise ValueError(f"resnet depth={depth} is not 6n + 2; 20, 32, 44, 56 and 110 are")
+    options = {"dtype": dtype}
+    images = keras.Input((side, side, 3))
+    x = _conv_norm(images, width, 1, "stem", options)
+    x = keras.layers.ReLU(name="stem_relu", **options)(x)
+    for stage in range(3):
+        for block in range(blocks):
+            stride = 2 if stage > 0 and block == 0 else 1
+            x = _block(x, width * 2**stage, stride, f"stage{stage + 1}_block{block + 1}", options)
+    x = keras.layers.GlobalAveragePooling2D(name="pool", **options)(x)
+    logits = keras.layers.Dense(10, kernel_initializer="he_normal", name="head", dtype=logits_dtype(dtype))(x)
+    return keras.Model(images, logits, name=f"resnet{depth}")
+
+
+def _block(x, channels, stride, name, options):
+    shortcut = x if x.shape[-1] == channels else PadChannels(channels, stride, name=f"{name}_shortcut", **options)(x)
+    x = _conv_norm(x, channels, stride, f"{name}_1", options)
+    x = keras.layers.ReLU(name=f"{name}_relu1", **options)(x)
+    x = _conv_norm(x, channels, 1, f"{name}_2", options)
+    x = keras.layers.Add(name=f"{name}_add", **options)([x, shortcut])
+    return keras.layers.ReLU(name=f"{name}_relu2", **options)(x)
+
+
+def _conv_norm(x, channels, stride, name, options):
+    x = keras.layers.Conv2D(
+        channels, 3, stride, "same", use_bias=False, kernel_initializer="he_normal", name=f"{name}_conv", **options
+    )(x)
+    return BatchNorm(kept=0.9, name=f"{name}_norm", **options)(x)

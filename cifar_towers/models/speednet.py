@@ -1,0 +1,140 @@
+"""The small, wide and shallow net of the CIFAR-10 speed records.
+
+Source: K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv 2404.00498, and its public records.
+"""
+
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+
+from cifar_towers.models.layers import Activation, BatchNorm, logits_dtype
+
+WHITENING_FILTERS = 24  # 2x2 patches of 3 channels have 12 principal directions, each with both signs
+
+
+def speednet(
+    side: int | None = None,
+    dtype: str = "float32",
+    *,
+    widths: Sequence[int] = (64, 256, 256),
+    convs: int = 2,
+    later_activation: str = "gelu",
+    kept: float = 0.6,
+    head_std: float | None = 1.0,
+    logit_divisor: float = 256.0,
+    residual: bool = False,
+    whitening: np.ndarray | None = None,
+) -> keras.Model:
+    """[B, side, side, 3] normalised images -> [B, 10] float32 logits; any side of 18 or more if None.
+
+    Args:
+      widths: channels of the three groups.
+      convs: convolutions in each group.
+      later_activation: `gelu` or `silu` in the groups; the one after the whitening is GELU.
+      kept: fraction of the moving statistics each step keeps.
+      head_std: standard deviation the head's weights start with; uniform +-1/sqrt(fan_in) if None.
+      logit_divisor: what the head's output is divided by.
+      residual: add each group's first output to its last convolution's.
+      whitening: [2, 2, 3, 24] kernel from `whitening_kernel`; zeros if not given, for restoring into.
+    """
+    options = {"dtype": dtype}
+    images = keras.Input((side, side, 3))
+    frozen = keras.initializers.Constant(0.0 if whitening is None else whitening)
+    x = Whitening(frozen, name="whitening", **options)(images)
+    x = Activation("gelu", **options)(x)
+    for group, width in enumerate(widths, 1):
+        x = _group(x, width, convs, later_activation, kept, residual, f"group{group}", options)
+    x = keras.layers.GlobalMaxPooling2D(name="pool", **options)(x)
+    head = keras.layers.Dense(
+        10, use_bias=False, kernel_initializer=_head_initializer(head_std), name="head", **options
+    )
+    logits = keras.layers.Rescaling(1 / logit_divisor, dtype=logits_dtype(dtype), name="logits")(head(x))
+    return keras.Model(images, logits, name="speednet")
+
+
+def _group(x, width, convs, activation, kept, residual, name, options):
+    """conv, pool, then `convs` times norm and activation with a convolution between each two."""
+    for index in range(1, convs + 1):
+        if index == convs and residual:
+            shortcut = x
+        x = keras.layers.Conv2D(
+            width,
+            3,
+            padding="same",
+            use_bias=False,
+            kernel_initializer=IdentityFirst(),
+            name=f"{name}_conv{index}",
+            **options,
+        )(x)
+        if index == 1:
+            x = keras.layers.MaxPooling2D(2, name=f"{name}_pool", **options)(x)
+        x = BatchNorm(kept, scale=False, name=f"{name}_norm{index}", **options)(x)
+        if index == convs and residual:
+            x = keras.layers.Add(name=f"{name}_add", **options)([x, shortcut])
+        x = Activation(activation, name=f"{name}_{activation}{index}", **options)(x)
+    return x
+
+
+@keras.saving.register_keras_serializable("cifar_towers")
+class Whitening(keras.layers.Conv2D):
+    """2x2 convolution whose kernel is fixed to whiten image patches and whose bias is trained."""
+
+    def __init__(self, kernel_initializer="zeros", **kwargs):
+        kwargs = {"filters": WHITENING_FILTERS, "kernel_size": 2, **kwargs}
+        super().__init__(kernel_initializer=kernel_initializer, **kwargs)
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.kernel.trainable = False
+
+
+@keras.saving.register_keras_serializable("cifar_towers")
+class IdentityFirst(keras.initializers.Initializer):
+    """Uniform +-1/sqrt(fan_in), with the first C_in filters passing their channel's centre pixel on as it is."""
+
+    def __init__(self, seed: int | None = None):
+        self.random = _uniform(seed)
+
+    def __call__(self, shape, dtype=None):
+        height, width, channels_in, filters = shape
+        kernel = np.array(self.random(shape, dtype="float32"))
+        passed = min(channels_in, filters)
+        kernel[..., :passed] = 0
+        kernel[height // 2, width // 2, range(passed), range(passed)] = 1
+        return keras.ops.convert_to_tensor(kernel, dtype)
+
+
+def whitening_kernel(images: np.ndarray, epsilon: float = 5e-4) -> np.ndarray:
+    """The filters that decorrelate 2x2 patches of `images` and give them unit variance.
+
+    Args:
+      images: [n, H, W, 3] normalised float images; the records use the first 960 to 5,000 of the training set.
+      epsilon: added to each eigenvalue, so that directions of little variance are not blown up.
+
+    Returns:
+      [2, 2, 3, 24]: the 12 eigenvectors of the uncentred patch covariance, each over the root of its eigenvalue,
+      then their negatives.
+    """
+    height, width = images.shape[1] - 1, images.shape[2] - 1
+    corners = [images[:, y : y + height, x : x + width, :] for y in (0, 1) for x in (0, 1)]
+    patches = np.stack(corners, axis=3).reshape(-1, 12).astype(np.float64)
+    values, vectors = np.linalg.eigh(patches.T @ patches / len(patches))
+    filters = (vectors / np.sqrt(values + epsilon)).reshape(2, 2, 3, 12)
+    return np.concatenate([filters, -filters], axis=-1).astype(np.float32)
+
+
+def _uniform(seed: int | None = None):
+    """Uniform on +-1/sqrt(fan_in)."""
+    return keras.initializers.VarianceScaling(1 / 3, mode="fan_in", distribution="uniform", seed=seed)
+
+
+def _head_initializer(std: float | None):
+    if std is None:
+        return _uniform()
+
+    def scaled(shape, dtype=None):
+        kernel = np.array(_uniform()(shape, dtype="float32"))
+        return keras.ops.convert_to_tensor(kernel * std / kernel.std(ddof=1), dtype)
+
+    return scaled

@@ -1,0 +1,94 @@
+"""The programs, as `scripts/` and the console commands call them: first all checks, then what is slow."""
+
+import logging
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+
+from cifar_towers import config as settings
+from cifar_towers.errors import RunError, UsageError
+from cifar_towers.signals import StopRequest
+
+
+def train() -> None:
+    """`train.py`: trains a recipe."""
+    sys.exit(_run(_train))
+
+
+def evaluate() -> None:
+    """`evaluate.py`: scores a checkpoint."""
+    sys.exit(_run(_evaluate))
+
+
+def _train(stop: StopRequest) -> None:
+    config = settings.parse_command_line(
+        settings.TrainConfig,
+        sys.argv,
+        "Trains a net for CIFAR-10 on towers.\n\n  train.py --flagfile=configs/speed94.cfg --num_gpus=2",
+    )
+    seeds = settings.parse_seeds(config.seeds)
+    from cifar_towers.data import sources
+
+    source = sources.find(config.dataset, config.data_dir)
+    _import_tensorflow()
+    from cifar_towers.training import trainer
+
+    if seeds:
+        trainer.train_seeds(config, seeds, source, stop)
+    else:
+        trainer.train(config, source, stop)
+
+
+def _evaluate(stop: StopRequest) -> None:
+    config = settings.parse_command_line(
+        settings.EvaluateConfig,
+        sys.argv,
+        "Scores the newest checkpoint of a run.\n\n  evaluate.py --train_dir=runs/speed94-seed0 --tta=2",
+    )
+    _import_tensorflow()
+    from cifar_towers import scoring
+
+    print(scoring.evaluate_checkpoint(config))
+
+
+def _run(program: Callable[[StopRequest], None]) -> int:
+    """Calls a program and turns what it raises into one line and an exit code."""
+    stop = StopRequest().listen()
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("cifar_towers").setLevel(logging.INFO)
+    try:
+        program(stop)
+        return 0
+    except RunError as error:
+        print(f"{type(error).__name__.removesuffix('Error').lower()}: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def _import_tensorflow() -> None:
+    """Imports TensorFlow without its notes on the terminal; what it says is shown only if it cannot be imported."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    if os.environ["KERAS_BACKEND"] != "tensorflow":
+        raise UsageError(f"KERAS_BACKEND={os.environ['KERAS_BACKEND']} is set; towers need KERAS_BACKEND=tensorflow")
+    with tempfile.TemporaryFile() as notes:
+        terminal = os.dup(2)
+        os.dup2(notes.fileno(), 2)
+        try:
+            import tensorflow as tf
+
+            tf.config.list_physical_devices()
+        except Exception:
+            notes.seek(0)
+            os.write(terminal, notes.read())
+            raise
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)

@@ -1,0 +1,1 @@
+"""What a run tells: to the terminal, to files, to TensorBoard."""

@@ -1,0 +1,74 @@
+"""The terminal: one live line an epoch for a person, one plain line an epoch for a pipe."""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+
+class Status(NamedTuple):
+    """What a line tells: of one step, or as means of an epoch."""
+
+    step: int
+    loss: float
+    accuracy: float
+    rate: float
+    images_per_sec: float  # 0 while compiling
+
+
+class Progress:
+    """Shows training as it goes; `console` decides by itself whether a person is looking."""
+
+    def __init__(self, total_steps: int, steps_per_epoch: int, console: Console | None = None):
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
+        self._live: Live | None = None
+        self._started: tuple[float, int] | None = None
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self.console.print(line, markup=False)
+
+    def step(self, status: Status) -> None:
+        """After each step. Does nothing unless a person is looking, but for the clock."""
+        self._started = self._started or (time.monotonic(), status.step)
+        if not self.console.is_terminal:
+            return
+        if self._live is None:
+            self._live = Live(console=self.console, refresh_per_second=8, transient=True)
+            self._live.start()
+        self._live.update(Text(f"{self._bar(status.step)} {self._facts(status)}", overflow="ellipsis", no_wrap=True))
+
+    def epoch(self, status: Status, scores: Sequence[str] = ()) -> None:
+        """At the end of an epoch: its means, and what an evaluation adds."""
+        self.pause()
+        self.say("  ".join([self._facts(status), *scores]))
+
+    def pause(self) -> None:
+        """Takes the live line away, so that other lines can be printed."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def _facts(self, status: Status) -> str:
+        epoch, epochs = (step / self._steps_per_epoch for step in (status.step, self._total_steps))
+        speed = f"{status.images_per_sec:,.0f} images/s" if status.images_per_sec else "compiling"
+        return (
+            f"epoch {epoch:5.2f}/{epochs:.2f}  step {status.step}/{self._total_steps}  loss {status.loss:.4f}  "
+            f"accuracy {100 * status.accuracy:5.2f} %  rate {status.rate:.4g}  {speed}{self._remaining(status.step)}"
+        )
+
+    def _remaining(self, step: int) -> str:
+        started, first = self._started or (0.0, step)
+        if step <= first or step >= self._total_steps:
+            return ""
+        seconds = (time.monotonic() - started) / (step - first) * (self._total_steps - step)
+        return f"  {int(seconds) // 60}:{int(seconds) % 60:02d} left"
+
+    def _bar(self, step: int, width: int = 20) -> str:
+        done = (step - 1) % self._steps_per_epoch + 1
+        filled = min(width, round(width * done / self._steps_per_epoch))
+        return "━" * filled + "╺" * (width - filled)

@@ -1,0 +1,19 @@
+"""Towers: copies of one computation on several devices that meet once a step.
+
+Nothing here knows of images, models, settings or files; the folder can be lifted into another project.
+"""
+
+from cifar_towers.towers.devices import Tower, make_towers
+from cifar_towers.towers.gradients import average_gradients
+from cifar_towers.towers.parallel import run_on_towers, split_batch
+from cifar_towers.towers.placement import device_table, variable_placement
+
+__all__ = [
+    "Tower",
+    "average_gradients",
+    "device_table",
+    "make_towers",
+    "run_on_towers",
+    "split_batch",
+    "variable_placement",
+]

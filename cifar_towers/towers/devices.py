@@ -1,0 +1,148 @@
+"""Which device each tower computes on.
+
+`make_towers(n)` is called once, first thing in a program: TensorFlow fixes its devices when it first uses them.
+"""
+
+import logging
+import os
+import subprocess
+from typing import NamedTuple
+
+import tensorflow as tf
+
+log = logging.getLogger(__name__)
+
+CPU_TOWERS_BY_DEFAULT = 2
+
+
+class Tower(NamedTuple):
+    """One copy of the forward and backward pass, on one device."""
+
+    index: int
+    device: str
+
+    @property
+    def name(self) -> str:
+        """The tower's name scope: `tower_0`, `tower_1`, ..."""
+        return f"tower_{self.index}"
+
+
+class DevicePlan(NamedTuple):
+    """Which devices K towers use: their kind, each tower's physical device, and the reason in words."""
+
+    kind: str  # "GPU" or "CPU"
+    physical: tuple[int, ...]  # [K] physical device of each tower
+    note: str  # empty when every tower has a GPU of its own
+
+
+def make_towers(
+    num_towers: int = 0,
+    *,
+    soft_placement: bool = True,
+    gpu_memory_growth: bool = True,
+    gpu_memory_limit_mb: int = 0,
+    threads_per_op: int = 0,
+) -> list[Tower]:
+    """Opens TensorFlow's devices for `num_towers` towers and names them.
+
+    Args:
+      num_towers: how many; 0 means one for each GPU, or two on the CPU where there is none.
+      soft_placement: let logical devices stand in for missing GPUs, and operations without a kernel on their
+        device run elsewhere. If false, either is an error.
+      gpu_memory_growth: take GPU memory as it is needed, not all at once.
+      gpu_memory_limit_mb: most memory to use on each GPU, in MB; 0 for no limit.
+      threads_per_op: threads inside one operation; 0 shares the cores among the CPU towers.
+
+    Raises:
+      ValueError: GPUs are missing and soft placement is off, or the devices cannot be divided.
+      RuntimeError: TensorFlow is already running with too few devices.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    plan = plan_devices(num_towers, len(gpus), soft_placement)
+    try:
+        tf.config.set_soft_device_placement(soft_placement)
+        _set_threads(plan, threads_per_op)
+        if plan.kind == "GPU":
+            _divide_gpus(gpus, plan, gpu_memory_growth, gpu_memory_limit_mb)
+        else:
+            _divide_cpu(len(plan.physical))
+    except RuntimeError:  # the devices are open already, as in a notebook's second cell: use them if they suffice
+        pass
+    return _open(plan)
+
+
+def plan_devices(num_towers: int, num_gpus: int, soft_placement: bool = True) -> DevicePlan:
+    """Assigns `num_towers` towers to `num_gpus` physical GPUs, or to the CPU where there is none.
+
+    >>> plan_devices(4, 2).physical
+    (0, 0, 1, 1)
+    >>> plan_devices(3, 0).kind
+    'CPU'
+    """
+    count = num_towers or num_gpus or CPU_TOWERS_BY_DEFAULT
+    if num_towers > num_gpus and not soft_placement:
+        have = ", ".join(f"/GPU:{i}" for i in range(num_gpus)) or "only /CPU:0"
+        raise ValueError(
+            f"{num_towers} towers need {num_towers} GPUs and this machine has {have}; "
+            f"ask for --num_gpus={num_gpus or 0} or allow --soft_placement"
+        )
+    if num_gpus == 0:
+        return DevicePlan("CPU", (0,) * count, f"no GPU here: {count} tower{'s' * (count > 1)} on logical CPU devices")
+    note = f"{num_gpus} GPUs for {count} towers: they share them as logical devices" if count > num_gpus else ""
+    return DevicePlan("GPU", tuple(i * num_gpus // count if count > num_gpus else i for i in range(count)), note)
+
+
+def _open(plan: DevicePlan) -> list[Tower]:
+    count = len(plan.physical)
+    logical = tf.config.list_logical_devices(plan.kind)
+    if len(logical) < count:
+        raise RuntimeError(
+            f"TensorFlow already runs with {len(logical)} {plan.kind} devices, too few for {count} towers: "
+            "call make_towers before any other TensorFlow operation"
+        )
+    if plan.note:
+        log.info(plan.note)
+    return [Tower(i, f"/{plan.kind}:{i}") for i in range(count)]
+
+
+def _set_threads(plan: DevicePlan, threads_per_op: int) -> None:
+    """K towers on C cores get C/K threads an operation and K operations at a time, so that they do not fight."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    towers = len(plan.physical)
+    if plan.kind == "CPU":
+        tf.config.threading.set_inter_op_parallelism_threads(max(towers, min(2, cores)))
+        tf.config.threading.set_intra_op_parallelism_threads(threads_per_op or max(1, cores // towers))
+    elif threads_per_op:
+        tf.config.threading.set_intra_op_parallelism_threads(threads_per_op)
+
+
+def _divide_cpu(count: int) -> None:
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+
+
+def _divide_gpus(gpus, plan: DevicePlan, growth: bool, limit_mb: int) -> None:
+    used = gpus[: max(plan.physical) + 1]
+    tf.config.set_visible_devices(used, "GPU")
+    for index, gpu in enumerate(used):
+        shares = plan.physical.count(index)
+        if shares > 1 or limit_mb:
+            share_mb = (limit_mb or _gpu_memory_mb(index)) // shares
+            tf.config.set_logical_device_configuration(
+                gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=share_mb)] * shares
+            )
+        else:  # TensorFlow does not allow growth on a divided GPU
+            tf.config.experimental.set_memory_growth(gpu, growth)
+
+
+def _gpu_memory_mb(index: int) -> int:
+    """Nine tenths of a GPU's memory, as its driver tells it."""
+    query = ["nvidia-smi", f"--id={index}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        return int(answer.stdout) * 9 // 10
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise ValueError(
+            f"several towers on /GPU:{index} need a share of its memory, and the driver does not tell its size; "
+            "give --gpu_memory_limit_mb"
+        ) from error

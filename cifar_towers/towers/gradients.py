@@ -1,0 +1,84 @@
+"""The synchronization point: K towers' gradients become one."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+
+def average_gradients(tower_grads: Sequence[Sequence[tuple]], weights: Sequence[float] | None = None) -> list[tuple]:
+    """Averages each variable's gradient over the towers.
+
+    The mean is taken on the device of the variable, which is where it is needed next.
+
+    Args:
+      tower_grads: K x N x (gradient, variable): for each tower, the pairs of all N variables in one order, as
+        `zip(tape.gradient(loss, variables), variables)` gives them. A gradient is a tensor, `tf.IndexedSlices` or
+        `None`; a variable is a `tf.Variable` or a Keras variable.
+      weights: [K], how much each tower counts, usually its number of examples; equal if not given.
+
+    Returns:
+      N x (mean gradient, variable). With one tower, its pairs as they came. A variable that no tower has a gradient
+      for keeps `None`; a tower without one where others have it counts as zeros. Sparse gradients stay sparse where
+      all towers' are.
+
+    Raises:
+      ValueError: no towers, towers that disagree on their variables, or weights that do not fit.
+    """
+    fractions = _fractions(tower_grads, weights)
+    _check_same_variables(tower_grads)
+    if len(tower_grads) == 1:
+        return list(tower_grads[0])
+    return [
+        (_mean([gradient for gradient, _ in pairs], pairs[0][1], fractions), pairs[0][1])
+        for pairs in zip(*tower_grads, strict=True)
+    ]
+
+
+def _mean(gradients: list, variable, fractions: list[float]):
+    """sum(fraction_k * gradient_k) over the towers that have one, or None if none has."""
+    present = [(g, fraction) for g, fraction in zip(gradients, fractions, strict=True) if g is not None]
+    if not present:
+        return None
+    with tf.device(_device(variable)):
+        if all(isinstance(g, tf.IndexedSlices) for g, _ in present):
+            values = tf.concat([g.values * tf.constant(fraction, g.dtype) for g, fraction in present], 0)
+            return tf.IndexedSlices(values, tf.concat([g.indices for g, _ in present], 0), present[0][0].dense_shape)
+        dense = [(tf.convert_to_tensor(g), fraction) for g, fraction in present]
+        return tf.add_n([g * tf.constant(fraction, g.dtype) for g, fraction in dense])
+
+
+def _device(variable) -> str:
+    """Where a variable lives; a Keras variable keeps the TensorFlow one as its value."""
+    return getattr(variable, "device", None) or getattr(getattr(variable, "value", None), "device", "") or ""
+
+
+def _fractions(tower_grads, weights) -> list[float]:
+    if not tower_grads:
+        raise ValueError("average_gradients needs the gradients of at least one tower; it was given none")
+    if weights is None:
+        return [1 / len(tower_grads)] * len(tower_grads)
+    if len(weights) != len(tower_grads) or min(weights) < 0 or sum(weights) <= 0:
+        raise ValueError(
+            f"weights={list(weights)} must be {len(tower_grads)} numbers, one a tower, none negative, not all zero"
+        )
+    return [weight / sum(weights) for weight in weights]
+
+
+def _check_same_variables(tower_grads) -> None:
+    first = [variable for _, variable in tower_grads[0]]
+    for tower, pairs in enumerate(tower_grads):
+        here = [variable for _, variable in pairs]
+        for position in range(max(len(first), len(here))):
+            expected = first[position] if position < len(first) else None
+            found = here[position] if position < len(here) else None
+            if expected is not found:
+                raise ValueError(
+                    f"tower_{tower} and tower_0 disagree on variable {position}: "
+                    f"tower_{tower} has {_name(found)}, tower_0 has {_name(expected)}"
+                )
+
+
+def _name(variable) -> str:
+    if variable is None:
+        return "none"
+    return repr(getattr(variable, "path", None) or getattr(variable, "name", None) or str(variable))

@@ -1,0 +1,1 @@
+"""The training run: state, step, loop, and what they are made of."""

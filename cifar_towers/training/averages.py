@@ -1,0 +1,76 @@
+"""Moving averages that follow the variables: of the weights, of the losses, and lookahead."""
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+LOSS_DECAY = 0.9
+
+
+class WeightAverage:
+    """a <- d a + (1 - d) w after every step, with d = min(decay, (1 + step) / (10 + step)); step counts updates done.
+
+    The ramp keeps the first average from remembering the first weights. Statistics of batch norm are averaged too.
+    """
+
+    def __init__(self, variables: Sequence[tf.Variable], decay: float):
+        self.decay, self.variables = decay, list(variables)
+        self.averages = [tf.Variable(v, trainable=False, name="ema") for v in self.variables] if decay else []
+
+    def update(self, step: tf.Tensor) -> None:
+        """Follows the variables; `step` counts the updates done, this one included."""
+        if not self.averages:
+            return
+        done = tf.cast(step, tf.float32)
+        decay = tf.minimum(self.decay, (1 + done) / (10 + done))
+        for average, variable in zip(self.averages, self.variables, strict=True):
+            average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - variable))
+
+
+class Lookahead:
+    """Every five steps slow <- d slow + (1 - d) w, w <- slow, with d = 0.95^5 (step / total)^3; at the end w <- slow.
+
+    Source: M. Zhang et al., arXiv 1907.08610, in the form of the CIFAR-10 speed records.
+    """
+
+    PERIOD = 5
+
+    def __init__(self, variables: Sequence[tf.Variable], total_steps: int, enabled: bool):
+        self.variables, self.total_steps = list(variables), total_steps
+        self.slow = [tf.Variable(v, trainable=False, name="lookahead") for v in self.variables] if enabled else []
+
+    def update(self, step: tf.Tensor) -> None:
+        """Pulls the variables if this step is one of the fifth; `step` counts the updates done."""
+        if not self.slow:
+            return
+        last = tf.equal(step, self.total_steps)
+        due = tf.logical_or(tf.equal(step % self.PERIOD, 0), last)
+        decay = 0.95**5 * tf.cast(step / self.total_steps, tf.float32) ** 3
+        decay = tf.where(last, 1.0, decay)
+
+        def pull():
+            for slow, variable in zip(self.slow, self.variables, strict=True):
+                slow.assign_sub(tf.cast(1 - decay, slow.dtype) * (slow - variable))
+                variable.assign(slow)
+            return tf.constant(True)
+
+        tf.cond(due, pull, lambda: tf.constant(False))
+
+
+class LossAverages:
+    """The final tower's loss terms, smoothed for the eye: a <- 0.9 a + 0.1 loss, from a first value of 0, debiased."""
+
+    def __init__(self, terms: Sequence[str]):
+        self.sums = {term: tf.Variable(0.0, trainable=False, name=f"{term}/average") for term in terms}
+        self.weight = tf.Variable(0.0, trainable=False, name="loss_average_weight")
+
+    def update(self, losses: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Takes in one step's losses; {term: average of all so far, the older the less}."""
+        weight = LOSS_DECAY * self.weight + (1 - LOSS_DECAY)
+        self.weight.assign(weight)
+        averages = {}
+        for term, loss in losses.items():
+            total = LOSS_DECAY * self.sums[term] + (1 - LOSS_DECAY) * tf.cast(loss, tf.float32)
+            self.sums[term].assign(total)
+            averages[term] = total / weight
+        return averages

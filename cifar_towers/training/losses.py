@@ -1,0 +1,30 @@
+"""Loss terms of one tower. All are means over the examples, so rates do not depend on the batch size."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import tensorflow as tf
+
+
+def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+    """Mean softmax cross entropy of logits [B, C] against labels [B], spread by `smoothing` over all C classes."""
+    classes = logits.shape[-1]
+    targets = (1 - smoothing) * tf.one_hot(labels, classes, dtype=logits.dtype) + smoothing / classes
+    return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(targets, logits))
+
+
+def make_loss(smoothing: float = 0.0, weight_losses: Mapping[str, tuple[int, float]] | None = None) -> Callable:
+    """A function (labels, logits, weights) -> {term: scalar}, with their sum as `total_loss`.
+
+    Args:
+      smoothing: label smoothing of the cross entropy.
+      weight_losses: layer name -> (index among the weights, factor): adds factor * sum(w ** 2) / 2 as
+        `<layer>/weight_loss`.
+    """
+
+    def loss(labels: tf.Tensor, logits: tf.Tensor, weights: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
+        terms = {"cross_entropy": cross_entropy(labels, logits, smoothing)}
+        for layer, (index, factor) in (weight_losses or {}).items():
+            terms[f"{layer}/weight_loss"] = factor * tf.nn.l2_loss(weights[index])
+        return terms | {"total_loss": tf.add_n(list(terms.values()))}
+
+    return loss

@@ -1,0 +1,83 @@
+"""What the towers compute in, and the loss scale that float16 needs."""
+
+import re
+from pathlib import Path
+
+import tensorflow as tf
+
+POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "float64": "float64"}
+
+
+def choose(precision: str, device: str) -> tuple[str, str]:
+    """(`float32`, `bfloat16` or `float16`, and why) for a setting and the towers' kind of device.
+
+    `auto` takes bfloat16 where it is computed natively: GPUs of compute capability 8.0 or more, processors with
+    AVX512-BF16 or AMX. Elsewhere it is emulated and slow, and float32 is taken.
+    """
+    if precision != "auto":
+        return precision, "as asked"
+    if "GPU" in device:
+        capability = tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[0])
+        native = capability.get("compute_capability", (0, 0)) >= (8, 0)
+        return ("bfloat16", "the GPU computes it natively") if native else ("float32", "the GPU has no bfloat16")
+    features = set(re.findall(r"avx512_bf16|amx_bf16|\bbf16\b", _processor_flags()))
+    if features:
+        return "bfloat16", f"the processor has {', '.join(sorted(features))}"
+    return "float32", "the processor has no bfloat16 of its own"
+
+
+class LossScale:
+    """Multiplies the loss so that small float16 gradients do not vanish, and divides the gradients again.
+
+    With float16 the scale doubles after 2,000 good steps and halves when a gradient overflows; that step's update
+    is left out. With other types the scale is 1 and none of this is in the graph.
+    Source: P. Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740.
+    """
+
+    INITIAL, GROWTH_STEPS = 2.0**15, 2000
+
+    def __init__(self, precision: str):
+        self.dynamic = precision == "float16"
+        self.variables = {}
+        if self.dynamic:
+            self.scale = tf.Variable(self.INITIAL, trainable=False, name="loss_scale")
+            self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="good_steps")
+            self.variables = {"scale": self.scale, "good_steps": self.good_steps}
+
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """The loss to differentiate."""
+        return loss * self.scale if self.dynamic else loss
+
+    def unscale(self, gradients: list[tuple]) -> list[tuple]:
+        """N x (gradient, variable) as if the loss had not been scaled."""
+        if not self.dynamic:
+            return gradients
+        return [(None if g is None else g / tf.cast(self.scale, g.dtype), v) for g, v in gradients]
+
+    def apply_if_finite(self, gradients: list[tuple], apply) -> tf.Tensor:
+        """Runs `apply()` unless a gradient overflowed, and adapts the scale; whether it ran."""
+        if not self.dynamic:
+            apply()
+            return tf.constant(True)
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g, _ in gradients if g is not None])
+
+        def good():
+            apply()
+            count = self.good_steps.assign_add(1)
+            grow = tf.equal(count % self.GROWTH_STEPS, 0)
+            self.scale.assign(tf.where(grow, self.scale * 2, self.scale))
+            return tf.constant(True)
+
+        def overflow():
+            self.good_steps.assign(0)
+            self.scale.assign(tf.maximum(self.scale / 2, 1.0))
+            return tf.constant(False)
+
+        return tf.cond(finite, good, overflow)
+
+
+def _processor_flags() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:  # not Linux
+        return ""

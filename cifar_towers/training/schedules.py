@@ -1,0 +1,88 @@
+"""Values that change over a run, given as points: `0=0.2,23%=1,100%=0.07`.
+
+A point's place is an epoch, or with a percent sign a part of the whole run. No TensorFlow in here.
+"""
+
+import bisect
+from typing import NamedTuple
+
+from cifar_towers.errors import UsageError
+
+
+class Points(NamedTuple):
+    """Values at places of a run; `relative[i]` says whether place i is a fraction of it or an epoch."""
+
+    places: tuple[float, ...]
+    relative: tuple[bool, ...]
+    values: tuple[float, ...]
+
+    def steps(self, total_steps: int, steps_per_epoch: int) -> list[float]:
+        """The places in steps.
+
+        Raises:
+          UsageError: epochs and percents that do not rise for a run of this length.
+        """
+        lengths = [total_steps if relative else steps_per_epoch for relative in self.relative]
+        steps = [place * length for place, length in zip(self.places, lengths, strict=True)]
+        if steps != sorted(steps):
+            raise UsageError(f"a schedule's places fall on steps {steps} of {total_steps}, which do not rise")
+        return steps
+
+
+def linear(step: float, steps: list[float], values: tuple[float, ...]) -> float:
+    """Straight lines between the points, level outside them.
+
+    >>> linear(5, [0, 10], (1.0, 0.0))
+    0.5
+    """
+    after = bisect.bisect_right(steps, step)
+    if after == 0:
+        return values[0]
+    if after == len(steps):
+        return values[-1]
+    start, end = steps[after - 1], steps[after]
+    return values[after - 1] + (values[after] - values[after - 1]) * (step - start) / (end - start)
+
+
+def staircase(step: float, steps: list[float], values: tuple[float, ...], before: float = 1.0) -> float:
+    """The value of the last point passed; `before` the first.
+
+    >>> staircase(91, [91, 136], (0.1, 0.01))
+    0.1
+    """
+    passed = bisect.bisect_right(steps, step)
+    return values[passed - 1] if passed else before
+
+
+def parse_rate(text: str) -> tuple[str, Points]:
+    """`"linear:0=1,100%=0"` -> ("linear", points).
+
+    Raises:
+      UsageError: neither `linear:` nor `step:` before the points, or points that cannot be read.
+    """
+    kind, _, points = text.partition(":")
+    if kind not in ("linear", "step"):
+        raise UsageError(f"learning_rate_schedule={text} must begin with linear: or step:, as linear:0=1,100%=0")
+    return kind, parse_points("learning_rate_schedule", points)
+
+
+def parse_points(setting: str, text: str) -> Points:
+    """`"0=24,45%=32"` -> points at epoch 0 and at 0.45 of the run.
+
+    Raises:
+      UsageError: naming `setting`, if the text is not of this form or its places do not rise.
+    """
+    places, relative, values = [], [], []
+    try:
+        for part in text.split(","):
+            place, value = part.split("=")
+            relative.append(place.endswith("%"))
+            places.append(float(place.rstrip("%")) / (100 if relative[-1] else 1))
+            values.append(float(value))
+    except ValueError:
+        raise UsageError(f"{setting}: {text!r} is not a list of place=value, as 0=1,50%=0.5,100%=0") from None
+    for kind in (True, False):
+        same_kind = [place for place, percent in zip(places, relative, strict=True) if percent is kind]
+        if same_kind != sorted(set(same_kind)) or any(place < 0 for place in same_kind):
+            raise UsageError(f"{setting}: the places of {text!r} must rise, from 0")
+    return Points(tuple(places), tuple(relative), tuple(values))

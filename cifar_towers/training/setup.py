@@ -1,0 +1,153 @@
+"""From settings to parts: towers, model, optimizer, state. Below here, functions take plain values."""
+
+import logging
+import math
+
+import keras
+
+from cifar_towers.config import DeviceConfig, TrainConfig
+from cifar_towers.data.augment import Augmentation
+from cifar_towers.data.dataset import Split
+from cifar_towers.errors import UsageError
+from cifar_towers.models import MODELS
+from cifar_towers.models.cifarnet import WEIGHT_DECAYS
+from cifar_towers.models.speednet import whitening_kernel
+from cifar_towers.towers import Tower, make_towers, variable_placement
+from cifar_towers.training import precision, schedules
+from cifar_towers.training.losses import make_loss
+from cifar_towers.training.optimizers import AdamW, Group, Momentum, Muon, Optimizer
+from cifar_towers.training.state import TrainState
+
+log = logging.getLogger(__name__)
+
+
+def open_towers(config: DeviceConfig) -> list[Tower]:
+    """The towers a config asks for.
+
+    Raises:
+      UsageError: this machine cannot have them.
+    """
+    try:
+        return make_towers(
+            config.num_gpus,
+            soft_placement=config.soft_placement,
+            gpu_memory_growth=config.gpu_memory_growth,
+            gpu_memory_limit_mb=config.gpu_memory_limit_mb,
+            threads_per_op=config.threads_per_op,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def choose_precision(setting: str, towers: list[Tower]) -> str:
+    """`float32`, `bfloat16` or `float16`; says what it took and why."""
+    chosen, reason = precision.choose(setting, towers[0].device)
+    log.info("precision %s: %s", chosen, reason)
+    return chosen
+
+
+def make_augmentation(config: TrainConfig) -> Augmentation:
+    """What the data flags say is done to an image."""
+    return Augmentation(
+        crop=config.crop,
+        shift=config.shift,
+        shift_fill=config.shift_fill,
+        cutout=config.cutout,
+        brightness=config.brightness,
+        contrast=config.contrast,
+        standardize=config.standardize,
+    )
+
+
+def make_model(config: TrainConfig, computed_in: str, train: Split | None = None) -> keras.Model:
+    """The net, with first weights that follow from the seed; whitened by `train` where it whitens."""
+    keras.utils.set_random_seed(config.seed)
+    options = {"dtype": precision.POLICIES[computed_in]}
+    if config.model.startswith("speednet"):
+        if train is not None:
+            images = make_augmentation(config).evaluate(train.images[: config.whitening_images])
+            options["whitening"] = whitening_kernel(images.numpy())
+        return MODELS[config.model](**options)
+    return MODELS[config.model](side=config.crop or 32, **options)
+
+
+def make_loss_fn(config: TrainConfig, model: keras.Model):
+    """The tower's loss, with the weight losses that belong to the net; and the names of its terms."""
+    decays = WEIGHT_DECAYS if config.model == "cifarnet" else {}
+    paths = [variable.path for variable in model.trainable_variables]
+    weight_losses = {layer: (paths.index(f"{layer}/kernel"), factor) for layer, factor in decays.items()}
+    terms = ["cross_entropy", *(f"{layer}/weight_loss" for layer in weight_losses), "total_loss"]
+    return make_loss(config.label_smoothing, weight_losses), terms
+
+
+def make_optimizer(config: TrainConfig, model: keras.Model, steps_per_epoch: int, total_steps: int) -> Optimizer:
+    """The groups of a recipe: kernels, biases (with norm shifts), head, and the bias of a whitening layer.
+
+    Weight decay takes the same fraction of every weight a step: a group with another rate gets the coefficient that
+    makes rate x coefficient the same.
+    """
+    kind, points = schedules.parse_rate(config.learning_rate_schedule)
+    places = points.steps(total_steps, steps_per_epoch)
+    shape = {"linear": schedules.linear, "step": schedules.staircase}[kind]
+    whitening_steps = math.ceil(config.whitening_epochs * steps_per_epoch)
+
+    def group(name, variables, peak, factor, rule):
+        decay = config.weight_decay * config.learning_rate / peak if peak else 0.0
+        return Group(name, rule(variables, weight_decay=decay), lambda step: peak * factor(step))
+
+    def momentum(variables, weight_decay):
+        return Momentum(variables, config.momentum, config.nesterov, weight_decay)
+
+    def muon(variables, weight_decay):
+        return Muon(variables, config.muon_momentum, total_steps, weight_decay)
+
+    def adamw(variables, weight_decay):
+        return AdamW(variables, weight_decay=weight_decay)
+
+    def recipe_factor(step):
+        return shape(step, places, points.values)
+
+    def whitening_factor(step):
+        return max(0.0, 1 - step / whitening_steps) if whitening_steps else 0.0
+
+    kernel_rule = {"momentum": momentum, "muon": muon, "adamw": adamw}[config.optimizer]
+    rest_rule = adamw if config.optimizer == "adamw" else momentum
+    bias_rate = config.bias_learning_rate or config.learning_rate
+    whitening_rate = config.whitening_learning_rate or bias_rate
+    head_rate = config.head_learning_rate or config.learning_rate
+    roles = _roles(model)
+    return Optimizer(
+        [
+            group("kernels", roles["kernels"], config.learning_rate, recipe_factor, kernel_rule),
+            group("biases", roles["biases"], bias_rate, recipe_factor, rest_rule),
+            group("head", roles["head"], head_rate, recipe_factor, rest_rule),
+            group("whitening", roles["whitening"], whitening_rate, whitening_factor, rest_rule),
+        ]
+    )
+
+
+def make_state(config: TrainConfig, computed_in: str, train: Split, steps_per_epoch: int, total_steps: int):
+    """(state, loss function): everything with variables, all of them on the CPU."""
+    with variable_placement("cpu"):
+        model = make_model(config, computed_in, train)
+        loss_fn, terms = make_loss_fn(config, model)
+        optimizer = make_optimizer(config, model, steps_per_epoch, total_steps)
+        state = TrainState(
+            model, optimizer, terms, total_steps, config.ema_decay, config.lookahead, precision=computed_in
+        )
+    return state, loss_fn
+
+
+def _roles(model: keras.Model) -> dict[str, list]:
+    """Role -> the `tf.Variable`s that have it. The head is the last kernel; vectors count as biases."""
+    head = [v for v in model.trainable_variables if len(v.shape) > 1][-1]
+    roles = {"kernels": [], "biases": [], "head": [], "whitening": []}
+    for variable in model.trainable_variables:
+        if variable.path.startswith("whitening/"):
+            role = "whitening"
+        elif variable is head:
+            role = "head"
+        else:
+            role = "kernels" if len(variable.shape) > 1 else "biases"
+        roles[role].append(variable.value)
+    return roles

@@ -1,0 +1,87 @@
+"""All that a run carries from step to step, as one named thing."""
+
+import hashlib
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from cifar_towers.training.averages import Lookahead, LossAverages, WeightAverage
+from cifar_towers.training.optimizers import Optimizer
+from cifar_towers.training.precision import LossScale
+
+
+class TrainState:
+    """The model's variables and what follows them. Build it inside the placement its variables should obey.
+
+    Attributes:
+      step: updates done.
+      weights: N trained variables. statistics: the model's other variables, frozen filters among them.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: Optimizer,
+        loss_terms: Sequence[str],
+        total_steps: int,
+        ema_decay: float = 0.0,
+        lookahead: bool = False,
+        precision: str = "float32",
+    ):
+        self.model, self.optimizer = model, optimizer
+        self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
+        self.weights = [v.value for v in model.trainable_variables]
+        self.statistics = [v.value for v in model.non_trainable_variables]
+        self.ema = WeightAverage(self.weights + self.statistics, ema_decay)
+        self.lookahead = Lookahead(self.weights + self.statistics, total_steps, lookahead)
+        self.loss_averages = LossAverages(loss_terms)
+        self.loss_scale = LossScale(precision)
+
+    def read(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """(weights, statistics) as tensors on the device of the caller."""
+        return [tf.convert_to_tensor(v) for v in self.weights], [tf.convert_to_tensor(v) for v in self.statistics]
+
+    def apply(self, gradients: list[tuple], statistics: list, rates: dict[str, tf.Tensor]) -> None:
+        """One update: the weights move, their averages follow, the step counts on.
+
+        `statistics` holds a new value for each of the model's, or None to leave it.
+        """
+
+        def update():
+            self.optimizer.update(gradients, rates, self.step)
+            for variable, value in zip(self.statistics, statistics, strict=True):
+                if value is not None:
+                    variable.assign(value)
+
+        self.loss_scale.apply_if_finite(gradients, update)
+        step = self.step.assign_add(1)
+        self.lookahead.update(step)
+        self.ema.update(step)
+
+    def evaluation_weights(self) -> dict[str, tuple[list, list]]:
+        """`raw`, and `ema` where one is kept -> (weights, statistics) to evaluate with."""
+        sets = {"raw": (self.weights, self.statistics)}
+        if self.ema.averages:
+            sets["ema"] = self.ema.averages[: len(self.weights)], self.ema.averages[len(self.weights) :]
+        return sets
+
+    def named_variables(self) -> dict[str, tf.Variable]:
+        """Every variable of the run by a name that does not depend on towers or devices."""
+        model = [*self.model.trainable_variables, *self.model.non_trainable_variables]
+        paths = [v.path.replace("/", ".") for v in model]
+        named = dict(zip((f"model.{path}" for path in paths), self.weights + self.statistics, strict=True))
+        for prefix, averages in (("ema", self.ema.averages), ("lookahead", self.lookahead.slow)):
+            named |= {f"{prefix}.{path}": v for path, v in zip(paths, averages, strict=False)}
+        named |= {f"optimizer.{name}": v for name, v in self.optimizer.slots().items()}
+        named |= {f"loss_average.{term.replace('/', '.')}": v for term, v in self.loss_averages.sums.items()}
+        named |= {f"loss_scale.{name}": v for name, v in self.loss_scale.variables.items()}
+        return named | {"loss_average.weight": self.loss_averages.weight, "step": self.step}
+
+    def digest(self) -> str:
+        """SHA-256 of the names and bytes of the model's variables: two runs that agree on it have the same net."""
+        digest = hashlib.sha256()
+        for name, variable in sorted(self.named_variables().items()):
+            if name.startswith("model."):
+                digest.update(name.encode() + variable.numpy().tobytes())
+        return digest.hexdigest()

@@ -1,0 +1,418 @@
+"""The training run: from a config to a trained model, its records and its checkpoints."""
+
+import dataclasses
+import itertools
+import logging
+import math
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from cifar_towers.config import TrainConfig
+from cifar_towers.data import sources
+from cifar_towers.data.batches import Batches
+from cifar_towers.data.dataset import Dataset
+from cifar_towers.errors import DivergedError, Interrupted, UsageError
+from cifar_towers.evaluation import make_evaluator
+from cifar_towers.reporting import records
+from cifar_towers.reporting.progress import Progress, Status
+from cifar_towers.reporting.summaries import Summaries
+from cifar_towers.signals import StopRequest
+from cifar_towers.towers import Tower, device_table
+from cifar_towers.training import checkpoints, schedules, setup
+from cifar_towers.training.step import StepMetrics, make_train_step
+
+log = logging.getLogger(__name__)
+
+# What may change between one start of a run and the next; all else is its recipe.
+NOT_RECIPE = {"recipe", "train_dir", "fresh", "seeds", "max_steps", "target_accuracy", "dataset", "data_dir"}
+NOT_RECIPE_GROUPS = {"Towers", "Reporting"}
+WRITTEN = ("checkpoints", "train", "eval", "metrics.jsonl", "config.json", "environment.json", "result.json")
+
+
+def train(config: TrainConfig, source: sources.Source, stop: StopRequest) -> dict:
+    """Trains, or goes on training, or finds that all is done.
+
+    Returns:
+      The content of result.json: `step`, `seconds` by activity, `images_per_sec`, `weights_sha256`, and `evaluations`.
+
+    Raises:
+      UsageError, DataError, DivergedError, Interrupted: see `cifar_towers.errors`.
+    """
+    towers = setup.open_towers(config)
+    config.tower_batch_size(len(towers))
+    source, dataset = sources.load(source, config.validation_examples, fall_back=config.dataset == "auto")
+    return Trainer(config, source, dataset, towers, stop).run()
+
+
+def train_seeds(config: TrainConfig, seeds: tuple[int, ...], source: sources.Source, stop: StopRequest) -> None:
+    """Trains one run a seed and prints mean, standard deviation and n of each of their last accuracies."""
+    scores: dict[str, list[float]] = {}
+    speeds = []
+    for seed in seeds:
+        directory = f"{config.train_dir}/seed{seed}" if config.train_dir else ""
+        result = train(dataclasses.replace(config, seed=seed, seeds="", train_dir=directory), source, stop)
+        speeds.append(result["images_per_sec"])
+        for score in result["evaluations"]:
+            key = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"
+            scores.setdefault(key, []).append(score["accuracy"])
+        tf.keras.backend.clear_session()
+    print(f"{config.name}, seeds {', '.join(map(str, seeds))}: {np.mean(speeds):,.0f} images/s")
+    for key, values in scores.items():
+        spread = f"std {100 * np.std(values, ddof=1):.2f}" if len(values) > 1 else "std not known"
+        print(f"{key}: mean {100 * np.mean(values):.2f} %, {spread}, n={len(values)}")
+
+
+class Trainer:
+    """One run in one directory."""
+
+    def __init__(
+        self, config: TrainConfig, source: sources.Source, dataset: Dataset, towers: list[Tower], stop: StopRequest
+    ):
+        self.config, self.source, self.dataset, self.towers, self.stop = config, source, dataset, towers, stop
+        self.directory = config.directory
+        self.precision = setup.choose_precision(config.precision, towers)
+        self.batches = self._make_batches()
+        self.steps_per_epoch = self.batches.steps_per_epoch
+        self.total_steps = math.ceil(config.epochs * self.steps_per_epoch) or config.max_steps
+        self.last_step = min(self.total_steps, config.max_steps or self.total_steps)
+        self.state, loss_fn = setup.make_state(
+            config, self.precision, dataset.train, self.steps_per_epoch, self.total_steps
+        )
+        augmentation = setup.make_augmentation(config)
+        self.train_step = make_train_step(self.state, towers, loss_fn, augmentation)
+        self.evaluate = make_evaluator(self.state.model, towers, augmentation)
+        self.progress = Progress(self.last_step, self.steps_per_epoch)
+        self.clock = Clock()
+        self.traced_sides: set[int] = set()
+
+    def run(self) -> dict:
+        """Prepares the directory, trains from where it stands, evaluates, and writes the result."""
+        self._introduce()
+        first_step = self._resume()
+        done = self._finished(first_step)
+        if done:
+            self.progress.say(f"{self.directory} is complete at step {first_step}: {_told(done['evaluations'][-1])}")
+            return done
+        self.metrics = records.Metrics(self.directory, first_step)
+        self.summaries = Summaries(self.directory)
+        self._describe()
+        self.stop.deferred = True
+        try:
+            step, scores = self._train(first_step)
+            return self._finish(step, scores)
+        finally:
+            self.stop.deferred = False
+            self.progress.pause()
+            self.summaries.flush()
+
+    # The loop ---------------------------------------------------------------------------------------------------
+
+    def _train(self, first_step: int) -> tuple[int, list[dict]]:
+        """Steps until the end, the target or a signal; (updates done, scores of an evaluation at that very step)."""
+        step, scores = first_step, []
+        epoch: list[StepMetrics] = []
+        self.clock.charge("start")
+        for step, batch in enumerate(self.batches.stream(first_step, self.last_step), first_step + 1):
+            side = self._side(step - 1)
+            rates = self.state.optimizer.rates(step - 1)
+            metrics = self._step(batch, rates, side)
+            self._check_finite(step, metrics)
+            epoch.append(metrics)
+            self._report(step, metrics, rates, side)
+            scores = []
+            if self._at_evaluation(step):
+                scores = self._evaluate(step, tta=0, final=False)
+            if step % self.steps_per_epoch == 0 or step == self.last_step:
+                self._end_epoch(step, epoch, rates, scores)
+                epoch = []
+            if self._every(step, self.config.checkpoint_every_steps) and step < self.last_step:
+                self._save(step)
+            if self.stop.signal is not None:
+                self._save(step)
+                self.progress.pause()
+                raise Interrupted(self.stop.signal, f"interrupted; saved step {step}: the same command goes on from it")
+            if self._reached_target(step, scores):
+                break
+        return step, scores
+
+    def _step(self, batch, rates: dict[str, float], side: int) -> StepMetrics:
+        first_of_side = side not in self.traced_sides
+        arguments = batch, {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}, side
+        if not self.traced_sides:
+            self._show_graph(self.train_step.get_concrete_function(*arguments))
+        metrics = tf.nest.map_structure(lambda tensor: tensor.numpy(), self.train_step(*arguments))
+        self.clock.charge("compile" if first_of_side else "train")
+        self.clock.count(0 if first_of_side else self.config.batch_size)
+        self.traced_sides.add(side)
+        return metrics
+
+    def _check_finite(self, step: int, metrics: StepMetrics) -> None:
+        bad = [tower.name for tower in self.towers if not np.isfinite(metrics.tower_losses[tower.index])]
+        if not bad and (np.isfinite(metrics.gradient_norm) or self.state.loss_scale.dynamic):
+            return
+        what = f"the loss of {', '.join(bad)}" if bad else "the gradient"
+        kept = checkpoints.saved(self.directory)
+        raise DivergedError(
+            f"{what} is not finite at step {step}; "
+            + (f"{kept[-1].name} is kept" if kept else "no checkpoint was written")
+            + ": try a smaller --learning_rate or --precision=float32"
+        )
+
+    def _reached_target(self, step: int, scores: list[dict]) -> bool:
+        target = self.config.target_accuracy
+        best = max((score["accuracy"] for score in scores), default=0.0)
+        if not target or best < target:
+            return False
+        split = scores[0]["split"]
+        self.progress.say(
+            f"reached {100 * best:.2f} % on {split} (target {100 * target:.2f} %) at step {step}, "
+            f"after {self.clock.training_seconds:.1f} s of training"
+        )
+        return True
+
+    # What happens now and then ----------------------------------------------------------------------------------
+
+    def _report(self, step: int, metrics: StepMetrics, rates: dict[str, float], side: int) -> None:
+        rate, speed = next(iter(rates.values())), self.clock.recent_rate()
+        self.progress.step(Status(step, metrics.loss, metrics.accuracy, rate, speed))
+        if not self._every(step, self.config.summary_every_steps) and step != self.last_step:
+            return
+        self.metrics.write(
+            kind="train",
+            step=step,
+            epoch=step / self.steps_per_epoch,
+            loss=float(metrics.loss),
+            accuracy=float(metrics.accuracy),
+            images_per_sec=speed,
+            learning_rate=rate,
+            gradient_norm=float(metrics.gradient_norm),
+            image_side=side,
+        )
+        scalars = {"loss": metrics.loss, "accuracy": metrics.accuracy, "gradient_norm": metrics.gradient_norm}
+        scalars |= {f"learning_rate/{name}": value for name, value in rates.items()}
+        if speed:
+            scalars["images_per_sec"] = speed
+        self.summaries.training(step, scalars, metrics.losses, metrics.averages)
+
+    def _evaluate(self, step: int, tta: int, final: bool) -> list[dict]:
+        """Scores on validation where it exists, else test; on both at the end. Records and returns them."""
+        splits = {"validation": self.dataset.validation, "test": self.dataset.test}
+        splits = {name: split for name, split in splits.items() if len(split.labels)}
+        if not final:
+            splits = dict(itertools.islice(splits.items(), 1))
+        found = []
+        for name, split in splits.items():
+            for weights, values in self.state.evaluation_weights().items():
+                for level, score in self.evaluate(split, *values, tta).items():
+                    found.append(
+                        {
+                            "split": name,
+                            "weights": weights,
+                            "tta": level,
+                            "count": score.count,
+                            "accuracy": score.accuracy,
+                            "loss": score.loss,
+                        }
+                    )
+                    self.summaries.evaluation(step, name, weights, level, score.accuracy, score.loss)
+        for score in found:
+            self.metrics.write(kind="eval", step=step, epoch=step / self.steps_per_epoch, **score)
+        self.clock.charge("evaluate")
+        return found
+
+    def _end_epoch(self, step: int, epoch: list[StepMetrics], rates: dict[str, float], scores: list[dict]) -> None:
+        loss, accuracy = (float(np.mean([getattr(m, name) for m in epoch])) for name in ("loss", "accuracy"))
+        status = Status(step, loss, accuracy, next(iter(rates.values())), self.clock.recent_rate())
+        self.progress.epoch(status, [_told(score) for score in scores])
+
+    def _save(self, step: int) -> None:
+        facts = {
+            "recipe": recipe_of(self.config),
+            "dataset": self.dataset.name,
+            "precision": self.precision,
+            "towers": len(self.towers),
+            "seconds": self.clock.seconds,
+            "images": self.clock.images,
+        }
+        checkpoints.save(self.directory, step, self.state.named_variables(), facts, keep=self.config.keep_checkpoints)
+        self.clock.charge("save")
+
+    def _finish(self, step: int, scores: list[dict]) -> dict:
+        self._save(step)
+        scores = self._evaluate(step, self.config.tta, final=True)
+        digest = self.state.digest()
+        speed = self.clock.images / self.clock.seconds["train"] if self.clock.seconds["train"] else 0.0
+        result = {
+            "step": step,
+            "target_accuracy": self.config.target_accuracy,
+            "dataset": self.dataset.name,
+            "seconds": {name: round(spent, 3) for name, spent in self.clock.seconds.items()},
+            "images_per_sec": speed,
+            "weights_sha256": digest,
+            "evaluations": scores,
+        }
+        records.write_json(self.directory / "result.json", result)
+        self.progress.pause()
+        for score in scores:
+            self.progress.say(_told(score))
+        spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.clock.seconds.items())
+        self.progress.say(f"step {step}: {spent}; {speed:,.0f} images/s; weights sha256 {digest[:16]}")
+        if self.source.banner:
+            self.progress.say(self.source.banner)
+        self.progress.say(f"written to {self.directory}; look at it with: make tensorboard")
+        return result
+
+    # The start --------------------------------------------------------------------------------------------------
+
+    def _introduce(self) -> None:
+        say = self.progress.say
+        if self.source.banner:
+            say(self.source.banner)
+        parameters = sum(v.shape.num_elements() for v in self.state.weights)
+        devices = ", ".join(tower.device for tower in self.towers)
+        say(
+            f"{self.config.name} seed {self.config.seed}: {self.config.model}, {parameters:,} trained parameters, "
+            f"{self.precision}; {len(self.towers)} towers of {self.config.tower_batch_size(len(self.towers))} "
+            f"images on {devices}"
+        )
+        say(
+            f"{self.dataset.name}: {len(self.dataset.train.labels):,} training images; {self.last_step} steps of "
+            f"{self.config.batch_size}, {self.steps_per_epoch} an epoch; writing to {self.directory}"
+        )
+
+    def _make_batches(self) -> Batches:
+        try:
+            return Batches(self.dataset.train, self.config.batch_size, self.config.seed, self.config.flip)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+
+    def _resume(self) -> int:
+        """Makes the directory ready and restores its newest checkpoint; the number of updates done."""
+        if self.config.fresh:
+            _clear(self.directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        saved = checkpoints.saved(self.directory)
+        if not saved:
+            return 0
+        facts = checkpoints.read_facts(saved[-1])
+        self._refuse_other_recipe(saved[-1], facts)
+        checkpoints.restore(saved[-1], self.state.named_variables())
+        self.clock.resume(facts["seconds"], facts["images"])
+        self.progress.say(f"going on from step {facts['step']}, saved with {facts['towers']} towers")
+        return facts["step"]
+
+    def _refuse_other_recipe(self, checkpoint: Path, facts: dict) -> None:
+        mine = recipe_of(self.config) | {"dataset": self.dataset.name}
+        theirs = facts["recipe"] | {"dataset": facts["dataset"]}
+        differing = [f"{name} {theirs.get(name)} -> {mine[name]}" for name in mine if theirs.get(name) != mine[name]]
+        if differing:
+            raise UsageError(
+                f"{checkpoint} was made with other settings ({', '.join(differing)}); "
+                "give them, another --train_dir, or --fresh to start again in this one"
+            )
+
+    def _finished(self, step: int) -> dict | None:
+        path = self.directory / "result.json"
+        if not path.exists():
+            return None
+        result = records.read_json(path)
+        at_end = step >= self.last_step or 0 < self.config.target_accuracy <= result["target_accuracy"]
+        return result if result["step"] == step and at_end else None
+
+    def _describe(self) -> None:
+        """What the run is, for other programs and for TensorBoard."""
+        settings = dataclasses.asdict(self.config)
+        records.write_json(self.directory / "config.json", settings)
+        digests = {name: getattr(self.dataset, name).digest() for name in ("train", "test")}
+        environment = records.environment(self.towers, self.precision, digests)
+        environment["synthetic_data"] = self.source.banner
+        records.write_json(self.directory / "environment.json", environment)
+        rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
+        self.summaries.note("settings", f"{self.source.banner}\n\n| setting | value |\n| --- | --- |\n{rows}")
+
+    def _show_graph(self, function) -> None:
+        self.summaries.graph(function)
+        if self.config.log_device_placement:
+            self.progress.say(device_table(function, self.towers))
+
+    def _side(self, step: int) -> int:
+        points = schedules.parse_points("image_sides", self.config.image_sides or "0=32")
+        return int(schedules.staircase(step, points.steps(self.total_steps, self.steps_per_epoch), points.values, 32))
+
+    def _at_evaluation(self, step: int) -> bool:
+        every = round(self.config.eval_every_epochs * self.steps_per_epoch)
+        return self._every(step, every) and step < self.last_step
+
+    @staticmethod
+    def _every(step: int, period: int) -> bool:
+        return period > 0 and step % period == 0
+
+
+class Clock:
+    """Where the seconds of a run go, by activity; carried on in checkpoints."""
+
+    RECENT = 20  # steps that the rate shown is taken over
+
+    def __init__(self):
+        self.seconds: Counter[str] = Counter()
+        self.images = 0  # of the steps charged to "train"
+        self._since = time.monotonic()
+        self._steps: list[tuple[float, int]] = []
+
+    def charge(self, activity: str) -> None:
+        """Books the time since the last call."""
+        now = time.monotonic()
+        self.seconds[activity] += now - self._since
+        self._last, self._since = now - self._since, now
+
+    def count(self, images: int) -> None:
+        """Counts the images of the step just charged."""
+        self.images += images
+        if images:
+            self._steps = [*self._steps[1 - self.RECENT :], (self._last, images)]
+
+    def recent_rate(self) -> float:
+        """Images a second over the last steps, evaluation, saving and compilation excluded."""
+        seconds = sum(spent for spent, _ in self._steps)
+        return sum(images for _, images in self._steps) / seconds if seconds else 0.0
+
+    def resume(self, seconds: dict[str, float], images: int) -> None:
+        """Goes on from what an earlier start of the run had booked."""
+        self.seconds.update(seconds)
+        self.images = images
+
+    @property
+    def training_seconds(self) -> float:
+        """Steps and compilation, without start, evaluation and saving."""
+        return self.seconds["train"] + self.seconds["compile"]
+
+
+def recipe_of(config: TrainConfig) -> dict:
+    """The settings that decide what is trained."""
+    return {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in NOT_RECIPE and field.metadata["group"] not in NOT_RECIPE_GROUPS
+    }
+
+
+def _told(score: dict) -> str:
+    return (
+        f"{score['split']} {100 * score['accuracy']:.2f} % "
+        f"({score['weights']} weights, TTA {score['tta']}, {score['count']:,} images)"
+    )
+
+
+def _clear(directory: Path) -> None:
+    """Removes what a run writes, and nothing else."""
+    for name in WRITTEN:
+        path = directory / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,12 @@
+#!/usr/bin/env python3
+"""Scores the newest checkpoint of a run: `evaluate.py --train_dir=runs/speed94-seed0 --tta=2`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cifar_towers.programs import evaluate
+
+if __name__ == "__main__":
+    evaluate()

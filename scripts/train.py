@@ -1,0 +1,12 @@
+#!/usr/bin/env python3
+"""Trains a net for CIFAR-10 on towers: `train.py --flagfile=configs/speed94.cfg --num_gpus=2`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cifar_towers.programs import train
+
+if __name__ == "__main__":
+    train()

@@ -1,0 +1,122 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.data import augment
+from cifar_towers.data.augment import Augmentation
+from cifar_towers.data.batches import Draws
+
+
+def draws(count, **given):
+    """Draws that change nothing, but for those given."""
+    neutral = {
+        "flip": np.zeros(count, bool),
+        "window": np.full((count, 2), 0.5),
+        "cutout": np.full((count, 2), 0.5),
+        "brightness": np.zeros(count),
+        "contrast": np.zeros(count),
+    }
+    values = {**neutral, **given}
+    return Draws(**{k: tf.constant(v, tf.bool if k == "flip" else tf.float32) for k, v in values.items()})
+
+
+@pytest.fixture
+def images():
+    return np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8)
+
+
+@pytest.mark.parametrize(("pad", "fill", "mode"), [(2, "reflect", "reflect"), (4, "zeros", "constant")])
+def test_a_shift_is_a_window_of_the_padded_image(images, pad, fill, mode):
+    place = np.random.default_rng(1).uniform(size=(6, 2)).astype("f4")
+    shifted = augment.random_window(tf.constant(images), tf.constant(place), 32, pad, fill).numpy()
+    padded = np.pad(images, [(0, 0), (pad, pad), (pad, pad), (0, 0)], mode)
+    for i, (y, x) in enumerate((place * (2 * pad + 1)).astype(int)):
+        np.testing.assert_array_equal(shifted[i], padded[i, y : y + 32, x : x + 32])
+
+
+def test_every_place_of_a_crop_is_equally_likely():
+    positions = tf.constant(np.arange(32 * 32).reshape(1, 32, 32, 1).repeat(20_000, 0))
+    place = tf.random.stateless_uniform([20_000, 2], [3, 4])
+    corners = augment.random_window(positions, place, 24)[:, 0, 0, 0].numpy()
+    rows, columns = np.bincount(corners // 32, minlength=9), np.bincount(corners % 32, minlength=9)
+    assert len(rows) == len(columns) == 9
+    assert abs(rows / 20_000 - 1 / 9).max() < 0.01 and abs(columns / 20_000 - 1 / 9).max() < 0.01
+
+
+def test_flip_mirrors_only_the_chosen(images):
+    flipped = augment.flip(tf.constant(images), tf.constant([True, False] * 3)).numpy()
+    np.testing.assert_array_equal(flipped[0], images[0][:, ::-1])
+    np.testing.assert_array_equal(flipped[1], images[1])
+
+
+def test_colour_by_hand():
+    image = tf.constant(augment.MEAN + 10.0, shape=[1, 1, 1, 3])
+    changed = augment.colour(image, tf.constant([5.0]), tf.constant([2.0]))
+    np.testing.assert_allclose(changed[0, 0, 0], augment.MEAN + 30, rtol=1e-6)
+
+
+def test_normalised_data_set_statistics():
+    levels = tf.constant(np.stack([augment.MEAN, augment.MEAN + augment.DEVIATION])[None, None])
+    np.testing.assert_allclose(augment.normalise(levels, "dataset")[0, 0], [[0] * 3, [1] * 3], atol=1e-6)
+
+
+def test_an_image_of_its_own_has_mean_0_and_deviation_1(images):
+    own = augment.normalise(tf.cast(images, tf.float32), "image").numpy()
+    np.testing.assert_allclose(own.mean((1, 2, 3)), 0, atol=1e-5)
+    np.testing.assert_allclose(own.std((1, 2, 3)), 1, rtol=1e-4)
+
+
+def test_cutout_blanks_a_whole_square():
+    place = tf.constant([[0.0, 0.0], [0.999, 0.999], [0.5, 0.2]])
+    blanked = augment.cutout(tf.ones([3, 32, 32, 3]), place, 12).numpy()[..., 0]
+    assert [(image == 0).sum() for image in blanked] == [144] * 3
+    assert blanked[0, :12, :12].max() == 0 and blanked[1, 20:, 20:].max() == 0
+
+
+def test_shrinking_keeps_flat_images_flat_and_agrees_with_tensorflow(images):
+    flat = augment.shrink(tf.fill([1, 32, 32, 3], 7.0), 24)
+    np.testing.assert_allclose(flat, np.full((1, 24, 24, 3), 7.0), rtol=1e-6)
+    levels = tf.cast(images, tf.float32)
+    witness = tf.image.resize(levels, (24, 24), antialias=True)
+    np.testing.assert_allclose(augment.shrink(levels, 24), witness, atol=0.05)
+
+
+def test_tta_views_are_weighted_to_one_and_hold_the_mirror(images):
+    levels = tf.cast(images, tf.float32)
+    for level, count in ((0, 1), (1, 2), (2, 6)):
+        found = augment.views(levels, level)
+        assert len(found) == count and sum(share for share, _ in found) == 1
+    np.testing.assert_array_equal(found[1][1](), levels[:, :, ::-1])
+    up_left, mirrored, down_right, _ = (make().numpy() for _, make in found[2:])
+    np.testing.assert_array_equal(up_left[:, 1:, 1:], levels[:, :-1, :-1])
+    np.testing.assert_array_equal(down_right[:, :-1, :-1], levels[:, 1:, 1:])
+    np.testing.assert_array_equal(mirrored, up_left[:, :, ::-1])
+
+
+def test_nothing_drawn_changes_nothing(images):
+    whole = Augmentation(shift=2, brightness=9, contrast=0.1)
+    np.testing.assert_allclose(
+        whole.train(tf.constant(images), draws(6)), whole.evaluate(tf.constant(images)), atol=1e-5
+    )
+
+
+def test_evaluation_sees_the_central_crop(images):
+    crop = Augmentation(crop=24, standardize="image").evaluate(tf.constant(images))
+    witness = tf.image.per_image_standardization(images[:, 4:28, 4:28].astype("f4"))
+    np.testing.assert_allclose(crop, witness, atol=1e-5)
+
+
+def test_an_example_is_augmented_alike_wherever_it_is(images):
+    everything = Augmentation(shift=3, cutout=8, brightness=20, contrast=0.3)
+    random = np.random.default_rng(2)
+    drawn = draws(
+        6,
+        flip=random.random(6) < 0.5,
+        window=random.random((6, 2)),
+        cutout=random.random((6, 2)),
+        brightness=random.random(6),
+        contrast=random.random(6),
+    )
+    whole = everything.train(tf.constant(images), drawn, 24).numpy()
+    part = everything.train(tf.constant(images[2:5]), tf.nest.map_structure(lambda d: d[2:5], drawn), 24)
+    np.testing.assert_array_equal(part, whole[2:5])

@@ -1,0 +1,89 @@
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cifar_towers.data import cifar10, dataset, sources, synthetic
+from cifar_towers.data.dataset import Split
+from cifar_towers.errors import DataError
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setattr(cifar10, "_reachable", lambda host, timeout: False)
+
+
+def test_missing_cifar10_says_what_to_put_where(offline, tmp_path):
+    started = time.monotonic()
+    with pytest.raises(DataError, match=r"put cifar-10-binary.tar.gz into .*downloads/manual"):
+        sources.find("cifar10", str(tmp_path))
+    assert time.monotonic() - started < 5
+
+
+def test_auto_takes_the_synthetic_set_under_a_banner(offline, tmp_path):
+    source = sources.find("auto", str(tmp_path))
+    assert source.name == "synthetic" and source.banner.startswith("SYNTHETIC DATA")
+
+
+def test_a_prepared_copy_needs_no_network(offline, tmp_path):
+    (tmp_path / "cifar10/3.0.2").mkdir(parents=True)
+    (tmp_path / "cifar10/3.0.2/dataset_info.json").write_text("{}")
+    assert sources.find("auto", str(tmp_path)) == sources.Source("cifar10", tmp_path)
+
+
+def test_a_damaged_copy_is_an_error_even_under_auto(tmp_path):
+    (tmp_path / "cifar10/3.0.2").mkdir(parents=True)
+    (tmp_path / "cifar10/3.0.2/dataset_info.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be read"):
+        sources.load(sources.find("auto", str(tmp_path)), fall_back=True)
+
+
+def test_synthetic_is_balanced_seeded_and_disjoint():
+    train, test = synthetic.make(500, 0, 0), synthetic.make(500, 0, 1)
+    assert train.images.shape == (500, 32, 32, 3) and train.images.dtype == np.uint8
+    assert (train.class_counts() == 50).all()
+    assert synthetic.make(500, 0, 0).digest() == train.digest() != test.digest()
+
+
+def test_held_out_examples_leave_train_and_stay_the_same():
+    train = synthetic.make(300, 0, 0)
+    kept, held = dataset.hold_out(train, 100)
+    assert (len(kept.labels), len(held.labels)) == (200, 100)
+    both = np.concatenate([kept.images, held.images]).reshape(300, -1)
+    assert len(np.unique(both, axis=0)) == 300
+    assert dataset.hold_out(train, 100)[1].digest() == held.digest()
+    assert dataset.hold_out(train, 0)[0] is train
+
+
+def test_holding_out_everything():
+    with pytest.raises(DataError, match="leaves none of 10000"):
+        sources.load(sources.Source("synthetic", None), 10_000)
+
+
+def split_of(counts):
+    labels = np.repeat(np.arange(10), counts)
+    return Split(np.zeros((len(labels), 32, 32, 3), np.uint8), labels)
+
+
+def test_verify_counts_and_digest():
+    with pytest.raises(DataError, match="test split has 9999 examples"):
+        cifar10.verify("test", split_of([1000] * 9 + [999]))
+    with pytest.raises(DataError, match="test split has 10000 examples"):
+        cifar10.verify("test", split_of([1001, 999] + [1000] * 8))
+    with pytest.raises(DataError, match="test split is damaged"):
+        cifar10.verify("test", split_of([1000] * 10))
+
+
+@pytest.mark.skipif(
+    not cifar10.is_prepared(Path(os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")).expanduser()),
+    reason="no prepared CIFAR-10 on this machine",
+)
+def test_the_real_thing():
+    _, data = sources.load(sources.find("cifar10"), validation_examples=5000)
+    assert [len(s.labels) for s in (data.train, data.validation, data.test)] == [45_000, 5_000, 10_000]
+    assert data.test.digest() == cifar10.DIGESTS["test"]
+    pixels = data.train.images.reshape(-1, 3) / 255
+    np.testing.assert_allclose(pixels.mean(0), [0.4914, 0.4822, 0.4465], atol=1e-3)
+    np.testing.assert_allclose(pixels.std(0), [0.2470, 0.2435, 0.2616], atol=1e-3)

@@ -1,0 +1,78 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.models.layers import COMPILED, FUSED_EPSILON, BatchNorm, LocalResponseNorm, PadChannels
+
+
+def test_batch_norm_by_arithmetic():
+    x = np.random.default_rng(0).normal(3, 2, (8, 5, 5, 4)).astype("f4")
+    layer = BatchNorm(kept=0.6)
+    y, (mean, variance) = trained(layer, x)
+    np.testing.assert_allclose(y, (x - x.mean((0, 1, 2))) / np.sqrt(x.var((0, 1, 2)) + FUSED_EPSILON), atol=1e-4)
+    np.testing.assert_allclose(mean, 0.4 * x.mean((0, 1, 2)), rtol=1e-5)
+    np.testing.assert_allclose(variance, 0.6 + 0.4 * x.var((0, 1, 2), ddof=1), rtol=1e-4)
+
+
+def trained(layer, x):
+    layer.build(x.shape)
+    weights = [v.value for v in layer.trainable_variables]
+    y, statistics = layer.stateless_call(weights, [v.value for v in layer.non_trainable_variables], x, training=True)
+    return y, statistics
+
+
+def test_batch_norm_writes_nothing_itself():
+    layer = BatchNorm()
+    trained(layer, tf.random.normal([4, 3, 3, 2]) + 5)
+    np.testing.assert_array_equal(layer.moving_mean, [0, 0])
+
+
+def test_batch_norm_evaluates_with_the_moving_statistics():
+    layer = BatchNorm(scale=False)
+    layer.build((None, 2, 2, 1))
+    layer.moving_mean.assign([4.0])
+    layer.moving_variance.assign([9.0])
+    np.testing.assert_allclose(layer(tf.fill([1, 2, 2, 1], 10.0)), np.full((1, 2, 2, 1), 2.0), rtol=1e-5)
+    assert layer.gamma is None and [v.name for v in layer.trainable_variables] == ["beta"]
+
+
+def test_batch_norm_keeps_its_moments_wide_in_bfloat16():
+    layer = BatchNorm(dtype="mixed_bfloat16")
+    y, statistics = trained(layer, tf.cast(tf.random.normal([4, 3, 3, 2]), tf.bfloat16))
+    assert y.dtype == tf.bfloat16 and {s.dtype for s in statistics} == {tf.float32}
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float64])
+def test_local_response_norm_is_tensorflows(dtype):
+    x = tf.random.normal([2, 4, 4, 64], dtype=tf.float32) * 30
+    witness = tf.nn.local_response_normalization(x, 4, bias=1.0, alpha=0.001 / 9, beta=0.75)
+    ours = LocalResponseNorm(dtype=dtype.name)(tf.cast(x, dtype))
+    assert ours.dtype == dtype
+    np.testing.assert_allclose(ours, witness, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "witness"), [("gelu", tf.nn.gelu), ("silu", tf.nn.silu)])
+def test_compiled_activations_and_their_gradients(name, witness):
+    x = tf.linspace(-6.0, 6.0, 101)
+    found = []
+    for function in (COMPILED[name], witness):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = function(x)
+        found.append((y, tape.gradient(y, x, output_gradients=tf.cos(x))))
+    np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-6)
+    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-5)
+
+
+def test_pad_channels_is_shortcut_a():
+    x = tf.reshape(tf.range(16.0), [1, 4, 4, 1])
+    y = PadChannels(3, 2)(x)
+    np.testing.assert_array_equal(y[0, :, :, 1], [[0, 2], [8, 10]])
+    assert tf.reduce_sum(y[..., 0]) == tf.reduce_sum(y[..., 2]) == 0
+
+
+def test_layers_survive_a_round_trip_through_their_config():
+    for layer in (BatchNorm(0.5, scale=False), LocalResponseNorm(radius=2), PadChannels(8, 2)):
+        again = keras.layers.deserialize(keras.layers.serialize(layer))
+        assert again.get_config() == layer.get_config()

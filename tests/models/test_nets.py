@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.config import MODELS as NAMES
+from cifar_towers.models import MODELS
+from cifar_towers.models.resnet import resnet
+from cifar_towers.models.speednet import IdentityFirst, whitening_kernel
+
+PARAMETERS = {  # by the published layer tables, frozen whitening filters (288) included, statistics not
+    "cifarnet": 1_068_298,
+    "resnet20": 269_722,
+    "resnet56": 853_018,
+    "speednet93": 568_728 + 288,
+    "speednet94": 1_971_352 + 288,
+}
+
+
+def test_config_and_models_name_the_same_nets():
+    assert set(NAMES) == set(MODELS)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_number_of_parameters(name):
+    model = MODELS[name](side=24 if name == "cifarnet" else 32)
+    moving = sum(v.shape.num_elements() for v in model.variables if "moving" in v.path)
+    assert model.count_params() - moving == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", ["cifarnet", "resnet20", "speednet93", "speednet96"])
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_logits_and_a_gradient_for_every_weight(name, dtype):
+    model = MODELS[name](side=24, dtype=dtype)
+    weights = [v.value for v in model.trainable_variables]
+    statistics = [v.value for v in model.non_trainable_variables]
+    values, frozen = [[tf.convert_to_tensor(v) for v in vs] for vs in (weights, statistics)]
+    with tf.GradientTape() as tape:
+        tape.watch(values)
+        logits, _ = model.stateless_call(values, frozen, tf.random.normal([4, 24, 24, 3]), training=True)
+    assert logits.shape == (4, 10) and logits.dtype == tf.float32
+    gradients = tape.gradient(logits, values)
+    assert [g.shape for g in gradients] == [w.shape for w in weights]
+
+
+def test_a_speednet_takes_any_side():
+    model = MODELS["speednet93"]()
+    assert model(tf.zeros([2, 20, 20, 3])).shape == model(tf.zeros([2, 32, 32, 3])).shape == (2, 10)
+
+
+def test_a_depth_that_is_none():
+    with pytest.raises(ValueError, match="depth=21 is not 6n"):
+        resnet(depth=21)
+
+
+def test_the_first_filters_pass_their_channel_on():
+    kernel = np.array(IdentityFirst(seed=0)((3, 3, 2, 5)))
+    x = np.random.default_rng(0).normal(size=(1, 6, 6, 2)).astype("f4")
+    np.testing.assert_allclose(tf.nn.conv2d(x, kernel, 1, "SAME")[..., :2], x, rtol=1e-6)
+    assert abs(kernel[..., 2:]).max() <= 1 / np.sqrt(18)
+
+
+def test_whitened_patches_have_unit_covariance():
+    random = np.random.default_rng(0)
+    images = random.normal(size=(200, 9, 9, 3)).astype("f4").cumsum(1).cumsum(2)
+    kernel = whitening_kernel(images, epsilon=0.0)
+    y = tf.nn.conv2d(images, kernel, 1, "VALID").numpy().reshape(-1, 24).astype("f8")
+    np.testing.assert_allclose(y[:, :12].T @ y[:, :12] / len(y), np.eye(12), atol=1e-3)
+    np.testing.assert_allclose(y[:, 12:], -y[:, :12])

@@ -1,0 +1,45 @@
+import pytest
+import tensorflow as tf
+
+from cifar_towers.towers import make_towers
+from cifar_towers.towers.devices import plan_devices
+
+
+def test_towers_have_names_and_devices_of_their_own():
+    towers = make_towers(3)
+    assert [(t.index, t.name, t.device) for t in towers] == [
+        (0, "tower_0", "/CPU:0"),
+        (1, "tower_1", "/CPU:1"),
+        (2, "tower_2", "/CPU:2"),
+    ]
+
+
+def test_two_towers_where_there_is_no_gpu():
+    assert len(make_towers()) == 2
+
+
+@pytest.mark.parametrize(
+    ("towers", "gpus", "physical"),
+    [(0, 4, (0, 1, 2, 3)), (2, 4, (0, 1)), (4, 2, (0, 0, 1, 1)), (3, 2, (0, 0, 1)), (8, 1, (0,) * 8)],
+)
+def test_gpus_are_shared_evenly(towers, gpus, physical):
+    plan = plan_devices(towers, gpus)
+    assert (plan.kind, plan.physical) == ("GPU", physical)
+    assert bool(plan.note) == (len(physical) > gpus)
+
+
+def test_missing_gpus_are_spoken_of():
+    assert plan_devices(4, 0).note == "no GPU here: 4 towers on logical CPU devices"
+
+
+def test_without_soft_placement_missing_gpus_are_an_error():
+    with pytest.raises(ValueError, match="4 towers need 4 GPUs and this machine has /GPU:0, /GPU:1"):
+        plan_devices(4, 2, soft_placement=False)
+    with pytest.raises(ValueError, match="this machine has only /CPU:0"):
+        plan_devices(1, 0, soft_placement=False)
+
+
+def test_too_late_for_more_devices():
+    assert len(tf.config.list_logical_devices("CPU")) == 8
+    with pytest.raises(RuntimeError, match="already runs with 8 CPU devices, too few for 9 towers"):
+        make_towers(9)

@@ -1,0 +1,36 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.towers import run_on_towers, split_batch
+
+
+def test_a_structure_is_cut_on_axis_0(towers):
+    batch = {"x": tf.reshape(tf.range(12), [6, 2]), "y": [tf.range(6)]}
+    shards = split_batch(batch, towers(3))
+    np.testing.assert_array_equal(shards[1]["x"], [[4, 5], [6, 7]])
+    np.testing.assert_array_equal(shards[2]["y"][0], [4, 5])
+
+
+def test_the_first_towers_take_what_is_left_over(towers):
+    assert [len(s) for s in split_batch(tf.range(11), towers(4))] == [3, 3, 3, 2]
+
+
+def test_more_towers_than_examples(towers):
+    with pytest.raises(ValueError, match="3 examples cannot be shared by 4 towers"):
+        split_batch(tf.range(3), towers(4))
+
+
+def test_tensors_of_different_length(towers):
+    with pytest.raises(ValueError, match=r"one known length on axis 0; these have \[3, 4\]"):
+        split_batch([tf.range(3), tf.range(4)], towers(2))
+
+
+def test_each_tower_runs_on_its_device_under_its_name(towers):
+    @tf.function
+    def graph(x):
+        return run_on_towers(lambda tower, shard: tf.square(shard), towers(4), split_batch(x, towers(4)))
+
+    squares = [op for op in graph.get_concrete_function(tf.ones([8])).graph.get_operations() if op.type == "Square"]
+    assert [(op.name, op.device[-5:]) for op in squares] == [(f"tower_{i}/Square", f"CPU:{i}") for i in range(4)]
+    np.testing.assert_array_equal(tf.concat(graph(tf.range(8.0)), 0), np.arange(8.0) ** 2)

@@ -1,0 +1,107 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.training.optimizers import AdamW, Group, Momentum, Muon, Optimizer, orthogonalize
+
+
+def run(rule, gradients, rates):
+    for step, (gradient, rate) in enumerate(zip(gradients, rates, strict=True)):
+        rule.update([tf.constant(gradient)], tf.constant(rate), tf.constant(step, tf.int64))
+    return rule.variables[0].numpy()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_two_momentum_steps_by_hand(nesterov):
+    # w = 1, decay 0.1: d1 = 1.1, m1 = 1.1; plain: w = 1 - 0.2 * 1.1 = 0.78; d2 = 1 + 0.078 = 1.078, m2 = 1.628,
+    # w = 0.78 - 0.1 * 1.628 = 0.6172. Nesterov: w = 1 - 0.2 * 1.65 = 0.67; d2 = 1.067, m2 = 1.617, w -= 0.1 * 1.8755
+    expected = {False: [0.6172], True: [0.67 - 0.18755]}[nesterov]
+    w = run(Momentum([tf.Variable([1.0])], 0.5, nesterov, 0.1), [[1.0], [1.0]], [0.2, 0.1])
+    np.testing.assert_allclose(w, expected, rtol=1e-6)
+
+
+def test_plain_sgd_keeps_no_slots():
+    rule = Momentum([tf.Variable([1.0])], momentum=0.0)
+    np.testing.assert_allclose(run(rule, [[2.0]], [0.25]), [0.5])
+    assert rule.slots["momentum"] == []
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_agrees_with_keras_at_a_constant_rate(nesterov):
+    start, gradients = np.array([0.3, -1.0], "f4"), np.random.default_rng(0).normal(size=(50, 2)).astype("f4")
+    ours = run(Momentum([tf.Variable(start)], 0.9, nesterov), gradients, [0.05] * 50)
+    theirs = keras.Variable(start)
+    sgd = keras.optimizers.SGD(0.05, momentum=0.9, nesterov=nesterov)
+    for gradient in gradients:
+        sgd.apply([tf.constant(gradient)], [theirs])
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=2e-5)
+
+
+def test_adamw_agrees_with_keras():
+    start, gradients = np.array([0.3, -1.0], "f4"), np.random.default_rng(1).normal(size=(50, 2)).astype("f4")
+    ours = run(AdamW([tf.Variable(start)], weight_decay=0.1), gradients, [0.01] * 50)
+    theirs = keras.Variable(start)
+    adam = keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-8)
+    for gradient in gradients:
+        adam.apply([tf.constant(gradient)], [theirs])
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-4)
+
+
+def newton_schulz(x):
+    """Three steps on a number: what happens to each singular value."""
+    for _ in range(3):
+        x = 3.4576 * x - 4.7391 * x**3 + 2.0843 * x**5
+    return x
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 8, 16), (1, 1, 4, 16), (2, 2, 4, 16)])
+def test_orthogonalized_kernels_keep_their_directions_and_level_their_singular_values(shape):
+    kernel = np.random.default_rng(0).normal(size=shape).astype("f4")
+    u, s, v = np.linalg.svd(kernel.reshape(-1, shape[-1]).astype("f8"), full_matrices=False)
+    expected = u @ np.diag(newton_schulz(s / np.linalg.norm(s))) @ v
+    np.testing.assert_allclose(orthogonalize(tf.constant(kernel)), expected.reshape(shape), atol=1e-5)
+    assert 0.5 < np.median(newton_schulz(s / np.linalg.norm(s))) < 1.35
+
+
+def test_a_single_column_by_hand():
+    kernel = tf.constant([3.0, 4.0], shape=[2, 1, 1, 1])
+    x = newton_schulz(1.0)
+    np.testing.assert_allclose(orthogonalize(kernel).numpy().ravel(), [0.6 * x, 0.8 * x], rtol=1e-4)
+
+
+def test_muon_rescales_a_kernel_now_and_then():
+    kernel = tf.Variable(np.full((1, 1, 2, 9), 5.0, "f4"))
+    rule = Muon([kernel], momentum=0.0, total_steps=100)
+    norms = []
+    for step in range(4):
+        rule.update([tf.ones_like(kernel)], tf.constant(0.0), tf.constant(step, tf.int64))
+        norms.append(float(tf.norm(kernel)))
+        kernel.assign(2 * kernel)
+    assert norms == pytest.approx([3.0, 6.0, 3.0, 6.0])  # period 2 at the start, to sqrt(9)
+
+
+def test_muon_moves_by_the_orthogonal_direction_of_nesterov_momentum():
+    start = np.random.default_rng(0).normal(size=(1, 1, 3, 5)).astype("f4")
+    gradient = np.random.default_rng(1).normal(size=start.shape).astype("f4")
+    rule = Muon([tf.Variable(start)], momentum=0.5, total_steps=10)
+    rule.slots["momentum"][0].assign(np.ones_like(start))
+    rule.update([tf.constant(gradient)], tf.constant(0.1), tf.constant(1, tf.int64))
+    moved = 0.5 + gradient
+    expected = start - 0.1 * orthogonalize(tf.constant(gradient + 0.5 * moved)).numpy()
+    np.testing.assert_allclose(rule.variables[0], expected, rtol=1e-5)
+
+
+def test_groups_move_at_their_own_rates_and_none_stays():
+    a, b, c = (tf.Variable([1.0]) for _ in range(3))
+    optimizer = Optimizer(
+        [
+            Group("a", Momentum([a], 0.0), lambda step: 0.1 * (step + 1)),
+            Group("bc", Momentum([b, c], 0.0), lambda step: 0.5),
+            Group("empty", Momentum([], 0.0), lambda step: 1.0),
+        ]
+    )
+    assert optimizer.rates(1) == {"a": 0.2, "bc": 0.5}
+    rates = {name: tf.constant(rate) for name, rate in optimizer.rates(1).items()}
+    optimizer.update([(None, c), (tf.constant([1.0]), b), (tf.constant([1.0]), a)], rates, tf.constant(1))
+    np.testing.assert_allclose([a[0], b[0], c[0]], [0.8, 0.5, 1.0])

@@ -1,0 +1,115 @@
+"""Schedules, averages, losses, precision: the arithmetic."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.errors import UsageError
+from cifar_towers.training import precision, schedules
+from cifar_towers.training.averages import Lookahead, LossAverages, WeightAverage
+from cifar_towers.training.losses import cross_entropy, make_loss
+from cifar_towers.training.precision import LossScale
+
+
+def rate(text, step, total=200, epoch=20):
+    kind, points = schedules.parse_rate(text)
+    shape = {"linear": schedules.linear, "step": schedules.staircase}[kind]
+    return shape(step, points.steps(total, epoch), points.values)
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0, 0.2), (23, 0.6), (46, 1.0), (123, 0.535), (200, 0.07), (300, 0.07)])
+def test_a_linear_schedule_in_percents(step, expected):
+    assert rate("linear:0=0.2,23%=1,100%=0.07", step) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0, 1.0), (59, 1.0), (60, 0.1), (119, 0.1), (120, 0.01)])
+def test_a_staircase_in_epochs(step, expected):
+    assert rate("step:3=0.1,6=0.01", step) == expected
+
+
+@pytest.mark.parametrize("text", ["cosine:0=1", "linear:", "linear:0", "step:3=x", "linear:5=1,2=0", "linear:-1=0"])
+def test_schedules_that_are_none(text):
+    with pytest.raises(UsageError, match="learning_rate_schedule"):
+        schedules.parse_rate(text)
+
+
+def test_places_that_cross():
+    with pytest.raises(UsageError, match="do not rise"):
+        rate("linear:0=1,9=0.5,20%=0", 5)
+
+
+def test_weight_average_by_hand():
+    v = tf.Variable([0.0])
+    average = WeightAverage([v], decay=0.9)
+    v.assign([11.0])
+    average.update(tf.constant(1, tf.int64))  # (1 + 1) / (10 + 1) = 2/11: keeps 2/11 of 0, takes 9/11 of 11
+    np.testing.assert_allclose(average.averages[0], [9.0], rtol=1e-6)
+    average.update(tf.constant(1000, tf.int64))  # 0.9
+    np.testing.assert_allclose(average.averages[0], [0.9 * 9 + 0.1 * 11], rtol=1e-6)
+
+
+def test_lookahead_by_hand():
+    v = tf.Variable([0.0])
+    lookahead = Lookahead([v], total_steps=10, enabled=True)
+    for step in range(1, 11):
+        v.assign_add([1.0])
+        lookahead.update(tf.constant(step, tf.int64))
+        if step == 5:  # slow 0, w 5, d = 0.95^5 / 8
+            expected = (1 - 0.95**5 / 8) * 5
+            np.testing.assert_allclose(v, [expected], rtol=1e-6)
+    np.testing.assert_allclose(v, [expected], rtol=1e-6)  # the last step takes the slow weights as they are
+
+
+def test_loss_averages_are_debiased():
+    averages = LossAverages(["total_loss"])
+    assert float(averages.update({"total_loss": tf.constant(4.0)})["total_loss"]) == pytest.approx(4.0)
+    second = float(averages.update({"total_loss": tf.constant(8.0)})["total_loss"])
+    assert second == pytest.approx((0.9 * 4 + 8) / 1.9)
+
+
+def test_smoothed_cross_entropy_by_hand():
+    logits = tf.constant([[2.0, 0.0, 0.0, 0.0]])
+    log_p = np.log(np.exp([2.0, 0, 0, 0]) / np.exp([2.0, 0, 0, 0]).sum())
+    expected = -(0.85 * log_p[0] + 0.05 * log_p[1:].sum())
+    assert float(cross_entropy(tf.constant([0]), logits, 0.2)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_weight_losses_add_to_the_total():
+    loss = make_loss(0.0, {"local3": (1, 0.004)})
+    terms = loss(tf.constant([0]), tf.zeros([1, 10]), [tf.constant([9.0]), tf.constant([3.0, 4.0])])
+    assert float(terms["local3/weight_loss"]) == pytest.approx(0.004 * 12.5)
+    assert float(terms["total_loss"]) == pytest.approx(np.log(10) + 0.05)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [("flags: fma avx512_bf16", "bfloat16"), ("flags: amx_bf16", "bfloat16"), ("", "float32")]
+)
+def test_auto_precision_reads_the_processor(monkeypatch, flags, expected):
+    monkeypatch.setattr(precision, "_processor_flags", lambda: flags)
+    assert precision.choose("auto", "/CPU:0")[0] == expected
+    assert precision.choose("float16", "/CPU:0")[0] == "float16"
+
+
+def test_loss_scale_halves_on_overflow_and_leaves_the_update_out():
+    scale = LossScale("float16")
+    v, applied = tf.Variable([1.0]), tf.Variable(0)
+
+    def attempt(gradient):
+        return bool(scale.apply_if_finite([(tf.constant([gradient]), v)], lambda: applied.assign_add(1)))
+
+    assert [attempt(1.0), attempt(np.inf), attempt(np.nan)] == [True, False, False]
+    assert applied.numpy() == 1 and float(scale.scale) == LossScale.INITIAL / 4
+    ((gradient, _),) = scale.unscale([(tf.constant([LossScale.INITIAL / 4]), v)])
+    np.testing.assert_allclose(gradient, [1.0])
+
+
+def test_loss_scale_grows_after_many_good_steps():
+    scale = LossScale("float16")
+    scale.good_steps.assign(LossScale.GROWTH_STEPS - 1)
+    scale.apply_if_finite([(tf.constant([1.0]), None)], lambda: None)
+    assert float(scale.scale) == 2 * LossScale.INITIAL
+
+
+def test_other_precisions_have_no_scale():
+    scale, loss = LossScale("bfloat16"), tf.constant(2.0)
+    assert scale.scale_loss(loss) is loss and scale.variables == {}

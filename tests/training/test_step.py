@@ -1,0 +1,147 @@
+"""The claim the project stands on: K towers of B/K are one tower of B."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.config import TrainConfig
+from cifar_towers.data import synthetic
+from cifar_towers.data.batches import Batches
+from cifar_towers.towers.placement import tower_devices
+from cifar_towers.training import setup
+from cifar_towers.training.step import make_train_step
+
+CIFARNET = {
+    "model": "cifarnet",
+    "crop": 24,
+    "shift": 0,
+    "flip": "random",
+    "brightness": 63.0,
+    "contrast": 0.8,
+    "standardize": "image",
+    "momentum": 0.9,
+    "learning_rate": 0.05,
+    "ema_decay": 0.99,
+    "batch_size": 24,
+}
+
+
+@pytest.fixture(scope="module")
+def examples():
+    return synthetic.make(480, 0, 0)
+
+
+def trained(towers, examples, precision, steps, **settings):
+    """The state after `steps` steps, and the metrics of the last."""
+    config = TrainConfig(**{**CIFARNET, **settings})
+    batches = Batches(examples, config.batch_size, config.seed, config.flip)
+    state, loss_fn = setup.make_state(config, precision, examples, batches.steps_per_epoch, 100)
+    step = make_train_step(state, towers, loss_fn, setup.make_augmentation(config))
+    for batch in batches.stream(0, steps):
+        rates = state.optimizer.rates(int(state.step))
+        metrics = step(batch, {name: tf.constant(rate, tf.float32) for name, rate in rates.items()})
+    return state, metrics
+
+
+def largest_difference(one, other):
+    """Of weights, averages and slots, relative to the largest value of each; loss averages are the final tower's."""
+    there = other.named_variables()
+    differences = {
+        name: np.max(np.abs(v - there[name])) / max(np.max(np.abs(v)), 1e-30)
+        for name, v in one.named_variables().items()
+        if v.dtype.is_floating and not name.startswith("loss_average")
+    }
+    return max(differences.values())
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_towers_equal_one_tower_in_float64(towers, examples, count):
+    one, _ = trained(towers(1), examples, "float64", 5)
+    many, _ = trained(towers(count), examples, "float64", 5)
+    difference = largest_difference(one, many)
+    print(f"cifarnet, float64, 5 steps, 1 tower against {count}: largest relative difference {difference:.1e}")
+    assert difference < 1e-11
+
+
+def test_four_towers_equal_one_tower_in_float32_over_20_steps(towers, examples):
+    settings = {"batch_size": 96, "momentum": 0.0, "learning_rate": 0.1}
+    one, _ = trained(towers(1), examples, "float32", 20, **settings)
+    four, _ = trained(towers(4), examples, "float32", 20, **settings)
+    difference = largest_difference(one, four)
+    print(f"cifarnet, float32, 20 steps, 1 tower against 4: largest relative difference {difference:.1e}")
+    assert difference < 1e-4
+
+
+def test_an_independent_witness(towers, examples):
+    """Two towers against one plain GradientTape and hand-written SGD, no code of towers or optimizers in it."""
+    settings = {"momentum": 0.0, "brightness": 0.0, "contrast": 0.0, "ema_decay": 0.0}
+    state, _ = trained(towers(2), examples, "float64", 3, **settings)
+    config = TrainConfig(**{**CIFARNET, **settings})
+    model = setup.make_model(config, "float64")
+    batches = Batches(examples, config.batch_size, config.seed, config.flip)
+    for number in range(3):
+        batch = batches.at(number)
+        images = setup.make_augmentation(config).train(batch.images, batch.draws)
+        with tf.GradientTape() as tape:
+            logits = model(images, training=True)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(batch.labels, logits))
+            for layer in ("local3", "local4"):
+                loss += 0.004 * tf.nn.l2_loss(model.get_layer(layer).kernel.value)
+        variables = [v.value for v in model.trainable_variables]
+        rate = 0.05 * (1 - number / 100)
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(np.float32(rate).astype("f8") * gradient)
+    for ours, theirs in zip(state.weights, variables, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+def test_metrics_are_of_all_towers_and_losses_of_the_final_one(towers, examples):
+    _, metrics = trained(towers(4), examples, "float32", 1)
+    assert metrics.tower_losses.shape == (4,)
+    assert len(set(metrics.tower_losses.numpy())) == 4
+    assert metrics.losses["total_loss"] == metrics.tower_losses[-1]
+    weight_loss = metrics.losses["local3/weight_loss"] + metrics.losses["local4/weight_loss"]
+    assert float(metrics.loss + weight_loss) == pytest.approx(np.mean(metrics.tower_losses), rel=1e-5)
+    assert float(metrics.averages["total_loss"]) == pytest.approx(float(metrics.losses["total_loss"]))
+
+
+@pytest.mark.parametrize("model", ["cifarnet", "speednet93", "resnet20"])
+def test_forward_and_backward_sit_on_their_tower(towers, examples, model):
+    crop = 24 if model == "cifarnet" else 0
+    config = TrainConfig(model=model, crop=crop, batch_size=8, whitening_images=20)
+    batches = Batches(examples, 8, 0)
+    state, loss_fn = setup.make_state(config, "float32", examples, batches.steps_per_epoch, 10)
+    step = make_train_step(state, towers(4), loss_fn, setup.make_augmentation(config))
+    rates = {name: tf.constant(0.1) for name in state.optimizer.rates(0)}
+    function = step.get_concrete_function(batches.at(0), rates)
+    kernels = len([w for w in state.weights if w.shape.rank == 4])
+    for tower in towers(4):
+        assert tower_devices(function, tower, "Conv2D") == {tower.device: kernels + (model == "speednet93")}
+        backward = tower_devices(function, tower, "Conv2DBackpropFilter")
+        assert set(backward) == {tower.device} and backward[tower.device] >= kernels
+        assert set(tower_devices(function, tower, "Conv2DBackpropInput")) == {tower.device}
+    assert {v.device[-5:] for v in function.variables} == {"CPU:0"}
+    averaged = [op for op in function.graph.get_operations() if op.type == "AddN" and not op.name.startswith("tower_")]
+    assert len([op for op in averaged if op.device.endswith("CPU:0")]) >= len(state.weights)
+
+
+def test_statistics_are_the_mean_of_the_towers_and_frozen_filters_stay(towers, examples):
+    settings = {"model": "speednet93", "crop": 0, "whitening_images": 200, "ema_decay": 0.0}
+    config = TrainConfig(**{**CIFARNET, **settings})
+    before = setup.make_model(config, "float32", examples).get_layer("whitening").kernel.numpy()
+    state, _ = trained(towers(3), examples, "float32", 2, **settings)
+    np.testing.assert_array_equal(state.model.get_layer("whitening").kernel, before)
+    assert float(tf.reduce_max(tf.abs(state.model.get_layer("group1_norm1").moving_mean.value))) > 0
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(towers, examples):
+    settings = {"model": "speednet93", "crop": 0, "whitening_images": 200}
+    first, again, other = (
+        trained(towers(2), examples, "bfloat16", 2, **settings, seed=seed)[0].digest() for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_float16_trains_with_a_loss_scale(towers, examples):
+    state, metrics = trained(towers(2), examples, "float16", 3)
+    assert np.isfinite(metrics.loss) and int(state.loss_scale.good_steps) >= 1
