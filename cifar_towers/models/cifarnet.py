@@ -5,7 +5,7 @@ Source: A. Krizhevsky's cuda-convnet, as published in TensorFlow's "Convolutiona
 
 import keras
 
-from cifar_towers.models.layers import LocalResponseNorm, logits_dtype
+from cifar_towers.models.layers import Conv2D, LocalResponseNorm, logits_dtype
 
 WEIGHT_DECAYS = {"local3": 0.004, "local4": 0.004}  # layer -> factor of its weight loss
 
@@ -30,7 +30,7 @@ def cifarnet(side: int = 24, dtype: str = "float32") -> keras.Model:
 
 
 def _conv(name, bias, options):
-    return keras.layers.Conv2D(
+    return Conv2D(
         64,
         5,
         padding="same",

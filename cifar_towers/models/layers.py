@@ -4,12 +4,22 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from cifar_towers.models import kernels
+
 FUSED_EPSILON = 1.001e-5  # the least that TensorFlow's fused batch norm uses, whatever smaller it is asked for
 
 
 def logits_dtype(dtype: str) -> str:
     """What a net of compute policy `dtype` ends in: float32 at least, so that the loss keeps its digits."""
     return "float64" if dtype == "float64" else "float32"
+
+
+@keras.saving.register_keras_serializable("cifar_towers")
+class Conv2D(keras.layers.Conv2D):
+    """Keras's, through `kernels.conv2d`."""
+
+    def convolution_op(self, inputs, kernel):
+        return kernels.conv2d(inputs, kernel, self.strides[0], self.padding)
 
 
 @keras.saving.register_keras_serializable("cifar_towers")

@@ -5,7 +5,7 @@ Source: K. He et al., "Deep Residual Learning for Image Recognition", arXiv 1512
 
 import keras
 
-from cifar_towers.models.layers import BatchNorm, PadChannels, logits_dtype
+from cifar_towers.models.layers import BatchNorm, Conv2D, PadChannels, logits_dtype
 
 
 def resnet(side: int = 32, dtype: str = "float32", *, depth: int = 20, width: int = 16) -> keras.Model:
@@ -44,7 +44,7 @@ def _block(x, channels, stride, name, options):
 
 
 def _conv_norm(x, channels, stride, name, options):
-    x = keras.layers.Conv2D(
+    x = Conv2D(
         channels, 3, stride, "same", use_bias=False, kernel_initializer="he_normal", name=f"{name}_conv", **options
     )(x)
     return BatchNorm(kept=0.9, name=f"{name}_norm", **options)(x)

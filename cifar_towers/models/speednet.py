@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import keras
 import numpy as np
 
-from cifar_towers.models.layers import Activation, BatchNorm, logits_dtype
+from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, logits_dtype
 
 WHITENING_FILTERS = 24  # 2x2 patches of 3 channels have 12 principal directions, each with both signs
 
@@ -58,7 +58,7 @@ def _group(x, width, convs, activation, kept, residual, name, options):
     for index in range(1, convs + 1):
         if index == convs and residual:
             shortcut = x
-        x = keras.layers.Conv2D(
+        x = Conv2D(
             width,
             3,
             padding="same",
