@@ -1,0 +1,28 @@
+import json
+
+from cifar_towers.reporting import records
+from cifar_towers.towers import Tower
+
+
+def test_a_resumed_run_drops_the_records_after_its_step(tmp_path):
+    metrics = records.Metrics(tmp_path)
+    for step in (5, 10, 15):
+        metrics.write(kind="train", step=step)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tr')  # a crash in the middle of a line
+    records.Metrics(tmp_path, step=10).write(kind="train", step=11)
+    assert [record["step"] for record in records.read(tmp_path / "metrics.jsonl")] == [5, 10, 11]
+
+
+def test_environment_tells_versions_devices_and_data():
+    told = records.environment([Tower(0, "/CPU:0")], "float32", {"train": "abc"})
+    assert told["packages"]["tensorflow"].startswith("2.")
+    assert told["towers"] == [{"name": "tower_0", "device": "/CPU:0"}]
+    assert told["data_sha256"] == {"train": "abc"} and told["processor"]
+    json.dumps(told)
+
+
+def test_json_is_replaced_whole(tmp_path):
+    records.write_json(tmp_path / "a.json", {"x": 1})
+    records.write_json(tmp_path / "a.json", {"x": 2})
+    assert records.read_json(tmp_path / "a.json") == {"x": 2} and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,94 @@
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from cifar_towers.config import EvaluateConfig, TrainConfig, help_text, parse_command_line
+from cifar_towers.errors import UsageError
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.cfg"))
+
+
+def parse(*arguments):
+    return parse_command_line(TrainConfig, ["train.py", *arguments], "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["stray"], "'stray' is not a flag"),
+        (["--batch_size=8", "more", "--seed=1"], "'more' is not a flag"),
+        (["--batch_sise=8"], "Did you mean: batch_size"),
+        (["--batch_size=many"], "--batch_size=many"),
+        (["--batch_size"], "Missing value for flag --batch_size"),
+        (["--batch_size=0"], "batch_size=0 is too small; the least is 1"),
+        (["--momentum=1.5"], "momentum=1.5 is too large; the most is 0.9999"),
+        (["--learning_rate=nan"], "learning_rate=nan is not a finite number"),
+        (["--model=vgg"], "model=vgg is not one of cifarnet, resnet20"),
+        (["--precision=int8"], "precision=int8 is not one of auto, float32, bfloat16, float16"),
+        (["--batch_size=100", "--num_gpus=8"], "batch_size=100 cannot be shared by 8 towers; 96 and 104 can"),
+        (["--batch_size=3", "--num_gpus=8"], "batch_size=3 cannot be shared by 8 towers; 8 can"),
+        (["--flagfile=nowhere.cfg"], "nowhere.cfg"),
+        (["--seeds=1,x"], "seeds=1,x is not a list of whole numbers"),
+        (["--seeds=1,1"], "must be different"),
+        (["--seed=-1"], "seed=-1 is too small"),
+        (["--learning_rate_schedule=0=1"], "must begin with linear: or step:"),
+        (["--image_sides=0=8"], "sides are whole numbers from 18 to 32"),
+        (["--crop=40"], "crop=40 is not a side from 18 to 32"),
+        (["--model=cifarnet", "--image_sides=0=24"], "model=cifarnet has dense layers for one size"),
+        (["--model=resnet20", "--optimizer=muon"], "optimizer=muon is made for the speednets"),
+        (["--epochs=0"], "leave nothing to do"),
+        (["--target_accuracy=94"], "target_accuracy=94.0 is too large; the most is 1"),
+        (["--dataset=imagenet"], "dataset=imagenet is not one of"),
+    ],
+)
+def test_usage_errors_are_one_line(arguments, told):
+    with pytest.raises(UsageError) as caught:
+        parse(*arguments)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_flags_and_flagfiles_later_ones_win(tmp_path):
+    recipe = tmp_path / "mine.cfg"
+    recipe.write_text("# a recipe\n--batch_size=96\n--seed=4\n")
+    config = parse("--seed=1", f"--flagfile={recipe}", "--batch_size=48", "--nosoft_placement")
+    assert (config.batch_size, config.seed, config.soft_placement) == (48, 4, False)
+    assert config.name == "mine" and str(config.directory) == "runs/mine-seed4"
+    assert parse("--flagfile", str(recipe)).recipe == "mine"
+    assert str(parse("--train_dir=here").directory) == "here"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_recipe_parses_and_states_its_command_and_claim(path):
+    config = parse(f"--flagfile={path}")
+    assert config.name == path.stem
+    header = re.match(r"(#.*\n)+", path.read_text()).group()
+    assert f"--flagfile=configs/{path.name}" in header
+    assert re.search(r"not yet measured|n=\d+|seed", header)
+
+
+def test_the_recipes_there_are():
+    names = {"smoke", "cifarnet", "resnet20", "resnet56", "speed93", "speed94", "speed95", "speed96"}
+    assert {path.stem for path in CONFIGS} == names
+
+
+def test_help_has_every_flag_under_a_group():
+    for config_class in (TrainConfig, EvaluateConfig):
+        text = help_text(config_class, "What it does.")
+        for field in dataclasses.fields(config_class):
+            assert re.search(rf"^  --(\[no\])?{field.name}\b", text, re.M), field.name
+            assert f"{field.metadata['group']}:" in text
+    assert "Exit codes: 0 done, 2 usage" in text
+
+
+def test_help_exits_with_0(capsys):
+    with pytest.raises(SystemExit) as left:
+        parse("--help")
+    assert left.value.code == 0 and "--batch_size" in capsys.readouterr().out
+
+
+def test_evaluation_needs_a_run():
+    with pytest.raises(UsageError, match="which run"):
+        parse_command_line(EvaluateConfig, ["evaluate.py"], "")

@@ -1,0 +1,233 @@
+"""Whole runs on the synthetic set: what they reach, write, and go on from."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cifar_towers import scoring
+from cifar_towers.config import EvaluateConfig, TrainConfig
+from cifar_towers.data import cifar10, sources, synthetic
+from cifar_towers.errors import DivergedError, Interrupted, UsageError
+from cifar_towers.signals import StopRequest
+from cifar_towers.training import checkpoints, trainer
+
+QUICK = TrainConfig(
+    model="speednet93",
+    dataset="synthetic",
+    crop=20,
+    shift=0,
+    batch_size=200,
+    epochs=2,
+    learning_rate=1.5,
+    bias_learning_rate=96.0,
+    whitening_learning_rate=1.5,
+    learning_rate_schedule="linear:0=0.2,23%=1,100%=0.07",
+    momentum=0.85,
+    nesterov=True,
+    weight_decay=1.33e-3,
+    label_smoothing=0.2,
+    whitening_epochs=1,
+    whitening_images=500,
+    precision="float32",
+    summary_every_steps=5,
+    ema_decay=0.5,
+)
+STEPS = 20
+
+
+@pytest.fixture(autouse=True)
+def small_set(monkeypatch):
+    """2,000 + 500 images instead of 10,000 + 2,000."""
+    small = synthetic.make(2000, 0, 0), synthetic.make(500, 0, 1)
+    monkeypatch.setattr(synthetic, "load", lambda seed=0: small)
+
+
+def run(config, stop=None):
+    return trainer.train(config, sources.find(config.dataset), stop or StopRequest())
+
+
+def records_of(train_dir, kind):
+    lines = (train_dir / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def one_run(tmp_path_factory):
+    """A finished run on two towers, for the tests that only look at it."""
+    directory = tmp_path_factory.mktemp("runs") / "one"
+    with pytest.MonkeyPatch.context() as patch:
+        small = synthetic.make(2000, 0, 0), synthetic.make(500, 0, 1)
+        patch.setattr(synthetic, "load", lambda seed=0: small)
+        result = run(dataclasses.replace(QUICK, num_gpus=2, train_dir=str(directory), tta=2, log_device_placement=True))
+    return directory, result
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_two_epochs_on_any_number_of_towers(tmp_path, one_run, count):
+    result = run(dataclasses.replace(QUICK, num_gpus=count, train_dir=str(tmp_path / "run")))
+    for found in (result, one_run[1]):
+        assert found["step"] == STEPS
+        assert found["evaluations"][0]["accuracy"] > 0.6
+    # towers see batch statistics of their own shard, so the runs agree in what they reach, not to the bit
+    assert abs(result["evaluations"][0]["accuracy"] - one_run[1]["evaluations"][0]["accuracy"]) < 0.25
+
+
+def test_records(one_run):
+    directory, result = one_run
+    train = records_of(directory, "train")
+    assert [r["step"] for r in train] == [5, 10, 15, 20]
+    assert {"step", "epoch", "loss", "accuracy", "images_per_sec", "learning_rate"} <= set(train[0])
+    assert train[1]["epoch"] == 1.0 and train[-1]["loss"] < train[0]["loss"]
+    final = [r for r in records_of(directory, "eval") if r["step"] == STEPS]
+    assert [(r["split"], r["weights"], r["tta"], r["count"]) for r in final] == [
+        ("test", weights, tta, 500) for weights in ("raw", "ema") for tta in (0, 2)
+    ]
+    assert [r["accuracy"] for r in final] == [r["accuracy"] for r in result["evaluations"]]
+    environment = json.loads((directory / "environment.json").read_text())
+    assert [t["device"] for t in environment["towers"]] == ["/CPU:0", "/CPU:1"]
+    assert json.loads((directory / "config.json").read_text())["batch_size"] == 200
+
+
+def test_tensorboard_finds_losses_towers_and_scores(one_run):
+    directory, result = one_run
+    train, evaluated = (EventAccumulator(str(directory / part)).Reload() for part in ("train", "eval"))
+    tags = set(train.Tags()["tensors"])
+    wanted = {"losses/cross_entropy", "losses/cross_entropy (raw)", "losses/total_loss", "loss", "gradient_norm"}
+    assert wanted | {"learning_rate/kernels", "images_per_sec", "accuracy"} <= tags
+    assert not [tag for tag in tags if "tower" in tag]
+    names = {node.name.split("/")[0] for node in train.Graph().node}
+    assert {"tower_0", "tower_1"} <= names
+    (shown,) = evaluated.Tensors("accuracy/test/ema_tta2")
+    assert tf.make_ndarray(shown.tensor_proto) == pytest.approx(result["evaluations"][-1]["accuracy"])
+
+
+def test_the_same_command_again_says_that_all_is_done(one_run, capsys):
+    directory, result = one_run
+    assert run(dataclasses.replace(QUICK, num_gpus=4, train_dir=str(directory))) == result
+    assert f"{directory} is complete at step {STEPS}" in capsys.readouterr().out
+
+
+def test_another_recipe_is_refused_by_what_differs(one_run):
+    directory, _ = one_run
+    with pytest.raises(UsageError, match=r"other settings \(batch_size 200 -> 100, momentum 0.85 -> 0.5\)"):
+        run(dataclasses.replace(QUICK, train_dir=str(directory), batch_size=100, momentum=0.5))
+
+
+def test_scoring_repeats_the_runs_own_score(one_run):
+    directory, result = one_run
+    told = scoring.evaluate_checkpoint(
+        EvaluateConfig(train_dir=str(directory), weights="ema", tta=2, precision="float32", num_gpus=3, json=True)
+    )
+    score = json.loads(told)
+    assert score["count"] == 500 and score["accuracy"] == pytest.approx(
+        result["evaluations"][-1]["accuracy"], abs=0.004
+    )
+    assert score["interval95"][0] < score["accuracy"] < score["interval95"][1]
+    assert sum(map(sum, score["confusion"])) == 500
+    table = scoring.evaluate_checkpoint(EvaluateConfig(train_dir=str(directory), precision="float32"))
+    assert "chequered ring" in table and "ema weights, TTA 0" in table
+
+
+def test_scoring_what_is_not_there(one_run, tmp_path):
+    with pytest.raises(UsageError, match="no checkpoint in"):
+        scoring.evaluate_checkpoint(EvaluateConfig(train_dir=str(tmp_path)))
+    with pytest.raises(UsageError, match="held out no validation"):
+        scoring.evaluate_checkpoint(EvaluateConfig(train_dir=str(one_run[0]), split="validation"))
+
+
+class StopAt(StopRequest):
+    """A signal that comes while step `at` is being worked on."""
+
+    def __init__(self, at):
+        super().__init__()
+        self._left = at
+
+    @property
+    def signal(self):
+        self._left -= 1
+        return 15 if self._left < 0 else None
+
+    @signal.setter
+    def signal(self, value):
+        pass
+
+
+@pytest.mark.parametrize("at", [3, 13])
+def test_stopped_and_continued_equals_uninterrupted_to_the_bit(tmp_path, one_run, at):
+    config = dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path / "run"))
+    with pytest.raises(Interrupted, match=f"saved step {at + 1}") as caught:
+        run(config, StopAt(at))
+    assert caught.value.exit_code == 143
+    result = run(config)
+    assert result["weights_sha256"] == one_run[1]["weights_sha256"]
+    steps = [r["step"] for r in records_of(tmp_path / "run", "train")]
+    assert steps == sorted(set(steps))
+
+
+def test_a_run_goes_on_with_another_number_of_towers(tmp_path, capsys):
+    config = dataclasses.replace(QUICK, train_dir=str(tmp_path))
+    with pytest.raises(Interrupted):
+        run(dataclasses.replace(config, num_gpus=4), StopAt(5))
+    assert run(dataclasses.replace(config, num_gpus=1))["step"] == STEPS
+    assert "going on from step 6, saved with 4 towers" in capsys.readouterr().out
+
+
+def test_fresh_starts_again_and_keeps_what_is_not_its_own(tmp_path):
+    config = dataclasses.replace(QUICK, train_dir=str(tmp_path), max_steps=3)
+    (tmp_path / "notes.txt").write_text("mine")
+    first = run(config)
+    again = run(dataclasses.replace(config, fresh=True))
+    assert again["weights_sha256"] == first["weights_sha256"]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_max_steps_is_a_prefix_of_the_run_and_can_be_raised(tmp_path, one_run):
+    config = dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path))
+    assert run(dataclasses.replace(config, max_steps=7))["step"] == 7
+    assert run(config)["weights_sha256"] == one_run[1]["weights_sha256"]
+
+
+def test_a_loss_that_is_no_number_never_reaches_a_checkpoint(tmp_path):
+    config = dataclasses.replace(QUICK, train_dir=str(tmp_path), learning_rate=1e30, checkpoint_every_steps=1)
+    with pytest.raises(DivergedError, match=r"not finite at step \d+; .*: try a smaller --learning_rate"):
+        run(config)
+    for checkpoint in checkpoints.saved(tmp_path):
+        reader = tf.train.load_checkpoint(str(checkpoint / "state"))
+        values = [reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if "model" in name]
+        assert all(np.isfinite(value).all() for value in values)
+
+
+def test_the_target_ends_a_run(tmp_path, capsys):
+    config = dataclasses.replace(QUICK, train_dir=str(tmp_path), target_accuracy=0.1, eval_every_epochs=0.2)
+    assert run(config)["step"] == 2
+    assert "reached" in capsys.readouterr().out
+
+
+def test_validation_is_held_out_and_test_is_left_for_the_end(tmp_path):
+    run(dataclasses.replace(QUICK, train_dir=str(tmp_path), validation_examples=500, max_steps=8, epochs=2))
+    scores = records_of(tmp_path, "eval")
+    assert {r["split"] for r in scores if r["step"] < 8} == {"validation"}
+    assert {r["split"] for r in scores if r["step"] == 8} == {"validation", "test"}
+
+
+def test_seeds_are_repeated_and_averaged(tmp_path, capsys):
+    config = dataclasses.replace(QUICK, train_dir=str(tmp_path), max_steps=2, seeds="0,1", ema_decay=0.0)
+    trainer.train_seeds(config, (0, 1), sources.find("synthetic"), StopRequest())
+    results = [json.loads((tmp_path / f"seed{seed}/result.json").read_text()) for seed in (0, 1)]
+    values = [100 * result["evaluations"][0]["accuracy"] for result in results]
+    expected = f"mean {np.mean(values):.2f} %, std {np.std(values, ddof=1):.2f}, n=2"
+    assert f"test accuracy, raw weights, TTA 0: {expected}" in capsys.readouterr().out
+
+
+def test_an_auto_run_without_cifar10_wears_a_banner(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cifar10, "_reachable", lambda host, timeout: False)
+    config = dataclasses.replace(
+        QUICK, dataset="auto", data_dir=str(tmp_path / "none"), train_dir=str(tmp_path / "run"), max_steps=1
+    )
+    trainer.train(config, sources.find("auto", config.data_dir), StopRequest())
+    assert capsys.readouterr().out.count("SYNTHETIC DATA, NOT CIFAR-10") == 2
+    assert "SYNTHETIC" in json.loads((tmp_path / "run/environment.json").read_text())["synthetic_data"]

@@ -1,0 +1,101 @@
+"""The programs as a user starts them: exit codes, messages, signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TINY = ["--dataset=synthetic", "--model=cifarnet", "--crop=24", "--shift=0", "--batch_size=200", "--precision=float32"]
+
+
+def start(program, *arguments, **environment):
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / program), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def finish(process, timeout=120):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("program", ["train.py", "evaluate.py"])
+def test_help_answers_without_tensorflow(program):
+    code, out, err = finish(start(program, "--help"))
+    assert code == 0 and "Exit codes" in out and not err
+    source = f"import runpy, sys; sys.argv = ['x', '--help']; runpy.run_path('scripts/{program}', run_name='__main__')"
+    checked = f"try:\n {source}\nexcept SystemExit: print('tensorflow' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", checked], capture_output=True, text=True, cwd=ROOT)
+    assert told.stdout.endswith("False\n")
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "code", "told"),
+    [
+        ("train.py", ["--batch_sise=3"], 2, "Did you mean: batch_size"),
+        ("train.py", ["here"], 2, "'here' is not a flag"),
+        ("train.py", ["--num_gpus=2", "--nosoft_placement", *TINY], 2, "2 towers need 2 GPUs"),
+        ("train.py", ["--batch_size=20000", "--dataset=synthetic"], 2, "more than the 10000 training examples"),
+        ("train.py", ["--batch_size=1001", "--dataset=synthetic"], 2, "1000 and 1002 can"),
+        ("evaluate.py", ["--train_dir=nowhere"], 2, "no checkpoint in nowhere"),
+    ],
+)
+def test_errors_are_one_line_and_a_code(tmp_path, program, arguments, code, told):
+    found, out, err = finish(start(program, *arguments, CUDA_VISIBLE_DEVICES=""))
+    assert found == code and told in err
+    assert "Traceback" not in out + err
+    assert len([line for line in err.splitlines() if line.startswith(("usage:", "data:"))]) == 1
+
+
+def test_a_backend_that_has_no_towers():
+    code, _, err = finish(start("train.py", *TINY, KERAS_BACKEND="jax"))
+    assert code == 2 and "KERAS_BACKEND=jax" in err
+
+
+def test_a_run_into_a_pipe_is_plain_and_quiet(tmp_path):
+    code, out, err = finish(start("train.py", *TINY, "--max_steps=4", f"--train_dir={tmp_path}", "--num_gpus=2"))
+    assert code == 0, err
+    assert "\x1b" not in out and "\r" not in out
+    assert "4 steps of 200" in out and "2 towers of 100 images on /CPU:0, /CPU:1" in out
+    assert "no GPU here: 2 towers on logical CPU devices" in err
+    assert not [line for line in err.splitlines() if "cuda" in line.lower() or "onednn" in line.lower()]
+    assert json.loads((tmp_path / "result.json").read_text())["step"] == 4
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number, code):
+    command = [
+        "train.py",
+        *TINY,
+        "--max_steps=60",
+        f"--train_dir={tmp_path}",
+        "--num_gpus=2",
+        "--summary_every_steps=1",
+    ]
+    process = start(*command)
+    metrics, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 90
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 3) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    found, _, err = finish(process)
+    assert found == code and "saved step" in err and "Traceback" not in err
+    found, out, err = finish(start(*command))
+    assert found == 0 and "going on from step" in out, err
+
+
+def test_a_signal_before_the_first_step(tmp_path):
+    process = start("train.py", *TINY, f"--train_dir={tmp_path}")
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    found, _, err = finish(process)
+    assert found == 143 and "Traceback" not in err

@@ -1,0 +1,41 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.errors import UsageError
+from cifar_towers.training import checkpoints
+
+
+def variables(value=0.0, shape=(2,)):
+    return {"model.a/b.c": tf.Variable(tf.fill(shape, value)), "step": tf.Variable(0, dtype=tf.int64)}
+
+
+def test_what_was_saved_comes_back(tmp_path):
+    path = checkpoints.save(tmp_path, 12, variables(3.0), {"towers": 2}, keep=3)
+    restored = variables()
+    checkpoints.restore(path, restored)
+    np.testing.assert_array_equal(restored["model.a/b.c"], [3, 3])
+    assert checkpoints.read_facts(path) == {"towers": 2, "step": 12}
+    (value,) = checkpoints.read_values(path, ["model.a/b.c"])
+    np.testing.assert_array_equal(value, [3, 3])
+
+
+def test_tensorflow_reads_it(tmp_path):
+    path = checkpoints.save(tmp_path, 1, variables(3.0), {}, keep=3)
+    reader = tf.train.load_checkpoint(str(path / "state"))
+    assert any("step" in name for name in reader.get_variable_to_shape_map())
+
+
+def test_the_newest_are_kept_and_nothing_else_is_left(tmp_path):
+    for step in (9, 10, 100, 101):
+        checkpoints.save(tmp_path, step, variables(), {}, keep=2)
+    assert [path.name for path in checkpoints.saved(tmp_path)] == ["step-00000100", "step-00000101"]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_another_model_is_refused_by_name(tmp_path):
+    path = checkpoints.save(tmp_path, 1, variables(), {}, keep=1)
+    with pytest.raises(UsageError, match=r"1 variables differ"):
+        checkpoints.restore(path, variables(shape=(3,)))
+    with pytest.raises(UsageError, match="no variable model.z"):
+        checkpoints.read_values(path, ["model.z"])
