@@ -28,10 +28,11 @@ def average_gradients(tower_grads: Sequence[Sequence[tuple]], weights: Sequence[
     _check_same_variables(tower_grads)
     if len(tower_grads) == 1:
         return list(tower_grads[0])
-    return [
-        (_mean([gradient for gradient, _ in pairs], pairs[0][1], fractions), pairs[0][1])
-        for pairs in zip(*tower_grads, strict=True)
-    ]
+    with tf.name_scope("average_gradients"):
+        return [
+            (_mean([gradient for gradient, _ in pairs], pairs[0][1], fractions), pairs[0][1])
+            for pairs in zip(*tower_grads, strict=True)
+        ]
 
 
 def _mean(gradients: list, variable, fractions: list[float]):

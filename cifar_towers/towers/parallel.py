@@ -25,7 +25,8 @@ def split_batch(batch: Any, towers: Sequence[Tower]) -> list[Any]:
     if examples < len(towers):
         raise ValueError(f"{examples} examples cannot be shared by {len(towers)} towers")
     shard_sizes = [examples // len(towers) + (k < examples % len(towers)) for k in range(len(towers))]
-    shards_of = [tf.split(tensor, shard_sizes, axis=0) for tensor in tensors]
+    with tf.name_scope("split_batch"):
+        shards_of = [tf.split(tensor, shard_sizes, axis=0) for tensor in tensors]
     return [tf.nest.pack_sequence_as(batch, shard) for shard in zip(*shards_of, strict=True)]
 
 

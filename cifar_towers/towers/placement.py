@@ -36,12 +36,15 @@ def device_table(function, towers: Iterable) -> str:
       function: a `tf.types.experimental.ConcreteFunction`.
       towers: the towers it was traced for.
     """
-    lines = ["variable  shape  bytes  device"]
+    rows = [("variable", "shape", "bytes", "device")]
     bytes_on: Counter[str] = Counter()
-    for variable in function.variables:
+    for variable in sorted(function.variables, key=lambda variable: variable.name):
         size = variable.shape.num_elements() * variable.dtype.size
         bytes_on[_short(variable.device)] += size
-        lines.append(f"{variable.name}  {variable.shape}  {size:,}  {_short(variable.device)}")
+        name = variable.name.removesuffix(":0")
+        rows.append((name, str(variable.shape), f"{size:,}", _short(variable.device)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"{n:{widths[0]}}  {s:{widths[1]}}  {b:>{widths[2]}}  {d}" for n, s, b, d in rows]
     lines += [f"{device}: {size:,} bytes of variables" for device, size in sorted(bytes_on.items())]
     for tower in towers:
         counts = tower_devices(function, tower)
@@ -51,11 +54,14 @@ def device_table(function, towers: Iterable) -> str:
 
 
 def tower_devices(function, tower, kind: str = "") -> Counter[str]:
-    """Device -> number of operations under the tower's name scope (of one kind, such as `Conv2D`, if given)."""
+    """Device -> number of operations under the tower's name scope (of one kind, such as `Conv2D`, if given).
+
+    Reads of variables are not counted: they happen where the variable lives.
+    """
     return Counter(
-        _short(op.device) or "no device asked"
+        _short(op.device)
         for op in function.graph.get_operations()
-        if f"{tower.name}/" in f"{op.name}/" and kind in ("", op.type)
+        if op.device and f"{tower.name}/" in f"{op.name}/" and kind in ("", op.type)
     )
 
 

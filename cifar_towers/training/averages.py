@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
+from cifar_towers.training.optimizers import beside
+
 LOSS_DECAY = 0.9
 
 
@@ -15,7 +17,9 @@ class WeightAverage:
 
     def __init__(self, variables: Sequence[tf.Variable], decay: float):
         self.decay, self.variables = decay, list(variables)
-        self.averages = [tf.Variable(v, trainable=False, name="ema") for v in self.variables] if decay else []
+        self.averages = (
+            [tf.Variable(v, trainable=False, name=beside(v, "ema")) for v in self.variables] if decay else []
+        )
 
     def update(self, step: tf.Tensor) -> None:
         """Follows the variables; `step` counts the updates done, this one included."""
@@ -37,7 +41,9 @@ class Lookahead:
 
     def __init__(self, variables: Sequence[tf.Variable], total_steps: int, enabled: bool):
         self.variables, self.total_steps = list(variables), total_steps
-        self.slow = [tf.Variable(v, trainable=False, name="lookahead") for v in self.variables] if enabled else []
+        self.slow = (
+            [tf.Variable(v, trainable=False, name=beside(v, "lookahead")) for v in self.variables] if enabled else []
+        )
 
     def update(self, step: tf.Tensor) -> None:
         """Pulls the variables if this step is one of the fifth; `step` counts the updates done."""
@@ -66,11 +72,12 @@ class LossAverages:
 
     def update(self, losses: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Takes in one step's losses; {term: average of all so far, the older the less}."""
-        weight = LOSS_DECAY * self.weight + (1 - LOSS_DECAY)
-        self.weight.assign(weight)
-        averages = {}
-        for term, loss in losses.items():
-            total = LOSS_DECAY * self.sums[term] + (1 - LOSS_DECAY) * tf.cast(loss, tf.float32)
-            self.sums[term].assign(total)
-            averages[term] = total / weight
+        with tf.name_scope("loss_averages"):
+            weight = LOSS_DECAY * self.weight + (1 - LOSS_DECAY)
+            self.weight.assign(weight)
+            averages = {}
+            for term, loss in losses.items():
+                total = LOSS_DECAY * self.sums[term] + (1 - LOSS_DECAY) * tf.cast(loss, tf.float32)
+                self.sums[term].assign(total)
+                averages[term] = total / weight
         return averages

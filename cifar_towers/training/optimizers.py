@@ -153,4 +153,9 @@ class Optimizer:
 
 
 def _zeros_like(variable: tf.Variable, name: str) -> tf.Variable:
-    return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False, name=name)
+    return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False, name=beside(variable, name))
+
+
+def beside(variable: tf.Variable, what: str) -> str:
+    """The name of what follows a variable: `conv1/kernel/momentum`."""
+    return f"{variable.name.removesuffix(':0')}/{what}"

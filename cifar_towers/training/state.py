@@ -54,10 +54,12 @@ class TrainState:
                 if value is not None:
                     variable.assign(value)
 
-        self.loss_scale.apply_if_finite(gradients, update)
-        step = self.step.assign_add(1)
-        self.lookahead.update(step)
-        self.ema.update(step)
+        with tf.name_scope("apply"):
+            self.loss_scale.apply_if_finite(gradients, update)
+            step = self.step.assign_add(1)
+        with tf.name_scope("weight_averages"):
+            self.lookahead.update(step)
+            self.ema.update(step)
 
     def evaluation_weights(self) -> dict[str, tuple[list, list]]:
         """`raw`, and `ema` where one is kept -> (weights, statistics) to evaluate with."""

@@ -63,24 +63,31 @@ def make_train_step(
         gradients = state.loss_scale.unscale(gradients)
         state.apply(gradients, average_statistics([r.statistics for r in results]), rates)
         averages = state.loss_averages.update(results[-1].losses)  # the final tower speaks
+        return metrics(results, gradients, averages, examples=batch.labels.shape[0])
+
+    return train_step
+
+
+def metrics(results: Sequence[TowerResult], gradients: list[tuple], averages: dict, examples: int) -> StepMetrics:
+    """What K towers' results and their mean gradient say of a step over `examples` examples."""
+    with tf.name_scope("metrics"):
         return StepMetrics(
             loss=tf.add_n([r.losses["cross_entropy"] for r in results]) / len(results),
-            accuracy=tf.add_n([r.correct for r in results]) / batch.labels.shape[0],
+            accuracy=tf.add_n([r.correct for r in results]) / examples,
             gradient_norm=tf.linalg.global_norm([g for g, _ in gradients if g is not None]),
             tower_losses=tf.stack([r.losses["total_loss"] for r in results]),
             losses=results[-1].losses,
             averages=averages,
         )
 
-    return train_step
-
 
 def average_statistics(tower_statistics: Sequence[Sequence[tf.Tensor | None]]) -> list[tf.Tensor | None]:
     """K lists of the same S statistics -> their S means over the towers, None where none changed."""
-    return [
-        None if of_one[0] is None else tf.add_n(list(of_one)) / len(of_one)
-        for of_one in zip(*tower_statistics, strict=True)
-    ]
+    with tf.name_scope("average_statistics"):
+        return [
+            None if of_one[0] is None else tf.add_n(list(of_one)) / len(of_one)
+            for of_one in zip(*tower_statistics, strict=True)
+        ]
 
 
 def count_correct(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:

@@ -43,10 +43,11 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest) -> dic
     Raises:
       UsageError, DataError, DivergedError, Interrupted: see `cifar_towers.errors`.
     """
+    clock = Clock()
     towers = setup.open_towers(config)
     config.tower_batch_size(len(towers))
     source, dataset = sources.load(source, config.validation_examples, fall_back=config.dataset == "auto")
-    return Trainer(config, source, dataset, towers, stop).run()
+    return Trainer(config, source, dataset, towers, stop, clock).run()
 
 
 def train_seeds(config: TrainConfig, seeds: tuple[int, ...], source: sources.Source, stop: StopRequest) -> None:
@@ -71,9 +72,16 @@ class Trainer:
     """One run in one directory."""
 
     def __init__(
-        self, config: TrainConfig, source: sources.Source, dataset: Dataset, towers: list[Tower], stop: StopRequest
+        self,
+        config: TrainConfig,
+        source: sources.Source,
+        dataset: Dataset,
+        towers: list[Tower],
+        stop: StopRequest,
+        clock: "Clock",
     ):
-        self.config, self.source, self.dataset, self.towers, self.stop = config, source, dataset, towers, stop
+        self.config, self.source, self.dataset, self.towers = config, source, dataset, towers
+        self.stop, self.clock = stop, clock
         self.directory = config.directory
         self.precision = setup.choose_precision(config.precision, towers)
         self.batches = self._make_batches()
@@ -87,7 +95,6 @@ class Trainer:
         self.train_step = make_train_step(self.state, towers, loss_fn, augmentation)
         self.evaluate = make_evaluator(self.state.model, towers, augmentation)
         self.progress = Progress(self.last_step, self.steps_per_epoch)
-        self.clock = Clock()
         self.traced_sides: set[int] = set()
 
     def run(self) -> dict:

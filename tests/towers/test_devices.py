@@ -1,7 +1,7 @@
 import pytest
 import tensorflow as tf
 
-from cifar_towers.towers import make_towers
+from cifar_towers.towers import devices, make_towers
 from cifar_towers.towers.devices import plan_devices
 
 
@@ -43,3 +43,48 @@ def test_too_late_for_more_devices():
     assert len(tf.config.list_logical_devices("CPU")) == 8
     with pytest.raises(RuntimeError, match="already runs with 8 CPU devices, too few for 9 towers"):
         make_towers(9)
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """What `_divide_gpus` asks of TensorFlow, for two GPUs that this machine need not have."""
+    asked = []
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda gpus, kind: asked.append(("visible", tuple(gpus))))
+    monkeypatch.setattr(
+        tf.config,
+        "set_logical_device_configuration",
+        lambda gpu, parts: asked.append((gpu, [part.memory_limit for part in parts])),
+    )
+    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, on: asked.append((gpu, on)))
+    return asked
+
+
+def divide(towers, limit_mb=0, growth=True):
+    devices._divide_gpus(["GPU a", "GPU b"], plan_devices(towers, 2), growth, limit_mb)
+
+
+def test_a_gpu_for_each_tower_grows_its_memory(configured):
+    divide(2)
+    assert configured == [("visible", ("GPU a", "GPU b")), ("GPU a", True), ("GPU b", True)]
+
+
+def test_unused_gpus_are_left_to_others(configured):
+    divide(1, growth=False)
+    assert configured == [("visible", ("GPU a",)), ("GPU a", False)]
+
+
+def test_shared_gpus_are_cut_into_equal_parts(configured, monkeypatch):
+    monkeypatch.setattr(devices, "_gpu_memory_mb", lambda index: 9000)
+    divide(3)
+    assert configured[1:] == [("GPU a", [4500, 4500]), ("GPU b", True)]
+
+
+def test_a_memory_limit_is_for_the_whole_gpu(configured):
+    divide(4, limit_mb=6000)
+    assert configured[1:] == [("GPU a", [3000, 3000]), ("GPU b", [3000, 3000])]
+
+
+def test_a_gpu_of_unknown_size_needs_a_limit(configured, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match="give --gpu_memory_limit_mb"):
+        divide(4)

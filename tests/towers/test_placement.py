@@ -24,6 +24,6 @@ def test_the_table_tells_bytes_and_devices(towers):
         v = tf.Variable(tf.zeros([10, 3]), name="v")
     step = tf.function(lambda: run_on_towers(lambda tower, _: tf.sin(v), towers(2), [0, 0]))
     table = device_table(step.get_concrete_function(), towers(2))
-    assert "v:0  (10, 3)  120  /CPU:1" in table
+    assert "v         (10, 3)    120  /CPU:1" in table
     assert "/CPU:1: 120 bytes of variables" in table
     assert "tower_1: " in table and "operations on /CPU:1" in table
