@@ -16,6 +16,7 @@ help:  ## this menu
 setup: .venv/ready  ## make .venv with all that is needed; other targets do so themselves
 
 .venv/ready: setup.cfg pyproject.toml
+	@echo "setting up .venv (a minute or two, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from signal import SIGTERM
 
 import numpy as np
 import pytest
@@ -140,16 +141,16 @@ def test_scoring_what_is_not_there(one_run, tmp_path):
 
 
 class StopAt(StopRequest):
-    """A signal that comes while step `at` is being worked on."""
+    """A signal that comes while step `at` is being worked on: the loop asks once a step."""
 
     def __init__(self, at):
+        self._at, self._asked = at, 0
         super().__init__()
-        self._left = at
 
     @property
     def signal(self):
-        self._left -= 1
-        return 15 if self._left < 0 else None
+        self._asked += self._deferred
+        return SIGTERM if self._asked >= self._at else None
 
     @signal.setter
     def signal(self, value):
@@ -159,7 +160,7 @@ class StopAt(StopRequest):
 @pytest.mark.parametrize("at", [3, 13])
 def test_stopped_and_continued_equals_uninterrupted_to_the_bit(tmp_path, one_run, at):
     config = dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path / "run"))
-    with pytest.raises(Interrupted, match=f"saved step {at + 1}") as caught:
+    with pytest.raises(Interrupted, match=f"saved step {at}:") as caught:
         run(config, StopAt(at))
     assert caught.value.exit_code == 143
     result = run(config)
@@ -171,7 +172,7 @@ def test_stopped_and_continued_equals_uninterrupted_to_the_bit(tmp_path, one_run
 def test_a_run_goes_on_with_another_number_of_towers(tmp_path, capsys):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path))
     with pytest.raises(Interrupted):
-        run(dataclasses.replace(config, num_gpus=4), StopAt(5))
+        run(dataclasses.replace(config, num_gpus=4), StopAt(6))
     assert run(dataclasses.replace(config, num_gpus=1))["step"] == STEPS
     assert "going on from step 6, saved with 4 towers" in capsys.readouterr().out
 

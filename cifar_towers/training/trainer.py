@@ -4,11 +4,8 @@ import dataclasses
 import itertools
 import logging
 import math
-import shutil
-import time
-from collections import Counter
-from pathlib import Path
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -19,19 +16,15 @@ from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DivergedError, Interrupted, UsageError
 from cifar_towers.evaluation import make_evaluator
 from cifar_towers.reporting import records
+from cifar_towers.reporting.clock import Clock
 from cifar_towers.reporting.progress import Progress, Status
 from cifar_towers.reporting.summaries import Summaries
-from cifar_towers.signals import StopRequest
+from cifar_towers.signals import NOTHING_DONE, StopRequest
 from cifar_towers.towers import Tower, device_table
-from cifar_towers.training import checkpoints, schedules, setup
+from cifar_towers.training import checkpoints, directory, schedules, setup
 from cifar_towers.training.step import StepMetrics, make_train_step
 
 log = logging.getLogger(__name__)
-
-# What may change between one start of a run and the next; all else is its recipe.
-NOT_RECIPE = {"recipe", "train_dir", "fresh", "seeds", "max_steps", "target_accuracy", "dataset", "data_dir"}
-NOT_RECIPE_GROUPS = {"Towers", "Reporting"}
-WRITTEN = ("checkpoints", "train", "eval", "metrics.jsonl", "config.json", "environment.json", "result.json")
 
 
 def train(config: TrainConfig, source: sources.Source, stop: StopRequest) -> dict:
@@ -44,6 +37,7 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest) -> dic
       UsageError, DataError, DivergedError, Interrupted: see `cifar_towers.errors`.
     """
     clock = Clock()
+    stop.leave_at_once(NOTHING_DONE)
     towers = setup.open_towers(config)
     config.tower_batch_size(len(towers))
     source, dataset = sources.load(source, config.validation_examples, fall_back=config.dataset == "auto")
@@ -55,13 +49,13 @@ def train_seeds(config: TrainConfig, seeds: tuple[int, ...], source: sources.Sou
     scores: dict[str, list[float]] = {}
     speeds = []
     for seed in seeds:
-        directory = f"{config.train_dir}/seed{seed}" if config.train_dir else ""
-        result = train(dataclasses.replace(config, seed=seed, seeds="", train_dir=directory), source, stop)
+        train_dir = f"{config.train_dir}/seed{seed}" if config.train_dir else ""
+        result = train(dataclasses.replace(config, seed=seed, seeds="", train_dir=train_dir), source, stop)
         speeds.append(result["images_per_sec"])
         for score in result["evaluations"]:
             key = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"
             scores.setdefault(key, []).append(score["accuracy"])
-        tf.keras.backend.clear_session()
+        keras.backend.clear_session()
     print(f"{config.name}, seeds {', '.join(map(str, seeds))}: {np.mean(speeds):,.0f} images/s")
     for key, values in scores.items():
         spread = f"std {100 * np.std(values, ddof=1):.2f}" if len(values) > 1 else "std not known"
@@ -78,7 +72,7 @@ class Trainer:
         dataset: Dataset,
         towers: list[Tower],
         stop: StopRequest,
-        clock: "Clock",
+        clock: Clock,
     ):
         self.config, self.source, self.dataset, self.towers = config, source, dataset, towers
         self.stop, self.clock = stop, clock
@@ -101,27 +95,25 @@ class Trainer:
         """Prepares the directory, trains from where it stands, evaluates, and writes the result."""
         self._introduce()
         first_step = self._resume()
-        done = self._finished(first_step)
+        done = directory.finished(self.directory, self.config, first_step, self.last_step)
         if done:
             self.progress.say(f"{self.directory} is complete at step {first_step}: {_told(done['evaluations'][-1])}")
             return done
         self.metrics = records.Metrics(self.directory, first_step)
         self.summaries = Summaries(self.directory)
         self._describe()
-        self.stop.deferred = True
+        self.stop.defer()
         try:
-            step, scores = self._train(first_step)
-            return self._finish(step, scores)
+            return self._finish(self._train(first_step))
         finally:
-            self.stop.deferred = False
             self.progress.pause()
             self.summaries.flush()
 
     # The loop ---------------------------------------------------------------------------------------------------
 
-    def _train(self, first_step: int) -> tuple[int, list[dict]]:
-        """Steps until the end, the target or a signal; (updates done, scores of an evaluation at that very step)."""
-        step, scores = first_step, []
+    def _train(self, first_step: int) -> int:
+        """Steps until the end, the target or a signal; the number of updates done."""
+        step = first_step
         epoch: list[StepMetrics] = []
         self.clock.charge("start")
         for step, batch in enumerate(self.batches.stream(first_step, self.last_step), first_step + 1):
@@ -145,7 +137,7 @@ class Trainer:
                 raise Interrupted(self.stop.signal, f"interrupted; saved step {step}: the same command goes on from it")
             if self._reached_target(step, scores):
                 break
-        return step, scores
+        return step
 
     def _step(self, batch, rates: dict[str, float], side: int) -> StepMetrics:
         first_of_side = side not in self.traced_sides
@@ -239,7 +231,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         facts = {
-            "recipe": recipe_of(self.config),
+            "recipe": directory.recipe_of(self.config),
             "dataset": self.dataset.name,
             "precision": self.precision,
             "towers": len(self.towers),
@@ -249,8 +241,9 @@ class Trainer:
         checkpoints.save(self.directory, step, self.state.named_variables(), facts, keep=self.config.keep_checkpoints)
         self.clock.charge("save")
 
-    def _finish(self, step: int, scores: list[dict]) -> dict:
+    def _finish(self, step: int) -> dict:
         self._save(step)
+        self.stop.leave_at_once(f"interrupted in the last evaluation; step {step} is saved")
         scores = self._evaluate(step, self.config.tta, final=True)
         digest = self.state.digest()
         speed = self.clock.images / self.clock.seconds["train"] if self.clock.seconds["train"] else 0.0
@@ -263,7 +256,7 @@ class Trainer:
             "weights_sha256": digest,
             "evaluations": scores,
         }
-        records.write_json(self.directory / "result.json", result)
+        records.write_json(self.directory / directory.RESULT, result)
         self.progress.pause()
         for score in scores:
             self.progress.say(_told(score))
@@ -301,35 +294,16 @@ class Trainer:
     def _resume(self) -> int:
         """Makes the directory ready and restores its newest checkpoint; the number of updates done."""
         if self.config.fresh:
-            _clear(self.directory)
+            directory.clear(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        saved = checkpoints.saved(self.directory)
-        if not saved:
+        found = directory.newest(self.directory, self.config, self.dataset.name)
+        if not found:
             return 0
-        facts = checkpoints.read_facts(saved[-1])
-        self._refuse_other_recipe(saved[-1], facts)
-        checkpoints.restore(saved[-1], self.state.named_variables())
+        checkpoint, facts = found
+        checkpoints.restore(checkpoint, self.state.named_variables())
         self.clock.resume(facts["seconds"], facts["images"])
         self.progress.say(f"going on from step {facts['step']}, saved with {facts['towers']} towers")
         return facts["step"]
-
-    def _refuse_other_recipe(self, checkpoint: Path, facts: dict) -> None:
-        mine = recipe_of(self.config) | {"dataset": self.dataset.name}
-        theirs = facts["recipe"] | {"dataset": facts["dataset"]}
-        differing = [f"{name} {theirs.get(name)} -> {mine[name]}" for name in mine if theirs.get(name) != mine[name]]
-        if differing:
-            raise UsageError(
-                f"{checkpoint} was made with other settings ({', '.join(differing)}); "
-                "give them, another --train_dir, or --fresh to start again in this one"
-            )
-
-    def _finished(self, step: int) -> dict | None:
-        path = self.directory / "result.json"
-        if not path.exists():
-            return None
-        result = records.read_json(path)
-        at_end = step >= self.last_step or 0 < self.config.target_accuracy <= result["target_accuracy"]
-        return result if result["step"] == step and at_end else None
 
     def _describe(self) -> None:
         """What the run is, for other programs and for TensorBoard."""
@@ -360,66 +334,8 @@ class Trainer:
         return period > 0 and step % period == 0
 
 
-class Clock:
-    """Where the seconds of a run go, by activity; carried on in checkpoints."""
-
-    RECENT = 20  # steps that the rate shown is taken over
-
-    def __init__(self):
-        self.seconds: Counter[str] = Counter()
-        self.images = 0  # of the steps charged to "train"
-        self._since = time.monotonic()
-        self._steps: list[tuple[float, int]] = []
-
-    def charge(self, activity: str) -> None:
-        """Books the time since the last call."""
-        now = time.monotonic()
-        self.seconds[activity] += now - self._since
-        self._last, self._since = now - self._since, now
-
-    def count(self, images: int) -> None:
-        """Counts the images of the step just charged."""
-        self.images += images
-        if images:
-            self._steps = [*self._steps[1 - self.RECENT :], (self._last, images)]
-
-    def recent_rate(self) -> float:
-        """Images a second over the last steps, evaluation, saving and compilation excluded."""
-        seconds = sum(spent for spent, _ in self._steps)
-        return sum(images for _, images in self._steps) / seconds if seconds else 0.0
-
-    def resume(self, seconds: dict[str, float], images: int) -> None:
-        """Goes on from what an earlier start of the run had booked."""
-        self.seconds.update(seconds)
-        self.images = images
-
-    @property
-    def training_seconds(self) -> float:
-        """Steps and compilation, without start, evaluation and saving."""
-        return self.seconds["train"] + self.seconds["compile"]
-
-
-def recipe_of(config: TrainConfig) -> dict:
-    """The settings that decide what is trained."""
-    return {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(config)
-        if field.name not in NOT_RECIPE and field.metadata["group"] not in NOT_RECIPE_GROUPS
-    }
-
-
 def _told(score: dict) -> str:
     return (
         f"{score['split']} {100 * score['accuracy']:.2f} % "
         f"({score['weights']} weights, TTA {score['tta']}, {score['count']:,} images)"
     )
-
-
-def _clear(directory: Path) -> None:
-    """Removes what a run writes, and nothing else."""
-    for name in WRITTEN:
-        path = directory / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)

@@ -1,0 +1,67 @@
+"""A run's directory: what is in it, whose it is, and whether the run in it is done."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+from cifar_towers.config import TrainConfig
+from cifar_towers.errors import UsageError
+from cifar_towers.reporting import records
+from cifar_towers.training import checkpoints
+
+RESULT = "result.json"
+
+# What may change between one start of a run and the next; all else is its recipe.
+NOT_RECIPE = {"recipe", "train_dir", "fresh", "seeds", "max_steps", "target_accuracy", "dataset", "data_dir"}
+NOT_RECIPE_GROUPS = {"Towers", "Reporting"}
+WRITTEN = ("checkpoints", "train", "eval", "metrics.jsonl", "config.json", "environment.json", RESULT)
+
+
+def newest(directory: Path, config: TrainConfig, dataset: str) -> tuple[Path, dict] | None:
+    """The newest checkpoint and its facts, if there is one.
+
+    Raises:
+      UsageError: it was made with another recipe or data set; the message names what differs.
+    """
+    saved = checkpoints.saved(directory)
+    if not saved:
+        return None
+    facts = checkpoints.read_facts(saved[-1])
+    mine = recipe_of(config) | {"dataset": dataset}
+    theirs = facts["recipe"] | {"dataset": facts["dataset"]}
+    differing = [f"{name} {theirs.get(name)} -> {mine[name]}" for name in mine if theirs.get(name) != mine[name]]
+    if differing:
+        raise UsageError(
+            f"{saved[-1]} was made with other settings ({', '.join(differing)}); "
+            "give those, another --train_dir, or --fresh to start again in this one"
+        )
+    return saved[-1], facts
+
+
+def finished(directory: Path, config: TrainConfig, step: int, last_step: int) -> dict | None:
+    """The result of a run that has nothing left to do: at its last step, or at the target it was asked for."""
+    path = directory / RESULT
+    if not path.exists():
+        return None
+    result = records.read_json(path)
+    at_end = step >= last_step or 0 < config.target_accuracy <= result["target_accuracy"]
+    return result if result["step"] == step and at_end else None
+
+
+def recipe_of(config: TrainConfig) -> dict:
+    """The settings that decide what is trained."""
+    return {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in NOT_RECIPE and field.metadata["group"] not in NOT_RECIPE_GROUPS
+    }
+
+
+def clear(directory: Path) -> None:
+    """Removes what a run writes, and nothing else."""
+    for name in WRITTEN:
+        path = directory / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
