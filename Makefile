@@ -18,7 +18,7 @@ setup: .venv/ready  ## make .venv with all that is needed; other targets do so t
 .venv/ready: setup.cfg pyproject.toml
 	@echo "setting up .venv (a minute or two, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers; CIFAR-10 if it can be had, else a synthetic set
