@@ -67,7 +67,7 @@ class TrainConfig(DeviceConfig):
     epochs: float = setting(8.0, "Run", "passes over the training set", low=0)
     max_steps: int = setting(0, "Run", "stop after this many steps, whatever the epochs say; 0: no limit", low=0)
     target_accuracy: float = setting(
-        0.0, "Run", "stop at the first evaluation that reaches this fraction; 0: never", low=0, high=1
+        0.0, "Run", "stop at the first evaluation, without TTA, that reaches this fraction; 0: never", low=0, high=1
     )
 
     dataset: str = setting(
@@ -144,7 +144,7 @@ class TrainConfig(DeviceConfig):
     tta: int = setting(
         0, "Reporting", "test-time augmentation at the end: 0, 1 (mirror), 2 (and shifts)", low=0, high=2
     )
-    summary_every_steps: int = setting(20, "Reporting", "steps between summaries and records; 0: none", low=0)
+    summary_every_steps: int = setting(20, "Reporting", "steps between summaries and records; 0: only the last", low=0)
     checkpoint_every_steps: int = setting(100, "Reporting", "steps between checkpoints; 0: only at the end", low=0)
     keep_checkpoints: int = setting(3, "Reporting", "how many of the newest to keep", low=1)
 
@@ -159,6 +159,14 @@ class TrainConfig(DeviceConfig):
             self.tower_batch_size(self.num_gpus)
         if self.crop and not (18 <= self.crop <= 32):
             raise UsageError(f"crop={self.crop} is not a side from 18 to 32 pixels, or 0 for the whole image")
+        if self.crop and self.image_sides:
+            raise UsageError(f"crop={self.crop} and image_sides={self.image_sides} both set the image's side; give one")
+        if self.cutout > (self.crop or 32):
+            raise UsageError(f"cutout={self.cutout} is larger than the crop of {self.crop} pixels it would blank")
+        if self.target_accuracy and not self.eval_every_epochs:
+            raise UsageError("target_accuracy is looked for at evaluations; give eval_every_epochs too")
+        if self.seeds and self.seed:
+            raise UsageError(f"seed={self.seed} and seeds={self.seeds} are both given; give one")
         if self.model == "cifarnet" and self.image_sides:
             raise UsageError("model=cifarnet has dense layers for one size of image; leave image_sides empty")
         if self.optimizer == "muon" and not self.model.startswith("speednet"):
@@ -220,8 +228,8 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         seeds = tuple(int(part) for part in text.split(",")) if text else ()
     except ValueError:
         raise UsageError(f"seeds={text} is not a list of whole numbers; write --seeds=0,1,2") from None
-    if any(seed < 0 for seed in seeds) or len(set(seeds)) < len(seeds):
-        raise UsageError(f"seeds={text} must be different numbers, none below 0")
+    if any(not 0 <= seed < 2**31 for seed in seeds) or len(set(seeds)) < len(seeds):
+        raise UsageError(f"seeds={text} must be different numbers from 0 to {2**31 - 1}")
     return seeds
 
 
@@ -251,7 +259,7 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
     values = _flags_of(config_class)
     try:
         stray = values(argv)[1:]
-    except flags.Error as error:
+    except (flags.Error, UnicodeDecodeError) as error:
         raise UsageError(f"{' '.join(str(error).split())}; --help lists the flags") from None
     if stray:
         raise UsageError(f"{stray[0]!r} is not a flag; settings are given as --name=value, and --help lists them")

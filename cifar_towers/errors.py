@@ -29,9 +29,11 @@ class DivergedError(RunError):
     exit_code = 4
 
 
-class Interrupted(RunError):
-    """A signal asked the run to stop: 130 for SIGINT, 143 for SIGTERM."""
+class Interrupted(BaseException):
+    """A signal asked the run to stop: 130 for SIGINT, 143 for SIGTERM. Like `KeyboardInterrupt`, no `Exception`:
+    it can be raised anywhere, and nobody on the way may take it for a failure of their own.
+    """
 
-    def __init__(self, signal_number: int, message: str = "interrupted"):
+    def __init__(self, signal_number: int, message: str):
         super().__init__(message)
         self.exit_code = 128 + signal_number

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 
 from cifar_towers import config as settings
-from cifar_towers.errors import RunError, UsageError
+from cifar_towers.errors import Interrupted, RunError, UsageError
 from cifar_towers.signals import StopRequest
 
 
@@ -61,7 +61,7 @@ def _run(program: Callable[[StopRequest], None]) -> int:
     try:
         program(stop)
         return 0
-    except RunError as error:
+    except (RunError, Interrupted) as error:
         print(f"{type(error).__name__.removesuffix('Error').lower()}: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # the reader of our output has gone
@@ -82,9 +82,12 @@ def _import_tensorflow() -> None:
         terminal = os.dup(2)
         os.dup2(notes.fileno(), 2)
         try:
+            import keras
             import tensorflow as tf
 
             tf.config.list_physical_devices()
+            keras.config.set_image_data_format("channels_last")  # whatever a keras.json in the user's home says
+            keras.config.set_floatx("float32")
         except Exception:
             notes.seek(0)
             os.write(terminal, notes.read())

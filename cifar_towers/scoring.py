@@ -23,11 +23,12 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
     train_dir = Path(config.train_dir)
     checkpoint, trained = _open_run(train_dir)
     facts = checkpoints.read_facts(checkpoint)
-    _, dataset = sources.load(sources.find(facts["dataset"], config.data_dir), trained.validation_examples)
+    source = sources.find(facts["dataset"], config.data_dir)
+    towers = setup.open_towers(config)  # before anything else that uses TensorFlow
+    _, dataset = sources.load(source, trained.validation_examples)
     split = getattr(dataset, config.split)
     if not len(split.labels):
         raise UsageError(f"{train_dir} held out no validation examples; score --split=test")
-    towers = setup.open_towers(config)
     model = setup.make_model(trained, setup.choose_precision(config.precision, towers))
     kind = _choose_weights(config.weights, trained, train_dir)
     weights, statistics = (
@@ -46,7 +47,10 @@ def _open_run(train_dir: Path) -> tuple[Path, TrainConfig]:
     if not saved:
         raise UsageError(f"no checkpoint in {train_dir}; runs that have some stand in runs/ as a rule")
     known = {field.name for field in dataclasses.fields(TrainConfig)}
-    settings = records.read_json(train_dir / "config.json")
+    try:
+        settings = records.read_json(train_dir / "config.json")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{train_dir / 'config.json'}, which says what was trained, cannot be read: {error}") from None
     return saved[-1], TrainConfig(**{name: value for name, value in settings.items() if name in known})
 
 

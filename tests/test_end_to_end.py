@@ -174,7 +174,7 @@ def test_a_run_goes_on_with_another_number_of_towers(tmp_path, capsys):
     with pytest.raises(Interrupted):
         run(dataclasses.replace(config, num_gpus=4), StopAt(6))
     assert run(dataclasses.replace(config, num_gpus=1))["step"] == STEPS
-    assert "going on from step 6, saved with 4 towers" in capsys.readouterr().out
+    assert "going on from step 6, saved with 4 towers in float32" in capsys.readouterr().out
 
 
 def test_fresh_starts_again_and_keeps_what_is_not_its_own(tmp_path):
@@ -194,7 +194,7 @@ def test_max_steps_is_a_prefix_of_the_run_and_can_be_raised(tmp_path, one_run):
 
 def test_a_loss_that_is_no_number_never_reaches_a_checkpoint(tmp_path):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path), learning_rate=1e30, checkpoint_every_steps=1)
-    with pytest.raises(DivergedError, match=r"not finite at step \d+; .*: try a smaller --learning_rate"):
+    with pytest.raises(DivergedError, match=r"not finite at step \d+; .* and a smaller --learning_rate"):
         run(config)
     for checkpoint in checkpoints.saved(tmp_path):
         reader = tf.train.load_checkpoint(str(checkpoint / "state"))

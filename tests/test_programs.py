@@ -93,6 +93,31 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number, code):
     assert found == 0 and "going on from step" in out, err
 
 
+def test_two_processes_with_one_seed_give_the_same_bits(tmp_path):
+    runs = [start("train.py", *TINY, "--max_steps=4", f"--train_dir={tmp_path / name}") for name in "ab"]
+    assert [finish(process)[0] for process in runs] == [0, 0]
+    first, second = (json.loads((tmp_path / name / "result.json").read_text()) for name in "ab")
+    assert first["weights_sha256"] == second["weights_sha256"]
+    assert first["evaluations"] == second["evaluations"]
+
+
+def test_evaluate_scores_what_train_left(tmp_path):
+    """In a process of its own: the data must not wake TensorFlow before the towers do."""
+    code, out, err = finish(start("train.py", *TINY, "--max_steps=2", f"--train_dir={tmp_path}"))
+    assert code == 0, err
+    shared = [f"--train_dir={tmp_path}", "--json", "--precision=float32", "--num_gpus=2"]
+    code, out, err = finish(start("evaluate.py", *shared))
+    assert code == 0, err
+    trained = json.loads((tmp_path / "result.json").read_text())["evaluations"][0]["accuracy"]
+    assert json.loads(out)["accuracy"] == pytest.approx(trained, abs=0.001)
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = finish(start("train.py", *TINY, f"--train_dir={tmp_path / 'file' / 'run'}"))
+    assert code == 2 and "cannot be made: Not a directory" in err and "Traceback" not in err
+
+
 def test_a_signal_before_the_first_step(tmp_path):
     process = start("train.py", *TINY, f"--train_dir={tmp_path}")
     time.sleep(1.0)

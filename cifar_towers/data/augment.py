@@ -29,11 +29,13 @@ class Augmentation(NamedTuple):
 
     def train(self, images: tf.Tensor, draws: Draws, side: int = 32) -> tf.Tensor:
         """[B, 32, 32, 3] uint8 -> [B, side, side, 3] float32, or [B, crop, crop, 3], as a net trains on it."""
+        images = tf.cast(images, tf.float32)  # not later: GPUs cannot pad whole numbers
         if self.shift or self.crop:
             images = random_window(images, draws.window, self.crop or images.shape[1], self.shift, self.shift_fill)
-        images = flip(tf.cast(images, tf.float32), draws.flip)
+        images = flip(images, draws.flip)
         if self.brightness or self.contrast:
-            images = colour(images, self.brightness * draws.brightness, 1 + self.contrast * draws.contrast)
+            centre = MEAN if self.standardize == "dataset" else tf.reduce_mean(images, [1, 2], keepdims=True)
+            images = colour(images, self.brightness * draws.brightness, 1 + self.contrast * draws.contrast, centre)
         images = normalise(images, self.standardize)
         if self.cutout:
             images = cutout(images, draws.cutout, self.cutout)
@@ -77,9 +79,9 @@ def mirror(images: tf.Tensor) -> tf.Tensor:
     return tf.reverse(images, [2])
 
 
-def colour(images: tf.Tensor, brightness: tf.Tensor, contrast: tf.Tensor) -> tf.Tensor:
-    """Adds `brightness` ([B], in levels), then stretches by `contrast` ([B]) about the data set's mean colour."""
-    return (images + brightness[:, None, None, None] - MEAN) * contrast[:, None, None, None] + MEAN
+def colour(images: tf.Tensor, brightness: tf.Tensor, contrast: tf.Tensor, centre=MEAN) -> tf.Tensor:
+    """Adds `brightness` ([B], in levels), then stretches by `contrast` ([B]) about the colour `centre`."""
+    return (images + brightness[:, None, None, None] - centre) * contrast[:, None, None, None] + centre
 
 
 def normalise(images: tf.Tensor, by: str) -> tf.Tensor:
@@ -92,13 +94,13 @@ def normalise(images: tf.Tensor, by: str) -> tf.Tensor:
     return tf.image.per_image_standardization(images)
 
 
-def cutout(images: tf.Tensor, centre: tf.Tensor, size: int) -> tf.Tensor:
+def cutout(images: tf.Tensor, place: tf.Tensor, size: int) -> tf.Tensor:
     """Blanks a size x size square of each image to 0, its place uniform among those that lie wholly inside.
 
     Source: T. DeVries and G. Taylor, "Improved Regularization ... with Cutout", arXiv 1708.04552.
     """
     height, width = images.shape[1:3]
-    corner = tf.cast(centre * [height - size + 1, width - size + 1], tf.int32)
+    corner = tf.cast(place * [height - size + 1, width - size + 1], tf.int32)
     rows, columns = tf.range(height) - corner[:, :1], tf.range(width) - corner[:, 1:]
     blank = ((rows >= 0) & (rows < size))[:, :, None] & ((columns >= 0) & (columns < size))[:, None, :]
     return tf.where(blank[..., None], tf.zeros_like(images), images)

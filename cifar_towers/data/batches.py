@@ -15,7 +15,7 @@ class Draws(NamedTuple):
 
     flip: tf.Tensor  # [B] bool
     window: tf.Tensor  # [B, 2] in [0, 1): place of the crop or shift
-    cutout: tf.Tensor  # [B, 2] in [0, 1): centre of the blanked square
+    cutout: tf.Tensor  # [B, 2] in [0, 1): place of the blanked square
     brightness: tf.Tensor  # [B] in [-1, 1)
     contrast: tf.Tensor  # [B] in [-1, 1)
 

@@ -3,9 +3,11 @@
 Source of the images: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 """
 
+import contextlib
 import logging
 import os
 import socket
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -107,8 +109,14 @@ def _to_split(batches) -> Split:
 
 
 def _reachable(host: str, timeout_seconds: float) -> bool:
-    try:
-        with socket.create_connection((host, 443), timeout=timeout_seconds):
-            return True
-    except OSError:
-        return False
+    """Whether a host answers in time, its name's look-up included. Behind a proxy only a download can tell."""
+    if os.environ.get("https_proxy") or os.environ.get("HTTPS_PROXY"):
+        return True
+    answered = threading.Event()
+
+    def probe():
+        with contextlib.suppress(OSError), socket.create_connection((host, 443), timeout=timeout_seconds):
+            answered.set()
+
+    threading.Thread(target=probe, daemon=True).start()
+    return answered.wait(timeout_seconds)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from cifar_towers.data import cifar10, synthetic
 from cifar_towers.data.dataset import CLASSES, Dataset, hold_out
-from cifar_towers.errors import DataError
+from cifar_towers.errors import DataError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def load(source: Source, validation_examples: int = 0, fall_back: bool = False) 
     `fall_back` lets the synthetic set stand in where CIFAR-10 cannot be downloaded after all.
 
     Raises:
-      DataError: the data cannot be read or is damaged, or too many examples are held out.
+      DataError: the data cannot be read or is damaged. UsageError: too many examples are held out.
     """
     class_names = CLASSES
     if source.name == "cifar10":
@@ -61,7 +61,7 @@ def load(source: Source, validation_examples: int = 0, fall_back: bool = False) 
         for name, split in (("train", train), ("test", test)):
             log.info("synthetic %s: %d images, sha256 %s", name, len(split.labels), split.digest()[:16])
     if validation_examples >= len(train.labels):
-        raise DataError(f"validation_examples={validation_examples} leaves none of {len(train.labels)} to train on")
+        raise UsageError(f"validation_examples={validation_examples} leaves none of {len(train.labels)} to train on")
     kept, held = hold_out(train, validation_examples)
     return source, Dataset(source.name, kept, held, test, class_names)
 

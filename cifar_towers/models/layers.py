@@ -10,7 +10,7 @@ FUSED_EPSILON = 1.001e-5  # the least that TensorFlow's fused batch norm uses, w
 
 
 def logits_dtype(dtype: str) -> str:
-    """What a net of compute policy `dtype` ends in: float32 at least, so that the loss keeps its digits."""
+    """What the logits of a net of compute policy `dtype` are for the loss: float32 at least."""
     return "float64" if dtype == "float64" else "float32"
 
 
@@ -19,7 +19,8 @@ class Conv2D(keras.layers.Conv2D):
     """Keras's, through `kernels.conv2d`."""
 
     def convolution_op(self, inputs, kernel):
-        return kernels.conv2d(inputs, kernel, self.strides[0], self.padding)
+        # read the variable here, inside Keras's scopes: the gradient is taken outside them
+        return kernels.conv2d(inputs, tf.convert_to_tensor(kernel), self.strides[0], self.padding)
 
 
 @keras.saving.register_keras_serializable("cifar_towers")

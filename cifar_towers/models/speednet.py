@@ -35,7 +35,7 @@ def speednet(
       kept: fraction of the moving statistics each step keeps.
       head_std: standard deviation the head's weights start with; uniform +-1/sqrt(fan_in) if None.
       logit_divisor: what the head's output is divided by.
-      residual: add each group's first output to its last convolution's.
+      residual: add each group's first activation to what its last norm gives.
       whitening: [2, 2, 3, 24] kernel from `whitening_kernel`; zeros if not given, for restoring into.
     """
     options = {"dtype": dtype}
@@ -55,9 +55,8 @@ def speednet(
 
 def _group(x, width, convs, activation, kept, residual, name, options):
     """conv, pool, then `convs` times norm and activation with a convolution between each two."""
+    first = x
     for index in range(1, convs + 1):
-        if index == convs and residual:
-            shortcut = x
         x = Conv2D(
             width,
             3,
@@ -71,8 +70,9 @@ def _group(x, width, convs, activation, kept, residual, name, options):
             x = keras.layers.MaxPooling2D(2, name=f"{name}_pool", **options)(x)
         x = BatchNorm(kept, scale=False, name=f"{name}_norm{index}", **options)(x)
         if index == convs and residual:
-            x = keras.layers.Add(name=f"{name}_add", **options)([x, shortcut])
+            x = keras.layers.Add(name=f"{name}_add", **options)([x, first])
         x = Activation(activation, name=f"{name}_{activation}{index}", **options)(x)
+        first = x if index == 1 else first
     return x
 
 

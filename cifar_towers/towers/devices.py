@@ -84,7 +84,7 @@ def plan_devices(num_towers: int, num_gpus: int, soft_placement: bool = True) ->
         have = ", ".join(f"/GPU:{i}" for i in range(num_gpus)) or "only /CPU:0"
         raise ValueError(
             f"{num_towers} towers need {num_towers} GPUs and this machine has {have}; "
-            f"ask for --num_gpus={num_gpus or 0} or allow --soft_placement"
+            f"ask for fewer or allow soft placement"
         )
     if num_gpus == 0:
         return DevicePlan("CPU", (0,) * count, f"no GPU here: {count} tower{'s' * (count > 1)} on logical CPU devices")
@@ -124,25 +124,28 @@ def _divide_cpu(count: int) -> None:
 def _divide_gpus(gpus, plan: DevicePlan, growth: bool, limit_mb: int) -> None:
     used = gpus[: max(plan.physical) + 1]
     tf.config.set_visible_devices(used, "GPU")
+    divide = limit_mb or len(plan.physical) > len(used)
     for index, gpu in enumerate(used):
-        shares = plan.physical.count(index)
-        if shares > 1 or limit_mb:
+        if divide:
+            shares = plan.physical.count(index)
             share_mb = (limit_mb or _gpu_memory_mb(index)) // shares
             tf.config.set_logical_device_configuration(
                 gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=share_mb)] * shares
             )
-        else:  # TensorFlow does not allow growth on a divided GPU
+        else:  # TensorFlow does not allow growth where any GPU is divided
             tf.config.experimental.set_memory_growth(gpu, growth)
 
 
 def _gpu_memory_mb(index: int) -> int:
     """Nine tenths of a GPU's memory, as its driver tells it."""
-    query = ["nvidia-smi", f"--id={index}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    name = visible[index] if index < len(visible) and visible[index] else str(index)
+    query = ["nvidia-smi", f"--id={name}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
         return int(answer.stdout) * 9 // 10
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ValueError(
             f"several towers on /GPU:{index} need a share of its memory, and the driver does not tell its size; "
-            "give --gpu_memory_limit_mb"
+            "set gpu_memory_limit_mb"
         ) from error

@@ -1,11 +1,11 @@
 """The synchronization point: K towers' gradients become one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
 
-def average_gradients(tower_grads: Sequence[Sequence[tuple]], weights: Sequence[float] | None = None) -> list[tuple]:
+def average_gradients(tower_grads: Sequence[Iterable[tuple]], weights: Sequence[float] | None = None) -> list[tuple]:
     """Averages each variable's gradient over the towers.
 
     The mean is taken on the device of the variable, which is where it is needed next.
@@ -24,10 +24,11 @@ def average_gradients(tower_grads: Sequence[Sequence[tuple]], weights: Sequence[
     Raises:
       ValueError: no towers, towers that disagree on their variables, or weights that do not fit.
     """
+    tower_grads = [list(pairs) for pairs in tower_grads]
     fractions = _fractions(tower_grads, weights)
     _check_same_variables(tower_grads)
     if len(tower_grads) == 1:
-        return list(tower_grads[0])
+        return tower_grads[0]
     with tf.name_scope("average_gradients"):
         return [
             (_mean([gradient for gradient, _ in pairs], pairs[0][1], fractions), pairs[0][1])

@@ -49,10 +49,10 @@ class Lookahead:
         """Pulls the variables if this step is one of the fifth; `step` counts the updates done."""
         if not self.slow:
             return
-        last = tf.equal(step, self.total_steps)
-        due = tf.logical_or(tf.equal(step % self.PERIOD, 0), last)
+        regular = tf.equal(step % self.PERIOD, 0)
+        due = tf.logical_or(regular, tf.equal(step, self.total_steps))
         decay = 0.95**5 * tf.cast(step / self.total_steps, tf.float32) ** 3
-        decay = tf.where(last, 1.0, decay)
+        decay = tf.where(regular, decay, 1.0)  # a last step between two pulls only takes the slow weights
 
         def pull():
             for slow, variable in zip(self.slow, self.variables, strict=True):

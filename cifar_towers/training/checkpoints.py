@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import DataError, UsageError
 
 DIRECTORY, PREFIX = "checkpoints", "state"
 
@@ -25,19 +25,25 @@ def save(train_dir: Path, step: int, variables: Mapping[str, tf.Variable], facts
     """
     parent = train_dir / DIRECTORY
     final = parent / f"step-{step:08d}"
+    if final.exists():  # saved before: a step has one state
+        return final
     temporary = parent / f".tmp-{step}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir(parents=True)
     tf.train.Checkpoint(**_trackable(variables)).write(str(temporary / PREFIX))
     (temporary / "facts.json").write_text(json.dumps({**facts, "step": step}, indent=1))
     for path in (*temporary.iterdir(), temporary):
         _sync(path)
-    if final.exists():  # the same step again, as after an interrupted final evaluation
-        shutil.rmtree(final)
     os.rename(temporary, final)
     _sync(parent)
     for old in saved(train_dir)[:-keep]:
         shutil.rmtree(old)
     return final
+
+
+def sweep(train_dir: Path) -> None:
+    """Removes what a killed save left behind."""
+    for leftover in (train_dir / DIRECTORY).glob(".tmp-*"):
+        shutil.rmtree(leftover)
 
 
 def saved(train_dir: Path) -> list[Path]:
@@ -46,8 +52,15 @@ def saved(train_dir: Path) -> list[Path]:
 
 
 def read_facts(checkpoint: Path) -> dict:
-    """The JSON that was saved with a checkpoint."""
-    return json.loads((checkpoint / "facts.json").read_text())
+    """The JSON that was saved with a checkpoint.
+
+    Raises:
+      DataError: it is damaged.
+    """
+    try:
+        return json.loads((checkpoint / "facts.json").read_text())
+    except (OSError, ValueError) as error:
+        raise _damaged(checkpoint, error) from error
 
 
 def restore(checkpoint: Path, variables: Mapping[str, tf.Variable]) -> None:
@@ -55,8 +68,19 @@ def restore(checkpoint: Path, variables: Mapping[str, tf.Variable]) -> None:
 
     Raises:
       UsageError: the checkpoint holds other variables, named in the message.
+      DataError: it is damaged.
     """
     prefix = str(checkpoint / PREFIX)
+    try:
+        _refuse_other_variables(checkpoint, prefix, variables)
+        tf.train.Checkpoint(**_trackable(variables)).read(prefix).assert_consumed()
+    except UsageError:
+        raise
+    except (tf.errors.OpError, OSError, ValueError) as error:
+        raise _damaged(checkpoint, error) from error
+
+
+def _refuse_other_variables(checkpoint: Path, prefix: str, variables: Mapping[str, tf.Variable]) -> None:
     there = {name: shape for name, shape in tf.train.list_variables(prefix) if not name.startswith("_CHECKPOINT")}
     here = {_key(name): list(v.shape) for name, v in variables.items()}
     if there != here:
@@ -66,20 +90,28 @@ def restore(checkpoint: Path, variables: Mapping[str, tf.Variable]) -> None:
             f"{checkpoint} is of another model or recipe: {len(odd)} variables differ, among them {names}; "
             "give another --train_dir, or --fresh to start again in this one"
         )
-    tf.train.Checkpoint(**_trackable(variables)).read(prefix).assert_consumed()
+
+
+def _damaged(checkpoint: Path, error: Exception) -> DataError:
+    reason = " ".join(str(error).split())[:200]
+    return DataError(f"{checkpoint} is damaged ({reason}); move it away to go on from the one before it")
 
 
 def read_values(checkpoint: Path, names: Sequence[str]) -> list[np.ndarray]:
     """The values that were saved under these lasting names.
 
     Raises:
-      UsageError: naming the first that is not there.
+      UsageError: naming the first that is not there. DataError: the checkpoint is damaged.
     """
-    reader = tf.train.load_checkpoint(str(checkpoint / PREFIX))
-    for name in names:
-        if not reader.has_tensor(_key(name)):
-            raise UsageError(f"{checkpoint} has no variable {name}; it is of another model")
-    return [reader.get_tensor(_key(name)) for name in names]
+    try:
+        reader = tf.train.load_checkpoint(str(checkpoint / PREFIX))
+        missing = next((name for name in names if not reader.has_tensor(_key(name))), None)
+        values = [] if missing else [reader.get_tensor(_key(name)) for name in names]
+    except (tf.errors.OpError, OSError, ValueError) as error:
+        raise _damaged(checkpoint, error) from error
+    if missing:
+        raise UsageError(f"{checkpoint} has no variable {missing}; it is of another model")
+    return values
 
 
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"

@@ -44,7 +44,7 @@ def finished(directory: Path, config: TrainConfig, step: int, last_step: int) ->
     if not path.exists():
         return None
     result = records.read_json(path)
-    at_end = step >= last_step or 0 < config.target_accuracy <= result["target_accuracy"]
+    at_end = step >= last_step or 0 < config.target_accuracy <= result["reached"]
     return result if result["step"] == step and at_end else None
 
 
@@ -58,7 +58,9 @@ def recipe_of(config: TrainConfig) -> dict:
 
 
 def clear(directory: Path) -> None:
-    """Removes what a run writes, and nothing else."""
+    """Removes what a run wrote, and nothing else; nothing at all where no run has been."""
+    if not (directory / "config.json").exists() and not checkpoints.saved(directory):
+        return
     for name in WRITTEN:
         path = directory / name
         if path.is_dir():

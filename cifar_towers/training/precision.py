@@ -44,6 +44,10 @@ class LossScale:
             self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="good_steps")
             self.variables = {"scale": self.scale, "good_steps": self.good_steps}
 
+    def can_shrink(self) -> bool:
+        """Whether a smaller scale may still cure a gradient that overflowed."""
+        return self.dynamic and float(self.scale) > 1
+
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """The loss to differentiate."""
         return loss * self.scale if self.dynamic else loss

@@ -4,6 +4,7 @@ A point's place is an epoch, or with a percent sign a part of the whole run. No 
 """
 
 import bisect
+import math
 from typing import NamedTuple
 
 from cifar_towers.errors import UsageError
@@ -79,8 +80,10 @@ def parse_points(setting: str, text: str) -> Points:
             relative.append(place.endswith("%"))
             places.append(float(place.rstrip("%")) / (100 if relative[-1] else 1))
             values.append(float(value))
+        if not all(math.isfinite(number) and number >= 0 for number in (*places, *values)):
+            raise ValueError
     except ValueError:
-        raise UsageError(f"{setting}: {text!r} is not a list of place=value, as 0=1,50%=0.5,100%=0") from None
+        raise UsageError(f"{setting}: {text!r} is not a list of place=value, none below 0, as 0=1,100%=0") from None
     for kind in (True, False):
         same_kind = [place for place, percent in zip(places, relative, strict=True) if percent is kind]
         if same_kind != sorted(set(same_kind)) or any(place < 0 for place in same_kind):

@@ -39,7 +39,7 @@ class TrainState:
         self.loss_scale = LossScale(precision)
 
     def read(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """(weights, statistics) as tensors on the device of the caller."""
+        """(weights, statistics) as tensors, read where they live; they travel to where they are used."""
         return [tf.convert_to_tensor(v) for v in self.weights], [tf.convert_to_tensor(v) for v in self.statistics]
 
     def apply(self, gradients: list[tuple], statistics: list, rates: dict[str, tf.Tensor]) -> None:
@@ -49,17 +49,17 @@ class TrainState:
         """
 
         def update():
-            self.optimizer.update(gradients, rates, self.step)
-            for variable, value in zip(self.statistics, statistics, strict=True):
-                if value is not None:
-                    variable.assign(value)
+            with tf.name_scope("apply"):
+                self.optimizer.update(gradients, rates, self.step)
+                for variable, value in zip(self.statistics, statistics, strict=True):
+                    if value is not None:
+                        variable.assign(value)
+            with tf.name_scope("weight_averages"):
+                self.lookahead.update(self.step + 1)
+                self.ema.update(self.step + 1)
 
-        with tf.name_scope("apply"):
-            self.loss_scale.apply_if_finite(gradients, update)
-            step = self.step.assign_add(1)
-        with tf.name_scope("weight_averages"):
-            self.lookahead.update(step)
-            self.ema.update(step)
+        self.loss_scale.apply_if_finite(gradients, update)
+        self.step.assign_add(1)
 
     def evaluation_weights(self) -> dict[str, tuple[list, list]]:
         """`raw`, and `ema` where one is kept -> (weights, statistics) to evaluate with."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import logging
 import math
 
 import keras
@@ -23,8 +22,6 @@ from cifar_towers.signals import NOTHING_DONE, StopRequest
 from cifar_towers.towers import Tower, device_table
 from cifar_towers.training import checkpoints, directory, schedules, setup
 from cifar_towers.training.step import StepMetrics, make_train_step
-
-log = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig, source: sources.Source, stop: StopRequest) -> dict:
@@ -89,7 +86,10 @@ class Trainer:
         self.train_step = make_train_step(self.state, towers, loss_fn, augmentation)
         self.evaluate = make_evaluator(self.state.model, towers, augmentation)
         self.progress = Progress(self.last_step, self.steps_per_epoch)
+        sides = schedules.parse_points("image_sides", config.image_sides or "0=32")
+        self.sides = sides.steps(self.total_steps, self.steps_per_epoch), sides.values
         self.traced_sides: set[int] = set()
+        self.reached = 0.0  # the accuracy that met the target
 
     def run(self) -> dict:
         """Prepares the directory, trains from where it stands, evaluates, and writes the result."""
@@ -152,24 +152,25 @@ class Trainer:
 
     def _check_finite(self, step: int, metrics: StepMetrics) -> None:
         bad = [tower.name for tower in self.towers if not np.isfinite(metrics.tower_losses[tower.index])]
-        if not bad and (np.isfinite(metrics.gradient_norm) or self.state.loss_scale.dynamic):
+        if not bad and (np.isfinite(metrics.gradient_norm) or self.state.loss_scale.can_shrink()):
             return
         what = f"the loss of {', '.join(bad)}" if bad else "the gradient"
         kept = checkpoints.saved(self.directory)
         raise DivergedError(
             f"{what} is not finite at step {step}; "
             + (f"{kept[-1].name} is kept" if kept else "no checkpoint was written")
-            + ": try a smaller --learning_rate or --precision=float32"
+            + ": start again with --fresh or another --train_dir and a smaller --learning_rate or --precision=float32"
         )
 
     def _reached_target(self, step: int, scores: list[dict]) -> bool:
         target = self.config.target_accuracy
-        best = max((score["accuracy"] for score in scores), default=0.0)
-        if not target or best < target:
-            return False
-        split = scores[0]["split"]
+        plain = [score for score in scores if score["tta"] == 0 and score["split"] == scores[0]["split"]]
+        best = max((score["accuracy"] for score in plain), default=0.0)
+        if not target or best < target or self.reached:
+            return bool(self.reached)
+        self.reached = best
         self.progress.say(
-            f"reached {100 * best:.2f} % on {split} (target {100 * target:.2f} %) at step {step}, "
+            f"reached {100 * best:.2f} % on {plain[0]['split']} (target {100 * target:.2f} %) at step {step}, "
             f"after {self.clock.training_seconds:.1f} s of training"
         )
         return True
@@ -189,7 +190,7 @@ class Trainer:
             accuracy=float(metrics.accuracy),
             images_per_sec=speed,
             learning_rate=rate,
-            gradient_norm=float(metrics.gradient_norm),
+            gradient_norm=float(metrics.gradient_norm) if np.isfinite(metrics.gradient_norm) else None,
             image_side=side,
         )
         scalars = {"loss": metrics.loss, "accuracy": metrics.accuracy, "gradient_norm": metrics.gradient_norm}
@@ -245,11 +246,12 @@ class Trainer:
         self._save(step)
         self.stop.leave_at_once(f"interrupted in the last evaluation; step {step} is saved")
         scores = self._evaluate(step, self.config.tta, final=True)
+        self._reached_target(step, scores)
         digest = self.state.digest()
         speed = self.clock.images / self.clock.seconds["train"] if self.clock.seconds["train"] else 0.0
         result = {
             "step": step,
-            "target_accuracy": self.config.target_accuracy,
+            "reached": self.reached,
             "dataset": self.dataset.name,
             "seconds": {name: round(spent, 3) for name, spent in self.clock.seconds.items()},
             "images_per_sec": speed,
@@ -295,14 +297,20 @@ class Trainer:
         """Makes the directory ready and restores its newest checkpoint; the number of updates done."""
         if self.config.fresh:
             directory.clear(self.directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"train_dir={self.directory} cannot be made: {error.strerror}") from error
+        checkpoints.sweep(self.directory)
         found = directory.newest(self.directory, self.config, self.dataset.name)
         if not found:
             return 0
         checkpoint, facts = found
         checkpoints.restore(checkpoint, self.state.named_variables())
         self.clock.resume(facts["seconds"], facts["images"])
-        self.progress.say(f"going on from step {facts['step']}, saved with {facts['towers']} towers")
+        self.progress.say(
+            f"going on from step {facts['step']}, saved with {facts['towers']} towers in {facts['precision']}"
+        )
         return facts["step"]
 
     def _describe(self) -> None:
@@ -322,12 +330,12 @@ class Trainer:
             self.progress.say(device_table(function, self.towers))
 
     def _side(self, step: int) -> int:
-        points = schedules.parse_points("image_sides", self.config.image_sides or "0=32")
-        return int(schedules.staircase(step, points.steps(self.total_steps, self.steps_per_epoch), points.values, 32))
+        return int(schedules.staircase(step, *self.sides, before=32))
 
     def _at_evaluation(self, step: int) -> bool:
-        every = round(self.config.eval_every_epochs * self.steps_per_epoch)
-        return self._every(step, every) and step < self.last_step
+        every = self.config.eval_every_epochs
+        steps = max(1, round(every * self.steps_per_epoch)) if every else 0
+        return self._every(step, steps) and step < self.last_step
 
     @staticmethod
     def _every(step: int, period: int) -> bool:

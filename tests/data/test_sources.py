@@ -7,7 +7,7 @@ import pytest
 
 from cifar_towers.data import cifar10, dataset, sources, synthetic
 from cifar_towers.data.dataset import Split
-from cifar_towers.errors import DataError
+from cifar_towers.errors import DataError, UsageError
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_held_out_examples_leave_train_and_stay_the_same():
 
 
 def test_holding_out_everything():
-    with pytest.raises(DataError, match="leaves none of 10000"):
+    with pytest.raises(UsageError, match="leaves none of 10000"):
         sources.load(sources.Source("synthetic", None), 10_000)
 
 

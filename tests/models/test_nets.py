@@ -42,6 +42,13 @@ def test_logits_and_a_gradient_for_every_weight(name, dtype):
     assert [g.shape for g in gradients] == [w.shape for w in weights]
 
 
+def test_the_residual_of_speednet96_goes_round_the_last_two_convolutions():
+    model = MODELS["speednet96"]()
+    for group in (1, 2, 3):
+        norm, shortcut = (tensor._keras_history[0].name for tensor in model.get_layer(f"group{group}_add").input)
+        assert (norm, shortcut) == (f"group{group}_norm3", f"group{group}_gelu1")
+
+
 def test_a_speednet_takes_any_side():
     model = MODELS["speednet93"]()
     assert model(tf.zeros([2, 20, 20, 3])).shape == model(tf.zeros([2, 32, 32, 3])).shape == (2, 10)

@@ -76,7 +76,7 @@ def test_unused_gpus_are_left_to_others(configured):
 def test_shared_gpus_are_cut_into_equal_parts(configured, monkeypatch):
     monkeypatch.setattr(devices, "_gpu_memory_mb", lambda index: 9000)
     divide(3)
-    assert configured[1:] == [("GPU a", [4500, 4500]), ("GPU b", True)]
+    assert configured[1:] == [("GPU a", [4500, 4500]), ("GPU b", [9000])]
 
 
 def test_a_memory_limit_is_for_the_whole_gpu(configured):
@@ -86,5 +86,5 @@ def test_a_memory_limit_is_for_the_whole_gpu(configured):
 
 def test_a_gpu_of_unknown_size_needs_a_limit(configured, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ValueError, match="give --gpu_memory_limit_mb"):
+    with pytest.raises(ValueError, match="set gpu_memory_limit_mb"):
         divide(4)

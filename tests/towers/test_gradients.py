@@ -28,6 +28,11 @@ def test_one_tower_gets_back_what_it_gave(w):
     assert average_gradients([[(gradient, w)]]) == [(gradient, w)]
 
 
+def test_pairs_may_come_as_zip_gives_them(w):
+    ((mean, _),) = average_gradients([zip([tf.constant([k, k])], [w], strict=True) for k in (1.0, 3.0)])
+    np.testing.assert_allclose(mean, [2.0, 2.0])
+
+
 def test_none_everywhere_stays_none(w, b):
     pairs = average_gradients([[(None, w), (tf.constant([1.0]), b)]] * 2)
     assert pairs[0] == (None, w)

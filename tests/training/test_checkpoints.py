@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import DataError, UsageError
 from cifar_towers.training import checkpoints
 
 
@@ -31,6 +31,28 @@ def test_the_newest_are_kept_and_nothing_else_is_left(tmp_path):
         checkpoints.save(tmp_path, step, variables(), {}, keep=2)
     assert [path.name for path in checkpoints.saved(tmp_path)] == ["step-00000100", "step-00000101"]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_saving_a_step_again_keeps_what_there_is(tmp_path):
+    path = checkpoints.save(tmp_path, 1, variables(1.0), {}, keep=1)
+    inode = path.stat().st_ino
+    assert checkpoints.save(tmp_path, 1, variables(1.0), {}, keep=1) == path and path.stat().st_ino == inode
+
+
+def test_leftovers_of_a_killed_save_are_swept(tmp_path):
+    (tmp_path / "checkpoints/.tmp-4-abc").mkdir(parents=True)
+    checkpoints.sweep(tmp_path)
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("name", ["facts.json", "state.index", "state.data-00000-of-00001"])
+def test_a_damaged_checkpoint_is_named(tmp_path, name):
+    path = checkpoints.save(tmp_path, 1, variables(1.0), {}, keep=1)
+    content = (path / name).read_bytes()
+    (path / name).write_bytes(bytes(255 - byte for byte in content))
+    with pytest.raises(DataError, match="step-00000001 is damaged"):
+        checkpoints.read_facts(path)
+        checkpoints.restore(path, variables())
 
 
 def test_another_model_is_refused_by_name(tmp_path):

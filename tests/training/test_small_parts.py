@@ -48,16 +48,21 @@ def test_weight_average_by_hand():
     np.testing.assert_allclose(average.averages[0], [0.9 * 9 + 0.1 * 11], rtol=1e-6)
 
 
-def test_lookahead_by_hand():
-    v = tf.Variable([0.0])
-    lookahead = Lookahead([v], total_steps=10, enabled=True)
-    for step in range(1, 11):
+@pytest.mark.parametrize("total", [10, 12])
+def test_lookahead_by_hand(total):
+    v, slow = tf.Variable([0.0]), 0.0
+    lookahead = Lookahead([v], total_steps=total, enabled=True)
+    for step in range(1, total + 1):
         v.assign_add([1.0])
+        before = float(v[0])
         lookahead.update(tf.constant(step, tf.int64))
-        if step == 5:  # slow 0, w 5, d = 0.95^5 / 8
-            expected = (1 - 0.95**5 / 8) * 5
-            np.testing.assert_allclose(v, [expected], rtol=1e-6)
-    np.testing.assert_allclose(v, [expected], rtol=1e-6)  # the last step takes the slow weights as they are
+        if step % 5 == 0:
+            decay = 0.95**5 * (step / total) ** 3
+            slow = decay * slow + (1 - decay) * before
+            np.testing.assert_allclose(v, [slow], rtol=1e-5)
+        elif step < total:
+            np.testing.assert_allclose(v, [before])
+    np.testing.assert_allclose(v, [slow], rtol=1e-5)  # a last step between two pulls takes the slow weights
 
 
 def test_loss_averages_are_debiased():

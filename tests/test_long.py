@@ -1,0 +1,34 @@
+"""Whole recipes: minutes each, `make test-long`."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cifar_towers.config import TrainConfig, parse_command_line
+from cifar_towers.data import cifar10, sources
+from cifar_towers.signals import StopRequest
+from cifar_towers.training import trainer
+
+pytestmark = pytest.mark.slow
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def accuracies(recipe, train_dir, *flags):
+    arguments = ["train.py", f"--flagfile={CONFIGS / recipe}.cfg", f"--train_dir={train_dir}", *flags]
+    config = parse_command_line(TrainConfig, arguments, "")
+    result = trainer.train(config, sources.find(config.dataset), StopRequest())
+    return {(score["weights"], score["tta"]): score["accuracy"] for score in result["evaluations"]}
+
+
+def test_the_smoke_recipe_learns_the_synthetic_set(tmp_path):
+    assert accuracies("smoke", tmp_path)["raw", 2] > 0.97
+
+
+@pytest.mark.skipif(
+    not cifar10.is_prepared(Path(os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")).expanduser()),
+    reason="no prepared CIFAR-10 on this machine",
+)
+def test_cifarnet_is_where_the_tutorial_is_after_2000_steps(tmp_path):
+    found = accuracies("cifarnet", tmp_path, "--max_steps=2000", "--batch_size=256", "--num_gpus=2")
+    assert 0.68 < found["ema", 0] < 0.78
