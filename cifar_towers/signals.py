@@ -6,7 +6,7 @@ import signal
 from cifar_towers.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-NOTHING_DONE = "interrupted before the first step; nothing to save"
+NOTHING_DONE = "before the first step; nothing to save"
 
 
 class StopRequest:

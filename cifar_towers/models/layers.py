@@ -87,11 +87,19 @@ class LocalResponseNorm(keras.layers.Layer):
         channels = np.arange(inputs.shape[-1])
         near = np.abs(channels[:, None] - channels[None, :]) <= self.radius
         squares = tf.tensordot(tf.square(inputs), tf.constant(self.alpha * near, inputs.dtype), 1)
-        return inputs * tf.pow(self.bias + squares, -self.beta)
+        return inputs * _power(self.bias + squares, -self.beta)
 
     def get_config(self):
         fields = {"radius": self.radius, "bias": self.bias, "alpha": self.alpha, "beta": self.beta}
         return super().get_config() | fields
+
+
+def _power(x, exponent):
+    """x ** exponent; the -3/4 of the classic net from two roots, which processors have and powers they have not."""
+    if exponent != -0.75:
+        return tf.pow(x, exponent)
+    root = tf.math.rsqrt(x)
+    return root * tf.sqrt(root)
 
 
 @keras.saving.register_keras_serializable("cifar_towers")

@@ -134,7 +134,7 @@ class Trainer:
             if self.stop.signal is not None:
                 self._save(step)
                 self.progress.pause()
-                raise Interrupted(self.stop.signal, f"interrupted; saved step {step}: the same command goes on from it")
+                raise Interrupted(self.stop.signal, f"saved step {step}: the same command goes on from it")
             if self._reached_target(step, scores):
                 break
         return step
@@ -244,7 +244,7 @@ class Trainer:
 
     def _finish(self, step: int) -> dict:
         self._save(step)
-        self.stop.leave_at_once(f"interrupted in the last evaluation; step {step} is saved")
+        self.stop.leave_at_once(f"step {step} is saved; the same command evaluates it")
         scores = self._evaluate(step, self.config.tta, final=True)
         self._reached_target(step, scores)
         digest = self.state.digest()
