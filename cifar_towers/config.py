@@ -260,7 +260,8 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
     try:
         stray = values(argv)[1:]
     except (flags.Error, UnicodeDecodeError) as error:
-        raise UsageError(f"{' '.join(str(error).split())}; --help lists the flags") from None
+        told = " ".join(str(error).split()).removeprefix("ERROR:: ")
+        raise UsageError(f"{told}; --help lists the flags") from None
     if stray:
         raise UsageError(f"{stray[0]!r} is not a flag; settings are given as --name=value, and --help lists them")
     given = {field.name: getattr(values, field.name) for field in dataclasses.fields(config_class)}

@@ -29,7 +29,7 @@ def parse(*arguments):
         (["--precision=int8"], "precision=int8 is not one of auto, float32, bfloat16, float16"),
         (["--batch_size=100", "--num_gpus=8"], "batch_size=100 cannot be shared by 8 towers; 96 and 104 can"),
         (["--batch_size=3", "--num_gpus=8"], "batch_size=3 cannot be shared by 8 towers; 8 can"),
-        (["--flagfile=nowhere.cfg"], "nowhere.cfg"),
+        (["--flagfile=nowhere.cfg"], "Unable to open flagfile"),
         (["--seeds=1,x"], "seeds=1,x is not a list of whole numbers"),
         (["--seeds=1,1"], "must be different"),
         (["--seed=-1"], "seed=-1 is too small"),

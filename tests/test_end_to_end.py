@@ -226,9 +226,11 @@ def test_seeds_are_repeated_and_averaged(tmp_path, capsys):
 
 def test_an_auto_run_without_cifar10_wears_a_banner(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cifar10, "_reachable", lambda host, timeout: False)
-    config = dataclasses.replace(
-        QUICK, dataset="auto", data_dir=str(tmp_path / "none"), train_dir=str(tmp_path / "run"), max_steps=1
-    )
+    monkeypatch.chdir(tmp_path)
+    config = dataclasses.replace(QUICK, dataset="auto", data_dir=str(tmp_path / "none"), max_steps=1)
     trainer.train(config, sources.find("auto", config.data_dir), StopRequest())
     assert capsys.readouterr().out.count("SYNTHETIC DATA, NOT CIFAR-10") == 2
-    assert "SYNTHETIC" in json.loads((tmp_path / "run/environment.json").read_text())["synthetic_data"]
+    assert (
+        "SYNTHETIC"
+        in json.loads((tmp_path / "runs/speednet93-synthetic-seed0/environment.json").read_text())["synthetic_data"]
+    )

@@ -38,6 +38,8 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest) -> dic
     towers = setup.open_towers(config)
     config.tower_batch_size(len(towers))
     source, dataset = sources.load(source, config.validation_examples, fall_back=config.dataset == "auto")
+    if source.banner and not config.train_dir:  # leaves the directory of the real run free for when there is CIFAR-10
+        config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
     return Trainer(config, source, dataset, towers, stop, clock).run()
 
 
