@@ -169,6 +169,15 @@ def test_stopped_and_continued_equals_uninterrupted_to_the_bit(tmp_path, one_run
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.parametrize("settings", [{"optimizer": "muon", "lookahead": True}, {"optimizer": "adamw"}])
+def test_every_optimizers_slots_survive_a_stop(tmp_path, settings):
+    config = dataclasses.replace(QUICK, num_gpus=2, max_steps=6, learning_rate=0.01, **settings)
+    whole, parts = (dataclasses.replace(config, train_dir=str(tmp_path / name)) for name in ("whole", "parts"))
+    with pytest.raises(Interrupted):
+        run(parts, StopAt(3))
+    assert run(parts)["weights_sha256"] == run(whole)["weights_sha256"]
+
+
 def test_a_run_goes_on_with_another_number_of_towers(tmp_path, capsys):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path))
     with pytest.raises(Interrupted):
