@@ -127,11 +127,6 @@ class Optimizer:
     def __init__(self, groups: Sequence[Group]):
         self.groups = [group for group in groups if group.rule.variables]
 
-    @property
-    def variables(self) -> list[tf.Variable]:
-        """What is trained, group by group."""
-        return [variable for group in self.groups for variable in group.rule.variables]
-
     def rates(self, step: int) -> dict[str, float]:
         """Group name -> rate of the update that makes step `step` into `step + 1`."""
         return {group.name: group.rate(step) for group in self.groups}

@@ -211,19 +211,10 @@ class Trainer:
         for name, split in splits.items():
             for weights, values in self.state.evaluation_weights().items():
                 for level, score in self.evaluate(split, *values, tta).items():
-                    found.append(
-                        {
-                            "split": name,
-                            "weights": weights,
-                            "tta": level,
-                            "count": score.count,
-                            "accuracy": score.accuracy,
-                            "loss": score.loss,
-                        }
-                    )
+                    counted = {"count": score.count, "accuracy": score.accuracy, "loss": score.loss}
+                    found.append({"split": name, "weights": weights, "tta": level} | counted)
+                    self.metrics.write(kind="eval", step=step, epoch=step / self.steps_per_epoch, **found[-1])
                     self.summaries.evaluation(step, name, weights, level, score.accuracy, score.loss)
-        for score in found:
-            self.metrics.write(kind="eval", step=step, epoch=step / self.steps_per_epoch, **score)
         self.clock.charge("evaluate")
         return found
 
