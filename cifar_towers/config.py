@@ -59,6 +59,44 @@ class DeviceConfig:
 class TrainConfig(DeviceConfig):
     """Every setting of a training run. Sizes are global; times are in steps or epochs, never per tower."""
 
+    strategy: str = setting(
+        "towers",
+        "Towers",
+        "who combines: towers that share variables, or tf.distribute's replicas with a copy each",
+        choices=("towers", "mirrored"),
+    )
+    variable_placement: str = setting(
+        "cpu",
+        "Towers",
+        "where the towers' shared variables live; auto: measures for some seconds and takes the fastest",
+        choices=("cpu", "round_robin", "least_loaded", "auto"),
+    )
+    gradient_device: str = setting(
+        "variable",
+        "Towers",
+        "where the towers' gradients are averaged: beside each variable, or all on the CPU",
+        choices=("variable", "cpu"),
+    )
+    all_reduce: str = setting(
+        "auto",
+        "Towers",
+        "how the gradients of strategy=mirrored meet; auto: NCCL where every tower has a GPU",
+        choices=("auto", "nccl", "hierarchical", "one_device"),
+    )
+    batch_statistics: str = setting(
+        "mean",
+        "Towers",
+        "batch norm's: the mean of the towers', the final tower's, or synchronized, of the whole batch",
+        choices=("mean", "final", "synchronized"),
+    )
+    micro_batches: int = setting(1, "Towers", "parts that each tower takes its share of the batch in", low=1, high=1024)
+    parallelism: str = setting(
+        "data",
+        "Towers",
+        "what is split over the devices: the batch, or the model in stages that every batch passes through",
+        choices=("data", "model"),
+    )
+
     recipe: str = setting("", "Run", "name of the run's recipe; by default the flagfile's")
     train_dir: str = setting("", "Run", "where the run writes everything; by default runs/<recipe>-seed<seed>")
     fresh: bool = setting(False, "Run", "delete what train_dir holds of an earlier run and start again")
@@ -157,6 +195,7 @@ class TrainConfig(DeviceConfig):
                 raise UsageError(f"image_sides={self.image_sides}: sides are whole numbers from 18 to 32")
         if self.num_gpus:
             self.tower_batch_size(self.num_gpus)
+        self._check_towers()
         if self.crop and not (18 <= self.crop <= 32):
             raise UsageError(f"crop={self.crop} is not a side from 18 to 32 pixels, or 0 for the whole image")
         if self.crop and self.image_sides:
@@ -174,17 +213,36 @@ class TrainConfig(DeviceConfig):
         if self.epochs == 0 and self.max_steps == 0:
             raise UsageError("epochs=0 and max_steps=0 leave nothing to do; give one of them")
 
-    def tower_batch_size(self, num_towers: int) -> int:
+    def _check_towers(self) -> None:
+        if self.batch_statistics == "synchronized" and (self.micro_batches > 1 or self.parallelism == "model"):
+            what = "micro_batches" if self.micro_batches > 1 else "parallelism=model"
+            raise UsageError(f"batch_statistics=synchronized needs the whole batch at once on the towers; leave {what}")
+        if self.parallelism == "model" and self.strategy != "towers":
+            raise UsageError("parallelism=model has one copy of the model; strategy=mirrored is for parallelism=data")
+        if self.parallelism == "model" and self.variable_placement != "cpu":
+            raise UsageError("parallelism=model keeps each variable with its stage; leave variable_placement")
+        if self.strategy == "mirrored" and (self.variable_placement, self.gradient_device) != ("cpu", "variable"):
+            raise UsageError(
+                "strategy=mirrored keeps all on every device; leave variable_placement and gradient_device"
+            )
+        if self.strategy == "towers" and self.all_reduce != "auto":
+            raise UsageError(f"all_reduce={self.all_reduce} is for strategy=mirrored")
+
+    def tower_batch_size(self, num_devices: int) -> int:
         """Examples of each step on each tower.
 
         Raises:
-          UsageError: the towers cannot have equal shares.
+          UsageError: the towers and their micro-batches cannot have equal shares.
         """
-        share, rest = divmod(self.batch_size, num_towers)
-        if rest or not share:
-            near = " and ".join(str(size) for size in (share * num_towers, (share + 1) * num_towers) if size)
-            raise UsageError(f"batch_size={self.batch_size} cannot be shared by {num_towers} towers; {near} can")
-        return share
+        towers = num_devices if self.parallelism == "data" else 1
+        shares = towers * self.micro_batches
+        if self.batch_size % shares:
+            low = self.batch_size // shares * shares
+            near = " and ".join(str(size) for size in (low, low + shares) if size)
+            what = f"{towers} tower{'s' * (towers > 1)}"
+            what += f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
+            raise UsageError(f"batch_size={self.batch_size} cannot be shared by {what}; {near} can")
+        return self.batch_size // towers
 
     @property
     def name(self) -> str:

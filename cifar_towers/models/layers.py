@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.models import kernels
+from cifar_towers.towers import count_towers, mean_over_towers
 
 FUSED_EPSILON = 1.001e-5  # the least that TensorFlow's fused batch norm uses, whatever smaller it is asked for
 
@@ -34,11 +35,21 @@ class BatchNorm(keras.layers.Layer):
       kept: fraction of the moving statistics that each update keeps.
       scale: train a factor per channel as well as a shift; fixed at 1 otherwise.
       epsilon: added to the variance, at least `FUSED_EPSILON`.
+      synchronized: normalise by the moments of the whole batch, not of the tower's shard. The towers meet three times
+        a layer, twice forward and once backward, to average two vectors of C numbers.
     """
 
-    def __init__(self, kept: float = 0.9, scale: bool = True, epsilon: float = FUSED_EPSILON, **kwargs):
+    def __init__(
+        self,
+        kept: float = 0.9,
+        scale: bool = True,
+        epsilon: float = FUSED_EPSILON,
+        synchronized: bool = False,
+        **kwargs,
+    ):
         super().__init__(**kwargs)
         self.kept, self.scale, self.epsilon = kept, scale, max(epsilon, FUSED_EPSILON)
+        self.synchronized = synchronized
 
     def build(self, input_shape):
         channels = (input_shape[-1],)
@@ -50,25 +61,78 @@ class BatchNorm(keras.layers.Layer):
         self.moving_variance = self.add_weight(name="moving_variance", initializer="ones", trainable=False, **options)
 
     def call(self, inputs, training=False):
-        moments = (
-            {}
-            if training
-            else {
-                "mean": tf.convert_to_tensor(self.moving_mean.value),
-                "variance": tf.convert_to_tensor(self.moving_variance.value),
-            }
-        )
-        gamma = tf.ones_like(self.beta.value) if self.gamma is None else tf.convert_to_tensor(self.gamma.value)
-        normalised, mean, variance = tf.compat.v1.nn.fused_batch_norm(
-            inputs, gamma, tf.convert_to_tensor(self.beta.value), epsilon=self.epsilon, is_training=training, **moments
-        )
-        if training:
-            self.moving_mean.assign(self.kept * self.moving_mean + (1 - self.kept) * mean)
-            self.moving_variance.assign(self.kept * self.moving_variance + (1 - self.kept) * variance)
+        beta = tf.convert_to_tensor(self.beta.value)
+        gamma = tf.ones_like(beta) if self.gamma is None else tf.convert_to_tensor(self.gamma.value)
+        if not training:
+            mean, variance = (tf.convert_to_tensor(v.value) for v in (self.moving_mean, self.moving_variance))
+            return _normalise(inputs, gamma, beta, mean, variance, self.epsilon)
+        if self.synchronized and count_towers() > 1:
+            normalised, mean, variance = _synchronized_batch_norm(inputs, gamma, beta, self.epsilon)
+        else:
+            normalised, mean, variance = tf.compat.v1.nn.fused_batch_norm(inputs, gamma, beta, epsilon=self.epsilon)
+        self.moving_mean.assign(self.kept * self.moving_mean + (1 - self.kept) * mean)
+        self.moving_variance.assign(self.kept * self.moving_variance + (1 - self.kept) * variance)
         return normalised
 
     def get_config(self):
-        return super().get_config() | {"kept": self.kept, "scale": self.scale, "epsilon": self.epsilon}
+        fields = {"kept": self.kept, "scale": self.scale, "epsilon": self.epsilon, "synchronized": self.synchronized}
+        return super().get_config() | fields
+
+
+def _normalise(images, gamma, beta, mean, variance, epsilon):
+    """gamma (images - mean) / sqrt(variance + epsilon) + beta, a channel."""
+    return tf.compat.v1.nn.fused_batch_norm(
+        images, gamma, beta, mean=mean, variance=variance, epsilon=epsilon, is_training=False
+    )[0]
+
+
+def _synchronized_batch_norm(images, gamma, beta, epsilon):
+    """(normalised images, mean, unbiased variance) over the towers' shards together: [B/K, H, W, C] -> same, [C], [C].
+
+    The gradient is that of the norm of the whole batch: S. Ioffe and C. Szegedy, arXiv 1502.03167, section 3, its
+    two sums over the batch averaged over the towers.
+    """
+
+    @tf.custom_gradient
+    def norm(images, gamma, beta):
+        local_mean, local_variance = _moments(images)
+        mean = mean_over_towers(local_mean)
+        variance = mean_over_towers(local_variance + tf.square(local_mean - mean))
+
+        def gradient(upstream, *_):
+            to_images, to_gamma, to_beta, *_ = tf.raw_ops.FusedBatchNormGradV3(
+                y_backprop=upstream,
+                x=images,
+                scale=gamma,
+                reserve_space_1=mean,
+                reserve_space_2=variance,
+                reserve_space_3=tf.zeros([], tf.float32),
+                epsilon=epsilon,
+                is_training=False,
+            )
+            sums = mean_over_towers(tf.stack([to_beta, to_gamma])) / _positions(images)
+            deviation = tf.math.rsqrt(variance + epsilon)
+            slope = gamma * tf.square(deviation) * sums[1]
+            shift = gamma * deviation * sums[0] - slope * mean
+            through_moments = tf.cast(tf.cast(images, tf.float32) * slope + shift, images.dtype)
+            return to_images - through_moments, to_gamma, to_beta
+
+        count = _positions(images) * count_towers()
+        unbiased = variance * (count / (count - 1))
+        return (_normalise(images, gamma, beta, mean, variance, epsilon), mean, unbiased), gradient
+
+    return norm(images, gamma, beta)
+
+
+@tf.function(jit_compile=True, autograph=False)
+def _moments(images):
+    """Mean and variance of each channel, in float32."""
+    return tf.nn.moments(tf.cast(images, tf.float32), [0, 1, 2])
+
+
+def _positions(images) -> float:
+    """How many values of each channel a batch of images has."""
+    return float(images.shape[0] * images.shape[1] * images.shape[2])
 
 
 @keras.saving.register_keras_serializable("cifar_towers")

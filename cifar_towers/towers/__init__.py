@@ -5,15 +5,20 @@ Nothing here knows of images, models, settings or files; the folder can be lifte
 
 from cifar_towers.towers.devices import Tower, make_towers
 from cifar_towers.towers.gradients import average_gradients
-from cifar_towers.towers.parallel import run_on_towers, split_batch
+from cifar_towers.towers.meeting import count_towers, mean_over_towers, run_together
+from cifar_towers.towers.parallel import run_on_parts, run_on_towers, split_batch
 from cifar_towers.towers.placement import device_table, variable_placement
 
 __all__ = [
     "Tower",
     "average_gradients",
+    "count_towers",
     "device_table",
     "make_towers",
+    "mean_over_towers",
+    "run_on_parts",
     "run_on_towers",
+    "run_together",
     "split_batch",
     "variable_placement",
 ]

@@ -5,16 +5,19 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 
 
-def average_gradients(tower_grads: Sequence[Iterable[tuple]], weights: Sequence[float] | None = None) -> list[tuple]:
+def average_gradients(
+    tower_grads: Sequence[Iterable[tuple]], weights: Sequence[float] | None = None, device: str = ""
+) -> list[tuple]:
     """Averages each variable's gradient over the towers.
 
-    The mean is taken on the device of the variable, which is where it is needed next.
+    The mean is taken on the device of the variable, which is where it is needed next, unless another is given.
 
     Args:
       tower_grads: K x N x (gradient, variable): for each tower, the pairs of all N variables in one order, as
         `zip(tape.gradient(loss, variables), variables)` gives them. A gradient is a tensor, `tf.IndexedSlices` or
         `None`; a variable is a `tf.Variable` or a Keras variable.
       weights: [K], how much each tower counts, usually its number of examples; equal if not given.
+      device: where to take all the means, as `/CPU:0`; beside each variable if empty.
 
     Returns:
       N x (mean gradient, variable). With one tower, its pairs as they came. A variable that no tower has a gradient
@@ -31,17 +34,17 @@ def average_gradients(tower_grads: Sequence[Iterable[tuple]], weights: Sequence[
         return tower_grads[0]
     with tf.name_scope("average_gradients"):
         return [
-            (_mean([gradient for gradient, _ in pairs], pairs[0][1], fractions), pairs[0][1])
+            (_mean([gradient for gradient, _ in pairs], device or _device(pairs[0][1]), fractions), pairs[0][1])
             for pairs in zip(*tower_grads, strict=True)
         ]
 
 
-def _mean(gradients: list, variable, fractions: list[float]):
+def _mean(gradients: list, device: str, fractions: list[float]):
     """sum(fraction_k * gradient_k) over the towers that have one, or None if none has."""
     present = [(g, fraction) for g, fraction in zip(gradients, fractions, strict=True) if g is not None]
     if not present:
         return None
-    with tf.device(_device(variable)):
+    with tf.device(device):
         if all(isinstance(g, tf.IndexedSlices) for g, _ in present):
             values = tf.concat([g.values * tf.constant(fraction, g.dtype) for g, fraction in present], 0)
             return tf.IndexedSlices(values, tf.concat([g.indices for g, _ in present], 0), present[0][0].dense_shape)

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from cifar_towers.training.optimizers import beside
+from cifar_towers.towers.placement import HOST, pinned
+from cifar_towers.training.optimizers import follower
 
 LOSS_DECAY = 0.9
 
@@ -17,9 +18,7 @@ class WeightAverage:
 
     def __init__(self, variables: Sequence[tf.Variable], decay: float):
         self.decay, self.variables = decay, list(variables)
-        self.averages = (
-            [tf.Variable(v, trainable=False, name=beside(v, "ema")) for v in self.variables] if decay else []
-        )
+        self.averages = [follower(v, "ema", tf.convert_to_tensor(v)) for v in self.variables] if decay else []
 
     def update(self, step: tf.Tensor) -> None:
         """Follows the variables; `step` counts the updates done, this one included."""
@@ -28,7 +27,8 @@ class WeightAverage:
         done = tf.cast(step, tf.float32)
         decay = tf.minimum(self.decay, (1 + done) / (10 + done))
         for average, variable in zip(self.averages, self.variables, strict=True):
-            average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - variable))
+            with tf.device(variable.device):
+                average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - variable))
 
 
 class Lookahead:
@@ -41,9 +41,7 @@ class Lookahead:
 
     def __init__(self, variables: Sequence[tf.Variable], total_steps: int, enabled: bool):
         self.variables, self.total_steps = list(variables), total_steps
-        self.slow = (
-            [tf.Variable(v, trainable=False, name=beside(v, "lookahead")) for v in self.variables] if enabled else []
-        )
+        self.slow = [follower(v, "lookahead", tf.convert_to_tensor(v)) for v in self.variables] if enabled else []
 
     def update(self, step: tf.Tensor) -> None:
         """Pulls the variables if this step is one of the fifth; `step` counts the updates done."""
@@ -56,8 +54,9 @@ class Lookahead:
 
         def pull():
             for slow, variable in zip(self.slow, self.variables, strict=True):
-                slow.assign_sub(tf.cast(1 - decay, slow.dtype) * (slow - variable))
-                variable.assign(slow)
+                with tf.device(variable.device):
+                    slow.assign_sub(tf.cast(1 - decay, slow.dtype) * (slow - variable))
+                    variable.assign(slow)
             return tf.constant(True)
 
         tf.cond(due, pull, lambda: tf.constant(False))
@@ -67,12 +66,13 @@ class LossAverages:
     """The final tower's loss terms, smoothed for the eye: a <- 0.9 a + 0.1 loss, from a first value of 0, debiased."""
 
     def __init__(self, terms: Sequence[str]):
-        self.sums = {term: tf.Variable(0.0, trainable=False, name=f"{term}/average") for term in terms}
-        self.weight = tf.Variable(0.0, trainable=False, name="loss_average_weight")
+        with pinned(HOST):
+            self.sums = {term: tf.Variable(0.0, trainable=False, name=f"{term}/average") for term in terms}
+            self.weight = tf.Variable(0.0, trainable=False, name="loss_average_weight")
 
     def update(self, losses: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Takes in one step's losses; {term: average of all so far, the older the less}."""
-        with tf.name_scope("loss_averages"):
+        with tf.name_scope("loss_averages"), tf.device(self.weight.device):
             weight = LOSS_DECAY * self.weight + (1 - LOSS_DECAY)
             self.weight.assign(weight)
             averages = {}

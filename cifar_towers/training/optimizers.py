@@ -1,13 +1,15 @@
 """Update rules over groups of variables. They know nothing of towers: a mean gradient comes in, variables move.
 
-A rule owns its variables' slots and is told the rate of each step:
-`Momentum(variables, momentum=0.9).update(gradients, rate, step)`.
+A rule owns its variables' slots and moves one variable at a time: `rule.move(index, gradient, rate, step)`. The
+optimizer calls it on the variable's device, where its slots are too.
 """
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
+
+from cifar_towers.towers.placement import pinned
 
 
 class Momentum:
@@ -22,20 +24,17 @@ class Momentum:
         self.momentum, self.nesterov, self.weight_decay = momentum, nesterov, weight_decay
         self.slots = {"momentum": [_zeros_like(v, "momentum") for v in self.variables] if momentum else []}
 
-    def update(self, gradients: Sequence[tf.Tensor], rate: tf.Tensor, step: tf.Tensor) -> None:
-        """Moves every variable that has a gradient."""
-        for index, (variable, gradient) in enumerate(zip(self.variables, gradients, strict=True)):
-            if gradient is None:
-                continue
-            change = tf.convert_to_tensor(gradient)
-            if self.weight_decay:
-                change += self.weight_decay * variable
-            if self.momentum:
-                buffer = self.slots["momentum"][index]
-                moved = self.momentum * buffer + change
-                buffer.assign(moved)
-                change = change + self.momentum * moved if self.nesterov else moved
-            variable.assign_sub(tf.cast(rate, variable.dtype) * change)
+    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> None:
+        """Moves one variable by its gradient."""
+        variable, change = self.variables[index], gradient
+        if self.weight_decay:
+            change += self.weight_decay * variable
+        if self.momentum:
+            buffer = self.slots["momentum"][index]
+            moved = self.momentum * buffer + change
+            buffer.assign(moved)
+            change = change + self.momentum * moved if self.nesterov else moved
+        variable.assign_sub(tf.cast(rate, variable.dtype) * change)
 
 
 class AdamW:
@@ -51,22 +50,18 @@ class AdamW:
         self.beta1, self.beta2, self.weight_decay = beta1, beta2, weight_decay
         self.slots = {name: [_zeros_like(v, name) for v in self.variables] for name in ("mean", "square")}
 
-    def update(self, gradients: Sequence[tf.Tensor], rate: tf.Tensor, step: tf.Tensor) -> None:
-        """Moves every variable that has a gradient; `step` counts from 0 and corrects the first steps' bias."""
-        rows = zip(self.variables, gradients, self.slots["mean"], self.slots["square"], strict=True)
-        for variable, gradient, mean, square in rows:
-            if gradient is None:
-                continue
-            count = tf.cast(step + 1, variable.dtype)
-            gradient = tf.convert_to_tensor(gradient)
-            new_mean = self.beta1 * mean + (1 - self.beta1) * gradient
-            new_square = self.beta2 * square + (1 - self.beta2) * tf.square(gradient)
-            mean.assign(new_mean)
-            square.assign(new_square)
-            unbiased_mean = new_mean / (1 - tf.pow(tf.constant(self.beta1, count.dtype), count))
-            unbiased_square = new_square / (1 - tf.pow(tf.constant(self.beta2, count.dtype), count))
-            direction = unbiased_mean / (tf.sqrt(unbiased_square) + self.EPSILON) + self.weight_decay * variable
-            variable.assign_sub(tf.cast(rate, variable.dtype) * direction)
+    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> None:
+        """Moves one variable by its gradient; `step` counts from 0 and corrects the first steps' bias."""
+        variable, mean, square = self.variables[index], self.slots["mean"][index], self.slots["square"][index]
+        count = tf.cast(step + 1, variable.dtype)
+        new_mean = self.beta1 * mean + (1 - self.beta1) * gradient
+        new_square = self.beta2 * square + (1 - self.beta2) * tf.square(gradient)
+        mean.assign(new_mean)
+        square.assign(new_square)
+        unbiased_mean = new_mean / (1 - tf.pow(tf.constant(self.beta1, count.dtype), count))
+        unbiased_square = new_square / (1 - tf.pow(tf.constant(self.beta2, count.dtype), count))
+        direction = unbiased_mean / (tf.sqrt(unbiased_square) + self.EPSILON) + self.weight_decay * variable
+        variable.assign_sub(tf.cast(rate, variable.dtype) * direction)
 
 
 class Muon:
@@ -82,19 +77,17 @@ class Muon:
         self.momentum, self.total_steps, self.weight_decay = momentum, total_steps, weight_decay
         self.slots = {"momentum": [_zeros_like(v, "momentum") for v in self.variables]}
 
-    def update(self, gradients: Sequence[tf.Tensor], rate: tf.Tensor, step: tf.Tensor) -> None:
-        """Moves every kernel that has a gradient."""
+    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> None:
+        """Moves one kernel by its gradient."""
+        variable, buffer = self.variables[index], self.slots["momentum"][index]
+        moved = self.momentum * buffer + gradient
+        buffer.assign(moved)
         period = 2 + 15 * tf.cast(step, tf.int64) // self.total_steps
         rescale = tf.equal(tf.cast(step, tf.int64) % period, 0)
-        for variable, gradient, buffer in zip(self.variables, gradients, self.slots["momentum"], strict=True):
-            if gradient is None:
-                continue
-            moved = self.momentum * buffer + gradient
-            buffer.assign(moved)
-            rate_here = tf.cast(rate, variable.dtype)
-            target = tf.constant(variable.shape[-1] ** 0.5, variable.dtype)
-            scale = tf.where(rescale, target / tf.norm(variable), 1.0) * (1 - rate_here * self.weight_decay)
-            variable.assign(scale * variable - rate_here * orthogonalize(gradient + self.momentum * moved))
+        rate_here = tf.cast(rate, variable.dtype)
+        target = tf.constant(variable.shape[-1] ** 0.5, variable.dtype)
+        scale = tf.where(rescale, target / tf.norm(variable), 1.0) * (1 - rate_here * self.weight_decay)
+        variable.assign(scale * variable - rate_here * orthogonalize(gradient + self.momentum * moved))
 
 
 def orthogonalize(kernel: tf.Tensor, iterations: int = 3) -> tf.Tensor:
@@ -132,10 +125,14 @@ class Optimizer:
         return {group.name: group.rate(step) for group in self.groups}
 
     def update(self, gradients: Sequence[tuple], rates: dict[str, tf.Tensor], step: tf.Tensor) -> None:
-        """Applies N x (gradient, variable), in any order, each by its group's rule."""
+        """Applies N x (gradient, variable), in any order, each by its group's rule; without a gradient none moves."""
         gradient_of = {id(variable): gradient for gradient, variable in gradients}
-        for group in self.groups:
-            group.rule.update([gradient_of[id(v)] for v in group.rule.variables], rates[group.name], step)
+        for name, rule, _ in self.groups:
+            for index, variable in enumerate(rule.variables):
+                gradient = gradient_of[id(variable)]
+                if gradient is not None:
+                    with tf.device(variable.device):
+                        rule.move(index, tf.convert_to_tensor(gradient), rates[name], step)
 
     def slots(self) -> dict[str, tf.Variable]:
         """Every slot by a lasting name, for checkpoints."""
@@ -148,9 +145,10 @@ class Optimizer:
 
 
 def _zeros_like(variable: tf.Variable, name: str) -> tf.Variable:
-    return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False, name=beside(variable, name))
+    return follower(variable, name, tf.zeros(variable.shape, variable.dtype))
 
 
-def beside(variable: tf.Variable, what: str) -> str:
-    """The name of what follows a variable: `conv1/kernel/momentum`."""
-    return f"{variable.name.removesuffix(':0')}/{what}"
+def follower(variable: tf.Variable, what: str, value: tf.Tensor) -> tf.Variable:
+    """A variable that lives beside another and is named after it: `conv1/kernel/momentum`."""
+    with pinned(variable.device):
+        return tf.Variable(value, trainable=False, name=f"{variable.name.removesuffix(':0')}/{what}")

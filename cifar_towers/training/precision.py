@@ -5,6 +5,8 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from cifar_towers.towers.placement import HOST, pinned
+
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "float64": "float64"}
 
 
@@ -40,8 +42,9 @@ class LossScale:
         self.dynamic = precision == "float16"
         self.variables = {}
         if self.dynamic:
-            self.scale = tf.Variable(self.INITIAL, trainable=False, name="loss_scale")
-            self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="good_steps")
+            with pinned(HOST):
+                self.scale = tf.Variable(self.INITIAL, trainable=False, name="loss_scale")
+                self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="good_steps")
             self.variables = {"scale": self.scale, "good_steps": self.good_steps}
 
     def can_shrink(self) -> bool:

@@ -2,6 +2,8 @@
 
 import logging
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import keras
 
@@ -11,12 +13,17 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.errors import UsageError
 from cifar_towers.models import MODELS
 from cifar_towers.models.cifarnet import WEIGHT_DECAYS
+from cifar_towers.models.layers import BatchNorm
 from cifar_towers.models.speednet import whitening_kernel
 from cifar_towers.towers import Tower, make_towers, variable_placement
+from cifar_towers.towers.placement import HOST
+from cifar_towers.towers.stages import cut_in_stages, stage_placement
 from cifar_towers.training import precision, schedules
 from cifar_towers.training.losses import make_loss
+from cifar_towers.training.mirrored import make_mirrored_step, make_strategy
 from cifar_towers.training.optimizers import AdamW, Group, Momentum, Muon, Optimizer
 from cifar_towers.training.state import TrainState
+from cifar_towers.training.step import make_train_step
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +74,13 @@ def make_model(config: TrainConfig, computed_in: str, train: Split | None = None
         if train is not None:
             images = make_augmentation(config).evaluate(train.images[: config.whitening_images])
             options["whitening"] = whitening_kernel(images.numpy())
-        return MODELS[config.model](**options)
-    return MODELS[config.model](side=config.crop or 32, **options)
+    else:
+        options["side"] = config.crop or 32
+    model = MODELS[config.model](**options)
+    for layer in model.layers:
+        if isinstance(layer, BatchNorm):
+            layer.synchronized = config.batch_statistics == "synchronized"
+    return model
 
 
 def make_loss_fn(config: TrainConfig, model: keras.Model):
@@ -126,15 +138,56 @@ def make_optimizer(config: TrainConfig, model: keras.Model, steps_per_epoch: int
     )
 
 
+class Training(NamedTuple):
+    """What a run works with: its state, the function (batch, rates, side) -> metrics that moves it, and its towers,
+    which are one where the devices hold stages."""
+
+    state: TrainState
+    train_step: Callable
+    towers: list[Tower]
+
+
+def make_training(
+    config: TrainConfig, towers: list[Tower], computed_in: str, train: Split, steps_per_epoch: int, total_steps: int
+) -> Training:
+    """State and step as the flags say: shared variables or mirrored ones, on towers or in stages.
+
+    Raises:
+      UsageError: this machine or this model cannot have it so.
+    """
+
+    def state_in(scope):
+        with scope:
+            return make_state(config, computed_in, train, steps_per_epoch, total_steps)
+
+    split_over, devices = towers, [tower.device for tower in towers]
+    options = {"micro_batches": config.micro_batches, "batch_statistics": config.batch_statistics}
+    augmentation = make_augmentation(config)
+    try:
+        if config.strategy == "mirrored":
+            strategy = make_strategy(towers, config.all_reduce)
+            state, loss_fn = state_in(strategy.scope())
+            step = make_mirrored_step(strategy, state, towers, loss_fn, augmentation, **options)
+        elif config.parallelism == "model":
+            split_over = towers[:1]
+            state, loss_fn = state_in(stage_placement(lambda: make_model(config, computed_in), devices))
+            stages = cut_in_stages(state.model, devices)
+            step = make_train_step(state, split_over, loss_fn, augmentation, stages=stages, **options)
+        else:
+            state, loss_fn = state_in(variable_placement(config.variable_placement, towers))
+            device = HOST if config.gradient_device == "cpu" else ""
+            step = make_train_step(state, towers, loss_fn, augmentation, gradient_device=device, **options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return Training(state, step, split_over)
+
+
 def make_state(config: TrainConfig, computed_in: str, train: Split, steps_per_epoch: int, total_steps: int):
-    """(state, loss function): everything with variables, all of them on the CPU."""
-    with variable_placement("cpu"):
-        model = make_model(config, computed_in, train)
-        loss_fn, terms = make_loss_fn(config, model)
-        optimizer = make_optimizer(config, model, steps_per_epoch, total_steps)
-        state = TrainState(
-            model, optimizer, terms, total_steps, config.ema_decay, config.lookahead, precision=computed_in
-        )
+    """(state, loss function): everything with variables, placed as the scope around says."""
+    model = make_model(config, computed_in, train)
+    loss_fn, terms = make_loss_fn(config, model)
+    optimizer = make_optimizer(config, model, steps_per_epoch, total_steps)
+    state = TrainState(model, optimizer, terms, total_steps, config.ema_decay, config.lookahead, precision=computed_in)
     return state, loss_fn
 
 

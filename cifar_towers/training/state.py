@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from cifar_towers.towers.placement import HOST, pinned
 from cifar_towers.training.averages import Lookahead, LossAverages, WeightAverage
 from cifar_towers.training.optimizers import Optimizer
 from cifar_towers.training.precision import LossScale
@@ -30,7 +31,8 @@ class TrainState:
         precision: str = "float32",
     ):
         self.model, self.optimizer = model, optimizer
-        self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
+        with pinned(HOST):
+            self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         self.weights = [v.value for v in model.trainable_variables]
         self.statistics = [v.value for v in model.non_trainable_variables]
         self.ema = WeightAverage(self.weights + self.statistics, ema_decay)
@@ -53,7 +55,8 @@ class TrainState:
                 self.optimizer.update(gradients, rates, self.step)
                 for variable, value in zip(self.statistics, statistics, strict=True):
                     if value is not None:
-                        variable.assign(value)
+                        with tf.device(variable.device):
+                            variable.assign(value)
             with tf.name_scope("weight_averages"):
                 self.lookahead.update(self.step + 1)
                 self.ema.update(self.step + 1)

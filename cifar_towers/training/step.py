@@ -8,16 +8,17 @@ import tensorflow as tf
 
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
-from cifar_towers.towers import Tower, average_gradients, run_on_towers, split_batch
+from cifar_towers.towers import Tower, average_gradients, run_on_parts, run_on_towers, run_together, split_batch
+from cifar_towers.towers.stages import Stage, staged_call
 from cifar_towers.training.state import TrainState
 
 
 class TowerResult(NamedTuple):
-    """What one tower hands over: scalars {term: loss}, N x (gradient, variable), new
-    statistics (None where one did not change), examples it got right."""
+    """What one tower hands over: scalars {term: loss}, N x (gradient, variable), new statistics (None where one did
+    not change), examples it got right. A part of a shard has gradients alone."""
 
     losses: dict[str, tf.Tensor]
-    gradients: list[tuple]
+    gradients: list
     statistics: list[tf.Tensor | None]
     correct: tf.Tensor
 
@@ -34,60 +35,104 @@ class StepMetrics(NamedTuple):
 
 
 def make_train_step(
-    state: TrainState, towers: Sequence[Tower], loss_fn: Callable, augmentation: Augmentation
+    state: TrainState,
+    towers: Sequence[Tower],
+    loss_fn: Callable,
+    augmentation: Augmentation,
+    *,
+    micro_batches: int = 1,
+    batch_statistics: str = "mean",
+    gradient_device: str = "",
+    stages: Sequence[Stage] = (),
 ) -> Callable[..., StepMetrics]:
     """The function (batch, rates, side) -> metrics that moves `state` by one step.
 
     `side` is the Python number of pixels the images are shrunk to; each side is traced once.
-    """
 
-    def on_tower(side: int, tower: Tower, shard: Batch) -> TowerResult:
-        images = augmentation.train(shard.images, shard.draws, side)
-        weights, statistics = state.read()
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(weights)
-            logits, new_statistics = state.model.stateless_call(weights, statistics, images, training=True)
-            losses = loss_fn(shard.labels, logits, weights)
-            scaled = state.loss_scale.scale_loss(losses["total_loss"])
-        gradients = list(zip(tape.gradient(scaled, weights), state.weights, strict=True))
-        changed = [None if new is old else new for new, old in zip(new_statistics, statistics, strict=True)]
-        return TowerResult(losses, gradients, changed, count_correct(shard.labels, logits))
+    Args:
+      micro_batches: parts that each tower takes its shard in.
+      batch_statistics: what becomes of K towers' new statistics: their `mean`, the `final` tower's, or `synchronized`,
+        where the towers meet on the way and all have the same.
+      gradient_device: where gradients are averaged; beside each variable if empty.
+      stages: the model cut over several devices, for one tower; they work on different parts at the same time.
+    """
+    tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches, stages)
+    run = run_together if batch_statistics == "synchronized" else run_on_towers
 
     @tf.function(autograph=False)
     def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 32) -> StepMetrics:
         shards = split_batch(batch, towers)
-        results = run_on_towers(functools.partial(on_tower, side), towers, shards)
+        results = run(functools.partial(tower_fn, side), towers, shards)
 
-        gradients = average_gradients([r.gradients for r in results])  # the towers meet here
+        gradients = average_gradients([r.gradients for r in results], device=gradient_device)  # the towers meet here
 
         gradients = state.loss_scale.unscale(gradients)
-        state.apply(gradients, average_statistics([r.statistics for r in results]), rates)
+        statistics = combine_statistics([r.statistics for r in results], batch_statistics)
+        state.apply(gradients, statistics, rates)
         averages = state.loss_averages.update(results[-1].losses)  # the final tower speaks
-        return metrics(results, gradients, averages, examples=batch.labels.shape[0])
+        return metrics(results, tf.linalg.global_norm([g for g, _ in gradients]), averages, batch.labels.shape[0])
 
     return train_step
 
 
-def metrics(results: Sequence[TowerResult], gradients: list[tuple], averages: dict, examples: int) -> StepMetrics:
-    """What K towers' results and their mean gradient say of a step over `examples` examples."""
+def make_tower_fn(
+    state: TrainState,
+    loss_fn: Callable,
+    augmentation: Augmentation,
+    micro_batches: int = 1,
+    stages: Sequence[Stage] = (),
+) -> Callable[..., TowerResult]:
+    """The function (side, tower, shard) -> result that each tower runs. It only reads."""
+    whole = functools.partial(state.model.stateless_call, training=True)
+    forward = staged_call(stages, state.model) if stages else whole
+
+    def on_part(side: int, part: Batch) -> TowerResult:
+        images = augmentation.train(part.images, part.draws, side)
+        weights, statistics = state.read()
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(weights)
+            logits, new_statistics = forward(weights, statistics, images)
+            losses = loss_fn(part.labels, logits, weights)
+            scaled = state.loss_scale.scale_loss(losses["total_loss"])
+        changed = [None if new is old else new for new, old in zip(new_statistics, statistics, strict=True)]
+        return TowerResult(losses, tape.gradient(scaled, weights), changed, count_correct(part.labels, logits))
+
+    def on_tower(side: int, tower: Tower, shard: Batch) -> TowerResult:
+        results = run_on_parts(functools.partial(on_part, side), shard, micro_batches, in_turn=not stages)
+        pairs = [list(zip(r.gradients, state.weights, strict=True)) for r in results]
+        return TowerResult(
+            losses={term: _mean([r.losses[term] for r in results]) for term in results[0].losses},
+            gradients=average_gradients(pairs, device="" if stages else tower.device),
+            statistics=combine_statistics([r.statistics for r in results], "mean"),
+            correct=tf.add_n([r.correct for r in results]),
+        )
+
+    return on_tower
+
+
+def metrics(results: Sequence[TowerResult], gradient_norm: tf.Tensor, averages: dict, examples: int) -> StepMetrics:
+    """What K towers' results and the norm of their mean gradient say of a step over `examples` examples."""
     with tf.name_scope("metrics"):
         return StepMetrics(
-            loss=tf.add_n([r.losses["cross_entropy"] for r in results]) / len(results),
+            loss=_mean([r.losses["cross_entropy"] for r in results]),
             accuracy=tf.add_n([r.correct for r in results]) / examples,
-            gradient_norm=tf.linalg.global_norm([g for g, _ in gradients if g is not None]),
+            gradient_norm=gradient_norm,
             tower_losses=tf.stack([r.losses["total_loss"] for r in results]),
             losses=results[-1].losses,
             averages=averages,
         )
 
 
-def average_statistics(tower_statistics: Sequence[Sequence[tf.Tensor | None]]) -> list[tf.Tensor | None]:
-    """K lists of the same S statistics -> their S means over the towers, None where none changed."""
+def combine_statistics(tower_statistics: Sequence[Sequence[tf.Tensor | None]], how: str) -> list[tf.Tensor | None]:
+    """K lists of the same S statistics -> one: their `mean`, or else the final tower's. None where none changed."""
+    if how != "mean":
+        return list(tower_statistics[-1])
     with tf.name_scope("average_statistics"):
-        return [
-            None if of_one[0] is None else tf.add_n(list(of_one)) / len(of_one)
-            for of_one in zip(*tower_statistics, strict=True)
-        ]
+        return [None if of_one[0] is None else _mean(of_one) for of_one in zip(*tower_statistics, strict=True)]
+
+
+def _mean(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.add_n(list(values)) / len(values) if len(values) > 1 else values[0]
 
 
 def count_correct(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:

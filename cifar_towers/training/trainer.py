@@ -21,7 +21,7 @@ from cifar_towers.reporting.summaries import Summaries
 from cifar_towers.signals import NOTHING_DONE, StopRequest
 from cifar_towers.towers import Tower, device_table
 from cifar_towers.training import checkpoints, directory, schedules, setup
-from cifar_towers.training.step import StepMetrics, make_train_step
+from cifar_towers.training.step import StepMetrics
 
 
 def train(config: TrainConfig, source: sources.Source, stop: StopRequest) -> dict:
@@ -73,20 +73,18 @@ class Trainer:
         stop: StopRequest,
         clock: Clock,
     ):
-        self.config, self.source, self.dataset, self.towers = config, source, dataset, towers
-        self.stop, self.clock = stop, clock
+        self.config, self.source, self.dataset = config, source, dataset
+        self.devices, self.stop, self.clock = towers, stop, clock
         self.directory = config.directory
         self.precision = setup.choose_precision(config.precision, towers)
         self.batches = self._make_batches()
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = math.ceil(config.epochs * self.steps_per_epoch) or config.max_steps
         self.last_step = min(self.total_steps, config.max_steps or self.total_steps)
-        self.state, loss_fn = setup.make_state(
-            config, self.precision, dataset.train, self.steps_per_epoch, self.total_steps
+        self.state, self.train_step, self.towers = setup.make_training(
+            config, towers, self.precision, dataset.train, self.steps_per_epoch, self.total_steps
         )
-        augmentation = setup.make_augmentation(config)
-        self.train_step = make_train_step(self.state, towers, loss_fn, augmentation)
-        self.evaluate = make_evaluator(self.state.model, towers, augmentation)
+        self.evaluate = make_evaluator(self.state.model, towers, setup.make_augmentation(config))
         self.progress = Progress(self.last_step, self.steps_per_epoch)
         sides = schedules.parse_points("image_sides", config.image_sides or "0=32")
         self.sides = sides.steps(self.total_steps, self.steps_per_epoch), sides.values
@@ -269,16 +267,23 @@ class Trainer:
         if self.source.banner:
             say(self.source.banner)
         parameters = sum(v.shape.num_elements() for v in self.state.weights)
-        devices = ", ".join(tower.device for tower in self.towers)
         say(
             f"{self.config.name} seed {self.config.seed}: {self.config.model}, {parameters:,} trained parameters, "
-            f"{self.precision}; {len(self.towers)} towers of {self.config.tower_batch_size(len(self.towers))} "
-            f"images on {devices}"
+            f"{self.precision}; {self._shared_out()}"
         )
         say(
             f"{self.dataset.name}: {len(self.dataset.train.labels):,} training images; {self.last_step} steps of "
             f"{self.config.batch_size}, {self.steps_per_epoch} an epoch; writing to {self.directory}"
         )
+
+    def _shared_out(self) -> str:
+        """Who works on what, as `2 towers of 768 images on /CPU:0, /CPU:1`."""
+        config, devices = self.config, ", ".join(tower.device for tower in self.devices)
+        images = config.batch_size // len(self.towers) // config.micro_batches
+        told = f"{len(self.towers)} tower{'s' * (len(self.towers) > 1)} of "
+        told += f"{config.micro_batches} x " if config.micro_batches > 1 else ""
+        told += f"{images} images " + (f"in {len(self.devices)} stages " if config.parallelism == "model" else "")
+        return told + f"on {devices}" + (", mirrored" if config.strategy == "mirrored" else "")
 
     def _make_batches(self) -> Batches:
         try:

@@ -8,7 +8,7 @@ from cifar_towers.training.optimizers import AdamW, Group, Momentum, Muon, Optim
 
 def run(rule, gradients, rates):
     for step, (gradient, rate) in enumerate(zip(gradients, rates, strict=True)):
-        rule.update([tf.constant(gradient)], tf.constant(rate), tf.constant(step, tf.int64))
+        rule.move(0, tf.constant(gradient), tf.constant(rate), tf.constant(step, tf.int64))
     return rule.variables[0].numpy()
 
 
@@ -75,7 +75,7 @@ def test_muon_rescales_a_kernel_now_and_then():
     rule = Muon([kernel], momentum=0.0, total_steps=100)
     norms = []
     for step in range(4):
-        rule.update([tf.ones_like(kernel)], tf.constant(0.0), tf.constant(step, tf.int64))
+        rule.move(0, tf.ones_like(kernel), tf.constant(0.0), tf.constant(step, tf.int64))
         norms.append(float(tf.norm(kernel)))
         kernel.assign(2 * kernel)
     assert norms == pytest.approx([3.0, 6.0, 3.0, 6.0])  # period 2 at the start, to sqrt(9)
@@ -86,7 +86,7 @@ def test_muon_moves_by_the_orthogonal_direction_of_nesterov_momentum():
     gradient = np.random.default_rng(1).normal(size=start.shape).astype("f4")
     rule = Muon([tf.Variable(start)], momentum=0.5, total_steps=10)
     rule.slots["momentum"][0].assign(np.ones_like(start))
-    rule.update([tf.constant(gradient)], tf.constant(0.1), tf.constant(1, tf.int64))
+    rule.move(0, tf.constant(gradient), tf.constant(0.1), tf.constant(1, tf.int64))
     moved = 0.5 + gradient
     expected = start - 0.1 * orthogonalize(tf.constant(gradient + 0.5 * moved)).numpy()
     np.testing.assert_allclose(rule.variables[0], expected, rtol=1e-5)

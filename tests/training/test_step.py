@@ -9,7 +9,6 @@ from cifar_towers.data import synthetic
 from cifar_towers.data.batches import Batches
 from cifar_towers.towers.placement import tower_devices
 from cifar_towers.training import setup
-from cifar_towers.training.step import make_train_step
 
 CIFARNET = {
     "model": "cifarnet",
@@ -35,10 +34,9 @@ def trained(towers, examples, precision, steps, nudge=0.0, **settings):
     """The state after `steps` steps, and the metrics of the last."""
     config = TrainConfig(**{**CIFARNET, **settings})
     batches = Batches(examples, config.batch_size, config.seed, config.flip)
-    state, loss_fn = setup.make_state(config, precision, examples, batches.steps_per_epoch, 100)
+    state, step, _ = setup.make_training(config, towers, precision, examples, batches.steps_per_epoch, 100)
     for weight in state.weights:
         weight.assign(weight * (1 + nudge))
-    step = make_train_step(state, towers, loss_fn, setup.make_augmentation(config))
     for batch in batches.stream(0, steps):
         rates = state.optimizer.rates(int(state.step))
         metrics = step(batch, {name: tf.constant(rate, tf.float32) for name, rate in rates.items()})
@@ -113,23 +111,68 @@ def test_metrics_are_of_all_towers_and_losses_of_the_final_one(towers, examples)
 
 
 @pytest.mark.parametrize("model", ["cifarnet", "speednet93", "resnet20"])
-def test_forward_and_backward_sit_on_their_tower(towers, examples, model):
+@pytest.mark.parametrize("policy", ["cpu", "round_robin", "least_loaded"])
+def test_everything_is_where_it_should_be(towers, examples, model, policy):
+    """Read from the traced graph of four devices: variables, forward, backward, averaging, updates."""
     crop = 24 if model == "cifarnet" else 0
-    config = TrainConfig(model=model, crop=crop, batch_size=8, whitening_images=20)
+    config = TrainConfig(model=model, crop=crop, batch_size=8, whitening_images=20, variable_placement=policy)
     batches = Batches(examples, 8, 0)
-    state, loss_fn = setup.make_state(config, "float32", examples, batches.steps_per_epoch, 10)
-    step = make_train_step(state, towers(4), loss_fn, setup.make_augmentation(config))
+    state, step, _ = setup.make_training(config, towers(4), "float32", examples, batches.steps_per_epoch, 10)
     rates = {name: tf.constant(0.1) for name in state.optimizer.rates(0)}
     function = step.get_concrete_function(batches.at(0), rates)
+    operations = function.graph.get_operations()
+
     kernels = len([w for w in state.weights if w.shape.rank == 4])
     for tower in towers(4):
         assert tower_devices(function, tower, "Conv2D") == {tower.device: kernels + (model == "speednet93")}
         backward = tower_devices(function, tower, "Conv2DBackpropFilter")
         assert set(backward) == {tower.device} and backward[tower.device] >= kernels
         assert set(tower_devices(function, tower, "Conv2DBackpropInput")) == {tower.device}
-    assert {v.device[-5:] for v in function.variables} == {"CPU:0"}
-    averaged = [op for op in function.graph.get_operations() if op.type == "AddN" and not op.name.startswith("tower_")]
-    assert len([op for op in averaged if op.device.endswith("CPU:0")]) >= len(state.weights)
+
+    model_variables = [v.value for v in state.model.variables]  # in the order in which they were born
+    homes = [v.device[-5:] for v in model_variables]
+    if policy == "cpu":
+        assert set(homes) == {"CPU:0"}
+    elif policy == "round_robin":
+        assert homes == expected_in_turn(model_variables, state.model)
+    else:
+        assert homes == expected_least_loaded(model_variables, state.model)
+    slots = [slot for group in state.optimizer.groups for slot in zip(group.rule.variables, *group.rule.slots.values())]
+    assert all(slot.device == variable.device for variable, *of_one in slots for slot in of_one)
+
+    averaged = [op for op in operations if op.type == "AddN" and op.name.startswith("average_gradients/")]
+    assert len(averaged) == len(state.weights)
+    assert [op.device[-5:] for op in averaged] == [v.device[-5:] for v in state.weights]
+    home_of = {id(captured): v.device[-5:] for v, captured in captured_handles(function)}
+    updates = [op for op in operations if op.type in ("AssignSubVariableOp", "AssignVariableOp")]
+    moved = [op for op in updates if id(op.inputs[0]) in home_of]
+    assert len(moved) >= len(state.weights)
+    assert all(op.device[-5:] == home_of[id(op.inputs[0])] for op in moved)
+
+
+def captured_handles(function):
+    """(variable, placeholder of its handle inside the graph)."""
+    inside = {id(outer): inner for outer, inner in function.graph.captures}
+    return [(v, inside[id(v.handle)]) for v in function.variables]
+
+
+def born(variables, model):
+    """Keras lists a model's variables by layer, as they are born: weights and statistics of a layer together."""
+    return [v.value for layer in model.layers for v in layer.variables]
+
+
+def expected_in_turn(variables, model):
+    turns = {id(v): f"CPU:{index % 4}" for index, v in enumerate(born(variables, model))}
+    return [turns[id(v)] for v in variables]
+
+
+def expected_least_loaded(variables, model):
+    held, homes = [0, 0, 0, 0], {}
+    for v in born(variables, model):
+        device = held.index(min(held))
+        homes[id(v)] = f"CPU:{device}"
+        held[device] += v.shape.num_elements() * v.dtype.size
+    return [homes[id(v)] for v in variables]
 
 
 def test_statistics_are_the_mean_of_the_towers_and_frozen_filters_stay(towers, examples):

@@ -1,0 +1,105 @@
+"""The same step under `tf.distribute`: a replica for every tower, each with its own copy of all variables.
+
+Nothing is shared, so nothing is read from afar; the gradients meet in an all-reduce, and every replica makes the same
+update to its own copy. Here towers are called replicas, as TensorFlow calls them.
+"""
+
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from cifar_towers.data.augment import Augmentation
+from cifar_towers.data.batches import Batch
+from cifar_towers.towers import Tower, split_batch
+from cifar_towers.training.state import TrainState
+from cifar_towers.training.step import StepMetrics, make_tower_fn, metrics
+
+ALL_REDUCES = ("auto", "nccl", "hierarchical", "one_device")
+
+
+def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distribute.MirroredStrategy:
+    """A mirrored strategy over the towers' devices.
+
+    `nccl` and `hierarchical` reduce over the GPUs' links; `one_device` adds up on the first device and copies back.
+    `auto` is NCCL where every tower has a GPU of its own, one device elsewhere.
+
+    Raises:
+      ValueError: NCCL is asked for and the towers do not have a GPU each.
+    """
+    own_gpus = all("GPU" in tower.device for tower in towers) and (
+        len(towers) <= len(tf.config.list_physical_devices("GPU"))
+    )
+    if all_reduce == "nccl" and not own_gpus:
+        raise ValueError(
+            f"all_reduce=nccl joins GPUs, and not each of the {len(towers)} towers has one; take auto or one_device"
+        )
+    if all_reduce == "auto":
+        all_reduce = "nccl" if own_gpus and len(towers) > 1 else "one_device"
+    operations = {
+        "nccl": tf.distribute.NcclAllReduce,
+        "hierarchical": tf.distribute.HierarchicalCopyAllReduce,
+        "one_device": tf.distribute.ReductionToOneDevice,
+    }
+    return tf.distribute.MirroredStrategy([tower.device for tower in towers], operations[all_reduce]())
+
+
+def make_mirrored_step(
+    strategy: tf.distribute.Strategy,
+    state: TrainState,
+    towers: Sequence[Tower],
+    loss_fn: Callable,
+    augmentation: Augmentation,
+    *,
+    micro_batches: int = 1,
+    batch_statistics: str = "mean",
+) -> Callable[..., StepMetrics]:
+    """What `make_train_step` makes, for a `state` that was built in `strategy.scope()`."""
+    tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches)
+
+    def on_replica(side: int, shards: Sequence[Batch]) -> dict:
+        context = tf.distribute.get_replica_context()
+        tower = towers[int(tf.get_static_value(context.replica_id_in_sync_group))]
+        with tf.name_scope(tower.name):
+            result = tower_fn(side, tower, shards[tower.index])
+        reduced = [gradient for gradient, _ in result.gradients]
+        if batch_statistics == "mean":
+            reduced += result.statistics
+        present = [tensor for tensor in reduced if tensor is not None]
+        with tf.name_scope("all_reduce"):
+            present = iter(context.all_reduce(tf.distribute.ReduceOp.MEAN, present))  # the replicas meet here
+        reduced = [None if tensor is None else next(present) for tensor in reduced]
+        gradients, statistics = reduced[: len(state.weights)], reduced[len(state.weights) :]
+        return {
+            "gradients": gradients,
+            "statistics": statistics or result.statistics,
+            "said": result._replace(gradients=[], statistics=[]),
+        }
+
+    def update(_, gradients, statistics, rates, losses):
+        pairs = state.loss_scale.unscale(list(zip(gradients, state.weights, strict=True)))
+        state.apply(pairs, statistics, rates)
+        norm = tf.linalg.global_norm([gradient for gradient, _ in pairs])
+        return {"gradient_norm": norm, **state.loss_averages.update(losses)}
+
+    @tf.function(autograph=False)
+    def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 32) -> StepMetrics:
+        outcome = strategy.run(on_replica, (side, split_batch(batch, towers)))
+        said = _by_replica(strategy, outcome["said"])
+        statistics = outcome["statistics"]
+        if batch_statistics != "mean":
+            statistics = _by_replica(strategy, statistics)[-1]  # the final tower's
+        arguments = outcome["gradients"], statistics, rates, said[-1].losses
+        averages = strategy.extended.update(state.step, update, args=arguments, group=False)
+        averages = {name: of_replicas[0] for name, of_replicas in averages.items()}
+        return metrics(said, averages.pop("gradient_norm"), averages, batch.labels.shape[0])
+
+    return train_step
+
+
+def _by_replica(strategy: tf.distribute.Strategy, values) -> list:
+    """A structure of per-replica values -> one structure a replica."""
+    leaves = tf.nest.flatten(values)
+    each = [strategy.experimental_local_results(leaf) for leaf in leaves]
+    count = strategy.num_replicas_in_sync
+    each = [(leaf * count if len(leaf) < count else leaf) for leaf in each]  # one value for all: a None
+    return [tf.nest.pack_sequence_as(values, of_one) for of_one in zip(*each, strict=True)]
