@@ -5,7 +5,7 @@ NUM_GPUS ?= 0
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help setup train test test-long lint format evaluate tensorboard clean
+.PHONY: help setup train test test-long lint format evaluate bench tensorboard clean
 .DEFAULT_GOAL := help
 
 help:  ## this menu
@@ -26,6 +26,9 @@ train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers; CIFAR-10 if it
 
 evaluate: .venv/ready  ## score the newest checkpoint of a run: ARGS='--train_dir=runs/speed94-seed0 --tta=2'
 	@$(BIN)/python scripts/evaluate.py $(ARGS)
+
+bench: .venv/ready  ## measure every way to place variables and combine gradients for CONFIG, in 15 minutes
+	@$(BIN)/python scripts/benchmark.py --dataset=auto --flagfile=configs/$(CONFIG).cfg $(ARGS)
 
 tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
 	@$(BIN)/tensorboard --logdir runs $(ARGS)

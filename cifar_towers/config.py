@@ -280,6 +280,61 @@ class EvaluateConfig(DeviceConfig):
             raise UsageError("which run? give --train_dir=runs/...")
 
 
+@dataclasses.dataclass(frozen=True)
+class BenchmarkConfig(TrainConfig):
+    """A recipe, and how to measure its step. Placement, strategy and number of towers are what is varied."""
+
+    towers: str = setting("", "Benchmark", "numbers of towers; by default 1,2,4, or 1 to all GPUs by doubling")
+    precisions: str = setting("", "Benchmark", "what to compute in; by default what precision says, and float32")
+    minutes: float = setting(12.0, "Benchmark", "how long to measure, at least three rounds", low=0)
+    peers: bool = setting(True, "Benchmark", "measure Keras fit with stock layers, mirrored for several towers, too")
+    predict: bool = setting(
+        False,
+        "Benchmark",
+        "measure one tower only, and compute what 1 to 64 devices with links of link_gb_per_s would do",
+    )
+    link_gb_per_s: float = setting(
+        16.0, "Benchmark", "for predict: a device's link each way, in 10^9 bytes/s", low=1e-3
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        for count in self.tower_counts:
+            self.tower_batch_size(count)
+        for name in filter(None, self.precisions.split(",")):
+            if name not in ("float32", "bfloat16", "float16"):
+                raise UsageError(f"precisions={self.precisions}: {name!r} is not one of float32, bfloat16, float16")
+        varied = ("strategy", "variable_placement", "parallelism", "num_gpus")
+        for name in varied:
+            if getattr(self, name) != _default_of(TrainConfig, name):
+                raise UsageError(f"{name} is not for the benchmark, which varies {', '.join(varied)} itself; leave it")
+
+    def varied(self, **changes) -> TrainConfig:
+        """The recipe alone, with other values for some settings."""
+        recipe = {field.name: getattr(self, field.name) for field in dataclasses.fields(TrainConfig)}
+        return TrainConfig(**recipe | changes)
+
+    @property
+    def tower_counts(self) -> tuple[int, ...]:
+        """`towers` as numbers; empty if it is to be found out."""
+        try:
+            counts = tuple(int(part) for part in self.towers.split(",")) if self.towers else ()
+        except ValueError:
+            raise UsageError(f"towers={self.towers} is not a list of whole numbers; write --towers=1,2,4") from None
+        if any(count < 1 for count in counts):
+            raise UsageError(f"towers={self.towers}: a number of towers is 1 or more")
+        return tuple(sorted(set(counts)))
+
+    @property
+    def directory(self) -> Path:
+        """`train_dir`, or its default."""
+        return Path(self.train_dir or f"runs/benchmark-{self.name}")
+
+
+def _default_of(config_class: type, name: str) -> Any:
+    return config_class.__dataclass_fields__[name].default
+
+
 def parse_seeds(text: str) -> tuple[int, ...]:
     """`"0,1,2"` -> (0, 1, 2)."""
     try:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -22,6 +23,11 @@ def evaluate() -> None:
     sys.exit(_run(_evaluate))
 
 
+def benchmark() -> None:
+    """`benchmark.py`: measures every way to place and combine a recipe's step."""
+    sys.exit(_run(_benchmark))
+
+
 def _train(stop: StopRequest) -> None:
     config = settings.parse_command_line(
         settings.TrainConfig,
@@ -32,7 +38,7 @@ def _train(stop: StopRequest) -> None:
     from cifar_towers.data import sources
 
     source = sources.find(config.dataset, config.data_dir)
-    _import_tensorflow()
+    import_tensorflow()
     from cifar_towers.training import trainer
 
     if seeds:
@@ -47,10 +53,33 @@ def _evaluate(stop: StopRequest) -> None:
         sys.argv,
         "Scores the newest checkpoint of a run.\n\n  evaluate.py --train_dir=runs/speed94-seed0 --tta=2",
     )
-    _import_tensorflow()
+    import_tensorflow()
     from cifar_towers import scoring
 
     print(scoring.evaluate_checkpoint(config))
+
+
+def _benchmark(stop: StopRequest) -> None:
+    config = settings.parse_command_line(
+        settings.BenchmarkConfig,
+        sys.argv,
+        "Measures a recipe's step with variables placed and gradients combined in every way, on this machine.\n\n"
+        "  benchmark.py --flagfile=configs/speed94.cfg --towers=1,2,4",
+    )
+    stop.leave_at_once("the benchmark ends unfinished; the same command starts it again")
+    import_tensorflow()
+    from cifar_towers.benchmark import runner
+
+    runner.run(config)
+
+
+def serve_benchmark(config: settings.BenchmarkConfig, towers: int, connection) -> None:
+    """What a process of the benchmark runs that has `towers` towers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks, whose end ends this one
+    import_tensorflow()
+    from cifar_towers.benchmark import worker
+
+    worker.serve(config, towers, connection)
 
 
 def _run(program: Callable[[StopRequest], None]) -> int:
@@ -72,7 +101,7 @@ def _run(program: Callable[[StopRequest], None]) -> int:
         return 1
 
 
-def _import_tensorflow() -> None:
+def import_tensorflow() -> None:
     """Imports TensorFlow without its notes on the terminal; what it says is shown only if it cannot be imported."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.config import EvaluateConfig, TrainConfig, help_text, parse_command_line
+from cifar_towers.config import BenchmarkConfig, EvaluateConfig, TrainConfig, help_text, parse_command_line
 from cifar_towers.errors import UsageError
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.cfg"))
@@ -47,6 +47,19 @@ def parse(*arguments):
         (["--epochs=0"], "leave nothing to do"),
         (["--target_accuracy=94"], "target_accuracy=94.0 is too large; the most is 1"),
         (["--dataset=imagenet"], "dataset=imagenet is not one of"),
+        (["--strategy=magic"], "strategy=magic is not one of towers, mirrored"),
+        (["--variable_placement=gpu"], "variable_placement=gpu is not one of cpu, round_robin, least_loaded, auto"),
+        (["--strategy=mirrored", "--variable_placement=round_robin"], "keeps all on every device"),
+        (["--strategy=mirrored", "--gradient_device=cpu"], "keeps all on every device"),
+        (["--all_reduce=nccl"], "all_reduce=nccl is for strategy=mirrored"),
+        (["--batch_statistics=synchronized", "--micro_batches=2"], "needs the whole batch at once"),
+        (["--batch_statistics=synchronized", "--parallelism=model"], "leave parallelism=model"),
+        (["--parallelism=model", "--strategy=mirrored"], "strategy=mirrored is for parallelism=data"),
+        (["--parallelism=model", "--variable_placement=auto"], "keeps each variable with its stage"),
+        (
+            ["--batch_size=100", "--num_gpus=2", "--micro_batches=3"],
+            "batch_size=100 cannot be shared by 2 towers in 3 micro-batches each; 96 and 102 can",
+        ),
     ],
 )
 def test_usage_errors_are_one_line(arguments, told):
@@ -54,6 +67,31 @@ def test_usage_errors_are_one_line(arguments, told):
         parse(*arguments)
     assert told in str(caught.value) and "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--towers=1,two"], "towers=1,two is not a list of whole numbers"),
+        (["--towers=0"], "a number of towers is 1 or more"),
+        (["--towers=1,5"], "batch_size=1536 cannot be shared by 5 towers; 1535 and 1540 can"),
+        (["--precisions=float32,int8"], "'int8' is not one of float32, bfloat16, float16"),
+        (["--strategy=mirrored"], "strategy is not for the benchmark, which varies strategy, variable_placement"),
+        (["--num_gpus=2"], "num_gpus is not for the benchmark"),
+    ],
+)
+def test_usage_errors_of_the_benchmark(arguments, told):
+    with pytest.raises(UsageError) as caught:
+        parse_command_line(BenchmarkConfig, ["benchmark.py", *arguments], "")
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_benchmark_is_of_the_recipe_in_its_flagfile():
+    speed94 = next(path for path in CONFIGS if path.stem == "speed94")
+    config = parse_command_line(BenchmarkConfig, ["benchmark.py", f"--flagfile={speed94}", "--towers=2,1,2"], "")
+    assert config.tower_counts == (1, 2) and str(config.directory) == "runs/benchmark-speed94"
+    varied = config.varied(strategy="mirrored")
+    assert type(varied) is TrainConfig and varied.optimizer == "muon" and varied.strategy == "mirrored"
 
 
 def test_flags_and_flagfiles_later_ones_win(tmp_path):

@@ -186,6 +186,62 @@ def test_a_run_goes_on_with_another_number_of_towers(tmp_path, capsys):
     assert "going on from step 6, saved with 4 towers in float32" in capsys.readouterr().out
 
 
+def test_a_run_goes_on_under_any_strategy(tmp_path, capsys):
+    """Four towers, then two mirrored replicas, then one tower: step, rate and accuracy go on where they were."""
+    config = dataclasses.replace(
+        QUICK, train_dir=str(tmp_path / "mixed"), summary_every_steps=1, batch_statistics="final"
+    )
+    ways = [{"num_gpus": 4}, {"num_gpus": 2, "strategy": "mirrored"}, {"num_gpus": 1}]
+    results = [
+        run(dataclasses.replace(config, max_steps=steps, **way)) for steps, way in zip((8, 14, 20), ways, strict=True)
+    ]
+    assert "going on from step 8, saved with 4 towers" in capsys.readouterr().out
+    assert [result["step"] for result in results] == [8, 14, 20]
+    train = records_of(tmp_path / "mixed", "train")
+    assert [r["step"] for r in train] == list(range(1, 21))
+    run(dataclasses.replace(config, train_dir=str(tmp_path / "straight"), num_gpus=1))
+    straight = records_of(tmp_path / "straight", "train")
+    assert [r["learning_rate"] for r in train] == [r["learning_rate"] for r in straight]
+    before, after = results[0]["evaluations"][0]["accuracy"], results[1]["evaluations"][0]["accuracy"]
+    assert after > before - 0.1 and results[2]["evaluations"][0]["accuracy"] > 0.6
+    assert train[8]["loss"] < train[0]["loss"]  # the first step of the second strategy is not a first step
+
+
+def test_a_checkpoint_is_evaluated_alike_under_every_strategy(tmp_path):
+    """No step is made: what one strategy saved, the others read to the bit."""
+    config = dataclasses.replace(QUICK, train_dir=str(tmp_path), max_steps=3)
+    saved = run(dataclasses.replace(config, num_gpus=4, variable_placement="least_loaded"))
+    for way in (
+        {"num_gpus": 2, "strategy": "mirrored"},
+        {"num_gpus": 2, "parallelism": "model", "micro_batches": 2},
+        {"num_gpus": 2, "variable_placement": "round_robin", "gradient_device": "cpu"},
+    ):
+        (tmp_path / "result.json").unlink()  # otherwise it is complete and nothing is read
+        assert run(dataclasses.replace(config, **way))["weights_sha256"] == saved["weights_sha256"]
+
+
+def test_a_placement_found_by_measuring_is_kept(tmp_path, caplog):
+    """And measuring leaves no trace in the weights."""
+    caplog.set_level("INFO")
+    config = dataclasses.replace(QUICK, num_gpus=2, max_steps=2)
+    plain = run(dataclasses.replace(config, train_dir=str(tmp_path / "plain")))
+    auto = dataclasses.replace(config, train_dir=str(tmp_path / "auto"), variable_placement="auto")
+    assert run(auto)["weights_sha256"] == plain["weights_sha256"]
+    (told,) = [line for line in caplog.messages if "a step of 16 images a tower takes" in line]
+    chosen = json.loads((tmp_path / "auto/config.json").read_text())["variable_placement"]
+    assert told.startswith(f"variable placement {chosen}: ")
+    caplog.clear()
+    run(dataclasses.replace(auto, max_steps=3))
+    assert f"variable placement {chosen}: as the run began" in caplog.messages
+
+
+def test_what_this_machine_cannot_have_is_said_before_training(tmp_path):
+    config = dataclasses.replace(QUICK, train_dir=str(tmp_path / "run"), num_gpus=2)
+    with pytest.raises(UsageError, match="all_reduce=nccl joins GPUs, and not each of the 2 towers has one"):
+        run(dataclasses.replace(config, strategy="mirrored", all_reduce="nccl"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_fresh_starts_again_and_keeps_what_is_not_its_own(tmp_path):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path), max_steps=3)
     (tmp_path / "notes.txt").write_text("mine")

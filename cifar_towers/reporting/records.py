@@ -55,6 +55,15 @@ def write_whole(path: Path, text: str) -> None:
 
 def environment(towers, precision: str, data_digests: Mapping[str, str]) -> dict:
     """Where a run ran: versions, processor, devices, code and data."""
+    return machine() | {
+        "towers": [{"name": tower.name, "device": tower.device} for tower in towers],
+        "precision": precision,
+        "data_sha256": dict(data_digests),
+    }
+
+
+def machine() -> dict:
+    """What a program runs on: command, versions, processor, code."""
     return {
         "command": sys.argv,
         "python": platform.python_version(),
@@ -63,9 +72,6 @@ def environment(towers, precision: str, data_digests: Mapping[str, str]) -> dict
         "cores": os.cpu_count(),
         "packages": {name: _version(name) for name in PACKAGES},
         "git_revision": _git_revision(),
-        "towers": [{"name": tower.name, "device": tower.device} for tower in towers],
-        "precision": precision,
-        "data_sha256": dict(data_digests),
     }
 
 

@@ -5,8 +5,10 @@ Nothing here knows of images, models, settings or files; the folder can be lifte
 
 from cifar_towers.towers.devices import Tower, make_towers
 from cifar_towers.towers.gradients import average_gradients
+from cifar_towers.towers.make_parallel import make_parallel, map_on_towers
 from cifar_towers.towers.meeting import count_towers, mean_over_towers, run_together
 from cifar_towers.towers.parallel import run_on_parts, run_on_towers, split_batch
+from cifar_towers.towers.parallel_model import make_parallel_model
 from cifar_towers.towers.placement import device_table, variable_placement
 
 __all__ = [
@@ -14,7 +16,10 @@ __all__ = [
     "average_gradients",
     "count_towers",
     "device_table",
+    "make_parallel",
+    "make_parallel_model",
     "make_towers",
+    "map_on_towers",
     "mean_over_towers",
     "run_on_parts",
     "run_on_towers",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import logging
 import math
 
 import keras
@@ -20,8 +21,11 @@ from cifar_towers.reporting.progress import Progress, Status
 from cifar_towers.reporting.summaries import Summaries
 from cifar_towers.signals import NOTHING_DONE, StopRequest
 from cifar_towers.towers import Tower, device_table
-from cifar_towers.training import checkpoints, directory, schedules, setup
+from cifar_towers.towers.placement import PLACEMENTS
+from cifar_towers.training import checkpoints, choosing, directory, schedules, setup
 from cifar_towers.training.step import StepMetrics
+
+log = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig, source: sources.Source, stop: StopRequest) -> dict:
@@ -73,10 +77,11 @@ class Trainer:
         stop: StopRequest,
         clock: Clock,
     ):
-        self.config, self.source, self.dataset = config, source, dataset
-        self.devices, self.stop, self.clock = towers, stop, clock
+        self.source, self.dataset, self.devices = source, dataset, towers
+        self.stop, self.clock = stop, clock
         self.directory = config.directory
         self.precision = setup.choose_precision(config.precision, towers)
+        self.config = config = self._with_placement(config)
         self.batches = self._make_batches()
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = math.ceil(config.epochs * self.steps_per_epoch) or config.max_steps
@@ -227,6 +232,8 @@ class Trainer:
             "dataset": self.dataset.name,
             "precision": self.precision,
             "towers": len(self.towers),
+            "strategy": self.config.strategy,
+            "variable_placement": self.config.variable_placement if self.config.strategy == "towers" else None,
             "seconds": self.clock.seconds,
             "images": self.clock.images,
         }
@@ -284,6 +291,19 @@ class Trainer:
         told += f"{config.micro_batches} x " if config.micro_batches > 1 else ""
         told += f"{images} images " + (f"in {len(self.devices)} stages " if config.parallelism == "model" else "")
         return told + f"on {devices}" + (", mirrored" if config.strategy == "mirrored" else "")
+
+    def _with_placement(self, config: TrainConfig) -> TrainConfig:
+        """`config` with `variable_placement=auto` settled: as the run began on as many towers, or by measuring."""
+        if config.variable_placement != "auto":
+            return config
+        saved = [] if config.fresh else checkpoints.saved(self.directory)
+        facts = checkpoints.read_facts(saved[-1]) if saved else {}
+        placement = facts.get("variable_placement")
+        if placement not in PLACEMENTS or facts["towers"] != len(self.devices):
+            placement = choosing.fastest_placement(config, self.devices, self.precision, self.dataset.train)
+        else:
+            log.info("variable placement %s: as the run began", placement)
+        return dataclasses.replace(config, variable_placement=placement)
 
     def _make_batches(self) -> Batches:
         try:

@@ -1,0 +1,71 @@
+"""The same net as most people would train it: stock Keras layers, `fit`, a distribution strategy."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from cifar_towers.data.augment import Augmentation
+from cifar_towers.data.batches import Batches
+from cifar_towers.models import layers
+from cifar_towers.towers import Tower
+
+FED = 3  # different batches, fed again and again
+
+
+def keras_fit(
+    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, batches: Batches
+) -> Callable[[int], Iterator[tuple[float, float]]]:
+    """`fit` of a stock copy of `model`, under MirroredStrategy where there are several towers.
+
+    It gets images that are augmented beforehand. Returns a function (steps) -> (seconds, 0) for each of them: the
+    time from one batch's end to the next, without that of a first batch.
+    """
+    first = [batches.at(step) for step in range(FED)]
+    images = np.concatenate([augmentation.train(batch.images, batch.draws) for batch in first])
+    labels = np.concatenate([batch.labels for batch in first])
+    strategy = tf.distribute.MirroredStrategy([tower.device for tower in towers])
+    with strategy.scope() if len(towers) > 1 else tf.device(towers[0].device):
+        copy = stock(model)
+        copy.compile(
+            keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    data = tf.data.Dataset.from_tensor_slices((images, labels)).batch(batches.batch_size, drop_remainder=True)
+    data = data.cache().repeat().prefetch(2)
+
+    def run(steps: int) -> Iterator[tuple[float, float]]:
+        ends: list[float] = []
+        note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
+        copy.fit(data, steps_per_epoch=steps + 1, epochs=1, verbose=0, shuffle=False, callbacks=[note])
+        for seconds in np.diff(ends):
+            yield float(seconds), 0.0
+
+    return run
+
+
+def stock(model: keras.Model) -> keras.Model:
+    """A model of the same layers as Keras ships them, with first weights of its own."""
+    return keras.models.clone_model(model, clone_function=_stock_layer)
+
+
+def _stock_layer(layer: keras.layers.Layer) -> keras.layers.Layer:
+    common = {"name": layer.name, "dtype": layer.dtype_policy}
+    if isinstance(layer, layers.Activation):
+        return keras.layers.Activation(layer.function, **common)
+    if isinstance(layer, layers.BatchNorm):
+        return keras.layers.BatchNormalization(momentum=layer.kept, epsilon=layer.epsilon, scale=layer.scale, **common)
+    if isinstance(layer, layers.LocalResponseNorm):
+
+        def norm(x):  # TensorFlow's operation knows float32 alone
+            wide = tf.nn.local_response_normalization(
+                tf.cast(x, tf.float32), layer.radius, layer.bias, layer.alpha, layer.beta
+            )
+            return tf.cast(wide, x.dtype)
+
+        return keras.layers.Lambda(norm, **common)
+    if isinstance(layer, keras.layers.Conv2D):
+        return keras.layers.Conv2D.from_config(layer.get_config() | {"kernel_initializer": "glorot_uniform"})
+    return layer.__class__.from_config(layer.get_config())

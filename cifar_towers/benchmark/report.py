@@ -1,0 +1,210 @@
+"""What was measured, as a table, a sentence, JSON, a plot and a page."""
+
+import base64
+import dataclasses
+import html
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import matplotlib
+
+from cifar_towers.benchmark.variations import KERAS, NO_EXCHANGE, UNPLACED
+from cifar_towers.config import BenchmarkConfig
+from cifar_towers.errors import UsageError
+from cifar_towers.reporting import records
+from cifar_towers.reporting.profile import PARTS
+
+if TYPE_CHECKING:
+    from cifar_towers.benchmark.runner import Row
+
+matplotlib.use("Agg")
+
+WAITS, LOSES, SAME = 0.05, 0.05, 0.02  # shares above which a bottleneck is named, below which two rates are the same
+COLOURS = {"towers": "#0072b2", "mirrored": "#d55e00", NO_EXCHANGE: "#999999", KERAS: "#009e73"}  # told apart by all
+
+
+def publish(config: BenchmarkConfig, facts: Mapping, rows: Sequence["Row"]) -> None:
+    """Prints table and conclusion, and writes benchmark.json, benchmark.txt, benchmark.png and index.html."""
+    if not rows:
+        raise UsageError("nothing could be measured; the lines above say why")
+    title = (
+        f"{facts['recipe']}: {facts['model']}, batches of {facts['batch_size']:,}, {facts['dataset']}; "
+        f"{facts['processor']}, {facts['cores']} cores, {facts['devices']} {facts['kind']}; {facts['date']}"
+    )
+    text = "\n\n".join([title, table(rows), conclude(rows, facts)])
+    picture = plot(rows, facts)
+    directory = config.directory
+    directory.mkdir(parents=True, exist_ok=True)
+    as_json = [dataclasses.asdict(row) | {"variation": row.variation._asdict(), "median": row.median} for row in rows]
+    records.write_json(directory / "benchmark.json", {**facts, "rows": as_json, "conclusion": conclude(rows, facts)})
+    records.write_whole(directory / "benchmark.txt", text + "\n")
+    records.write_whole(directory / "index.html", page(title, rows, facts, picture))
+    (directory / "benchmark.png").write_bytes(picture)
+    print(f"\n{text}\n\nwritten to {directory}: benchmark.txt, benchmark.json, benchmark.png, index.html")
+
+
+def table(rows: Sequence["Row"]) -> str:
+    """Aligned text, a variation a line, the fastest of a precision first."""
+    lines = [_cells(row) for row in _sorted(rows)]
+    widths = [max(map(len, column)) for column in zip(HEADINGS, *lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index in (0, 1, 2, 4) else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in (HEADINGS, *lines)
+    )
+
+
+HEADINGS = (
+    "precision", "strategy", "placement", "towers", "input", "images/s", "quartiles", "n", "efficiency", "forward",
+    "backward", "average", "apply", "other", "waiting", "memory", "compile",
+)  # fmt: skip
+
+
+def _cells(row: "Row") -> list[str]:
+    variation, (low, high) = row.variation, row.quartiles
+    shares = [f"{100 * row.shares[part]:.1f} %" if row.shares else "-" for part in PARTS]
+    return [
+        variation.precision,
+        variation.strategy,
+        variation.placement,
+        str(variation.towers),
+        variation.input,
+        f"{row.median:,.0f}",
+        f"{low:,.0f}-{high:,.0f}",
+        str(len(row.images_per_sec)),
+        f"{100 * row.efficiency:.1f} %" if row.efficiency else "-",
+        *shares,
+        f"{100 * row.waiting:.1f} %" if variation.input == "stream" else "-",
+        f"{row.memory_mb:,.0f} MB" if row.memory_mb else "-",
+        f"{row.compile_seconds:.0f} s",
+    ]
+
+
+def conclude(rows: Sequence["Row"], facts: Mapping) -> str:
+    """One sentence: what bounds this machine, and which flags to use."""
+    ours = [row for row in rows if row.variation.strategy in ("towers", "mirrored") and row.variation.input != "stream"]
+    top = max(row.median for row in ours)
+    # of those that are as good as the fastest, the one with least to explain: few towers, shared variables, on the CPU
+    same = [row for row in ours if row.median >= (1 - SAME) * top]
+    best = min(same, key=lambda row: _plainness(row.variation))
+    bound = _bound(best, rows, facts)
+    flags = _flags(best.variation)
+    return f"This machine is bound by {bound}: use {flags} ({best.median:,.0f} images/s)."
+
+
+def _plainness(variation) -> tuple:
+    order = ("cpu", "round_robin", "least_loaded", UNPLACED)
+    return variation.strategy != "towers", order.index(variation.placement), variation.towers
+
+
+def _flags(variation) -> str:
+    flags = [f"--num_gpus={variation.towers}", f"--precision={variation.precision}"]
+    if variation.strategy == "mirrored":
+        return " ".join([*flags, "--strategy=mirrored"])
+    return " ".join([*flags, f"--variable_placement={variation.placement}"])
+
+
+def _bound(best: "Row", rows: Sequence["Row"], facts: Mapping) -> str:
+    """Input, exchange, too small a batch per tower, or compute, with the figures that say so."""
+    alike = {
+        (row.variation.strategy, row.variation.input): row
+        for row in rows
+        if (row.variation.towers, row.variation.precision) == (best.variation.towers, best.variation.precision)
+    }
+    apart = alike.get((NO_EXCHANGE, "constant"))
+    waiting = max(row.waiting for row in rows if row.variation.precision == best.variation.precision)
+    if waiting > WAITS:
+        return f"its input (the step waits for it {100 * waiting:.0f} % of the time)"
+    if apart and best.median < (1 - LOSES) * apart.median:
+        lost = 100 * (1 - best.median / apart.median)
+        return f"the exchange between towers ({lost:.0f} % slower than towers that never meet)"
+    if apart and apart.efficiency < 1 - LOSES:
+        share = facts["batch_size"] // best.variation.towers
+        return (
+            f"too small a batch per tower ({share} images: towers that never meet reach "
+            f"{100 * apart.efficiency:.0f} % of what their devices do with a whole batch)"
+        )
+    busy = 100 * (best.shares.get("forward", 0) + best.shares.get("backward", 0))
+    return f"compute ({busy:.0f} % of the work is forward and backward)"
+
+
+def _sorted(rows: Sequence["Row"]) -> list["Row"]:
+    return sorted(rows, key=lambda row: (row.variation.precision, -row.median))
+
+
+def plot(rows: Sequence["Row"], facts: Mapping) -> bytes:
+    """PNG: a panel a precision, a bar a variation with its quartiles; a line where one tower stands."""
+    from matplotlib import pyplot as plt
+
+    precisions = sorted({row.variation.precision for row in rows})
+    tallest = max(sum(row.variation.precision == precision for row in rows) for precision in precisions)
+    figure, panels = plt.subplots(
+        1, len(precisions), figsize=(7.2 * len(precisions), 1.6 + 0.3 * tallest), squeeze=False, layout="constrained"
+    )
+    for panel, precision in zip(panels[0], precisions, strict=True):
+        shown = [row for row in _sorted(rows) if row.variation.precision == precision]
+        shown.sort(key=lambda row: (row.variation.towers, -row.median))
+        for place, row in enumerate(shown):
+            low, high = row.quartiles
+            errors = [[row.median - low], [high - row.median]]
+            panel.barh(
+                place, row.median, xerr=errors, color=COLOURS[row.variation.strategy], ecolor="#444444", height=0.75,
+                hatch="//" if row.variation.input == "stream" else "", edgecolor="white",
+            )  # fmt: skip
+            panel.text(row.median * 0.02, place, f"{row.median:,.0f}", va="center", color="white", fontsize=8)
+        panel.set_yticks(
+            range(len(shown)), [f"{row.variation.told()}  x {row.variation.towers}" for row in shown], fontsize=9
+        )
+        panel.invert_yaxis()
+        one = [row.median for row in shown if row.efficiency and row.variation[:3] == ("towers", "cpu", 1)]
+        if one:
+            panel.axvline(one[0], color="#222222", linestyle=":", linewidth=1)
+        panel.set_xlabel("images/s, median and quartiles; dotted: one tower")
+        panel.set_title(precision)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{facts['recipe']}, batches of {facts['batch_size']:,}; {facts['processor']}, {facts['date']}")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=120, facecolor="white")
+    plt.close(figure)
+    return buffer.getvalue()
+
+
+def page(title: str, rows: Sequence["Row"], facts: Mapping, picture: bytes) -> str:
+    """One HTML file with everything in it."""
+    lines = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) + "</tr>" for row in _sorted(rows)
+    )
+    heads = "".join(f"<th>{html.escape(heading)}</th>" for heading in HEADINGS)
+    encoded = base64.b64encode(picture).decode()
+    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>
+:root {{ color-scheme: light dark }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem }}
+img {{ max-width: 100%; background: white }} .wide {{ overflow-x: auto }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px }}
+td, th {{ padding: .2rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884 }}
+td:nth-child(-n+3), th:nth-child(-n+3) {{ text-align: left }}
+</style></head><body>
+<h1>{html.escape(title)}</h1>
+<p><strong>{html.escape(conclude(rows, facts))}</strong></p>
+<img alt="images a second of every variation" src="data:image/png;base64,{encoded}">
+<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>
+<p>{html.escape(READING)}</p>
+<p>{html.escape(packages)}; {facts["minutes"]:.0f} minutes of measuring.</p>
+</body></html>
+"""
+
+
+READING = (
+    "Every variation makes the same update from the same batch of the recipe's size. Images/s are the median over n "
+    "rounds, each of which visits all variations in a new order, after compilation. `no exchange` are towers with "
+    "variables of their own that never meet, which is the most that towers could reach; `stream` prepares the recipe's "
+    "batches while the step runs, the rest repeats one batch. Efficiency is images/s over those of one tower, times "
+    "the devices there really are. The shares are of the step's work, as TensorFlow's profiler saw it on one step, all "
+    "towers together; `waiting` is the share of time in which the step waited for its input; memory is the most that "
+    "the process, or the first GPU, held."
+)

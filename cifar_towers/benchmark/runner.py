@@ -1,0 +1,176 @@
+"""The measurement: every variation in turn, round after round, so that a machine's moods fall on all of them alike."""
+
+import dataclasses
+import math
+import multiprocessing
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import date
+
+import tensorflow as tf
+
+from cifar_towers import programs
+from cifar_towers.benchmark import report
+from cifar_towers.benchmark.variations import KERAS, Variation, grid
+from cifar_towers.config import BenchmarkConfig
+from cifar_towers.errors import RunError
+from cifar_towers.reporting import records
+from cifar_towers.training import precision
+
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 15
+VISIT_SECONDS = 2.0  # a visit to a variation makes as many steps as take about this long
+
+
+@dataclasses.dataclass
+class Row:
+    """What was measured of one variation. `images_per_sec` holds one number a round."""
+
+    variation: Variation
+    compile_seconds: float = 0.0
+    step_seconds: float = 0.0  # of one step after the first, to plan by
+    images_per_sec: list[float] = dataclasses.field(default_factory=list)
+    waiting: float = 0.0  # share of the time in which the step waited for its input
+    memory_mb: float = 0.0
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)
+    efficiency: float = 0.0  # images/s over those of one tower and the devices there are
+
+    @property
+    def median(self) -> float:
+        """Images a second."""
+        return statistics.median(self.images_per_sec)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """A quarter of the rounds were slower than the first, a quarter faster than the second."""
+        low, _, high = statistics.quantiles(self.images_per_sec, n=4, method="inclusive")
+        return low, high
+
+
+def run(config: BenchmarkConfig) -> None:
+    """Measures, prints the table and the conclusion, and writes them with plots to the config's directory."""
+    start = time.monotonic()
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    counts = config.tower_counts or _doubled(gpus or 4)
+    precisions = _precisions(config, "GPU" if gpus else "CPU")
+    if config.predict:
+        counts, precisions = (1,), precisions[:1]
+    with ExitStack() as stack:
+        workers = {count: stack.enter_context(_worker(config, count)) for count in counts}
+        devices = {count: ask() for count, ask in workers.items()}
+        variations = grid(counts, precisions, config.peers)
+        if config.predict:
+            variations = [Variation("towers", "cpu", 1, precisions[0])]
+        rows = _prepare(variations, workers)
+        _measure(rows, workers, config, start)
+        for row in rows:
+            if row.variation.strategy != KERAS and row.variation.input == "constant":
+                row.shares = workers[row.variation.towers](("profile", row.variation))
+    set_efficiency(rows, devices)
+    facts = {
+        "recipe": config.name,
+        "model": config.model,
+        "batch_size": config.batch_size,
+        "dataset": devices[counts[0]]["dataset"],
+        "kind": devices[counts[0]]["kind"],
+        "devices": max(found["physical"] for found in devices.values()),
+        "date": date.today().isoformat(),
+        "minutes": (time.monotonic() - start) / 60,
+        **records.machine(),
+    }
+    report.publish(config, facts, rows)
+
+
+def _doubled(most: int) -> tuple[int, ...]:
+    return tuple(sorted({*(2**power for power in range(most.bit_length()) if 2**power <= most), most}))
+
+
+def _precisions(config: BenchmarkConfig, kind: str) -> tuple[str, ...]:
+    if config.precisions:
+        return tuple(dict.fromkeys(config.precisions.split(",")))
+    return tuple(dict.fromkeys((precision.choose(config.precision, kind)[0], "float32")))
+
+
+@contextmanager
+def _worker(config: BenchmarkConfig, count: int):
+    """A process with `count` towers, as a function that sends an order, if one is given, and returns the answer."""
+    spawn = multiprocessing.get_context("spawn")  # TensorFlow does not survive a fork
+    connection, theirs = spawn.Pipe()
+    process = spawn.Process(target=programs.serve_benchmark, args=(config, count, theirs), daemon=True)
+    process.start()
+    theirs.close()
+
+    def ask(order: tuple | None = None):
+        try:
+            if order:
+                connection.send(order)
+            answer = connection.recv()
+        except (EOFError, BrokenPipeError):
+            raise RunError(f"the process of {count} towers has ended; its last words are above") from None
+        if isinstance(answer, RunError):
+            raise answer
+        return answer
+
+    try:
+        yield ask
+    finally:
+        with suppress(OSError):
+            connection.send(None)
+        process.join(10)
+        if process.is_alive():
+            process.terminate()
+
+
+def _prepare(variations: list[Variation], workers: dict) -> list[Row]:
+    """Traces and compiles everything; what this machine cannot do is said and left out."""
+    rows = []
+    for number, variation in enumerate(variations, 1):
+        told = f"compiling {number}/{len(variations)}: {variation.towers} x {variation.told()}, {variation.precision}"
+        try:
+            compiling, step = workers[variation.towers](("build", variation))
+        except RunError as error:
+            print(f"{told}: left out: {error}", flush=True)
+            continue
+        print(f"{told}: {compiling:.0f} s, a step {step:.2f} s", flush=True)
+        rows.append(Row(variation, compiling, step))
+    return rows
+
+
+def _measure(rows: list[Row], workers: dict, config: BenchmarkConfig, start: float) -> None:
+    """Rounds of short visits to every variation, in another order each time, for as long as there is time."""
+    visits = []
+    for row in rows:
+        steps = max(1, math.ceil(VISIT_SECONDS / row.step_seconds))
+        warm_up = int(steps > 1)  # a short step would find another's data in the caches
+        visits.append((row, steps + warm_up, warm_up))
+    round_seconds = sum(steps * row.step_seconds for row, steps, _ in visits)
+    profiling = 2 * sum(row.step_seconds for row in rows)
+    left = 60 * config.minutes - (time.monotonic() - start) - profiling
+    rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(left / round_seconds)))
+    for number in range(rounds):
+        print(f"round {number + 1}/{rounds}, about {round_seconds:.0f} s", flush=True)
+        random.Random(number).shuffle(visits)
+        for row, steps, warm_up in visits:
+            told = workers[row.variation.towers](("run", row.variation, steps))
+            seconds = told["seconds"][warm_up:]
+            row.images_per_sec.append(config.batch_size * len(seconds) / sum(seconds))
+            row.waiting = max(row.waiting, sum(told["waiting"][warm_up:]) / sum(seconds))
+            row.memory_mb = max(row.memory_mb, told["memory_mb"])
+
+
+def set_efficiency(rows: list[Row], devices: dict) -> None:
+    """Images/s against those of one tower with the same precision, times the devices that K towers really have."""
+    one = {row.variation.precision: row.median for row in _alike(rows, towers=1, strategy="towers", input="constant")}
+    for row in rows:
+        if row.variation.precision in one:
+            ideal = one[row.variation.precision] * devices[row.variation.towers]["physical"]
+            row.efficiency = row.median / ideal
+
+
+def _alike(rows: list[Row], **wanted) -> Iterator[Row]:
+    """The rows whose variation has these values."""
+    for row in rows:
+        if all(getattr(row.variation, name) == value for name, value in wanted.items()):
+            yield row

@@ -1,0 +1,131 @@
+"""What is measured: one recipe's step, placed, combined, computed and fed in several ways."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from cifar_towers.benchmark import peers
+from cifar_towers.config import BenchmarkConfig, TrainConfig
+from cifar_towers.data.batches import Batch, Batches
+from cifar_towers.data.dataset import Split
+from cifar_towers.towers import Tower, split_batch
+from cifar_towers.towers.placement import placed_by
+from cifar_towers.training import schedules, setup
+
+NO_EXCHANGE, KERAS = "no exchange", "keras fit"
+UNPLACED = "-"  # a copy on each device, so there is nothing to place
+
+
+class Variation(NamedTuple):
+    """One way to make the step."""
+
+    strategy: str  # towers, mirrored, `no exchange` (towers that never meet) or `keras fit` (the peer)
+    placement: str  # of the towers' variables, or `-`
+    towers: int
+    precision: str
+    input: str = "constant"  # the same batch again and again, or the recipe's `stream`
+
+    def told(self) -> str:
+        """For a table or a plot: `towers, cpu, stream`."""
+        parts = [self.strategy, self.placement if self.placement != UNPLACED else "", self.input]
+        return ", ".join(part for part in parts if part not in ("", "constant"))
+
+
+def grid(counts: Sequence[int], precisions: Sequence[str], with_peers: bool) -> list[Variation]:
+    """All that is worth measuring, without what is the same: placements for one tower, one mirrored replica.
+
+    The recipe's own input is measured for two towers, the peer for the fewest and the most.
+    """
+    found = []
+    for precision in precisions:
+        for count in counts:
+            placements = ("cpu", "round_robin", "least_loaded") if count > 1 else ("cpu",)
+            found += [Variation("towers", placement, count, precision) for placement in placements]
+            if count > 1:
+                found.append(Variation("mirrored", UNPLACED, count, precision))
+                found.append(Variation(NO_EXCHANGE, UNPLACED, count, precision))
+        found.append(Variation("towers", "cpu", min(counts, key=lambda count: abs(count - 2)), precision, "stream"))
+        if with_peers:
+            found += [Variation(KERAS, UNPLACED, count, precision) for count in sorted({counts[0], counts[-1]})]
+    return found
+
+
+class Built(NamedTuple):
+    """A variation ready to run: `run(steps)` makes that many steps and yields, a step, (seconds, of them waiting for
+    input)."""
+
+    run: Callable[[int], Iterator[tuple[float, float]]]
+    call: Callable[[], Any] | None  # one step on the constant batch, for a profile; None where there is no such thing
+
+
+def build(config: BenchmarkConfig, variation: Variation, towers: Sequence[Tower], train: Split) -> Built:
+    """Makes a variation of a recipe's step on the first of `towers`.
+
+    Raises:
+      UsageError: this machine or this recipe cannot have it so.
+    """
+    towers = list(towers[: variation.towers])
+    changes = {"precision": variation.precision}
+    if variation.strategy == "mirrored":
+        changes["strategy"] = "mirrored"
+    elif variation.placement != UNPLACED:
+        changes["variable_placement"] = variation.placement
+    config = config.varied(**changes)
+    batches = Batches(train, config.batch_size, config.seed, config.flip)
+    if variation.strategy == KERAS:
+        model = setup.make_model(config, variation.precision, train)
+        return Built(peers.keras_fit(model, towers, setup.make_augmentation(config), batches), None)
+    if variation.strategy == NO_EXCHANGE:
+        step, rates = _steps_apart(config, towers, batches, train)
+    else:
+        training = _training(config, towers, batches, train)
+        step, rates = training.train_step, training.state.optimizer.rates(0)
+    side = largest_side(config)
+    rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
+    batch = batches.at(0)
+
+    def call(batch: Batch = batch) -> Any:
+        return tf.nest.map_structure(lambda tensor: tensor.numpy(), step(batch, rates, side))
+
+    if variation.input == "stream":
+        return Built(functools.partial(_timed, call, iter(batches.stream(0, 1_000_000))), call)
+    return Built(functools.partial(_timed, call, None), call)
+
+
+def largest_side(config: TrainConfig) -> int:
+    """The side of the images that most of a recipe's work is done on."""
+    return max(int(side) for side in schedules.parse_points("image_sides", config.image_sides or "0=32").values)
+
+
+def _timed(call: Callable, stream: Iterator | None, steps: int) -> Iterator[tuple[float, float]]:
+    for _ in range(steps):
+        start = time.perf_counter()
+        batch = (next(stream),) if stream else ()
+        fed = time.perf_counter()
+        call(*batch)
+        yield time.perf_counter() - start, fed - start if stream else 0.0
+
+
+def _training(config: TrainConfig, towers: list[Tower], batches: Batches, train: Split) -> setup.Training:
+    total_steps = max(1, round(config.epochs * batches.steps_per_epoch))
+    return setup.make_training(config, towers, config.precision, train, batches.steps_per_epoch, total_steps)
+
+
+def _steps_apart(config: TrainConfig, towers: list[Tower], batches: Batches, train: Split):
+    """One graph of K whole steps, each on its tower's device with variables of its own: the towers never meet."""
+    alone = dataclasses.replace(config, batch_size=config.batch_size // len(towers))
+    trainings = []
+    for tower in towers:
+        with placed_by(lambda _, pinned_to, device=tower.device: device):
+            trainings.append(_training(alone, [tower], batches, train))
+
+    @tf.function(autograph=False)
+    def step(batch, rates, side):
+        shards = split_batch(batch, towers)
+        return [training.train_step(shard, rates, side) for training, shard in zip(trainings, shards, strict=True)]
+
+    return step, trainings[0].state.optimizer.rates(0)

@@ -1,0 +1,111 @@
+"""A process that has opened some number of towers and times variations of the step when it is told to.
+
+Threads an operation and logical devices are fixed for a process, so every number of towers has a worker of its own;
+all wait while one works.
+"""
+
+import os
+import threading
+import time
+from multiprocessing.connection import Connection
+
+import tensorflow as tf
+
+from cifar_towers.benchmark.variations import Built, Variation, build
+from cifar_towers.config import BenchmarkConfig
+from cifar_towers.data import sources
+from cifar_towers.errors import RunError
+from cifar_towers.reporting.profile import shares_of_step
+from cifar_towers.training import setup
+
+LOOKS = 0.02  # seconds between looks at the memory
+
+
+def serve(config: BenchmarkConfig, towers: int, connection: Connection) -> None:
+    """Answers ("build" | "run" | "profile", ...) until it gets nothing."""
+    worker = _Worker(config, towers)
+    connection.send(worker.introduce())
+    try:
+        while order := connection.recv():
+            name, *arguments = order
+            try:
+                connection.send(getattr(worker, name)(*arguments))
+            except RunError as error:
+                connection.send(error)
+    except EOFError:
+        return
+
+
+class _Worker:
+    def __init__(self, config: BenchmarkConfig, towers: int):
+        self.config = config
+        self.towers = setup.open_towers(config.varied(num_gpus=towers))
+        source = sources.find(config.dataset, config.data_dir)
+        _, dataset = sources.load(source, config.validation_examples, fall_back=config.dataset == "auto")
+        self.train, self.dataset = dataset.train, dataset.name
+        self.built: dict[Variation, Built] = {}
+
+    def introduce(self) -> dict:
+        """What the towers are."""
+        kind = "GPU" if "GPU" in self.towers[0].device else "CPU"
+        physical = len(tf.config.list_physical_devices(kind)) if kind == "GPU" else 1
+        return {"kind": kind, "physical": min(physical, len(self.towers)), "dataset": self.dataset}
+
+    def build(self, variation: Variation) -> tuple[float, float]:
+        """Seconds until the first step is done, with tracing and compilation; and of the second."""
+        start = time.perf_counter()
+        self.built[variation] = build(self.config, variation, self.towers, self.train)
+        list(self.built[variation].run(1))
+        first = time.perf_counter() - start
+        ((second, _),) = self.built[variation].run(1)
+        return first, second
+
+    def run(self, variation: Variation, steps: int) -> dict:
+        """Seconds of each step, seconds of them waiting for input, most memory in use, in MB (0: not known)."""
+        with _Memory(self.towers[0].device) as memory:
+            timed = list(self.built[variation].run(steps))
+        return {
+            "seconds": [float(seconds) for seconds, _ in timed],
+            "waiting": [float(waiting) for _, waiting in timed],
+            "memory_mb": memory.most_mb,
+        }
+
+    def profile(self, variation: Variation) -> dict[str, float]:
+        """Shares of a step's work, of all towers together."""
+        call = self.built[variation].call
+        return shares_of_step(call) if call else {}
+
+
+class _Memory:
+    """The most memory the process holds while it works: resident on the host, allocated on a GPU."""
+
+    def __init__(self, device: str):
+        self.most_mb = 0.0
+        self._gpu = device.removeprefix("/") if "GPU" in device else ""
+        self._done = threading.Event()
+
+    def __enter__(self):
+        if self._gpu:
+            tf.config.experimental.reset_memory_stats(self._gpu)
+        else:
+            self._watcher = threading.Thread(target=self._watch, daemon=True)
+            self._watcher.start()
+        return self
+
+    def __exit__(self, *_):
+        if self._gpu:
+            self.most_mb = tf.config.experimental.get_memory_info(self._gpu)["peak"] / 1e6
+        else:
+            self._done.set()
+            self._watcher.join()
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                with open("/proc/self/statm") as file:
+                    resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            except OSError:  # not Linux
+                return
+            self.most_mb = max(self.most_mb, resident / 1e6)
+            if self._done.wait(LOOKS):
+                return

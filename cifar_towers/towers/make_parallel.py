@@ -1,0 +1,176 @@
+"""A function, or a pass over a dataset, on several towers, in one line.
+
+`make_parallel` is for any function of batched tensors, `map_on_towers` for an expensive function over the batches of a
+`tf.data.Dataset`.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from cifar_towers.towers.devices import Tower, make_towers
+from cifar_towers.towers.parallel import keep_on, run_on_towers, split_batch
+
+
+def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **tensors: Any) -> Any:
+    """Calls `fn(**shard)` on every tower and joins the outputs: as `fn(**tensors)`, computed on several devices.
+
+    Call it inside one `tf.function`: there the towers run side by side, eagerly one after another. Gradients with
+    respect to `tensors` and to the variables that `fn` reads are computed on the tower that ran the forward pass;
+    tensors that `fn` only closes over get none.
+
+    Args:
+      fn: called with keywords, each a shard [B/K, ...]; returns a structure of tensors [B/K, ...].
+      num_towers: how many towers, or the towers themselves.
+      **tensors: structures of tensors [B, ...]. Where K does not divide B, the first B mod K shards have one example
+        more. Where B is not known until the graph runs and is less than K, the towers without an example compute
+        the last one over again, and their outputs are dropped.
+
+    Returns:
+      The structure that `fn` returns, with tensors [B, ...].
+
+    Raises:
+      ValueError: no tensors, tensors that differ in axis 0, fewer examples than towers, an output whose axis 0 is not
+        the shard's, or towers that return different structures.
+    """
+    towers = as_towers(num_towers)
+    tensors = tf.nest.map_structure(tf.convert_to_tensor, tensors)
+    _check_batch(tensors, towers)
+    shards = share(tensors, towers)
+    outputs = on_each_tower(lambda tower, shard: _check_outputs(fn(**shard), shard, tower), towers, shards)
+    return join(outputs, shards)
+
+
+def map_on_towers(fn: Callable[[Any], Any], dataset: tf.data.Dataset, towers: int | Sequence[Tower]) -> Iterator[Any]:
+    """Yields `fn(batch)` for each batch of a dataset, in order, K batches at a time on K devices.
+
+    One graph serves all groups of K batches and one more the last group, if it has fewer; the last batch may be
+    shorter. The dataset is read as it goes: at most K batches are held.
+
+    Args:
+      fn: called with one element of the dataset as it is (a pair as a pair); returns a structure of tensors.
+      dataset: of batches.
+      towers: how many towers, or the towers themselves.
+    """
+    towers = as_towers(towers)
+
+    @tf.function
+    def group_fn(batches):
+        return run_on_towers(lambda tower, batch: fn(batch), towers[: len(batches)], batches)
+
+    @functools.cache
+    def graph_for(count: int):
+        return group_fn.get_concrete_function([dataset.element_spec] * count)
+
+    def results():
+        batches = iter(dataset)
+        while group := list(itertools.islice(batches, len(towers))):
+            yield from graph_for(len(group))(group)
+
+    return results()
+
+
+class Shard(NamedTuple):
+    """One tower's part of a batch."""
+
+    tensors: Any
+    examples: Any  # how many of its first rows count; less than it has only where it stands in for an empty shard
+
+
+def share(tensors: Any, towers: Sequence[Tower]) -> list[Shard]:
+    """[B, ...] -> K x [B/K, ...], of which none is empty: without an example of its own a tower gets the last one."""
+    flat = tf.nest.flatten(tensors)
+    length = next((t.shape[0] for t in flat if t.shape[0] is not None), None)
+    if length is not None and length >= len(towers) and all(t.shape[0] == length for t in flat):
+        return [Shard(shard, tf.nest.flatten(shard)[0].shape[0]) for shard in split_batch(tensors, towers)]
+    with tf.name_scope("split_batch"):
+        length = tf.shape(flat[0])[0]
+        for tensor in flat[1:]:
+            tf.debugging.assert_equal(tf.shape(tensor)[0], length, "the tensors of a batch differ in axis 0")
+        shortest, rest = length // len(towers), length % len(towers)
+        ends = [shortest * (k + 1) + tf.minimum(rest, k + 1) for k in range(len(towers))]
+        shards = []
+        for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+            first = tf.minimum(begin, length - 1)
+            shards.append(Shard(tf.nest.map_structure(lambda t, a=first, b=end: t[a:b], tensors), end - begin))
+    return shards
+
+
+def on_each_tower(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: list[Shard]) -> list[Any]:
+    return [
+        keep_on(tower.device, tower.name, functools.partial(fn, tower))(shard.tensors)
+        for tower, shard in zip(towers, shards, strict=True)
+    ]
+
+
+def join(structures: list[Any], shards: list[Shard]) -> Any:
+    """K x [B/K, ...] -> [B, ...] for every tensor of K equal structures."""
+    first = _places(structures[0])
+    for tower, structure in enumerate(structures):
+        if _places(structure) != first:
+            raise ValueError(
+                f"tower_{tower} returned {', '.join(_places(structure))} and tower_0 {', '.join(first)}; "
+                "the function must return one structure whatever its shard"
+            )
+    with tf.name_scope("join_batch"):
+        counted = [
+            tf.nest.map_structure(lambda t, n=shard.examples: t if isinstance(n, int) else t[:n], structure)
+            for structure, shard in zip(structures, shards, strict=True)
+        ]
+        return tf.nest.map_structure(lambda *parts: tf.concat(parts, axis=0), *counted)
+
+
+def as_towers(towers: int | Sequence[Tower]) -> list[Tower]:
+    towers = make_towers(towers) if isinstance(towers, int) else list(towers)
+    if not towers:
+        raise ValueError("no towers to run on; give their number or a list from make_towers")
+    return towers
+
+
+def _places(structure: Any, name: str = "output") -> list[str]:
+    """'output['logits']', 'output[0]' or plain 'output': where each tensor of a structure is."""
+    return [name + "".join(f"[{key!r}]" for key in path) for path, _ in keras.tree.flatten_with_path(structure)]
+
+
+def _check_batch(tensors: dict[str, Any], towers: Sequence[Tower]) -> None:
+    if not tf.nest.flatten(tensors):
+        raise ValueError("no tensors to split over the towers; give them by keyword, as in x=images")
+    named = list(zip(_places(tensors, ""), tf.nest.flatten(tensors), strict=True))
+    for place, tensor in named:
+        if tensor.shape.rank == 0:
+            raise ValueError(f"{place} is a scalar and cannot be split; let the function close over it instead")
+    lengths = {place: tensor.shape[0] for place, tensor in named if tensor.shape[0] is not None}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{place} has {length}" for place, length in lengths.items())
+        raise ValueError(f"the tensors differ in axis 0: {told}; all must have the same examples")
+    length = next(iter(lengths.values()), None)
+    if length is not None and length < len(towers):
+        raise ValueError(
+            f"{length} examples for {len(towers)} towers would leave shards of zero examples; "
+            f"give at least {len(towers)} examples or use fewer towers"
+        )
+
+
+def _check_outputs(structure: Any, shard: dict[str, Any], tower: Tower) -> Any:
+    """The structure as it came, if axis 0 of each tensor is the shard's; lengths only known later are checked then."""
+    first = tf.nest.flatten(shard)[0]
+    examples = first.shape[0]
+    for place, output in zip(_places(structure), tf.nest.flatten(structure), strict=True):
+        shape = getattr(output, "shape", None)
+        if shape is None:
+            raise ValueError(f"{place} of {tower.name} is {output!r}, not a tensor; the function must return tensors")
+        if shape.rank == 0:
+            raise ValueError(f"{place} of {tower.name} is a scalar and cannot be joined; return one value an example")
+        if shape.rank is None or shape[0] is None:
+            told = f"{place} of {tower.name} has not one row an example"
+            tf.debugging.assert_equal(tf.shape(output)[0], tf.shape(first)[0], told)
+        elif shape[0] != examples:
+            of = f"{examples} examples" if examples is not None else "any number of examples"
+            raise ValueError(
+                f"{place} of {tower.name} has {shape[0]} on axis 0 for {of}; the function must return a row an example"
+            )
+    return structure

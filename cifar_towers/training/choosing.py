@@ -1,0 +1,58 @@
+"""Choosing by measuring: the variable placement that is fastest here."""
+
+import dataclasses
+import logging
+import statistics
+import time
+
+import tensorflow as tf
+
+from cifar_towers.config import TrainConfig
+from cifar_towers.data.batches import Batches
+from cifar_towers.data.dataset import Split
+from cifar_towers.towers import Tower
+from cifar_towers.towers.placement import PLACEMENTS
+from cifar_towers.training import setup
+
+log = logging.getLogger(__name__)
+
+IMAGES = 16  # a tower and step: few, so that what is exchanged weighs most
+STEPS, SAME = 7, 0.03  # timed steps of each placement; times as near as this count as equal, and the plainer one wins
+
+
+def fastest_placement(config: TrainConfig, towers: list[Tower], computed_in: str, train: Split) -> str:
+    """One of `PLACEMENTS`: whose step over a small batch took least time, in the median of interleaved steps.
+
+    It takes as long as tracing the step three times. `scripts/benchmark.py` does the same at full size.
+    """
+    if len({tower.device for tower in towers} | {"/CPU:0"}) == 1:
+        log.info("variable placement cpu: one tower on the CPU leaves nothing to choose")
+        return "cpu"
+    start = time.perf_counter()
+    steps = {}
+    for placement in PLACEMENTS:
+        small = dataclasses.replace(
+            config,
+            num_gpus=len(towers),
+            variable_placement=placement,
+            batch_size=min(config.batch_size, IMAGES * len(towers) * config.micro_batches),
+        )
+        batches = Batches(train, small.batch_size, small.seed, small.flip)
+        training = setup.make_training(small, towers, computed_in, train, batches.steps_per_epoch, total_steps=100)
+        rates = {name: tf.constant(0.0) for name in training.state.optimizer.rates(0)}
+        steps[placement] = (training.train_step, batches.at(0), rates)
+        training.train_step(*steps[placement][1:])  # traces
+    seconds: dict[str, list[float]] = {placement: [] for placement in steps}
+    for _ in range(STEPS):
+        for placement, (step, *arguments) in steps.items():
+            began = time.perf_counter()
+            step(*arguments).loss.numpy()
+            seconds[placement].append(time.perf_counter() - began)
+    medians = {placement: statistics.median(times) for placement, times in seconds.items()}
+    chosen = next(p for p in PLACEMENTS if medians[p] <= (1 + SAME) * min(medians.values()))
+    told = ", ".join(f"{placement} {1000 * median:.1f} ms" for placement, median in medians.items())
+    log.info(
+        f"variable placement {chosen}: a step of {IMAGES} images a tower takes {told} "
+        f"(within {100 * SAME:.0f} % counts as equal; measured in {time.perf_counter() - start:.0f} s)"
+    )
+    return chosen

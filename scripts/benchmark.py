@@ -1,0 +1,12 @@
+#!/usr/bin/env python3
+"""Measures every way to place and combine: `benchmark.py --flagfile=configs/speed94.cfg --towers=1,2,4`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cifar_towers.programs import benchmark
+
+if __name__ == "__main__":
+    benchmark()

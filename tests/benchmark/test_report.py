@@ -1,0 +1,106 @@
+import json
+
+import matplotlib.image
+import pytest
+
+from cifar_towers.benchmark import report
+from cifar_towers.benchmark.runner import Row, set_efficiency
+from cifar_towers.benchmark.variations import KERAS, NO_EXCHANGE, UNPLACED, Variation, grid
+from cifar_towers.config import BenchmarkConfig
+from cifar_towers.reporting.profile import PARTS
+
+FACTS = {
+    "recipe": "mine", "model": "cifarnet", "batch_size": 256, "dataset": "synthetic", "processor": "Abacus <1>",
+    "cores": 2, "devices": 1, "kind": "CPU", "date": "2026-01-01", "minutes": 1.0, "packages": {"tensorflow": "2"},
+}  # fmt: skip
+DEVICES = {1: {"physical": 1}, 2: {"physical": 1}}
+
+
+def row(strategy, placement, towers, rates, precision="float32", input="constant", waiting=0.0):
+    shares = {} if strategy == KERAS else dict(zip(PARTS, (0.3, 0.6, 0.05, 0.04, 0.01), strict=True))
+    variation = Variation(strategy, placement, towers, precision, input)
+    return Row(variation, 3.0, rates, waiting=waiting, memory_mb=500.0, shares=shares)
+
+
+def measured(**rates):
+    """Rows of a machine where these are the medians; the rest is 100."""
+    value = {"one": 100, "cpu": 100, "round": 100, "mirrored": 100, "apart": 100, "waiting": 0.0} | rates
+    spread = {name: [0.9 * middle, middle, 1.1 * middle] for name, middle in value.items()}
+    rows = [
+        row("towers", "cpu", 1, spread["one"]),
+        row("towers", "cpu", 2, spread["cpu"]),
+        row("towers", "round_robin", 2, spread["round"]),
+        row("mirrored", UNPLACED, 2, spread["mirrored"]),
+        row(NO_EXCHANGE, UNPLACED, 2, spread["apart"]),
+        row("towers", "cpu", 2, spread["cpu"], input="stream", waiting=value["waiting"]),
+        row(KERAS, UNPLACED, 2, [10, 20, 30]),
+    ]
+    set_efficiency(rows, DEVICES)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rates", "told"),
+    [
+        ({}, "bound by compute (90 % of the work is forward and backward): use --num_gpus=1"),
+        ({"cpu": 120, "apart": 121}, "use --num_gpus=2 --precision=float32 --variable_placement=cpu (120 images/s)"),
+        ({"cpu": 100, "round": 120, "apart": 121}, "use --num_gpus=2 --precision=float32 --variable_placement=round_"),
+        ({"mirrored": 150, "apart": 151}, "--strategy=mirrored (150 images/s)"),
+        ({"cpu": 120, "apart": 150}, "bound by the exchange between towers (20 % slower than towers that never meet)"),
+        ({"cpu": 120, "apart": 120, "waiting": 0.3}, "bound by its input (the step waits for it 30 % of the time)"),
+        (
+            {"one": 60, "cpu": 80, "round": 80, "mirrored": 80, "apart": 81},
+            "bound by compute",
+        ),
+    ],
+)
+def test_the_conclusion_names_the_bottleneck_and_the_flags(rates, told):
+    assert told in report.conclude(measured(**rates), FACTS)
+
+
+def test_too_small_a_batch_per_tower():
+    """Two real devices, which alone do half of what one does with the whole batch."""
+    rows = [row("towers", "cpu", 1, [100]), row("towers", "cpu", 2, [105]), row(NO_EXCHANGE, UNPLACED, 2, [106])]
+    for each in rows:
+        each.images_per_sec *= 3
+    set_efficiency(rows, {1: {"physical": 1}, 2: {"physical": 2}})
+    assert rows[1].efficiency == pytest.approx(0.525)
+    assert "too small a batch per tower (128 images: towers that never meet reach 53 %" in report.conclude(rows, FACTS)
+
+
+def test_the_table_is_aligned_and_sorted_and_tells_quartiles():
+    lines = report.table(measured(cpu=120)).splitlines()
+    assert len(set(map(len, lines))) <= 2  # trailing cells are padded alike
+    assert [line.split()[1] for line in lines[1:3]] == ["towers", "towers"]
+    assert "114-126" in lines[1] and "120.0 %" in lines[1] and "60.0 %" in lines[1]
+    keras = next(line for line in lines if line.split()[1] == "keras")
+    assert "15-25" in keras
+
+
+def test_what_is_published(tmp_path, capsys):
+    rows = [*measured(cpu=120), row("towers", "cpu", 1, [50, 51, 52], precision="bfloat16")]
+    report.publish(BenchmarkConfig(train_dir=str(tmp_path)), FACTS, rows)
+    assert report.conclude(rows, FACTS) in capsys.readouterr().out
+    told = json.loads((tmp_path / "benchmark.json").read_text())
+    assert told["rows"][1]["median"] == 120 and told["rows"][1]["variation"]["placement"] == "cpu"
+    assert report.table(rows) in (tmp_path / "benchmark.txt").read_text()
+    page = (tmp_path / "index.html").read_text()
+    assert "Abacus &lt;1&gt;" in page and "data:image/png;base64," in page and 'src="http' not in page
+    picture = matplotlib.image.imread(tmp_path / "benchmark.png")
+    assert picture.shape[1] > 1000 and picture[..., :3].std() > 0.05
+
+
+def test_the_grid_leaves_out_what_is_the_same():
+    found = grid((1, 2, 4), ("float32", "bfloat16"), with_peers=True)
+    assert len(found) == len(set(found)) == 2 * 14
+    here = [v for v in found if v.precision == "float32"]
+    assert [v for v in here if v.towers == 1] == [
+        Variation("towers", "cpu", 1, "float32"),
+        Variation(KERAS, UNPLACED, 1, "float32"),
+    ]
+    assert [v.towers for v in here if v.input == "stream"] == [2]
+    assert {v.placement for v in here if (v.strategy, v.towers) == ("towers", 4)} == {
+        "cpu",
+        "round_robin",
+        "least_loaded",
+    }

@@ -1,0 +1,473 @@
+from collections import Counter
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.towers import make_parallel, make_parallel_model, map_on_towers
+from cifar_towers.towers.placement import tower_devices
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+# ---- make_parallel
+
+
+def dense_pair(w, b):
+    """A function of two batches that reads two variables and returns a structure."""
+
+    def fn(x, scale):
+        hidden = tf.tanh(x @ w + b)
+        return {"hidden": hidden, "sums": (tf.reduce_sum(hidden, 1) * scale, scale > 0)}
+
+    return fn
+
+
+def test_outputs_and_gradients_are_one_devices(towers):
+    w, b = tf.Variable(numbers(3, 5)), tf.Variable(numbers(5, seed=1))
+    x, scale = tf.constant(numbers(11, 3, seed=2)), tf.constant(numbers(11, seed=3))
+    fn = dense_pair(w, b)
+
+    def outputs_and_gradients(call):
+        with tf.GradientTape() as tape:
+            tape.watch([x, scale])
+            outputs = call()
+            loss = tf.reduce_sum(outputs["hidden"] ** 3) + tf.reduce_mean(outputs["sums"][0] ** 2)
+        return outputs, tape.gradient(loss, [x, scale, w, b])
+
+    expected = outputs_and_gradients(lambda: fn(x, scale))
+    eagerly = outputs_and_gradients(lambda: make_parallel(fn, towers(4), x=x, scale=scale))
+    graph = tf.function(lambda: outputs_and_gradients(lambda: make_parallel(fn, 4, x=x, scale=scale)))
+    for found in (eagerly, graph()):
+        tf.nest.assert_same_structure(expected, found)
+        for want, have in zip(tf.nest.flatten(expected), tf.nest.flatten(found), strict=True):
+            np.testing.assert_allclose(have, want, rtol=2e-5, atol=1e-5)
+
+
+def test_a_bare_tensor_stays_bare_and_shards_are_uneven(towers):
+    sizes = []
+
+    def fn(x):
+        sizes.append(len(x))
+        return x * 2
+
+    np.testing.assert_array_equal(make_parallel(fn, towers(4), x=np.arange(11)), np.arange(11) * 2)
+    assert sizes == [3, 3, 3, 2]
+
+
+def test_tensors_may_come_in_structures(towers):
+    batch = {"image": numbers(5, 2), "pair": (np.arange(5), numbers(5, 1))}
+    found = make_parallel(
+        lambda batch, y: batch["image"] * batch["pair"][1] + y, towers(2), batch=batch, y=np.ones((5, 1), np.float32)
+    )
+    np.testing.assert_allclose(found, batch["image"] * batch["pair"][1] + 1)
+
+
+def test_forward_and_backward_passes_are_on_their_towers(towers):
+    w = tf.Variable(numbers(3, 5))
+
+    @tf.function
+    def gradients(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(make_parallel(lambda x: tf.matmul(x, w), towers(4), x=x) ** 2)
+        return tape.gradient(loss, [x, w])
+
+    function = gradients.get_concrete_function(tf.TensorSpec([8, 3]))
+    for tower in towers(4):
+        assert tower_devices(function, tower, "MatMul") == Counter({tower.device: 3})
+    assert sum(op.type == "MatMul" for op in function.graph.get_operations()) == 12
+
+
+def test_sparse_gradients_of_a_shared_table(towers):
+    table = tf.Variable(numbers(6, 2))
+    ids = tf.constant([1, 4, 1, 0, 5])
+
+    def gradient(call):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(call() ** 2)
+        return tf.convert_to_tensor(tape.gradient(loss, table))
+
+    expected = gradient(lambda: tf.gather(table, ids))
+    graph = tf.function(lambda: gradient(lambda: make_parallel(lambda ids: tf.gather(table, ids), towers(2), ids=ids)))
+    np.testing.assert_allclose(graph(), expected, rtol=1e-6)
+
+
+def test_a_length_unknown_until_the_graph_runs(towers):
+    w = tf.Variable(numbers(3, 2))
+    traces = []
+
+    def fn(x):
+        return tf.square(x @ w)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3])])
+    def parallel(x):
+        traces.append(None)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = make_parallel(fn, towers(4), x=x)
+            loss = tf.reduce_sum(y**2)
+        return y, tape.gradient(loss, [x, w])
+
+    for examples in range(1, 10):
+        x = tf.constant(numbers(examples, 3, seed=examples))
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            expected = fn(x)
+            loss = tf.reduce_sum(expected**2)
+        found, gradients = parallel(x)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        for have, want in zip(gradients, tape.gradient(loss, [x, w]), strict=True):
+            np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
+    assert len(traces) == 1
+
+
+def test_lengths_that_turn_out_to_differ(towers):
+    add = tf.function(
+        lambda x, y: make_parallel(tf.add, towers(2), x=x, y=y),
+        input_signature=[tf.TensorSpec([None]), tf.TensorSpec([None])],
+    )
+    np.testing.assert_array_equal(add(tf.ones(3), tf.ones(3)), [2, 2, 2])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the tensors of a batch differ in axis 0"):
+        add(tf.ones(4), tf.ones(3))
+
+
+def test_it_finds_a_parabola(towers):
+    a, c = tf.Variable(0.0), tf.Variable(0.0)
+    optimizer = keras.optimizers.Adam(0.3)
+    x = tf.constant(np.linspace(-1, 1, 101), tf.float32)
+    y = 5 * x**2 + 3
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            errors = make_parallel(lambda x, y: a * x**2 + c - y, towers(2), x=x, y=y)
+            loss = tf.reduce_mean(errors**2)
+        optimizer.apply_gradients(zip(tape.gradient(loss, [a, c]), [a, c], strict=True))
+
+    for _ in range(200):
+        step()
+    np.testing.assert_allclose([a, c], [5, 3], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fn", "tensors", "message"),
+    [
+        (tf.abs, {}, "no tensors to split over the towers; give them by keyword"),
+        (tf.add, {"y": [1.0, 2, 3], "x": [1.0, 2]}, r"differ in axis 0: \['x'\] has 2, \['y'\] has 3; all must"),
+        (tf.abs, {"x": [1.0]}, "1 examples for 2 towers would leave shards of zero examples; give at least 2"),
+        (tf.abs, {"x": 1.0}, r"\['x'\] is a scalar and cannot be split; let the function close over it"),
+        (lambda x: (x, {"loss": x[0]}), {"x": [1.0, 2]}, r"output\[1\]\['loss'\] of tower_0 is a scalar"),
+        (lambda x: [x, x[:1]], {"x": [1.0, 2, 3]}, r"output\[1\] of tower_0 has 1 on axis 0 for 2 examples"),
+        (lambda x: {"y": None}, {"x": [1.0, 2]}, r"output\['y'\] of tower_0 is None, not a tensor"),
+        (
+            lambda x: (x,) * len(x),
+            {"x": [1.0, 2, 3]},
+            r"tower_1 returned output\[0\] and tower_0 output\[0\], output\[1\]",
+        ),
+    ],
+)
+def test_what_cannot_be_split_or_joined_is_said_in_one_line(towers, fn, tensors, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make_parallel(fn, towers(2), **{name: np.array(value) for name, value in tensors.items()})
+    assert "\n" not in str(error.value)
+
+
+def test_outputs_of_another_length_where_lengths_are_unknown(towers):
+    def graph(fn):
+        return tf.function(lambda x: make_parallel(fn, towers(2), x=x), input_signature=[tf.TensorSpec([None])])
+
+    with pytest.raises(ValueError, match="output of tower_0 has 1 on axis 0 for any number of examples"):
+        graph(lambda x: tf.reduce_sum(x, keepdims=True)).get_concrete_function()
+    twice = graph(lambda x: {"twice": tf.concat([x, x], 0)})
+    with pytest.raises(tf.errors.InvalidArgumentError, match="of tower_. has not one row an example"):
+        twice(tf.ones(4))
+
+
+def test_no_towers():
+    with pytest.raises(ValueError, match="no towers to run on"):
+        make_parallel(tf.abs, [], x=tf.ones(2))
+
+
+# ---- make_parallel_model
+
+
+def mlp(*extra, **options):
+    keras.utils.set_random_seed(7)
+    first, second = (keras.layers.Dense(width, "relu", **options) for width in (6, 4))
+    return keras.Sequential([keras.Input((8,)), first, *extra, second, keras.layers.Dense(1)])
+
+
+def trained(model, x, y, batch_size=4, epochs=2, **options):
+    """Loss of each step and the trained model."""
+    losses = []
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(logs["loss"]))
+    model.fit(x, y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=[note], **options)
+    return losses
+
+
+@pytest.fixture
+def data():
+    x = numbers(10, 8)  # batches of 4, 4 and 2
+    return x, np.sin(x).sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_fit_evaluate_and_predict_are_the_originals(towers, data, count):
+    plain, wrapped = mlp(), mlp()
+    parallel = make_parallel_model(wrapped, towers(count))
+    np.testing.assert_allclose(trained(parallel, *data), trained(plain, *data), rtol=1e-5)
+    np.testing.assert_allclose(parallel.evaluate(*data, 4, verbose=0), plain.evaluate(*data, 4, verbose=0), rtol=1e-5)
+    for examples in (10, 1):
+        found = parallel.predict(data[0][:examples], batch_size=4, verbose=0)
+        np.testing.assert_allclose(found, plain.predict(data[0][:examples], verbose=0), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(parallel(data[0][:examples]), plain(data[0][:examples]), rtol=1e-4, atol=1e-5)
+    for have, want in zip(wrapped.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
+
+
+def test_its_variables_are_the_originals(towers, capsys):
+    model = mlp(keras.layers.Dropout(0.5), keras.layers.BatchNormalization())
+    parallel = make_parallel_model(model, towers(2))
+    assert parallel.count_params() == model.count_params()
+    for kind in ("weights", "trainable_variables", "non_trainable_variables"):
+        assert [id(v) for v in getattr(parallel, kind)] == [id(v) for v in getattr(model, kind)]
+    parallel.summary(print_fn=print)
+    assert "batch_normalization" in capsys.readouterr().out
+
+
+def test_each_tower_trains_on_its_device(towers):
+    parallel = make_parallel_model(mlp(), towers(3))
+    parallel.compile("sgd", "mse")
+    step = tf.function(parallel.train_step)
+    function = step.get_concrete_function((tf.TensorSpec([None, 8]), tf.TensorSpec([None, 1])))
+    for tower in towers(3):  # three layers: forward, and backward to their weights and to their inputs
+        assert tower_devices(function, tower, "MatMul") == Counter({tower.device: 9})
+    assert sum(op.type == "MatMul" for op in function.graph.get_operations()) == 27
+
+
+def test_what_it_saves_is_the_original_and_can_go_on(towers, data, tmp_path):
+    parallel = make_parallel_model(mlp(), towers(2))
+    trained(parallel, *data)
+    parallel.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded) is keras.Sequential
+    assert int(loaded.optimizer.iterations) == 6
+    np.testing.assert_array_equal(loaded.predict(data[0], verbose=0), parallel.model.predict(data[0], verbose=0))
+    again = [m.fit(*data, batch_size=4, shuffle=False, verbose=0).history["loss"] for m in (loaded, parallel)]
+    np.testing.assert_allclose(again[0], again[1], rtol=1e-5)
+
+
+def test_weights_go_to_a_file_and_back(towers, data, tmp_path):
+    parallel, other = make_parallel_model(mlp(), towers(2)), mlp()
+    trained(parallel, *data, epochs=1)
+    parallel.save_weights(tmp_path / "a.weights.h5")
+    other.load_weights(tmp_path / "a.weights.h5")
+    np.testing.assert_allclose(other(data[0]), parallel(data[0]), rtol=1e-5, atol=1e-6)
+    trained(parallel, *data, epochs=1)
+    parallel.load_weights(tmp_path / "a.weights.h5")
+    np.testing.assert_allclose(other(data[0]), parallel(data[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_weight_and_activity_losses_are_the_originals(towers, data):
+    plain, wrapped = (mlp(kernel_regularizer="l2", activity_regularizer="l2") for _ in range(2))
+    found = trained(make_parallel_model(wrapped, towers(3)), *data)
+    np.testing.assert_allclose(found, trained(plain, *data), rtol=1e-5)
+
+
+def test_mixed_precision_is_the_originals(towers, data):
+    plain, wrapped = (mlp(dtype="mixed_bfloat16") for _ in range(2))
+    assert wrapped.layers[0].compute_dtype == "bfloat16"
+    found = trained(make_parallel_model(wrapped, towers(2)), *data)
+    np.testing.assert_allclose(found, trained(plain, *data), rtol=1e-2)
+
+
+def test_structures_in_and_out(towers, data):
+    def two_headed():
+        keras.utils.set_random_seed(7)
+        a, b = keras.Input((8,), name="a"), keras.Input((3,), name="b")
+        hidden = keras.layers.Concatenate()([a, b])
+        outputs = {"sum": keras.layers.Dense(1, name="sum")(hidden), "kind": keras.layers.Dense(2, name="kind")(hidden)}
+        model = keras.Model({"a": a, "b": b}, outputs)
+        losses = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "sum": "mse"}
+        return model, losses
+
+    x = {"a": data[0], "b": numbers(10, 3)}
+    y = {"sum": data[1], "kind": np.arange(10) % 2}
+    histories = []
+    for wrap in (lambda m: m, lambda m: make_parallel_model(m, towers(3))):
+        model, losses = two_headed()
+        model = wrap(model)
+        model.compile("sgd", losses, metrics={"kind": ["accuracy"]})
+        histories.append(model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history)
+    assert histories[0].keys() == histories[1].keys()
+    for name, values in histories[0].items():
+        np.testing.assert_allclose(histories[1][name], values, rtol=1e-5)
+
+
+def test_masked_steps_do_not_count_in_the_loss(towers):
+    def tagger():
+        keras.utils.set_random_seed(7)
+        return keras.Sequential(
+            [
+                keras.Input((4,), dtype="int32"),
+                keras.layers.Embedding(5, 3, mask_zero=True),
+                keras.layers.LSTM(2, return_sequences=True),
+            ]
+        )
+
+    ids, y = np.array([[1, 2, 0, 0], [3, 0, 0, 0], [4, 4, 4, 4], [1, 0, 0, 0], [2, 2, 2, 0]]), numbers(5, 4, 2)
+    plain = trained(tagger(), ids, y)
+    np.testing.assert_allclose(trained(make_parallel_model(tagger(), towers(2)), ids, y), plain, rtol=1e-5)
+
+
+def test_moving_statistics_are_the_mean_over_the_towers(towers):
+    x = numbers(8, 2)  # a batch of 7 as 3 + 2 + 2, then one of 1, which two towers have no example of
+    norm = keras.layers.BatchNormalization(momentum=0.9)
+    parallel = make_parallel_model(keras.Sequential([keras.Input((2,)), norm]), towers(3))
+    parallel.compile("sgd", "mse")
+    parallel.fit(x, x, batch_size=7, shuffle=False, verbose=0)
+    mean, variance = np.zeros(2), np.ones(2)
+    for shards in ([x[:3], x[3:5], x[5:7]], [x[7:]]):
+        weights = [len(shard) / sum(map(len, shards)) for shard in shards]
+        mean = 0.9 * mean + 0.1 * sum(w * shard.mean(0) for w, shard in zip(weights, shards, strict=True))
+        variance = 0.9 * variance + 0.1 * sum(w * shard.var(0) for w, shard in zip(weights, shards, strict=True))
+    np.testing.assert_allclose(norm.moving_mean.numpy(), mean, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(norm.moving_variance.numpy(), variance, rtol=1e-5)
+    assert np.isfinite(norm.get_weights()).all()
+    before = norm.moving_mean.numpy()
+    parallel.predict(x, verbose=0)
+    np.testing.assert_array_equal(norm.moving_mean.numpy(), before)
+
+
+def test_frozen_weights_stay_to_the_bit(towers, data):
+    model = mlp()
+    model.layers[0].trainable = False
+    before = model.layers[0].kernel.numpy()
+    trained(make_parallel_model(model, towers(3)), *data)
+    np.testing.assert_array_equal(model.layers[0].kernel.numpy(), before)
+
+
+def test_towers_drop_different_units_and_the_seed_moves_once_a_step(towers):
+    def dropout():
+        return keras.Sequential([keras.Input((64,)), keras.layers.Dropout(0.5, seed=3)])
+
+    ones = tf.ones([6, 64])
+    model = dropout()
+    parallel = make_parallel_model(model, towers(2))
+    step = tf.function(lambda: parallel(ones, training=True))
+    first, second = step().numpy(), step().numpy()
+    halves = [first[:3], first[3:], second[:3], second[3:]]
+    assert all(0.25 < (half == 0).mean() < 0.75 for half in halves)
+    assert all((a != b).any() for i, a in enumerate(halves) for b in halves[:i])
+    np.testing.assert_array_equal(model.layers[0].seed_generator.state.numpy(), [3, 2])
+    single, plain = make_parallel_model(dropout(), towers(1)), dropout()
+    np.testing.assert_array_equal(single(ones, training=True), plain(ones, training=True))
+
+
+class Counts(keras.layers.Layer):
+    """Writes a variable in its call: `kind` says which."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def build(self, shape):
+        self.integer = self.add_weight(shape=(), dtype="int32", trainable=False, name="calls", initializer="zeros")
+        self.trained = self.add_weight(shape=(), name="scale", initializer="ones")
+
+    def call(self, x):
+        if self.kind == "integer":
+            self.integer.assign_add(1)
+        if self.kind == "trained":
+            self.trained.assign(self.trained / 2)
+        if self.kind == "foreign":
+            return x + keras.random.normal((1,))
+        return x
+
+
+def stateful():
+    return keras.Sequential([keras.Input(batch_shape=(2, 3, 4)), keras.layers.LSTM(2, stateful=True, name="memory")])
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: keras.Sequential([keras.layers.Dense(2)]), "has no variables yet; build it or call it on a batch"),
+        (stateful, "layer 'memory' is stateful: it keeps what it saw .* make it with stateful=False"),
+        (lambda: mlp(Counts("integer")), "counts.*/calls is int32 state written by its layer's call"),
+        (lambda: mlp(Counts("trained")), "counts.*/scale is trained and also written by its layer's call"),
+        (lambda: mlp(Counts("foreign")), "writes a variable that is not its own, such as .* global random generator"),
+        (lambda: OwnStep([keras.Input((2,)), keras.layers.Dense(1)]), "model 'own_step.*' has a train_step of its own"),
+        (lambda: keras.Sequential([keras.Input((2,), batch_size=4), keras.layers.Dense(1)]), "takes batches of 4 only"),
+    ],
+)
+def test_models_that_towers_cannot_share_are_refused_in_one_line(towers, make, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make_parallel_model(make(), towers(2))
+    assert "\n" not in str(error.value)
+
+
+def test_xla_cannot_span_towers(towers):
+    with pytest.raises(ValueError, match="jit_compile=True: XLA compiles for one device"):
+        make_parallel_model(mlp(), towers(2)).compile("sgd", "mse", jit_compile=True)
+    # Keras asks this of every layer before it compiles for a GPU by itself; without a GPU it never does.
+    assert not make_parallel_model(mlp(), towers(2)).supports_jit
+
+
+# ---- map_on_towers
+
+
+def test_a_dataset_in_order_with_a_ragged_end(towers):
+    traced = []
+
+    def fn(batch):
+        x, ids = batch
+        traced.append(tf.identity(x).op.device[-5:])
+        return {"norms": tf.norm(x, axis=1), "ids": ids}
+
+    x = numbers(23, 4)  # batches of 4, 4, 4 | 4, 4, 3 on three towers
+    for examples, tail in ((23, []), (15, ["CPU:0"]), (3, ["CPU:0"])):
+        traced.clear()
+        dataset = tf.data.Dataset.from_tensor_slices((x[:examples], np.arange(examples))).batch(4)
+        results = list(map_on_towers(fn, dataset, towers(3)))
+        assert [len(r["ids"]) for r in results] == [4] * (examples // 4) + [3]
+        np.testing.assert_array_equal(np.concatenate([r["ids"] for r in results]), np.arange(examples))
+        norms = np.concatenate([r["norms"] for r in results])
+        np.testing.assert_allclose(norms, np.linalg.norm(x[:examples], axis=1), rtol=1e-6)
+        full = ["CPU:0", "CPU:1", "CPU:2"] if examples > 8 else []
+        assert traced == full + tail
+
+
+def test_the_dataset_is_read_as_it_goes(towers):
+    read = []
+
+    def batches():
+        for i in range(1000):
+            read.append(i)
+            yield np.full([2], i, np.int64)
+
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=tf.TensorSpec([2], tf.int64))
+    results = map_on_towers(tf.square, dataset, 4)
+    assert [int(next(results)[0]) for _ in range(5)] == [0, 1, 4, 9, 16]
+    assert len(read) < 20
+
+
+def test_an_error_in_the_function_surfaces(towers):
+    def fn(x):
+        with tf.control_dependencies([tf.debugging.assert_less(x, np.int64(5), "too large a number")]):
+            return tf.identity(x)
+
+    results = map_on_towers(fn, tf.data.Dataset.range(8).batch(2), towers(2))
+    assert [list(next(results).numpy()) for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="too large a number"):
+        next(results)
