@@ -114,6 +114,7 @@ def import_tensorflow() -> None:
             import keras
             import tensorflow as tf
 
+            tf.get_logger().setLevel(logging.ERROR)
             tf.config.list_physical_devices()
             keras.config.set_image_data_format("channels_last")  # whatever a keras.json in the user's home says
             keras.config.set_floatx("float32")

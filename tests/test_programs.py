@@ -29,7 +29,7 @@ def finish(process, timeout=120):
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("program", ["train.py", "evaluate.py"])
+@pytest.mark.parametrize("program", ["train.py", "evaluate.py", "benchmark.py"])
 def test_help_answers_without_tensorflow(program):
     code, out, err = finish(start(program, "--help"))
     assert code == 0 and "Exit codes" in out and not err
@@ -47,7 +47,9 @@ def test_help_answers_without_tensorflow(program):
         ("train.py", ["--num_gpus=2", "--nosoft_placement", *TINY], 2, "2 towers need 2 GPUs"),
         ("train.py", ["--batch_size=20000", "--dataset=synthetic"], 2, "more than the 10000 training examples"),
         ("train.py", ["--batch_size=1001", "--dataset=synthetic"], 2, "1000 and 1002 can"),
+        ("train.py", ["--num_gpus=12", "--parallelism=model", *TINY], 2, "12 stages need at least 12 layers"),
         ("evaluate.py", ["--train_dir=nowhere"], 2, "no checkpoint in nowhere"),
+        ("benchmark.py", ["--towers=5"], 2, "1535 and 1540 can"),
     ],
 )
 def test_errors_are_one_line_and_a_code(tmp_path, program, arguments, code, told):
@@ -124,3 +126,40 @@ def test_a_signal_before_the_first_step(tmp_path):
     process.send_signal(signal.SIGTERM)
     found, _, err = finish(process)
     assert found == 143 and "Traceback" not in err
+
+
+def test_a_benchmark_from_start_to_sentence(tmp_path):
+    """One step a visit, two towers: all that is measured of them, and what it is written to."""
+    flags = ["--towers=2", "--precisions=float32", "--minutes=0", "--nopeers", f"--train_dir={tmp_path}"]
+    code, out, err = finish(start("benchmark.py", *TINY, *flags, CUDA_VISIBLE_DEVICES=""))
+    assert code == 0, err
+    told = json.loads((tmp_path / "benchmark.json").read_text())
+    rows = {tuple(row["variation"][key] for key in ("strategy", "placement", "input")): row for row in told["rows"]}
+    assert set(rows) == {
+        *(("towers", placement, "constant") for placement in ("cpu", "round_robin", "least_loaded")),
+        ("towers", "cpu", "stream"),
+        ("mirrored", "-", "constant"),
+        ("no exchange", "-", "constant"),
+    }
+    for row in rows.values():
+        assert len(row["images_per_sec"]) == 3 and min(row["images_per_sec"]) > 1
+        assert row["memory_mb"] > 100 and row["compile_seconds"] > row["median"] ** -1
+    shares = rows["towers", "cpu", "constant"]["shares"]
+    assert shares["forward"] > 0.1 and shares["backward"] > 0.2 and 0 < shares["apply"] < 0.5
+    assert rows["no exchange", "-", "constant"]["shares"]["average"] == 0
+    assert told["conclusion"].startswith("This machine is bound by ") and told["conclusion"] in out
+    assert {path.name for path in tmp_path.iterdir()} >= {"benchmark.txt", "benchmark.png", "index.html"}
+
+
+def test_a_prediction_from_one_tower(tmp_path):
+    flags = ["--predict", "--link_gb_per_s=2", "--precisions=float32", "--minutes=0", f"--train_dir={tmp_path}"]
+    code, out, err = finish(start("benchmark.py", *TINY, *flags, CUDA_VISIBLE_DEVICES=""))
+    assert code == 0, err
+    told = json.loads((tmp_path / "benchmark.json").read_text())
+    (measured,) = told["rows"]
+    rows = {(row["way"], row["num_towers"]): row for row in told["predictions"]}
+    assert {count for _, count in rows} == {1, 2, 4, 8, 16, 32, 64}
+    assert rows["ring", 1]["compute_seconds"] == pytest.approx(200 / measured["median"])
+    # the host sends 200 examples; each device sends half of 1,068,298 four-byte weights to the other, twice
+    assert rows["ring", 2]["transfer_seconds"] == pytest.approx((1068298 * 4 + 200 * 3105) / 2e9, rel=0.01)
+    assert "ring" in out and "efficiency" in out

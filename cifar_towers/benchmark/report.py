@@ -5,15 +5,16 @@ import dataclasses
 import html
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import matplotlib
 
 from cifar_towers.benchmark.variations import KERAS, NO_EXCHANGE, UNPLACED
-from cifar_towers.config import BenchmarkConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.reporting import records
 from cifar_towers.reporting.profile import PARTS
+from cifar_towers.towers.cost import Prediction, predict_table
 
 if TYPE_CHECKING:
     from cifar_towers.benchmark.runner import Row
@@ -24,7 +25,7 @@ WAITS, LOSES, SAME = 0.05, 0.05, 0.02  # shares above which a bottleneck is name
 COLOURS = {"towers": "#0072b2", "mirrored": "#d55e00", NO_EXCHANGE: "#999999", KERAS: "#009e73"}  # told apart by all
 
 
-def publish(config: BenchmarkConfig, facts: Mapping, rows: Sequence["Row"]) -> None:
+def publish(directory: Path, facts: Mapping, rows: Sequence["Row"], predictions: Sequence[Prediction] = ()) -> None:
     """Prints table and conclusion, and writes benchmark.json, benchmark.txt, benchmark.png and index.html."""
     if not rows:
         raise UsageError("nothing could be measured; the lines above say why")
@@ -33,11 +34,16 @@ def publish(config: BenchmarkConfig, facts: Mapping, rows: Sequence["Row"]) -> N
         f"{facts['processor']}, {facts['cores']} cores, {facts['devices']} {facts['kind']}; {facts['date']}"
     )
     text = "\n\n".join([title, table(rows), conclude(rows, facts)])
+    if predictions:
+        text += (
+            f"\n\nOn GPUs as fast as one tower here, links of {facts['link_gb_per_s']:g} GB/s each way, no overlap:\n"
+        )
+        text += predict_table(predictions)
     picture = plot(rows, facts)
-    directory = config.directory
     directory.mkdir(parents=True, exist_ok=True)
     as_json = [dataclasses.asdict(row) | {"variation": row.variation._asdict(), "median": row.median} for row in rows]
-    records.write_json(directory / "benchmark.json", {**facts, "rows": as_json, "conclusion": conclude(rows, facts)})
+    told = {"rows": as_json, "conclusion": conclude(rows, facts), "predictions": [row._asdict() for row in predictions]}
+    records.write_json(directory / "benchmark.json", {**facts, **told})
     records.write_whole(directory / "benchmark.txt", text + "\n")
     records.write_whole(directory / "index.html", page(title, rows, facts, picture))
     (directory / "benchmark.png").write_bytes(picture)
@@ -121,7 +127,7 @@ def _bound(best: "Row", rows: Sequence["Row"], facts: Mapping) -> str:
     if apart and best.median < (1 - LOSES) * apart.median:
         lost = 100 * (1 - best.median / apart.median)
         return f"the exchange between towers ({lost:.0f} % slower than towers that never meet)"
-    if apart and apart.efficiency < 1 - LOSES:
+    if apart and 0 < apart.efficiency < 1 - LOSES:
         share = facts["batch_size"] // best.variation.towers
         return (
             f"too small a batch per tower ({share} images: towers that never meet reach "

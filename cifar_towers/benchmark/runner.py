@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import date
 
 import tensorflow as tf
@@ -16,8 +16,9 @@ from cifar_towers import programs
 from cifar_towers.benchmark import report
 from cifar_towers.benchmark.variations import KERAS, Variation, grid
 from cifar_towers.config import BenchmarkConfig
-from cifar_towers.errors import RunError
+from cifar_towers.errors import RunError, UsageError
 from cifar_towers.reporting import records
+from cifar_towers.towers import cost
 from cifar_towers.training import precision
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 15
@@ -52,22 +53,16 @@ class Row:
 def run(config: BenchmarkConfig) -> None:
     """Measures, prints the table and the conclusion, and writes them with plots to the config's directory."""
     start = time.monotonic()
-    gpus = len(tf.config.list_physical_devices("GPU"))
-    counts = config.tower_counts or _doubled(gpus or 4)
-    precisions = _precisions(config, "GPU" if gpus else "CPU")
-    if config.predict:
-        counts, precisions = (1,), precisions[:1]
+    counts, variations = _plan(config)
     with ExitStack() as stack:
         workers = {count: stack.enter_context(_worker(config, count)) for count in counts}
         devices = {count: ask() for count, ask in workers.items()}
-        variations = grid(counts, precisions, config.peers)
-        if config.predict:
-            variations = [Variation("towers", "cpu", 1, precisions[0])]
         rows = _prepare(variations, workers)
         _measure(rows, workers, config, start)
         for row in rows:
             if row.variation.strategy != KERAS and row.variation.input == "constant":
                 row.shares = workers[row.variation.towers](("profile", row.variation))
+        predictions = _predict(config, rows[0], workers) if config.predict else []
     set_efficiency(rows, devices)
     facts = {
         "recipe": config.name,
@@ -76,21 +71,35 @@ def run(config: BenchmarkConfig) -> None:
         "dataset": devices[counts[0]]["dataset"],
         "kind": devices[counts[0]]["kind"],
         "devices": max(found["physical"] for found in devices.values()),
+        "link_gb_per_s": config.link_gb_per_s,
         "date": date.today().isoformat(),
         "minutes": (time.monotonic() - start) / 60,
         **records.machine(),
     }
-    report.publish(config, facts, rows)
+    report.publish(config.directory, facts, rows, predictions)
+
+
+def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[Variation]]:
+    """Numbers of towers, and what to measure."""
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    asked = [name for name in config.precisions.split(",") if name]
+    default = [precision.choose(config.precision, "GPU" if gpus else "CPU")[0], "float32"]
+    precisions = list(dict.fromkeys(asked or default))
+    if config.predict:
+        return (1,), [Variation("towers", "cpu", 1, precisions[0])]
+    counts = config.tower_counts or _doubled(gpus or 4)
+    return counts, grid(counts, precisions, config.peers)
+
+
+def _predict(config: BenchmarkConfig, row: Row, workers: dict) -> list[cost.Prediction]:
+    """What the cost model makes of one tower's time."""
+    variables, example_bytes = workers[1](("exchanged", row.variation))
+    seconds = config.batch_size / row.median
+    return cost.predict(seconds, variables, config.batch_size, example_bytes, config.link_gb_per_s)
 
 
 def _doubled(most: int) -> tuple[int, ...]:
     return tuple(sorted({*(2**power for power in range(most.bit_length()) if 2**power <= most), most}))
-
-
-def _precisions(config: BenchmarkConfig, kind: str) -> tuple[str, ...]:
-    if config.precisions:
-        return tuple(dict.fromkeys(config.precisions.split(",")))
-    return tuple(dict.fromkeys((precision.choose(config.precision, kind)[0], "float32")))
 
 
 @contextmanager
@@ -115,12 +124,10 @@ def _worker(config: BenchmarkConfig, count: int):
 
     try:
         yield ask
-    finally:
-        with suppress(OSError):
-            connection.send(None)
+        connection.send(None)
         process.join(10)
-        if process.is_alive():
-            process.terminate()
+    finally:  # after an error or a signal it may be in the middle of a step
+        process.terminate()
 
 
 def _prepare(variations: list[Variation], workers: dict) -> list[Row]:
@@ -130,7 +137,7 @@ def _prepare(variations: list[Variation], workers: dict) -> list[Row]:
         told = f"compiling {number}/{len(variations)}: {variation.towers} x {variation.told()}, {variation.precision}"
         try:
             compiling, step = workers[variation.towers](("build", variation))
-        except RunError as error:
+        except UsageError as error:
             print(f"{told}: left out: {error}", flush=True)
             continue
         print(f"{told}: {compiling:.0f} s, a step {step:.2f} s", flush=True)
@@ -140,23 +147,20 @@ def _prepare(variations: list[Variation], workers: dict) -> list[Row]:
 
 def _measure(rows: list[Row], workers: dict, config: BenchmarkConfig, start: float) -> None:
     """Rounds of short visits to every variation, in another order each time, for as long as there is time."""
-    visits = []
-    for row in rows:
-        steps = max(1, math.ceil(VISIT_SECONDS / row.step_seconds))
-        warm_up = int(steps > 1)  # a short step would find another's data in the caches
-        visits.append((row, steps + warm_up, warm_up))
-    round_seconds = sum(steps * row.step_seconds for row, steps, _ in visits)
+    visit_seconds = min(VISIT_SECONDS, 60 * config.minutes / (FEWEST_ROUNDS * len(rows)))
+    visits = [(row, max(1, math.ceil(visit_seconds / row.step_seconds))) for row in rows]
+    round_seconds = sum((steps + 1) * row.step_seconds for row, steps in visits)
     profiling = 2 * sum(row.step_seconds for row in rows)
     left = 60 * config.minutes - (time.monotonic() - start) - profiling
     rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(left / round_seconds)))
     for number in range(rounds):
         print(f"round {number + 1}/{rounds}, about {round_seconds:.0f} s", flush=True)
         random.Random(number).shuffle(visits)
-        for row, steps, warm_up in visits:
-            told = workers[row.variation.towers](("run", row.variation, steps))
-            seconds = told["seconds"][warm_up:]
+        for row, steps in visits:
+            told = workers[row.variation.towers](("run", row.variation, steps + 1))
+            seconds = told["seconds"][1:]  # the first finds the memory as another left it
             row.images_per_sec.append(config.batch_size * len(seconds) / sum(seconds))
-            row.waiting = max(row.waiting, sum(told["waiting"][warm_up:]) / sum(seconds))
+            row.waiting = max(row.waiting, sum(told["waiting"][1:]) / sum(seconds))
             row.memory_mb = max(row.memory_mb, told["memory_mb"])
 
 

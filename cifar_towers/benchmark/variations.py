@@ -6,13 +6,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from cifar_towers.benchmark import peers
 from cifar_towers.config import BenchmarkConfig, TrainConfig
 from cifar_towers.data.batches import Batch, Batches
 from cifar_towers.data.dataset import Split
+from cifar_towers.models.layers import BatchNorm
 from cifar_towers.towers import Tower, split_batch
+from cifar_towers.towers.cost import VariableBytes
 from cifar_towers.towers.placement import placed_by
 from cifar_towers.training import schedules, setup
 
@@ -38,19 +41,24 @@ class Variation(NamedTuple):
 def grid(counts: Sequence[int], precisions: Sequence[str], with_peers: bool) -> list[Variation]:
     """All that is worth measuring, without what is the same: placements for one tower, one mirrored replica.
 
-    The recipe's own input is measured for two towers, the peer for the fewest and the most.
+    The first precision is measured in every way, with the recipe's own input for two towers; the others for the
+    fewest and the most towers, on the CPU and mirrored. The peer stands beside the fewest and the most towers.
     """
+    fewest, most = counts[0], counts[-1]
     found = []
-    for precision in precisions:
-        for count in counts:
-            placements = ("cpu", "round_robin", "least_loaded") if count > 1 else ("cpu",)
-            found += [Variation("towers", placement, count, precision) for placement in placements]
-            if count > 1:
-                found.append(Variation("mirrored", UNPLACED, count, precision))
-                found.append(Variation(NO_EXCHANGE, UNPLACED, count, precision))
-        found.append(Variation("towers", "cpu", min(counts, key=lambda count: abs(count - 2)), precision, "stream"))
-        if with_peers:
-            found += [Variation(KERAS, UNPLACED, count, precision) for count in sorted({counts[0], counts[-1]})]
+    for count in counts:
+        placements = ("cpu", "round_robin", "least_loaded") if count > 1 else ("cpu",)
+        found += [Variation("towers", placement, count, precisions[0]) for placement in placements]
+        if count > 1:
+            found.append(Variation("mirrored", UNPLACED, count, precisions[0]))
+            found.append(Variation(NO_EXCHANGE, UNPLACED, count, precisions[0]))
+    found.append(Variation("towers", "cpu", min(counts, key=lambda count: abs(count - 2)), precisions[0], "stream"))
+    for precision in precisions[1:]:
+        found += [Variation("towers", "cpu", count, precision) for count in sorted({fewest, most})]
+        found += [Variation("mirrored", UNPLACED, most, precision)] if most > 1 else []
+    if with_peers:
+        found += [Variation(KERAS, UNPLACED, count, precisions[0]) for count in sorted({fewest, most})]
+        found += [Variation(KERAS, UNPLACED, most, precision) for precision in precisions[1:]]
     return found
 
 
@@ -60,6 +68,8 @@ class Built(NamedTuple):
 
     run: Callable[[int], Iterator[tuple[float, float]]]
     call: Callable[[], Any] | None  # one step on the constant batch, for a profile; None where there is no such thing
+    variables: tuple[VariableBytes, ...] = ()  # of the model, in the order they were born
+    example_bytes: int = 0  # what a tower gets of one example
 
 
 def build(config: BenchmarkConfig, variation: Variation, towers: Sequence[Tower], train: Split) -> Built:
@@ -79,11 +89,13 @@ def build(config: BenchmarkConfig, variation: Variation, towers: Sequence[Tower]
     if variation.strategy == KERAS:
         model = setup.make_model(config, variation.precision, train)
         return Built(peers.keras_fit(model, towers, setup.make_augmentation(config), batches), None)
+    variables: tuple[VariableBytes, ...] = ()
     if variation.strategy == NO_EXCHANGE:
         step, rates = _steps_apart(config, towers, batches, train)
     else:
         training = _training(config, towers, batches, train)
         step, rates = training.train_step, training.state.optimizer.rates(0)
+        variables = tuple(variable_bytes(training.state.model))
     side = largest_side(config)
     rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
     batch = batches.at(0)
@@ -91,9 +103,22 @@ def build(config: BenchmarkConfig, variation: Variation, towers: Sequence[Tower]
     def call(batch: Batch = batch) -> Any:
         return tf.nest.map_structure(lambda tensor: tensor.numpy(), step(batch, rates, side))
 
-    if variation.input == "stream":
-        return Built(functools.partial(_timed, call, iter(batches.stream(0, 1_000_000))), call)
-    return Built(functools.partial(_timed, call, None), call)
+    stream = iter(batches.stream(0, 1_000_000)) if variation.input == "stream" else None
+    bytes_of = sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tf.nest.flatten(batch))
+    return Built(functools.partial(_timed, call, stream), call, variables, bytes_of // config.batch_size)
+
+
+def variable_bytes(model: keras.Model) -> list[VariableBytes]:
+    """What the cost model needs to know of a model's variables, in the order they were born."""
+    trained = {id(v) for v in model.trainable_variables}
+    found = []
+    for layer in model.layers:
+        for variable in layer.variables:
+            moves = isinstance(layer, BatchNorm)
+            role = "weight" if id(variable) in trained else "statistic" if moves else "frozen"
+            value = variable.value
+            found.append(VariableBytes(value.shape.num_elements() * value.dtype.size, role))
+    return found
 
 
 def largest_side(config: TrainConfig) -> int:

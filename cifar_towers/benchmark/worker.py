@@ -70,6 +70,10 @@ class _Worker:
             "memory_mb": memory.most_mb,
         }
 
+    def exchanged(self, variation: Variation) -> tuple[tuple, int]:
+        """The model's variables for the cost model, and the bytes of one example."""
+        return self.built[variation].variables, self.built[variation].example_bytes
+
     def profile(self, variation: Variation) -> dict[str, float]:
         """Shares of a step's work, of all towers together."""
         call = self.built[variation].call

@@ -94,15 +94,33 @@ class IdentityFirst(keras.initializers.Initializer):
     """Uniform +-1/sqrt(fan_in), with the first C_in filters passing their channel's centre pixel on as it is."""
 
     def __init__(self, seed: int | None = None):
-        self.random = _uniform(seed)
+        self.seed = seed
 
     def __call__(self, shape, dtype=None):
         height, width, channels_in, filters = shape
-        kernel = np.array(self.random(shape, dtype="float32"))
+        kernel = np.array(_uniform(self.seed)(shape, dtype="float32"))
         passed = min(channels_in, filters)
         kernel[..., :passed] = 0
         kernel[height // 2, width // 2, range(passed), range(passed)] = 1
         return keras.ops.convert_to_tensor(kernel, dtype)
+
+    def get_config(self):
+        return {"seed": self.seed}
+
+
+@keras.saving.register_keras_serializable("cifar_towers")
+class ScaledUniform(keras.initializers.Initializer):
+    """Uniform, scaled so that the weights drawn have the standard deviation `std` to the last digit."""
+
+    def __init__(self, std: float, seed: int | None = None):
+        self.std, self.seed = std, seed
+
+    def __call__(self, shape, dtype=None):
+        kernel = np.array(_uniform(self.seed)(shape, dtype="float32"))
+        return keras.ops.convert_to_tensor(kernel * self.std / kernel.std(ddof=1), dtype)
+
+    def get_config(self):
+        return {"std": self.std, "seed": self.seed}
 
 
 def whitening_kernel(images: np.ndarray, epsilon: float = 5e-4) -> np.ndarray:
@@ -130,11 +148,4 @@ def _uniform(seed: int | None = None):
 
 
 def _head_initializer(std: float | None):
-    if std is None:
-        return _uniform()
-
-    def scaled(shape, dtype=None):
-        kernel = np.array(_uniform()(shape, dtype="float32"))
-        return keras.ops.convert_to_tensor(kernel * std / kernel.std(ddof=1), dtype)
-
-    return scaled
+    return _uniform() if std is None else ScaledUniform(std)

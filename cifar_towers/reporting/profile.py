@@ -61,7 +61,7 @@ def part_of(name: str) -> str:
         return "average"
     if any(scope.startswith(APPLYING) for scope in scopes):
         return "apply"
-    if any(scope.startswith("gradient_tape") for scope in scopes):
+    if any(scope.startswith(("gradient_tape", "backward")) for scope in scopes):
         return "backward"
     return "forward" if any(re.fullmatch(r"tower_\d+", scope) for scope in scopes) else "other"
 

@@ -59,14 +59,15 @@ class LossScale:
         """N x (gradient, variable) as if the loss had not been scaled."""
         if not self.dynamic:
             return gradients
-        return [(None if g is None else g / tf.cast(self.scale, g.dtype), v) for g, v in gradients]
+        return _on_their_devices(lambda g: g / tf.cast(self.scale, g.dtype), gradients)
 
     def apply_if_finite(self, gradients: list[tuple], apply) -> tf.Tensor:
         """Runs `apply()` unless a gradient overflowed, and adapts the scale; whether it ran."""
         if not self.dynamic:
             apply()
             return tf.constant(True)
-        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g, _ in gradients if g is not None])
+        finite = _on_their_devices(lambda g: tf.reduce_all(tf.math.is_finite(g)), gradients)
+        finite = tf.reduce_all([of_one for of_one, _ in finite if of_one is not None])
 
         def good():
             apply()
@@ -81,6 +82,15 @@ class LossScale:
             return tf.constant(False)
 
         return tf.cond(finite, good, overflow)
+
+
+def _on_their_devices(fn, gradients: list[tuple]) -> list[tuple]:
+    """N x (fn(gradient), variable), each computed where its variable lives; None stays None."""
+    results = []
+    for gradient, variable in gradients:
+        with tf.device(variable.device):
+            results.append((None if gradient is None else fn(gradient), variable))
+    return results
 
 
 def _processor_flags() -> str:

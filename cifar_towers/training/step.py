@@ -67,7 +67,8 @@ def make_train_step(
         gradients = average_gradients([r.gradients for r in results], device=gradient_device)  # the towers meet here
 
         gradients = state.loss_scale.unscale(gradients)
-        statistics = combine_statistics([r.statistics for r in results], batch_statistics)
+        homes = [variable.device for variable in state.statistics]
+        statistics = combine_statistics([r.statistics for r in results], batch_statistics, homes)
         state.apply(gradients, statistics, rates)
         averages = state.loss_averages.update(results[-1].losses)  # the final tower speaks
         return metrics(results, tf.linalg.global_norm([g for g, _ in gradients]), averages, batch.labels.shape[0])
@@ -86,19 +87,21 @@ def make_tower_fn(
     whole = functools.partial(state.model.stateless_call, training=True)
     forward = staged_call(stages, state.model) if stages else whole
 
-    def on_part(side: int, part: Batch) -> TowerResult:
+    def on_part(side: int, weights: Sequence[tf.Tensor], statistics: Sequence[tf.Tensor], part: Batch) -> TowerResult:
         images = augmentation.train(part.images, part.draws, side)
-        weights, statistics = state.read()
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(weights)
             logits, new_statistics = forward(weights, statistics, images)
             losses = loss_fn(part.labels, logits, weights)
             scaled = state.loss_scale.scale_loss(losses["total_loss"])
+        with tf.name_scope("backward"):
+            gradients = tape.gradient(scaled, weights)
         changed = [None if new is old else new for new, old in zip(new_statistics, statistics, strict=True)]
-        return TowerResult(losses, tape.gradient(scaled, weights), changed, count_correct(part.labels, logits))
+        return TowerResult(losses, gradients, changed, count_correct(part.labels, logits))
 
     def on_tower(side: int, tower: Tower, shard: Batch) -> TowerResult:
-        results = run_on_parts(functools.partial(on_part, side), shard, micro_batches, in_turn=not stages)
+        values = state.read()  # once for all parts: they travel to the tower
+        results = run_on_parts(functools.partial(on_part, side, *values), shard, micro_batches, in_turn=not stages)
         pairs = [list(zip(r.gradients, state.weights, strict=True)) for r in results]
         return TowerResult(
             losses={term: _mean([r.losses[term] for r in results]) for term in results[0].losses},
@@ -123,12 +126,21 @@ def metrics(results: Sequence[TowerResult], gradient_norm: tf.Tensor, averages: 
         )
 
 
-def combine_statistics(tower_statistics: Sequence[Sequence[tf.Tensor | None]], how: str) -> list[tf.Tensor | None]:
-    """K lists of the same S statistics -> one: their `mean`, or else the final tower's. None where none changed."""
+def combine_statistics(
+    tower_statistics: Sequence[Sequence[tf.Tensor | None]], how: str, devices: Sequence[str] = ()
+) -> list[tf.Tensor | None]:
+    """K lists of the same S statistics -> one: their `mean`, or else the final tower's. None where none changed.
+
+    Each mean is taken on its own of S devices, if they are given: beside the variable, where it is needed next.
+    """
     if how != "mean":
         return list(tower_statistics[-1])
+    combined = []
     with tf.name_scope("average_statistics"):
-        return [None if of_one[0] is None else _mean(of_one) for of_one in zip(*tower_statistics, strict=True)]
+        for index, of_one in enumerate(zip(*tower_statistics, strict=True)):
+            with tf.device(devices[index] if devices else ""):
+                combined.append(None if of_one[0] is None else _mean(of_one))
+    return combined
 
 
 def _mean(values: Sequence[tf.Tensor]) -> tf.Tensor:

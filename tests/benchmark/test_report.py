@@ -6,7 +6,6 @@ import pytest
 from cifar_towers.benchmark import report
 from cifar_towers.benchmark.runner import Row, set_efficiency
 from cifar_towers.benchmark.variations import KERAS, NO_EXCHANGE, UNPLACED, Variation, grid
-from cifar_towers.config import BenchmarkConfig
 from cifar_towers.reporting.profile import PARTS
 
 FACTS = {
@@ -19,7 +18,7 @@ DEVICES = {1: {"physical": 1}, 2: {"physical": 1}}
 def row(strategy, placement, towers, rates, precision="float32", input="constant", waiting=0.0):
     shares = {} if strategy == KERAS else dict(zip(PARTS, (0.3, 0.6, 0.05, 0.04, 0.01), strict=True))
     variation = Variation(strategy, placement, towers, precision, input)
-    return Row(variation, 3.0, rates, waiting=waiting, memory_mb=500.0, shares=shares)
+    return Row(variation, 3.0, 0.1, rates, waiting=waiting, memory_mb=500.0, shares=shares)
 
 
 def measured(**rates):
@@ -79,7 +78,7 @@ def test_the_table_is_aligned_and_sorted_and_tells_quartiles():
 
 def test_what_is_published(tmp_path, capsys):
     rows = [*measured(cpu=120), row("towers", "cpu", 1, [50, 51, 52], precision="bfloat16")]
-    report.publish(BenchmarkConfig(train_dir=str(tmp_path)), FACTS, rows)
+    report.publish(tmp_path, FACTS, rows)
     assert report.conclude(rows, FACTS) in capsys.readouterr().out
     told = json.loads((tmp_path / "benchmark.json").read_text())
     assert told["rows"][1]["median"] == 120 and told["rows"][1]["variation"]["placement"] == "cpu"
@@ -91,16 +90,20 @@ def test_what_is_published(tmp_path, capsys):
 
 
 def test_the_grid_leaves_out_what_is_the_same():
-    found = grid((1, 2, 4), ("float32", "bfloat16"), with_peers=True)
-    assert len(found) == len(set(found)) == 2 * 14
-    here = [v for v in found if v.precision == "float32"]
-    assert [v for v in here if v.towers == 1] == [
-        Variation("towers", "cpu", 1, "float32"),
-        Variation(KERAS, UNPLACED, 1, "float32"),
-    ]
-    assert [v.towers for v in here if v.input == "stream"] == [2]
-    assert {v.placement for v in here if (v.strategy, v.towers) == ("towers", 4)} == {
-        "cpu",
-        "round_robin",
-        "least_loaded",
+    found = grid((1, 2, 4), ("bfloat16", "float32"), with_peers=True)
+    first, second = ([v for v in found if v.precision == precision] for precision in ("bfloat16", "float32"))
+    assert len(found) == len(set(found)) and (len(first), len(second)) == (14, 4)
+    assert [v[:2] for v in first if v.towers == 1] == [("towers", "cpu"), (KERAS, UNPLACED)]
+    assert [v.towers for v in first if v.input == "stream"] == [2]
+    for count in (2, 4):
+        placements = {v.placement for v in first if (v.strategy, v.towers) == ("towers", count)}
+        assert placements == {"cpu", "round_robin", "least_loaded"}
+    assert {v[:3] for v in second} == {
+        *(("towers", "cpu", count) for count in (1, 4)),
+        ("mirrored", UNPLACED, 4),
+        (KERAS, UNPLACED, 4),
     }
+    assert grid((1,), ("float32",), with_peers=False) == [
+        Variation("towers", "cpu", 1, "float32"),
+        Variation("towers", "cpu", 1, "float32", "stream"),
+    ]

@@ -12,6 +12,7 @@ from cifar_towers.towers import average_gradients, run_on_towers, split_batch
     [
         ("tower_0/conv1/Conv2D", "forward"),
         ("gradient_tape/tower_1/conv1/Conv2D/Conv2DBackpropFilter", "backward"),
+        ("tower_0/backward/PartitionedCall", "backward"),
         ("train_step/gradient_tape/tower_0/MatMul", "backward"),
         ("tower_0/part_1/average_gradients/AddN", "average"),
         ("all_reduce/AddN", "average"),

@@ -1,0 +1,87 @@
+"""What crosses between devices in one call of a traced function."""
+
+from collections import Counter
+
+import tensorflow as tf
+
+from cifar_towers.towers.placement import HOST
+
+Traffic = Counter[tuple[str, str]]  # (source device, destination device) -> bytes
+
+
+def transfers(function, *, scalars: bool = True, default: str = HOST) -> Traffic:
+    """Bytes that cross between devices in one call of a traced step.
+
+    A tensor that is made on one device and used on another counts once for each such device, as TensorFlow sends it.
+    What no result or side effect needs is not counted, nor are handles of variables and constants without a device,
+    which TensorFlow keeps where they are used.
+
+    Where an operation runs: an argument on the host, or where the captured tensor is; what takes a variable's handle
+    (a read, an assignment) where the variable lives; else on its own device; else on that of the operation it is
+    colocated with; an identity where its input is; what is then left on `default`. A function call runs on its own
+    device, as a whole.
+
+    Args:
+      function: a `tf.types.experimental.ConcreteFunction`.
+      scalars: count tensors without axes too: losses, rates, terms of norms.
+      default: where operations run that have no device. TensorFlow takes `/GPU:0` if there is one, for those that it
+        can compute.
+
+    Raises:
+      ValueError: a tensor crosses whose bytes are not known before the step runs; or a conditional, a loop or a call
+        has no device, so that what is inside may run anywhere.
+    """
+    where = _devices(function, default)
+    crossed: Traffic = Counter()
+    for op, source in where.items():
+        for tensor in op.outputs:
+            used_on = {where.get(consumer, "") for consumer in tensor.consumers()} - {source, ""}
+            if source and used_on and tensor.dtype != tf.resource and (scalars or tensor.shape.rank != 0):
+                crossed.update({(source, device): _size(tensor) for device in used_on})
+    return crossed
+
+
+def _devices(function, default: str) -> dict[tf.Operation, str]:
+    """Operation that is needed -> where it runs, as `transfers` tells; "" for what is wherever it is used."""
+    needed: set[tf.Operation] = set()
+    ahead = [tensor.op for tensor in function.graph.outputs] + list(function.graph.control_outputs)
+    while ahead:
+        op = ahead.pop()
+        if op not in needed:
+            needed.add(op)
+            ahead += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+    captured = {id(inner): _short(outer.device) for outer, inner in function.graph.captures}
+    where: dict[tf.Operation, str] = {}
+    for op in function.graph.get_operations():  # in the order they were made: what one depends on comes before it
+        where[op] = _device(op, where, captured, default)
+    return {op: device for op, device in where.items() if op in needed}
+
+
+def _device(op: tf.Operation, where: dict[tf.Operation, str], captured: dict[int, str], default: str) -> str:
+    if op.type == "Placeholder":
+        return captured.get(id(op.outputs[0]), HOST)
+    calls = any(attribute.type in ("func", "list(func)") for attribute in op.op_def.attr)
+    if calls and not op.device:
+        raise ValueError(f"{op.name} ({op.type}) has no device, so what is inside may run anywhere")
+    handles = [tensor for tensor in op.inputs if tensor.dtype == tf.resource]
+    if handles and not calls:
+        return where[handles[0].op]
+    if op.device:
+        return _short(op.device)
+    beside = op.colocation_groups()[0].decode().removeprefix("loc:@")
+    if beside != op.name:
+        return where[op.graph.get_operation_by_name(beside)]
+    if op.type == "Identity":
+        return where[op.inputs[0].op]
+    return "" if op.type == "Const" else default
+
+
+def _size(tensor: tf.Tensor) -> int:
+    if not tensor.shape.is_fully_defined() or tensor.dtype in (tf.string, tf.variant):
+        raise ValueError(f"{tensor.name}, {tensor.dtype.name} {tensor.shape}, crosses and its bytes are not known")
+    return tensor.shape.num_elements() * tensor.dtype.size
+
+
+def _short(device: str) -> str:
+    spec = tf.DeviceSpec.from_string(device)
+    return f"/{spec.device_type}:{spec.device_index}"
