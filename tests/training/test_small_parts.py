@@ -111,7 +111,7 @@ def test_loss_scale_halves_on_overflow_and_leaves_the_update_out():
 def test_loss_scale_grows_after_many_good_steps():
     scale = LossScale("float16")
     scale.good_steps.assign(LossScale.GROWTH_STEPS - 1)
-    scale.apply_if_finite([(tf.constant([1.0]), None)], lambda: None)
+    scale.apply_if_finite([(tf.constant([1.0]), tf.Variable([0.0]))], lambda: None)
     assert float(scale.scale) == 2 * LossScale.INITIAL
 
 
