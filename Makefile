@@ -27,7 +27,7 @@ train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers; CIFAR-10 if it
 evaluate: .venv/ready  ## score the newest checkpoint of a run: ARGS='--train_dir=runs/speed94-seed0 --tta=2'
 	@$(BIN)/python scripts/evaluate.py $(ARGS)
 
-bench: .venv/ready  ## measure every way to place variables and combine gradients for CONFIG, in 15 minutes
+bench: .venv/ready  ## measure placements, strategies and numbers of towers for CONFIG, in 15 minutes
 	@$(BIN)/python scripts/benchmark.py --dataset=auto --flagfile=configs/$(CONFIG).cfg $(ARGS)
 
 tensorboard: .venv/ready  ## open runs/ at http://localhost:6006

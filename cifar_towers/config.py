@@ -219,9 +219,13 @@ class TrainConfig(DeviceConfig):
             raise UsageError(f"batch_statistics=synchronized needs the whole batch at once on the towers; leave {what}")
         if self.parallelism == "model" and self.strategy != "towers":
             raise UsageError("parallelism=model has one copy of the model; strategy=mirrored is for parallelism=data")
-        if self.parallelism == "model" and self.variable_placement != "cpu":
-            raise UsageError("parallelism=model keeps each variable with its stage; leave variable_placement")
-        if self.strategy == "mirrored" and (self.variable_placement, self.gradient_device) != ("cpu", "variable"):
+        placed = (self.variable_placement, self.gradient_device) != ("cpu", "variable")
+        if self.parallelism == "model" and placed:
+            raise UsageError(
+                "parallelism=model keeps each variable and its gradient with its stage; "
+                "leave variable_placement and gradient_device"
+            )
+        if self.strategy == "mirrored" and placed:
             raise UsageError(
                 "strategy=mirrored keeps all on every device; leave variable_placement and gradient_device"
             )
@@ -299,6 +303,8 @@ class BenchmarkConfig(TrainConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.predict and self.towers:
+            raise UsageError(f"towers={self.towers} is not for predict, which measures one; leave one of them")
         for count in self.tower_counts:
             self.tower_batch_size(count)
         for name in filter(None, self.precisions.split(",")):
@@ -308,6 +314,9 @@ class BenchmarkConfig(TrainConfig):
         for name in varied:
             if getattr(self, name) != _default_of(TrainConfig, name):
                 raise UsageError(f"{name} is not for the benchmark, which varies {', '.join(varied)} itself; leave it")
+
+    def _check_towers(self) -> None:
+        """What goes together is seen when the settings are `varied`."""
 
     def varied(self, **changes) -> TrainConfig:
         """The recipe alone, with other values for some settings."""

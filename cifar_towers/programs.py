@@ -24,7 +24,7 @@ def evaluate() -> None:
 
 
 def benchmark() -> None:
-    """`benchmark.py`: measures every way to place and combine a recipe's step."""
+    """`benchmark.py`: measures placements, strategies and numbers of towers for a recipe's step."""
     sys.exit(_run(_benchmark))
 
 
@@ -63,10 +63,13 @@ def _benchmark(stop: StopRequest) -> None:
     config = settings.parse_command_line(
         settings.BenchmarkConfig,
         sys.argv,
-        "Measures a recipe's step with variables placed and gradients combined in every way, on this machine.\n\n"
+        "Measures a recipe's step on this machine: placements, strategies, numbers of towers.\n\n"
         "  benchmark.py --flagfile=configs/speed94.cfg --towers=1,2,4",
     )
     stop.leave_at_once("the benchmark ends unfinished; the same command starts it again")
+    from cifar_towers.data import sources
+
+    sources.find(config.dataset, config.data_dir)  # what cannot be had is said before anything slow
     import_tensorflow()
     from cifar_towers.benchmark import runner
 

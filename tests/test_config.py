@@ -55,7 +55,8 @@ def parse(*arguments):
         (["--batch_statistics=synchronized", "--micro_batches=2"], "needs the whole batch at once"),
         (["--batch_statistics=synchronized", "--parallelism=model"], "leave parallelism=model"),
         (["--parallelism=model", "--strategy=mirrored"], "strategy=mirrored is for parallelism=data"),
-        (["--parallelism=model", "--variable_placement=auto"], "keeps each variable with its stage"),
+        (["--parallelism=model", "--variable_placement=auto"], "keeps each variable and its gradient with its stage"),
+        (["--parallelism=model", "--gradient_device=cpu"], "keeps each variable and its gradient with its stage"),
         (
             ["--batch_size=100", "--num_gpus=2", "--micro_batches=3"],
             "batch_size=100 cannot be shared by 2 towers in 3 micro-batches each; 96 and 102 can",
@@ -76,6 +77,7 @@ def test_usage_errors_are_one_line(arguments, told):
         (["--towers=0"], "a number of towers is 1 or more"),
         (["--towers=1,5"], "batch_size=1536 cannot be shared by 5 towers; 1535 and 1540 can"),
         (["--precisions=float32,int8"], "'int8' is not one of float32, bfloat16, float16"),
+        (["--predict", "--towers=2"], "towers=2 is not for predict"),
         (["--strategy=mirrored"], "strategy is not for the benchmark, which varies strategy, variable_placement"),
         (["--num_gpus=2"], "num_gpus is not for the benchmark"),
     ],

@@ -1,1 +1,1 @@
-"""Every way to place and combine, measured on the machine at hand: `scripts/benchmark.py`."""
+"""Placements, strategies and numbers of towers, measured on the machine at hand: `scripts/benchmark.py`."""

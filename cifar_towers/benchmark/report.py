@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import matplotlib
 
 from cifar_towers.benchmark.variations import KERAS, NO_EXCHANGE, UNPLACED
-from cifar_towers.errors import UsageError
 from cifar_towers.reporting import records
 from cifar_towers.reporting.profile import PARTS
 from cifar_towers.towers.cost import Prediction, predict_table
+from cifar_towers.towers.placement import PLACEMENTS
 
 if TYPE_CHECKING:
     from cifar_towers.benchmark.runner import Row
@@ -27,18 +27,16 @@ COLOURS = {"towers": "#0072b2", "mirrored": "#d55e00", NO_EXCHANGE: "#999999", K
 
 def publish(directory: Path, facts: Mapping, rows: Sequence["Row"], predictions: Sequence[Prediction] = ()) -> None:
     """Prints table and conclusion, and writes benchmark.json, benchmark.txt, benchmark.png and index.html."""
-    if not rows:
-        raise UsageError("nothing could be measured; the lines above say why")
     title = (
         f"{facts['recipe']}: {facts['model']}, batches of {facts['batch_size']:,}, {facts['dataset']}; "
         f"{facts['processor']}, {facts['cores']} cores, {facts['devices']} {facts['kind']}; {facts['date']}"
     )
-    text = "\n\n".join([title, table(rows), conclude(rows, facts)])
+    parts = [title, table(rows)]
     if predictions:
-        text += (
-            f"\n\nOn GPUs as fast as one tower here, links of {facts['link_gb_per_s']:g} GB/s each way, no overlap:\n"
-        )
-        text += predict_table(predictions)
+        links = f"links of {facts['link_gb_per_s']:g} GB/s each way, nothing at the same time"
+        parts.append(f"On GPUs as fast as one tower here, {links}:\n{predict_table(predictions)}")
+    files = f"in {directory}: benchmark.txt, benchmark.json, benchmark.png, index.html"
+    text = "\n\n".join([*parts, files, conclude(rows, facts)])
     picture = plot(rows, facts)
     directory.mkdir(parents=True, exist_ok=True)
     as_json = [dataclasses.asdict(row) | {"variation": row.variation._asdict(), "median": row.median} for row in rows]
@@ -47,7 +45,7 @@ def publish(directory: Path, facts: Mapping, rows: Sequence["Row"], predictions:
     records.write_whole(directory / "benchmark.txt", text + "\n")
     records.write_whole(directory / "index.html", page(title, rows, facts, picture))
     (directory / "benchmark.png").write_bytes(picture)
-    print(f"\n{text}\n\nwritten to {directory}: benchmark.txt, benchmark.json, benchmark.png, index.html")
+    print(f"\n{text}")
 
 
 def table(rows: Sequence["Row"]) -> str:
@@ -93,7 +91,7 @@ def conclude(rows: Sequence["Row"], facts: Mapping) -> str:
     """One sentence: what bounds this machine, and which flags to use."""
     ours = [row for row in rows if row.variation.strategy in ("towers", "mirrored") and row.variation.input != "stream"]
     top = max(row.median for row in ours)
-    # of those that are as good as the fastest, the one with least to explain: few towers, shared variables, on the CPU
+    # of those that are as good as the fastest, the plainest: shared variables, on the CPU, few towers
     same = [row for row in ours if row.median >= (1 - SAME) * top]
     best = min(same, key=lambda row: _plainness(row.variation))
     bound = _bound(best, rows, facts)
@@ -102,7 +100,7 @@ def conclude(rows: Sequence["Row"], facts: Mapping) -> str:
 
 
 def _plainness(variation) -> tuple:
-    order = ("cpu", "round_robin", "least_loaded", UNPLACED)
+    order = (*PLACEMENTS, UNPLACED)
     return variation.strategy != "towers", order.index(variation.placement), variation.towers
 
 
@@ -115,23 +113,26 @@ def _flags(variation) -> str:
 
 def _bound(best: "Row", rows: Sequence["Row"], facts: Mapping) -> str:
     """Input, exchange, too small a batch per tower, or compute, with the figures that say so."""
-    alike = {
-        (row.variation.strategy, row.variation.input): row
-        for row in rows
-        if (row.variation.towers, row.variation.precision) == (best.variation.towers, best.variation.precision)
-    }
-    apart = alike.get((NO_EXCHANGE, "constant"))
-    waiting = max(row.waiting for row in rows if row.variation.precision == best.variation.precision)
-    if waiting > WAITS:
-        return f"its input (the step waits for it {100 * waiting:.0f} % of the time)"
-    if apart and best.median < (1 - LOSES) * apart.median:
-        lost = 100 * (1 - best.median / apart.median)
-        return f"the exchange between towers ({lost:.0f} % slower than towers that never meet)"
-    if apart and 0 < apart.efficiency < 1 - LOSES:
-        share = facts["batch_size"] // best.variation.towers
+    alike = [row for row in rows if row.variation.precision == best.variation.precision]
+    for row in alike:
+        if row.variation.input == "stream" and row.waiting > WAITS and row.median < best.median:
+            return (
+                f"its input ({row.median:,.0f} images/s with it; {row.variation.towers} towers wait for it "
+                f"{100 * row.waiting:.0f} % of the time)"
+            )
+    # towers that never meet say what several devices could do: as many as the best has, or more, where one is best
+    several = best.variation.towers > 1
+    apart = [row for row in alike if row.variation.strategy == NO_EXCHANGE]
+    apart = [row for row in apart if not several or row.variation.towers == best.variation.towers]
+    most = max(apart, key=lambda row: row.median, default=None)
+    if most and best.median < (1 - LOSES) * most.median:
+        lost = 100 * (1 - best.median / most.median)
+        return f"the exchange between towers ({lost:.0f} % slower than {most.variation.towers} towers that never meet)"
+    if most and 0 < most.efficiency < 1 - LOSES:
+        share = facts["batch_size"] // most.variation.towers
         return (
-            f"too small a batch per tower ({share} images: towers that never meet reach "
-            f"{100 * apart.efficiency:.0f} % of what their devices do with a whole batch)"
+            f"too small a batch per tower ({share} images: {most.variation.towers} towers that never meet reach "
+            f"{100 * most.efficiency:.0f} % of what their devices do with a whole batch)"
         )
     busy = 100 * (best.shares.get("forward", 0) + best.shares.get("backward", 0))
     return f"compute ({busy:.0f} % of the work is forward and backward)"
@@ -147,6 +148,7 @@ def plot(rows: Sequence["Row"], facts: Mapping) -> bytes:
 
     precisions = sorted({row.variation.precision for row in rows})
     tallest = max(sum(row.variation.precision == precision for row in rows) for precision in precisions)
+    top = max(row.quartiles[1] for row in rows)
     figure, panels = plt.subplots(
         1, len(precisions), figsize=(7.2 * len(precisions), 1.6 + 0.3 * tallest), squeeze=False, layout="constrained"
     )
@@ -160,11 +162,12 @@ def plot(rows: Sequence["Row"], facts: Mapping) -> bytes:
                 place, row.median, xerr=errors, color=COLOURS[row.variation.strategy], ecolor="#444444", height=0.75,
                 hatch="//" if row.variation.input == "stream" else "", edgecolor="white",
             )  # fmt: skip
-            panel.text(row.median * 0.02, place, f"{row.median:,.0f}", va="center", color="white", fontsize=8)
+            panel.text(high + 0.015 * top, place, f"{row.median:,.0f}", va="center", color="#222222", fontsize=8)
         panel.set_yticks(
             range(len(shown)), [f"{row.variation.told()}  x {row.variation.towers}" for row in shown], fontsize=9
         )
-        panel.invert_yaxis()
+        panel.set_ylim(tallest - 0.4, -0.6)  # bars of one thickness in all panels
+        panel.set_xlim(0, 1.12 * top)
         one = [row.median for row in shown if row.efficiency and row.variation[:3] == ("towers", "cpu", 1)]
         if one:
             panel.axvline(one[0], color="#222222", linestyle=":", linewidth=1)
@@ -189,10 +192,10 @@ def page(title: str, rows: Sequence["Row"], facts: Mapping, picture: bytes) -> s
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>
 :root {{ color-scheme: light dark }}
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem }}
 img {{ max-width: 100%; background: white }} .wide {{ overflow-x: auto }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px }}
-td, th {{ padding: .2rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884 }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 12px }}
+td, th {{ padding: .2rem .4rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884 }}
 td:nth-child(-n+3), th:nth-child(-n+3) {{ text-align: left }}
 </style></head><body>
 <h1>{html.escape(title)}</h1>
@@ -207,10 +210,10 @@ td:nth-child(-n+3), th:nth-child(-n+3) {{ text-align: left }}
 
 READING = (
     "Every variation makes the same update from the same batch of the recipe's size. Images/s are the median over n "
-    "rounds, each of which visits all variations in a new order, after compilation. `no exchange` are towers with "
-    "variables of their own that never meet, which is the most that towers could reach; `stream` prepares the recipe's "
+    "rounds, each of which visits all variations in a new order, after compilation. 'no exchange' are towers with "
+    "variables of their own that never meet, which is the most that towers could reach; 'stream' prepares the recipe's "
     "batches while the step runs, the rest repeats one batch. Efficiency is images/s over those of one tower, times "
     "the devices there really are. The shares are of the step's work, as TensorFlow's profiler saw it on one step, all "
-    "towers together; `waiting` is the share of time in which the step waited for its input; memory is the most that "
+    "towers together; 'waiting' is the share of time in which the step waited for its input; memory is the most that "
     "the process, or the first GPU, held."
 )

@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from cifar_towers import programs
 from cifar_towers.benchmark import report
-from cifar_towers.benchmark.variations import KERAS, Variation, grid
+from cifar_towers.benchmark.variations import Variation, grid
 from cifar_towers.config import BenchmarkConfig
+from cifar_towers.data.batches import PREFETCHED
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.reporting import records
 from cifar_towers.towers import cost
@@ -33,7 +34,7 @@ class Row:
     compile_seconds: float = 0.0
     step_seconds: float = 0.0  # of one step after the first, to plan by
     images_per_sec: list[float] = dataclasses.field(default_factory=list)
-    waiting: float = 0.0  # share of the time in which the step waited for its input
+    waits: list[float] = dataclasses.field(default_factory=list)  # a round: share of the time waiting for input
     memory_mb: float = 0.0
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
     efficiency: float = 0.0  # images/s over those of one tower and the devices there are
@@ -42,6 +43,11 @@ class Row:
     def median(self) -> float:
         """Images a second."""
         return statistics.median(self.images_per_sec)
+
+    @property
+    def waiting(self) -> float:
+        """Share of the time in which the step waited for its input."""
+        return statistics.median(self.waits)
 
     @property
     def quartiles(self) -> tuple[float, float]:
@@ -53,14 +59,22 @@ class Row:
 def run(config: BenchmarkConfig) -> None:
     """Measures, prints the table and the conclusion, and writes them with plots to the config's directory."""
     start = time.monotonic()
+    try:
+        config.directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"train_dir={config.directory} cannot be made: {error.strerror}") from error
     counts, variations = _plan(config)
     with ExitStack() as stack:
-        workers = {count: stack.enter_context(_worker(config, count)) for count in counts}
-        devices = {count: ask() for count, ask in workers.items()}
+        workers, devices = {}, {}
+        for count in counts:  # one after another: the first may have to download the data
+            workers[count] = stack.enter_context(_worker(config, count))
+            devices[count] = workers[count]()
         rows = _prepare(variations, workers)
+        if not rows:
+            raise UsageError("nothing could be measured; the lines above say why")
         _measure(rows, workers, config, start)
         for row in rows:
-            if row.variation.strategy != KERAS and row.variation.input == "constant":
+            if row.variation.strategy in ("towers", "mirrored") and row.variation.input == "constant":
                 row.shares = workers[row.variation.towers](("profile", row.variation))
         predictions = _predict(config, rows[0], workers) if config.predict else []
     set_efficiency(rows, devices)
@@ -87,7 +101,7 @@ def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[Variation]]:
     precisions = list(dict.fromkeys(asked or default))
     if config.predict:
         return (1,), [Variation("towers", "cpu", 1, precisions[0])]
-    counts = config.tower_counts or _doubled(gpus or 4)
+    counts = config.tower_counts or tuple(n for n in _doubled(gpus or 4) if config.batch_size % n == 0)
     return counts, grid(counts, precisions, config.peers)
 
 
@@ -95,7 +109,8 @@ def _predict(config: BenchmarkConfig, row: Row, workers: dict) -> list[cost.Pred
     """What the cost model makes of one tower's time."""
     variables, example_bytes = workers[1](("exchanged", row.variation))
     seconds = config.batch_size / row.median
-    return cost.predict(seconds, variables, config.batch_size, example_bytes, config.link_gb_per_s)
+    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= config.batch_size]
+    return cost.predict(seconds, variables, config.batch_size, example_bytes, config.link_gb_per_s, counts)
 
 
 def _doubled(most: int) -> tuple[int, ...]:
@@ -149,6 +164,8 @@ def _measure(rows: list[Row], workers: dict, config: BenchmarkConfig, start: flo
     """Rounds of short visits to every variation, in another order each time, for as long as there is time."""
     visit_seconds = min(VISIT_SECONDS, 60 * config.minutes / (FEWEST_ROUNDS * len(rows)))
     visits = [(row, max(1, math.ceil(visit_seconds / row.step_seconds))) for row in rows]
+    # batches that were made ahead while others were measured tell nothing of the input
+    visits = [(row, steps + PREFETCHED * (row.variation.input == "stream")) for row, steps in visits]
     round_seconds = sum((steps + 1) * row.step_seconds for row, steps in visits)
     profiling = 2 * sum(row.step_seconds for row in rows)
     left = 60 * config.minutes - (time.monotonic() - start) - profiling
@@ -160,7 +177,7 @@ def _measure(rows: list[Row], workers: dict, config: BenchmarkConfig, start: flo
             told = workers[row.variation.towers](("run", row.variation, steps + 1))
             seconds = told["seconds"][1:]  # the first finds the memory as another left it
             row.images_per_sec.append(config.batch_size * len(seconds) / sum(seconds))
-            row.waiting = max(row.waiting, sum(told["waiting"][1:]) / sum(seconds))
+            row.waits.append(sum(told["waiting"][1:]) / sum(seconds))
             row.memory_mb = max(row.memory_mb, told["memory_mb"])
 
 

@@ -16,7 +16,7 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.models.layers import BatchNorm
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.cost import VariableBytes
-from cifar_towers.towers.placement import placed_by
+from cifar_towers.towers.placement import HOST, PLACEMENTS, placed_by
 from cifar_towers.training import schedules, setup
 
 NO_EXCHANGE, KERAS = "no exchange", "keras fit"
@@ -41,24 +41,23 @@ class Variation(NamedTuple):
 def grid(counts: Sequence[int], precisions: Sequence[str], with_peers: bool) -> list[Variation]:
     """All that is worth measuring, without what is the same: placements for one tower, one mirrored replica.
 
-    The first precision is measured in every way, with the recipe's own input for two towers; the others for the
-    fewest and the most towers, on the CPU and mirrored. The peer stands beside the fewest and the most towers.
+    The first precision is measured in every way, with the recipe's own input for the most towers, which ask most of
+    it; the others for the fewest and the most towers, on the CPU and mirrored. The peer stands beside the most.
     """
     fewest, most = counts[0], counts[-1]
     found = []
     for count in counts:
-        placements = ("cpu", "round_robin", "least_loaded") if count > 1 else ("cpu",)
+        placements = PLACEMENTS if count > 1 else ("cpu",)
         found += [Variation("towers", placement, count, precisions[0]) for placement in placements]
         if count > 1:
             found.append(Variation("mirrored", UNPLACED, count, precisions[0]))
             found.append(Variation(NO_EXCHANGE, UNPLACED, count, precisions[0]))
-    found.append(Variation("towers", "cpu", min(counts, key=lambda count: abs(count - 2)), precisions[0], "stream"))
+    found.append(Variation("towers", "cpu", most, precisions[0], "stream"))
     for precision in precisions[1:]:
         found += [Variation("towers", "cpu", count, precision) for count in sorted({fewest, most})]
         found += [Variation("mirrored", UNPLACED, most, precision)] if most > 1 else []
     if with_peers:
-        found += [Variation(KERAS, UNPLACED, count, precisions[0]) for count in sorted({fewest, most})]
-        found += [Variation(KERAS, UNPLACED, most, precision) for precision in precisions[1:]]
+        found += [Variation(KERAS, UNPLACED, most, precision) for precision in precisions]
     return found
 
 
@@ -81,9 +80,9 @@ def build(config: BenchmarkConfig, variation: Variation, towers: Sequence[Tower]
     towers = list(towers[: variation.towers])
     changes = {"precision": variation.precision}
     if variation.strategy == "mirrored":
-        changes["strategy"] = "mirrored"
-    elif variation.placement != UNPLACED:
-        changes["variable_placement"] = variation.placement
+        changes |= {"strategy": "mirrored", "gradient_device": "variable"}
+    else:
+        changes |= {"variable_placement": variation.placement.replace(UNPLACED, "cpu"), "all_reduce": "auto"}
     config = config.varied(**changes)
     batches = Batches(train, config.batch_size, config.seed, config.flip)
     if variation.strategy == KERAS:
@@ -97,8 +96,9 @@ def build(config: BenchmarkConfig, variation: Variation, towers: Sequence[Tower]
         step, rates = training.train_step, training.state.optimizer.rates(0)
         variables = tuple(variable_bytes(training.state.model))
     side = largest_side(config)
-    rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
-    batch = batches.at(0)
+    with tf.device(HOST):
+        rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
+        batch = batches.at(0)
 
     def call(batch: Batch = batch) -> Any:
         return tf.nest.map_structure(lambda tensor: tensor.numpy(), step(batch, rates, side))

@@ -14,7 +14,7 @@ import tensorflow as tf
 from cifar_towers.benchmark.variations import Built, Variation, build
 from cifar_towers.config import BenchmarkConfig
 from cifar_towers.data import sources
-from cifar_towers.errors import RunError
+from cifar_towers.errors import RunError, UsageError
 from cifar_towers.reporting.profile import shares_of_step
 from cifar_towers.training import setup
 
@@ -23,16 +23,18 @@ LOOKS = 0.02  # seconds between looks at the memory
 
 def serve(config: BenchmarkConfig, towers: int, connection: Connection) -> None:
     """Answers ("build" | "run" | "profile", ...) until it gets nothing."""
-    worker = _Worker(config, towers)
-    connection.send(worker.introduce())
     try:
+        worker = _Worker(config, towers)
+        connection.send(worker.introduce())
         while order := connection.recv():
             name, *arguments = order
             try:
                 connection.send(getattr(worker, name)(*arguments))
-            except RunError as error:
-                connection.send(error)
-    except EOFError:
+            except (ValueError, tf.errors.OpError) as error:  # what this machine cannot do, as too little memory
+                connection.send(UsageError(" ".join(str(error).split())[:200]))
+    except RunError as error:
+        connection.send(error)
+    except EOFError:  # the process that asks has gone
         return
 
 
@@ -54,8 +56,9 @@ class _Worker:
     def build(self, variation: Variation) -> tuple[float, float]:
         """Seconds until the first step is done, with tracing and compilation; and of the second."""
         start = time.perf_counter()
-        self.built[variation] = build(self.config, variation, self.towers, self.train)
-        list(self.built[variation].run(1))
+        built = build(self.config, variation, self.towers, self.train)
+        list(built.run(1))
+        self.built[variation] = built
         first = time.perf_counter() - start
         ((second, _),) = self.built[variation].run(1)
         return first, second

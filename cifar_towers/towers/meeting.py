@@ -4,9 +4,9 @@ Each tower is traced in a thread of its own, and only one of them traces at a ti
 meeting, then tower 1 until it comes there too, and so on round. The graph is the same in every process.
 """
 
-import contextlib
+import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -27,12 +27,14 @@ def run_together(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shard
     meeting = _Meeting(len(towers))
     results: list[Any] = [None] * len(towers)
 
-    def trace(tower: Tower, shard: Any) -> None:
+    def trace(seat: int) -> None:
+        tower = towers[seat]
         scope = f"{outer_scope}/{tower.name}" if outer_scope else tower.name
-        with meeting.turns_of(tower.index), graph.as_default(), tf.device(tower.device), tf.name_scope(f"{scope}/"):
-            results[tower.index] = fn(tower, shard)
+        with graph.as_default(), tf.device(tower.device), tf.name_scope(f"{scope}/"):
+            results[seat] = fn(tower, shards[seat])
 
-    threads = [threading.Thread(target=trace, args=pair) for pair in zip(towers, shards, strict=True)]
+    seats = range(len(towers))
+    threads = [threading.Thread(target=meeting.attend, args=(seat, functools.partial(trace, seat))) for seat in seats]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -82,13 +84,12 @@ class _Meeting:
         self._turns = [threading.Semaphore(int(index == 0)) for index in range(count)]
         self._brought: list[Any] = [None] * count
 
-    @contextlib.contextmanager
-    def turns_of(self, index: int) -> Iterator[None]:
-        """The whole of tower `index`'s tracing. An error ends that of all towers; `run_together` raises it."""
+    def attend(self, index: int, trace: Callable[[], None]) -> None:
+        """The whole of a tower's tracing, in its turns. An error ends that of all towers; `run_together` raises it."""
         try:
             self._wait(index)
             _here.meeting, _here.index = self, index
-            yield
+            trace()
         except BaseException as error:
             self.error = self.error or error
         finally:

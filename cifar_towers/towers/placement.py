@@ -40,7 +40,7 @@ def variable_placement(policy: str = "cpu", towers: Sequence[Tower] = ()) -> Ite
             return pinned_to or next(turns)
         size = _count_bytes(creation)
         device = pinned_to or min(devices, key=held.__getitem__)
-        held[_short(device)] += size
+        held[short_device(device)] += size
         return device
 
     with placed_by(choose):
@@ -96,9 +96,9 @@ def device_table(function, towers: Iterable) -> str:
     bytes_on: Counter[str] = Counter()
     for variable in sorted(function.variables, key=lambda variable: variable.name):
         size = variable.shape.num_elements() * variable.dtype.size
-        bytes_on[_short(variable.device)] += size
+        bytes_on[short_device(variable.device)] += size
         name = variable.name.removesuffix(":0")
-        rows.append((name, str(variable.shape), f"{size:,}", _short(variable.device)))
+        rows.append((name, str(variable.shape), f"{size:,}", short_device(variable.device)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"{n:{widths[0]}}  {s:{widths[1]}}  {b:>{widths[2]}}  {d}" for n, s, b, d in rows]
     lines += [f"{device}: {size:,} bytes of variables" for device, size in sorted(bytes_on.items())]
@@ -115,12 +115,12 @@ def tower_devices(function, tower, kind: str = "") -> Counter[str]:
     Reads of variables are not counted: they happen where the variable lives.
     """
     return Counter(
-        _short(op.device)
+        short_device(op.device)
         for op in function.graph.get_operations()
         if op.device and f"{tower.name}/" in f"{op.name}/" and kind in ("", op.type)
     )
 
 
-def _short(device: str) -> str:
+def short_device(device: str) -> str:
     """'/job:localhost/replica:0/task:0/device:CPU:0' -> '/CPU:0'."""
     return "/" + device.rsplit("device:", 1)[-1].lstrip("/") if device else ""

@@ -4,7 +4,7 @@ from collections import Counter
 
 import tensorflow as tf
 
-from cifar_towers.towers.placement import HOST
+from cifar_towers.towers.placement import HOST, short_device
 
 Traffic = Counter[tuple[str, str]]  # (source device, destination device) -> bytes
 
@@ -50,7 +50,7 @@ def _devices(function, default: str) -> dict[tf.Operation, str]:
         if op not in needed:
             needed.add(op)
             ahead += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
-    captured = {id(inner): _short(outer.device) for outer, inner in function.graph.captures}
+    captured = {id(inner): short_device(outer.device) for outer, inner in function.graph.captures}
     where: dict[tf.Operation, str] = {}
     for op in function.graph.get_operations():  # in the order they were made: what one depends on comes before it
         where[op] = _device(op, where, captured, default)
@@ -67,7 +67,7 @@ def _device(op: tf.Operation, where: dict[tf.Operation, str], captured: dict[int
     if handles and not calls:
         return where[handles[0].op]
     if op.device:
-        return _short(op.device)
+        return short_device(op.device)
     beside = op.colocation_groups()[0].decode().removeprefix("loc:@")
     if beside != op.name:
         return where[op.graph.get_operation_by_name(beside)]
@@ -80,8 +80,3 @@ def _size(tensor: tf.Tensor) -> int:
     if not tensor.shape.is_fully_defined() or tensor.dtype in (tf.string, tf.variant):
         raise ValueError(f"{tensor.name}, {tensor.dtype.name} {tensor.shape}, crosses and its bytes are not known")
     return tensor.shape.num_elements() * tensor.dtype.size
-
-
-def _short(device: str) -> str:
-    spec = tf.DeviceSpec.from_string(device)
-    return f"/{spec.device_type}:{spec.device_index}"

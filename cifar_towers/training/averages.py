@@ -24,8 +24,9 @@ class WeightAverage:
         """Follows the variables; `step` counts the updates done, this one included."""
         if not self.averages:
             return
-        done = tf.cast(step, tf.float32)
-        decay = tf.minimum(self.decay, (1 + done) / (10 + done))
+        with tf.device(step.device):
+            done = tf.cast(step, tf.float32)
+            decay = tf.minimum(self.decay, (1 + done) / (10 + done))
         for average, variable in zip(self.averages, self.variables, strict=True):
             with tf.device(variable.device):
                 average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - variable))
@@ -47,10 +48,11 @@ class Lookahead:
         """Pulls the variables if this step is one of the fifth; `step` counts the updates done."""
         if not self.slow:
             return
-        regular = tf.equal(step % self.PERIOD, 0)
-        due = tf.logical_or(regular, tf.equal(step, self.total_steps))
-        decay = 0.95**5 * tf.cast(step / self.total_steps, tf.float32) ** 3
-        decay = tf.where(regular, decay, 1.0)  # a last step between two pulls only takes the slow weights
+        with tf.device(step.device):
+            regular = tf.equal(step % self.PERIOD, 0)
+            due = tf.logical_or(regular, tf.equal(step, self.total_steps))
+            decay = 0.95**5 * tf.cast(step / self.total_steps, tf.float32) ** 3
+            decay = tf.where(regular, decay, 1.0)  # a last step between two pulls only takes the slow weights
 
         def pull():
             for slow, variable in zip(self.slow, self.variables, strict=True):

@@ -11,7 +11,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import Split
 from cifar_towers.towers import Tower
-from cifar_towers.towers.placement import PLACEMENTS
+from cifar_towers.towers.placement import HOST, PLACEMENTS
 from cifar_towers.training import setup
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def fastest_placement(config: TrainConfig, towers: list[Tower], computed_in: str
 
     It takes as long as tracing the step three times. `scripts/benchmark.py` does the same at full size.
     """
-    if len({tower.device for tower in towers} | {"/CPU:0"}) == 1:
+    if len({tower.device for tower in towers} | {HOST}) == 1:
         log.info("variable placement cpu: one tower on the CPU leaves nothing to choose")
         return "cpu"
     start = time.perf_counter()

@@ -14,8 +14,6 @@ from cifar_towers.towers import Tower, split_batch
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import StepMetrics, make_tower_fn, metrics
 
-ALL_REDUCES = ("auto", "nccl", "hierarchical", "one_device")
-
 
 def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distribute.MirroredStrategy:
     """A mirrored strategy over the towers' devices.
@@ -24,7 +22,7 @@ def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distr
     `auto` is NCCL where every tower has a GPU of its own, one device elsewhere.
 
     Raises:
-      ValueError: NCCL is asked for and the towers do not have a GPU each.
+      ValueError: NCCL is asked for and the towers do not have a GPU each, or a hierarchical reduction of an odd number.
     """
     own_gpus = all("GPU" in tower.device for tower in towers) and (
         len(towers) <= len(tf.config.list_physical_devices("GPU"))
@@ -32,6 +30,10 @@ def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distr
     if all_reduce == "nccl" and not own_gpus:
         raise ValueError(
             f"all_reduce=nccl joins GPUs, and not each of the {len(towers)} towers has one; take auto or one_device"
+        )
+    if all_reduce == "hierarchical" and len(towers) > 1 and len(towers) % 2:  # TensorFlow would leave the last one out
+        raise ValueError(
+            f"all_reduce=hierarchical halves the towers, and {len(towers)} are odd; take auto or one_device"
         )
     if all_reduce == "auto":
         all_reduce = "nccl" if own_gpus and len(towers) > 1 else "one_device"

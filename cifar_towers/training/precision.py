@@ -49,7 +49,7 @@ class LossScale:
 
     def can_shrink(self) -> bool:
         """Whether a smaller scale may still cure a gradient that overflowed."""
-        return self.dynamic and float(self.scale) > 1
+        return self.dynamic and float(self.scale.numpy()) > 1
 
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """The loss to differentiate."""

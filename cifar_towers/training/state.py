@@ -58,8 +58,10 @@ class TrainState:
                         with tf.device(variable.device):
                             variable.assign(value)
             with tf.name_scope("weight_averages"):
-                self.lookahead.update(self.step + 1)
-                self.ema.update(self.step + 1)
+                with tf.device(self.step.device):
+                    done = self.step + 1
+                self.lookahead.update(done)
+                self.ema.update(done)
 
         self.loss_scale.apply_if_finite(gradients, update)
         self.step.assign_add(1)

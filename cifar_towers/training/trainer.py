@@ -21,7 +21,7 @@ from cifar_towers.reporting.progress import Progress, Status
 from cifar_towers.reporting.summaries import Summaries
 from cifar_towers.signals import NOTHING_DONE, StopRequest
 from cifar_towers.towers import Tower, device_table
-from cifar_towers.towers.placement import PLACEMENTS
+from cifar_towers.towers.placement import HOST, PLACEMENTS
 from cifar_towers.training import checkpoints, choosing, directory, schedules, setup
 from cifar_towers.training.step import StepMetrics
 
@@ -81,11 +81,12 @@ class Trainer:
         self.stop, self.clock = stop, clock
         self.directory = config.directory
         self.precision = setup.choose_precision(config.precision, towers)
-        self.config = config = self._with_placement(config)
+        self.config = config
         self.batches = self._make_batches()
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = math.ceil(config.epochs * self.steps_per_epoch) or config.max_steps
         self.last_step = min(self.total_steps, config.max_steps or self.total_steps)
+        self.config = config = self._with_placement(config)
         self.state, self.train_step, self.towers = setup.make_training(
             config, towers, self.precision, dataset.train, self.steps_per_epoch, self.total_steps
         )
@@ -146,7 +147,8 @@ class Trainer:
 
     def _step(self, batch, rates: dict[str, float], side: int) -> StepMetrics:
         first_of_side = side not in self.traced_sides
-        arguments = batch, {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}, side
+        with tf.device(HOST):
+            arguments = batch, {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}, side
         if not self.traced_sides:
             self._show_graph(self.train_step.get_concrete_function(*arguments))
         metrics = tf.nest.map_structure(lambda tensor: tensor.numpy(), self.train_step(*arguments))
@@ -296,13 +298,15 @@ class Trainer:
         """`config` with `variable_placement=auto` settled: as the run began on as many towers, or by measuring."""
         if config.variable_placement != "auto":
             return config
-        saved = [] if config.fresh else checkpoints.saved(self.directory)
-        facts = checkpoints.read_facts(saved[-1]) if saved else {}
+        found = None if config.fresh else directory.newest(self.directory, config, self.dataset.name)
+        facts = found[1] if found else {}
         placement = facts.get("variable_placement")
-        if placement not in PLACEMENTS or facts["towers"] != len(self.devices):
-            placement = choosing.fastest_placement(config, self.devices, self.precision, self.dataset.train)
-        else:
+        if found and directory.finished(self.directory, config, facts["step"], self.last_step):
+            placement = "cpu"  # nothing will be trained
+        elif placement in PLACEMENTS and facts["towers"] == len(self.devices):
             log.info("variable placement %s: as the run began", placement)
+        else:
+            placement = choosing.fastest_placement(config, self.devices, self.precision, self.dataset.train)
         return dataclasses.replace(config, variable_placement=placement)
 
     def _make_batches(self) -> Batches:

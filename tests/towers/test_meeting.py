@@ -80,6 +80,23 @@ def test_one_towers_error_ends_all(towers):
         tf.function(lambda x: run_together(fn, towers(3), split_batch(x, towers(3))), autograph=False)(tf.ones([3]))
 
 
+def test_an_error_before_the_others_have_begun(towers, capfd):
+    def fn(tower, shard):
+        raise KeyError("from tower_0")
+
+    with pytest.raises(KeyError, match="from tower_0"):
+        tf.function(lambda x: run_together(fn, towers(3), split_batch(x, towers(3))), autograph=False)(tf.ones([3]))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_towers_may_be_any(towers):
+    @tf.function(autograph=False)
+    def graph(x):
+        return run_together(lambda tower, shard: mean_over_towers(shard), towers(4)[2:], split_batch(x, towers(2)))
+
+    np.testing.assert_array_equal(graph(tf.range(2.0)), [[0.5], [0.5]])
+
+
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_towers_that_miss_a_meeting_are_told(towers, odd):
     def fn(tower, shard):

@@ -9,6 +9,7 @@ from cifar_towers.data import synthetic
 from cifar_towers.data.batches import Batches
 from cifar_towers.towers.placement import tower_devices
 from cifar_towers.training import setup
+from cifar_towers.training.mirrored import make_strategy
 
 CIFARNET = {
     "model": "cifarnet",
@@ -195,3 +196,19 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(towers, examples
 def test_float16_trains_with_a_loss_scale(towers, examples):
     state, metrics = trained(towers(2), examples, "float16", 3)
     assert np.isfinite(metrics.loss) and int(state.loss_scale.good_steps) >= 1
+
+
+def test_float16_overflows_under_mirrored_variables_and_the_scale_shrinks(towers, examples):
+    config = TrainConfig(**CIFARNET, strategy="mirrored")
+    batches = Batches(examples, config.batch_size, 0)
+    state, step, _ = setup.make_training(config, towers(2), "float16", examples, batches.steps_per_epoch, 100)
+    state.loss_scale.scale.assign(2.0**120)  # no gradient survives that in float16
+    before = state.digest()
+    metrics = step(batches.at(0), {name: tf.constant(0.1) for name in state.optimizer.rates(0)})
+    assert not np.isfinite(metrics.gradient_norm) and state.loss_scale.can_shrink()
+    assert state.digest() == before and float(state.loss_scale.scale.numpy()) == 2.0**119
+
+
+def test_an_odd_number_of_towers_is_not_halved(towers):
+    with pytest.raises(ValueError, match="hierarchical halves the towers, and 3 are odd"):
+        make_strategy(towers(3), "hierarchical")
