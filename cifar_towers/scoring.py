@@ -43,15 +43,15 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
 
 
 def _open_run(train_dir: Path) -> tuple[Path, TrainConfig]:
-    saved = checkpoints.saved(train_dir)
-    if not saved:
+    checkpoint = checkpoints.newest(train_dir)
+    if not checkpoint:
         raise UsageError(f"no checkpoint in {train_dir}; runs that have some stand in runs/ as a rule")
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     try:
         settings = records.read_json(train_dir / "config.json")
     except (OSError, ValueError) as error:
         raise UsageError(f"{train_dir / 'config.json'}, which says what was trained, cannot be read: {error}") from None
-    return saved[-1], TrainConfig(**{name: value for name, value in settings.items() if name in known})
+    return checkpoint, TrainConfig(**{name: value for name, value in settings.items() if name in known})
 
 
 def _choose_weights(asked: str, trained: TrainConfig, train_dir: Path) -> str:

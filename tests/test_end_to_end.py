@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from signal import SIGTERM
 
 import numpy as np
@@ -12,9 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cifar_towers import scoring
 from cifar_towers.config import EvaluateConfig, TrainConfig
 from cifar_towers.data import cifar10, sources, synthetic
-from cifar_towers.errors import DivergedError, Interrupted, UsageError
+from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError
 from cifar_towers.signals import StopRequest
-from cifar_towers.training import checkpoints, trainer
+from cifar_towers.training import checkpoints, storage, trainer
 
 QUICK = TrainConfig(
     model="speednet93",
@@ -63,7 +64,11 @@ def one_run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         small = synthetic.make(2000, 0, 0), synthetic.make(500, 0, 1)
         patch.setattr(synthetic, "load", lambda seed=0: small)
-        result = run(dataclasses.replace(QUICK, num_gpus=2, train_dir=str(directory), tta=2, log_device_placement=True))
+        result = run(
+            dataclasses.replace(
+                QUICK, num_gpus=2, train_dir=str(directory), tta=2, log_device_placement=True, checkpoint_every_steps=9
+            )
+        )
     return directory, result
 
 
@@ -241,6 +246,90 @@ def test_what_this_machine_cannot_have_is_said_before_training(tmp_path):
     with pytest.raises(UsageError, match="all_reduce=nccl joins GPUs, and not each of the 2 towers has one"):
         run(dataclasses.replace(config, strategy="mirrored", all_reduce="nccl"))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def saved_run(tmp_path, one_run):
+    """A run of 20 steps with checkpoints of steps 9, 18 and 20, and the config that goes on."""
+    shutil.copytree(one_run[0], tmp_path, dirs_exist_ok=True)
+    assert [path.name[-2:] for path in checkpoints.saved(tmp_path)] == ["09", "18", "20"]
+    return tmp_path, dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path))
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(saved_run, one_run, capsys):
+    directory, config = saved_run
+    damaged = directory / "checkpoints/step-00000020/state.data-00000-of-00001"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
+    capsys.readouterr()
+    assert run(config)["weights_sha256"] == one_run[1]["weights_sha256"]
+    told = capsys.readouterr().out
+    assert told.count("is damaged") == 1 and "going on from step 18" in told
+    assert (directory / "checkpoints/damaged-step-00000020").is_dir()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_never_starts_again_by_itself(saved_run):
+    directory, config = saved_run
+    for checkpoint in checkpoints.saved(directory):
+        (checkpoint / "facts.json").unlink()
+    for _ in range(2):  # the second time they have other names
+        with pytest.raises(DataError, match=r"every checkpoint in .* is damaged; .* --fresh to start again"):
+            run(config)
+    assert run(dataclasses.replace(config, fresh=True, max_steps=1))["step"] == 1
+
+
+def test_two_trainers_cannot_share_a_directory(saved_run):
+    directory, config = saved_run
+    with (
+        storage.locked(directory / ".lock"),
+        pytest.raises(UsageError, match="another process trains in .*; end it, or give another --train_dir"),
+    ):
+        run(config)
+
+
+def test_a_save_that_fails_is_told_and_tried_again(tmp_path, one_run, monkeypatch, capsys):
+    """The disk is full for a while: nothing old is lost, and the run ends as if it had not been."""
+    config = dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path), checkpoint_every_steps=3)
+    commit, calls = storage.commit, []
+
+    def sometimes_full(final, write):
+        calls.append(final.name)
+        if 2 <= len(calls) <= 4:
+            raise OSError(28, "No space left on device")
+        commit(final, write)
+
+    monkeypatch.setattr(storage, "commit", sometimes_full)
+    result = run(config)
+    assert result["weights_sha256"] == one_run[1]["weights_sha256"] and result["failed_saves"] == 3
+    told = capsys.readouterr().out
+    assert "step 6 could not be saved (No space left on device); step-00000003 is kept" in told
+    assert "3 checkpoints could not be saved when they were due" in told
+
+
+def test_only_a_last_save_that_fails_is_an_error(tmp_path, monkeypatch, capsys):
+    def full(final, write):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage, "commit", full)
+    with pytest.raises(RunError, match="step 2, the last, could not be saved; make room"):
+        run(dataclasses.replace(QUICK, train_dir=str(tmp_path), max_steps=2))
+    assert "test " in capsys.readouterr().out  # the score is told all the same
+
+
+def test_records_that_cannot_be_written_do_not_end_a_run(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").mkdir()
+    (tmp_path / "train").write_text("in the way of the event files")
+    assert run(dataclasses.replace(QUICK, train_dir=str(tmp_path), max_steps=2))["step"] == 2
+    assert len([line for line in caplog.messages if "training goes on without" in line]) == 2
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
+    config = dataclasses.replace(QUICK, train_dir=str(tmp_path), checkpoint_every_steps=2, keep_checkpoints=1)
+    run(dataclasses.replace(config, eval_every_epochs=0.2))
+    kept = [checkpoints.read_facts(path) for path in checkpoints.saved(tmp_path)]
+    scores = {r["step"]: r["accuracy"] for r in records_of(tmp_path, "eval") if r["weights"] == "ema"}
+    best = max((step for step in scores if step < STEPS), key=lambda step: scores[step])
+    assert [facts["step"] for facts in kept] == [best, STEPS] and kept[0]["accuracy"] == scores[best]
 
 
 def test_fresh_starts_again_and_keeps_what_is_not_its_own(tmp_path):

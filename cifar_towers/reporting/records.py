@@ -1,6 +1,8 @@
 """The files of a run that other programs read: config.json, environment.json, metrics.jsonl."""
 
+import contextlib
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -9,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 
 
@@ -16,15 +20,25 @@ class Metrics:
     """metrics.jsonl: one object a line, appended. A resumed run first drops the lines after its step."""
 
     def __init__(self, train_dir: Path, step: int = 0):
-        self._path = train_dir / "metrics.jsonl"
-        if self._path.exists():
-            kept = [record for record in read(self._path) if record["step"] <= step]
-            write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = self._path.open("a", buffering=1)
+        self._path, self._failed = train_dir / "metrics.jsonl", False
+        with self._going_on():
+            if self._path.exists():
+                kept = [record for record in read(self._path) if record["step"] <= step]
+                write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, **record) -> None:
-        """Appends one record."""
-        self._file.write(json.dumps(record) + "\n")
+        """Appends one record; one that cannot be written never ends a run."""
+        with self._going_on(), self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                log.warning("%s cannot be written (%s); training goes on without it", self._path, error.strerror)
+            self._failed = True
 
 
 def read_json(path: Path) -> dict:

@@ -3,32 +3,39 @@
 Tags never hold a tower's prefix, so they are the same for any number of towers.
 """
 
-from collections.abc import Mapping
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import tensorflow as tf
+
+log = logging.getLogger(__name__)
 
 
 class Summaries:
     """Event files in `train/` and `eval/` of a run's directory."""
 
     def __init__(self, train_dir: Path):
-        self._train = tf.summary.create_file_writer(str(train_dir / "train"))
-        self._eval = tf.summary.create_file_writer(str(train_dir / "eval"))
+        self._path, self._failed = train_dir, False
+        self._train = self._eval = tf.summary.create_noop_writer()
+        with self._going_on():
+            self._train = tf.summary.create_file_writer(str(train_dir / "train"))
+            self._eval = tf.summary.create_file_writer(str(train_dir / "eval"))
 
     def graph(self, function) -> None:
         """Draws a traced step (`ConcreteFunction`), its towers as boxes."""
-        with self._train.as_default():
+        with self._going_on(), self._train.as_default():
             tf.summary.graph(function.graph)
 
     def note(self, title: str, text: str) -> None:
         """A text in Markdown."""
-        with self._train.as_default():
+        with self._going_on(), self._train.as_default():
             tf.summary.text(title, text, step=0)
 
     def training(self, step: int, scalars: Mapping[str, float], losses: Mapping, averages: Mapping) -> None:
         """Scalars of one step; the final tower's loss terms, raw and as moving averages."""
-        with self._train.as_default(step):
+        with self._going_on(), self._train.as_default(step):
             for name, value in scalars.items():
                 tf.summary.scalar(name, value)
             for term in losses:
@@ -38,11 +45,23 @@ class Summaries:
     def evaluation(self, step: int, split: str, weights: str, tta: int, accuracy: float, loss: float) -> None:
         """One score; its tags name split, weights and test-time augmentation."""
         which = f"{split}/{weights}" + (f"_tta{tta}" if tta else "")
-        with self._eval.as_default(step):
+        with self._going_on(), self._eval.as_default(step):
             tf.summary.scalar(f"accuracy/{which}", accuracy)
             tf.summary.scalar(f"loss/{which}", loss)
 
     def flush(self) -> None:
         """Puts everything on disk."""
-        self._train.flush()
-        self._eval.flush()
+        with self._going_on():
+            self._train.flush()
+            self._eval.flush()
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Event files that cannot be written, as on a full disk, never end a run."""
+        try:
+            yield
+        except (OSError, tf.errors.OpError) as error:
+            if not self._failed:
+                reason = " ".join(str(error).split())[:200]
+                log.warning("event files in %s cannot be written (%s); training goes on without", self._path, reason)
+            self._failed = True

@@ -1,9 +1,7 @@
 """Saving a run's state and finding it again. Checkpoints know nothing of towers or devices."""
 
+import contextlib
 import json
-import os
-import shutil
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,44 +9,87 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.errors import DataError, UsageError
+from cifar_towers.training import storage
 
-DIRECTORY, PREFIX = "checkpoints", "state"
+DIRECTORY, PREFIX, FACTS = "checkpoints", "state", "facts.json"
 
 
 def save(train_dir: Path, step: int, variables: Mapping[str, tf.Variable], facts: Mapping, keep: int) -> Path:
-    """Writes `checkpoints/step-<step>/` whole or not at all, then removes all but the newest `keep`.
+    """Writes `checkpoints/step-<step>/` whole or not at all; then removes all but the newest `keep` and the best.
 
     Args:
       variables: every variable of the run by its lasting name; `tf.train.load_checkpoint` on the directory's
         `state` prefix reads them.
-      facts: what else a resumed run needs, as JSON.
+      facts: what else a resumed run needs, as JSON; its `accuracy`, if it has one, says which checkpoint is best.
+
+    Raises:
+      OSError: it could not be written; what was there before is still there.
     """
-    parent = train_dir / DIRECTORY
-    final = parent / f"step-{step:08d}"
+    final = train_dir / DIRECTORY / f"step-{step:08d}"
     if final.exists():  # saved before: a step has one state
         return final
-    temporary = parent / f".tmp-{step}-{uuid.uuid4().hex[:8]}"
-    temporary.mkdir(parents=True)
-    tf.train.Checkpoint(**_trackable(variables)).write(str(temporary / PREFIX))
-    (temporary / "facts.json").write_text(json.dumps({**facts, "step": step}, indent=1))
-    for path in (*temporary.iterdir(), temporary):
-        _sync(path)
-    os.rename(temporary, final)
-    _sync(parent)
-    for old in saved(train_dir)[:-keep]:
-        shutil.rmtree(old)
+
+    def write(directory: Path) -> None:
+        try:
+            tf.train.Checkpoint(**_trackable(variables)).write(str(directory / PREFIX))
+        except tf.errors.OpError as error:  # what TensorFlow makes of a full disk
+            raise OSError(None, " ".join(error.message.split())) from error
+        (directory / FACTS).write_text(json.dumps({**facts, "step": step}, indent=1))
+
+    storage.commit(final, write)
+    _prune(train_dir, keep)
     return final
-
-
-def sweep(train_dir: Path) -> None:
-    """Removes what a killed save left behind."""
-    for leftover in (train_dir / DIRECTORY).glob(".tmp-*"):
-        shutil.rmtree(leftover)
 
 
 def saved(train_dir: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     return sorted((train_dir / DIRECTORY).glob("step-*"))
+
+
+def newest(train_dir: Path) -> Path | None:
+    """The newest checkpoint that is undamaged; None where none was ever made. Changes nothing.
+
+    Raises:
+      DataError: there are some, and all are damaged.
+    """
+    for checkpoint in reversed(saved(train_dir)):
+        if not storage.damage(checkpoint):
+            return checkpoint
+    if saved(train_dir) or list((train_dir / DIRECTORY).glob(f"{storage.DAMAGED}*")):
+        raise DataError(
+            f"every checkpoint in {train_dir / DIRECTORY} is damaged; put a good copy there, "
+            "or give --fresh to start again from step 0, or another --train_dir"
+        )
+    return None
+
+
+def tidy(train_dir: Path) -> list[str]:
+    """Removes what killed saves left, and sets damaged checkpoints aside; says of each of these what is wrong."""
+    storage.sweep(train_dir / DIRECTORY)
+    told = []
+    for checkpoint in saved(train_dir):
+        wrong = storage.damage(checkpoint)
+        if wrong:
+            told.append(f"{checkpoint} is damaged ({wrong}): set aside as {storage.set_aside(checkpoint).name}")
+    return told
+
+
+def _prune(train_dir: Path, keep: int) -> None:
+    """Removes the old ones but the best of all; what cannot be removed stays."""
+    everything = saved(train_dir)
+    best = max(everything, key=_accuracy)
+    for checkpoint in everything[:-keep]:
+        if checkpoint != best or _accuracy(best) < 0:
+            with contextlib.suppress(OSError):
+                storage.remove(checkpoint)
+
+
+def _accuracy(checkpoint: Path) -> float:
+    """What was measured at its step; less than 0 if nothing was, or if it is damaged."""
+    try:
+        return float(read_facts(checkpoint).get("accuracy") or -1.0)
+    except DataError:
+        return -1.0
 
 
 def read_facts(checkpoint: Path) -> dict:
@@ -58,7 +99,7 @@ def read_facts(checkpoint: Path) -> dict:
       DataError: it is damaged.
     """
     try:
-        return json.loads((checkpoint / "facts.json").read_text())
+        return json.loads((checkpoint / FACTS).read_text())
     except (OSError, ValueError) as error:
         raise _damaged(checkpoint, error) from error
 
@@ -124,11 +165,3 @@ def _trackable(variables: Mapping[str, tf.Variable]) -> dict:
 def _key(name: str) -> str:
     """What TensorFlow calls a variable of this name in a checkpoint: dots doubled, slashes as `.S`."""
     return f"variables/{name.replace('.', '..').replace('/', '.S')}{_SUFFIX}"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

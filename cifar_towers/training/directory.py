@@ -18,32 +18,33 @@ WRITTEN = ("checkpoints", "train", "eval", "metrics.jsonl", "config.json", "envi
 
 
 def newest(directory: Path, config: TrainConfig, dataset: str) -> tuple[Path, dict] | None:
-    """The newest checkpoint and its facts, if there is one.
+    """The newest undamaged checkpoint and its facts, if there is one.
 
     Raises:
       UsageError: it was made with another recipe or data set; the message names what differs.
+      DataError: there are checkpoints, and all are damaged.
     """
-    saved = checkpoints.saved(directory)
-    if not saved:
+    checkpoint = checkpoints.newest(directory)
+    if not checkpoint:
         return None
-    facts = checkpoints.read_facts(saved[-1])
+    facts = checkpoints.read_facts(checkpoint)
     mine = recipe_of(config) | {"dataset": dataset}
     theirs = facts["recipe"] | {"dataset": facts["dataset"]}
     differing = [f"{name} {theirs.get(name)} -> {mine[name]}" for name in mine if theirs.get(name) != mine[name]]
     if differing:
         raise UsageError(
-            f"{saved[-1]} was made with other settings ({', '.join(differing)}); "
+            f"{checkpoint} was made with other settings ({', '.join(differing)}); "
             "give those, another --train_dir, or --fresh to start again in this one"
         )
-    return saved[-1], facts
+    return checkpoint, facts
 
 
 def finished(directory: Path, config: TrainConfig, step: int, last_step: int) -> dict | None:
     """The result of a run that has nothing left to do: at its last step, or at the target it was asked for."""
-    path = directory / RESULT
-    if not path.exists():
+    try:
+        result = records.read_json(directory / RESULT)
+    except (OSError, ValueError):  # not written yet, or not whole: the checkpoint tells the rest
         return None
-    result = records.read_json(path)
     at_end = step >= last_step or 0 < config.target_accuracy <= result["reached"]
     return result if result["step"] == step and at_end else None
 

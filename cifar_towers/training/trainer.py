@@ -1,9 +1,11 @@
 """The training run: from a config to a trained model, its records and its checkpoints."""
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import math
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -13,7 +15,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import Dataset
-from cifar_towers.errors import DivergedError, Interrupted, UsageError
+from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError
 from cifar_towers.evaluation import make_evaluator
 from cifar_towers.reporting import records
 from cifar_towers.reporting.clock import Clock
@@ -22,7 +24,7 @@ from cifar_towers.reporting.summaries import Summaries
 from cifar_towers.signals import NOTHING_DONE, StopRequest
 from cifar_towers.towers import Tower, device_table
 from cifar_towers.towers.placement import HOST, PLACEMENTS
-from cifar_towers.training import checkpoints, choosing, directory, schedules, setup
+from cifar_towers.training import checkpoints, choosing, directory, schedules, setup, storage
 from cifar_towers.training.step import StepMetrics
 
 log = logging.getLogger(__name__)
@@ -95,10 +97,22 @@ class Trainer:
         sides = schedules.parse_points("image_sides", config.image_sides or "0=32")
         self.sides = sides.steps(self.total_steps, self.steps_per_epoch), sides.values
         self.traced_sides: set[int] = set()
+        self.failed_saves = 0
         self.reached = 0.0  # the accuracy that met the target
 
     def run(self) -> dict:
         """Prepares the directory, trains from where it stands, evaluates, and writes the result."""
+        with contextlib.ExitStack() as stack:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                ours = stack.enter_context(storage.locked(self.directory / ".lock"))
+            except OSError as error:
+                raise UsageError(f"train_dir={self.directory} cannot be made: {error.strerror}") from error
+            if not ours:
+                raise UsageError(f"another process trains in {self.directory}; end it, or give another --train_dir")
+            return self._run()
+
+    def _run(self) -> dict:
         self._introduce()
         first_step = self._resume()
         done = directory.finished(self.directory, self.config, first_step, self.last_step)
@@ -129,18 +143,19 @@ class Trainer:
             self._check_finite(step, metrics)
             epoch.append(metrics)
             self._report(step, metrics, rates, side)
-            scores = []
+            scores: list[dict] = []
             if self._at_evaluation(step):
                 scores = self._evaluate(step, tta=0, final=False)
             if step % self.steps_per_epoch == 0 or step == self.last_step:
                 self._end_epoch(step, epoch, rates, scores)
                 epoch = []
             if self._every(step, self.config.checkpoint_every_steps) and step < self.last_step:
-                self._save(step)
+                self._save(step, scores)
             if self.stop.signal is not None:
-                self._save(step)
+                saved = self._save(step, scores)
                 self.progress.pause()
-                raise Interrupted(self.stop.signal, f"saved step {step}: the same command goes on from it")
+                told = f"saved step {step}" if saved else self._what_is_kept()
+                raise Interrupted(self.stop.signal, f"{told}: the same command goes on from it")
             if self._reached_target(step, scores):
                 break
         return step
@@ -162,11 +177,9 @@ class Trainer:
         if not bad and (np.isfinite(metrics.gradient_norm) or self.state.loss_scale.can_shrink()):
             return
         what = f"the loss of {', '.join(bad)}" if bad else "the gradient"
-        kept = checkpoints.saved(self.directory)
         raise DivergedError(
-            f"{what} is not finite at step {step}; "
-            + (f"{kept[-1].name} is kept" if kept else "no checkpoint was written")
-            + ": start again with --fresh or another --train_dir and a smaller --learning_rate or --precision=float32"
+            f"{what} is not finite at step {step}; {self._what_is_kept()}: start again with --fresh or another "
+            "--train_dir and a smaller --learning_rate or --precision=float32"
         )
 
     def _reached_target(self, step: int, scores: list[dict]) -> bool:
@@ -228,8 +241,10 @@ class Trainer:
         status = Status(step, loss, accuracy, next(iter(rates.values())), self.clock.recent_rate())
         self.progress.epoch(status, [_told(score) for score in scores])
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, scores: Sequence[dict] = ()) -> bool:
+        """Saves the state after `step`, or says why it cannot be; whether it is saved."""
         facts = {
+            "accuracy": next((score["accuracy"] for score in reversed(scores)), None),
             "recipe": directory.recipe_of(self.config),
             "dataset": self.dataset.name,
             "precision": self.precision,
@@ -239,12 +254,25 @@ class Trainer:
             "seconds": self.clock.seconds,
             "images": self.clock.images,
         }
-        checkpoints.save(self.directory, step, self.state.named_variables(), facts, keep=self.config.keep_checkpoints)
-        self.clock.charge("save")
+        try:
+            checkpoints.save(self.directory, step, self.state.named_variables(), facts, self.config.keep_checkpoints)
+            return True
+        except OSError as error:
+            self.failed_saves += 1
+            self.progress.say(f"step {step} could not be saved ({error.strerror}); {self._what_is_kept()}")
+            return False
+        finally:
+            self.clock.charge("save")
+
+    def _what_is_kept(self) -> str:
+        kept = checkpoints.saved(self.directory)
+        return f"{kept[-1].name} is kept" if kept else "no checkpoint was written"
 
     def _finish(self, step: int) -> dict:
-        self._save(step)
-        self.stop.leave_at_once(f"step {step} is saved; the same command evaluates it")
+        saved = self._save(step)
+        self.stop.leave_at_once(
+            f"step {step} is saved; the same command evaluates it" if saved else "nothing was saved"
+        )
         scores = self._evaluate(step, self.config.tta, final=True)
         self._reached_target(step, scores)
         digest = self.state.digest()
@@ -256,9 +284,9 @@ class Trainer:
             "seconds": {name: round(spent, 3) for name, spent in self.clock.seconds.items()},
             "images_per_sec": speed,
             "weights_sha256": digest,
+            "failed_saves": self.failed_saves,
             "evaluations": scores,
         }
-        records.write_json(self.directory / directory.RESULT, result)
         self.progress.pause()
         for score in scores:
             self.progress.say(_told(score))
@@ -266,6 +294,14 @@ class Trainer:
         self.progress.say(f"step {step}: {spent}; {speed:,.0f} images/s; weights sha256 {digest[:16]}")
         if self.source.banner:
             self.progress.say(self.source.banner)
+        if not saved and not self._save(step):  # a last try: evaluation took a while
+            raise RunError(f"step {step}, the last, could not be saved; make room, and the same command goes on")
+        if self.failed_saves:
+            self.progress.say(f"{self.failed_saves} checkpoints could not be saved when they were due")
+        try:
+            records.write_json(self.directory / directory.RESULT, result)
+        except OSError as error:
+            self.progress.say(f"{directory.RESULT} could not be written: {error.strerror}")
         self.progress.say(f"written to {self.directory}; look at it with: make tensorboard")
         return result
 
@@ -319,11 +355,8 @@ class Trainer:
         """Makes the directory ready and restores its newest checkpoint; the number of updates done."""
         if self.config.fresh:
             directory.clear(self.directory)
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"train_dir={self.directory} cannot be made: {error.strerror}") from error
-        checkpoints.sweep(self.directory)
+        for told in checkpoints.tidy(self.directory):
+            self.progress.say(told)
         found = directory.newest(self.directory, self.config, self.dataset.name)
         if not found:
             return 0

@@ -41,7 +41,7 @@ def test_saving_a_step_again_keeps_what_there_is(tmp_path):
 
 def test_leftovers_of_a_killed_save_are_swept(tmp_path):
     (tmp_path / "checkpoints/.tmp-4-abc").mkdir(parents=True)
-    checkpoints.sweep(tmp_path)
+    checkpoints.tidy(tmp_path)
     assert not list((tmp_path / "checkpoints").iterdir())
 
 

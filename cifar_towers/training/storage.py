@@ -1,0 +1,123 @@
+"""Directories that are on disk whole or not at all, and can prove it. Knows nothing of TensorFlow or of training.
+
+How one is committed: its files are written into `.tmp-...`, a manifest of their sizes and SHA-256 beside them; files
+and directory are synced; then it is renamed into place and the parent is synced. A process that is killed, or a machine
+that loses power, at any moment leaves the old state or the new one, and names that `sweep` knows to remove.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+MANIFEST = "MANIFEST.json"
+TEMPORARY, TRASH, DAMAGED = ".tmp-", ".trash-", "damaged-"
+
+
+def commit(final: Path, write: Callable[[Path], None]) -> None:
+    """Makes `final` with what `write(directory)` puts into the directory it is given.
+
+    Raises:
+      OSError: it could not be written, as on a full disk; nothing is left of it, and what was there before stays.
+    """
+    parent = final.parent
+    temporary = parent / f"{TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}"
+    try:
+        temporary.mkdir(parents=True)
+        write(temporary)
+        manifest = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in temporary.iterdir()}
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
+        for path in (*temporary.iterdir(), temporary):
+            sync(path)
+        os.rename(temporary, final)
+        for directory in (parent, parent.parent):  # the second, in case the first is new
+            sync(directory)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def damage(directory: Path) -> str:
+    """What differs from the manifest, in words; empty if every file is there as it was written, and none besides."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_bytes())
+        wanted = {name: (facts["bytes"], facts["sha256"]) for name, facts in manifest.items()}
+        found = {path.name for path in directory.iterdir()} - {MANIFEST}
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read ({type(error).__name__})"
+    if not wanted:
+        return f"{MANIFEST} names no file"
+    for name in sorted(wanted.keys() | found):
+        path = directory / name
+        if name not in found:
+            return f"{name} is missing"
+        if name not in wanted:
+            return f"{name} does not belong there"
+        try:
+            if path.stat().st_size != wanted[name][0]:
+                return f"{name} has {path.stat().st_size:,} bytes, not {wanted[name][0]:,}"
+            if sha256(path) != wanted[name][1]:
+                return f"{name} has other content than was written"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return ""
+
+
+def set_aside(directory: Path) -> Path:
+    """Renames a damaged directory, so that nobody takes it for good; its new path."""
+    numbers = (f"-{number}" if number else "" for number in range(1_000_000))
+    aside = next(
+        path for end in numbers if not (path := directory.with_name(f"{DAMAGED}{directory.name}{end}")).exists()
+    )
+    os.rename(directory, aside)
+    sync(directory.parent)
+    return aside
+
+
+def remove(directory: Path) -> None:
+    """Removes a directory; one that is half removed has another name."""
+    trash = directory.with_name(f"{TRASH}{directory.name}-{uuid.uuid4().hex[:8]}")
+    os.rename(directory, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def sweep(parent: Path) -> None:
+    """Removes what killed processes left half written or half removed."""
+    for prefix in (TEMPORARY, TRASH):
+        for leftover in parent.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Whether this process, and no other, has the lock file `path` while inside. It ends with the process, however
+    that ends, so a lock left by a dead one does not count."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def sync(path: Path) -> None:
+    """Has the disk, not just the system, know what is in a file or directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
