@@ -47,11 +47,9 @@ def test_help_answers_without_tensorflow(program):
         ("train.py", ["--num_gpus=2", "--nosoft_placement", *TINY], 2, "2 towers need 2 GPUs"),
         ("train.py", ["--batch_size=20000", "--dataset=synthetic"], 2, "more than the 10000 training examples"),
         ("train.py", ["--batch_size=1001", "--dataset=synthetic"], 2, "1000 and 1002 can"),
-        ("train.py", ["--num_gpus=12", "--parallelism=model", *TINY], 2, "12 stages need at least 12 layers"),
         ("evaluate.py", ["--train_dir=nowhere"], 2, "no checkpoint in nowhere"),
         ("benchmark.py", ["--towers=5"], 2, "1535 and 1540 can"),
-        ("benchmark.py", ["--towers=2", *TINY, "--nosoft_placement"], 2, "2 towers need 2 GPUs"),
-        ("benchmark.py", ["--towers=2", *TINY, "--train_dir=/proc/x"], 2, "train_dir=/proc/x cannot be made"),
+        ("benchmark.py", ["--towers=2", *TINY, "--nosoft_placement", "--train_dir=."], 2, "2 towers need 2 GPUs"),
     ],
 )
 def test_errors_are_one_line_and_a_code(tmp_path, program, arguments, code, told):

@@ -15,7 +15,9 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
 NUMBER = r"-?\d[\d,]*\.?\d*"
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: re.findall(r"\w+", code)[-1])
+@pytest.mark.parametrize(
+    "code", [pytest.param(code, marks=pytest.mark.slow if "41,157,101" in code else ()) for code in EXAMPLES]
+)
 def test_examples_run_as_printed(code, capsys):
     """What a block prints is what the comments at its end say, numbers to the last digit but one."""
     exec(compile(code, "README.md", "exec"), {})

@@ -7,6 +7,8 @@ import tensorflow as tf
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.data.batches import Batches
+from cifar_towers.errors import UsageError
+from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import tower_devices
 from cifar_towers.training import setup
 from cifar_towers.training.mirrored import make_strategy
@@ -212,3 +214,10 @@ def test_float16_overflows_under_mirrored_variables_and_the_scale_shrinks(towers
 def test_an_odd_number_of_towers_is_not_halved(towers):
     with pytest.raises(ValueError, match="hierarchical halves the towers, and 3 are odd"):
         make_strategy(towers(3), "hierarchical")
+
+
+def test_more_stages_than_layers_is_a_usage_error(examples):
+    config = TrainConfig(**CIFARNET, parallelism="model")
+    devices = [Tower(index, "/CPU:0") for index in range(11)]
+    with pytest.raises(UsageError, match="11 stages need at least 11 layers; cifarnet has 10"):
+        setup.make_training(config, devices, "float32", examples, 10, 10)
