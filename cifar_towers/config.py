@@ -404,7 +404,7 @@ def help_text(config_class: type, description: str) -> str:
         )
     body = [f"{group}:\n" + "\n".join(lines) for group, lines in groups.items()]
     files = "Files:\n  --flagfile\n      take flags from a file, one a line; flags after it win"
-    codes = "Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 130 and 143 interrupted, 1 a bug."
+    codes = "Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 130 and 143 interrupted, 1 a bug or no room to save."
     return "\n\n".join([description, *body, files, codes])
 
 
