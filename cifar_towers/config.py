@@ -51,6 +51,10 @@ class DeviceConfig:
         0, "Towers", "threads inside one operation; 0: the cores, shared among the CPU towers", low=0, high=1024
     )
 
+    deterministic: bool = setting(
+        False, "Towers", "let TensorFlow guarantee the same bits each time, or fail where an operation cannot"
+    )
+
     def __post_init__(self):
         check_limits(self)
 
@@ -106,6 +110,13 @@ class TrainConfig(DeviceConfig):
     max_steps: int = setting(0, "Run", "stop after this many steps, whatever the epochs say; 0: no limit", low=0)
     target_accuracy: float = setting(
         0.0, "Run", "stop at the first evaluation, without TTA, that reaches this fraction; 0: never", low=0, high=1
+    )
+
+    max_bad_steps: int = setting(
+        3, "Run", "how many steps in a row may make no update because a number is not finite", low=1
+    )
+    rollback_on_divergence: bool = setting(
+        False, "Run", "after these, go back to the last good checkpoint and on with half the rates"
     )
 
     dataset: str = setting(

@@ -1,7 +1,10 @@
 """SIGINT and SIGTERM: the first asks the run to save and leave, a second ends it at once."""
 
+import contextlib
 import os
 import signal
+import threading
+from collections.abc import Callable, Iterator
 
 from cifar_towers.errors import Interrupted
 
@@ -10,32 +13,65 @@ NOTHING_DONE = "before the first step; nothing to save"
 
 
 class StopRequest:
-    """Raises `Interrupted` from wherever the program is, or while `defer`red only remembers the signal."""
+    """Raises `Interrupted` from wherever the program is, or while `defer`red only remembers the signal.
+
+    Attributes:
+      announce: called with a line for the user when a signal comes that has to wait.
+    """
 
     def __init__(self):
-        self._deferred = False
+        self.announce: Callable[[str], None] = lambda line: None
         self.signal: int | None = None
+        self._deferred = False
         self._message = NOTHING_DONE
 
     def listen(self) -> "StopRequest":
         """Installs the handlers; call it in the main thread."""
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
+        # Python runs handlers between its own instructions, so not inside a long step; this thread hears at once.
+        hears, tells = os.pipe()
+        os.set_blocking(tells, False)
+        signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(hears,), daemon=True).start()
         return self
 
     def defer(self) -> None:
-        """From now on somebody looks at `signal` and leaves when all is saved."""
+        """From now on somebody calls `check` and leaves when all is saved."""
         self._deferred = True
 
     def leave_at_once(self, message: str) -> None:
         """From now on nothing is lost by leaving, with this message; leaves if a signal has come already."""
         self._deferred, self._message = False, message
+        self.check()
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What is done inside may be broken off anywhere: leaves it as soon as a signal comes."""
+        deferred, self._deferred = self._deferred, False
+        try:
+            self.check()
+            yield
+        finally:
+            self._deferred = deferred
+
+    def check(self) -> None:
+        """Leaves if a signal has come."""
         if self.signal is not None:
-            raise Interrupted(self.signal, message)
+            raise Interrupted(self.signal, self._message)
 
     def _on_signal(self, number, frame):
-        if self.signal is not None:
-            os._exit(128 + number)
         self.signal = number
         if not self._deferred:
             raise Interrupted(number, self._message)
+
+    def _watch(self, hears: int) -> None:
+        heard = 0
+        while number := os.read(hears, 1)[0]:
+            if number not in SIGNALS:
+                continue
+            heard += 1
+            if heard > 1:
+                os._exit(128 + number)
+            if self._deferred:
+                self.announce(f"{signal.Signals(number).name}: saves after this step and leaves; again: leaves at once")

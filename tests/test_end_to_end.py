@@ -13,9 +13,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cifar_towers import scoring
 from cifar_towers.config import EvaluateConfig, TrainConfig
 from cifar_towers.data import cifar10, sources, synthetic
+from cifar_towers.data.batches import Batches
 from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError
 from cifar_towers.signals import StopRequest
-from cifar_towers.training import checkpoints, storage, trainer
+from cifar_towers.training import checkpoints, health, storage, trainer
 
 QUICK = TrainConfig(
     model="speednet93",
@@ -146,20 +147,17 @@ def test_scoring_what_is_not_there(one_run, tmp_path):
 
 
 class StopAt(StopRequest):
-    """A signal that comes while step `at` is being worked on: the loop asks once a step."""
+    """A signal that comes while the `at`-th step is being worked on."""
 
     def __init__(self, at):
-        self._at, self._asked = at, 0
+        self._left = at
         super().__init__()
 
-    @property
-    def signal(self):
-        self._asked += self._deferred
-        return SIGTERM if self._asked >= self._at else None
-
-    @signal.setter
-    def signal(self, value):
-        pass
+    def check(self):
+        if self._deferred:  # the loop, once a step
+            self._left -= 1
+            self.signal = None if self._left else SIGTERM
+        super().check()
 
 
 @pytest.mark.parametrize("at", [3, 13])
@@ -346,14 +344,92 @@ def test_max_steps_is_a_prefix_of_the_run_and_can_be_raised(tmp_path, one_run):
     assert run(config)["weights_sha256"] == one_run[1]["weights_sha256"]
 
 
-def test_a_loss_that_is_no_number_never_reaches_a_checkpoint(tmp_path):
-    config = dataclasses.replace(QUICK, train_dir=str(tmp_path), learning_rate=1e30, checkpoint_every_steps=1)
-    with pytest.raises(DivergedError, match=r"not finite at step \d+; .* and a smaller --learning_rate"):
-        run(config)
-    for checkpoint in checkpoints.saved(tmp_path):
+@pytest.fixture
+def poison(monkeypatch):
+    """poison(steps): the input of these updates holds an image of NaNs, in every run from here on."""
+
+    def of(steps):
+        stream = Batches.stream
+
+        def poisoned(self, first_step, last_step):
+            for step, batch in enumerate(stream(self, first_step, last_step), first_step + 1):
+                if step in steps:
+                    nowhere = tf.tensor_scatter_nd_update(batch.draws.brightness, [[150]], [np.nan])
+                    batch = batch._replace(draws=batch.draws._replace(brightness=nowhere))
+                yield batch
+
+        monkeypatch.setattr(Batches, "stream", poisoned)
+
+    return of
+
+
+DIM = dataclasses.replace(QUICK, brightness=1e-30, num_gpus=2)  # poison goes in through the brightness
+
+
+def all_finite(train_dir):
+    for checkpoint in checkpoints.saved(train_dir):
         reader = tf.train.load_checkpoint(str(checkpoint / "state"))
-        values = [reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if "model" in name]
+        values = [reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if "OBJECT_GRAPH" not in name]
         assert all(np.isfinite(value).all() for value in values)
+    return bool(checkpoints.saved(train_dir))
+
+
+def test_a_bad_batch_costs_its_update_and_nothing_else(tmp_path, poison, capsys):
+    poison({4, 5, 9})
+    result = run(dataclasses.replace(DIM, train_dir=str(tmp_path), checkpoint_every_steps=1, summary_every_steps=1))
+    assert result["step"] == STEPS and result["bad_steps"] == 3 and all_finite(tmp_path)
+    assert result["evaluations"][0]["accuracy"] > 0.6
+    told = capsys.readouterr().out
+    assert (
+        "step 5 made no update (2 in a row, 3 end the run): cross_entropy of tower_1 is not finite; "
+        "first of its tensors: the images"
+    ) in told
+    assert "3 steps made no update" in told
+    lost = [r["step"] for r in records_of(tmp_path, "train") if r["loss"] is None]
+    assert lost == [4, 5, 9]
+
+
+def test_too_many_bad_steps_end_a_run_that_can_go_on(tmp_path, poison):
+    poison({4, 5, 6})
+    config = dataclasses.replace(DIM, train_dir=str(tmp_path), checkpoint_every_steps=3)
+    with pytest.raises(DivergedError, match=r"step 6 .* \(3 in a row.*; step-00000003 is kept: .*--rollback_on"):
+        run(config)
+    assert all_finite(tmp_path)
+    assert run(dataclasses.replace(config, max_bad_steps=4))["bad_steps"] == 3
+
+
+def test_a_stop_between_bad_steps_does_not_reset_their_count(tmp_path, poison):
+    poison({4, 5, 6})
+    config = dataclasses.replace(DIM, train_dir=str(tmp_path))
+    with pytest.raises(Interrupted, match="saved step 5"):
+        run(config, StopAt(5))
+    with pytest.raises(DivergedError, match=r"step 6 .* \(3 in a row"):
+        run(config)
+
+
+def test_a_rate_that_is_too_large_is_left_out_of_every_checkpoint(tmp_path):
+    config = dataclasses.replace(QUICK, train_dir=str(tmp_path), learning_rate=1e38, checkpoint_every_steps=1)
+    with pytest.raises(DivergedError, match=r"made no update \(3 in a row.* and a smaller --learning_rate"):
+        run(config)
+    assert all_finite(tmp_path)
+
+
+def test_a_run_rolls_back_to_smaller_rates(tmp_path, poison, monkeypatch, capsys):
+    monkeypatch.setattr(health, "MOST_ROLLBACKS", 2)
+    steps = {7, 8}
+    poison(steps)
+    config = dataclasses.replace(DIM, train_dir=str(tmp_path), checkpoint_every_steps=2, summary_every_steps=1)
+    config = dataclasses.replace(config, max_bad_steps=2, rollback_on_divergence=True, max_steps=12)
+    with pytest.raises(DivergedError, match="step 8 made no update"):
+        run(config)  # tries it again and again
+    rates = [r["learning_rate"] for r in records_of(tmp_path, "train")]
+    assert "back to step 4, on with 0.25 of the recipe's rates" in capsys.readouterr().out
+    steps.clear()
+    result = run(config)
+    told = capsys.readouterr().out
+    assert "going on from step 6" in told and result["rollbacks"] == 2 and all_finite(tmp_path)
+    assert [r["step"] for r in records_of(tmp_path, "train")] == list(range(1, 13))
+    assert rates[4] < rates[3]
 
 
 def test_the_target_ends_a_run(tmp_path, capsys):

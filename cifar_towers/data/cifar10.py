@@ -58,6 +58,15 @@ def load(directory: Path) -> tuple[Split, Split]:
     Raises:
       DataError: the copy cannot be prepared or read, or is not CIFAR-10 to the last bit.
     """
+    return read_split(directory, "train"), read_split(directory, "test")
+
+
+def read_split(directory: Path, name: str) -> Split:
+    """`train` or `test` as arrays, prepared before if need be, and verified.
+
+    Raises:
+      DataError: as `load`.
+    """
     import tensorflow_datasets as tfds  # takes seconds to import, and reads TFDS_DATA_DIR as it does
 
     tfds.disable_progress_bar()
@@ -69,17 +78,16 @@ def load(directory: Path) -> tuple[Split, Split]:
             builder.download_and_prepare()
         # one file after the other: the stored order is the one the digests are of
         config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
-        splits = {
-            name: builder.as_dataset(split=name, shuffle_files=False, batch_size=1000, read_config=config)
-            for name in SIZES
-        }
-        train, test = (_to_split(tfds.as_numpy(splits[name])) for name in SIZES)
+        batches = builder.as_dataset(split=name, shuffle_files=False, batch_size=1000, read_config=config)
+        split = _to_split(tfds.as_numpy(batches))
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        raise DataError(f"CIFAR-10 in {directory} cannot be read: {type(error).__name__}: {reason}") from error
-    verify("train", train)
-    verify("test", test)
-    return train, test
+        raise DataError(
+            f"CIFAR-10's {name} split in {directory} cannot be read ({type(error).__name__}: {reason}); "
+            "delete the copy and let it be prepared again"
+        ) from error
+    verify(name, split)
+    return split
 
 
 def verify(name: str, split: Split) -> None:

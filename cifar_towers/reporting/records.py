@@ -11,34 +11,63 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
+
 log = logging.getLogger(__name__)
 
 PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 
 
 class Metrics:
-    """metrics.jsonl: one object a line, appended. A resumed run first drops the lines after its step."""
+    """metrics.jsonl: one object a line, appended. A resumed run first drops the lines after its step.
+
+    Attributes:
+      evaluated: the steps that evaluations are on record of.
+    """
 
     def __init__(self, train_dir: Path, step: int = 0):
-        self._path, self._failed = train_dir / "metrics.jsonl", False
+        self._path, self._going_on = train_dir / "metrics.jsonl", GoingOn(train_dir / "metrics.jsonl")
+        self.evaluated: set[int] = set()
         with self._going_on():
             if self._path.exists():
                 kept = [record for record in read(self._path) if record["step"] <= step]
+                self.evaluated = {record["step"] for record in kept if record["kind"] == "eval"}
                 write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, **record) -> None:
-        """Appends one record; one that cannot be written never ends a run."""
+        """Appends one record; numbers that are not finite become null, as JSON has none."""
+        record = {name: _plain(value) for name, value in record.items()}
         with self._going_on(), self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
+
+class GoingOn:
+    """`with going_on():` around what writes for the user's eyes: if it cannot, that is said once and ends no run."""
+
+    def __init__(self, path: Path, errors: tuple[type[Exception], ...] = (OSError,)):
+        self._path, self._errors, self._said = path, errors, False
+
     @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
+    def __call__(self) -> Iterator[None]:
+        """Around one writing."""
         try:
             yield
-        except OSError as error:
-            if not self._failed:
-                log.warning("%s cannot be written (%s); training goes on without it", self._path, error.strerror)
-            self._failed = True
+        except self._errors as error:
+            if not self._said:
+                reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
+                log.warning("%s cannot be written (%s); training goes on without it", self._path, reason)
+            self._said = True
+
+
+def going_on(path: Path):
+    """Around the writing of one file that no run should end for."""
+    return GoingOn(path)()
+
+
+def _plain(value):
+    if isinstance(value, (float, np.floating)):
+        return float(value) if np.isfinite(value) else None
+    return value
 
 
 def read_json(path: Path) -> dict:

@@ -3,21 +3,19 @@
 Tags never hold a tower's prefix, so they are the same for any number of towers.
 """
 
-import contextlib
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import tensorflow as tf
 
-log = logging.getLogger(__name__)
+from cifar_towers.reporting import records
 
 
 class Summaries:
     """Event files in `train/` and `eval/` of a run's directory."""
 
     def __init__(self, train_dir: Path):
-        self._path, self._failed = train_dir, False
+        self._going_on = records.GoingOn(train_dir / "{train,eval}", (OSError, tf.errors.OpError))
         self._train = self._eval = tf.summary.create_noop_writer()
         with self._going_on():
             self._train = tf.summary.create_file_writer(str(train_dir / "train"))
@@ -42,8 +40,10 @@ class Summaries:
                 tf.summary.scalar(f"losses/{term} (raw)", losses[term])
                 tf.summary.scalar(f"losses/{term}", averages[term])
 
-    def evaluation(self, step: int, split: str, weights: str, tta: int, accuracy: float, loss: float) -> None:
-        """One score; its tags name split, weights and test-time augmentation."""
+    def evaluation(
+        self, step: int, split: str, weights: str, tta: int, accuracy: float, loss: float, count: int
+    ) -> None:
+        """One score over `count` examples; its tags name split, weights and test-time augmentation."""
         which = f"{split}/{weights}" + (f"_tta{tta}" if tta else "")
         with self._going_on(), self._eval.as_default(step):
             tf.summary.scalar(f"accuracy/{which}", accuracy)
@@ -54,14 +54,3 @@ class Summaries:
         with self._going_on():
             self._train.flush()
             self._eval.flush()
-
-    @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Event files that cannot be written, as on a full disk, never end a run."""
-        try:
-            yield
-        except (OSError, tf.errors.OpError) as error:
-            if not self._failed:
-                reason = " ".join(str(error).split())[:200]
-                log.warning("event files in %s cannot be written (%s); training goes on without", self._path, reason)
-            self._failed = True

@@ -72,14 +72,15 @@ class LossAverages:
             self.sums = {term: tf.Variable(0.0, trainable=False, name=f"{term}/average") for term in terms}
             self.weight = tf.Variable(0.0, trainable=False, name="loss_average_weight")
 
-    def update(self, losses: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Takes in one step's losses; {term: average of all so far, the older the less}."""
+    def update(self, losses: Mapping[str, tf.Tensor], finite: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Takes in one step's losses if they are `finite`; {term: average of all so far, the older the less}."""
         with tf.name_scope("loss_averages"), tf.device(self.weight.device):
-            weight = LOSS_DECAY * self.weight + (1 - LOSS_DECAY)
+            weight = tf.where(finite, LOSS_DECAY * self.weight + (1 - LOSS_DECAY), self.weight)
             self.weight.assign(weight)
             averages = {}
             for term, loss in losses.items():
                 total = LOSS_DECAY * self.sums[term] + (1 - LOSS_DECAY) * tf.cast(loss, tf.float32)
+                total = tf.where(finite, total, self.sums[term])
                 self.sums[term].assign(total)
-                averages[term] = total / weight
+                averages[term] = tf.math.divide_no_nan(total, weight)
         return averages

@@ -25,7 +25,7 @@ def save(train_dir: Path, step: int, variables: Mapping[str, tf.Variable], facts
     Raises:
       OSError: it could not be written; what was there before is still there.
     """
-    final = train_dir / DIRECTORY / f"step-{step:08d}"
+    final = path_of(train_dir, step)
     if final.exists():  # saved before: a step has one state
         return final
 
@@ -39,6 +39,11 @@ def save(train_dir: Path, step: int, variables: Mapping[str, tf.Variable], facts
     storage.commit(final, write)
     _prune(train_dir, keep)
     return final
+
+
+def path_of(train_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return train_dir / DIRECTORY / f"step-{step:08d}"
 
 
 def saved(train_dir: Path) -> list[Path]:
@@ -135,7 +140,7 @@ def _refuse_other_variables(checkpoint: Path, prefix: str, variables: Mapping[st
 
 def _damaged(checkpoint: Path, error: Exception) -> DataError:
     reason = " ".join(str(error).split())[:200]
-    return DataError(f"{checkpoint} is damaged ({reason}); move it away to go on from the one before it")
+    return DataError(f"{checkpoint} is damaged ({reason}); the next start sets it aside")
 
 
 def read_values(checkpoint: Path, names: Sequence[str]) -> list[np.ndarray]:

@@ -9,12 +9,13 @@ from cifar_towers.errors import UsageError
 from cifar_towers.reporting import records
 from cifar_towers.training import checkpoints
 
-RESULT = "result.json"
+CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metrics.jsonl", "result.json"
 
 # What may change between one start of a run and the next; all else is its recipe.
 NOT_RECIPE = {"recipe", "train_dir", "fresh", "seeds", "max_steps", "target_accuracy", "dataset", "data_dir"}
+NOT_RECIPE |= {"max_bad_steps", "rollback_on_divergence"}
 NOT_RECIPE_GROUPS = {"Towers", "Reporting"}
-WRITTEN = ("checkpoints", "train", "eval", "metrics.jsonl", "config.json", "environment.json", RESULT)
+WRITTEN = (checkpoints.DIRECTORY, "train", "eval", METRICS, CONFIG, ENVIRONMENT, RESULT)
 
 
 def newest(directory: Path, config: TrainConfig, dataset: str) -> tuple[Path, dict] | None:
@@ -60,7 +61,7 @@ def recipe_of(config: TrainConfig) -> dict:
 
 def clear(directory: Path) -> None:
     """Removes what a run wrote, and nothing else; nothing at all where no run has been."""
-    if not (directory / "config.json").exists() and not checkpoints.saved(directory):
+    if not any((directory / name).exists() for name in (CONFIG, checkpoints.DIRECTORY)):
         return
     for name in WRITTEN:
         path = directory / name

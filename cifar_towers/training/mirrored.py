@@ -12,7 +12,7 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import StepMetrics, make_tower_fn, metrics
+from cifar_towers.training.step import StepMetrics, all_finite, apply_update, make_tower_fn, metrics
 
 
 def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distribute.MirroredStrategy:
@@ -77,11 +77,10 @@ def make_mirrored_step(
             "said": result._replace(gradients=[], statistics=[]),
         }
 
-    def update(_, gradients, statistics, rates, losses):
+    def update(_, gradients, statistics, rates, losses, finite):
         pairs = state.loss_scale.unscale(list(zip(gradients, state.weights, strict=True)))
-        state.apply(pairs, statistics, rates)
-        norm = tf.linalg.global_norm([gradient for gradient, _ in pairs])
-        return {"gradient_norm": norm, **state.loss_averages.update(losses)}
+        told, averages = apply_update(state, pairs, statistics, rates, losses, finite)
+        return told | averages
 
     @tf.function(autograph=False)
     def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 32) -> StepMetrics:
@@ -90,10 +89,11 @@ def make_mirrored_step(
         statistics = outcome["statistics"]
         if batch_statistics != "mean":
             statistics = _by_replica(strategy, statistics)[-1]  # the final tower's
-        arguments = outcome["gradients"], statistics, rates, said[-1].losses
-        averages = strategy.extended.update(state.step, update, args=arguments, group=False)
-        averages = {name: of_replicas[0] for name, of_replicas in averages.items()}
-        return metrics(said, averages.pop("gradient_norm"), averages, batch.labels.shape[0])
+        arguments = outcome["gradients"], statistics, rates, said[-1].losses, all_finite(said)
+        told = strategy.extended.update(state.step, update, args=arguments, group=False)
+        told = {name: of_replicas[0] for name, of_replicas in told.items()}
+        averages = {term: told.pop(term) for term in said[-1].losses}
+        return metrics(said, told, averages, batch.labels.shape[0])
 
     return train_step
 

@@ -1,7 +1,7 @@
 """Update rules over groups of variables. They know nothing of towers: a mean gradient comes in, variables move.
 
-A rule owns its variables' slots and moves one variable at a time: `rule.move(index, gradient, rate, step)`. The
-optimizer calls it on the variable's device, where its slots are too.
+A rule owns its variables' slots. `rule.move(index, gradient, rate, step)` tells the next values of one variable and its
+slots, without assigning them. The optimizer calls it on the variable's device, where its slots are too.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,8 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from cifar_towers.towers.placement import pinned
+
+Moves = list[tuple[tf.Variable, tf.Tensor]]  # each with the value it is to have
 
 
 class Momentum:
@@ -24,17 +26,18 @@ class Momentum:
         self.momentum, self.nesterov, self.weight_decay = momentum, nesterov, weight_decay
         self.slots = {"momentum": [_zeros_like(v, "momentum") for v in self.variables] if momentum else []}
 
-    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> None:
-        """Moves one variable by its gradient."""
+    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> Moves:
+        """One variable and its buffer after a step by its gradient."""
         variable, change = self.variables[index], gradient
         if self.weight_decay:
             change += self.weight_decay * variable
+        moves: Moves = []
         if self.momentum:
             buffer = self.slots["momentum"][index]
             moved = self.momentum * buffer + change
-            buffer.assign(moved)
+            moves.append((buffer, moved))
             change = change + self.momentum * moved if self.nesterov else moved
-        variable.assign_sub(tf.cast(rate, variable.dtype) * change)
+        return [*moves, (variable, variable - tf.cast(rate, variable.dtype) * change)]
 
 
 class AdamW:
@@ -50,18 +53,17 @@ class AdamW:
         self.beta1, self.beta2, self.weight_decay = beta1, beta2, weight_decay
         self.slots = {name: [_zeros_like(v, name) for v in self.variables] for name in ("mean", "square")}
 
-    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> None:
-        """Moves one variable by its gradient; `step` counts from 0 and corrects the first steps' bias."""
+    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> Moves:
+        """One variable and its two averages after a step; `step` counts from 0 and corrects the first steps' bias."""
         variable, mean, square = self.variables[index], self.slots["mean"][index], self.slots["square"][index]
         count = tf.cast(step + 1, variable.dtype)
         new_mean = self.beta1 * mean + (1 - self.beta1) * gradient
         new_square = self.beta2 * square + (1 - self.beta2) * tf.square(gradient)
-        mean.assign(new_mean)
-        square.assign(new_square)
         unbiased_mean = new_mean / (1 - tf.pow(tf.constant(self.beta1, count.dtype), count))
         unbiased_square = new_square / (1 - tf.pow(tf.constant(self.beta2, count.dtype), count))
         direction = unbiased_mean / (tf.sqrt(unbiased_square) + self.EPSILON) + self.weight_decay * variable
-        variable.assign_sub(tf.cast(rate, variable.dtype) * direction)
+        moved = variable - tf.cast(rate, variable.dtype) * direction
+        return [(mean, new_mean), (square, new_square), (variable, moved)]
 
 
 class Muon:
@@ -77,17 +79,17 @@ class Muon:
         self.momentum, self.total_steps, self.weight_decay = momentum, total_steps, weight_decay
         self.slots = {"momentum": [_zeros_like(v, "momentum") for v in self.variables]}
 
-    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> None:
-        """Moves one kernel by its gradient."""
+    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> Moves:
+        """One kernel and its buffer after a step by its gradient."""
         variable, buffer = self.variables[index], self.slots["momentum"][index]
         moved = self.momentum * buffer + gradient
-        buffer.assign(moved)
         period = 2 + 15 * tf.cast(step, tf.int64) // self.total_steps
         rescale = tf.equal(tf.cast(step, tf.int64) % period, 0)
         rate_here = tf.cast(rate, variable.dtype)
         target = tf.constant(variable.shape[-1] ** 0.5, variable.dtype)
         scale = tf.where(rescale, target / tf.norm(variable), 1.0) * (1 - rate_here * self.weight_decay)
-        variable.assign(scale * variable - rate_here * orthogonalize(gradient + self.momentum * moved))
+        direction = orthogonalize(gradient + self.momentum * moved)
+        return [(buffer, moved), (variable, scale * variable - rate_here * direction)]
 
 
 def orthogonalize(kernel: tf.Tensor, iterations: int = 3) -> tf.Tensor:
@@ -120,19 +122,22 @@ class Optimizer:
     def __init__(self, groups: Sequence[Group]):
         self.groups = [group for group in groups if group.rule.variables]
 
-    def rates(self, step: int) -> dict[str, float]:
-        """Group name -> rate of the update that makes step `step` into `step + 1`."""
-        return {group.name: group.rate(step) for group in self.groups}
+    def rates(self, step: int, factor: float = 1.0) -> dict[str, float]:
+        """Group name -> rate, times `factor`, of the update that makes step `step` into `step + 1`."""
+        return {group.name: factor * group.rate(step) for group in self.groups}
 
-    def update(self, gradients: Sequence[tuple], rates: dict[str, tf.Tensor], step: tf.Tensor) -> None:
-        """Applies N x (gradient, variable), in any order, each by its group's rule; without a gradient none moves."""
+    def moves(self, gradients: Sequence[tuple], rates: dict[str, tf.Tensor], step: tf.Tensor) -> Moves:
+        """What N x (gradient, variable), in any order, make of variables and slots, each by its group's rule; what has
+        no gradient stays."""
         gradient_of = {id(variable): gradient for gradient, variable in gradients}
+        moves: Moves = []
         for name, rule, _ in self.groups:
             for index, variable in enumerate(rule.variables):
                 gradient = gradient_of[id(variable)]
                 if gradient is not None:
                     with tf.device(variable.device):
-                        rule.move(index, tf.convert_to_tensor(gradient), rates[name], step)
+                        moves += rule.move(index, tf.convert_to_tensor(gradient), rates[name], step)
+        return moves
 
     def slots(self) -> dict[str, tf.Variable]:
         """Every slot by a lasting name, for checkpoints."""

@@ -31,8 +31,8 @@ def choose(precision: str, device: str) -> tuple[str, str]:
 class LossScale:
     """Multiplies the loss so that small float16 gradients do not vanish, and divides the gradients again.
 
-    With float16 the scale doubles after 2,000 good steps and halves when a gradient overflows; that step's update
-    is left out. With other types the scale is 1 and none of this is in the graph.
+    With float16 the scale doubles after 2,000 good steps and halves when a gradient overflows, whose step makes no
+    update. With other types the scale is 1 and none of this is in the graph.
     Source: P. Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740.
     """
 
@@ -59,38 +59,23 @@ class LossScale:
         """N x (gradient, variable) as if the loss had not been scaled."""
         if not self.dynamic:
             return gradients
-        return _on_their_devices(lambda g: g / tf.cast(self.scale, g.dtype), gradients)
+        results = []
+        for gradient, variable in gradients:
+            with tf.device(variable.device):
+                gradient = None if gradient is None else gradient / tf.cast(self.scale, gradient.dtype)
+            results.append((gradient, variable))
+        return results
 
-    def apply_if_finite(self, gradients: list[tuple], apply) -> tf.Tensor:
-        """Runs `apply()` unless a gradient overflowed, and adapts the scale; whether it ran."""
+    def adapt(self, finite: tf.Tensor) -> None:
+        """Grows or shrinks the scale after a step whose numbers were all finite, or not."""
         if not self.dynamic:
-            apply()
-            return tf.constant(True)
-        finite = _on_their_devices(lambda g: tf.reduce_all(tf.math.is_finite(g)), gradients)
-        finite = tf.reduce_all([of_one for of_one, _ in finite if of_one is not None])
-
-        def good():
-            apply()
-            count = self.good_steps.assign_add(1)
-            grow = tf.equal(count % self.GROWTH_STEPS, 0)
-            self.scale.assign(tf.where(grow, self.scale * 2, self.scale))
-            return tf.constant(True)
-
-        def overflow():
-            self.good_steps.assign(0)
-            self.scale.assign(tf.maximum(self.scale / 2, 1.0))
-            return tf.constant(False)
-
-        return tf.cond(finite, good, overflow)
-
-
-def _on_their_devices(fn, gradients: list[tuple]) -> list[tuple]:
-    """N x (fn(gradient), variable), each computed where its variable lives; None stays None."""
-    results = []
-    for gradient, variable in gradients:
-        with tf.device(variable.device):
-            results.append((None if gradient is None else fn(gradient), variable))
-    return results
+            return
+        with tf.device(self.scale.device):
+            good_steps = tf.where(finite, self.good_steps + 1, 0)
+            grow = tf.logical_and(finite, tf.equal(good_steps % self.GROWTH_STEPS, 0))
+            shrunk = tf.where(finite, self.scale, tf.maximum(self.scale / 2, 1.0))
+            self.scale.assign(tf.where(grow, self.scale * 2, shrunk))
+            self.good_steps.assign(good_steps)
 
 
 def _processor_flags() -> str:

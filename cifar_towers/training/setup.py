@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import keras
+import tensorflow as tf
 
 from cifar_towers.config import DeviceConfig, TrainConfig
 from cifar_towers.data.augment import Augmentation
@@ -34,6 +35,8 @@ def open_towers(config: DeviceConfig) -> list[Tower]:
     Raises:
       UsageError: this machine cannot have them.
     """
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
     try:
         return make_towers(
             config.num_gpus,

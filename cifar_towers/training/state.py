@@ -4,10 +4,12 @@ import hashlib
 from collections.abc import Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from cifar_towers.towers.placement import HOST, pinned
 from cifar_towers.training.averages import Lookahead, LossAverages, WeightAverage
+from cifar_towers.training.health import first_bad
 from cifar_towers.training.optimizers import Optimizer
 from cifar_towers.training.precision import LossScale
 
@@ -44,27 +46,38 @@ class TrainState:
         """(weights, statistics) as tensors, read where they live; they travel to where they are used."""
         return [tf.convert_to_tensor(v) for v in self.weights], [tf.convert_to_tensor(v) for v in self.statistics]
 
-    def apply(self, gradients: list[tuple], statistics: list, rates: dict[str, tf.Tensor]) -> None:
-        """One update: the weights move, their averages follow, the step counts on.
+    def apply(self, gradients: list[tuple], statistics: list, rates: dict[str, tf.Tensor], finite: tf.Tensor):
+        """One step: the weights move, their averages follow, the step counts on.
 
-        `statistics` holds a new value for each of the model's, or None to leave it.
+        Nothing moves unless the towers' numbers were `finite` and all that variables are to become is so too; then only
+        the step counts, and the averages follow what has not moved.
+
+        Args:
+          gradients: N x (mean gradient, variable).
+          statistics: a new value for each of the model's, or None to leave it.
+          finite: whether all that the towers hand over is.
+
+        Returns:
+          (whether the variables moved, index in `moved_names` of the first that would not have been finite, or -1)
         """
-
-        def update():
-            with tf.name_scope("apply"):
-                self.optimizer.update(gradients, rates, self.step)
-                for variable, value in zip(self.statistics, statistics, strict=True):
-                    if value is not None:
-                        with tf.device(variable.device):
-                            variable.assign(value)
-            with tf.name_scope("weight_averages"):
-                with tf.device(self.step.device):
-                    done = self.step + 1
-                self.lookahead.update(done)
-                self.ema.update(done)
-
-        self.loss_scale.apply_if_finite(gradients, update)
+        with tf.name_scope("apply"):
+            moves = self.optimizer.moves(gradients, rates, self.step)
+            moves += [pair for pair in zip(self.statistics, statistics, strict=True) if pair[1] is not None]
+            self.moved_names = [variable.name.removesuffix(":0") for variable, _ in moves]
+            bad = first_bad([value for _, value in moves], [variable.device for variable, _ in moves])
+            with tf.device(self.step.device):
+                finite = tf.logical_and(finite, bad < 0)
+            for variable, value in moves:
+                with tf.device(variable.device):
+                    variable.assign(tf.where(finite, value, variable))
+        with tf.name_scope("weight_averages"):
+            with tf.device(self.step.device):
+                done = self.step + 1
+            self.lookahead.update(done)
+            self.ema.update(done)
+        self.loss_scale.adapt(finite)
         self.step.assign_add(1)
+        return finite, bad
 
     def evaluation_weights(self) -> dict[str, tuple[list, list]]:
         """`raw`, and `ema` where one is kept -> (weights, statistics) to evaluate with."""
@@ -84,6 +97,11 @@ class TrainState:
         named |= {f"loss_average.{term.replace('/', '.')}": v for term, v in self.loss_averages.sums.items()}
         named |= {f"loss_scale.{name}": v for name, v in self.loss_scale.variables.items()}
         return named | {"loss_average.weight": self.loss_averages.weight, "step": self.step}
+
+    def not_finite(self) -> str:
+        """The name of a variable with a value that is no finite number; empty if there is none."""
+        floats = ((name, v) for name, v in self.named_variables().items() if v.dtype.is_floating)
+        return next((name for name, v in floats if not np.isfinite(v.numpy()).all()), "")
 
     def digest(self) -> str:
         """SHA-256 of the names and bytes of the model's variables: two runs that agree on it have the same net."""

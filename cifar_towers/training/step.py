@@ -10,6 +10,7 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.towers import Tower, average_gradients, run_on_parts, run_on_towers, run_together, split_batch
 from cifar_towers.towers.stages import Stage, staged_call
+from cifar_towers.training.health import first_bad
 from cifar_towers.training.state import TrainState
 
 
@@ -21,6 +22,7 @@ class TowerResult(NamedTuple):
     gradients: list
     statistics: list[tf.Tensor | None]
     correct: tf.Tensor
+    bad: tf.Tensor | None = None
 
 
 class StepMetrics(NamedTuple):
@@ -32,6 +34,9 @@ class StepMetrics(NamedTuple):
     tower_losses: tf.Tensor  # [K] total loss
     losses: dict[str, tf.Tensor]
     averages: dict[str, tf.Tensor]
+    finite: tf.Tensor  # whether all numbers were, so that the weights moved
+    bad_tensors: tf.Tensor  # [K] index of each tower's first that was not, as in TowerResult, or -1
+    bad_update: tf.Tensor  # index in the state's `moved_names` of the first that was not, or -1
 
 
 def make_train_step(
@@ -69,9 +74,8 @@ def make_train_step(
         gradients = state.loss_scale.unscale(gradients)
         homes = [variable.device for variable in state.statistics]
         statistics = combine_statistics([r.statistics for r in results], batch_statistics, homes)
-        state.apply(gradients, statistics, rates)
-        averages = state.loss_averages.update(results[-1].losses)  # the final tower speaks
-        return metrics(results, tf.linalg.global_norm([g for g, _ in gradients]), averages, batch.labels.shape[0])
+        update = apply_update(state, gradients, statistics, rates, results[-1].losses, all_finite(results))
+        return metrics(results, *update, batch.labels.shape[0])
 
     return train_step
 
@@ -103,26 +107,48 @@ def make_tower_fn(
         values = state.read()  # once for all parts: they travel to the tower
         results = run_on_parts(functools.partial(on_part, side, *values), shard, micro_batches, in_turn=not stages)
         pairs = [list(zip(r.gradients, state.weights, strict=True)) for r in results]
+        losses = {term: _mean([r.losses[term] for r in results]) for term in results[0].losses}
+        gradients = average_gradients(pairs, device="" if stages else tower.device)
+        homes = [v.device if stages else tower.device for v in reversed(state.weights)]
         return TowerResult(
-            losses={term: _mean([r.losses[term] for r in results]) for term in results[0].losses},
-            gradients=average_gradients(pairs, device="" if stages else tower.device),
+            losses=losses,
+            gradients=gradients,
             statistics=combine_statistics([r.statistics for r in results], "mean"),
             correct=tf.add_n([r.correct for r in results]),
+            bad=first_bad(
+                [*losses.values(), *(gradient for gradient, _ in reversed(gradients))],
+                [*(tower.device for _ in losses), *homes],
+            ),
         )
 
     return on_tower
 
 
-def metrics(results: Sequence[TowerResult], gradient_norm: tf.Tensor, averages: dict, examples: int) -> StepMetrics:
-    """What K towers' results and the norm of their mean gradient say of a step over `examples` examples."""
+def all_finite(results: Sequence[TowerResult]) -> tf.Tensor:
+    """Whether what K towers hand over has no NaN and no infinity in it."""
+    return tf.reduce_all(tf.stack([r.bad for r in results]) < 0)
+
+
+def apply_update(state: TrainState, gradients: list, statistics: list, rates: dict, losses: dict, finite: tf.Tensor):
+    """Moves the state by mean gradients: ({`gradient_norm`, `finite`, `bad_update`}, averages of the losses)."""
+    finite, bad_update = state.apply(gradients, statistics, rates, finite)
+    averages = state.loss_averages.update(losses, finite)
+    norm = tf.linalg.global_norm([gradient for gradient, _ in gradients])
+    return {"gradient_norm": norm, "finite": finite, "bad_update": bad_update}, averages
+
+
+def metrics(results: Sequence[TowerResult], update: dict, averages: dict, examples: int) -> StepMetrics:
+    """What K towers' results and an `apply_update` say of a step over `examples` examples. The final tower speaks for
+    the loss terms."""
     with tf.name_scope("metrics"):
         return StepMetrics(
             loss=_mean([r.losses["cross_entropy"] for r in results]),
             accuracy=tf.add_n([r.correct for r in results]) / examples,
-            gradient_norm=gradient_norm,
             tower_losses=tf.stack([r.losses["total_loss"] for r in results]),
             losses=results[-1].losses,
             averages=averages,
+            bad_tensors=tf.stack([r.bad for r in results]),
+            **update,
         )
 
 

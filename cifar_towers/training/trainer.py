@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
-from cifar_towers.data.batches import Batches
+from cifar_towers.data.batches import Batch, Batches
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError
 from cifar_towers.evaluation import make_evaluator
@@ -22,9 +22,10 @@ from cifar_towers.reporting.clock import Clock
 from cifar_towers.reporting.progress import Progress, Status
 from cifar_towers.reporting.summaries import Summaries
 from cifar_towers.signals import NOTHING_DONE, StopRequest
-from cifar_towers.towers import Tower, device_table
+from cifar_towers.towers import Tower, device_table, split_batch
 from cifar_towers.towers.placement import HOST, PLACEMENTS
-from cifar_towers.training import checkpoints, choosing, directory, schedules, setup, storage
+from cifar_towers.training import choosing, directory, health, schedules, setup, storage
+from cifar_towers.training.keeper import Keeper
 from cifar_towers.training.step import StepMetrics
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,8 @@ class Trainer:
         sides = schedules.parse_points("image_sides", config.image_sides or "0=32")
         self.sides = sides.steps(self.total_steps, self.steps_per_epoch), sides.values
         self.traced_sides: set[int] = set()
-        self.failed_saves = 0
+        self.health = health.Health(config.max_bad_steps)
+        self.keeper = Keeper(self.directory, self.state, config.keep_checkpoints, self.progress.say)
         self.reached = 0.0  # the accuracy that met the target
 
     def run(self) -> dict:
@@ -122,6 +124,7 @@ class Trainer:
         self.metrics = records.Metrics(self.directory, first_step)
         self.summaries = Summaries(self.directory)
         self._describe()
+        self.stop.announce = self.progress.say
         self.stop.defer()
         try:
             return self._finish(self._train(first_step))
@@ -131,56 +134,114 @@ class Trainer:
 
     # The loop ---------------------------------------------------------------------------------------------------
 
-    def _train(self, first_step: int) -> int:
+    def _train(self, step: int) -> int:
         """Steps until the end, the target or a signal; the number of updates done."""
+        self.clock.charge("start")
+        if self.config.rollback_on_divergence and step == 0:
+            self._save(0)
+        while True:
+            try:
+                return self._train_from(step)
+            except DivergedError as error:
+                step = self._roll_back(error)
+
+    def _train_from(self, first_step: int) -> int:
         step = first_step
         epoch: list[StepMetrics] = []
-        self.clock.charge("start")
-        for step, batch in enumerate(self.batches.stream(first_step, self.last_step), first_step + 1):
-            side = self._side(step - 1)
-            rates = self.state.optimizer.rates(step - 1)
-            metrics = self._step(batch, rates, side)
-            self._check_finite(step, metrics)
-            epoch.append(metrics)
-            self._report(step, metrics, rates, side)
-            scores: list[dict] = []
-            if self._at_evaluation(step):
+        scores: list[dict] = []
+        try:
+            if self._at_evaluation(step) and step not in self.metrics.evaluated:  # a signal came in the middle of it
                 scores = self._evaluate(step, tta=0, final=False)
-            if step % self.steps_per_epoch == 0 or step == self.last_step:
-                self._end_epoch(step, epoch, rates, scores)
-                epoch = []
-            if self._every(step, self.config.checkpoint_every_steps) and step < self.last_step:
-                self._save(step, scores)
-            if self.stop.signal is not None:
-                saved = self._save(step, scores)
-                self.progress.pause()
-                told = f"saved step {step}" if saved else self._what_is_kept()
-                raise Interrupted(self.stop.signal, f"{told}: the same command goes on from it")
-            if self._reached_target(step, scores):
-                break
+            for batch in self.batches.stream(first_step, self.last_step):
+                side = self._side(step)
+                rates = self.state.optimizer.rates(step, self.health.rate_factor)
+                metrics = self._step(batch, rates, side)
+                step, scores = step + 1, []
+                self._judge(step, metrics, batch, side)
+                epoch.append(metrics)
+                self._report(step, metrics, rates, side)
+                if self._at_evaluation(step):
+                    scores = self._evaluate(step, tta=0, final=False)
+                if step % self.steps_per_epoch == 0 or step == self.last_step:
+                    self._end_epoch(step, epoch, rates, scores)
+                    epoch = []
+                if self._every(step, self.config.checkpoint_every_steps) and step < self.last_step:
+                    self._save(step, scores)
+                if self._reached_target(step, scores):
+                    break
+                self.stop.check()
+        except Interrupted as stopped:
+            self.stop.defer()
+            self.progress.pause()
+            raise Interrupted(self.stop.signal, self._leave(step, scores)) from stopped
+        bad = self.state.not_finite()
+        if bad:
+            raise DivergedError(f"{bad} is not finite after step {step}; {self.keeper.what_is_kept()}")
         return step
 
-    def _step(self, batch, rates: dict[str, float], side: int) -> StepMetrics:
+    def _leave(self, step: int, scores: list[dict]) -> str:
+        """Saves the last finished step, if there is one; what there is to say."""
+        if not step:
+            return NOTHING_DONE
+        told = f"saved step {step}" if self._save(step, scores) else self.keeper.what_is_kept()
+        return f"{told}: the same command goes on from it"
+
+    def _step(self, batch: Batch, rates: dict[str, float], side: int) -> StepMetrics:
         first_of_side = side not in self.traced_sides
         with tf.device(HOST):
             arguments = batch, {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}, side
-        if not self.traced_sides:
-            self._show_graph(self.train_step.get_concrete_function(*arguments))
+        if first_of_side:
+            with self.stop.at_once():  # it takes a while, and nothing has changed yet
+                function = self.train_step.get_concrete_function(*arguments)
+            if not self.traced_sides:
+                self._show_graph(function)
         metrics = tf.nest.map_structure(lambda tensor: tensor.numpy(), self.train_step(*arguments))
         self.clock.charge("compile" if first_of_side else "train")
         self.clock.count(0 if first_of_side else self.config.batch_size)
         self.traced_sides.add(side)
         return metrics
 
-    def _check_finite(self, step: int, metrics: StepMetrics) -> None:
-        bad = [tower.name for tower in self.towers if not np.isfinite(metrics.tower_losses[tower.index])]
-        if not bad and (np.isfinite(metrics.gradient_norm) or self.state.loss_scale.can_shrink()):
-            return
-        what = f"the loss of {', '.join(bad)}" if bad else "the gradient"
-        raise DivergedError(
-            f"{what} is not finite at step {step}; {self._what_is_kept()}: start again with --fresh or another "
-            "--train_dir and a smaller --learning_rate or --precision=float32"
-        )
+    def _judge(self, step: int, metrics: StepMetrics, batch: Batch, side: int) -> None:
+        """Counts and tells a step that made no update, unless it is float16's loss scale that is being found.
+
+        Raises:
+          DivergedError: there were too many of these in a row.
+        """
+        searching = self.state.loss_scale.can_shrink() and np.isfinite(metrics.tower_losses).all()
+        if metrics.finite or searching:
+            return self.health.good()
+        names = list(metrics.losses), [v.name.removesuffix(":0") for v in self.state.weights], self.state.moved_names
+        told = health.describe(metrics, self.towers, *names)
+        try:
+            self.progress.say(self.health.bad(step, told + self._where_from(metrics, batch, side)))
+        except DivergedError as error:
+            raise DivergedError(
+                f"{error}; {self.keeper.what_is_kept()}: go on from it at half the rates by --rollback_on_divergence, "
+                "or start again with --fresh and a smaller --learning_rate or --precision=float32"
+            ) from error
+
+    def _where_from(self, metrics: StepMetrics, batch: Batch, side: int) -> str:
+        """The first tensor of the bad tower's forward pass that is not finite; the step has changed nothing, so it
+        can be taken again."""
+        bad = [tower for tower, index in zip(self.towers, metrics.bad_tensors, strict=True) if index >= 0]
+        if not bad:
+            return ""
+        shard = split_batch(batch, self.towers)[bad[0].index]
+        images = setup.make_augmentation(self.config).train(shard.images, shard.draws, side)
+        first = health.first_bad_tensor(self.state.model, images)
+        return f"; first of its tensors: {first}" if first else "; its forward pass is finite"
+
+    def _roll_back(self, error: DivergedError) -> int:
+        """Goes back to the last checkpoint that a good step followed, if the run is to; the step it is of."""
+        facts = self.keeper.last_good(int(self.state.step.numpy()) - self.health.in_a_row)
+        if not self.config.rollback_on_divergence or not facts:
+            raise error
+        self.health.roll_back(facts, error)
+        self.keeper.go_back(facts["step"])
+        self.metrics = records.Metrics(self.directory, facts["step"])
+        self.progress.say(str(error).split(";")[0])
+        self.progress.say(f"back to step {facts['step']}, on with {self.health.rate_factor:g} of the recipe's rates")
+        return facts["step"]
 
     def _reached_target(self, step: int, scores: list[dict]) -> bool:
         target = self.config.target_accuracy
@@ -206,12 +267,13 @@ class Trainer:
             kind="train",
             step=step,
             epoch=step / self.steps_per_epoch,
-            loss=float(metrics.loss),
-            accuracy=float(metrics.accuracy),
+            loss=metrics.loss,
+            accuracy=metrics.accuracy,
             images_per_sec=speed,
             learning_rate=rate,
-            gradient_norm=float(metrics.gradient_norm) if np.isfinite(metrics.gradient_norm) else None,
+            gradient_norm=metrics.gradient_norm,
             image_side=side,
+            bad_steps=self.health.bad_steps,
         )
         scalars = {"loss": metrics.loss, "accuracy": metrics.accuracy, "gradient_norm": metrics.gradient_norm}
         scalars |= {f"learning_rate/{name}": value for name, value in rates.items()}
@@ -228,16 +290,20 @@ class Trainer:
         found = []
         for name, split in splits.items():
             for weights, values in self.state.evaluation_weights().items():
-                for level, score in self.evaluate(split, *values, tta).items():
+                with self.stop.at_once():
+                    scored = self.evaluate(split, *values, tta)
+                for level, score in scored.items():
                     counted = {"count": score.count, "accuracy": score.accuracy, "loss": score.loss}
                     found.append({"split": name, "weights": weights, "tta": level} | counted)
-                    self.metrics.write(kind="eval", step=step, epoch=step / self.steps_per_epoch, **found[-1])
-                    self.summaries.evaluation(step, name, weights, level, score.accuracy, score.loss)
+        for score in found:
+            self.metrics.write(kind="eval", step=step, epoch=step / self.steps_per_epoch, **score)
+            self.summaries.evaluation(step, **score)
         self.clock.charge("evaluate")
         return found
 
     def _end_epoch(self, step: int, epoch: list[StepMetrics], rates: dict[str, float], scores: list[dict]) -> None:
-        loss, accuracy = (float(np.mean([getattr(m, name) for m in epoch])) for name in ("loss", "accuracy"))
+        good = [m for m in epoch if m.finite] or epoch
+        loss, accuracy = (float(np.mean([getattr(m, name) for m in good])) for name in ("loss", "accuracy"))
         status = Status(step, loss, accuracy, next(iter(rates.values())), self.clock.recent_rate())
         self.progress.epoch(status, [_told(score) for score in scores])
 
@@ -253,20 +319,12 @@ class Trainer:
             "variable_placement": self.config.variable_placement if self.config.strategy == "towers" else None,
             "seconds": self.clock.seconds,
             "images": self.clock.images,
+            **self.health.facts(),
         }
         try:
-            checkpoints.save(self.directory, step, self.state.named_variables(), facts, self.config.keep_checkpoints)
-            return True
-        except OSError as error:
-            self.failed_saves += 1
-            self.progress.say(f"step {step} could not be saved ({error.strerror}); {self._what_is_kept()}")
-            return False
+            return self.keeper.save(step, facts)
         finally:
             self.clock.charge("save")
-
-    def _what_is_kept(self) -> str:
-        kept = checkpoints.saved(self.directory)
-        return f"{kept[-1].name} is kept" if kept else "no checkpoint was written"
 
     def _finish(self, step: int) -> dict:
         saved = self._save(step)
@@ -284,7 +342,9 @@ class Trainer:
             "seconds": {name: round(spent, 3) for name, spent in self.clock.seconds.items()},
             "images_per_sec": speed,
             "weights_sha256": digest,
-            "failed_saves": self.failed_saves,
+            "failed_saves": self.keeper.failed_saves,
+            "bad_steps": self.health.bad_steps,
+            "rollbacks": self.health.rollbacks,
             "evaluations": scores,
         }
         self.progress.pause()
@@ -296,12 +356,12 @@ class Trainer:
             self.progress.say(self.source.banner)
         if not saved and not self._save(step):  # a last try: evaluation took a while
             raise RunError(f"step {step}, the last, could not be saved; make room, and the same command goes on")
-        if self.failed_saves:
-            self.progress.say(f"{self.failed_saves} checkpoints could not be saved when they were due")
-        try:
+        if self.keeper.failed_saves:
+            self.progress.say(f"{self.keeper.failed_saves} checkpoints could not be saved when they were due")
+        if self.health.bad_steps:
+            self.progress.say(f"{self.health.bad_steps} steps made no update, {self.health.rollbacks} rollbacks")
+        with records.going_on(self.directory / directory.RESULT):
             records.write_json(self.directory / directory.RESULT, result)
-        except OSError as error:
-            self.progress.say(f"{directory.RESULT} could not be written: {error.strerror}")
         self.progress.say(f"written to {self.directory}; look at it with: make tensorboard")
         return result
 
@@ -355,14 +415,14 @@ class Trainer:
         """Makes the directory ready and restores its newest checkpoint; the number of updates done."""
         if self.config.fresh:
             directory.clear(self.directory)
-        for told in checkpoints.tidy(self.directory):
-            self.progress.say(told)
+        self.keeper.tidy()
         found = directory.newest(self.directory, self.config, self.dataset.name)
         if not found:
             return 0
         checkpoint, facts = found
-        checkpoints.restore(checkpoint, self.state.named_variables())
+        self.keeper.restore(checkpoint)
         self.clock.resume(facts["seconds"], facts["images"])
+        self.health.resume(facts)
         self.progress.say(
             f"going on from step {facts['step']}, saved with {facts['towers']} towers in {facts['precision']}"
         )
@@ -371,11 +431,12 @@ class Trainer:
     def _describe(self) -> None:
         """What the run is, for other programs and for TensorBoard."""
         settings = dataclasses.asdict(self.config)
-        records.write_json(self.directory / "config.json", settings)
         digests = {name: getattr(self.dataset, name).digest() for name in ("train", "test")}
         environment = records.environment(self.towers, self.precision, digests)
         environment["synthetic_data"] = self.source.banner
-        records.write_json(self.directory / "environment.json", environment)
+        for name, content in ((directory.CONFIG, settings), (directory.ENVIRONMENT, environment)):
+            with records.going_on(self.directory / name):
+                records.write_json(self.directory / name, content)
         rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
         self.summaries.note("settings", f"{self.source.banner}\n\n| setting | value |\n| --- | --- |\n{rows}")
 
@@ -390,7 +451,7 @@ class Trainer:
     def _at_evaluation(self, step: int) -> bool:
         every = self.config.eval_every_epochs
         steps = max(1, round(every * self.steps_per_epoch)) if every else 0
-        return self._every(step, steps) and step < self.last_step
+        return self._every(step, steps) and 0 < step < self.last_step
 
     @staticmethod
     def _every(step: int, period: int) -> bool:

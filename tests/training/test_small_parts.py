@@ -65,11 +65,16 @@ def test_lookahead_by_hand(total):
     np.testing.assert_allclose(v, [slow], rtol=1e-5)  # a last step between two pulls takes the slow weights
 
 
-def test_loss_averages_are_debiased():
+def test_loss_averages_are_debiased_and_pass_over_what_is_no_number():
     averages = LossAverages(["total_loss"])
-    assert float(averages.update({"total_loss": tf.constant(4.0)})["total_loss"]) == pytest.approx(4.0)
-    second = float(averages.update({"total_loss": tf.constant(8.0)})["total_loss"])
-    assert second == pytest.approx((0.9 * 4 + 8) / 1.9)
+
+    def average(loss, finite=True):
+        return float(averages.update({"total_loss": tf.constant(loss)}, tf.constant(finite))["total_loss"])
+
+    assert average(np.nan, False) == 0.0
+    assert average(4.0) == pytest.approx(4.0)
+    assert average(np.nan, False) == pytest.approx(4.0)
+    assert average(8.0) == pytest.approx((0.9 * 4 + 8) / 1.9)
 
 
 def test_smoothed_cross_entropy_by_hand():
@@ -95,24 +100,16 @@ def test_auto_precision_reads_the_processor(monkeypatch, flags, expected):
     assert precision.choose("float16", "/CPU:0")[0] == "float16"
 
 
-def test_loss_scale_halves_on_overflow_and_leaves_the_update_out():
+def test_loss_scale_halves_on_overflow_and_grows_after_many_good_steps():
     scale = LossScale("float16")
-    v, applied = tf.Variable([1.0]), tf.Variable(0)
-
-    def attempt(gradient):
-        return bool(scale.apply_if_finite([(tf.constant([gradient]), v)], lambda: applied.assign_add(1)))
-
-    assert [attempt(1.0), attempt(np.inf), attempt(np.nan)] == [True, False, False]
-    assert applied.numpy() == 1 and float(scale.scale) == LossScale.INITIAL / 4
-    ((gradient, _),) = scale.unscale([(tf.constant([LossScale.INITIAL / 4]), v)])
+    for finite, scale_then, good_then in ((True, 1, 1), (False, 1 / 2, 0), (False, 1 / 4, 0), (True, 1 / 4, 1)):
+        scale.adapt(tf.constant(finite))
+        assert (float(scale.scale) / LossScale.INITIAL, int(scale.good_steps)) == (scale_then, good_then)
+    ((gradient, _),) = scale.unscale([(tf.constant([LossScale.INITIAL / 4]), tf.Variable([1.0]))])
     np.testing.assert_allclose(gradient, [1.0])
-
-
-def test_loss_scale_grows_after_many_good_steps():
-    scale = LossScale("float16")
     scale.good_steps.assign(LossScale.GROWTH_STEPS - 1)
-    scale.apply_if_finite([(tf.constant([1.0]), tf.Variable([0.0]))], lambda: None)
-    assert float(scale.scale) == 2 * LossScale.INITIAL
+    scale.adapt(tf.constant(True))
+    assert float(scale.scale) == LossScale.INITIAL / 2
 
 
 def test_other_precisions_have_no_scale():

@@ -1,0 +1,119 @@
+"""Whether a run's numbers are finite, where the first that is not came from, and when enough is enough."""
+
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from cifar_towers.errors import DivergedError
+
+MOST_ROLLBACKS = 8  # then the rates are 1/256 of the recipe's, and it is not the rates
+
+
+def first_bad(tensors: Sequence[tf.Tensor | None], devices: Sequence[str] = ()) -> tf.Tensor:
+    """Index of the first of N tensors that holds a NaN or an infinity, as int32; -1 if none does.
+
+    Each is looked at on its own of N devices, if they are given. None counts as finite, and so do integers.
+    """
+    finite = []
+    for index, tensor in enumerate(tensors):
+        if tensor is None or not tensor.dtype.is_floating:
+            finite.append(tf.constant(True))
+            continue
+        with tf.device(devices[index] if devices else ""):
+            finite.append(tf.reduce_all(tf.math.is_finite(tensor)))
+    finite = tf.stack(finite)
+    return tf.where(tf.reduce_all(finite), -1, tf.argmin(tf.cast(finite, tf.int32), output_type=tf.int32))
+
+
+def first_bad_tensor(model: keras.Model, images: tf.Tensor) -> str:
+    """What in a forward pass of `images` [B, height, width, 3] is first not finite, in words; empty if all is.
+
+    Looks at the model's variables, the images, and the output of each layer in turn, with batch norm over the images.
+    """
+    for variable in model.variables:
+        if variable.dtype.startswith(("float", "bfloat")) and not _finite(variable.value):
+            return f"variable {variable.path}"
+    if not _finite(images):
+        return "the images"
+    layers = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
+    until_each = keras.Model(model.inputs, [layer.output for layer in layers])
+    variables = [
+        [v.value for v in kind] for kind in (until_each.trainable_variables, until_each.non_trainable_variables)
+    ]
+    outputs, _ = until_each.stateless_call(*variables, images, training=True)
+    return next((f"the output of {layer.name}" for layer, out in zip(layers, outputs) if not _finite(out)), "")
+
+
+def _finite(tensor) -> bool:
+    return bool(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(tensor))))
+
+
+class Health:
+    """Counts the steps whose numbers were not finite, and ends a run when they are too many in a row.
+
+    Attributes:
+      bad_steps: how many made no update, in the whole run. rollbacks: how often it went back to a checkpoint.
+    """
+
+    def __init__(self, most_in_a_row: int):
+        self.most_in_a_row = most_in_a_row
+        self.bad_steps = self.in_a_row = self.rollbacks = 0
+
+    @property
+    def rate_factor(self) -> float:
+        """What the recipe's rates are multiplied by: halved at every rollback."""
+        return 0.5**self.rollbacks
+
+    def facts(self) -> dict[str, int]:
+        """What a checkpoint keeps of it."""
+        return {"bad_steps": self.bad_steps, "bad_in_a_row": self.in_a_row, "rollbacks": self.rollbacks}
+
+    def resume(self, facts: dict) -> None:
+        """Goes on from what a checkpoint kept."""
+        self.bad_steps, self.in_a_row = facts["bad_steps"], facts["bad_in_a_row"]
+        self.rollbacks = facts["rollbacks"]
+
+    def good(self) -> None:
+        """A step moved the weights."""
+        self.in_a_row = 0
+
+    def bad(self, step: int, told: str) -> str:
+        """A step made no update, because of what `told` says; a line for the user.
+
+        Raises:
+          DivergedError: it was the last that is put up with.
+        """
+        self.bad_steps += 1
+        self.in_a_row += 1
+        line = f"step {step} made no update ({self.in_a_row} in a row, {self.most_in_a_row} end the run): {told}"
+        if self.in_a_row >= self.most_in_a_row:
+            raise DivergedError(line)
+        return line
+
+    def roll_back(self, facts: dict, error: DivergedError) -> None:
+        """Goes back to a checkpoint, with half the rates.
+
+        Raises:
+          DivergedError: `error`, if that has been tried often enough.
+        """
+        bad_steps, rollbacks = self.bad_steps, self.rollbacks + 1
+        if rollbacks > MOST_ROLLBACKS:
+            raise error
+        self.resume(facts)
+        self.bad_steps, self.in_a_row, self.rollbacks = bad_steps, 0, rollbacks
+
+
+def describe(metrics, towers: Sequence, terms: Sequence[str], weights: Sequence[str], moved: Sequence[str]) -> str:
+    """Which numbers of a step were not finite, in words, as `total_loss of tower_1 is nan`.
+
+    Args:
+      metrics: the step's, on the host.
+      terms, weights: names of the loss terms and of the trained variables. moved: of what the update assigns.
+    """
+    names = [*terms, *(f"the gradient of {name}" for name in reversed(weights))]
+    for tower, bad in zip(towers, np.atleast_1d(metrics.bad_tensors), strict=True):
+        if bad >= 0:
+            return f"{names[bad]} of {tower.name} is not finite"
+    return f"the update would make {moved[metrics.bad_update]} infinite"

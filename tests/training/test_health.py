@@ -1,0 +1,123 @@
+"""Numbers that are not finite: the update is left out, and where they came from is told."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.config import TrainConfig
+from cifar_towers.data import synthetic
+from cifar_towers.data.batches import Batches
+from cifar_towers.errors import DivergedError
+from cifar_towers.training import health, setup
+
+NET = {"model": "speednet93", "crop": 20, "shift": 0, "batch_size": 24, "whitening_images": 60, "ema_decay": 0.9}
+WAYS = [
+    {},
+    {"strategy": "mirrored"},
+    {"batch_statistics": "synchronized", "optimizer": "adamw"},
+    {"micro_batches": 2, "optimizer": "muon", "variable_placement": "round_robin"},
+]
+
+
+@pytest.fixture(scope="module")
+def examples():
+    return synthetic.make(240, 0, 0)
+
+
+class Run:
+    """A step on two towers, and a batch for it."""
+
+    def __init__(self, towers, examples, precision="float32", **settings):
+        self.config, self.towers = TrainConfig(**NET | settings), towers(2)
+        self.batch = Batches(examples, 24, 0).at(0)
+        self.state, self.call, _ = setup.make_training(self.config, self.towers, precision, examples, 10, 100)
+
+    def step(self, batch=None, rate=0.01):
+        rates = {name: tf.constant(rate) for name in self.state.optimizer.rates(0)}
+        return tf.nest.map_structure(lambda tensor: tensor.numpy(), self.call(batch or self.batch, rates))
+
+    def values(self):
+        named = self.state.named_variables().items()
+        return {name: v.numpy() for name, v in named if not name.startswith(("ema", "step"))}
+
+    def poisoned(self, example):
+        """The batch with one image that is not finite. (A single NaN could get lost: max pooling passes over it.)"""
+        images = tf.cast(self.batch.images, tf.float32).numpy()
+        images[example] = np.inf
+        return self.batch._replace(images=tf.constant(images))
+
+    def told(self, metrics):
+        names = [v.name.removesuffix(":0") for v in self.state.weights]
+        return health.describe(metrics, self.towers, list(metrics.losses), names, self.state.moved_names)
+
+
+def same(before, after):
+    return all(np.array_equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())) or "towers")
+def test_a_bad_image_moves_nothing_and_its_tower_is_named(towers, examples, way):
+    run = Run(towers, examples, **way)
+    assert run.step().finite
+    before = run.values()
+    for example in (3, 20):
+        metrics = run.step(run.poisoned(example))
+        synchronized = way.get("batch_statistics") == "synchronized"  # there it spreads before any loss is taken
+        assert not metrics.finite and same(before, run.values()) and not run.state.not_finite()
+        assert run.told(metrics) == f"cross_entropy of tower_{0 if synchronized else example // 12} is not finite"
+        assert np.isfinite(list(metrics.averages.values())).all()
+    assert run.step().finite and not same(before, run.values())
+    assert run.state.step.numpy() == 4
+
+
+def test_what_first_went_wrong_is_told(towers, examples):
+    run = Run(towers, examples)
+    images = setup.make_augmentation(run.config).evaluate(run.batch.images)
+    assert health.first_bad_tensor(run.state.model, images) == ""
+    assert health.first_bad_tensor(run.state.model, tf.where(images > 1, np.inf, images)) == "the images"
+    assert health.first_bad_tensor(run.state.model, images * 1e38) == "the output of whitening"
+    run.state.model.get_layer("group2_norm1").beta.assign([np.nan] * 128)
+    assert health.first_bad_tensor(run.state.model, images) == "variable group2_norm1/beta"
+    assert run.state.not_finite() == "model.group2_norm1.beta"
+
+
+def test_a_step_that_would_overflow_the_weights_is_not_made(towers, examples):
+    run = Run(towers, examples)
+    before = run.values()
+    metrics = run.step(rate=np.inf)
+    assert not metrics.finite and same(before, run.values()) and (metrics.bad_tensors == -1).all()
+    assert run.told(metrics).startswith("the update would make ")
+
+
+def test_a_gradient_that_overflows_is_told_from_a_loss_that_does():
+    inputs = keras.Input([2])
+    model = keras.Model(inputs, keras.layers.Dense(10)(inputs))
+    assert health.first_bad_tensor(model, tf.ones([1, 2])) == ""
+    assert (
+        int(health.first_bad([tf.zeros(3), None, tf.constant([1, 2]), tf.constant([0.0, np.inf]), np.nan * tf.ones(2)]))
+        == 3
+    )
+    assert int(health.first_bad([tf.zeros([0]), tf.ones([], tf.bfloat16)])) == -1
+
+
+def test_enough_bad_steps_in_a_row_end_a_run():
+    patient = health.Health(2)
+    assert patient.bad(7, "the loss is not finite") == (
+        "step 7 made no update (1 in a row, 2 end the run): the loss is not finite"
+    )
+    patient.good()
+    patient.bad(9, "x")
+    with pytest.raises(DivergedError, match=r"step 10 made no update \(2 in a row"):
+        patient.bad(10, "x")
+    assert patient.facts() == {"bad_steps": 3, "bad_in_a_row": 2, "rollbacks": 0}
+
+
+def test_every_rollback_halves_the_rates_until_it_is_not_the_rates():
+    patient, error = health.Health(1), DivergedError("the last")
+    kept = patient.facts()
+    for number in range(1, health.MOST_ROLLBACKS + 1):
+        patient.roll_back(kept, error)
+        assert patient.rate_factor == 0.5**number and patient.in_a_row == 0
+    with pytest.raises(DivergedError, match="the last"):
+        patient.roll_back(kept, error)
