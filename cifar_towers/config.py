@@ -194,7 +194,12 @@ class TrainConfig(DeviceConfig):
         0, "Reporting", "test-time augmentation at the end: 0, 1 (mirror), 2 (and shifts)", low=0, high=2
     )
     summary_every_steps: int = setting(20, "Reporting", "steps between summaries and records; 0: only the last", low=0)
-    checkpoint_every_steps: int = setting(100, "Reporting", "steps between checkpoints; 0: only at the end", low=0)
+    checkpoint_every_steps: int = setting(
+        0,
+        "Reporting",
+        "steps between checkpoints; 0: every half minute and after evaluations, for at most 1 % of the time",
+        low=0,
+    )
     keep_checkpoints: int = setting(3, "Reporting", "how many of the newest to keep", low=1)
 
     def __post_init__(self):

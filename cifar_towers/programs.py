@@ -7,6 +7,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from cifar_towers import config as settings
 from cifar_towers.errors import Interrupted, RunError, UsageError
@@ -26,6 +27,11 @@ def evaluate() -> None:
 def benchmark() -> None:
     """`benchmark.py`: measures placements, strategies and numbers of towers for a recipe's step."""
     sys.exit(_run(_benchmark))
+
+
+def compare_runs() -> None:
+    """`compare_runs.py`: says whether two runs are the same. Exit code 0 if so, 1 if not, as `diff`."""
+    sys.exit(_run(_compare_runs))
 
 
 def _train(stop: StopRequest) -> None:
@@ -59,6 +65,25 @@ def _evaluate(stop: StopRequest) -> None:
     print(scoring.evaluate_checkpoint(config))
 
 
+def _compare_runs(stop: StopRequest) -> int:
+    directories = sys.argv[1:]
+    if any(argument in ("--help", "-h") for argument in directories):
+        print(
+            "Says whether two runs are the same to the bit, and where and why they part.\n\n"
+            "  compare_runs.py runs/one runs/other\n\nExit codes: 0 the same, 1 not, 2 usage, 3 data."
+        )
+        return 0
+    if len(directories) != 2 or any(argument.startswith("-") for argument in directories):
+        raise UsageError("which two runs? write: compare_runs.py runs/one runs/other")
+    stop.leave_at_once("nothing was changed")
+    import_tensorflow()
+    from cifar_towers import comparing
+
+    same, told = comparing.compare(*map(Path, directories))
+    print(told)
+    return 0 if same else 1
+
+
 def _benchmark(stop: StopRequest) -> None:
     config = settings.parse_command_line(
         settings.BenchmarkConfig,
@@ -85,14 +110,13 @@ def serve_benchmark(config: settings.BenchmarkConfig, towers: int, connection) -
     worker.serve(config, towers, connection)
 
 
-def _run(program: Callable[[StopRequest], None]) -> int:
+def _run(program: Callable[[StopRequest], int | None]) -> int:
     """Calls a program and turns what it raises into one line and an exit code."""
     stop = StopRequest().listen()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("cifar_towers").setLevel(logging.INFO)
     try:
-        program(stop)
-        return 0
+        return program(stop) or 0
     except (RunError, Interrupted) as error:
         print(f"{type(error).__name__.removesuffix('Error').lower()}: {error}", file=sys.stderr)
         return error.exit_code

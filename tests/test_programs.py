@@ -116,6 +116,27 @@ def test_evaluate_scores_what_train_left(tmp_path):
     assert json.loads(out)["accuracy"] == pytest.approx(trained, abs=0.001)
 
 
+def test_two_deterministic_runs_are_the_same_and_another_seed_is_not(tmp_path):
+    runs = {"one": 0, "two": 0, "other": 1}
+    for name, seed in runs.items():
+        flags = [*TINY, "--max_steps=2", "--summary_every_steps=1", "--deterministic", f"--seed={seed}"]
+        code, _, err = finish(start("train.py", *flags, f"--train_dir={tmp_path / name}"))
+        assert code == 0, err
+    one, two, other = (str(tmp_path / name) for name in runs)
+    code, out, err = finish(start("compare_runs.py", one, two))
+    assert code == 0 and "weights after step 2: the same to the bit" in out, err
+    code, out, _ = finish(start("compare_runs.py", one, other))
+    assert code == 1 and out.startswith("settings differ: seed 0 -> 1\n")
+    assert "records: different at step 1: loss " in out and "step-00000002 differs in " in out
+
+
+def test_comparing_what_is_no_run(tmp_path):
+    assert finish(start("compare_runs.py", "--help"))[0] == 0
+    assert finish(start("compare_runs.py", str(tmp_path)))[0] == 2
+    code, _, err = finish(start("compare_runs.py", str(tmp_path), str(tmp_path)))
+    assert code == 2 and "holds no config.json; give two runs' directories" in err
+
+
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     code, _, err = finish(start("train.py", *TINY, f"--train_dir={tmp_path / 'file' / 'run'}"))

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -131,7 +132,7 @@ def _refuse_other_variables(checkpoint: Path, prefix: str, variables: Mapping[st
     here = {_key(name): list(v.shape) for name, v in variables.items()}
     if there != here:
         odd = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
-        names = ", ".join(name.removeprefix("variables/").removesuffix(_SUFFIX) for name in odd[:4])
+        names = ", ".join(_name(key) for key in odd[:4])
         raise UsageError(
             f"{checkpoint} is of another model or recipe: {len(odd)} variables differ, among them {names}; "
             "give another --train_dir, or --fresh to start again in this one"
@@ -160,6 +161,19 @@ def read_values(checkpoint: Path, names: Sequence[str]) -> list[np.ndarray]:
     return values
 
 
+def read_all(checkpoint: Path) -> dict[str, np.ndarray]:
+    """Every value by the lasting name it was saved under.
+
+    Raises:
+      DataError: the checkpoint is damaged.
+    """
+    try:
+        reader = tf.train.load_checkpoint(str(checkpoint / PREFIX))
+        return {_name(key): reader.get_tensor(key) for key in reader.get_variable_to_shape_map() if _SUFFIX in key}
+    except (tf.errors.OpError, OSError, ValueError) as error:
+        raise _damaged(checkpoint, error) from error
+
+
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 
 
@@ -170,3 +184,9 @@ def _trackable(variables: Mapping[str, tf.Variable]) -> dict:
 def _key(name: str) -> str:
     """What TensorFlow calls a variable of this name in a checkpoint: dots doubled, slashes as `.S`."""
     return f"variables/{name.replace('.', '..').replace('/', '.S')}{_SUFFIX}"
+
+
+def _name(key: str) -> str:
+    """The name of a variable that TensorFlow calls `key`."""
+    escaped = key.removeprefix("variables/").removesuffix(_SUFFIX)
+    return re.sub(r"\.(\.|S)", lambda match: "." if match[1] == "." else "/", escaped)

@@ -99,7 +99,8 @@ class Trainer:
         self.sides = sides.steps(self.total_steps, self.steps_per_epoch), sides.values
         self.traced_sides: set[int] = set()
         self.health = health.Health(config.max_bad_steps)
-        self.keeper = Keeper(self.directory, self.state, config.keep_checkpoints, self.progress.say)
+        every, keep = config.checkpoint_every_steps, config.keep_checkpoints
+        self.keeper = Keeper(self.directory, self.state, every, keep, self.progress.say)
         self.reached = 0.0  # the accuracy that met the target
 
     def run(self) -> dict:
@@ -165,7 +166,7 @@ class Trainer:
                 if step % self.steps_per_epoch == 0 or step == self.last_step:
                     self._end_epoch(step, epoch, rates, scores)
                     epoch = []
-                if self._every(step, self.config.checkpoint_every_steps) and step < self.last_step:
+                if self.keeper.due(step, bool(scores)) and step < self.last_step:
                     self._save(step, scores)
                 if self._reached_target(step, scores):
                     break

@@ -1,0 +1,124 @@
+"""Two runs side by side: whether they are the same to the bit, where they part, and what was not the same for both."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from cifar_towers.errors import UsageError
+from cifar_towers.reporting import records
+from cifar_towers.training import checkpoints, directory
+
+# What differs between any two runs, and tells nothing of why they part.
+INCIDENTAL = {"train_dir", "command", "fresh", "seeds", "data_dir", "recipe"}
+COMPARED = ("loss", "accuracy", "gradient_norm", "learning_rate")
+
+
+def compare(one: Path, other: Path) -> tuple[bool, str]:
+    """(whether all that both have is the same, the findings in words, a line each).
+
+    Compares settings, machine and data; the records of the steps that both have; the values in the checkpoints of
+    steps that both have, and the last weights.
+
+    Raises:
+      UsageError: one of them is not a run's directory. DataError: a checkpoint that both have is damaged.
+    """
+    for run in (one, other):
+        if not (run / directory.CONFIG).exists():
+            raise UsageError(f"{run} holds no {directory.CONFIG}; give two runs' directories, as runs/speed94-seed0")
+    causes = [
+        f"{kind} differ: {told}"
+        for kind, name in (("settings", directory.CONFIG), ("circumstances", directory.ENVIRONMENT))
+        if (told := _differences(_read(one / name), _read(other / name)))
+    ]
+    same, findings = [], []
+    for compared in (_records(one, other), _checkpoints(one, other), _ends(one, other)):
+        if compared:
+            same.append(compared[0])
+            findings.append(compared[1])
+    if not findings:
+        findings = ["they have no step in common: nothing can be said"]
+    return all(same) and bool(same), "\n".join([*(causes or ["settings and circumstances are the same"]), *findings])
+
+
+def _records(one: Path, other: Path) -> tuple[bool, str] | None:
+    """Of the training records: the last common step that is the same, and the first that is not."""
+    found = [_training_records(run) for run in (one, other)]
+    common = sorted(found[0].keys() & found[1].keys())
+    if not common:
+        return None
+    for index, step in enumerate(common):
+        odd = [name for name in COMPARED if found[0][step].get(name) != found[1][step].get(name)]
+        if odd:
+            values = ", ".join(f"{name} {found[0][step].get(name)} and {found[1][step].get(name)}" for name in odd)
+            since = f"the same until step {common[index - 1]}, " if index else ""
+            return False, f"records: {since}different at step {step}: {values}"
+    return True, f"records: the same at all {len(common)} common steps, the last {common[-1]}"
+
+
+def _training_records(run: Path) -> dict[int, dict]:
+    path = run / directory.METRICS
+    return {r["step"]: r for r in records.read(path) if r["kind"] == "train"} if path.exists() else {}
+
+
+def _checkpoints(one: Path, other: Path) -> tuple[bool, str] | None:
+    """Of the checkpoints: the first common step with other values, and which are furthest apart."""
+    names = [{path.name: path for path in checkpoints.saved(run)} for run in (one, other)]
+    common = sorted(names[0].keys() & names[1].keys())
+    for name in common:
+        values = [checkpoints.read_all(of_one[name]) for of_one in names]
+        if values[0].keys() != values[1].keys():
+            odd = sorted(values[0].keys() ^ values[1].keys())
+            return False, f"checkpoints: {name} has other variables, among them {', '.join(odd[:3])}"
+        apart = {key: _distance(values[0][key], values[1][key]) for key in values[0]}
+        odd = sorted((key for key in apart if apart[key] > 0), key=apart.get, reverse=True)
+        if odd:
+            furthest = ", ".join(f"{key} ({apart[key]:.1e})" for key in odd[:3])
+            return False, (
+                f"checkpoints: {name} differs in {len(odd)} of {len(apart)} variables; largest relative differences: "
+                f"{furthest}"
+            )
+    return (True, f"checkpoints: the same to the bit at {', '.join(common)}") if common else None
+
+
+def _distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Largest difference, in parts of the largest value; infinite where the shapes or only one's numbers do not fit."""
+    if one.shape != other.shape:
+        return float("inf")
+    if one.tobytes() == other.tobytes():
+        return 0.0
+    one, other = (np.asarray(tf.cast(value, tf.float64)) for value in (one, other))
+    apart = np.max(np.abs(one - other)) / max(np.max(np.abs(one)), 1e-300)
+    return float(apart) if np.isfinite(apart) else float("inf")
+
+
+def _ends(one: Path, other: Path) -> tuple[bool, str] | None:
+    """Of the results: whether they ended at one step with the same weights."""
+    results = [_read(run / directory.RESULT) for run in (one, other)]
+    if not all(results) or results[0]["step"] != results[1]["step"]:
+        return None
+    digests = [result["weights_sha256"] for result in results]
+    same = digests[0] == digests[1]
+    told = f"the same to the bit, sha256 {digests[0][:16]}" if same else "different"
+    return same, f"weights after step {results[0]['step']}: {told}"
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> str:
+    """`name a -> b` of every setting that differs, nested ones by their path."""
+    told = []
+    for name in sorted((one.keys() | other.keys()) - INCIDENTAL):
+        here, there = one.get(name), other.get(name)
+        if isinstance(here, Mapping) and isinstance(there, Mapping):
+            told.append(_differences(here, there, f"{prefix}{name}."))
+        elif here != there:
+            told.append(f"{prefix}{name} {here} -> {there}")
+    return ", ".join(part for part in told if part)
+
+
+def _read(path: Path) -> dict:
+    try:
+        return records.read_json(path)
+    except (OSError, ValueError):
+        return {}

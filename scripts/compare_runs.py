@@ -1,0 +1,12 @@
+#!/usr/bin/env python3
+"""Says whether two runs are the same, and where and why they part: `compare_runs.py runs/a runs/b`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cifar_towers.programs import compare_runs
+
+if __name__ == "__main__":
+    compare_runs()
