@@ -5,7 +5,7 @@ NUM_GPUS ?= 0
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help setup train test test-long lint format evaluate bench tensorboard clean
+.PHONY: help setup train test test-long faults faults-long lint format evaluate bench tensorboard clean
 .DEFAULT_GOAL := help
 
 help:  ## this menu
@@ -38,6 +38,12 @@ test: .venv/ready  ## the tests, in ten minutes or less on two cores
 
 test-long: .venv/ready  ## these and the whole runs
 	@$(BIN)/python -m pytest $(ARGS)
+
+faults: .venv/ready  ## kill runs, cut the power, damage files, fill disks, and see that nothing is lost (minutes; Linux, root, strace)
+	@$(BIN)/python -m tests.faults $(ARGS)
+
+faults-long: .venv/ready  ## the same with as many trials as the README's figures (two hours); goes on where it was stopped
+	@$(BIN)/python -m tests.faults --long $(ARGS)
 
 lint: .venv/ready  ## what a reader should not have to see
 	@$(BIN)/ruff check .

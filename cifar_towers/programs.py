@@ -116,14 +116,19 @@ def _run(program: Callable[[StopRequest], int | None]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("cifar_towers").setLevel(logging.INFO)
     try:
-        return program(stop) or 0
+        code = program(stop) or 0
+        stop.end()
+        return code
     except (RunError, Interrupted) as error:
+        stop.end()
         print(f"{type(error).__name__.removesuffix('Error').lower()}: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # the reader of our output has gone
+        stop.end()
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception:
+        stop.end()
         traceback.print_exc()
         return 1
 

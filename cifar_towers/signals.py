@@ -60,6 +60,11 @@ class StopRequest:
         if self.signal is not None:
             raise Interrupted(self.signal, self._message)
 
+    def end(self) -> None:
+        """From now on signals come too late: the program has nothing left to do but to end."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
     def _on_signal(self, number, frame):
         self.signal = number
         if not self._deferred:

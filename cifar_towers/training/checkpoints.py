@@ -52,6 +52,14 @@ def saved(train_dir: Path) -> list[Path]:
     return sorted((train_dir / DIRECTORY).glob("step-*"))
 
 
+def damage(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint, in words; empty if it is as it was written, and where."""
+    wrong = storage.damage(checkpoint)
+    if not wrong and path_of(checkpoint.parents[1], read_facts(checkpoint)["step"]) != checkpoint:
+        wrong = f"it is of step {read_facts(checkpoint)['step']}"
+    return wrong
+
+
 def newest(train_dir: Path) -> Path | None:
     """The newest checkpoint that is undamaged; None where none was ever made. Changes nothing.
 
@@ -59,7 +67,7 @@ def newest(train_dir: Path) -> Path | None:
       DataError: there are some, and all are damaged.
     """
     for checkpoint in reversed(saved(train_dir)):
-        if not storage.damage(checkpoint):
+        if not damage(checkpoint):
             return checkpoint
     if saved(train_dir) or list((train_dir / DIRECTORY).glob(f"{storage.DAMAGED}*")):
         raise DataError(
@@ -74,7 +82,7 @@ def tidy(train_dir: Path) -> list[str]:
     storage.sweep(train_dir / DIRECTORY)
     told = []
     for checkpoint in saved(train_dir):
-        wrong = storage.damage(checkpoint)
+        wrong = damage(checkpoint)
         if wrong:
             told.append(f"{checkpoint} is damaged ({wrong}): set aside as {storage.set_aside(checkpoint).name}")
     return told

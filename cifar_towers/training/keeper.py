@@ -76,7 +76,7 @@ class Keeper:
     def last_good(self, step: int) -> dict:
         """The facts of the newest whole checkpoint that is older than `step`, after which nothing was good any more; of
         the oldest one if none is; empty if there is none at all."""
-        whole = [path for path in checkpoints.saved(self._directory) if not storage.damage(path)]
+        whole = [path for path in checkpoints.saved(self._directory) if not checkpoints.damage(path)]
         kept = [checkpoints.read_facts(path) for path in whole]
         return next((facts for facts in reversed(kept) if facts["step"] < step), kept[0] if kept else {})
 

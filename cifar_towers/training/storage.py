@@ -19,11 +19,24 @@ MANIFEST = "MANIFEST.json"
 TEMPORARY, TRASH, DAMAGED = ".tmp-", ".trash-", "damaged-"
 
 
+def make(directory: Path) -> None:
+    """Makes a directory, and those above it, that a power loss does not take away again.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for above in directory.absolute().parents:
+        with contextlib.suppress(OSError):  # other people's need not be ours to open
+            sync(above)
+
+
 def commit(final: Path, write: Callable[[Path], None]) -> None:
     """Makes `final` with what `write(directory)` puts into the directory it is given.
 
     Raises:
-      OSError: it could not be written, as on a full disk; nothing is left of it, and what was there before stays.
+      OSError: it could not be written, as on a full disk; what was there before stays. Nothing is left of it, unless
+        only the last sync failed: then it stands, but may not survive a power loss.
     """
     parent = final.parent
     temporary = parent / f"{TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}"

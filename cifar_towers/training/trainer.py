@@ -107,7 +107,7 @@ class Trainer:
         """Prepares the directory, trains from where it stands, evaluates, and writes the result."""
         with contextlib.ExitStack() as stack:
             try:
-                self.directory.mkdir(parents=True, exist_ok=True)
+                storage.make(self.directory)
                 ours = stack.enter_context(storage.locked(self.directory / ".lock"))
             except OSError as error:
                 raise UsageError(f"train_dir={self.directory} cannot be made: {error.strerror}") from error

@@ -18,6 +18,14 @@ def test_what_was_saved_comes_back(tmp_path):
     assert checkpoints.read_facts(path) == {"towers": 2, "step": 12}
     (value,) = checkpoints.read_values(path, ["model.a/b.c"])
     np.testing.assert_array_equal(value, [3, 3])
+    assert set(checkpoints.read_all(path)) == {"model.a/b.c", "step"}
+
+
+def test_a_checkpoint_under_another_steps_name_is_damaged(tmp_path):
+    older, newer = (checkpoints.save(tmp_path, step, variables(), {}, keep=3) for step in (1, 2))
+    newer.rename(tmp_path / "checkpoints/step-00000003")
+    (told,) = checkpoints.tidy(tmp_path)
+    assert "is damaged (it is of step 2)" in told and checkpoints.newest(tmp_path) == older
 
 
 def test_tensorflow_reads_it(tmp_path):
