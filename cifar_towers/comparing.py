@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from cifar_towers.errors import UsageError
 from cifar_towers.reporting import records
@@ -31,7 +30,7 @@ def compare(one: Path, other: Path) -> tuple[bool, str]:
     causes = [
         f"{kind} differ: {told}"
         for kind, name in (("settings", directory.CONFIG), ("circumstances", directory.ENVIRONMENT))
-        if (told := _differences(_read(one / name), _read(other / name)))
+        if (told := _differences(records.read_json_if_any(one / name), records.read_json_if_any(other / name)))
     ]
     same, findings = [], []
     for compared in (_records(one, other), _checkpoints(one, other), _ends(one, other)):
@@ -59,8 +58,7 @@ def _records(one: Path, other: Path) -> tuple[bool, str] | None:
 
 
 def _training_records(run: Path) -> dict[int, dict]:
-    path = run / directory.METRICS
-    return {r["step"]: r for r in records.read(path) if r["kind"] == "train"} if path.exists() else {}
+    return {r["step"]: r for r in records.read(run / records.METRICS) if r["kind"] == "train"}
 
 
 def _checkpoints(one: Path, other: Path) -> tuple[bool, str] | None:
@@ -89,14 +87,14 @@ def _distance(one: np.ndarray, other: np.ndarray) -> float:
         return float("inf")
     if one.tobytes() == other.tobytes():
         return 0.0
-    one, other = (np.asarray(tf.cast(value, tf.float64)) for value in (one, other))
+    one, other = one.astype(np.float64), other.astype(np.float64)
     apart = np.max(np.abs(one - other)) / max(np.max(np.abs(one)), 1e-300)
-    return float(apart) if np.isfinite(apart) else float("inf")
+    return max(float(apart), 5e-324) if np.isfinite(apart) else float("inf")  # a zero's sign is a difference too
 
 
 def _ends(one: Path, other: Path) -> tuple[bool, str] | None:
     """Of the results: whether they ended at one step with the same weights."""
-    results = [_read(run / directory.RESULT) for run in (one, other)]
+    results = [records.read_json_if_any(run / directory.RESULT) for run in (one, other)]
     if not all(results) or results[0]["step"] != results[1]["step"]:
         return None
     digests = [result["weights_sha256"] for result in results]
@@ -115,10 +113,3 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str =
         elif here != there:
             told.append(f"{prefix}{name} {here} -> {there}")
     return ", ".join(part for part in told if part)
-
-
-def _read(path: Path) -> dict:
-    try:
-        return records.read_json(path)
-    except (OSError, ValueError):
-        return {}

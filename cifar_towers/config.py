@@ -113,7 +113,7 @@ class TrainConfig(DeviceConfig):
     )
 
     max_bad_steps: int = setting(
-        3, "Run", "how many steps in a row may make no update because a number is not finite", low=1
+        3, "Run", "this many steps in a row without an update, as a number is not finite, end the run", low=1
     )
     rollback_on_divergence: bool = setting(
         False, "Run", "after these, go back to the last good checkpoint and on with half the rates"
@@ -230,6 +230,8 @@ class TrainConfig(DeviceConfig):
             raise UsageError("epochs=0 and max_steps=0 leave nothing to do; give one of them")
 
     def _check_towers(self) -> None:
+        if self.deterministic and self.variable_placement == "auto":
+            raise UsageError("variable_placement=auto goes by the clock, which deterministic cannot; give one by name")
         if self.batch_statistics == "synchronized" and (self.micro_batches > 1 or self.parallelism == "model"):
             what = "micro_batches" if self.micro_batches > 1 else "parallelism=model"
             raise UsageError(f"batch_statistics=synchronized needs the whole batch at once on the towers; leave {what}")

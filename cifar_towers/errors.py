@@ -24,7 +24,7 @@ class DataError(RunError):
 
 
 class DivergedError(RunError):
-    """A loss stopped being a number."""
+    """Losses, gradients or weights stopped being finite numbers."""
 
     exit_code = 4
 

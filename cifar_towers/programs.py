@@ -117,20 +117,20 @@ def _run(program: Callable[[StopRequest], int | None]) -> int:
     logging.getLogger("cifar_towers").setLevel(logging.INFO)
     try:
         code = program(stop) or 0
-        stop.end()
-        return code
     except (RunError, Interrupted) as error:
-        stop.end()
         print(f"{type(error).__name__.removesuffix('Error').lower()}: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # the reader of our output has gone
-        stop.end()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        code = error.exit_code
+    except BrokenPipeError:
+        code = 1
     except Exception:
-        stop.end()
         traceback.print_exc()
-        return 1
+        code = 1
+    stop.end()
+    try:
+        sys.stdout.flush()
+    except OSError:  # the reader of our output has gone, or the disk it goes to is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 def import_tensorflow() -> None:

@@ -4,12 +4,14 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from cifar_towers.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NOTHING_DONE = "before the first step; nothing to save"
+ONE = 0.1  # seconds within which several are one: `timeout` signals a process, and then its group
 
 
 class StopRequest:
@@ -71,12 +73,15 @@ class StopRequest:
             raise Interrupted(number, self._message)
 
     def _watch(self, hears: int) -> None:
-        heard = 0
+        first = 0.0
         while number := os.read(hears, 1)[0]:
             if number not in SIGNALS:
                 continue
-            heard += 1
-            if heard > 1:
+            now = time.monotonic()
+            if first and now - first > ONE:
                 os._exit(128 + number)
-            if self._deferred:
-                self.announce(f"{signal.Signals(number).name}: saves after this step and leaves; again: leaves at once")
+            if not first and self._deferred:
+                name = signal.Signals(number).name
+                with contextlib.suppress(Exception):  # whoever hears it, the second must be answered
+                    self.announce(f"{name}: saves after this step and leaves; again: leaves at once")
+            first = first or now

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cifar_towers import scoring
+from cifar_towers import comparing, scoring
 from cifar_towers.config import EvaluateConfig, TrainConfig
 from cifar_towers.data import cifar10, sources, synthetic
 from cifar_towers.data.batches import Batches
@@ -170,6 +170,17 @@ def test_stopped_and_continued_equals_uninterrupted_to_the_bit(tmp_path, one_run
     assert result["weights_sha256"] == one_run[1]["weights_sha256"]
     steps = [r["step"] for r in records_of(tmp_path / "run", "train")]
     assert steps == sorted(set(steps))
+    same, told = comparing.compare(one_run[0], tmp_path / "run")
+    assert same and "records: the same at all 4 common steps, the last 20" in told
+    assert "to the bit at step-00000020" in told and "weights after step 20: the same to the bit" in told
+
+
+def test_two_seeds_are_told_apart(tmp_path, one_run):
+    config = dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path), seed=1, checkpoint_every_steps=9)
+    run(dataclasses.replace(config, max_steps=9))
+    same, told = comparing.compare(one_run[0], tmp_path)
+    assert not same and "max_steps 0 -> 9, seed 0 -> 1, tta 2 -> 0\n" in told
+    assert "records: different at step 5: loss " in told and "step-00000009 differs in " in told
 
 
 @pytest.mark.parametrize("settings", [{"optimizer": "muon", "lookahead": True}, {"optimizer": "adamw"}])
@@ -317,7 +328,7 @@ def test_records_that_cannot_be_written_do_not_end_a_run(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "train").write_text("in the way of the event files")
     assert run(dataclasses.replace(QUICK, train_dir=str(tmp_path), max_steps=2))["step"] == 2
-    assert len([line for line in caplog.messages if "training goes on without" in line]) == 2
+    assert len([line for line in caplog.messages if "the run goes on without" in line]) == 2
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
@@ -409,7 +420,7 @@ def test_a_stop_between_bad_steps_does_not_reset_their_count(tmp_path, poison):
 
 def test_a_rate_that_is_too_large_is_left_out_of_every_checkpoint(tmp_path):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path), learning_rate=1e38, checkpoint_every_steps=1)
-    with pytest.raises(DivergedError, match=r"made no update \(3 in a row.* and a smaller --learning_rate"):
+    with pytest.raises(DivergedError, match=r"made no update \(3 in a row.*--fresh with a smaller --learning_rate"):
         run(config)
     assert all_finite(tmp_path)
 
@@ -420,10 +431,12 @@ def test_a_run_rolls_back_to_smaller_rates(tmp_path, poison, monkeypatch, capsys
     poison(steps)
     config = dataclasses.replace(DIM, train_dir=str(tmp_path), checkpoint_every_steps=2, summary_every_steps=1)
     config = dataclasses.replace(config, max_bad_steps=2, rollback_on_divergence=True, max_steps=12)
-    with pytest.raises(DivergedError, match="step 8 made no update"):
+    with pytest.raises(DivergedError, match="step 8 made no update .* 2 rollbacks have not helped"):
         run(config)  # tries it again and again
     rates = [r["learning_rate"] for r in records_of(tmp_path, "train")]
-    assert "back to step 4, on with 0.25 of the recipe's rates" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "back to step 6, on with 0.5 of the recipe's rates" in told
+    assert "back to step 4, on with 0.25 of the recipe's rates" in told  # where it was before did not help
     steps.clear()
     result = run(config)
     told = capsys.readouterr().out
@@ -434,8 +447,18 @@ def test_a_run_rolls_back_to_smaller_rates(tmp_path, poison, monkeypatch, capsys
 
 def test_the_target_ends_a_run(tmp_path, capsys):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path), target_accuracy=0.1, eval_every_epochs=0.2)
-    assert run(config)["step"] == 2
-    assert "reached" in capsys.readouterr().out
+
+    class StopAtTheEnd(StopRequest):
+        def leave_at_once(self, message):
+            if "evaluates it" in message:
+                raise Interrupted(SIGTERM, message)
+
+    with pytest.raises(Interrupted, match="step 2 is saved"):
+        run(config, StopAtTheEnd())
+    assert run(config)["step"] == 2  # the target is not forgotten
+    assert capsys.readouterr().out.count("reached ") == 2
+    scores = [(r["step"], r["weights"]) for r in records_of(tmp_path, "eval")]
+    assert scores == [(2, "raw"), (2, "ema")]
 
 
 def test_validation_is_held_out_and_test_is_left_for_the_end(tmp_path):

@@ -1,5 +1,6 @@
 """The terminal: one live line an epoch for a person, one plain line an epoch for a pipe."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,11 +20,22 @@ class Status(NamedTuple):
     images_per_sec: float  # 0 while compiling
 
 
+class _Console(Console):
+    """Says nothing more where nobody can hear it: into a closed pipe, or onto a full disk."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+    def print(self, *objects, **options) -> None:
+        with contextlib.suppress(OSError):
+            super().print(*objects, **options)
+
+
 class Progress:
     """Shows training as it goes; `console` decides by itself whether a person is looking."""
 
     def __init__(self, total_steps: int, steps_per_epoch: int, console: Console | None = None):
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or _Console(highlight=False, soft_wrap=True)
         self._total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
         self._live: Live | None = None
         self._started: tuple[float, int] | None = None

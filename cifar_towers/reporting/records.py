@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -15,30 +15,37 @@ import numpy as np
 
 log = logging.getLogger(__name__)
 
+METRICS = "metrics.jsonl"
 PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 
 
 class Metrics:
-    """metrics.jsonl: one object a line, appended. A resumed run first drops the lines after its step.
+    """metrics.jsonl: one object a line, appended."""
 
-    Attributes:
-      evaluated: the steps that evaluations are on record of.
-    """
+    def __init__(self, train_dir: Path):
+        self._path, self._going_on = train_dir / METRICS, GoingOn(train_dir / METRICS)
+        self._cut = False  # whether the last line may be but a part of one
 
-    def __init__(self, train_dir: Path, step: int = 0):
-        self._path, self._going_on = train_dir / "metrics.jsonl", GoingOn(train_dir / "metrics.jsonl")
-        self.evaluated: set[int] = set()
+    def keep(self, wanted: Callable[[dict], bool]) -> None:
+        """Drops all records but those that are wanted, as the later ones when a run goes back to a checkpoint."""
         with self._going_on():
-            if self._path.exists():
-                kept = [record for record in read(self._path) if record["step"] <= step]
-                self.evaluated = {record["step"] for record in kept if record["kind"] == "eval"}
-                write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+            kept = [record for record in read(self._path) if wanted(record)]
+            write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+
+    def evaluations(self, step: int) -> list[dict]:
+        """What is on record of the evaluations after `step`: their `split`, `weights`, `tta`, `accuracy` and so on."""
+        with self._going_on():
+            return [record for record in read(self._path) if (record["kind"], record["step"]) == ("eval", step)]
+        return []
 
     def write(self, **record) -> None:
         """Appends one record; numbers that are not finite become null, as JSON has none."""
         record = {name: _plain(value) for name, value in record.items()}
-        with self._going_on(), self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        line, self._cut = "\n" * self._cut + json.dumps(record) + "\n", True
+        with self._going_on():
+            with self._path.open("a") as file:
+                file.write(line)
+            self._cut = False
 
 
 class GoingOn:
@@ -55,7 +62,7 @@ class GoingOn:
         except self._errors as error:
             if not self._said:
                 reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
-                log.warning("%s cannot be written (%s); training goes on without it", self._path, reason)
+                log.warning("%s cannot be written (%s); the run goes on without it", self._path, reason)
             self._said = True
 
 
@@ -75,13 +82,25 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
+def read_json_if_any(path: Path) -> dict:
+    """The object in a JSON file; an empty one if there is none, or not a whole one."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return {}
+
+
 def read(path: Path) -> Iterator[dict]:
-    """The records of a metrics.jsonl; a last line cut short by a crash is passed over."""
-    for line in path.read_text().splitlines():
+    """The records of a metrics.jsonl, if there is one; lines that a crash or a full disk cut short are passed over."""
+    if not path.exists():
+        return
+    for line in path.read_text(errors="replace").splitlines():
         try:
-            yield json.loads(line)
+            record = json.loads(line)
         except ValueError:
             continue
+        if isinstance(record, dict) and {"kind", "step"} <= record.keys():
+            yield record
 
 
 def write_json(path: Path, value: Mapping) -> None:

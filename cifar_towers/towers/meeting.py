@@ -34,7 +34,10 @@ def run_together(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shard
             results[seat] = fn(tower, shards[seat])
 
     seats = range(len(towers))
-    threads = [threading.Thread(target=meeting.attend, args=(seat, functools.partial(trace, seat))) for seat in seats]
+    threads = [
+        threading.Thread(target=meeting.attend, args=(seat, functools.partial(trace, seat)), daemon=True)
+        for seat in seats
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

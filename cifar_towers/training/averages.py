@@ -44,13 +44,13 @@ class Lookahead:
         self.variables, self.total_steps = list(variables), total_steps
         self.slow = [follower(v, "lookahead", tf.convert_to_tensor(v)) for v in self.variables] if enabled else []
 
-    def update(self, step: tf.Tensor) -> None:
-        """Pulls the variables if this step is one of the fifth; `step` counts the updates done."""
+    def update(self, step: tf.Tensor, finite: tf.Tensor) -> None:
+        """Pulls the variables if this step is one of the fifth and `finite`, or the last; `step` counts those done."""
         if not self.slow:
             return
         with tf.device(step.device):
             regular = tf.equal(step % self.PERIOD, 0)
-            due = tf.logical_or(regular, tf.equal(step, self.total_steps))
+            due = tf.logical_or(tf.logical_and(regular, finite), tf.equal(step, self.total_steps))
             decay = 0.95**5 * tf.cast(step / self.total_steps, tf.float32) ** 3
             decay = tf.where(regular, decay, 1.0)  # a last step between two pulls only takes the slow weights
 

@@ -9,13 +9,13 @@ from cifar_towers.errors import UsageError
 from cifar_towers.reporting import records
 from cifar_towers.training import checkpoints
 
-CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metrics.jsonl", "result.json"
+CONFIG, ENVIRONMENT, RESULT, ROLLBACKS = "config.json", "environment.json", "result.json", "rollbacks.json"
 
 # What may change between one start of a run and the next; all else is its recipe.
 NOT_RECIPE = {"recipe", "train_dir", "fresh", "seeds", "max_steps", "target_accuracy", "dataset", "data_dir"}
 NOT_RECIPE |= {"max_bad_steps", "rollback_on_divergence"}
 NOT_RECIPE_GROUPS = {"Towers", "Reporting"}
-WRITTEN = (checkpoints.DIRECTORY, "train", "eval", METRICS, CONFIG, ENVIRONMENT, RESULT)
+WRITTEN = (checkpoints.DIRECTORY, "train", "eval", records.METRICS, CONFIG, ENVIRONMENT, RESULT, ROLLBACKS)
 
 
 def newest(directory: Path, config: TrainConfig, dataset: str) -> tuple[Path, dict] | None:
@@ -42,9 +42,8 @@ def newest(directory: Path, config: TrainConfig, dataset: str) -> tuple[Path, di
 
 def finished(directory: Path, config: TrainConfig, step: int, last_step: int) -> dict | None:
     """The result of a run that has nothing left to do: at its last step, or at the target it was asked for."""
-    try:
-        result = records.read_json(directory / RESULT)
-    except (OSError, ValueError):  # not written yet, or not whole: the checkpoint tells the rest
+    result = records.read_json_if_any(directory / RESULT)
+    if not result:  # the checkpoint tells the rest
         return None
     at_end = step >= last_step or 0 < config.target_accuracy <= result["reached"]
     return result if result["step"] == step and at_end else None

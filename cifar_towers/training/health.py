@@ -24,7 +24,7 @@ def first_bad(tensors: Sequence[tf.Tensor | None], devices: Sequence[str] = ()) 
         with tf.device(devices[index] if devices else ""):
             finite.append(tf.reduce_all(tf.math.is_finite(tensor)))
     finite = tf.stack(finite)
-    return tf.where(tf.reduce_all(finite), -1, tf.argmin(tf.cast(finite, tf.int32), output_type=tf.int32))
+    return tf.where(tf.reduce_all(finite), -1, tf.argmin(finite, output_type=tf.int32))
 
 
 def first_bad_tensor(model: keras.Model, images: tf.Tensor) -> str:
@@ -54,7 +54,8 @@ class Health:
     """Counts the steps whose numbers were not finite, and ends a run when they are too many in a row.
 
     Attributes:
-      bad_steps: how many made no update, in the whole run. rollbacks: how often it went back to a checkpoint.
+      bad_steps: how many made no update, those that look for float16's loss scale not counted.
+      in_a_row: how many of them the run ends in so far. rollbacks: how often it went back to a checkpoint.
     """
 
     def __init__(self, most_in_a_row: int):
@@ -70,10 +71,10 @@ class Health:
         """What a checkpoint keeps of it."""
         return {"bad_steps": self.bad_steps, "bad_in_a_row": self.in_a_row, "rollbacks": self.rollbacks}
 
-    def resume(self, facts: dict) -> None:
-        """Goes on from what a checkpoint kept."""
-        self.bad_steps, self.in_a_row = facts["bad_steps"], facts["bad_in_a_row"]
-        self.rollbacks = facts["rollbacks"]
+    def resume(self, facts: dict, rolled_back: dict) -> None:
+        """Goes on from what a checkpoint kept, and from rollbacks that it may be older than."""
+        self.bad_steps, self.in_a_row = facts.get("bad_steps", 0), facts.get("bad_in_a_row", 0)
+        self.rollbacks = max(facts.get("rollbacks", 0), rolled_back.get("rollbacks", 0))
 
     def good(self) -> None:
         """A step moved the weights."""
@@ -92,21 +93,22 @@ class Health:
             raise DivergedError(line)
         return line
 
-    def roll_back(self, facts: dict, error: DivergedError) -> None:
-        """Goes back to a checkpoint, with half the rates.
+    def roll_back(self, error: DivergedError) -> None:
+        """Goes back, with half the rates.
 
         Raises:
-          DivergedError: `error`, if that has been tried often enough.
+          DivergedError: that has been tried often enough.
         """
-        bad_steps, rollbacks = self.bad_steps, self.rollbacks + 1
-        if rollbacks > MOST_ROLLBACKS:
-            raise error
-        self.resume(facts)
-        self.bad_steps, self.in_a_row, self.rollbacks = bad_steps, 0, rollbacks
+        if self.rollbacks == MOST_ROLLBACKS:
+            raise DivergedError(
+                f"{error}; {self.rollbacks} rollbacks have not helped: start again with --fresh and a smaller "
+                "--learning_rate or --precision=float32"
+            ) from error
+        self.in_a_row, self.rollbacks = 0, self.rollbacks + 1
 
 
 def describe(metrics, towers: Sequence, terms: Sequence[str], weights: Sequence[str], moved: Sequence[str]) -> str:
-    """Which numbers of a step were not finite, in words, as `total_loss of tower_1 is nan`.
+    """Which numbers of a step were not finite, in words, as `total_loss of tower_1 is not finite`.
 
     Args:
       metrics: the step's, on the host.
@@ -116,4 +118,4 @@ def describe(metrics, towers: Sequence, terms: Sequence[str], weights: Sequence[
     for tower, bad in zip(towers, np.atleast_1d(metrics.bad_tensors), strict=True):
         if bad >= 0:
             return f"{names[bad]} of {tower.name} is not finite"
-    return f"the update would make {moved[metrics.bad_update]} infinite"
+    return f"the new value of {moved[metrics.bad_update]} is not finite"

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from cifar_towers.errors import RunError
 from cifar_towers.training import checkpoints, storage
 from cifar_towers.training.state import TrainState
 
@@ -26,6 +27,7 @@ class Keeper:
         self.failed_saves = 0
         self._directory, self._state, self._every, self._keep, self._say = directory, state, every, keep, say
         self._saved_step: int | None = None
+        self._went_back_to: int | None = None
         self._cost, self._since = 0.0, time.monotonic()  # seconds that a save takes; when the last one ended
 
     def due(self, step: int, evaluated: bool) -> bool:
@@ -42,18 +44,18 @@ class Keeper:
         if step == self._saved_step:
             return True
         start = time.monotonic()
+        bad, why = self._state.not_finite(), ""
         try:
-            bad = self._state.not_finite()
-            if bad:
-                raise OSError(None, f"{bad} is not finite")
-            checkpoints.save(self._directory, step, self._state.named_variables(), facts, self._keep)
+            if not bad:
+                checkpoints.save(self._directory, step, self._state.named_variables(), facts, self._keep)
         except OSError as error:
+            why = error.strerror or str(error)
+        self._since = time.monotonic()
+        self._cost = self._since - start
+        if bad or why:
             self.failed_saves += 1
-            self._say(f"step {step} could not be saved ({error.strerror}); {self.what_is_kept()}")
+            self._say(f"step {step} could not be saved ({why or f'{bad} is not finite'}); {self.what_is_kept()}")
             return False
-        finally:
-            self._since = time.monotonic()
-            self._cost = self._since - start
         self._saved_step = step
         self._say(f"saved step {step}")
         return True
@@ -73,17 +75,25 @@ class Keeper:
         checkpoints.restore(checkpoint, self._state.named_variables())
         self._saved_step = checkpoints.read_facts(checkpoint)["step"]
 
-    def last_good(self, step: int) -> dict:
-        """The facts of the newest whole checkpoint that is older than `step`, after which nothing was good any more; of
-        the oldest one if none is; empty if there is none at all."""
-        whole = [path for path in checkpoints.saved(self._directory) if not checkpoints.damage(path)]
-        kept = [checkpoints.read_facts(path) for path in whole]
-        return next((facts for facts in reversed(kept) if facts["step"] < step), kept[0] if kept else {})
+    def go_back(self, last_good_step: int) -> int | None:
+        """Restores the newest whole checkpoint up to a step after which no step was good, and removes those after it;
+        the step it is of, or None if there is none. From where going back has not helped, it goes further back.
 
-    def go_back(self, step: int) -> None:
-        """Restores the checkpoint of `step` and removes those after it: the run comes to their steps again."""
+        Raises:
+          RunError: those after it cannot be removed, and would be mistaken for what the run comes to now.
+        """
+        whole = [path for path in checkpoints.saved(self._directory) if not checkpoints.damage(path)]
+        steps = [step for path in whole if (step := checkpoints.read_facts(path)["step"]) <= last_good_step]
+        if not steps:
+            return None
+        further = steps[-1] == last_good_step == self._went_back_to and len(steps) > 1
+        self._went_back_to = step = steps[-2 if further else -1]
         checkpoint = checkpoints.path_of(self._directory, step)
+        self.restore(checkpoint)
         for path in checkpoints.saved(self._directory):
             if path > checkpoint:
-                storage.remove(path)
-        self.restore(checkpoint)
+                try:
+                    storage.remove(path)
+                except OSError as error:
+                    raise RunError(f"{path} cannot be removed to go back to step {step}: {error.strerror}") from error
+        return step

@@ -31,8 +31,8 @@ def choose(precision: str, device: str) -> tuple[str, str]:
 class LossScale:
     """Multiplies the loss so that small float16 gradients do not vanish, and divides the gradients again.
 
-    With float16 the scale doubles after 2,000 good steps and halves when a gradient overflows, whose step makes no
-    update. With other types the scale is 1 and none of this is in the graph.
+    With float16 the scale doubles after 2,000 good steps and halves when a tower's numbers overflow, whose step makes
+    no update. With other types the scale is 1 and none of this is in the graph.
     Source: P. Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740.
     """
 
@@ -67,7 +67,7 @@ class LossScale:
         return results
 
     def adapt(self, finite: tf.Tensor) -> None:
-        """Grows or shrinks the scale after a step whose numbers were all finite, or not."""
+        """Grows or shrinks the scale after a step in which all that the towers computed was finite, or not."""
         if not self.dynamic:
             return
         with tf.device(self.scale.device):

@@ -20,6 +20,7 @@ class TrainState:
     Attributes:
       step: updates done.
       weights: N trained variables. statistics: the model's other variables, frozen filters among them.
+      moved_names: what `apply` assigns, in its order, once it has been traced.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class TrainState:
         precision: str = "float32",
     ):
         self.model, self.optimizer = model, optimizer
+        self.moved_names: list[str] = []
         with pinned(HOST):
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         self.weights = [v.value for v in model.trainable_variables]
@@ -66,18 +68,18 @@ class TrainState:
             self.moved_names = [variable.name.removesuffix(":0") for variable, _ in moves]
             bad = first_bad([value for _, value in moves], [variable.device for variable, _ in moves])
             with tf.device(self.step.device):
-                finite = tf.logical_and(finite, bad < 0)
+                moves_finite = tf.logical_and(finite, bad < 0)
             for variable, value in moves:
                 with tf.device(variable.device):
-                    variable.assign(tf.where(finite, value, variable))
+                    variable.assign(tf.where(moves_finite, value, variable))
         with tf.name_scope("weight_averages"):
             with tf.device(self.step.device):
                 done = self.step + 1
-            self.lookahead.update(done)
+            self.lookahead.update(done, moves_finite)
             self.ema.update(done)
         self.loss_scale.adapt(finite)
         self.step.assign_add(1)
-        return finite, bad
+        return moves_finite, bad
 
     def evaluation_weights(self) -> dict[str, tuple[list, list]]:
         """`raw`, and `ema` where one is kept -> (weights, statistics) to evaluate with."""

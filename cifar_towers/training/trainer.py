@@ -22,7 +22,7 @@ from cifar_towers.reporting.clock import Clock
 from cifar_towers.reporting.progress import Progress, Status
 from cifar_towers.reporting.summaries import Summaries
 from cifar_towers.signals import NOTHING_DONE, StopRequest
-from cifar_towers.towers import Tower, device_table, split_batch
+from cifar_towers.towers import Tower, device_table, run_on_parts, split_batch
 from cifar_towers.towers.placement import HOST, PLACEMENTS
 from cifar_towers.training import choosing, directory, health, schedules, setup, storage
 from cifar_towers.training.keeper import Keeper
@@ -122,7 +122,7 @@ class Trainer:
         if done:
             self.progress.say(f"{self.directory} is complete at step {first_step}: {_told(done['evaluations'][-1])}")
             return done
-        self.metrics = records.Metrics(self.directory, first_step)
+        self.metrics = records.Metrics(self.directory)
         self.summaries = Summaries(self.directory)
         self._describe()
         self.stop.announce = self.progress.say
@@ -137,6 +137,7 @@ class Trainer:
 
     def _train(self, step: int) -> int:
         """Steps until the end, the target or a signal; the number of updates done."""
+        self.metrics.keep(lambda record: record["step"] <= step)
         self.clock.charge("start")
         if self.config.rollback_on_divergence and step == 0:
             self._save(0)
@@ -151,8 +152,10 @@ class Trainer:
         epoch: list[StepMetrics] = []
         scores: list[dict] = []
         try:
-            if self._at_evaluation(step) and step not in self.metrics.evaluated:  # a signal came in the middle of it
-                scores = self._evaluate(step, tta=0, final=False)
+            if self._at_evaluation(step):  # a signal may have come before it, in it, or right after it
+                scores = self.metrics.evaluations(step) or self._evaluate(step, tta=0, final=False)
+                if self._reached_target(step, scores):
+                    return step
             for batch in self.batches.stream(first_step, self.last_step):
                 side = self._side(step)
                 rates = self.state.optimizer.rates(step, self.health.rate_factor)
@@ -166,7 +169,7 @@ class Trainer:
                 if step % self.steps_per_epoch == 0 or step == self.last_step:
                     self._end_epoch(step, epoch, rates, scores)
                     epoch = []
-                if self.keeper.due(step, bool(scores)) and step < self.last_step:
+                if not self.health.in_a_row and step < self.last_step and self.keeper.due(step, bool(scores)):
                     self._save(step, scores)
                 if self._reached_target(step, scores):
                     break
@@ -208,17 +211,21 @@ class Trainer:
         Raises:
           DivergedError: there were too many of these in a row.
         """
-        searching = self.state.loss_scale.can_shrink() and np.isfinite(metrics.tower_losses).all()
-        if metrics.finite or searching:
+        if metrics.finite:
             return self.health.good()
+        overflowed = np.isfinite(metrics.tower_losses).all() and (metrics.bad_tensors >= 0).any()
+        if overflowed and self.state.loss_scale.can_shrink():
+            return
         names = list(metrics.losses), [v.name.removesuffix(":0") for v in self.state.weights], self.state.moved_names
         told = health.describe(metrics, self.towers, *names)
         try:
             self.progress.say(self.health.bad(step, told + self._where_from(metrics, batch, side)))
         except DivergedError as error:
+            if self.config.rollback_on_divergence:
+                raise
             raise DivergedError(
-                f"{error}; {self.keeper.what_is_kept()}: go on from it at half the rates by --rollback_on_divergence, "
-                "or start again with --fresh and a smaller --learning_rate or --precision=float32"
+                f"{error}; {self.keeper.what_is_kept()}: give --rollback_on_divergence to go back to it at half the "
+                "rates, or --fresh with a smaller --learning_rate or --precision=float32"
             ) from error
 
     def _where_from(self, metrics: StepMetrics, batch: Batch, side: int) -> str:
@@ -228,21 +235,32 @@ class Trainer:
         if not bad:
             return ""
         shard = split_batch(batch, self.towers)[bad[0].index]
-        images = setup.make_augmentation(self.config).train(shard.images, shard.draws, side)
-        first = health.first_bad_tensor(self.state.model, images)
-        return f"; first of its tensors: {first}" if first else "; its forward pass is finite"
+        augment = setup.make_augmentation(self.config).train
+
+        def look(part):
+            return health.first_bad_tensor(self.state.model, augment(part.images, part.draws, side))
+
+        found = []
+        with contextlib.suppress(tf.errors.OpError, ValueError), tf.device(bad[0].device):  # as where memory is short
+            found = [first for first in run_on_parts(look, shard, self.config.micro_batches, in_turn=False) if first]
+        return f"; first of its tensors: {found[0]}" if found else ""
 
     def _roll_back(self, error: DivergedError) -> int:
-        """Goes back to the last checkpoint that a good step followed, if the run is to; the step it is of."""
-        facts = self.keeper.last_good(int(self.state.step.numpy()) - self.health.in_a_row)
-        if not self.config.rollback_on_divergence or not facts:
+        """Goes back to the checkpoint before the bad steps, if the run is to; the step it is of."""
+        if not self.config.rollback_on_divergence:
             raise error
-        self.health.roll_back(facts, error)
-        self.keeper.go_back(facts["step"])
-        self.metrics = records.Metrics(self.directory, facts["step"])
-        self.progress.say(str(error).split(";")[0])
-        self.progress.say(f"back to step {facts['step']}, on with {self.health.rate_factor:g} of the recipe's rates")
-        return facts["step"]
+        good_until = int(self.state.step.numpy()) - self.health.in_a_row
+        self.health.roll_back(error)
+        with records.going_on(self.directory / directory.ROLLBACKS):  # a checkpoint will know it only later
+            records.write_json(self.directory / directory.ROLLBACKS, {"rollbacks": self.health.rollbacks})
+        step = self.keeper.go_back(good_until)
+        if step is None:
+            raise error
+        self.reached = 0.0
+        self.metrics.keep(lambda record: record["step"] <= step)
+        self.progress.say(str(error))
+        self.progress.say(f"back to step {step}, on with {self.health.rate_factor:g} of the recipe's rates")
+        return step
 
     def _reached_target(self, step: int, scores: list[dict]) -> bool:
         target = self.config.target_accuracy
@@ -332,6 +350,7 @@ class Trainer:
         self.stop.leave_at_once(
             f"step {step} is saved; the same command evaluates it" if saved else "nothing was saved"
         )
+        self.metrics.keep(lambda record: (record["kind"], record["step"]) != ("eval", step))  # of a try broken off
         scores = self._evaluate(step, self.config.tta, final=True)
         self._reached_target(step, scores)
         digest = self.state.digest()
@@ -423,7 +442,7 @@ class Trainer:
         checkpoint, facts = found
         self.keeper.restore(checkpoint)
         self.clock.resume(facts["seconds"], facts["images"])
-        self.health.resume(facts)
+        self.health.resume(facts, records.read_json_if_any(self.directory / directory.ROLLBACKS))
         self.progress.say(
             f"going on from step {facts['step']}, saved with {facts['towers']} towers in {facts['precision']}"
         )

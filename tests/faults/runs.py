@@ -230,8 +230,12 @@ def going(subject: str, scratch: Path, how: str, dice: random.Random) -> Iterato
 def kill(subject: str, number: int, dice: random.Random, scratch: Path) -> Outcome:
     """Kills a run at a random moment, every second time once more as it goes on, and lets it end."""
     how = _how(number) if subject == OURS else SMALL
-    with going(subject, scratch, how, dice) as run:
-        pass
+    while True:
+        with going(subject, scratch, how, dice) as run:
+            pass
+        if run.code != 0:
+            break
+        shutil.rmtree(run.directory)  # it ended just before the kill
     if run.code != -signal.SIGKILL:
         return Outcome(f"{how} run", f"ended by itself with exit code {run.code}", False)
     promised, what = run.saved, f"{how} run killed after {run.ended - run.began:.3f} s, {run.saved} steps saved"
@@ -376,7 +380,7 @@ MOMENTS = {
     "the final evaluation": Moment(_put_evaluation, 7, 8, 0.01),
     "between steps": Moment(_put_between, 1, STEPS, 0.0),
 }
-SECOND_AFTER, AT_ONCE = 0.05, 0.5  # seconds between two signals; from the second to the end
+SECOND_AFTER, AT_ONCE = 0.2, 0.5  # seconds between two signals; from the second to the end
 
 
 def interrupt_in(name: str) -> Callable[..., Outcome]:

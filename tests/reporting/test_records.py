@@ -1,4 +1,7 @@
 import json
+from pathlib import Path
+
+import numpy as np
 
 from cifar_towers.reporting import records
 from cifar_towers.towers import Tower
@@ -10,8 +13,30 @@ def test_a_resumed_run_drops_the_records_after_its_step(tmp_path):
         metrics.write(kind="train", step=step)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "tr')  # a crash in the middle of a line
-    records.Metrics(tmp_path, step=10).write(kind="train", step=11)
-    assert [record["step"] for record in records.read(tmp_path / "metrics.jsonl")] == [5, 10, 11]
+    metrics = records.Metrics(tmp_path)
+    metrics.keep(lambda record: record["step"] <= 10)
+    metrics.write(kind="train", step=11)
+    metrics.write(kind="eval", step=11, accuracy=np.float32(np.nan))
+    assert [record["step"] for record in records.read(tmp_path / "metrics.jsonl")] == [5, 10, 11, 11]
+    assert metrics.evaluations(11) == [{"kind": "eval", "step": 11, "accuracy": None}]
+
+
+def test_a_record_that_was_cut_short_takes_no_other_with_it(tmp_path, monkeypatch):
+    metrics = records.Metrics(tmp_path)
+    metrics.write(kind="train", step=1)
+    path = tmp_path / "metrics.jsonl"
+
+    def full(self, mode="r"):
+        with open(path, "a") as file:
+            file.write('{"kind": "tra')
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        metrics.write(kind="train", step=2)
+    metrics.write(kind="train", step=3)
+    path.write_bytes(path.read_bytes() + b'\xff\xfe\n{"step": 4}\n[]\n')
+    assert [record["step"] for record in records.read(path)] == [1, 3]
 
 
 def test_environment_tells_versions_devices_and_data():

@@ -55,7 +55,7 @@ def test_lookahead_by_hand(total):
     for step in range(1, total + 1):
         v.assign_add([1.0])
         before = float(v[0])
-        lookahead.update(tf.constant(step, tf.int64))
+        lookahead.update(tf.constant(step, tf.int64), tf.constant(True))
         if step % 5 == 0:
             decay = 0.95**5 * (step / total) ** 3
             slow = decay * slow + (1 - decay) * before

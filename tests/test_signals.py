@@ -1,0 +1,75 @@
+"""What a signal does, in a process of its own: quick ones, and ones that cannot be answered by Python for a while."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CHILD = f"""
+import sys, time, threading
+sys.path.insert(0, {str(ROOT)!r})
+from cifar_towers.errors import Interrupted
+from cifar_towers.signals import StopRequest
+stop = StopRequest().listen()
+stop.announce = lambda line: print(line, flush=True)
+stop.defer()
+print("ready", flush=True)
+def step():
+    {{}}
+try:
+    step()
+    stop.check()
+    with stop.at_once():
+        print("nothing", flush=True)
+        time.sleep(30)
+except Interrupted as error:
+    print("left", flush=True)
+    sys.exit(error.exit_code)
+"""
+BUSY = "end = time.monotonic() + 2\n    while time.monotonic() < end: pass"
+
+
+class Child:
+    def __init__(self, step):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD.format(step)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout.readline() == "ready\n"
+
+    def signalled(self, number, *pauses):
+        """Sends the signal after each pause; (exit code, output, seconds from the last signal to the end)."""
+        for pause in pauses:
+            time.sleep(pause)
+            self.process.send_signal(number)
+        sent = time.monotonic()
+        out, err = self.process.communicate(timeout=60)
+        assert "Traceback" not in err
+        return self.process.returncode, out, time.monotonic() - sent
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_a_step_waits_for_its_end_and_says_so(number, code):
+    found, out, _ = Child(BUSY).signalled(number, 0.2)
+    assert found == code and "saves after this step and leaves; again: leaves at once" in out
+    assert out.endswith("left\n") and "nothing" not in out
+
+
+def test_a_second_signal_does_not_wait():
+    found, out, seconds = Child(BUSY).signalled(signal.SIGTERM, 0.1, 0.3)
+    assert found == 143 and "left" not in out and seconds < 1
+
+
+def test_two_signals_at_once_are_one():
+    """As of `timeout`, which signals a process and then its group."""
+    for _ in range(3):
+        found, out, _ = Child(BUSY).signalled(signal.SIGTERM, 0.1, 0.002)
+        assert found == 143 and "left" in out
+
+
+def test_what_may_be_broken_off_is():
+    found, out, seconds = Child("pass").signalled(signal.SIGTERM, 0.5)
+    assert found == 143 and out.endswith("nothing\nleft\n") and seconds < 1
