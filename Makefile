@@ -33,8 +33,8 @@ bench: .venv/ready  ## measure placements, strategies and numbers of towers for 
 tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
 	@$(BIN)/tensorboard --logdir runs $(ARGS)
 
-test: .venv/ready  ## the tests, in ten minutes or less on two cores
-	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+test: .venv/ready  ## the tests, in ten minutes or less on two cores; with ARGS='-s -k ...' in one process
+	@$(BIN)/python -m pytest -m 'not slow' $(or $(ARGS),-n 2 --dist worksteal)
 
 test-long: .venv/ready  ## these and the whole runs
 	@$(BIN)/python -m pytest $(ARGS)

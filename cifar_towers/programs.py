@@ -116,7 +116,11 @@ def _run(program: Callable[[StopRequest], int | None]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("cifar_towers").setLevel(logging.INFO)
     try:
-        code = program(stop) or 0
+        try:
+            code = program(stop) or 0
+        except Exception as error:
+            stop.interpret(error)
+            raise
     except (RunError, Interrupted) as error:
         print(f"{type(error).__name__.removesuffix('Error').lower()}: {error}", file=sys.stderr)
         code = error.exit_code

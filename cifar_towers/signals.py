@@ -54,6 +54,10 @@ class StopRequest:
         try:
             self.check()
             yield
+            self.check()
+        except Exception as error:
+            self.interpret(error)
+            raise
         finally:
             self._deferred = deferred
 
@@ -61,6 +65,12 @@ class StopRequest:
         """Leaves if a signal has come."""
         if self.signal is not None:
             raise Interrupted(self.signal, self._message)
+
+    def interpret(self, error: Exception) -> None:
+        """Raises `Interrupted` in place of `error` if that is what a library made of it: TensorFlow and Keras turn
+        whatever is raised in some of their callbacks into errors of their own."""
+        if self.signal is not None and not self._deferred:
+            raise Interrupted(self.signal, self._message) from error
 
     def end(self) -> None:
         """From now on signals come too late: the program has nothing left to do but to end."""

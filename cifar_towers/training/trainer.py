@@ -126,6 +126,7 @@ class Trainer:
         self.summaries = Summaries(self.directory)
         self._describe()
         self.stop.announce = self.progress.say
+        self.stop.check()
         self.stop.defer()
         try:
             return self._finish(self._train(first_step))

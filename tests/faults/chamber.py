@@ -109,7 +109,8 @@ class scratch:
 def table(rows: Sequence[dict]) -> str:
     """n, failures, the bound on their rate, and what came of the trials, for each fault and subject.
 
-    No failure in n trials: with 95 % confidence the rate is below 3/n.
+    No failure in n trials: with 95 % confidence the rate is below 3/n, if their faults were drawn by chance. What
+    follows a colon in an outcome is left to the rows.
     """
     lines = [
         "| fault | subject | trials | failures | rate below (95 %) | outcomes |",
@@ -119,7 +120,7 @@ def table(rows: Sequence[dict]) -> str:
         mine = [row for row in rows if (row["fault"], row["subject"]) == (fault, subject)]
         failed = sum(row["ok"] != "True" for row in mine)
         bound = "" if failed else f"{300 / len(mine):.2g} %"
-        counted = Counter(row["outcome"] for row in mine).most_common()
+        counted = Counter(row["outcome"].split(":")[0] for row in mine).most_common()
         told = ", ".join(f"{outcome} {count:,}" for outcome, count in counted)
         lines.append(f"| {fault} | {subject} | {len(mine):,} | {failed:,} | {bound} | {told} |")
     return "\n".join(lines)

@@ -395,8 +395,8 @@ def _judge_program(scratch: Path, split: str) -> tuple[str, bool]:
     told = (scratch / "told").read_text()
     lines = [line for line in told.splitlines() if line.startswith("data: ")]
     if code != 3 or len(lines) != 1 or "Traceback" in told:
-        return f"program: exit code {code}, {len(lines)} lines", False
-    return f"program: {_how_found(lines[0], split)}", _names(lines[0], split)
+        return f"exit code {code}, {len(lines)} lines", False
+    return f"{_how_found(lines[0], split)}, by the program", _names(lines[0], split)
 
 
 def _how_found(told: str, split: str) -> str:
