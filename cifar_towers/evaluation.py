@@ -12,6 +12,15 @@ from cifar_towers.data.dataset import NUM_CLASSES, Split
 from cifar_towers.towers import Tower, run_on_towers, split_batch
 
 BATCH_SIZE = 2000
+MOST_MISTAKES = 32
+
+
+class Mistakes(NamedTuple):
+    """The wrong predictions that were most sure of themselves, the surest first: m of them, at most 32."""
+
+    examples: np.ndarray  # [m] their places in the split
+    predicted: np.ndarray  # [m] the classes they were taken for
+    confidence: np.ndarray  # [m] the probabilities of these
 
 
 class Score(NamedTuple):
@@ -21,6 +30,7 @@ class Score(NamedTuple):
     correct: int
     loss: float  # mean cross entropy, without label smoothing
     confusion: np.ndarray  # [10, 10] examples of class (row) taken for class (column)
+    mistakes: Mistakes
 
     @property
     def accuracy(self) -> float:
@@ -74,9 +84,13 @@ def score(labels: np.ndarray, logits: np.ndarray) -> Score:
     predicted = logits.argmax(1)
     confusion = np.bincount(labels * NUM_CLASSES + predicted, minlength=NUM_CLASSES**2)
     shifted = logits.astype(np.float64) - logits.max(1, keepdims=True)
-    losses = np.log(np.exp(shifted).sum(1)) - shifted[np.arange(len(labels)), labels]
+    total = np.exp(shifted).sum(1)
+    losses = np.log(total) - shifted[np.arange(len(labels)), labels]
     right = int((predicted == labels).sum())
-    return Score(len(labels), right, float(losses.mean()), confusion.reshape(NUM_CLASSES, NUM_CLASSES))
+    wrong = np.flatnonzero(predicted != labels)
+    surest = wrong[np.argsort(total[wrong], kind="stable")][:MOST_MISTAKES]
+    mistakes = Mistakes(surest, predicted[surest], 1 / total[surest])
+    return Score(len(labels), right, float(losses.mean()), confusion.reshape(NUM_CLASSES, NUM_CLASSES), mistakes)
 
 
 def _even_batches(images: np.ndarray, towers: int):

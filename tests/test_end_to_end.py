@@ -108,6 +108,12 @@ def test_tensorboard_finds_losses_towers_and_scores(one_run):
     assert not [tag for tag in tags if "tower" in tag]
     names = {node.name.split("/")[0] for node in train.Graph().node}
     assert {"tower_0", "tower_1"} <= names
+    for picture in ("confusion", "mistakes"):
+        (drawn,) = evaluated.Tensors(f"{picture}/test/ema_tta2")
+        width, height, png = tf.make_ndarray(drawn.tensor_proto)
+        assert tf.io.decode_png(png).shape == (int(height), int(width), 3) and int(width) > 300
+    (per_class,) = evaluated.Tensors("class_accuracy/test/ema_tta2/chequered ring")
+    assert 0 <= tf.make_ndarray(per_class.tensor_proto) <= 1
     (shown,) = evaluated.Tensors("accuracy/test/ema_tta2")
     assert tf.make_ndarray(shown.tensor_proto) == pytest.approx(result["evaluations"][-1]["accuracy"])
 

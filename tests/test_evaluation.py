@@ -16,6 +16,13 @@ def reader():
     return keras.Model(images, keras.layers.Dense(10, use_bias=False, name="read")(red))
 
 
+def test_mistakes_are_the_surest_first():
+    logits = np.array([[0, 5.0], [0, 1.0], [3.0, 0], [0, 2.0]]) @ np.eye(2, 10)
+    found = score(np.array([1, 0, 1, 0]), logits).mistakes
+    assert found.examples.tolist() == [2, 3, 1] and found.predicted.tolist() == [0, 1, 1]
+    np.testing.assert_allclose(found.confidence, np.exp([3, 2, 1]) / (np.exp([3, 2, 1]) + 9))
+
+
 def test_score_by_hand():
     logits = np.log([[0.7, 0.2, 0.1] + [1e-9] * 7, [0.2, 0.7, 0.1] + [1e-9] * 7, [0.1, 0.2, 0.7] + [1e-9] * 7])
     found = score(np.array([0, 1, 1]), logits)
@@ -27,9 +34,9 @@ def test_score_by_hand():
 
 
 def test_wilsons_interval():
-    low, high = Score(100, 90, 0.0, np.zeros((10, 10))).interval()
+    low, high = Score(100, 90, 0.0, np.zeros((10, 10)), None).interval()
     assert (low, high) == pytest.approx((0.8256, 0.9448), abs=1e-4)
-    assert Score(10, 10, 0.0, np.zeros((10, 10))).interval()[1] == pytest.approx(1.0)
+    assert Score(10, 10, 0.0, np.zeros((10, 10)), None).interval()[1] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

@@ -3,12 +3,14 @@
 Tags never hold a tower's prefix, so they are the same for any number of towers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tensorflow as tf
 
-from cifar_towers.reporting import records
+from cifar_towers.data.dataset import Split
+from cifar_towers.evaluation import Score
+from cifar_towers.reporting import pictures, records
 
 
 class Summaries:
@@ -40,14 +42,26 @@ class Summaries:
                 tf.summary.scalar(f"losses/{term} (raw)", losses[term])
                 tf.summary.scalar(f"losses/{term}", averages[term])
 
-    def evaluation(
-        self, step: int, split: str, weights: str, tta: int, accuracy: float, loss: float, count: int
-    ) -> None:
-        """One score over `count` examples; its tags name split, weights and test-time augmentation."""
-        which = f"{split}/{weights}" + (f"_tta{tta}" if tta else "")
+    def evaluation(self, step: int, which: str, score: Score) -> None:
+        """Accuracy and loss of one score; `which` names split, weights and test-time augmentation."""
         with self._going_on(), self._eval.as_default(step):
-            tf.summary.scalar(f"accuracy/{which}", accuracy)
-            tf.summary.scalar(f"loss/{which}", loss)
+            tf.summary.scalar(f"accuracy/{which}", score.accuracy)
+            tf.summary.scalar(f"loss/{which}", score.loss)
+
+    def failures(self, step: int, which: str, score: Score, split: Split, class_names: Sequence[str]) -> None:
+        """Where a score over `split` fails: each class's accuracy, the confusion matrix, and the surest mistakes."""
+        captions = [
+            f"{class_names[predicted]} {100 * confidence:.0f} %\nis {class_names[split.labels[example]]}"
+            for example, predicted, confidence in zip(*score.mistakes, strict=True)
+        ]
+        images = split.images[score.mistakes.examples]
+        sheet = pictures.contact_sheet(images, captions, f"surest mistakes, {which}, step {step}")
+        matrix = pictures.confusion_matrix(score.confusion, class_names, f"{which}, step {step}")
+        with self._going_on(), self._eval.as_default(step):
+            for name, accuracy in zip(class_names, score.per_class(), strict=True):
+                tf.summary.scalar(f"class_accuracy/{which}/{name}", accuracy)
+            tf.summary.image(f"confusion/{which}", matrix[None])
+            tf.summary.image(f"mistakes/{which}", sheet[None])
 
     def flush(self) -> None:
         """Puts everything on disk."""

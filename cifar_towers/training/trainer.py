@@ -307,17 +307,20 @@ class Trainer:
         splits = {name: split for name, split in splits.items() if len(split.labels)}
         if not final:
             splits = dict(itertools.islice(splits.items(), 1))
-        found = []
+        scored = []
         for name, split in splits.items():
             for weights, values in self.state.evaluation_weights().items():
                 with self.stop.at_once():
-                    scored = self.evaluate(split, *values, tta)
-                for level, score in scored.items():
-                    counted = {"count": score.count, "accuracy": score.accuracy, "loss": score.loss}
-                    found.append({"split": name, "weights": weights, "tta": level} | counted)
-        for score in found:
-            self.metrics.write(kind="eval", step=step, epoch=step / self.steps_per_epoch, **score)
-            self.summaries.evaluation(step, **score)
+                    levels = self.evaluate(split, *values, tta)
+                scored += [(name, weights, level, score) for level, score in levels.items()]
+        found = []
+        for name, weights, level, score in scored:
+            counted = {"count": score.count, "accuracy": score.accuracy, "loss": score.loss}
+            found.append({"split": name, "weights": weights, "tta": level} | counted)
+            self.metrics.write(kind="eval", step=step, epoch=step / self.steps_per_epoch, **found[-1])
+            which = f"{name}/{weights}" + (f"_tta{level}" if level else "")
+            self.summaries.evaluation(step, which, score)
+        self.summaries.failures(step, which, score, splits[name], self.dataset.class_names)  # of the last, the best
         self.clock.charge("evaluate")
         return found
 
