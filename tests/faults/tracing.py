@@ -109,7 +109,7 @@ def replay(traced: Sequence[Call], root: Path, marker: str) -> tuple[Disk, list[
     operations had been done by then and what followed the marker.
 
     Raises:
-      NotImplementedError: a call did to the directory what this module does not know.
+      RuntimeError: a call did to the directory what this module does not know.
       RuntimeError: the directory is not what the calls would have made of it.
     """
     disk, marks, offsets = Disk(), [], {}
@@ -161,7 +161,7 @@ def _do(disk: Disk, call: Call, paths: Sequence[str], offsets: dict[str, int]) -
         case "mkdir" | "mkdirat":
             disk.mkdir(path)
         case name:
-            raise NotImplementedError(f"{name} in a directory that is recorded")
+            raise RuntimeError(f"{name} in a directory that is recorded")
 
 
 def _number(descriptor: str) -> str:
