@@ -118,10 +118,12 @@ def _run(program: Callable[[StopRequest], int | None]) -> int:
     try:
         try:
             code = program(stop) or 0
+            stop.end()
         except Exception as error:
             stop.interpret(error)
             raise
     except (RunError, Interrupted) as error:
+        stop.end()
         print(f"{type(error).__name__.removesuffix('Error').lower()}: {error}", file=sys.stderr)
         code = error.exit_code
     except BrokenPipeError:
@@ -129,7 +131,6 @@ def _run(program: Callable[[StopRequest], int | None]) -> int:
     except Exception:
         traceback.print_exc()
         code = 1
-    stop.end()
     try:
         sys.stdout.flush()
     except OSError:  # the reader of our output has gone, or the disk it goes to is full

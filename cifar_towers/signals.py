@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,13 +25,14 @@ class StopRequest:
     def __init__(self):
         self.announce: Callable[[str], None] = lambda line: None
         self.signal: int | None = None
-        self._deferred = False
+        self._deferred = self._leaving = False
         self._message = NOTHING_DONE
 
     def listen(self) -> "StopRequest":
         """Installs the handlers; call it in the main thread."""
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
+        sys.unraisablehook = self._unraisable
         # Python runs handlers between its own instructions, so not inside a long step; this thread hears at once.
         hears, tells = os.pipe()
         os.set_blocking(tells, False)
@@ -64,23 +66,33 @@ class StopRequest:
     def check(self) -> None:
         """Leaves if a signal has come."""
         if self.signal is not None:
-            raise Interrupted(self.signal, self._message)
+            raise self._interrupted()
 
     def interpret(self, error: Exception) -> None:
         """Raises `Interrupted` in place of `error` if that is what a library made of it: TensorFlow and Keras turn
         whatever is raised in some of their callbacks into errors of their own."""
         if self.signal is not None and not self._deferred:
-            raise Interrupted(self.signal, self._message) from error
+            raise self._interrupted() from error
 
     def end(self) -> None:
         """From now on signals come too late: the program has nothing left to do but to end."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
+    def _interrupted(self) -> Interrupted:
+        self._leaving = True
+        return Interrupted(self.signal, self._message)
+
+    @staticmethod
+    def _unraisable(told) -> None:
+        """What is raised in a destructor is told and passed over; `check` tells of a signal, so this need not."""
+        if not issubclass(told.exc_type, Interrupted):
+            sys.__unraisablehook__(told)
+
     def _on_signal(self, number, frame):
         self.signal = number
         if not self._deferred:
-            raise Interrupted(number, self._message)
+            raise self._interrupted()
 
     def _watch(self, hears: int) -> None:
         first = 0.0
@@ -90,7 +102,9 @@ class StopRequest:
             now = time.monotonic()
             if first and now - first > ONE:
                 os._exit(128 + number)
-            if not first and self._deferred:
+            if not first:
+                time.sleep(ONE / 2)  # by then it leaves, if it can
+            if not first and self._deferred and not self._leaving:
                 name = signal.Signals(number).name
                 with contextlib.suppress(Exception):  # whoever hears it, the second must be answered
                     self.announce(f"{name}: saves after this step and leaves; again: leaves at once")

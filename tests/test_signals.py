@@ -73,9 +73,10 @@ def test_two_signals_at_once_are_one():
 
 CHANGED = "try: time.sleep(30)\n        except BaseException: raise TypeError('as Keras has it')"
 PASSED_OVER = "try: time.sleep(30)\n        except BaseException: pass"
+DESTROYED = "class Slow:\n            def __del__(self): time.sleep(30)\n        Slow()"
 
 
-@pytest.mark.parametrize("broken_off", ["time.sleep(30)", CHANGED, PASSED_OVER])
+@pytest.mark.parametrize("broken_off", ["time.sleep(30)", CHANGED, PASSED_OVER, DESTROYED])
 def test_what_may_be_broken_off_is(broken_off):
     """Whatever a library that was in the middle makes of it."""
     found, out, seconds = Child(broken_off=broken_off).signalled(signal.SIGTERM, 0.5)

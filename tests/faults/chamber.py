@@ -119,7 +119,7 @@ def table(rows: Sequence[dict]) -> str:
     for fault, subject in dict.fromkeys((row["fault"], row["subject"]) for row in rows):
         mine = [row for row in rows if (row["fault"], row["subject"]) == (fault, subject)]
         failed = sum(row["ok"] != "True" for row in mine)
-        bound = "" if failed else f"{300 / len(mine):.2g} %"
+        bound = "" if failed else f"{min(100, 300 / len(mine)):.2g} %"
         counted = Counter(row["outcome"].split(":")[0] for row in mine).most_common()
         told = ", ".join(f"{outcome} {count:,}" for outcome, count in counted)
         lines.append(f"| {fault} | {subject} | {len(mine):,} | {failed:,} | {bound} | {told} |")
