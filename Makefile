@@ -5,7 +5,7 @@ NUM_GPUS ?= 0
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help setup train test test-long faults faults-long lint format evaluate bench tensorboard clean
+.PHONY: help setup train test test-long test-browser faults faults-long lint format evaluate bench tensorboard clean
 .DEFAULT_GOAL := help
 
 help:  ## this menu
@@ -34,10 +34,14 @@ tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
 	@$(BIN)/tensorboard --logdir runs $(ARGS)
 
 test: .venv/ready  ## the tests, in ten minutes or less on two cores; with ARGS='-s -k ...' in one process
-	@$(BIN)/python -m pytest -m 'not slow' $(or $(ARGS),-n 2 --dist worksteal)
+	@$(BIN)/python -m pytest -m 'not slow and not browser' $(or $(ARGS),-n 2 --dist worksteal)
 
 test-long: .venv/ready  ## these and the whole runs
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -m 'not browser' $(ARGS)
+
+test-browser: .venv/ready  ## look at a run in TensorBoard and at its report with a browser (chromium), and keep the screenshots
+	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[browser]'
+	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 faults: .venv/ready  ## kill runs, cut the power, damage files, fill disks, and see that nothing is lost (minutes; Linux, root, strace)
 	@$(BIN)/python -m tests.faults $(ARGS)

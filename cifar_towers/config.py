@@ -27,6 +27,7 @@ MODELS = (
     "speednet95",
     "speednet96",
 )
+MOST_TRACED = 100  # steps of a profile
 Config = TypeVar("Config")
 
 
@@ -193,7 +194,15 @@ class TrainConfig(DeviceConfig):
     tta: int = setting(
         0, "Reporting", "test-time augmentation at the end: 0, 1 (mirror), 2 (and shifts)", low=0, high=2
     )
-    summary_every_steps: int = setting(20, "Reporting", "steps between summaries and records; 0: only the last", low=0)
+    summary_every_steps: int = setting(
+        100,
+        "Reporting",
+        "steps between whole summaries; scalars and records come ten times as often; 0: only of the last step",
+        low=0,
+    )
+    profile_steps: str = setting(
+        "", "Reporting", "trace these steps, as 100:110 for ten from the 101st on, and say where their time goes"
+    )
     checkpoint_every_steps: int = setting(
         0,
         "Reporting",
@@ -205,6 +214,7 @@ class TrainConfig(DeviceConfig):
     def __post_init__(self):
         super().__post_init__()
         parse_seeds(self.seeds)
+        parse_window(self.profile_steps)
         schedules.parse_rate(self.learning_rate_schedule)
         for side in schedules.parse_points("image_sides", self.image_sides or "0=32").values:
             if side != int(side) or not 18 <= side <= 32:
@@ -371,6 +381,20 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     if any(not 0 <= seed < 2**31 for seed in seeds) or len(set(seeds)) < len(seeds):
         raise UsageError(f"seeds={text} must be different numbers from 0 to {2**31 - 1}")
     return seeds
+
+
+def parse_window(text: str) -> tuple[int, int] | None:
+    """`"100:110"` -> (100, 110): the steps that are begun when 100, .., 109 updates have been made; `""` -> None."""
+    if not text:
+        return None
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise UsageError(f"profile_steps={text!r} is not a first and a later last step; write --profile_steps=100:110")
+    if int(last) - int(first) > MOST_TRACED:
+        raise UsageError(
+            f"profile_steps={text}: a trace holds up to 50 MB a step in memory; {MOST_TRACED} are the most"
+        )
+    return int(first), int(last)
 
 
 def check_limits(config: Any) -> None:

@@ -13,6 +13,7 @@ from cifar_towers.towers import Tower, run_on_towers, split_batch
 
 BATCH_SIZE = 2000
 MOST_MISTAKES = 32
+EMBEDDED = 1000  # examples whose features are kept
 
 
 class Mistakes(NamedTuple):
@@ -31,6 +32,8 @@ class Score(NamedTuple):
     loss: float  # mean cross entropy, without label smoothing
     confusion: np.ndarray  # [10, 10] examples of class (row) taken for class (column)
     mistakes: Mistakes
+    probabilities: np.ndarray  # [n, 10] float32
+    features: np.ndarray | None = None  # [at most 1,000, d] what the last layer makes of the first examples' own view
 
     @property
     def accuracy(self) -> float:
@@ -54,16 +57,20 @@ def make_evaluator(model: keras.Model, towers: Sequence[Tower], augmentation: Au
 
     weights and statistics are the model's trainable and other variables, or averages of them.
     """
+    featured = _with_features(model)
 
     def on_tower(tta, weights, statistics, tower, shard):
         weights, statistics = ([tf.convert_to_tensor(v) for v in values] for values in (weights, statistics))
         images = augmentation.evaluate(shard[0])
-        plain, augmented = None, 0.0
+        plain, features, augmented = None, None, 0.0
         for share, view in views(images, tta):
-            logits, _ = model.stateless_call(weights, statistics, view(), training=False)
-            plain = logits if plain is None else plain  # the first view is the image itself
+            if plain is None:  # the first view is the image itself
+                (logits, features), _ = featured.stateless_call(weights, statistics, view(), training=False)
+                plain, features = logits, tf.cast(features, tf.float32)
+            else:
+                logits, _ = model.stateless_call(weights, statistics, view(), training=False)
             augmented += share * logits
-        return plain, augmented
+        return plain, augmented, features
 
     @tf.function(autograph=False)
     def logits_of(images, weights, statistics, tta: int):
@@ -73,10 +80,17 @@ def make_evaluator(model: keras.Model, towers: Sequence[Tower], augmentation: Au
 
     def evaluate(split: Split, weights, statistics, tta: int = 0) -> dict[int, Score]:
         batches = [logits_of(images, weights, statistics, tta) for images in _even_batches(split.images, len(towers))]
-        plain, augmented = (np.concatenate(level)[: len(split.labels)] for level in zip(*batches, strict=True))
-        return {0: score(split.labels, plain), tta: score(split.labels, augmented)}
+        plain, augmented, features = (np.concatenate(part)[: len(split.labels)] for part in zip(*batches, strict=True))
+        scores = {0: score(split.labels, plain), tta: score(split.labels, augmented)}
+        return {level: one._replace(features=features[:EMBEDDED]) for level, one in scores.items()}
 
     return evaluate
+
+
+def _with_features(model: keras.Model) -> keras.Model:
+    """The model with a second output, what enters its last layer that has weights: [B, d]."""
+    head = [layer for layer in model.layers if layer.weights][-1]
+    return keras.Model(model.input, [model.output, keras.layers.Flatten(name="features_before_last_layer")(head.input)])
 
 
 def score(labels: np.ndarray, logits: np.ndarray) -> Score:
@@ -90,7 +104,9 @@ def score(labels: np.ndarray, logits: np.ndarray) -> Score:
     wrong = np.flatnonzero(predicted != labels)
     surest = wrong[np.argsort(total[wrong], kind="stable")][:MOST_MISTAKES]
     mistakes = Mistakes(surest, predicted[surest], 1 / total[surest])
-    return Score(len(labels), right, float(losses.mean()), confusion.reshape(NUM_CLASSES, NUM_CLASSES), mistakes)
+    probabilities = (np.exp(shifted) / total[:, None]).astype(np.float32)
+    confusion = confusion.reshape(NUM_CLASSES, NUM_CLASSES)
+    return Score(len(labels), right, float(losses.mean()), confusion, mistakes, probabilities)
 
 
 def _even_batches(images: np.ndarray, towers: int):

@@ -34,6 +34,11 @@ def compare_runs() -> None:
     sys.exit(_run(_compare_runs))
 
 
+def report() -> None:
+    """`report.py`: writes one HTML page about some runs."""
+    sys.exit(_run(_report))
+
+
 def _train(stop: StopRequest) -> None:
     config = settings.parse_command_line(
         settings.TrainConfig,
@@ -82,6 +87,29 @@ def _compare_runs(stop: StopRequest) -> int:
     same, told = comparing.compare(*map(Path, directories))
     print(told)
     return 0 if same else 1
+
+
+def _report(stop: StopRequest) -> None:
+    given, runs = sys.argv[1:], [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    if any(argument in ("--help", "-h") for argument in given):
+        print(
+            "Writes one HTML page about some runs, for somebody without TensorBoard: all it shows is in it.\n\n"
+            "  report.py runs/one [runs/other ...] [--out=FILE]\n\n"
+            "Runs that differ in nothing but the seed are shown as their mean, with a band from the lowest to the\n"
+            "highest. By default the page of one run is report.html in its directory, of several report.html here.\n\n"
+            "Exit codes: 0 done, 2 usage, 130 and 143 interrupted, 1 a bug or no room to write the page."
+        )
+        return
+    unknown = [argument for argument in given if argument.startswith("-") and not argument.startswith("--out=")]
+    if unknown or not runs:
+        told = f"{unknown[0]!r} is no flag of it;" if unknown else "which runs?"
+        raise UsageError(f"{told} write: report.py runs/one [runs/other ...] [--out=FILE]")
+    stop.leave_at_once("nothing was written")
+    from cifar_towers.reporting import report
+
+    outs = [argument.removeprefix("--out=") for argument in given if argument.startswith("--out=")]
+    default = Path(runs[0] if len(runs) == 1 else "", "report.html")
+    print(report.write([Path(run) for run in runs], Path(outs[-1]) if outs else default))
 
 
 def _benchmark(stop: StopRequest) -> None:

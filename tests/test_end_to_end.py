@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import re
 import shutil
+import sys
+from pathlib import Path
 from signal import SIGTERM
 
 import numpy as np
@@ -86,36 +89,114 @@ def test_two_epochs_on_any_number_of_towers(tmp_path, one_run, count):
 def test_records(one_run):
     directory, result = one_run
     train = records_of(directory, "train")
-    assert [r["step"] for r in train] == [5, 10, 15, 20]
+    assert [r["step"] for r in train] == list(range(1, 21))  # ten times as often as whole summaries, or each step
     assert {"step", "epoch", "loss", "accuracy", "images_per_sec", "learning_rate"} <= set(train[0])
-    assert train[1]["epoch"] == 1.0 and train[-1]["loss"] < train[0]["loss"]
+    assert train[9]["epoch"] == 1.0 and train[-1]["loss"] < train[0]["loss"]
     final = [r for r in records_of(directory, "eval") if r["step"] == STEPS]
     assert [(r["split"], r["weights"], r["tta"], r["count"]) for r in final] == [
         ("test", weights, tta, 500) for weights in ("raw", "ema") for tta in (0, 2)
     ]
+    assert [r["step"] for r in train if "towers" in r] == [5, 10, 15, 20]
+    assert {name: len(each) for name, each in train[4]["towers"].items()} == {
+        "loss": 2,
+        "gradient_norm": 2,
+        "cosine": 2,
+    }
+    assert np.sum(final[0]["confusion"]) == 500
     assert [r["accuracy"] for r in final] == [r["accuracy"] for r in result["evaluations"]]
     environment = json.loads((directory / "environment.json").read_text())
     assert [t["device"] for t in environment["towers"]] == ["/CPU:0", "/CPU:1"]
     assert json.loads((directory / "config.json").read_text())["batch_size"] == 200
 
 
-def test_tensorboard_finds_losses_towers_and_scores(one_run):
-    directory, result = one_run
-    train, evaluated = (EventAccumulator(str(directory / part)).Reload() for part in ("train", "eval"))
+def events_of(directory):
+    return EventAccumulator(str(directory), size_guidance={"tensors": 0}).Reload()
+
+
+def values_of(events, tag):
+    return {event.step: tf.make_ndarray(event.tensor_proto) for event in events.Tensors(tag)}
+
+
+TAGS = {"loss", "accuracy", "health/gradient_norm", "health/bad_steps", "health/rollbacks", "health/loss_scale"}
+TAGS |= {"losses/cross_entropy", "losses/cross_entropy (raw)", "losses/total_loss", "losses/total_loss (raw)"}
+TAGS |= {f"learning_rate/{group}" for group in ("kernels", "biases", "head", "whitening")}
+TAGS |= {"speed/images_per_sec", "speed/step_seconds", "speed/input_wait", "memory/host_mb", "input/augmented"}
+TAGS |= {f"{kind}/group1_gelu1" for kind in ("activations", "sparsity")}
+PER_WEIGHT = ("weights", "gradients", "weight_norm", "gradient_norm", "update_ratio")
+TAGS |= {f"{kind}/group1_conv1/kernel" for kind in PER_WEIGHT}
+TAGS |= {f"run/{text}" for text in ("recipe", "command", "environment", "model", "variables")}
+
+
+def test_tensorboard_finds_all_of_the_training(one_run):
+    train = events_of(one_run[0] / "train")
     tags = set(train.Tags()["tensors"])
-    wanted = {"losses/cross_entropy", "losses/cross_entropy (raw)", "losses/total_loss", "loss", "gradient_norm"}
-    assert wanted | {"learning_rate/kernels", "images_per_sec", "accuracy"} <= tags
-    assert not [tag for tag in tags if "tower" in tag]
+    assert tags >= TAGS
+    assert not [tag for tag in tags if "tower_" in tag]
     names = {node.name.split("/")[0] for node in train.Graph().node}
     assert {"tower_0", "tower_1"} <= names
+    shown = values_of(train, "input/augmented")[20]
+    assert tf.io.decode_png(shown[2]).shape == (int(shown[1]), int(shown[0]), 3)
+    counts = values_of(train, "activations/group1_gelu1")
+    assert (
+        list(counts) == [5, 10, 15, 20] and counts[20][:, 2].sum() == 64 * 9 * 9 * 64
+    )  # 64 images after the first pool
+    for tower in ("tower_0", "tower_1"):
+        alike = values_of(events_of(one_run[0] / tower), "towers/cosine")
+        assert list(alike) == [5, 10, 15, 20] and 0 < alike[5] <= 1
+
+
+def test_tags_are_the_same_for_any_number_of_towers(tmp_path, one_run):
+    run(dataclasses.replace(QUICK, num_gpus=1, max_steps=5, train_dir=str(tmp_path)))
+    one, two = (set(events_of(path / "train").Tags()["tensors"]) for path in (tmp_path, one_run[0]))
+    assert two - one == {"towers/gradient_noise_scale"}  # which one tower has nothing to estimate from
+    assert one <= two
+
+
+def test_nothing_of_the_tutorials_is_missing(tmp_path):
+    """The table in docs/tensorboard.md, row by row."""
+    page = (Path(__file__).parents[1] / "docs" / "tensorboard.md").read_text().split("## Beside the tutorial's")[1]
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    tutorials, ours = ({tag for row in rows for tag in re.findall("`(.+?)`", row[side])} for side in (0, 1))
+    layers = ("conv1", "conv2", "local3", "local4", "softmax_linear")
+    of_layers = {f"{layer}/{kind}" for layer in layers for kind in ("activations", "sparsity", "weights", "biases")}
+    of_layers |= {f"{layer}/{kind}/gradients" for layer in layers for kind in ("weights", "biases")}
+    losses = {"cross_entropy", "local3/weight_loss", "local4/weight_loss", "total_loss"}
+    losses |= {f"{loss} (raw)" for loss in losses}
+    assert tutorials == of_layers | losses | {"images", "learning_rate", "Precision @ 1"}
+    config = TrainConfig(
+        model="cifarnet", dataset="synthetic", crop=24, shift=0, batch_size=64, max_steps=2, num_gpus=2,
+        precision="float32", ema_decay=0.9, train_dir=str(tmp_path),
+    )  # fmt: skip
+    run(config)
+    found = {tag for part in ("train", "eval") for tag in events_of(tmp_path / part).Tags()["tensors"]}
+    assert ours <= found, ours - found
+
+
+def test_averaged_losses_are_the_averages_of_the_raw_ones(one_run):
+    train = events_of(one_run[0] / "train")
+    for term in ("cross_entropy", "total_loss"):
+        raw, averaged = (values_of(train, f"losses/{term}{which}") for which in (" (raw)", ""))
+        total, weight = np.float64(0), np.float64(0)
+        for step in range(1, 21):
+            total, weight = 0.9 * total + 0.1 * np.float64(raw[step]), 0.9 * weight + 0.1
+            assert averaged[step] == pytest.approx(total / weight, rel=1e-6)
+
+
+def test_tensorboard_finds_all_of_the_evaluations(one_run):
+    directory, result = one_run
+    evaluated, name = events_of(directory / "eval"), "chequered ring"
     for picture in ("confusion", "mistakes"):
-        (drawn,) = evaluated.Tensors(f"{picture}/test/ema_tta2")
-        width, height, png = tf.make_ndarray(drawn.tensor_proto)
+        drawn = values_of(evaluated, f"{picture}/test/ema_tta2")
+        width, height, png = drawn[20]
         assert tf.io.decode_png(png).shape == (int(height), int(width), 3) and int(width) > 300
-    (per_class,) = evaluated.Tensors("class_accuracy/test/ema_tta2/chequered ring")
-    assert 0 <= tf.make_ndarray(per_class.tensor_proto) <= 1
-    (shown,) = evaluated.Tensors("accuracy/test/ema_tta2")
-    assert tf.make_ndarray(shown.tensor_proto) == pytest.approx(result["evaluations"][-1]["accuracy"])
+    assert 0 <= values_of(evaluated, f"class_accuracy/test/ema_tta2/{name}")[20] <= 1
+    assert values_of(evaluated, f"precision_recall/test/ema_tta2/{name}")[20].shape == (6, 127)
+    shown = values_of(evaluated, "accuracy/test/ema_tta2")
+    assert shown[20] == pytest.approx(result["evaluations"][-1]["accuracy"])
+    final = values_of(events_of(directory / "result"), "final/test_accuracy_ema_tta2")
+    assert final == {20: shown[20]}
+    (embedding,) = (directory / "projector").iterdir()
+    assert embedding.name == "step-00000020" and len((embedding / "features.tsv").read_text().splitlines()) == 500
 
 
 def test_the_same_command_again_says_that_all_is_done(one_run, capsys):
@@ -177,8 +258,55 @@ def test_stopped_and_continued_equals_uninterrupted_to_the_bit(tmp_path, one_run
     steps = [r["step"] for r in records_of(tmp_path / "run", "train")]
     assert steps == sorted(set(steps))
     same, told = comparing.compare(one_run[0], tmp_path / "run")
-    assert same and "records: the same at all 4 common steps, the last 20" in told
+    assert same and "records: the same at all 20 common steps, the last 20" in told
     assert "to the bit at step-00000020" in told and "weights after step 20: the same to the bit" in told
+
+
+class Killed(BaseException):
+    """What nothing in a run answers to, as `kill -9`."""
+
+
+class KillAt(StopAt):
+    def check(self):
+        try:
+            super().check()
+        except Interrupted:
+            raise Killed from None
+
+
+def test_a_killed_run_goes_on_in_one_curve(tmp_path):
+    """For readers that know nothing of runs that were killed, too: each step is in the files once."""
+    config = dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path), checkpoint_every_steps=8)
+    with pytest.raises(Killed):
+        run(config, KillAt(13))
+    assert list(values_of(events_of(tmp_path / "train"), "loss"))[-1] == 13
+    run(config)
+    for part, tag, steps in (
+        ("train", "loss", list(range(1, 21))),
+        ("tower_1", "towers/loss", [5, 10, 15, 20]),
+        ("eval", "accuracy/test/raw", [10, 20]),
+        ("result", "final/images_per_sec", [20]),
+    ):
+        assert [event.step for event in events_of(tmp_path / part).Tensors(tag)] == steps
+
+
+def test_without_tensorboard_a_run_goes_on_and_says_so_once(tmp_path, monkeypatch, caplog):
+    for module in ("summaries", "events", "values", "projector"):
+        monkeypatch.delitem(sys.modules, f"cifar_towers.reporting.{module}", raising=False)
+    for module in {name for name in sys.modules if name.split(".")[0] == "tensorboard"}:
+        monkeypatch.setitem(sys.modules, module, None)
+    result = run(dataclasses.replace(QUICK, max_steps=2, train_dir=str(tmp_path)))
+    assert result["step"] == 2 and (tmp_path / "mistakes.png").exists()
+    told = [record.getMessage() for record in caplog.records if "tensorboard" in record.getMessage()]
+    assert len(told) == 1 and told[0].endswith("-m pip install tensorboard")
+    assert not list(tmp_path.rglob("*tfevents*"))
+
+
+def test_a_profile_is_written_and_told(tmp_path, capsys):
+    run(dataclasses.replace(QUICK, max_steps=4, profile_steps="1:3", train_dir=str(tmp_path)))
+    assert len(list((tmp_path / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) == 1
+    told = capsys.readouterr().out
+    assert "profile of steps 1 to 2: a step takes" in told and "Conv2DBackpropFilter" in told
 
 
 def test_two_seeds_are_told_apart(tmp_path, one_run):
@@ -186,7 +314,7 @@ def test_two_seeds_are_told_apart(tmp_path, one_run):
     run(dataclasses.replace(config, max_steps=9))
     same, told = comparing.compare(one_run[0], tmp_path)
     assert not same and "max_steps 0 -> 9, seed 0 -> 1, tta 2 -> 0\n" in told
-    assert "records: different at step 5: loss " in told and "step-00000009 differs in " in told
+    assert "records: different at step 1: loss " in told and "step-00000009 differs in " in told
 
 
 @pytest.mark.parametrize("settings", [{"optimizer": "muon", "lookahead": True}, {"optimizer": "adamw"}])
@@ -219,8 +347,8 @@ def test_a_run_goes_on_under_any_strategy(tmp_path, one_run, capsys):
     assert [result["step"] for result in results] == [8, 14, 20]
     train = records_of(tmp_path / "mixed", "train")
     assert [r["step"] for r in train] == list(range(1, 21))
-    straight = records_of(one_run[0], "train")  # every fifth step
-    assert [r["learning_rate"] for r in train[4::5]] == [r["learning_rate"] for r in straight]
+    straight = records_of(one_run[0], "train")
+    assert [r["learning_rate"] for r in train] == [r["learning_rate"] for r in straight]
     before, after = results[0]["evaluations"][0]["accuracy"], results[1]["evaluations"][0]["accuracy"]
     assert after > before - 0.1 and results[2]["evaluations"][0]["accuracy"] > 0.6
     assert train[8]["loss"] < train[0]["loss"]  # the first step of the second strategy is not a first step

@@ -29,7 +29,7 @@ def finish(process, timeout=120):
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("program", ["train.py", "evaluate.py", "benchmark.py"])
+@pytest.mark.parametrize("program", ["train.py", "evaluate.py", "benchmark.py", "report.py"])
 def test_help_answers_without_tensorflow(program):
     code, out, err = finish(start(program, "--help"))
     assert code == 0 and "Exit codes" in out and not err

@@ -4,7 +4,6 @@ Threads an operation and logical devices are fixed for a process, so every numbe
 all wait while one works.
 """
 
-import os
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -16,6 +15,7 @@ from cifar_towers.config import BenchmarkConfig
 from cifar_towers.data import sources
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.reporting.profile import shares_of_step
+from cifar_towers.reporting.usage import host_memory_mb
 from cifar_towers.training import setup
 
 LOOKS = 0.02  # seconds between looks at the memory
@@ -108,11 +108,6 @@ class _Memory:
 
     def _watch(self) -> None:
         while True:
-            try:
-                with open("/proc/self/statm") as file:
-                    resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            except OSError:  # not Linux
-                return
-            self.most_mb = max(self.most_mb, resident / 1e6)
+            self.most_mb = max(self.most_mb, host_memory_mb())
             if self._done.wait(LOOKS):
                 return

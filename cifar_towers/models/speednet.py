@@ -42,7 +42,7 @@ def speednet(
     images = keras.Input((side, side, 3))
     frozen = keras.initializers.Constant(0.0 if whitening is None else whitening)
     x = Whitening(frozen, name="whitening", **options)(images)
-    x = Activation("gelu", **options)(x)
+    x = Activation("gelu", name="whitening_gelu", **options)(x)
     for group, width in enumerate(widths, 1):
         x = _group(x, width, convs, later_activation, kept, residual, f"group{group}", options)
     x = keras.layers.GlobalMaxPooling2D(name="pool", **options)(x)

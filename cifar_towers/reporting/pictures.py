@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 DPI = 120
 MARGIN = 0.15  # inches of paper around everything
@@ -105,6 +105,22 @@ def contact_sheet(images: np.ndarray, captions: Sequence[str], title: str, colum
     return _drawn(axes.figure)
 
 
+def labelled(images: np.ndarray, labels: Sequence[str]) -> np.ndarray:
+    """Images [n, height, width, 3] of uint8 in one row, enlarged without smoothing, each over its label.
+
+    Drawn in some milliseconds, where `contact_sheet` takes a tenth of a second.
+    """
+    font, enlarged = ImageFont.load_default(14), max(1, round(96 / max(images.shape[1:3])))
+    height, width = (enlarged * size for size in images.shape[1:3])
+    across = max(width, *(math.ceil(font.getlength(label)) for label in labels)) + 8
+    row = Image.new("RGB", (across * len(images), height + 24), PAPER)
+    draw = ImageDraw.Draw(row)
+    for place, (image, label) in enumerate(zip(images, labels, strict=True)):
+        row.paste(Image.fromarray(image).resize((width, height), Image.Resampling.NEAREST), (across * place + 4, 4))
+        draw.text((across * place + 4, height + 6), label, INK, font)
+    return np.array(row)
+
+
 def sprite(images: np.ndarray, side: int = 32) -> np.ndarray:
     """Images [n, side, side, 3] of uint8 in the rows of a square filled up with white, for TensorBoard's projector."""
     columns = max(1, math.ceil(math.sqrt(len(images))))
@@ -164,7 +180,7 @@ def bars(values: Mapping[str, float | tuple], title: str, x_label: str) -> np.nd
 def png(array: np.ndarray) -> bytes:
     """Array [height, width, 3] of uint8 as a PNG file's bytes."""
     buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, "png", optimize=True)
+    Image.fromarray(array).save(buffer, "png")
     return buffer.getvalue()
 
 
@@ -182,7 +198,7 @@ def _write_cells(axes: Axes, counts: np.ndarray, shares: np.ndarray, fill: np.nd
         return
     for row, column in np.argwhere(counts > 0):
         share, count = _percent(shares[row, column]), f"{counts[row, column]:,.0f}"
-        style = {"ha": "center", "color": _ink(fill[row, column]), "gid": "cell"}
+        style = {"ha": "center", "color": _ink(fill[row, column]), "gid": "cell", "in_layout": False}
         if 72 * cell > 2.5 * size and _width([count], 0.75 * size) < DPI * cell - 4:
             axes.text(column, row, share, va="bottom", size=size, **style)
             axes.text(column, row + 0.06, count, va="top", size=0.75 * size, **style)

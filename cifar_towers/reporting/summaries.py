@@ -1,70 +1,159 @@
-"""What TensorBoard shows: scalars of the training and of each evaluation, the graph, and notes.
+"""What TensorBoard shows of a run: its training, its evaluations, each tower, what it came to.
 
-Tags never hold a tower's prefix, so they are the same for any number of towers.
+Tags never hold a tower's prefix, so they are the same for any number of towers: what is said of each tower has one tag
+and a directory for every tower, which TensorBoard lays over each other in one chart.
 """
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import tensorflow as tf
+import numpy as np
 
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation import Score
-from cifar_towers.reporting import pictures, records
+from cifar_towers.reporting import pictures, projector, records, values
+from cifar_towers.reporting.events import Events
+from cifar_towers.towers import Tower
+from cifar_towers.training.observing import BUCKETS, Distribution
+
+TRAIN, EVAL, RESULT, PROJECTOR = "train", "eval", "result", "projector"  # beside one directory a tower
+LAYOUT = {
+    "is it learning?": {
+        "training loss, and as the mean of the last steps": ["loss$", "losses/total_loss$", "losses/cross_entropy$"],
+        "accuracy on images not trained on": ["accuracy/.*"],
+        "accuracy on the training batch": ["accuracy$"],
+        "loss on images not trained on": ["loss/.*"],
+    },
+    "is it healthy?": {
+        "norm of the gradient": ["health/gradient_norm"],
+        "how far a step moves each weight, of its norm": ["update_ratio/.*kernel"],
+        "activations that are 0": ["sparsity/.*"],
+        "steps without an update, rollbacks": ["health/bad_steps", "health/rollbacks"],
+        "learning rates": ["learning_rate/.*"],
+    },
+    "are the towers alike?": {
+        "loss of each tower": ["towers/loss"],
+        "norm of each tower's gradient": ["towers/gradient_norm"],
+        "cosine of each tower's gradient to the mean": ["towers/cosine"],
+        "batch size at which a step is half noise": ["towers/gradient_noise_scale"],
+    },
+    "what does it wait for?": {
+        "images a second": ["speed/images_per_sec"],
+        "share of the time waiting for input": ["speed/input_wait"],
+        "memory, in 10^6 bytes": ["memory/.*"],
+        "GPU utilisation, in percent": ["gpu_utilisation/.*"],
+    },
+    "which classes fail?": {"accuracy of each class": ["class_accuracy/.*"]},
+}
 
 
 class Summaries:
-    """Event files in `train/` and `eval/` of a run's directory."""
+    """The event files of a run's directory."""
 
-    def __init__(self, train_dir: Path):
-        self._going_on = records.GoingOn(train_dir / "{train,eval}", (OSError, tf.errors.OpError))
-        self._train = self._eval = tf.summary.create_noop_writer()
-        with self._going_on():
-            self._train = tf.summary.create_file_writer(str(train_dir / "train"))
-            self._eval = tf.summary.create_file_writer(str(train_dir / "eval"))
+    def __init__(self, train_dir: Path, towers: Sequence[Tower]):
+        self._train_dir = train_dir
+        self._train, self._eval, self._result = (Events(train_dir / name) for name in (TRAIN, EVAL, RESULT))
+        self._towers = [Events(train_dir / tower.name) for tower in towers]
+
+    def begin(self, step: int, settings: Mapping, texts: Mapping[str, str]) -> None:
+        """A start of the run at `step`: its settings for the table of runs, texts in Markdown by title, the charts."""
+        self._train.write(step, [values.layout(LAYOUT), *(values.text(*text) for text in texts.items())])
+        if step == 0:
+            self._result.write(0, [values.hparams(settings)])
 
     def graph(self, function) -> None:
         """Draws a traced step (`ConcreteFunction`), its towers as boxes."""
-        with self._going_on(), self._train.as_default():
-            tf.summary.graph(function.graph)
+        self._train.write(0, graph_def=function.graph.as_graph_def(add_shapes=True).SerializeToString())
 
-    def note(self, title: str, text: str) -> None:
-        """A text in Markdown."""
-        with self._going_on(), self._train.as_default():
-            tf.summary.text(title, text, step=0)
+    def training(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Scalars of one step by tag; those that are None are left out."""
+        self._train.write(step, [values.scalar(tag, value) for tag, value in scalars.items() if value is not None])
 
-    def training(self, step: int, scalars: Mapping[str, float], losses: Mapping, averages: Mapping) -> None:
-        """Scalars of one step; the final tower's loss terms, raw and as moving averages."""
-        with self._going_on(), self._train.as_default(step):
-            for name, value in scalars.items():
-                tf.summary.scalar(name, value)
-            for term in losses:
-                tf.summary.scalar(f"losses/{term} (raw)", losses[term])
-                tf.summary.scalar(f"losses/{term}", averages[term])
+    def towers(self, step: int, scalars: Mapping[str, Sequence[float]]) -> None:
+        """Scalars of each tower, tag -> [K]."""
+        for index, events in enumerate(self._towers):
+            events.write(step, [values.scalar(f"towers/{tag}", each[index]) for tag, each in scalars.items()])
+
+    def images(self, step: int, tag: str, images: np.ndarray, labels: Sequence[str]) -> None:
+        """A row of images [n, height, width, 3] of uint8 over their labels."""
+        self._train.write(step, [values.image(tag, pictures.labelled(images, labels)[None])])
+
+    def activations(self, step: int, layers: Sequence[str], rows: np.ndarray) -> None:
+        """How each layer's output is spread: [L, 34], as `observing.count` makes them."""
+        shown = []
+        for layer, row in zip(layers, rows, strict=True):
+            spread = Distribution.of(row)
+            shown += [_histogram(f"activations/{layer}", spread), values.scalar(f"sparsity/{layer}", spread.zeros)]
+        self._train.write(step, shown)
+
+    def update(self, step: int, weights: Sequence[str], rows: np.ndarray) -> None:
+        """How each weight and its mean gradient are spread, and how far it moved: [N, 69], as
+        `observing.look_at_update` makes them."""
+        shown, size = [], 4 + BUCKETS
+        for name, row in zip(weights, rows, strict=True):
+            weight, gradient, moved = Distribution.of(row[:size]), Distribution.of(row[size:-1]), float(row[-1])
+            shown += [
+                _histogram(f"weights/{name}", weight),
+                _histogram(f"gradients/{name}", gradient),
+                values.scalar(f"weight_norm/{name}", weight.norm),
+                values.scalar(f"gradient_norm/{name}", gradient.norm),
+            ]
+            if weight.norm:
+                shown.append(values.scalar(f"update_ratio/{name}", moved / weight.norm))
+        self._train.write(step, shown)
 
     def evaluation(self, step: int, which: str, score: Score) -> None:
         """Accuracy and loss of one score; `which` names split, weights and test-time augmentation."""
-        with self._going_on(), self._eval.as_default(step):
-            tf.summary.scalar(f"accuracy/{which}", score.accuracy)
-            tf.summary.scalar(f"loss/{which}", score.loss)
+        told = {"accuracy": score.accuracy, "loss": score.loss}
+        self._eval.write(step, [values.scalar(f"{name}/{which}", value) for name, value in told.items()])
 
-    def failures(self, step: int, which: str, score: Score, split: Split, class_names: Sequence[str]) -> None:
-        """Where a score over `split` fails: each class's accuracy, the confusion matrix, and the surest mistakes."""
-        captions = [
-            f"{class_names[predicted]} {100 * confidence:.0f} %\nis {class_names[split.labels[example]]}"
-            for example, predicted, confidence in zip(*score.mistakes, strict=True)
-        ]
-        images = split.images[score.mistakes.examples]
-        sheet = pictures.contact_sheet(images, captions, f"surest mistakes, {which}, step {step}")
+    def failures(
+        self, step: int, which: str, score: Score, split: Split, class_names: Sequence[str], mistakes: np.ndarray
+    ) -> None:
+        """Where a score over `split` fails: each class's accuracy and precision-recall curve, the confusion matrix, the
+        picture of its mistakes, and how the examples lie to each other before the last layer."""
         matrix = pictures.confusion_matrix(score.confusion, class_names, f"{which}, step {step}")
-        with self._going_on(), self._eval.as_default(step):
-            for name, accuracy in zip(class_names, score.per_class(), strict=True):
-                tf.summary.scalar(f"class_accuracy/{which}/{name}", accuracy)
-            tf.summary.image(f"confusion/{which}", matrix[None])
-            tf.summary.image(f"mistakes/{which}", sheet[None])
+        shown = [values.image(f"confusion/{which}", matrix[None]), values.image(f"mistakes/{which}", mistakes[None])]
+        for name, accuracy in zip(class_names, score.per_class(), strict=True):
+            shown.append(values.scalar(f"class_accuracy/{which}/{name}", accuracy))
+        if np.isfinite(score.probabilities).all() and np.isfinite(score.features).all():
+            for index, (name, probability) in enumerate(zip(class_names, score.probabilities.T, strict=True)):
+                shown.append(values.pr_curve(f"precision_recall/{which}/{name}", split.labels == index, probability))
+            self._embedding(step, score, split, class_names)
+        self._eval.write(step, shown)
+        self._eval.flush()
+
+    def end(self, step: int, scalars: Mapping[str, float]) -> None:
+        """What the run came to, for the table of runs."""
+        self._result.write(step, [values.scalar(f"final/{tag}", value) for tag, value in scalars.items()])
+        self._result.write(step, [values.hparams_end(True)])
+
+    def keep(self, trained: int, evaluated: int) -> None:
+        """Drops what was written of later steps, as a run does that goes back: of training, and of evaluations."""
+        for path in self._train_dir.glob("tower_*"):
+            Events(path).keep(trained)
+        self._train.keep(trained)
+        self._eval.keep(evaluated)
+        self._result.keep(0)
 
     def flush(self) -> None:
-        """Puts everything on disk."""
-        with self._going_on():
-            self._train.flush()
-            self._eval.flush()
+        """Hands everything to the operating system."""
+        for events in (self._train, self._eval, self._result, *self._towers):
+            events.flush()
+
+    def _embedding(self, step: int, score: Score, split: Split, class_names: Sequence[str]) -> None:
+        """A directory a step, as TensorBoard reads each only once; the one before goes when the new one stands."""
+        count, home = len(score.features), self._train_dir / PROJECTOR
+        predicted, confidence = score.probabilities[:count].argmax(1), score.probabilities[:count].max(1)
+        facts = projector.describe(split.labels[:count], predicted, confidence, np.arange(count), class_names)
+        with records.going_on(home):
+            place = home / f"step-{step:08}"
+            projector.write(place, score.features, split.images[:count], facts)
+            for other in home.glob("step-*"):
+                if other != place:
+                    shutil.rmtree(other)
+
+
+def _histogram(tag: str, spread: Distribution):
+    return values.histogram(tag, spread.low, spread.high, spread.counts)

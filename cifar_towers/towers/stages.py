@@ -33,9 +33,12 @@ class Stage(NamedTuple):
     inputs: tuple[str, ...]  # names of the tensors that enter: the images, or outputs of any earlier stage
     outputs: tuple[str, ...]  # names of the tensors that a later stage takes; the logits from the last
     cost: int  # estimated, for one example: multiply-adds and what is as long as one
+    watched: tuple[str, ...] = ()  # names of the tensors that are shown; those that are no outputs leave after these
 
 
-def cut_in_stages(model: keras.Model, devices: Sequence[str], *, open_size: int = 32) -> list[Stage]:
+def cut_in_stages(
+    model: keras.Model, devices: Sequence[str], *, open_size: int = 32, watched: Sequence[str] = ()
+) -> list[Stage]:
     """Cuts a model's layers, in the order they run, into one stage for each device.
 
     Of all cuts it takes one whose most expensive stage is cheapest. A layer's cost is estimated: the multiply-adds
@@ -48,6 +51,7 @@ def cut_in_stages(model: keras.Model, devices: Sequence[str], *, open_size: int 
       devices: such as `["/GPU:0", "/GPU:1"]`, in the order of the stages; one may serve several.
       open_size: what sizes the model leaves open (a speednet's side) are taken for when costs are estimated; the
         stages leave them open.
+      watched: names of layers whose outputs `watched_staged_call` is to give.
 
     Raises:
       ValueError: a model without a graph of layers, with several inputs or outputs or with a layer that is called
@@ -61,7 +65,7 @@ def cut_in_stages(model: keras.Model, devices: Sequence[str], *, open_size: int 
     starts = cheapest_cuts(costs, len(devices))
     bounds = list(zip(starts, [*starts[1:], len(calls)], strict=True))
     return [
-        _stage(device, calls[begin:end], calls[end:], sum(costs[begin:end]))
+        _stage(device, calls[begin:end], calls[end:], sum(costs[begin:end]), watched)
         for device, (begin, end) in zip(devices, bounds, strict=True)
     ]
 
@@ -77,23 +81,30 @@ def staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, A
       of `model.trainable_variables` and `model.non_trainable_variables`. A statistic that did not change comes back
       as the tensor it was; one that did carries no gradient.
     """
+    call = watched_staged_call(stages, model)
+    return lambda *arguments: call(*arguments)[:2]
+
+
+def watched_staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, Any, tf.Tensor], tuple]:
+    """`staged_call` whose result has a third part: the outputs of the `watched` layers, which carry no gradient."""
     weights_of = _positions(model.trainable_variables, [s.model.trainable_variables for s in stages])
     statistics_of = _positions(model.non_trainable_variables, [s.model.non_trainable_variables for s in stages])
 
     def call(weights, statistics, images):
-        live, statistics = {stages[0].inputs[0]: images}, list(statistics)
+        live, statistics, seen = {stages[0].inputs[0]: images}, list(statistics), []
         for index, stage in enumerate(stages):
-            forward = keep_on(stage.device, f"stage_{index}", functools.partial(_forward, stage.model))
+            forward = keep_on(stage.device, f"stage_{index}", functools.partial(_forward, stage))
             with tf.device(stage.device):  # the copies that `keep_on` makes of what enters and leaves belong here too
-                leaving, changed = forward(
+                leaving, watched, changed = forward(
                     [weights[i] for i in weights_of[index]],
                     [statistics[i] for i in statistics_of[index]],
                     [live[name] for name in stage.inputs],
                 )
             live |= dict(zip(stage.outputs, leaving, strict=True))
+            seen += watched
             for position, value in changed.items():
                 statistics[statistics_of[index][position]] = value
-        return live[stages[-1].outputs[0]], statistics
+        return live[stages[-1].outputs[0]], statistics, seen
 
     return call
 
@@ -149,6 +160,36 @@ def cheapest_cuts(costs: Sequence[int], stages: int) -> list[int]:
     return list(best[-1][1])
 
 
+class LayerCost(NamedTuple):
+    """What one layer of a model takes for one example."""
+
+    name: str
+    kind: str  # its class
+    output: tuple[int, ...]  # shape, without the batch
+    parameters: int  # trained or not
+    flops: int  # two for each multiply-add of its kernels, forward
+
+
+def layer_costs(model: keras.Model, *, open_size: int = 32) -> list[LayerCost]:
+    """The layers of a functional model in the order they run, on images of its size or of `open_size`.
+
+    Raises:
+      ValueError: as `cut_in_stages` does for a model it cannot look into.
+    """
+    functional = _as_functional(model)
+    shape = [size or open_size for size in functional.inputs[0].shape[1:]]
+    return [
+        LayerCost(
+            call.layer.name,
+            type(call.layer).__name__,
+            tuple(next(iter(call.outputs.values())).shape[1:]),
+            sum(math.prod(weight.shape) for weight in getattr(call.layer, "weights", ())),
+            2 * _multiply_adds(call),
+        )
+        for call in _trace(functional, shape)
+    ]
+
+
 class _Call(NamedTuple):
     """One layer of a model and the symbolic tensors it takes and gives, by name."""
 
@@ -191,10 +232,14 @@ def _trace(functional: keras.Model, shape: Sequence[int | None]) -> list[_Call]:
 
 def _cost(call: _Call) -> int:
     """Multiply-adds of the layer's kernels for one example, and those in the time its output takes to be written."""
-    positions = max(math.prod(tensor.shape[1:-1]) for tensor in call.outputs.values())
     elements = sum(math.prod(tensor.shape[1:]) for tensor in call.outputs.values())
+    return _multiply_adds(call) + ELEMENT_COST * elements
+
+
+def _multiply_adds(call: _Call) -> int:
+    positions = max(math.prod(tensor.shape[1:-1]) for tensor in call.outputs.values())
     kernels = [weight for weight in getattr(call.layer, "weights", ()) if len(weight.shape) > 1]
-    return positions * sum(math.prod(kernel.shape) for kernel in kernels) + ELEMENT_COST * elements
+    return positions * sum(math.prod(kernel.shape) for kernel in kernels)
 
 
 def _check(name: str, calls: list[_Call], stages: int) -> None:
@@ -207,14 +252,15 @@ def _check(name: str, calls: list[_Call], stages: int) -> None:
         raise ValueError(f"{stages} stages need at least {stages} layers; {name} has {len(calls)}")
 
 
-def _stage(device: str, calls: list[_Call], later: list[_Call], cost: int) -> Stage:
-    """The stage of `calls`: what enters is what it does not make; what leaves is what later calls take."""
+def _stage(device: str, calls: list[_Call], later: list[_Call], cost: int, watched: Sequence[str]) -> Stage:
+    """The stage of `calls`: what enters is what it does not make; what leaves is what later calls or the eye take."""
     made = {name: tensor for call in calls for name, tensor in call.outputs.items()}
     entering = {name: tensor for call in calls for name, tensor in call.inputs.items() if name not in made}
     wanted = {name for call in later for name in call.inputs} if later else set(calls[-1].outputs)
     leaving = {name: tensor for name, tensor in made.items() if name in wanted}
-    model = keras.Model(list(entering.values()), list(leaving.values()))
-    return Stage(device, model, tuple(entering), tuple(leaving), cost)
+    seen = {name: tensor for call in calls if call.layer.name in watched for name, tensor in call.outputs.items()}
+    model = keras.Model(list(entering.values()), list((leaving | seen).values()))
+    return Stage(device, model, tuple(entering), tuple(leaving), cost, tuple(seen))
 
 
 def _positions(whole: Sequence, of_stages: Sequence[Sequence]) -> list[list[int]]:
@@ -223,10 +269,11 @@ def _positions(whole: Sequence, of_stages: Sequence[Sequence]) -> list[list[int]
     return [[position[id(variable)] for variable in variables] for variables in of_stages]
 
 
-def _forward(model: keras.Model, weights: list, statistics: list, entering: list) -> tuple[list, dict[int, tf.Tensor]]:
-    """What leaves a stage, and its statistics that changed, by position."""
-    leaving, new_statistics = model.stateless_call(weights, statistics, entering, training=True)
+def _forward(stage: Stage, weights: list, statistics: list, entering: list) -> tuple[list, list, dict[int, tf.Tensor]]:
+    """What leaves a stage, what is watched in it, and its statistics that changed, by position."""
+    made, new_statistics = stage.model.stateless_call(weights, statistics, entering, training=True)
     pairs = enumerate(zip(new_statistics, statistics, strict=True))
     # a stage's backward pass is given zeros for what no loss uses: do not compute with them
     changed = {index: tf.stop_gradient(new) for index, (new, old) in pairs if new is not old}
-    return keras.tree.flatten(leaving), changed
+    made = dict(zip(dict.fromkeys(stage.outputs + stage.watched), keras.tree.flatten(made), strict=True))
+    return [made[name] for name in stage.outputs], [tf.stop_gradient(made[name]) for name in stage.watched], changed

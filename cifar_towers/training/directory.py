@@ -10,12 +10,14 @@ from cifar_towers.reporting import records
 from cifar_towers.training import checkpoints
 
 CONFIG, ENVIRONMENT, RESULT, ROLLBACKS = "config.json", "environment.json", "result.json", "rollbacks.json"
+MISTAKES, REPORT = "mistakes.png", "report.html"
 
 # What may change between one start of a run and the next; all else is its recipe.
 NOT_RECIPE = {"recipe", "train_dir", "fresh", "seeds", "max_steps", "target_accuracy", "dataset", "data_dir"}
 NOT_RECIPE |= {"max_bad_steps", "rollback_on_divergence"}
 NOT_RECIPE_GROUPS = {"Towers", "Reporting"}
-WRITTEN = (checkpoints.DIRECTORY, "train", "eval", records.METRICS, CONFIG, ENVIRONMENT, RESULT, ROLLBACKS)
+WRITTEN = (checkpoints.DIRECTORY, "train", "eval", "result", "projector", "tower_*", records.METRICS)
+WRITTEN += (CONFIG, ENVIRONMENT, RESULT, ROLLBACKS, MISTAKES, REPORT)
 
 
 def newest(directory: Path, config: TrainConfig, dataset: str) -> tuple[Path, dict] | None:
@@ -62,8 +64,7 @@ def clear(directory: Path) -> None:
     """Removes what a run wrote, and nothing else; nothing at all where no run has been."""
     if not any((directory / name).exists() for name in (CONFIG, checkpoints.DIRECTORY)):
         return
-    for name in WRITTEN:
-        path = directory / name
+    for path in (path for name in WRITTEN for path in directory.glob(name)):
         if path.is_dir():
             shutil.rmtree(path)
         else:

@@ -38,7 +38,7 @@ def first_bad_tensor(model: keras.Model, images: tf.Tensor) -> str:
     if not _finite(images):
         return "the images"
     layers = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
-    until_each = keras.Model(model.inputs, [layer.output for layer in layers])
+    until_each = keras.Model(model.input, [layer.output for layer in layers])
     variables = [
         [v.value for v in kind] for kind in (until_each.trainable_variables, until_each.non_trainable_variables)
     ]

@@ -11,6 +11,7 @@ import tensorflow as tf
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.towers import Tower, split_batch
+from cifar_towers.training.observing import look_at_towers
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import StepMetrics, all_finite, apply_update, make_tower_fn, metrics
 
@@ -58,11 +59,11 @@ def make_mirrored_step(
     """What `make_train_step` makes, for a `state` that was built in `strategy.scope()`."""
     tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches)
 
-    def on_replica(side: int, shards: Sequence[Batch]) -> dict:
+    def on_replica(side: int, shards: Sequence[Batch], look) -> dict:
         context = tf.distribute.get_replica_context()
         tower = towers[int(tf.get_static_value(context.replica_id_in_sync_group))]
         with tf.name_scope(tower.name):
-            result = tower_fn(side, tower, shards[tower.index])
+            result = tower_fn(side, tower, (shards[tower.index], look))
         reduced = [gradient for gradient, _ in result.gradients]
         if batch_statistics == "mean":
             reduced += result.statistics
@@ -71,29 +72,32 @@ def make_mirrored_step(
             present = iter(context.all_reduce(tf.distribute.ReduceOp.MEAN, present))  # the replicas meet here
         reduced = [None if tensor is None else next(present) for tensor in reduced]
         gradients, statistics = reduced[: len(state.weights)], reduced[len(state.weights) :]
+        means = list(zip(gradients, state.weights, strict=True))
         return {
+            "alike": None if look is None else look_at_towers(look, [result.gradients], means),
             "gradients": gradients,
             "statistics": statistics or result.statistics,
             "said": result._replace(gradients=[], statistics=[]),
         }
 
-    def update(_, gradients, statistics, rates, losses, finite):
+    def update(_, gradients, statistics, rates, losses, finite, look):
         pairs = state.loss_scale.unscale(list(zip(gradients, state.weights, strict=True)))
-        told, averages = apply_update(state, pairs, statistics, rates, losses, finite)
-        return told | averages
+        told, averages, seen = apply_update(state, pairs, statistics, rates, losses, finite, look)
+        return {"told": told, "averages": averages} | ({"seen": seen} if seen else {})
 
     @tf.function(autograph=False)
-    def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 32) -> StepMetrics:
-        outcome = strategy.run(on_replica, (side, split_batch(batch, towers)))
+    def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 32, look=None) -> StepMetrics:
+        outcome = strategy.run(on_replica, (side, split_batch(batch, towers), look))
         said = _by_replica(strategy, outcome["said"])
         statistics = outcome["statistics"]
         if batch_statistics != "mean":
             statistics = _by_replica(strategy, statistics)[-1]  # the final tower's
-        arguments = outcome["gradients"], statistics, rates, said[-1].losses, all_finite(said)
-        told = strategy.extended.update(state.step, update, args=arguments, group=False)
-        told = {name: of_replicas[0] for name, of_replicas in told.items()}
-        averages = {term: told.pop(term) for term in said[-1].losses}
-        return metrics(said, told, averages, batch.labels.shape[0])
+        arguments = outcome["gradients"], statistics, rates, said[-1].losses, all_finite(said), look
+        updated = strategy.extended.update(state.step, update, args=arguments)
+        updated = _by_replica(strategy, updated)[0]
+        alike = None if look is None else tf.concat(_by_replica(strategy, outcome["alike"]), 0)
+        told = updated["told"], updated["averages"], updated.get("seen"), alike
+        return metrics(said, *told, batch.labels.shape[0])
 
     return train_step
 

@@ -47,6 +47,10 @@ class LossScale:
                 self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="good_steps")
             self.variables = {"scale": self.scale, "good_steps": self.good_steps}
 
+    def value(self) -> tf.Tensor:
+        """The scale as it stands, float32."""
+        return tf.convert_to_tensor(self.scale) if self.dynamic else tf.constant(1.0)
+
     def can_shrink(self) -> bool:
         """Whether a smaller scale may still cure a gradient that overflowed."""
         return self.dynamic and float(self.scale.numpy()) > 1

@@ -22,6 +22,7 @@ from cifar_towers.towers.stages import cut_in_stages, stage_placement
 from cifar_towers.training import precision, schedules
 from cifar_towers.training.losses import make_loss
 from cifar_towers.training.mirrored import make_mirrored_step, make_strategy
+from cifar_towers.training.observing import watched_layers
 from cifar_towers.training.optimizers import AdamW, Group, Momentum, Muon, Optimizer
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import make_train_step
@@ -174,7 +175,8 @@ def make_training(
         elif config.parallelism == "model":
             split_over = towers[:1]
             state, loss_fn = state_in(stage_placement(lambda: make_model(config, computed_in), devices))
-            stages = cut_in_stages(state.model, devices)
+            watched = [layer.name for layer in watched_layers(state.model)]
+            stages = cut_in_stages(state.model, devices, watched=watched)
             step = make_train_step(state, split_over, loss_fn, augmentation, stages=stages, **options)
         else:
             state, loss_fn = state_in(variable_placement(config.variable_placement, towers))

@@ -10,6 +10,7 @@ import tensorflow as tf
 from cifar_towers.towers.placement import HOST, pinned
 from cifar_towers.training.averages import Lookahead, LossAverages, WeightAverage
 from cifar_towers.training.health import first_bad
+from cifar_towers.training.observing import look_at_update
 from cifar_towers.training.optimizers import Optimizer
 from cifar_towers.training.precision import LossScale
 
@@ -48,7 +49,14 @@ class TrainState:
         """(weights, statistics) as tensors, read where they live; they travel to where they are used."""
         return [tf.convert_to_tensor(v) for v in self.weights], [tf.convert_to_tensor(v) for v in self.statistics]
 
-    def apply(self, gradients: list[tuple], statistics: list, rates: dict[str, tf.Tensor], finite: tf.Tensor):
+    def apply(
+        self,
+        gradients: list[tuple],
+        statistics: list,
+        rates: dict[str, tf.Tensor],
+        finite: tf.Tensor,
+        look: tf.Tensor | None = None,
+    ):
         """One step: the weights move, their averages follow, the step counts on.
 
         Nothing moves unless the towers' numbers were `finite` and all that variables are to become is so too; then only
@@ -58,9 +66,11 @@ class TrainState:
           gradients: N x (mean gradient, variable).
           statistics: a new value for each of the model's, or None to leave it.
           finite: whether all that the towers hand over is.
+          look: whether to look at the update closely; None where nobody ever does.
 
         Returns:
-          (whether the variables moved, index in `moved_names` of the first that would not have been finite, or -1)
+          (whether the variables moved, index in `moved_names` of the first that would not have been finite, or -1,
+          what `look_at_update` says of each trained variable or None)
         """
         with tf.name_scope("apply"):
             moves = self.optimizer.moves(gradients, rates, self.step)
@@ -69,6 +79,7 @@ class TrainState:
             bad = first_bad([value for _, value in moves], [variable.device for variable, _ in moves])
             with tf.device(self.step.device):
                 moves_finite = tf.logical_and(finite, bad < 0)
+            seen = None if look is None else look_at_update(look, gradients, moves)
             for variable, value in moves:
                 with tf.device(variable.device):
                     variable.assign(tf.where(moves_finite, value, variable))
@@ -79,7 +90,7 @@ class TrainState:
             self.ema.update(done)
         self.loss_scale.adapt(finite)
         self.step.assign_add(1)
-        return moves_finite, bad
+        return moves_finite, bad, seen
 
     def evaluation_weights(self) -> dict[str, tuple[list, list]]:
         """`raw`, and `ema` where one is kept -> (weights, statistics) to evaluate with."""

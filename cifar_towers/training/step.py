@@ -9,8 +9,9 @@ import tensorflow as tf
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.towers import Tower, average_gradients, run_on_parts, run_on_towers, run_together, split_batch
-from cifar_towers.towers.stages import Stage, staged_call
+from cifar_towers.towers.stages import Stage, watched_staged_call
 from cifar_towers.training.health import first_bad
+from cifar_towers.training.observing import CloseUp, Look, look_at_forward, look_at_towers, watched_call
 from cifar_towers.training.state import TrainState
 
 
@@ -23,6 +24,7 @@ class TowerResult(NamedTuple):
     statistics: list[tf.Tensor | None]
     correct: tf.Tensor
     bad: tf.Tensor | None = None
+    look: Look | None = None
 
 
 class StepMetrics(NamedTuple):
@@ -37,6 +39,7 @@ class StepMetrics(NamedTuple):
     finite: tf.Tensor  # whether all numbers were, so that the weights moved
     bad_tensors: tf.Tensor  # [K] index of each tower's first that was not, as in TowerResult, or -1
     bad_update: tf.Tensor  # index in the state's `moved_names` of the first that was not, or -1
+    close_up: CloseUp | None = None  # if the step was called with a `look`
 
 
 def make_train_step(
@@ -50,9 +53,10 @@ def make_train_step(
     gradient_device: str = "",
     stages: Sequence[Stage] = (),
 ) -> Callable[..., StepMetrics]:
-    """The function (batch, rates, side) -> metrics that moves `state` by one step.
+    """The function (batch, rates, side, look) -> metrics that moves `state` by one step.
 
-    `side` is the Python number of pixels the images are shrunk to; each side is traced once.
+    `side` is the Python number of pixels the images are shrunk to; each side is traced once. `look` is a tensor that
+    says whether the step is looked at closely; without it there is no `close_up`, and nothing of it in the graph.
 
     Args:
       micro_batches: parts that each tower takes its shard in.
@@ -65,17 +69,19 @@ def make_train_step(
     run = run_together if batch_statistics == "synchronized" else run_on_towers
 
     @tf.function(autograph=False)
-    def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 32) -> StepMetrics:
+    def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 32, look=None) -> StepMetrics:
         shards = split_batch(batch, towers)
-        results = run(functools.partial(tower_fn, side), towers, shards)
+        looks = [None] * (len(towers) - 1) + [look]  # at the final tower
+        results = run(functools.partial(tower_fn, side), towers, list(zip(shards, looks, strict=True)))
 
         gradients = average_gradients([r.gradients for r in results], device=gradient_device)  # the towers meet here
 
+        alike = None if look is None else look_at_towers(look, [r.gradients for r in results], gradients)
         gradients = state.loss_scale.unscale(gradients)
         homes = [variable.device for variable in state.statistics]
         statistics = combine_statistics([r.statistics for r in results], batch_statistics, homes)
-        update = apply_update(state, gradients, statistics, rates, results[-1].losses, all_finite(results))
-        return metrics(results, *update, batch.labels.shape[0])
+        update = apply_update(state, gradients, statistics, rates, results[-1].losses, all_finite(results), look)
+        return metrics(results, *update, alike, batch.labels.shape[0])
 
     return train_step
 
@@ -87,25 +93,27 @@ def make_tower_fn(
     micro_batches: int = 1,
     stages: Sequence[Stage] = (),
 ) -> Callable[..., TowerResult]:
-    """The function (side, tower, shard) -> result that each tower runs. It only reads."""
-    whole = functools.partial(state.model.stateless_call, training=True)
-    forward = staged_call(stages, state.model) if stages else whole
+    """The function (side, tower, (shard, look)) -> result that each tower runs. It only reads."""
+    forward = watched_staged_call(stages, state.model) if stages else watched_call(state.model)
 
-    def on_part(side: int, weights: Sequence[tf.Tensor], statistics: Sequence[tf.Tensor], part: Batch) -> TowerResult:
+    def on_part(side: int, look, weights: list[tf.Tensor], statistics: list[tf.Tensor], part: Batch) -> TowerResult:
         images = augmentation.train(part.images, part.draws, side)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(weights)
-            logits, new_statistics = forward(weights, statistics, images)
+            logits, new_statistics, activations = forward(weights, statistics, images)
             losses = loss_fn(part.labels, logits, weights)
             scaled = state.loss_scale.scale_loss(losses["total_loss"])
         with tf.name_scope("backward"):
             gradients = tape.gradient(scaled, weights)
         changed = [None if new is old else new for new, old in zip(new_statistics, statistics, strict=True)]
-        return TowerResult(losses, gradients, changed, count_correct(part.labels, logits))
+        seen = None if look is None else look_at_forward(look, images, part.labels, activations)
+        return TowerResult(losses, gradients, changed, count_correct(part.labels, logits), look=seen)
 
-    def on_tower(side: int, tower: Tower, shard: Batch) -> TowerResult:
+    def on_tower(side: int, tower: Tower, shard_and_look: tuple) -> TowerResult:
+        shard, look = shard_and_look
         values = state.read()  # once for all parts: they travel to the tower
-        results = run_on_parts(functools.partial(on_part, side, *values), shard, micro_batches, in_turn=not stages)
+        part_fn = functools.partial(on_part, side, look, *values)
+        results = run_on_parts(part_fn, shard, micro_batches, in_turn=not stages)
         pairs = [list(zip(r.gradients, state.weights, strict=True)) for r in results]
         losses = {term: _mean([r.losses[term] for r in results]) for term in results[0].losses}
         gradients = average_gradients(pairs, device="" if stages else tower.device)
@@ -119,6 +127,7 @@ def make_tower_fn(
                 [*losses.values(), *(gradient for gradient, _ in reversed(gradients))],
                 [*(tower.device for _ in losses), *homes],
             ),
+            look=results[-1].look,
         )
 
     return on_tower
@@ -129,17 +138,30 @@ def all_finite(results: Sequence[TowerResult]) -> tf.Tensor:
     return tf.reduce_all(tf.stack([r.bad for r in results]) < 0)
 
 
-def apply_update(state: TrainState, gradients: list, statistics: list, rates: dict, losses: dict, finite: tf.Tensor):
-    """Moves the state by mean gradients: ({`gradient_norm`, `finite`, `bad_update`}, averages of the losses)."""
-    finite, bad_update = state.apply(gradients, statistics, rates, finite)
+def apply_update(
+    state: TrainState, gradients: list, statistics: list, rates: dict, losses: dict, finite: tf.Tensor, look=None
+):
+    """Moves the state by mean gradients: ({`gradient_norm`, `finite`, `bad_update`}, averages of the losses, what
+    `look_at_update` says and the loss scale, if it was asked for)."""
+    scale = state.loss_scale.value()
+    finite, bad_update, seen = state.apply(gradients, statistics, rates, finite, look)
     averages = state.loss_averages.update(losses, finite)
     norm = tf.linalg.global_norm([gradient for gradient, _ in gradients])
-    return {"gradient_norm": norm, "finite": finite, "bad_update": bad_update}, averages
+    told = {"gradient_norm": norm, "finite": finite, "bad_update": bad_update}
+    return told, averages, None if look is None else (seen, scale)
 
 
-def metrics(results: Sequence[TowerResult], update: dict, averages: dict, examples: int) -> StepMetrics:
-    """What K towers' results and an `apply_update` say of a step over `examples` examples. The final tower speaks for
-    the loss terms."""
+def metrics(
+    results: Sequence[TowerResult],
+    update: dict,
+    averages: dict,
+    seen: tuple | None,
+    alike: tf.Tensor | None,
+    examples: int,
+) -> StepMetrics:
+    """What K towers' results, an `apply_update` and `look_at_towers` say of a step over `examples` examples. The final
+    tower speaks for the loss terms."""
+    close_up = None if seen is None else CloseUp(results[-1].look, alike, *seen)
     with tf.name_scope("metrics"):
         return StepMetrics(
             loss=_mean([r.losses["cross_entropy"] for r in results]),
@@ -148,6 +170,7 @@ def metrics(results: Sequence[TowerResult], update: dict, averages: dict, exampl
             losses=results[-1].losses,
             averages=averages,
             bad_tensors=tf.stack([r.bad for r in results]),
+            close_up=close_up,
             **update,
         )
 

@@ -5,13 +5,13 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.config import TrainConfig
+from cifar_towers.config import TrainConfig, parse_window
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch, Batches
 from cifar_towers.data.dataset import Dataset
@@ -19,10 +19,10 @@ from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError
 from cifar_towers.evaluation import make_evaluator
 from cifar_towers.reporting import records
 from cifar_towers.reporting.clock import Clock
-from cifar_towers.reporting.progress import Progress, Status
-from cifar_towers.reporting.summaries import Summaries
+from cifar_towers.reporting.profile import Window
+from cifar_towers.reporting.reporter import Reporter, told
 from cifar_towers.signals import NOTHING_DONE, StopRequest
-from cifar_towers.towers import Tower, device_table, run_on_parts, split_batch
+from cifar_towers.towers import Tower, run_on_parts, split_batch
 from cifar_towers.towers.placement import HOST, PLACEMENTS
 from cifar_towers.training import choosing, directory, health, schedules, setup, storage
 from cifar_towers.training.keeper import Keeper
@@ -94,13 +94,19 @@ class Trainer:
             config, towers, self.precision, dataset.train, self.steps_per_epoch, self.total_steps
         )
         self.evaluate = make_evaluator(self.state.model, towers, setup.make_augmentation(config))
-        self.progress = Progress(self.last_step, self.steps_per_epoch)
+        self.reporter = Reporter(
+            config, dataset, source.banner, towers, self.towers, self.precision, self.state, self.steps_per_epoch,
+            self.last_step, clock,
+        )  # fmt: skip
+        self.say = self.reporter.say
+        window = parse_window(config.profile_steps)
+        self.profile = Window(self.directory, *window) if window else None
         sides = schedules.parse_points("image_sides", config.image_sides or "0=32")
         self.sides = sides.steps(self.total_steps, self.steps_per_epoch), sides.values
         self.traced_sides: set[int] = set()
         self.health = health.Health(config.max_bad_steps)
         every, keep = config.checkpoint_every_steps, config.keep_checkpoints
-        self.keeper = Keeper(self.directory, self.state, every, keep, self.progress.say)
+        self.keeper = Keeper(self.directory, self.state, every, keep, self.say)
         self.reached = 0.0  # the accuracy that met the target
 
     def run(self) -> dict:
@@ -116,29 +122,26 @@ class Trainer:
             return self._run()
 
     def _run(self) -> dict:
-        self._introduce()
+        self.reporter.introduce()
         first_step = self._resume()
         done = directory.finished(self.directory, self.config, first_step, self.last_step)
         if done:
-            self.progress.say(f"{self.directory} is complete at step {first_step}: {_told(done['evaluations'][-1])}")
+            self.say(f"{self.directory} is complete at step {first_step}: {told(done['evaluations'][-1])}")
             return done
-        self.metrics = records.Metrics(self.directory)
-        self.summaries = Summaries(self.directory)
-        self._describe()
-        self.stop.announce = self.progress.say
+        self.reporter.begin(first_step)
+        self.stop.announce = self.say
         self.stop.check()
         self.stop.defer()
         try:
             return self._finish(self._train(first_step))
         finally:
-            self.progress.pause()
-            self.summaries.flush()
+            self._profile(Window.close)
+            self.reporter.close()
 
     # The loop ---------------------------------------------------------------------------------------------------
 
     def _train(self, step: int) -> int:
         """Steps until the end, the target or a signal; the number of updates done."""
-        self.metrics.keep(lambda record: record["step"] <= step)
         self.clock.charge("start")
         if self.config.rollback_on_divergence and step == 0:
             self._save(0)
@@ -150,26 +153,27 @@ class Trainer:
 
     def _train_from(self, first_step: int) -> int:
         step = first_step
-        epoch: list[StepMetrics] = []
         scores: list[dict] = []
         try:
             if self._at_evaluation(step):  # a signal may have come before it, in it, or right after it
-                scores = self.metrics.evaluations(step) or self._evaluate(step, tta=0, final=False)
+                scores = self.reporter.metrics.evaluations(step) or self._evaluate(step, tta=0, final=False)
                 if self._reached_target(step, scores):
                     return step
             for batch in self.batches.stream(first_step, self.last_step):
+                self.clock.charge("input")
                 side = self._side(step)
                 rates = self.state.optimizer.rates(step, self.health.rate_factor)
+                self._profile(Window.before, step)
                 metrics = self._step(batch, rates, side)
+                self._profile(Window.after, step + 1)
                 step, scores = step + 1, []
                 self._judge(step, metrics, batch, side)
-                epoch.append(metrics)
-                self._report(step, metrics, rates, side)
+                self.reporter.step(step, metrics, rates, side, self.health)
+                self.clock.charge("report")
                 if self._at_evaluation(step):
                     scores = self._evaluate(step, tta=0, final=False)
                 if step % self.steps_per_epoch == 0 or step == self.last_step:
-                    self._end_epoch(step, epoch, rates, scores)
-                    epoch = []
+                    self.reporter.end_epoch(step, rates, scores)
                 if not self.health.in_a_row and step < self.last_step and self.keeper.due(step, bool(scores)):
                     self._save(step, scores)
                 if self._reached_target(step, scores):
@@ -177,7 +181,7 @@ class Trainer:
                 self.stop.check()
         except Interrupted as stopped:
             self.stop.defer()
-            self.progress.pause()
+            self.reporter.progress.pause()
             raise Interrupted(self.stop.signal, self._leave(step, scores)) from stopped
         bad = self.state.not_finite()
         if bad:
@@ -193,18 +197,29 @@ class Trainer:
 
     def _step(self, batch: Batch, rates: dict[str, float], side: int) -> StepMetrics:
         first_of_side = side not in self.traced_sides
+        looked_at = self.reporter.looks_at(int(self.state.step.numpy()) + 1)
         with tf.device(HOST):
-            arguments = batch, {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}, side
+            rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
+            arguments = batch, rates, side, tf.constant(looked_at)
         if first_of_side:
             with self.stop.at_once():  # it takes a while, and nothing has changed yet
                 function = self.train_step.get_concrete_function(*arguments)
             if not self.traced_sides:
-                self._show_graph(function)
-        metrics = tf.nest.map_structure(lambda tensor: tensor.numpy(), self.train_step(*arguments))
+                self.reporter.graph(function)
+        metrics = self.train_step(*arguments)
+        close_up = metrics.close_up if looked_at else ()
+        metrics = tf.nest.map_structure(lambda tensor: tensor.numpy(), metrics._replace(close_up=close_up))
         self.clock.charge("compile" if first_of_side else "train")
         self.clock.count(0 if first_of_side else self.config.batch_size)
         self.traced_sides.add(side)
         return metrics
+
+    def _profile(self, what: Callable, *step: int) -> None:
+        """Lets the profile, if there is to be one, begin or end; what it says is said."""
+        if self.profile and (lines := what(self.profile, *step)):
+            self.reporter.progress.pause()
+            self.say(lines)
+            self.clock.charge("profile")
 
     def _judge(self, step: int, metrics: StepMetrics, batch: Batch, side: int) -> None:
         """Counts and tells a step that made no update, unless it is float16's loss scale that is being found.
@@ -218,9 +233,9 @@ class Trainer:
         if overflowed and self.state.loss_scale.can_shrink():
             return
         names = list(metrics.losses), [v.name.removesuffix(":0") for v in self.state.weights], self.state.moved_names
-        told = health.describe(metrics, self.towers, *names)
+        what = health.describe(metrics, self.towers, *names)
         try:
-            self.progress.say(self.health.bad(step, told + self._where_from(metrics, batch, side)))
+            self.say(self.health.bad(step, what + self._where_from(metrics, batch, side)))
         except DivergedError as error:
             if self.config.rollback_on_divergence:
                 raise
@@ -258,9 +273,9 @@ class Trainer:
         if step is None:
             raise error
         self.reached = 0.0
-        self.metrics.keep(lambda record: record["step"] <= step)
-        self.progress.say(str(error))
-        self.progress.say(f"back to step {step}, on with {self.health.rate_factor:g} of the recipe's rates")
+        self.reporter.go_back(step)
+        self.say(str(error))
+        self.say(f"back to step {step}, on with {self.health.rate_factor:g} of the recipe's rates")
         return step
 
     def _reached_target(self, step: int, scores: list[dict]) -> bool:
@@ -270,36 +285,13 @@ class Trainer:
         if not target or best < target or self.reached:
             return bool(self.reached)
         self.reached = best
-        self.progress.say(
+        self.say(
             f"reached {100 * best:.2f} % on {plain[0]['split']} (target {100 * target:.2f} %) at step {step}, "
             f"after {self.clock.training_seconds:.1f} s of training"
         )
         return True
 
     # What happens now and then ----------------------------------------------------------------------------------
-
-    def _report(self, step: int, metrics: StepMetrics, rates: dict[str, float], side: int) -> None:
-        rate, speed = next(iter(rates.values())), self.clock.recent_rate()
-        self.progress.step(Status(step, metrics.loss, metrics.accuracy, rate, speed))
-        if not self._every(step, self.config.summary_every_steps) and step != self.last_step:
-            return
-        self.metrics.write(
-            kind="train",
-            step=step,
-            epoch=step / self.steps_per_epoch,
-            loss=metrics.loss,
-            accuracy=metrics.accuracy,
-            images_per_sec=speed,
-            learning_rate=rate,
-            gradient_norm=metrics.gradient_norm,
-            image_side=side,
-            bad_steps=self.health.bad_steps,
-        )
-        scalars = {"loss": metrics.loss, "accuracy": metrics.accuracy, "gradient_norm": metrics.gradient_norm}
-        scalars |= {f"learning_rate/{name}": value for name, value in rates.items()}
-        if speed:
-            scalars["images_per_sec"] = speed
-        self.summaries.training(step, scalars, metrics.losses, metrics.averages)
 
     def _evaluate(self, step: int, tta: int, final: bool) -> list[dict]:
         """Scores on validation where it exists, else test; on both at the end. Records and returns them."""
@@ -313,22 +305,9 @@ class Trainer:
                 with self.stop.at_once():
                     levels = self.evaluate(split, *values, tta)
                 scored += [(name, weights, level, score) for level, score in levels.items()]
-        found = []
-        for name, weights, level, score in scored:
-            counted = {"count": score.count, "accuracy": score.accuracy, "loss": score.loss}
-            found.append({"split": name, "weights": weights, "tta": level} | counted)
-            self.metrics.write(kind="eval", step=step, epoch=step / self.steps_per_epoch, **found[-1])
-            which = f"{name}/{weights}" + (f"_tta{level}" if level else "")
-            self.summaries.evaluation(step, which, score)
-        self.summaries.failures(step, which, score, splits[name], self.dataset.class_names)  # of the last, the best
+        found = self.reporter.evaluation(step, scored, splits)
         self.clock.charge("evaluate")
         return found
-
-    def _end_epoch(self, step: int, epoch: list[StepMetrics], rates: dict[str, float], scores: list[dict]) -> None:
-        good = [m for m in epoch if m.finite] or epoch
-        loss, accuracy = (float(np.mean([getattr(m, name) for m in good])) for name in ("loss", "accuracy"))
-        status = Status(step, loss, accuracy, next(iter(rates.values())), self.clock.recent_rate())
-        self.progress.epoch(status, [_told(score) for score in scores])
 
     def _save(self, step: int, scores: Sequence[dict] = ()) -> bool:
         """Saves the state after `step`, or says why it cannot be; whether it is saved."""
@@ -354,11 +333,11 @@ class Trainer:
         self.stop.leave_at_once(
             f"step {step} is saved; the same command evaluates it" if saved else "nothing was saved"
         )
-        self.metrics.keep(lambda record: (record["kind"], record["step"]) != ("eval", step))  # of a try broken off
+        self.reporter.drop_evaluation(step)  # of a try broken off
         scores = self._evaluate(step, self.config.tta, final=True)
         self._reached_target(step, scores)
         digest = self.state.digest()
-        speed = self.clock.images / self.clock.seconds["train"] if self.clock.seconds["train"] else 0.0
+        speed = self.clock.rate()
         result = {
             "step": step,
             "reached": self.reached,
@@ -371,48 +350,23 @@ class Trainer:
             "rollbacks": self.health.rollbacks,
             "evaluations": scores,
         }
-        self.progress.pause()
+        self.reporter.progress.pause()
         for score in scores:
-            self.progress.say(_told(score))
+            self.say(told(score))
         spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.clock.seconds.items())
-        self.progress.say(f"step {step}: {spent}; {speed:,.0f} images/s; weights sha256 {digest[:16]}")
+        self.say(f"step {step}: {spent}; {speed:,.0f} images/s; weights sha256 {digest[:16]}")
         if self.source.banner:
-            self.progress.say(self.source.banner)
+            self.say(self.source.banner)
         if not saved and not self._save(step):  # a last try: evaluation took a while
             raise RunError(f"step {step}, the last, could not be saved; make room, and the same command goes on")
         if self.keeper.failed_saves:
-            self.progress.say(f"{self.keeper.failed_saves} checkpoints could not be saved when they were due")
+            self.say(f"{self.keeper.failed_saves} checkpoints could not be saved when they were due")
         if self.health.bad_steps:
-            self.progress.say(f"{self.health.bad_steps} steps made no update, {self.health.rollbacks} rollbacks")
-        with records.going_on(self.directory / directory.RESULT):
-            records.write_json(self.directory / directory.RESULT, result)
-        self.progress.say(f"written to {self.directory}; look at it with: make tensorboard")
+            self.say(f"{self.health.bad_steps} steps made no update, {self.health.rollbacks} rollbacks")
+        self.reporter.result(result)
         return result
 
     # The start --------------------------------------------------------------------------------------------------
-
-    def _introduce(self) -> None:
-        say = self.progress.say
-        if self.source.banner:
-            say(self.source.banner)
-        parameters = sum(v.shape.num_elements() for v in self.state.weights)
-        say(
-            f"{self.config.name} seed {self.config.seed}: {self.config.model}, {parameters:,} trained parameters, "
-            f"{self.precision}; {self._shared_out()}"
-        )
-        say(
-            f"{self.dataset.name}: {len(self.dataset.train.labels):,} training images; {self.last_step} steps of "
-            f"{self.config.batch_size}, {self.steps_per_epoch} an epoch; writing to {self.directory}"
-        )
-
-    def _shared_out(self) -> str:
-        """Who works on what, as `2 towers of 768 images on /CPU:0, /CPU:1`."""
-        config, devices = self.config, ", ".join(tower.device for tower in self.devices)
-        images = config.batch_size // len(self.towers) // config.micro_batches
-        told = f"{len(self.towers)} tower{'s' * (len(self.towers) > 1)} of "
-        told += f"{config.micro_batches} x " if config.micro_batches > 1 else ""
-        told += f"{images} images " + (f"in {len(self.devices)} stages " if config.parallelism == "model" else "")
-        return told + f"on {devices}" + (", mirrored" if config.strategy == "mirrored" else "")
 
     def _with_placement(self, config: TrainConfig) -> TrainConfig:
         """`config` with `variable_placement=auto` settled: as the run began on as many towers, or by measuring."""
@@ -447,27 +401,8 @@ class Trainer:
         self.keeper.restore(checkpoint)
         self.clock.resume(facts["seconds"], facts["images"])
         self.health.resume(facts, records.read_json_if_any(self.directory / directory.ROLLBACKS))
-        self.progress.say(
-            f"going on from step {facts['step']}, saved with {facts['towers']} towers in {facts['precision']}"
-        )
+        self.say(f"going on from step {facts['step']}, saved with {facts['towers']} towers in {facts['precision']}")
         return facts["step"]
-
-    def _describe(self) -> None:
-        """What the run is, for other programs and for TensorBoard."""
-        settings = dataclasses.asdict(self.config)
-        digests = {name: getattr(self.dataset, name).digest() for name in ("train", "test")}
-        environment = records.environment(self.towers, self.precision, digests)
-        environment["synthetic_data"] = self.source.banner
-        for name, content in ((directory.CONFIG, settings), (directory.ENVIRONMENT, environment)):
-            with records.going_on(self.directory / name):
-                records.write_json(self.directory / name, content)
-        rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
-        self.summaries.note("settings", f"{self.source.banner}\n\n| setting | value |\n| --- | --- |\n{rows}")
-
-    def _show_graph(self, function) -> None:
-        self.summaries.graph(function)
-        if self.config.log_device_placement:
-            self.progress.say(device_table(function, self.towers))
 
     def _side(self, step: int) -> int:
         return int(schedules.staircase(step, *self.sides, before=32))
@@ -480,10 +415,3 @@ class Trainer:
     @staticmethod
     def _every(step: int, period: int) -> bool:
         return period > 0 and step % period == 0
-
-
-def _told(score: dict) -> str:
-    return (
-        f"{score['split']} {100 * score['accuracy']:.2f} % "
-        f"({score['weights']} weights, TTA {score['tta']}, {score['count']:,} images)"
-    )

@@ -1,0 +1,357 @@
+"""What a run tells of itself: to the terminal, in the files of its directory, and in TensorBoard."""
+
+import dataclasses
+import logging
+import math
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cifar_towers.config import TrainConfig
+from cifar_towers.data.augment import DEVIATION, MEAN
+from cifar_towers.data.dataset import Dataset, Split
+from cifar_towers.evaluation import Score
+from cifar_towers.reporting import pictures, records
+from cifar_towers.reporting.clock import Clock
+from cifar_towers.reporting.progress import Progress, Status
+from cifar_towers.reporting.usage import Usage
+from cifar_towers.towers import Tower, device_table
+from cifar_towers.towers.placement import short_device
+from cifar_towers.towers.stages import layer_costs
+from cifar_towers.training import directory, observing
+from cifar_towers.training.health import Health
+from cifar_towers.training.state import TrainState
+
+log = logging.getLogger(__name__)
+
+SCALARS_PER_SUMMARY = 10  # how many times as often scalars and records come as whole summaries
+NOISE_MEMORY = 0.9  # of the averages that the gradient noise scale is a ratio of
+
+
+class Reporter:
+    """All that is told of one run.
+
+    Args:
+      banner: what is to be said of data that is not real; else empty.
+      devices: what the batch, or the model, is split over. towers: what the step has; one where the model is split.
+      precision: what the towers compute in.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        dataset: Dataset,
+        banner: str,
+        devices: Sequence[Tower],
+        towers: Sequence[Tower],
+        precision: str,
+        state: TrainState,
+        steps_per_epoch: int,
+        last_step: int,
+        clock: Clock,
+    ):
+        self.config, self.dataset, self.banner, self.clock = config, dataset, banner, clock
+        self.devices, self.towers, self.precision, self.state = devices, towers, precision, state
+        self.steps_per_epoch, self.last_step = steps_per_epoch, last_step
+        self.directory = config.directory
+        self.progress = Progress(last_step, steps_per_epoch)
+        self.say = self.progress.say
+        self._usage = Usage(towers)
+        self._layers = [layer.name for layer in observing.watched_layers(state.model)]
+        self._weights = [variable.path for variable in state.model.trainable_variables]
+        self._noise = np.zeros(3)  # averages of signal and noise, and the weight they have so far
+        self._epoch: list = []
+
+    # The start ---------------------------------------------------------------------------------------------------
+
+    def introduce(self) -> None:
+        """Says what will be trained."""
+        if self.banner:
+            self.say(self.banner)
+        config, parameters = self.config, sum(v.shape.num_elements() for v in self.state.weights)
+        self.say(
+            f"{config.name} seed {config.seed}: {config.model}, {parameters:,} trained parameters, "
+            f"{self.precision}; {self._shared_out()}"
+        )
+        self.say(
+            f"{self.dataset.name}: {len(self.dataset.train.labels):,} training images; {self.last_step} steps of "
+            f"{config.batch_size}, {self.steps_per_epoch} an epoch; writing to {self.directory}"
+        )
+
+    def begin(self, step: int) -> None:
+        """Opens the files, which hold nothing of after `step`, and writes into them what the run is."""
+        self.metrics = records.Metrics(self.directory)
+        self.summaries = _make_summaries(self.config, self.towers)
+        self.go_back(step)
+        settings = dataclasses.asdict(self.config)
+        environment = self._environment()
+        for name, content in ((directory.CONFIG, settings), (directory.ENVIRONMENT, environment)):
+            with records.going_on(self.directory / name):
+                records.write_json(self.directory / name, content)
+        shown = directory.recipe_of(self.config) | {"seed": self.config.seed, "towers": len(self.towers)}
+        shown |= {"strategy": self.config.strategy, "precision": self.precision, "dataset": self.dataset.name}
+        texts = {
+            "run/recipe": _table(("setting", "value"), settings.items()),
+            "run/command": f"```\n{shlex.join(environment['command'])}\n```",
+            "run/environment": _table(("", ""), _flat(environment)),
+            "run/model": _model_table(environment["model"]),
+            "run/variables": _table(
+                ("variable", "shape", "bytes", "device"), [v.values() for v in environment["variables"]]
+            ),
+        }
+        if self.banner:
+            texts["run/data"] = self.banner
+        self.summaries.begin(step, shown, texts)
+
+    def graph(self, function) -> None:
+        """Draws the traced step, and says where it went if that was asked for."""
+        self.summaries.graph(function)
+        if self.config.log_device_placement:
+            self.say(device_table(function, self.towers))
+
+    # Now and then ------------------------------------------------------------------------------------------------
+
+    def go_back(self, step: int) -> None:
+        """Drops what is on record of the steps after `step`."""
+        self.metrics.keep(lambda record: record["step"] <= step)
+        evaluated = step if self.metrics.evaluations(step) else step - 1
+        self.summaries.keep(step, evaluated)
+
+    def drop_evaluation(self, step: int) -> None:
+        """Drops what is on record of an evaluation after `step` that is to be made again."""
+        if self.metrics.evaluations(step):
+            self.metrics.keep(lambda record: (record["kind"], record["step"]) != ("eval", step))
+            self.summaries.keep(step, step - 1)
+
+    def looks_at(self, step: int) -> bool:
+        """Whether the step that makes `step` of them is to be looked at closely."""
+        return _every(step, self.config.summary_every_steps) or step == self.last_step
+
+    def step(self, step: int, metrics, rates: Mapping[str, float], side: int, health: Health) -> None:
+        """After `step` steps, of which `metrics` is the last's; rates by parameter group."""
+        self._epoch.append(metrics)
+        rate, speed = next(iter(rates.values())), self.clock.recent_rate()
+        self.progress.step(Status(step, metrics.loss, metrics.accuracy, rate, speed))
+        period = math.ceil(self.config.summary_every_steps / SCALARS_PER_SUMMARY)
+        looked_at = self.looks_at(step)
+        if not looked_at and not _every(step, period):
+            return
+        alike = self._alike(metrics) if looked_at else {}
+        self.metrics.write(
+            kind="train",
+            step=step,
+            epoch=step / self.steps_per_epoch,
+            loss=metrics.loss,
+            accuracy=metrics.accuracy,
+            images_per_sec=speed,
+            input_wait=self.clock.recent_wait(),
+            learning_rate=rate,
+            gradient_norm=metrics.gradient_norm,
+            image_side=side,
+            bad_steps=health.bad_steps,
+            **alike,
+        )
+        scalars = {"loss": metrics.loss, "accuracy": metrics.accuracy, "health/gradient_norm": metrics.gradient_norm}
+        scalars |= {f"losses/{term} (raw)": loss for term, loss in metrics.losses.items()}
+        scalars |= {f"losses/{term}": loss for term, loss in metrics.averages.items()}
+        scalars |= {f"learning_rate/{name}": value for name, value in rates.items()}
+        scalars |= {"health/bad_steps": health.bad_steps, "health/rollbacks": health.rollbacks}
+        if speed:
+            scalars |= {"speed/images_per_sec": speed, "speed/step_seconds": self.config.batch_size / speed}
+            scalars |= {"speed/input_wait": self.clock.recent_wait()}
+        if looked_at:
+            scalars |= {"health/loss_scale": metrics.close_up.loss_scale, **self._usage()}
+            scalars["towers/gradient_noise_scale"] = alike.get("gradient_noise_scale")
+        self.summaries.training(step, scalars)
+        if looked_at:
+            self._close_up(step, metrics, alike)
+
+    def end_epoch(self, step: int, rates: Mapping[str, float], scores: Sequence[dict]) -> None:
+        """The means over an epoch, or what there is of it, and the scores at its end."""
+        good = [m for m in self._epoch if m.finite] or self._epoch
+        loss, accuracy = (float(np.mean([getattr(m, name) for m in good])) for name in ("loss", "accuracy"))
+        status = Status(step, loss, accuracy, next(iter(rates.values())), self.clock.recent_rate())
+        self.progress.epoch(status, [told(score) for score in scores])
+        self._epoch = []
+
+    def evaluation(self, step: int, scores: Sequence[tuple[str, str, int, Score]], splits: Mapping[str, Split]) -> list:
+        """Records and shows scores after `step`: (split, weights, level of test-time augmentation, score); the last
+        of them is shown in all detail. As records, which are returned."""
+        found = []
+        for name, weights, level, score in scores:
+            numbers = {"count": score.count, "accuracy": score.accuracy, "loss": score.loss}
+            numbers["confusion"] = score.confusion.tolist()
+            found.append({"split": name, "weights": weights, "tta": level} | numbers)
+            self.metrics.write(kind="eval", step=step, epoch=step / self.steps_per_epoch, **found[-1])
+            which = f"{name}/{weights}" + (f"_tta{level}" if level else "")
+            self.summaries.evaluation(step, which, score)
+        split, names = splits[name], self.dataset.class_names
+        captions = [
+            f"{names[predicted]} {100 * confidence:.0f} %\nis {names[split.labels[example]]}"
+            for example, predicted, confidence in zip(*score.mistakes, strict=True)
+        ]
+        sheet = pictures.contact_sheet(
+            split.images[score.mistakes.examples], captions, f"surest mistakes, {which}, step {step}"
+        )
+        with records.going_on(self.directory / directory.MISTAKES):
+            (self.directory / directory.MISTAKES).write_bytes(pictures.png(sheet))
+        self.summaries.failures(step, which, score, split, names, sheet)
+        return found
+
+    # The end -----------------------------------------------------------------------------------------------------
+
+    def result(self, result: dict) -> None:
+        """Writes and says what the run came to."""
+        with records.going_on(self.directory / directory.RESULT):
+            records.write_json(self.directory / directory.RESULT, result)
+        plain = {
+            f"{score['split']}_accuracy_{score['weights']}" + (f"_tta{score['tta']}" if score["tta"] else ""): score
+            for score in result["evaluations"]
+        }
+        final = {name: score["accuracy"] for name, score in plain.items()}
+        final |= {"images_per_sec": result["images_per_sec"], "training_seconds": self.clock.training_seconds}
+        self.summaries.end(result["step"], final)
+        self.say(f"written to {self.directory}; look at it with: make tensorboard")
+
+    def close(self) -> None:
+        """Puts everything where it will be found, and takes the live line away."""
+        self.progress.pause()
+        self.summaries.flush()
+
+    # Parts -------------------------------------------------------------------------------------------------------
+
+    def _alike(self, metrics) -> dict:
+        """How alike the towers are in a step that was looked at: for the record."""
+        norms, cosines = metrics.close_up.towers.T
+        norms = norms / metrics.close_up.loss_scale
+        alike = {
+            "towers": {
+                "loss": metrics.tower_losses.tolist(),
+                "gradient_norm": norms.tolist(),
+                "cosine": cosines.tolist(),
+            }
+        }
+        if len(norms) == 1 or not metrics.finite:
+            return alike
+        estimates = *observing.noise_scale(norms, float(metrics.gradient_norm), self.config.batch_size), 1.0
+        self._noise = NOISE_MEMORY * self._noise + (1 - NOISE_MEMORY) * np.array(estimates)
+        signal, noise, _ = self._noise
+        return alike | {"gradient_noise_scale": noise / signal if signal > 0 else None}
+
+    def _close_up(self, step: int, metrics, alike: dict) -> None:
+        """What the step that was looked at adds for TensorBoard; nothing where its numbers are no numbers."""
+        self.summaries.towers(step, alike["towers"])
+        if not metrics.finite:
+            return
+        look = metrics.close_up.look
+        labels = [self.dataset.class_names[label] for label in look.labels]
+        self.summaries.images(step, "input/augmented", self._levels(look.images), labels)
+        self.summaries.activations(step, self._layers, look.activations)
+        self.summaries.update(step, self._weights, metrics.close_up.update)
+
+    def _levels(self, images: np.ndarray) -> np.ndarray:
+        """[n, side, side, 3] as the net sees them -> levels 0..255, the colours they had or, where each image is
+        normalised by itself, from its darkest to its brightest."""
+        if self.config.standardize == "dataset":
+            levels = images * DEVIATION + MEAN
+        else:
+            low, high = (f(images, axis=(1, 2, 3), keepdims=True) for f in (np.min, np.max))
+            levels = 255 * (images - low) / np.maximum(high - low, 1e-6)
+        return np.clip(np.round(levels), 0, 255).astype(np.uint8)
+
+    def _shared_out(self) -> str:
+        """Who works on what, as `2 towers of 768 images on /CPU:0, /CPU:1`."""
+        config, devices = self.config, ", ".join(tower.device for tower in self.devices)
+        images = config.batch_size // len(self.towers) // config.micro_batches
+        shared = f"{len(self.towers)} tower{'s' * (len(self.towers) > 1)} of "
+        shared += f"{config.micro_batches} x " if config.micro_batches > 1 else ""
+        shared += f"{images} images " + (f"in {len(self.devices)} stages " if config.parallelism == "model" else "")
+        return shared + f"on {devices}" + (", mirrored" if config.strategy == "mirrored" else "")
+
+    def _environment(self) -> dict:
+        """Where the run runs, on what, and what it is made of."""
+        digests = {name: getattr(self.dataset, name).digest() for name in ("train", "test")}
+        environment = records.environment(self.towers, self.precision, digests)
+        environment["synthetic_data"] = self.banner
+        environment["class_names"] = list(self.dataset.class_names)
+        environment["variables"] = [
+            {
+                "name": name,
+                "shape": v.shape.as_list(),
+                "bytes": v.shape.num_elements() * v.dtype.size,
+                "device": short_device(v.device),
+            }
+            for name, v in self.state.named_variables().items()
+        ]
+        try:
+            layers = layer_costs(self.state.model, open_size=self.config.crop or 32)
+        except ValueError:  # a model that cannot be looked into
+            layers = []
+        environment["model"] = [layer._asdict() for layer in layers]
+        return environment
+
+
+def told(score: Mapping) -> str:
+    """A score's record in words."""
+    return (
+        f"{score['split']} {100 * score['accuracy']:.2f} % "
+        f"({score['weights']} weights, TTA {score['tta']}, {score['count']:,} images)"
+    )
+
+
+def _make_summaries(config: TrainConfig, towers: Sequence[Tower]):
+    try:
+        from cifar_towers.reporting.summaries import Summaries
+    except ImportError as error:
+        log.warning(
+            "no event files for TensorBoard (%s); for these: %s -m pip install tensorboard", error, sys.executable
+        )
+        return _NoSummaries()
+    return Summaries(config.directory, towers)
+
+
+class _NoSummaries:
+    """Stands in where the `tensorboard` package is not installed: takes everything, writes nothing."""
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
+def _every(step: int, period: int) -> bool:
+    return period > 0 and step % period == 0
+
+
+def _table(head: Sequence[str], rows) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _model_table(layers: Sequence[Mapping]) -> str:
+    if not layers:
+        return "not made of a graph of layers"
+    rows = [
+        (row["name"], row["kind"], " x ".join(map(str, row["output"])), f"{row['parameters']:,}", f"{row['flops']:,}")
+        for row in layers
+    ]
+    parameters, flops = (sum(row[what] for row in layers) for what in ("parameters", "flops"))
+    rows.append(("**all**", "", "", f"**{parameters:,}**", f"**{flops:,}**"))
+    return _table(("layer", "kind", "output", "parameters", "FLOPs of one image, forward"), rows)
+
+
+def _flat(environment: Mapping) -> list[tuple[str, object]]:
+    """What of the environment is short enough for a table."""
+    rows = []
+    for name, value in environment.items():
+        if name in ("variables", "model", "command"):
+            continue
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {content}" for key, content in value.items())
+        elif name == "towers":
+            value = ", ".join(f"{tower['name']} on {tower['device']}" for tower in value)
+        elif isinstance(value, list):
+            value = ", ".join(map(str, value))
+        rows.append((name, value))
+    return rows

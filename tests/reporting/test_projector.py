@@ -1,0 +1,120 @@
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.projector.projector_plugin import ProjectorPlugin
+from werkzeug.test import Client
+
+from cifar_towers.reporting import pictures, projector
+
+CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+FILES = ["features.tsv", "metadata.tsv", "sprite.png", "projector_config.pbtxt"]
+
+
+def state(number, width=5, side=32):
+    """Features, images and facts of examples."""
+    generator = np.random.default_rng(number)
+    features = np.maximum(generator.normal(size=(number, width)), 0).astype(np.float32)
+    images = generator.integers(0, 256, (number, side, side, 3), np.uint8)
+    labels, predicted = generator.integers(0, 10, (2, number))
+    facts = projector.describe(labels, predicted, generator.random(number), 100 + np.arange(number), CIFAR)
+    return features, images, facts
+
+
+def fetch(logdir, route, run="", encoded=False):
+    """What TensorBoard's projector answers to a page."""
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(logdir)).Reload()
+    plugin = ProjectorPlugin(
+        TBContext(logdir=str(logdir), data_provider=MultiplexerDataProvider(multiplexer, str(logdir)))
+    )
+    answer = Client(plugin.get_plugin_apps()[route]).get(f"{route}?run={run}&name=features&num_rows=100000")
+    assert answer.status_code == 200, answer.data
+    return json.loads(answer.data) if encoded else answer.data
+
+
+@pytest.mark.parametrize(("number", "width", "side"), [(1, 1, 32), (7, 5, 32), (30, 64, 24)])
+def test_tensorboard_shows_what_was_written(tmp_path, number, width, side):
+    features, images, facts = state(number, width, side)
+    projector.write(tmp_path / "run" / "projector", features, images, facts)
+    assert fetch(tmp_path, "/runs", encoded=True) == ["run/projector"]
+    (told,) = fetch(tmp_path, "/info", "run/projector", encoded=True)["embeddings"]
+    assert told["tensorShape"] == [number, width] and told["sprite"]["singleImageDim"] == [side, side]
+
+    vectors = np.frombuffer(fetch(tmp_path, "/tensor", "run/projector"), np.float32).reshape(number, width)
+    np.testing.assert_allclose(vectors, features, rtol=1e-5)
+    sprite = Image.open(io.BytesIO(fetch(tmp_path, "/sprite_image", "run/projector")))
+    assert np.array_equal(np.array(sprite), pictures.sprite(images, side))
+    header, *rows = [line.split("\t") for line in fetch(tmp_path, "/metadata", "run/projector").decode().splitlines()]
+    assert header == ["class", "predicted", "confidence", "right", "example"]
+    assert rows == [[str(value) for value in row] for row in zip(*facts.values(), strict=True)]
+
+
+def test_the_logdir_itself_can_be_the_run(tmp_path):
+    projector.write(tmp_path, *state(3))
+    assert fetch(tmp_path, "/runs", encoded=True) == ["."]
+
+
+def test_what_is_said_of_an_example():
+    told = projector.describe(np.array([3, 5]), np.array([3, 3]), np.array([0.98765, 1]), np.array([7, 0]), CIFAR)
+    assert told == {
+        "class": ["cat", "dog"],
+        "predicted": ["cat", "cat"],
+        "confidence": ["0.9877", "1.0000"],
+        "right": ["yes", "no"],
+        "example": [7, 0],
+    }
+
+
+def test_names_that_would_break_a_table(tmp_path):
+    features, images, _ = state(2)
+    projector.write(
+        tmp_path, features, images, {"class": ["tabby\tcat", "big\r\ndog "], "of a\nkind": ["ä\u2028b", ""]}
+    )
+    assert (tmp_path / "metadata.tsv").read_bytes().decode() == "class\tof a kind\ntabby cat\tä b\nbig dog\t\n"
+
+
+def test_files_are_replaced_whole_and_the_run_is_seen_last(tmp_path, monkeypatch):
+    projector.write(tmp_path, *state(4))
+    before = {name: (tmp_path / name).read_bytes() for name in FILES}
+    order = []
+
+    def replace(temporary, path):
+        assert path.read_bytes() == before[path.name]
+        order.append(path.name)
+        temporary.rename(path)
+
+    monkeypatch.setattr(projector.os, "replace", replace)
+    projector.write(tmp_path, *state(5))
+    assert order == FILES and all((tmp_path / name).read_bytes() != before[name] for name in FILES)
+    assert len(list(tmp_path.iterdir())) == len(FILES) + 1  # and one event file
+
+    monkeypatch.setattr(projector.os, "replace", lambda *paths: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        projector.write(tmp_path / "new", *state(4))
+    assert not list((tmp_path / "new").glob("*tfevents*"))
+
+
+def test_a_run_that_is_there_keeps_its_event_files(tmp_path):
+    (tmp_path / "events.out.tfevents.1.host").touch()
+    projector.write(tmp_path, *state(2))
+    assert [path.name for path in tmp_path.glob("*tfevents*")] == ["events.out.tfevents.1.host"]
+
+
+def test_what_cannot_be_shown(tmp_path):
+    features, images, facts = state(4)
+    for wrong, message in (
+        ((features[:3], images, facts), "'features': 3, 'images': 4"),
+        ((features, images[:3], facts), "'images': 3"),
+        ((features, images, facts | {"right": ["yes"]}), "'right': 1"),
+        (state(0), "at least one"),
+        ((features * np.nan, images, facts), "finite"),
+        (state(2, side=5000), "1 images of 5000 x 5000, not 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            projector.write(tmp_path / "projector", *wrong)
+    assert not list(tmp_path.iterdir())
