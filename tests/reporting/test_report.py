@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.reporting import pictures, report
+from cifar_towers.reporting import history, pictures, report
 
 ROOT = Path(__file__).parents[2]
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -181,7 +181,7 @@ def drawn(monkeypatch):
 
 
 def read(*directories):
-    return Page(report.page(report.read_runs(directories)))
+    return Page(report.page(history.read_runs(directories)))
 
 
 def result_of(directory):
@@ -460,8 +460,8 @@ def test_runs_of_one_recipe_with_other_settings_are_groups_of_their_own(tmp_path
     make_run(tmp_path / "e", seed=3, batch_size=512)
     change(tmp_path / "e", "environment.json", synthetic_data="SYNTHETIC DATA, NOT CIFAR-10")
     make_run(tmp_path / "f", seed=4, batch_size=512, data_dir="/elsewhere", dataset="auto", fresh=True)
-    runs = report.read_runs([tmp_path / name for name in "abcdef"])
-    groups = {name: [run.name for run in group] for name, group in report.grouped(runs).items()}
+    runs = history.read_runs([tmp_path / name for name in "abcdef"])
+    groups = {name: [run.name for run in group] for name, group in history.grouped(runs).items()}
     assert sorted(groups.values()) == [["a"], ["b", "c", "f"], ["d"], ["e"]]
     assert all(name.startswith("speed94, batch_size=") for name in groups)
     page = Page(report.page(runs))
@@ -481,13 +481,13 @@ def test_synthetic_data_that_was_asked_for_is_told_too(tmp_path, drawn, where):
 
 def test_long_names_stay_apart(tmp_path, drawn):
     runs = [make_run(tmp_path / f"r{i}", "n" * 100 + str(i), last_step=66) for i in range(2)]
-    assert [len(name) for name in report.grouped(report.read_runs(runs))] == [44, 47]
+    assert [len(name) for name in history.grouped(history.read_runs(runs))] == [44, 47]
 
 
 def test_runs_are_named_by_as_much_as_tells_them_apart(tmp_path):
     paths = [make_run(tmp_path / name / "seed0", last_step=66) for name in ("one", "other")]
-    assert [run.name for run in report.read_runs(paths[:1])] == ["seed0"]
-    assert [run.name for run in report.read_runs(paths)] == ["one/seed0", "other/seed0"]
+    assert [run.name for run in history.read_runs(paths[:1])] == ["seed0"]
+    assert [run.name for run in history.read_runs(paths)] == ["one/seed0", "other/seed0"]
 
 
 def test_the_command_can_be_typed_again(tmp_path, drawn):
