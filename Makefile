@@ -31,7 +31,7 @@ bench: .venv/ready  ## measure placements, strategies and numbers of towers for 
 	@$(BIN)/python scripts/benchmark.py --dataset=auto --flagfile=configs/$(CONFIG).cfg $(ARGS)
 
 tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
-	@$(BIN)/tensorboard --logdir runs $(ARGS)
+	@$(BIN)/tensorboard --logdir runs --samples_per_plugin=images=50 $(ARGS)
 
 test: .venv/ready  ## the tests, in ten minutes or less on two cores; with ARGS='-s -k ...' in one process
 	@$(BIN)/python -m pytest -m 'not slow and not browser' $(or $(ARGS),-n 2 --dist worksteal)

@@ -186,17 +186,17 @@ def test_tensorboard_finds_all_of_the_evaluations(one_run):
     directory, result = one_run
     evaluated, name = events_of(directory / "eval"), "chequered ring"
     for picture in ("confusion", "mistakes"):
-        drawn = values_of(evaluated, f"{picture}/test/ema_tta2")
+        drawn = values_of(evaluated, f"{picture}/test")
         width, height, png = drawn[20]
         assert tf.io.decode_png(png).shape == (int(height), int(width), 3) and int(width) > 300
-    assert 0 <= values_of(evaluated, f"class_accuracy/test/ema_tta2/{name}")[20] <= 1
-    assert values_of(evaluated, f"precision_recall/test/ema_tta2/{name}")[20].shape == (6, 127)
+    assert 0 <= values_of(evaluated, f"class_accuracy/test/{name}")[20] <= 1
+    assert values_of(evaluated, f"precision_recall/test/{name}")[20].shape == (6, 127)
     shown = values_of(evaluated, "accuracy/test/ema_tta2")
     assert shown[20] == pytest.approx(result["evaluations"][-1]["accuracy"])
-    final = values_of(events_of(directory / "result"), "final/test_accuracy_ema_tta2")
+    final = values_of(events_of(directory / "result"), "final/accuracy/test/ema_tta2")
     assert final == {20: shown[20]}
-    (embedding,) = (directory / "projector").iterdir()
-    assert embedding.name == "step-00000020" and len((embedding / "features.tsv").read_text().splitlines()) == 500
+    (embedding,) = directory.glob("projector_*")
+    assert embedding.name == "projector_00000020" and len((embedding / "features.tsv").read_text().splitlines()) == 500
 
 
 def test_the_same_command_again_says_that_all_is_done(one_run, capsys):

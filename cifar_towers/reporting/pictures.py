@@ -105,20 +105,22 @@ def contact_sheet(images: np.ndarray, captions: Sequence[str], title: str, colum
     return _drawn(axes.figure)
 
 
-def labelled(images: np.ndarray, labels: Sequence[str]) -> np.ndarray:
-    """Images [n, height, width, 3] of uint8 in one row, enlarged without smoothing, each over its label.
+def labelled(images: np.ndarray, labels: Sequence[str], columns: int = 4) -> np.ndarray:
+    """Images [n, height, width, 3] of uint8 in rows, enlarged without smoothing, each over its label.
 
     Drawn in some milliseconds, where `contact_sheet` takes a tenth of a second.
     """
     font, enlarged = ImageFont.load_default(14), max(1, round(96 / max(images.shape[1:3])))
     height, width = (enlarged * size for size in images.shape[1:3])
-    across = max(width, *(math.ceil(font.getlength(label)) for label in labels)) + 8
-    row = Image.new("RGB", (across * len(images), height + 24), PAPER)
-    draw = ImageDraw.Draw(row)
+    across, down = max(width, *(math.ceil(font.getlength(label)) for label in labels)) + 8, height + 26
+    columns = min(columns, len(images))
+    sheet = Image.new("RGB", (across * columns, down * math.ceil(len(images) / columns)), PAPER)
+    draw = ImageDraw.Draw(sheet)
     for place, (image, label) in enumerate(zip(images, labels, strict=True)):
-        row.paste(Image.fromarray(image).resize((width, height), Image.Resampling.NEAREST), (across * place + 4, 4))
-        draw.text((across * place + 4, height + 6), label, INK, font)
-    return np.array(row)
+        left, top = across * (place % columns) + 4, down * (place // columns) + 4
+        sheet.paste(Image.fromarray(image).resize((width, height), Image.Resampling.NEAREST), (left, top))
+        draw.text((left, top + height + 2), label, INK, font)
+    return np.array(sheet)
 
 
 def sprite(images: np.ndarray, side: int = 32) -> np.ndarray:

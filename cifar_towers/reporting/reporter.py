@@ -95,7 +95,7 @@ class Reporter:
         texts = {
             "run/recipe": _table(("setting", "value"), settings.items()),
             "run/command": f"```\n{shlex.join(environment['command'])}\n```",
-            "run/environment": _table(("", ""), _flat(environment)),
+            "run/environment": _table(("of", "is"), _flat(environment)),
             "run/model": _model_table(environment["model"]),
             "run/variables": _table(
                 ("variable", "shape", "bytes", "device"), [v.values() for v in environment["variables"]]
@@ -185,7 +185,7 @@ class Reporter:
             numbers["confusion"] = score.confusion.tolist()
             found.append({"split": name, "weights": weights, "tta": level} | numbers)
             self.metrics.write(kind="eval", step=step, epoch=step / self.steps_per_epoch, **found[-1])
-            which = f"{name}/{weights}" + (f"_tta{level}" if level else "")
+            which = _which(**found[-1])
             self.summaries.evaluation(step, which, score)
         split, names = splits[name], self.dataset.class_names
         captions = [
@@ -206,11 +206,7 @@ class Reporter:
         """Writes and says what the run came to."""
         with records.going_on(self.directory / directory.RESULT):
             records.write_json(self.directory / directory.RESULT, result)
-        plain = {
-            f"{score['split']}_accuracy_{score['weights']}" + (f"_tta{score['tta']}" if score["tta"] else ""): score
-            for score in result["evaluations"]
-        }
-        final = {name: score["accuracy"] for name, score in plain.items()}
+        final = {f"accuracy/{_which(**score)}": score["accuracy"] for score in result["evaluations"]}
         final |= {"images_per_sec": result["images_per_sec"], "training_seconds": self.clock.training_seconds}
         self.summaries.end(result["step"], final)
         self.say(f"written to {self.directory}; look at it with: make tensorboard")
@@ -301,6 +297,11 @@ def told(score: Mapping) -> str:
     )
 
 
+def _which(split: str, weights: str, tta: int, **_) -> str:
+    """What a score is of, as tags have it."""
+    return f"{split}/{weights}" + (f"_tta{tta}" if tta else "")
+
+
 def _make_summaries(config: TrainConfig, towers: Sequence[Tower]):
     try:
         from cifar_towers.reporting.summaries import Summaries
@@ -345,7 +346,7 @@ def _flat(environment: Mapping) -> list[tuple[str, object]]:
     """What of the environment is short enough for a table."""
     rows = []
     for name, value in environment.items():
-        if name in ("variables", "model", "command"):
+        if name in ("variables", "model", "command") or not value:
             continue
         if isinstance(value, dict):
             value = ", ".join(f"{key} {content}" for key, content in value.items())

@@ -12,7 +12,7 @@ import numpy as np
 
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation import Score
-from cifar_towers.reporting import pictures, projector, records, values
+from cifar_towers.reporting import graphs, pictures, projector, records, values
 from cifar_towers.reporting.events import Events
 from cifar_towers.towers import Tower
 from cifar_towers.training.observing import BUCKETS, Distribution
@@ -64,7 +64,11 @@ class Summaries:
 
     def graph(self, function) -> None:
         """Draws a traced step (`ConcreteFunction`), its towers as boxes."""
-        self._train.write(0, graph_def=function.graph.as_graph_def(add_shapes=True).SerializeToString())
+        handles = {id(variable.handle): variable.name.removesuffix(":0") for variable in function.variables}
+        captured = function.graph.captures
+        variables = {inner.op.name: handles[id(outer)] for outer, inner in captured if id(outer) in handles}
+        graph = graphs.drawn(function.graph.as_graph_def(add_shapes=True), variables)
+        self._train.write(0, graph_def=graph.SerializeToString())
 
     def training(self, step: int, scalars: Mapping[str, float]) -> None:
         """Scalars of one step by tag; those that are None are left out."""
@@ -112,14 +116,21 @@ class Summaries:
         self, step: int, which: str, score: Score, split: Split, class_names: Sequence[str], mistakes: np.ndarray
     ) -> None:
         """Where a score over `split` fails: each class's accuracy and precision-recall curve, the confusion matrix, the
-        picture of its mistakes, and how the examples lie to each other before the last layer."""
+        picture of its mistakes, and how the examples lie to each other before the last layer.
+
+        Tags have the split alone, so that the last evaluation, with test-time augmentation, goes on where others ended.
+        """
         matrix = pictures.confusion_matrix(score.confusion, class_names, f"{which}, step {step}")
-        shown = [values.image(f"confusion/{which}", matrix[None]), values.image(f"mistakes/{which}", mistakes[None])]
+        name_of_split = which.partition("/")[0]
+        shown = [values.image(f"confusion/{name_of_split}", matrix[None])]
+        shown.append(values.image(f"mistakes/{name_of_split}", mistakes[None]))
         for name, accuracy in zip(class_names, score.per_class(), strict=True):
-            shown.append(values.scalar(f"class_accuracy/{which}/{name}", accuracy))
+            shown.append(values.scalar(f"class_accuracy/{name_of_split}/{name}", accuracy))
         if np.isfinite(score.probabilities).all() and np.isfinite(score.features).all():
             for index, (name, probability) in enumerate(zip(class_names, score.probabilities.T, strict=True)):
-                shown.append(values.pr_curve(f"precision_recall/{which}/{name}", split.labels == index, probability))
+                shown.append(
+                    values.pr_curve(f"precision_recall/{name_of_split}/{name}", split.labels == index, probability)
+                )
             self._embedding(step, score, split, class_names)
         self._eval.write(step, shown)
         self._eval.flush()
@@ -144,13 +155,12 @@ class Summaries:
 
     def _embedding(self, step: int, score: Score, split: Split, class_names: Sequence[str]) -> None:
         """A directory a step, as TensorBoard reads each only once; the one before goes when the new one stands."""
-        count, home = len(score.features), self._train_dir / PROJECTOR
+        count, place = len(score.features), self._train_dir / f"{PROJECTOR}_{step:08}"
         predicted, confidence = score.probabilities[:count].argmax(1), score.probabilities[:count].max(1)
         facts = projector.describe(split.labels[:count], predicted, confidence, np.arange(count), class_names)
-        with records.going_on(home):
-            place = home / f"step-{step:08}"
+        with records.going_on(place):
             projector.write(place, score.features, split.images[:count], facts)
-            for other in home.glob("step-*"):
+            for other in self._train_dir.glob(f"{PROJECTOR}_*"):
                 if other != place:
                     shutil.rmtree(other)
 

@@ -94,7 +94,7 @@ def when(look: tf.Tensor, make: Callable[[], tf.Tensor], shape: Sequence[int]) -
 def look_at_forward(look: tf.Tensor, images: tf.Tensor, labels: tf.Tensor, activations: Sequence[tf.Tensor]) -> Look:
     """A tower's input and its watched layers' outputs, each [B, ...], of its first examples."""
     shown = min(IMAGES, images.shape[0])
-    with tf.name_scope("look"):
+    with tf.name_scope("close_up"):
         return Look(
             when(look, lambda: tf.cast(images[:shown], tf.float32), [shown, *images.shape[1:]]),
             labels[:shown],
@@ -121,7 +121,7 @@ def look_at_update(look: tf.Tensor, gradients: Sequence[tuple], moves: Sequence[
                 rows.append(tf.concat([count(old), count(gradient), moved[None]], 0))
         return tf.stack(rows)
 
-    with tf.name_scope("look"):
+    with tf.name_scope("close_up"):
         return when(look, made, [len(gradients), 2 * (4 + BUCKETS) + 1])
 
 
@@ -144,7 +144,7 @@ def look_at_towers(look: tf.Tensor, tower_gradients: Sequence[Sequence[tuple]], 
             rows.append(tf.stack([tf.sqrt(own), tf.math.divide_no_nan(along, tf.sqrt(own) * tf.sqrt(mean))]))
         return tf.stack(rows)
 
-    with tf.name_scope("look"):
+    with tf.name_scope("close_up"):
         return when(look, made, [len(tower_gradients), 2])
 
 

@@ -1,0 +1,178 @@
+"""A real run, TensorBoard on it, and a browser: each once for all tests."""
+
+import json
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
+
+import pytest
+
+from cifar_towers.config import TrainConfig, parse_command_line
+from cifar_towers.data import sources, synthetic
+from cifar_towers.signals import StopRequest
+from cifar_towers.training import trainer
+
+RECIPE = Path(__file__).parents[2] / "configs/smoke.cfg"
+SMALL = (
+    "--num_gpus=2",
+    "--batch_size=100",
+    "--crop=20",
+    "--shift=0",
+    "--whitening_images=500",
+    "--ema_decay=0.5",
+    "--precision=float32",
+    "--eval_every_epochs=1",
+    "--summary_every_steps=5",
+)
+NAME = "small"
+PICTURES = Path(__file__).parents[2] / "runs/test-browser"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+PATIENCE = 40.0  # seconds that anything may take, on two cores that others use
+
+
+class Run(NamedTuple):
+    directory: Path
+    config: dict
+    environment: dict
+    result: dict
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A browser without a window, which keeps what it has loaded from page to page; where there is none, all fails."""
+    try:
+        from playwright.sync_api import expect, sync_playwright
+    except ImportError:
+        sync_playwright = None
+    if not sync_playwright:
+        pytest.fail("playwright is missing, which drives the browser: pip install -e '.[browser]'", pytrace=False)
+    found = [path for path in map(shutil.which, BROWSERS) if path]
+    if not found:
+        pytest.fail(f"there is no browser ({', '.join(BROWSERS)}): apt-get install chromium", pytrace=False)
+    expect.set_options(timeout=1000 * PATIENCE)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found[0], args=FLAGS)
+        yield browser.new_context(viewport={"width": 1500, "height": 1000})
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def expect(browser):
+    """Playwright's assertions, which wait until they hold."""
+    from playwright.sync_api import expect
+
+    return expect
+
+
+@pytest.fixture
+def page(browser, request):
+    """An empty page. What it shows in the end is kept as a picture; it must not have met errors."""
+    page = browser.new_page()
+    page.set_default_timeout(1000 * PATIENCE)
+    errors = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("response", lambda response: errors.append(response.url) if response.status >= 400 else None)
+    yield page
+    name = re.sub(r"\W+", "_", request.node.name.removeprefix("test_")).strip("_")
+    page.screenshot(path=PICTURES / f"{name}.png", full_page=True)
+    page.close()
+    assert not errors
+
+
+@pytest.fixture(scope="session")
+def run(browser, tmp_path_factory):
+    """A run on two towers, evaluated after each of two epochs of 15 steps; in a directory of its own, like `runs/`."""
+    directory = tmp_path_factory.mktemp("runs") / NAME
+    config = parse_command_line(TrainConfig, ["", f"--flagfile={RECIPE}", f"--train_dir={directory}", *SMALL], "")
+    with pytest.MonkeyPatch.context() as patch:
+        small = synthetic.make(1500, 0, 0), synthetic.make(300, 0, 1)
+        patch.setattr(synthetic, "load", lambda seed=0: small)
+        trainer.train(config, sources.find("synthetic"), StopRequest())
+    files = "config.json", "environment.json", "result.json"
+    return Run(directory, *(json.loads((directory / file).read_text()) for file in files))
+
+
+@pytest.fixture(scope="session")
+def tensorboard(browser, run):
+    """The address of a TensorBoard that has read all of the run."""
+    logdir = run.directory.parent
+    command = [sys.executable, "-m", "tensorboard.main", f"--logdir={logdir}", "--host=127.0.0.1", "--port=0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        lines = queue.SimpleQueue()
+        listener = threading.Thread(target=_listen, args=(server.stderr, lines), daemon=True)
+        listener.start()
+        try:
+            address = _address(lines)
+            _wait_until_read(browser, address, logdir)
+            yield address
+        finally:
+            server.terminate()
+            listener.join(PATIENCE)
+
+
+@pytest.fixture
+def show(page, expect, tensorboard):
+    """show(dashboard, tags): a page with that dashboard, which shows these tags only, if any are given. In the end
+    nothing may turn round and round."""
+
+    def open_it(dashboard, tags=(), **flags):
+        words = {"tagFilter": f"^({'|'.join(map(re.escape, tags))})$"} if tags else {}
+        words = "".join(f"&{name}={quote(word)}" for name, word in (words | flags).items())
+        where = f"?{words}#{dashboard}" if dashboard == "timeseries" else f"#{dashboard}{words}"
+        page.goto(tensorboard + where)
+        return page
+
+    yield open_it
+    expect(page.locator("paper-spinner-lite, mat-spinner").filter(visible=True)).to_have_count(0)
+
+
+def _listen(stream, lines):
+    """Takes what a process says, so that it never waits to be heard; an empty line when it has ended."""
+    for line in stream:
+        lines.put(line)
+    lines.put("")
+
+
+def _address(lines):
+    """Where TensorBoard answers, as soon as it says so."""
+    told = []
+    while True:
+        told.append(lines.get(timeout=3 * PATIENCE))
+        found = re.search(r"at (http://\S+/)", told[-1])
+        if found:
+            return found[1]
+        assert told[-1], "TensorBoard did not start: " + "".join(told)
+
+
+def _wait_until_read(browser, address, logdir):
+    """Until TensorBoard knows every directory with event files, and has a look at the projector's."""
+    names = sorted({str(path.parent.relative_to(logdir)) for path in logdir.rglob("*tfevents*")})
+    page = browser.new_page()
+    page.goto(f"{address}data/environment")
+    page.wait_for_function(
+        """async names => {
+            const read = async what => (await fetch(`/data/${what}`)).json();
+            const [runs, plugins] = [await read('runs'), await read('plugins_listing')];
+            return names.every(name => runs.includes(name)) && plugins.projector.enabled;
+        }""",
+        arg=names,
+        polling=500,
+        timeout=1000 * PATIENCE,
+    )
+    page.close()

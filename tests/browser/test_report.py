@@ -1,0 +1,47 @@
+"""The report of a run in a browser: all that it shows is in the file, light and dark, on a screen and a telephone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.browser
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def report(run, tmp_path_factory):
+    """The address of the page that `scripts/report.py` writes about a run."""
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    subprocess.run([sys.executable, ROOT / "scripts/report.py", run.directory, f"--out={path}"], check=True)
+    return path.as_uri()
+
+
+@pytest.mark.parametrize("width", [1300, 420])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_report(page, expect, report, scheme, width):
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 900})
+    page.goto(report)
+
+    images = page.locator("img")
+    for image in images.all():
+        image.scroll_into_view_if_needed()
+        expect(image).to_have_js_property("complete", True)
+    widths = images.evaluate_all("images => images.map(image => image.naturalWidth)")
+    assert widths and all(widths)
+    contents = page.locator("table").evaluate_all(
+        "tables => tables.map(table => [...table.querySelectorAll('td')].map(cell => cell.textContent.trim()).join(''))"
+    )
+    assert contents and all(contents)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert [url for url in asked if not url.startswith("data:")] == [report]
+
+    paper, ink = page.evaluate(
+        "['backgroundColor', 'color'].map(of => getComputedStyle(document.body)[of].match(/\\d+/g).map(Number))"
+    )
+    assert sum(paper) > sum(ink) if scheme == "light" else sum(paper) < sum(ink)

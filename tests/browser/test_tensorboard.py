@@ -1,0 +1,223 @@
+"""Every dashboard of TensorBoard on a run of two towers: that what was written is drawn, and drawn whole.
+
+`make test-browser` leaves a picture of each in `runs/test-browser/`, named after its test.
+"""
+
+import io
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+pytestmark = pytest.mark.browser
+
+LAST, LOOKS, EVALUATIONS = 30, 6, 2  # the last step; how often the run is looked at closely, and evaluated
+FINAL = "test/ema_tta2"  # what the last evaluation adds to those before
+TRAIN, EVAL, RESULT, TOWERS = "small/train", "small/eval", "small/result", ("small/tower_0", "small/tower_1")
+FIRST_SCREEN = {"accuracy": TRAIN, "accuracy/test/ema": EVAL}  # the first cards of TIME SERIES
+SCALARS = {  # tag: runs that have it, and at least so many points
+    "loss": ([TRAIN], LAST),
+    "accuracy": ([TRAIN], LAST),
+    "losses/cross_entropy": ([TRAIN], LAST),
+    "losses/cross_entropy (raw)": ([TRAIN], LAST),
+    "losses/total_loss": ([TRAIN], LAST),
+    "learning_rate/kernels": ([TRAIN], LAST),
+    "health/gradient_norm": ([TRAIN], LAST),
+    "speed/images_per_sec": ([TRAIN], LAST - 5),
+    "towers/loss": (TOWERS, LOOKS),
+    "towers/cosine": (TOWERS, LOOKS),
+    "accuracy/test/raw": ([EVAL], EVALUATIONS),
+    f"accuracy/{FINAL}": ([EVAL], 1),
+}
+CHARTS = {  # title of a chart under CUSTOM SCALARS: at least so many curves
+    "training loss, and as the mean of the last steps": 3,
+    "accuracy on images not trained on": 2,
+    "norm of the gradient": 1,
+    "activations that are 0": 8,
+    "loss of each tower": len(TOWERS),
+    "cosine of each tower's gradient to the mean": len(TOWERS),
+    "images a second": 1,
+}
+IMAGES = {"confusion/test": EVAL, "mistakes/test": EVAL, "input/augmented": TRAIN}
+HISTOGRAMS = [
+    "activations/group1_gelu1",
+    "activations/logits",
+    "weights/group1_conv1/kernel",
+    "weights/head/kernel",
+    "gradients/group1_conv1/kernel",
+    "gradients/head/kernel",
+]
+BOXES = ("variables", "split_batch", "tower_0", "tower_1", "average_gradients", "apply")
+ARROWS = ("split_batch--tower_0", "split_batch--tower_1", "tower_0--average_gradients", "tower_1--average_gradients")
+LAYERS = ("group1_conv1", "group3_conv2")  # inside a tower
+SETTINGS = ("model", "batch_size", "learning_rate")
+METRIC = "final/accuracy/test/ema_tta2"
+TEXTS = {"run/recipe": "batch_size", "run/model": "group1_conv1", "run/environment": "cores"}
+
+
+def test_time_series(show, expect):
+    """The first page that is seen, as it opens."""
+    page = show("timeseries")
+    for tag, run in FIRST_SCREEN.items():
+        card = page.locator("scalar-card").filter(has=page.locator(f'.tag[title="{tag}"]'))
+        row = card.locator("tb-data-table-content-row")
+        expect(row).to_contain_text(run)
+        expect(row).to_contain_text(str(LAST))
+        colour = row.locator(".row-circle span").evaluate("circle => getComputedStyle(circle).backgroundColor")
+        _wait_for_picture(card.locator("line-chart"), _has_line, [int(part) for part in re.findall(r"\d+", colour)])
+
+
+def test_time_series_of_each_kind(show, expect):
+    page = show("timeseries", ["towers/loss", HISTOGRAMS[0], "input/augmented"], forceSVG="true")
+    rows = page.locator("scalar-card tb-data-table-content-row")
+    expect(rows).to_contain_text(TOWERS)
+    _expect_paths(expect, page.locator("scalar-card line-chart .series-view > svg > path"), 2 * len(TOWERS), LOOKS)
+    _expect_paths(expect, page.locator("histogram-card g.histogram path"), LOOKS, 10)
+    expect(page.locator("image-card img")).to_have_js_property("complete", True)
+
+
+def test_scalars(show, expect):
+    page = show("scalars", SCALARS)
+    for tag, (runs, points) in SCALARS.items():
+        lines = _card(page, "tf-scalar-card", tag).locator(".line-plot:not(.ghost) path.line")
+        _expect_paths(expect, lines, len(runs), max(1, 3 * points // 4))  # what lies outside the chart is cropped
+
+
+def test_custom_scalars(show, expect):
+    page = show("custom_scalars")
+    for title, curves in CHARTS.items():
+        chart = _card(page, "tf-custom-scalar-multi-line-chart-card", title, "name")
+        expect(chart.locator(".line-plot:not(.ghost) path.line").nth(curves - 1)).to_have_attribute("d", _through(1))
+
+
+def test_images(show, expect, run):
+    page = show("images", IMAGES)
+    for tag, of in IMAGES.items():
+        card = _card(page, "tf-image-loader", tag)
+        written = EventAccumulator(str(run.directory.parent / of), {"tensors": 0}).Reload().Tensors(tag)[-1]
+        expect(card.locator("#heading-run")).to_have_text(of)
+        expect(card).to_contain_text(re.compile(rf"step\s*{written.step}"))
+        for side, pixels in zip(("naturalWidth", "naturalHeight"), written.tensor_proto.string_val):
+            expect(card.locator("img")).to_have_js_property(side, int(pixels))
+
+
+def test_graphs(show, expect):
+    """The towers stand side by side between the batch they split and the mean of their gradients."""
+    page = show("graphs")
+    graph = page.locator("svg#svg")
+    for box in BOXES:
+        expect(graph.locator(f'g.node.meta[data-name="{box}"] > text.nodelabel')).to_be_visible()
+    for arrow in ARROWS:
+        expect(graph.locator(f'g.edge[data-edge="{arrow}"]')).to_be_attached()
+
+
+def test_graphs_inside_a_tower(show, expect):
+    page = show("graphs")
+    page.locator("tf-graph-controls paper-radio-button", has_text="Device").click()
+    expect(page.locator("tf-graph-controls")).to_contain_text(re.compile(r"CPU:0.*CPU:1", re.DOTALL))
+    graph = page.locator("svg#svg")
+    graph.locator('g.node.meta[data-name="tower_1"] > g.nodeshape').dispatch_event("dblclick")
+    for layer in LAYERS:
+        expect(graph.locator(f'g.node.meta[data-name^="tower_1/{layer}"]')).to_be_attached()
+
+
+def test_distributions(show, expect):
+    page = show("distributions", HISTOGRAMS)
+    for tag in HISTOGRAMS:
+        _expect_paths(expect, _card(page, "tf-distribution-loader", tag).locator("path.area"), 8, LOOKS)
+
+
+def test_histograms(show, expect):
+    page = show("histograms", HISTOGRAMS)
+    for tag in HISTOGRAMS:
+        outlines = _card(page, "tf-histogram-loader", tag).locator("path.outline")
+        _expect_paths(expect, outlines, LOOKS, 10)
+        assert max(outlines.evaluate_all("all => all.map(path => path.getBoundingClientRect().height)")) > 10
+
+
+def test_pr_curves(show, expect, run):
+    tags = [f"precision_recall/test/{name}" for name in run.environment["class_names"]]
+    page = show("pr_curves", tags)
+    for tag in tags:
+        card = _card(page, "tf-pr-curve-card", tag, "name")
+        _expect_paths(expect, card.locator(".line-plot path.line"), 1, 5)
+        expect(card.locator("#step-legend")).to_contain_text(re.compile(rf"{EVAL} is at\s*step {LAST}"))
+
+
+def test_hparams(show, expect, run):
+    page = show("hparams")
+    table = page.locator("tf-hparams-table-view vaadin-grid")
+    expect(table.get_by_text(RESULT)).to_be_visible()
+    columns = page.locator("tf-hparams-query-pane paper-checkbox.hparam-checkbox")
+    while columns.and_(page.locator("[checked]")).count():  # the first five, by their names
+        columns.and_(page.locator("[checked]")).first.uncheck()
+    for name in (*SETTINGS, METRIC):
+        page.locator("tf-hparams-query-pane paper-checkbox", has_text=_exactly(name)).check()
+        expect(table.locator(".table-header", has_text=_exactly(name))).to_be_attached()
+    names, values = table.evaluate(
+        """table => [...table.shadowRoot.querySelectorAll('thead tr, tbody tr')].map(row =>
+            [...row.querySelectorAll(':scope > :not([hidden]) > slot')].map(slot =>
+                slot.assignedElements()[0]?.innerText.trim()))"""
+    )
+    shown = dict(zip(names, values, strict=True))
+    assert shown["model"] == run.config["model"]
+    assert float(shown["batch_size"]) == run.config["batch_size"]
+    assert float(shown["learning_rate"]) == run.config["learning_rate"]
+    (final,) = [score for score in run.result["evaluations"] if (score["weights"], score["tta"]) == ("ema", 2)]
+    assert float(shown[METRIC]) == pytest.approx(final["accuracy"], rel=1e-4)
+
+
+def test_projector(show, expect, run):
+    """As many points as there are vectors, each drawn as its image: in many more colours than points would have."""
+    projector = show("projector").frame_locator("iframe").frame_locator("iframe")
+    (features,) = run.directory.glob("projector_*/features.tsv")
+    points = len(features.read_text().splitlines())
+    expect(projector.locator(".numDataPoints")).to_have_text(str(points))
+    _wait_for_picture(projector.locator("#scatter"), _is_colourful)
+
+
+def test_text(show, expect):
+    page = show("text", TEXTS)
+    for tag, word in TEXTS.items():
+        expect(_card(page, "tf-text-loader", tag).locator("td").get_by_text(word, exact=True)).to_be_visible()
+
+
+def _card(page, kind, text, part="tag"):
+    """The first card that is called so, by its `tag` or `name`."""
+    return page.locator(kind).filter(has=page.locator(f"[itemprop={part}]", has_text=_exactly(text))).first
+
+
+def _expect_paths(expect, paths, count, points):
+    """Waits for `count` paths, each through at least so many points."""
+    expect(paths).to_have_count(count)
+    for path in paths.all():
+        expect(path).to_have_attribute("d", _through(points))
+
+
+def _through(points):
+    """What the `d` of a path through at least so many points looks like, all of them numbers."""
+    return re.compile(rf"^M([-\d.eL]+,){{{points},}}[-\d.eZ]+$")
+
+
+def _exactly(text):
+    return re.compile(rf"^\s*{re.escape(text)}\s*$")
+
+
+def _wait_for_picture(place, looks_right, *arguments):
+    """Looks again and again at what a canvas shows, as it tells nothing of itself."""
+    for _ in range(40):
+        picture = np.array(Image.open(io.BytesIO(place.screenshot())).convert("RGB"), int)
+        if looks_right(picture, *arguments):
+            return
+    raise AssertionError("what is drawn does not look as it should")
+
+
+def _has_line(picture, colour):
+    """Whether about this colour is in more than half of the columns."""
+    return (abs(picture - colour).max(2) < 30).any(0).mean() > 0.5
+
+
+def _is_colourful(picture):
+    return len(np.unique(picture.reshape(-1, 3) // 32, axis=0)) > 100
