@@ -18,6 +18,7 @@ from cifar_towers.config import EvaluateConfig, TrainConfig
 from cifar_towers.data import cifar10, sources, synthetic
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError
+from cifar_towers.reporting import pictures
 from cifar_towers.signals import StopRequest
 from cifar_towers.training import checkpoints, health, storage, trainer
 
@@ -47,9 +48,11 @@ STEPS = 20
 
 @pytest.fixture(autouse=True)
 def small_set(monkeypatch):
-    """2,000 + 500 images instead of 10,000 + 2,000."""
+    """2,000 + 500 images instead of 10,000 + 2,000; what takes seconds to draw is drawn in `one_run` alone."""
     small = synthetic.make(2000, 0, 0), synthetic.make(500, 0, 1)
     monkeypatch.setattr(synthetic, "load", lambda seed=0: small)
+    for picture in ("confusion_matrix", "contact_sheet"):
+        monkeypatch.setattr(pictures, picture, lambda *_: np.zeros([8, 8, 3], np.uint8))
 
 
 def run(config, stop=None):
@@ -76,7 +79,7 @@ def one_run(tmp_path_factory):
     return directory, result
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_two_epochs_on_any_number_of_towers(tmp_path, one_run, count):
     result = run(dataclasses.replace(QUICK, num_gpus=count, train_dir=str(tmp_path / "run")))
     for found in (result, one_run[1]):
@@ -247,7 +250,7 @@ class StopAt(StopRequest):
         super().check()
 
 
-@pytest.mark.parametrize("at", [3, 13])
+@pytest.mark.parametrize("at", [pytest.param(3, marks=pytest.mark.slow), 13])
 def test_stopped_and_continued_equals_uninterrupted_to_the_bit(tmp_path, one_run, at):
     config = dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path / "run"))
     with pytest.raises(Interrupted, match=f"saved step {at}:") as caught:
@@ -317,7 +320,9 @@ def test_two_seeds_are_told_apart(tmp_path, one_run):
     assert "records: different at step 1: loss " in told and "step-00000009 differs in " in told
 
 
-@pytest.mark.parametrize("settings", [{"optimizer": "muon", "lookahead": True}, {"optimizer": "adamw"}])
+@pytest.mark.parametrize(
+    "settings", [{"optimizer": "muon", "lookahead": True}, pytest.param({"optimizer": "adamw"}, marks=pytest.mark.slow)]
+)
 def test_every_optimizers_slots_survive_a_stop(tmp_path, settings):
     config = dataclasses.replace(QUICK, num_gpus=2, max_steps=6, learning_rate=0.01, **settings)
     whole, parts = (dataclasses.replace(config, train_dir=str(tmp_path / name)) for name in ("whole", "parts"))
@@ -326,6 +331,7 @@ def test_every_optimizers_slots_survive_a_stop(tmp_path, settings):
     assert run(parts)["weights_sha256"] == run(whole)["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_towers(tmp_path, capsys):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path))
     with pytest.raises(Interrupted):
@@ -354,6 +360,7 @@ def test_a_run_goes_on_under_any_strategy(tmp_path, one_run, capsys):
     assert train[8]["loss"] < train[0]["loss"]  # the first step of the second strategy is not a first step
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_alike_under_every_strategy(tmp_path):
     """No step is made: what one strategy saved, the others read to the bit."""
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path), max_steps=3)
@@ -367,6 +374,7 @@ def test_a_checkpoint_is_evaluated_alike_under_every_strategy(tmp_path):
         assert run(dataclasses.replace(config, **way))["weights_sha256"] == saved["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_placement_found_by_measuring_is_kept(tmp_path, caplog):
     """And measuring leaves no trace in the weights."""
     caplog.set_level("INFO")

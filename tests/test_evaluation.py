@@ -34,9 +34,9 @@ def test_score_by_hand():
 
 
 def test_wilsons_interval():
-    low, high = Score(100, 90, 0.0, np.zeros((10, 10)), None).interval()
+    low, high = Score(100, 90, 0.0, np.zeros((10, 10)), None, None).interval()
     assert (low, high) == pytest.approx((0.8256, 0.9448), abs=1e-4)
-    assert Score(10, 10, 0.0, np.zeros((10, 10)), None).interval()[1] == pytest.approx(1.0)
+    assert Score(10, 10, 0.0, np.zeros((10, 10)), None, None).interval()[1] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

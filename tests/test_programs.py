@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SLOW = pytest.mark.slow
 TINY = ["--dataset=synthetic", "--model=cifarnet", "--crop=24", "--shift=0", "--batch_size=200", "--precision=float32"]
 
 
@@ -46,10 +47,16 @@ def test_help_answers_without_tensorflow(program):
         ("train.py", ["here"], 2, "'here' is not a flag"),
         ("train.py", ["--num_gpus=2", "--nosoft_placement", *TINY], 2, "2 towers need 2 GPUs"),
         ("train.py", ["--batch_size=20000", "--dataset=synthetic"], 2, "more than the 10000 training examples"),
-        ("train.py", ["--batch_size=1001", "--dataset=synthetic"], 2, "1000 and 1002 can"),
+        pytest.param("train.py", ["--batch_size=1001", "--dataset=synthetic"], 2, "1000 and 1002 can", marks=SLOW),
         ("evaluate.py", ["--train_dir=nowhere"], 2, "no checkpoint in nowhere"),
         ("benchmark.py", ["--towers=5"], 2, "1535 and 1540 can"),
-        ("benchmark.py", ["--towers=2", *TINY, "--nosoft_placement", "--train_dir=."], 2, "2 towers need 2 GPUs"),
+        pytest.param(
+            "benchmark.py",
+            ["--towers=2", *TINY, "--nosoft_placement", "--train_dir=."],
+            2,
+            "2 towers need 2 GPUs",
+            marks=SLOW,
+        ),
     ],
 )
 def test_errors_are_one_line_and_a_code(tmp_path, program, arguments, code, told):
@@ -74,12 +81,12 @@ def test_a_run_into_a_pipe_is_plain_and_quiet(tmp_path):
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 4
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [pytest.param(signal.SIGINT, 130, marks=SLOW), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number, code):
     command = [
         "train.py",
         *TINY,
-        "--max_steps=60",
+        "--max_steps=40",
         f"--train_dir={tmp_path}",
         "--num_gpus=2",
         "--summary_every_steps=1",
@@ -97,6 +104,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number, code):
     assert found == 0 and "going on from step" in out, err
 
 
+@pytest.mark.slow
 def test_two_processes_with_one_seed_give_the_same_bits(tmp_path):
     runs = [start("train.py", *TINY, "--max_steps=4", f"--train_dir={tmp_path / name}") for name in "ab"]
     assert [finish(process)[0] for process in runs] == [0, 0]

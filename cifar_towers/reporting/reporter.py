@@ -61,7 +61,7 @@ class Reporter:
         self._usage = Usage(towers)
         self._layers = [layer.name for layer in observing.watched_layers(state.model)]
         self._weights = [variable.path for variable in state.model.trainable_variables]
-        self._noise = np.zeros(3)  # averages of signal and noise, and the weight they have so far
+        self._noise = np.zeros(2)  # averages of signal and noise over the steps that were looked at
         self._epoch: list = []
 
     # The start ---------------------------------------------------------------------------------------------------
@@ -115,6 +115,7 @@ class Reporter:
 
     def go_back(self, step: int) -> None:
         """Drops what is on record of the steps after `step`."""
+        self._epoch = []
         self.metrics.keep(lambda record: record["step"] <= step)
         evaluated = step if self.metrics.evaluations(step) else step - 1
         self.summaries.keep(step, evaluated)
@@ -231,9 +232,9 @@ class Reporter:
         }
         if len(norms) == 1 or not metrics.finite:
             return alike
-        estimates = *observing.noise_scale(norms, float(metrics.gradient_norm), self.config.batch_size), 1.0
+        estimates = observing.noise_scale(norms, float(metrics.gradient_norm), self.config.batch_size)
         self._noise = NOISE_MEMORY * self._noise + (1 - NOISE_MEMORY) * np.array(estimates)
-        signal, noise, _ = self._noise
+        signal, noise = self._noise
         return alike | {"gradient_noise_scale": noise / signal if signal > 0 else None}
 
     def _close_up(self, step: int, metrics, alike: dict) -> None:

@@ -117,6 +117,8 @@ def test_an_example_is_augmented_alike_wherever_it_is(images):
         brightness=random.random(6),
         contrast=random.random(6),
     )
-    whole = everything.train(tf.constant(images), drawn, 24).numpy()
-    part = everything.train(tf.constant(images[2:5]), tf.nest.map_structure(lambda d: d[2:5], drawn), 24)
-    np.testing.assert_array_equal(part, whole[2:5])
+    drawn_for_part = tf.nest.map_structure(lambda d: d[2:5], drawn)
+    for side, rounding in ((32, 0), (24, 1e-6)):  # shrinking is a product of matrices, which some processors round anew
+        whole = everything.train(tf.constant(images), drawn, side).numpy()
+        part = everything.train(tf.constant(images[2:5]), drawn_for_part, side)
+        np.testing.assert_allclose(part, whole[2:5], rtol=0, atol=rounding)

@@ -19,10 +19,16 @@ def test_the_gradient_tap_by_tap_is_tensorflows(side, size):
     kernel = tf.cast(random.normal(size=(size, size, 128, 32)), tf.bfloat16)
     upstream = tf.cast(random.normal(size=(4, side, side, 32)), tf.bfloat16)
     found = gradients(kernels.conv2d, images, kernel, upstream)
-    expected = gradients(lambda x, k: tf.nn.conv2d(x, k, 1, "SAME"), images, kernel, upstream)
-    for ours, theirs in zip(found, expected, strict=True):
-        ours, theirs = tf.cast(ours, tf.float32), tf.cast(theirs, tf.float32)
-        np.testing.assert_allclose(ours, theirs, atol=0.01 * float(tf.reduce_max(tf.abs(theirs))))
+
+    def plain(x, k):
+        return tf.nn.conv2d(x, k, 1, "SAME")
+
+    tensorflows = gradients(plain, images, kernel, upstream)
+    exact = gradients(plain, *(tf.cast(tensor, tf.float32) for tensor in (images, kernel, upstream)))
+    for ours, theirs, true in zip(found, tensorflows, exact, strict=True):
+        error, allowed = (np.abs(tf.cast(which, tf.float32) - true).max() for which in (ours, theirs))
+        # some processors add up in bfloat16, and are themselves that far off
+        assert error <= max(1.5 * allowed, 0.01 * np.abs(true).max())
 
 
 def kinds(dtype, channels, device, strides=1, padding="SAME"):
