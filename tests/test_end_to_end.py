@@ -79,7 +79,8 @@ def one_run(tmp_path_factory):
     return directory, result
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 4])
 def test_two_epochs_on_any_number_of_towers(tmp_path, one_run, count):
     result = run(dataclasses.replace(QUICK, num_gpus=count, train_dir=str(tmp_path / "run")))
     for found in (result, one_run[1]):
@@ -312,6 +313,7 @@ def test_a_profile_is_written_and_told(tmp_path, capsys):
     assert "profile of steps 1 to 2: a step takes" in told and "Conv2DBackpropFilter" in told
 
 
+@pytest.mark.slow
 def test_two_seeds_are_told_apart(tmp_path, one_run):
     config = dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path), seed=1, checkpoint_every_steps=9)
     run(dataclasses.replace(config, max_steps=9))
@@ -320,9 +322,8 @@ def test_two_seeds_are_told_apart(tmp_path, one_run):
     assert "records: different at step 1: loss " in told and "step-00000009 differs in " in told
 
 
-@pytest.mark.parametrize(
-    "settings", [{"optimizer": "muon", "lookahead": True}, pytest.param({"optimizer": "adamw"}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"optimizer": "muon", "lookahead": True}, {"optimizer": "adamw"}])
 def test_every_optimizers_slots_survive_a_stop(tmp_path, settings):
     config = dataclasses.replace(QUICK, num_gpus=2, max_steps=6, learning_rate=0.01, **settings)
     whole, parts = (dataclasses.replace(config, train_dir=str(tmp_path / name)) for name in ("whole", "parts"))
@@ -331,7 +332,6 @@ def test_every_optimizers_slots_survive_a_stop(tmp_path, settings):
     assert run(parts)["weights_sha256"] == run(whole)["weights_sha256"]
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_towers(tmp_path, capsys):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path))
     with pytest.raises(Interrupted):
@@ -340,6 +340,7 @@ def test_a_run_goes_on_with_another_number_of_towers(tmp_path, capsys):
     assert "going on from step 6, saved with 4 towers in float32" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_any_strategy(tmp_path, one_run, capsys):
     """Four towers, then two mirrored replicas, then one tower: step, rate and accuracy go on where they were."""
     config = dataclasses.replace(
@@ -437,6 +438,7 @@ def test_two_trainers_cannot_share_a_directory(saved_run):
         run(config)
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_is_told_and_tried_again(tmp_path, one_run, monkeypatch, capsys):
     """The disk is full for a while: nothing old is lost, and the run ends as if it had not been."""
     config = dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path), checkpoint_every_steps=3)
@@ -473,6 +475,7 @@ def test_records_that_cannot_be_written_do_not_end_a_run(tmp_path, caplog):
     assert len([line for line in caplog.messages if "the run goes on without" in line]) == 2
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path), checkpoint_every_steps=2, keep_checkpoints=1)
     run(dataclasses.replace(config, eval_every_epochs=0.2))
@@ -482,6 +485,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
     assert [facts["step"] for facts in kept] == [best, STEPS] and kept[0]["accuracy"] == scores[best]
 
 
+@pytest.mark.slow
 def test_fresh_starts_again_and_keeps_what_is_not_its_own(tmp_path):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path), max_steps=3)
     (tmp_path / "notes.txt").write_text("mine")
@@ -491,6 +495,7 @@ def test_fresh_starts_again_and_keeps_what_is_not_its_own(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_max_steps_is_a_prefix_of_the_run_and_can_be_raised(tmp_path, one_run):
     config = dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path))
     assert run(dataclasses.replace(config, max_steps=7))["step"] == 7
@@ -542,6 +547,7 @@ def test_a_bad_batch_costs_its_update_and_nothing_else(tmp_path, poison, capsys)
     assert lost == [4, 5, 9]
 
 
+@pytest.mark.slow
 def test_too_many_bad_steps_end_a_run_that_can_go_on(tmp_path, poison):
     poison({4, 5, 6})
     config = dataclasses.replace(DIM, train_dir=str(tmp_path), checkpoint_every_steps=3)
@@ -551,6 +557,7 @@ def test_too_many_bad_steps_end_a_run_that_can_go_on(tmp_path, poison):
     assert run(dataclasses.replace(config, max_bad_steps=4))["bad_steps"] == 3
 
 
+@pytest.mark.slow
 def test_a_stop_between_bad_steps_does_not_reset_their_count(tmp_path, poison):
     poison({4, 5, 6})
     config = dataclasses.replace(DIM, train_dir=str(tmp_path))

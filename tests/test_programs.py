@@ -46,7 +46,7 @@ def test_help_answers_without_tensorflow(program):
         ("train.py", ["--batch_sise=3"], 2, "Did you mean: batch_size"),
         ("train.py", ["here"], 2, "'here' is not a flag"),
         ("train.py", ["--num_gpus=2", "--nosoft_placement", *TINY], 2, "2 towers need 2 GPUs"),
-        ("train.py", ["--batch_size=20000", "--dataset=synthetic"], 2, "more than the 10000 training examples"),
+        pytest.param("train.py", ["--batch_size=20000", "--dataset=synthetic"], 2, "more than the 10000", marks=SLOW),
         pytest.param("train.py", ["--batch_size=1001", "--dataset=synthetic"], 2, "1000 and 1002 can", marks=SLOW),
         ("evaluate.py", ["--train_dir=nowhere"], 2, "no checkpoint in nowhere"),
         ("benchmark.py", ["--towers=5"], 2, "1535 and 1540 can"),
@@ -81,7 +81,7 @@ def test_a_run_into_a_pipe_is_plain_and_quiet(tmp_path):
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 4
 
 
-@pytest.mark.parametrize(("number", "code"), [pytest.param(signal.SIGINT, 130, marks=SLOW), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=SLOW)])
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number, code):
     command = [
         "train.py",
@@ -113,6 +113,7 @@ def test_two_processes_with_one_seed_give_the_same_bits(tmp_path):
     assert first["evaluations"] == second["evaluations"]
 
 
+@pytest.mark.slow
 def test_evaluate_scores_what_train_left(tmp_path):
     """In a process of its own: the data must not wake TensorFlow before the towers do."""
     code, out, err = finish(start("train.py", *TINY, "--max_steps=2", "--deterministic", f"--train_dir={tmp_path}"))
@@ -124,6 +125,7 @@ def test_evaluate_scores_what_train_left(tmp_path):
     assert json.loads(out)["accuracy"] == pytest.approx(trained, abs=0.001)
 
 
+@pytest.mark.slow
 def test_output_onto_a_full_disk_ends_no_run(tmp_path):
     with open("/dev/full", "w") as full:
         command = [sys.executable, str(ROOT / "scripts/train.py"), *TINY, "--max_steps=2", f"--train_dir={tmp_path}"]
@@ -176,6 +178,7 @@ def test_a_benchmark_from_start_to_sentence(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} >= {"benchmark.txt", "benchmark.png", "index.html"}
 
 
+@pytest.mark.slow
 def test_a_prediction_from_one_tower(tmp_path):
     flags = ["--predict", "--link_gb_per_s=2", "--precisions=float32", "--minutes=0", f"--train_dir={tmp_path}"]
     code, out, err = finish(start("benchmark.py", *TINY, *flags, CUDA_VISIBLE_DEVICES=""))

@@ -39,7 +39,7 @@ class StepMetrics(NamedTuple):
     finite: tf.Tensor  # whether all numbers were, so that the weights moved
     bad_tensors: tf.Tensor  # [K] index of each tower's first that was not, as in TowerResult, or -1
     bad_update: tf.Tensor  # index in the state's `moved_names` of the first that was not, or -1
-    close_up: CloseUp | None = None  # if the step was called with a `look`
+    close_up: CloseUp | tuple[()] = ()  # if the step was called with a `look`
 
 
 def make_train_step(
@@ -161,7 +161,7 @@ def metrics(
 ) -> StepMetrics:
     """What K towers' results, an `apply_update` and `look_at_towers` say of a step over `examples` examples. The final
     tower speaks for the loss terms."""
-    close_up = None if seen is None else CloseUp(results[-1].look, alike, *seen)
+    close_up = () if seen is None else CloseUp(results[-1].look, alike, *seen)
     with tf.name_scope("metrics"):
         return StepMetrics(
             loss=_mean([r.losses["cross_entropy"] for r in results]),

@@ -84,7 +84,7 @@ def test_and_so_with_mirrored_variables(towers, examples):
     "settings",
     [
         {"variable_placement": "least_loaded"},
-        {"variable_placement": "round_robin", "batch_statistics": "synchronized"},
+        pytest.param({"variable_placement": "round_robin", "batch_statistics": "synchronized"}, marks=pytest.mark.slow),
         {"parallelism": "model"},
     ],
 )

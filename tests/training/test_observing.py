@@ -129,7 +129,7 @@ def test_looking_changes_no_bit(towers, examples, strategy):
 
 def test_a_step_that_nobody_looks_at_has_nothing_of_it(towers, examples):
     _, batches, training = made(towers(2), examples)
-    assert one_step(training, batches.at(0), None).close_up is None
+    assert one_step(training, batches.at(0), None).close_up == ()
 
 
 def test_a_number_that_is_not_finite_is_looked_at_without_harm(towers, examples):
