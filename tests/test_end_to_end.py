@@ -574,6 +574,7 @@ def test_a_rate_that_is_too_large_is_left_out_of_every_checkpoint(tmp_path):
     assert all_finite(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_rolls_back_to_smaller_rates(tmp_path, poison, monkeypatch, capsys):
     monkeypatch.setattr(health, "MOST_ROLLBACKS", 2)
     steps = {7, 8}
@@ -617,6 +618,7 @@ def test_validation_is_held_out_and_test_is_left_for_the_end(tmp_path):
     assert {r["split"] for r in scores if r["step"] == 8} == {"validation", "test"}
 
 
+@pytest.mark.slow
 def test_seeds_are_repeated_and_averaged(tmp_path, capsys):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path), max_steps=2, seeds="0,1", ema_decay=0.0)
     trainer.train_seeds(config, (0, 1), sources.find("synthetic"), StopRequest())

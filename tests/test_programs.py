@@ -134,6 +134,7 @@ def test_output_onto_a_full_disk_ends_no_run(tmp_path):
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 2
 
 
+@pytest.mark.slow
 def test_comparing_what_is_no_run(tmp_path):
     assert finish(start("compare_runs.py", "--help"))[0] == 0
     assert finish(start("compare_runs.py", str(tmp_path)))[0] == 2
@@ -155,6 +156,7 @@ def test_a_signal_before_the_first_step(tmp_path):
     assert found == 143 and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_benchmark_from_start_to_sentence(tmp_path):
     """One step a visit, two towers: all that is measured of them, and what it is written to."""
     flags = ["--towers=2", "--precisions=float32", "--minutes=0", "--nopeers", f"--train_dir={tmp_path}"]
