@@ -133,6 +133,7 @@ def machine() -> dict:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "packages": {name: _version(name) for name in PACKAGES},
+        "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as TensorFlow chooses"),
         "git_revision": _git_revision(),
     }
 
