@@ -59,11 +59,11 @@ def make_mirrored_step(
     """What `make_train_step` makes, for a `state` that was built in `strategy.scope()`."""
     tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches)
 
-    def on_replica(side: int, shards: Sequence[Batch], look) -> dict:
+    def on_replica(side: int, groups: Sequence[str], shards: Sequence[Batch], look) -> dict:
         context = tf.distribute.get_replica_context()
         tower = towers[int(tf.get_static_value(context.replica_id_in_sync_group))]
         with tf.name_scope(tower.name):
-            result = tower_fn(side, tower, (shards[tower.index], look))
+            result = tower_fn(side, groups, tower, (shards[tower.index], look))
         reduced = [gradient for gradient, _ in result.gradients]
         if batch_statistics == "mean":
             reduced += result.statistics
@@ -87,7 +87,7 @@ def make_mirrored_step(
 
     @tf.function(autograph=False)
     def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 32, look=None) -> StepMetrics:
-        outcome = strategy.run(on_replica, (side, split_batch(batch, towers), look))
+        outcome = strategy.run(on_replica, (side, tuple(rates), split_batch(batch, towers), look))
         said = _by_replica(strategy, outcome["said"])
         statistics = outcome["statistics"]
         if batch_statistics != "mean":

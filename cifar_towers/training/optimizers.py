@@ -4,7 +4,8 @@ A rule owns its variables' slots. `rule.move(index, gradient, rate, step)` tells
 slots, without assigning them. The optimizer calls it on the variable's device, where its slots are too.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -109,11 +110,13 @@ def orthogonalize(kernel: tf.Tensor, iterations: int = 3) -> tf.Tensor:
 
 
 class Group(NamedTuple):
-    """Variables that one rule moves at one rate: `rate(step)` gives it on the host, step counted from 0."""
+    """Variables that one rule moves at one rate: `rate(step)` gives it on the host, step counted from 0. From step
+    `until` on they rest for good, and their gradients need not be taken."""
 
     name: str
     rule: Momentum | AdamW | Muon
     rate: Callable[[int], float]
+    until: float = math.inf
 
 
 class Optimizer:
@@ -123,20 +126,25 @@ class Optimizer:
         self.groups = [group for group in groups if group.rule.variables]
 
     def rates(self, step: int, factor: float = 1.0) -> dict[str, float]:
-        """Group name -> rate, times `factor`, of the update that makes step `step` into `step + 1`."""
-        return {group.name: factor * group.rate(step) for group in self.groups}
+        """Group name -> rate, times `factor`, of the update that makes step `step` into `step + 1`; without the groups
+        that rest."""
+        return {group.name: factor * group.rate(step) for group in self.groups if step < group.until}
+
+    def moving(self, rates: Container[str]) -> list[tf.Variable]:
+        """The variables of the groups that have a rate."""
+        return [variable for group in self.groups if group.name in rates for variable in group.rule.variables]
 
     def moves(self, gradients: Sequence[tuple], rates: dict[str, tf.Tensor], step: tf.Tensor) -> Moves:
         """What N x (gradient, variable), in any order, make of variables and slots, each by its group's rule; what has
-        no gradient stays."""
+        no gradient, or no rate, stays."""
         gradient_of = {id(variable): gradient for gradient, variable in gradients}
         moves: Moves = []
-        for name, rule, _ in self.groups:
-            for index, variable in enumerate(rule.variables):
+        for group in self.groups:
+            for index, variable in enumerate(group.rule.variables):
                 gradient = gradient_of[id(variable)]
-                if gradient is not None:
+                if gradient is not None and group.name in rates:
                     with tf.device(variable.device):
-                        moves += rule.move(index, tf.convert_to_tensor(gradient), rates[name], step)
+                        moves += group.rule.move(index, tf.convert_to_tensor(gradient), rates[group.name], step)
         return moves
 
     def slots(self) -> dict[str, tf.Variable]:

@@ -107,9 +107,9 @@ def make_optimizer(config: TrainConfig, model: keras.Model, steps_per_epoch: int
     shape = {"linear": schedules.linear, "step": schedules.staircase}[kind]
     whitening_steps = math.ceil(config.whitening_epochs * steps_per_epoch)
 
-    def group(name, variables, peak, factor, rule):
+    def group(name, variables, peak, factor, rule, until=math.inf):
         decay = config.weight_decay * config.learning_rate / peak if peak else 0.0
-        return Group(name, rule(variables, weight_decay=decay), lambda step: peak * factor(step))
+        return Group(name, rule(variables, weight_decay=decay), lambda step: peak * factor(step), until)
 
     def momentum(variables, weight_decay):
         return Momentum(variables, config.momentum, config.nesterov, weight_decay)
@@ -124,7 +124,7 @@ def make_optimizer(config: TrainConfig, model: keras.Model, steps_per_epoch: int
         return shape(step, places, points.values)
 
     def whitening_factor(step):
-        return max(0.0, 1 - step / whitening_steps) if whitening_steps else 0.0
+        return 1 - step / whitening_steps
 
     kernel_rule = {"momentum": momentum, "muon": muon, "adamw": adamw}[config.optimizer]
     rest_rule = adamw if config.optimizer == "adamw" else momentum
@@ -137,7 +137,7 @@ def make_optimizer(config: TrainConfig, model: keras.Model, steps_per_epoch: int
             group("kernels", roles["kernels"], config.learning_rate, recipe_factor, kernel_rule),
             group("biases", roles["biases"], bias_rate, recipe_factor, rest_rule),
             group("head", roles["head"], head_rate, recipe_factor, rest_rule),
-            group("whitening", roles["whitening"], whitening_rate, whitening_factor, rest_rule),
+            group("whitening", roles["whitening"], whitening_rate, whitening_factor, rest_rule, whitening_steps),
         ]
     )
 

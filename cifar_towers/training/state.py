@@ -21,7 +21,7 @@ class TrainState:
     Attributes:
       step: updates done.
       weights: N trained variables. statistics: the model's other variables, frozen filters among them.
-      moved_names: what `apply` assigns, in its order, once it has been traced.
+      moved_names: what `apply` assigns, in its order, by the groups that have a rate, once it has been traced.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class TrainState:
         precision: str = "float32",
     ):
         self.model, self.optimizer = model, optimizer
-        self.moved_names: list[str] = []
+        self.moved_names: dict[frozenset[str], list[str]] = {}
         with pinned(HOST):
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         self.weights = [v.value for v in model.trainable_variables]
@@ -69,13 +69,13 @@ class TrainState:
           look: whether to look at the update closely; None where nobody ever does.
 
         Returns:
-          (whether the variables moved, index in `moved_names` of the first that would not have been finite, or -1,
+          (whether the variables moved, index in its `moved_names` of the first that would not have been finite, or -1,
           what `look_at_update` says of each trained variable or None)
         """
         with tf.name_scope("apply"):
             moves = self.optimizer.moves(gradients, rates, self.step)
             moves += [pair for pair in zip(self.statistics, statistics, strict=True) if pair[1] is not None]
-            self.moved_names = [variable.name.removesuffix(":0") for variable, _ in moves]
+            self.moved_names[frozenset(rates)] = [variable.name.removesuffix(":0") for variable, _ in moves]
             bad = first_bad([value for _, value in moves], [variable.device for variable, _ in moves])
             with tf.device(self.step.device):
                 moves_finite = tf.logical_and(finite, bad < 0)

@@ -55,7 +55,8 @@ def make_train_step(
 ) -> Callable[..., StepMetrics]:
     """The function (batch, rates, side, look) -> metrics that moves `state` by one step.
 
-    `side` is the Python number of pixels the images are shrunk to; each side is traced once. `look` is a tensor that
+    `rates` are those of the optimizer's groups that move; no gradient is taken for the others. `side` is the Python
+    number of pixels the images are shrunk to. Each set of groups and each side is traced once. `look` is a tensor that
     says whether the step is looked at closely; without it there is no `close_up`, and nothing of it in the graph.
 
     Args:
@@ -72,7 +73,8 @@ def make_train_step(
     def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 32, look=None) -> StepMetrics:
         shards = split_batch(batch, towers)
         looks = [None] * (len(towers) - 1) + [look]  # at the final tower
-        results = run(functools.partial(tower_fn, side), towers, list(zip(shards, looks, strict=True)))
+        on_tower = functools.partial(tower_fn, side, tuple(rates))
+        results = run(on_tower, towers, list(zip(shards, looks, strict=True)))
 
         gradients = average_gradients([r.gradients for r in results], device=gradient_device)  # the towers meet here
 
@@ -93,13 +95,17 @@ def make_tower_fn(
     micro_batches: int = 1,
     stages: Sequence[Stage] = (),
 ) -> Callable[..., TowerResult]:
-    """The function (side, tower, (shard, look)) -> result that each tower runs. It only reads."""
+    """The function (side, groups, tower, (shard, look)) -> result that each tower runs: it takes the gradients of the
+    variables in these of the optimizer's groups. It only reads."""
     forward = watched_staged_call(stages, state.model) if stages else watched_call(state.model)
 
-    def on_part(side: int, look, weights: list[tf.Tensor], statistics: list[tf.Tensor], part: Batch) -> TowerResult:
+    def on_part(
+        side: int, groups: Sequence[str], look, weights: list[tf.Tensor], statistics: list[tf.Tensor], part: Batch
+    ) -> TowerResult:
         images = augmentation.train(part.images, part.draws, side)
+        moving = {id(variable) for variable in state.optimizer.moving(groups)}
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(weights)
+            tape.watch([w for w, variable in zip(weights, state.weights, strict=True) if id(variable) in moving])
             logits, new_statistics, activations = forward(weights, statistics, images)
             losses = loss_fn(part.labels, logits, weights)
             scaled = state.loss_scale.scale_loss(losses["total_loss"])
@@ -109,10 +115,10 @@ def make_tower_fn(
         seen = None if look is None else look_at_forward(look, images, part.labels, activations)
         return TowerResult(losses, gradients, changed, count_correct(part.labels, logits), look=seen)
 
-    def on_tower(side: int, tower: Tower, shard_and_look: tuple) -> TowerResult:
+    def on_tower(side: int, groups: Sequence[str], tower: Tower, shard_and_look: tuple) -> TowerResult:
         shard, look = shard_and_look
         values = state.read()  # once for all parts: they travel to the tower
-        part_fn = functools.partial(on_part, side, look, *values)
+        part_fn = functools.partial(on_part, side, groups, look, *values)
         results = run_on_parts(part_fn, shard, micro_batches, in_turn=not stages)
         pairs = [list(zip(r.gradients, state.weights, strict=True)) for r in results]
         losses = {term: _mean([r.losses[term] for r in results]) for term in results[0].losses}

@@ -103,7 +103,7 @@ class Trainer:
         self.profile = Window(self.directory, *window) if window else None
         sides = schedules.parse_points("image_sides", config.image_sides or "0=32")
         self.sides = sides.steps(self.total_steps, self.steps_per_epoch), sides.values
-        self.traced_sides: set[int] = set()
+        self.traced: set[tuple] = set()  # sides of the images, and groups of variables that move
         self.health = health.Health(config.max_bad_steps)
         every, keep = config.checkpoint_every_steps, config.keep_checkpoints
         self.keeper = Keeper(self.directory, self.state, every, keep, self.say)
@@ -167,7 +167,7 @@ class Trainer:
                 metrics = self._step(batch, rates, side)
                 self._profile(Window.after, step + 1)
                 step, scores = step + 1, []
-                self._judge(step, metrics, batch, side)
+                self._judge(step, metrics, batch, rates, side)
                 self.reporter.step(step, metrics, rates, side, self.health)
                 self.clock.charge("report")
                 if self._at_evaluation(step):
@@ -196,22 +196,23 @@ class Trainer:
         return f"{told}: the same command goes on from it"
 
     def _step(self, batch: Batch, rates: dict[str, float], side: int) -> StepMetrics:
-        first_of_side = side not in self.traced_sides
+        variant = side, *rates
+        first = variant not in self.traced
         looked_at = self.reporter.looks_at(int(self.state.step.numpy()) + 1)
         with tf.device(HOST):
             rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
             arguments = batch, rates, side, tf.constant(looked_at)
-        if first_of_side:
+        if first:
             with self.stop.at_once():  # it takes a while, and nothing has changed yet
                 function = self.train_step.get_concrete_function(*arguments)
-            if not self.traced_sides:
+            if not self.traced:
                 self.reporter.graph(function)
         metrics = self.train_step(*arguments)
         close_up = metrics.close_up if looked_at else ()
         metrics = tf.nest.map_structure(lambda tensor: tensor.numpy(), metrics._replace(close_up=close_up))
-        self.clock.charge("compile" if first_of_side else "train")
-        self.clock.count(0 if first_of_side else self.config.batch_size)
-        self.traced_sides.add(side)
+        self.clock.charge("compile" if first else "train")
+        self.clock.count(0 if first else self.config.batch_size)
+        self.traced.add(variant)
         return metrics
 
     def _profile(self, what: Callable, *step: int) -> None:
@@ -221,7 +222,7 @@ class Trainer:
             self.say(lines)
             self.clock.charge("profile")
 
-    def _judge(self, step: int, metrics: StepMetrics, batch: Batch, side: int) -> None:
+    def _judge(self, step: int, metrics: StepMetrics, batch: Batch, rates: dict[str, float], side: int) -> None:
         """Counts and tells a step that made no update, unless it is float16's loss scale that is being found.
 
         Raises:
@@ -232,8 +233,10 @@ class Trainer:
         overflowed = np.isfinite(metrics.tower_losses).all() and (metrics.bad_tensors >= 0).any()
         if overflowed and self.state.loss_scale.can_shrink():
             return
-        names = list(metrics.losses), [v.name.removesuffix(":0") for v in self.state.weights], self.state.moved_names
-        what = health.describe(metrics, self.towers, *names)
+        weights = [v.name.removesuffix(":0") for v in self.state.weights]
+        what = health.describe(
+            metrics, self.towers, list(metrics.losses), weights, self.state.moved_names[frozenset(rates)]
+        )
         try:
             self.say(self.health.bad(step, what + self._where_from(metrics, batch, side)))
         except DivergedError as error:

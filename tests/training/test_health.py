@@ -11,7 +11,15 @@ from cifar_towers.data.batches import Batches
 from cifar_towers.errors import DivergedError
 from cifar_towers.training import health, setup
 
-NET = {"model": "speednet93", "crop": 20, "shift": 0, "batch_size": 24, "whitening_images": 60, "ema_decay": 0.9}
+NET = {
+    "model": "speednet93",
+    "crop": 20,
+    "shift": 0,
+    "batch_size": 24,
+    "whitening_images": 60,
+    "whitening_epochs": 1,
+    "ema_decay": 0.9,
+}
 WAYS = [
     {},
     {"strategy": "mirrored"},
@@ -49,7 +57,7 @@ class Run:
 
     def told(self, metrics):
         names = [v.name.removesuffix(":0") for v in self.state.weights]
-        return health.describe(metrics, self.towers, list(metrics.losses), names, self.state.moved_names)
+        return health.describe(metrics, self.towers, list(metrics.losses), names, *self.state.moved_names.values())
 
 
 def same(before, after):

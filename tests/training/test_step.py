@@ -118,7 +118,8 @@ def test_metrics_are_of_all_towers_and_losses_of_the_final_one(towers, examples)
 def test_everything_is_where_it_should_be(towers, examples, model, policy):
     """Read from the traced graph of four devices: variables, forward, backward, averaging, updates."""
     crop = 24 if model == "cifarnet" else 0
-    config = TrainConfig(model=model, crop=crop, batch_size=8, whitening_images=20, variable_placement=policy)
+    whitening = {"whitening_images": 20, "whitening_epochs": 1}
+    config = TrainConfig(model=model, crop=crop, batch_size=8, variable_placement=policy, **whitening)
     batches = Batches(examples, 8, 0)
     state, step, _ = setup.make_training(config, towers(4), "float32", examples, batches.steps_per_epoch, 10)
     rates = {name: tf.constant(0.1) for name in state.optimizer.rates(0)}
@@ -185,6 +186,40 @@ def test_statistics_are_the_mean_of_the_towers_and_frozen_filters_stay(towers, e
     state, _ = trained(towers(3), examples, "float32", 2, **settings)
     np.testing.assert_array_equal(state.model.get_layer("whitening").kernel, before)
     assert float(tf.reduce_max(tf.abs(state.model.get_layer("group1_norm1").moving_mean.value))) > 0
+
+
+@pytest.mark.parametrize("strategy", ["towers", "mirrored"])
+def test_what_rests_gets_no_gradient_and_changes_nothing_else(towers, examples, strategy):
+    """After its epochs the whitening's bias rests, and the backward pass ends at the convolution after it."""
+    settings = {"model": "speednet93", "crop": 0, "whitening_images": 200, "whitening_epochs": 0.1}
+    config = TrainConfig(**{**CIFARNET, **settings}, strategy=strategy)
+    batches = Batches(examples, config.batch_size, 0)
+    weights, backward = [], []
+    for rests in (False, True):
+        state, step, _ = setup.make_training(config, towers(2), "float32", examples, batches.steps_per_epoch, 100)
+        assert "whitening" in state.optimizer.rates(1) and "whitening" not in state.optimizer.rates(2)
+        rates = {name: tf.constant(rate, tf.float32) for name, rate in state.optimizer.rates(2).items()}
+        if not rests:
+            rates["whitening"] = tf.constant(0.0)
+        executed = needed(step.get_concrete_function(batches.at(2), rates).graph)
+        backward.append(sum(op.type == "Conv2DBackpropInput" for op in executed))
+        metrics = step(batches.at(2), rates)
+        assert bool(metrics.finite)
+        weights.append([weight.numpy() for weight in state.weights])
+    assert backward[1] == backward[0] - 2  # one a tower
+    for moved, rested in zip(*weights, strict=True):
+        np.testing.assert_array_equal(moved, rested)
+
+
+def needed(graph):
+    """The operations that a function's results and effects need: the others are never executed."""
+    found, left = set(), [*(tensor.op for tensor in graph.outputs), *graph.control_outputs]
+    while left:
+        op = left.pop()
+        if op not in found:
+            found.add(op)
+            left += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+    return found
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(towers, examples):
