@@ -3,9 +3,11 @@
 `make_towers(n)` is called once, first thing in a program: TensorFlow fixes its devices when it first uses them.
 """
 
+import functools
 import logging
 import os
 import subprocess
+from pathlib import Path
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -149,3 +151,14 @@ def _gpu_memory_mb(index: int) -> int:
             f"several towers on /GPU:{index} need a share of its memory, and the driver does not tell its size; "
             "set gpu_memory_limit_mb"
         ) from error
+
+
+@functools.cache
+def processor_features() -> frozenset[str]:
+    """The instruction sets of the first processor by their Linux names, as `avx2`; empty on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    named = (line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(named, "").split())

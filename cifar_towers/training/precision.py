@@ -1,10 +1,8 @@
 """What the towers compute in, and the loss scale that float16 needs."""
 
-import re
-from pathlib import Path
-
 import tensorflow as tf
 
+from cifar_towers.towers.devices import processor_features
 from cifar_towers.towers.placement import HOST, pinned
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "float64": "float64"}
@@ -22,9 +20,9 @@ def choose(precision: str, device: str) -> tuple[str, str]:
         capability = tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[0])
         native = capability.get("compute_capability", (0, 0)) >= (8, 0)
         return ("bfloat16", "the GPU computes it natively") if native else ("float32", "the GPU has no bfloat16")
-    features = set(re.findall(r"avx512_bf16|amx_bf16|\bbf16\b", _processor_flags()))
-    if features:
-        return "bfloat16", f"the processor has {', '.join(sorted(features))}"
+    native = processor_features() & {"avx512_bf16", "amx_bf16", "bf16"}
+    if native:
+        return "bfloat16", f"the processor has {', '.join(sorted(native))}"
     return "float32", "the processor has no bfloat16 of its own"
 
 
@@ -80,10 +78,3 @@ class LossScale:
             shrunk = tf.where(finite, self.scale, tf.maximum(self.scale / 2, 1.0))
             self.scale.assign(tf.where(grow, self.scale * 2, shrunk))
             self.good_steps.assign(good_steps)
-
-
-def _processor_flags() -> str:
-    try:
-        return Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    except OSError:  # not Linux
-        return ""

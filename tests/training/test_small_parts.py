@@ -92,10 +92,11 @@ def test_weight_losses_add_to_the_total():
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"), [("flags: fma avx512_bf16", "bfloat16"), ("flags: amx_bf16", "bfloat16"), ("", "float32")]
+    ("features", "expected"),
+    [({"fma", "avx512_bf16"}, "bfloat16"), ({"amx_bf16"}, "bfloat16"), ({"bf16_like"}, "float32"), (set(), "float32")],
 )
-def test_auto_precision_reads_the_processor(monkeypatch, flags, expected):
-    monkeypatch.setattr(precision, "_processor_flags", lambda: flags)
+def test_auto_precision_reads_the_processor(monkeypatch, features, expected):
+    monkeypatch.setattr(precision, "processor_features", lambda: features)
     assert precision.choose("auto", "/CPU:0")[0] == expected
     assert precision.choose("float16", "/CPU:0")[0] == "float16"
 
