@@ -116,7 +116,7 @@ def _benchmark(stop: StopRequest) -> None:
     config = settings.parse_command_line(
         settings.BenchmarkConfig,
         sys.argv,
-        "Measures a recipe's step on this machine: placements, strategies, numbers of towers.\n\n"
+        "Measures a recipe's step on this machine: placements, strategies, numbers of towers; or how it grows.\n\n"
         "  benchmark.py --flagfile=configs/speed94.cfg --towers=1,2,4",
     )
     stop.leave_at_once("the benchmark ends unfinished; the same command starts it again")
@@ -124,9 +124,9 @@ def _benchmark(stop: StopRequest) -> None:
 
     sources.find(config.dataset, config.data_dir)  # what cannot be had is said before anything slow
     import_tensorflow()
-    from cifar_towers.benchmark import runner
+    from cifar_towers.benchmark import growth, runner
 
-    runner.run(config)
+    (growth if config.growth else runner).run(config)
 
 
 def serve_benchmark(config: settings.BenchmarkConfig, towers: int, connection) -> None:

@@ -50,14 +50,18 @@ def publish(directory: Path, facts: Mapping, rows: Sequence["Row"], predictions:
 
 def table(rows: Sequence["Row"]) -> str:
     """Aligned text, a variation a line, the fastest of a precision first."""
-    lines = [_cells(row) for row in _sorted(rows)]
-    widths = [max(map(len, column)) for column in zip(HEADINGS, *lines, strict=True)]
+    return align([HEADINGS, *(_cells(row) for row in _sorted(rows))], left=(0, 1, 2, 4))
+
+
+def align(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+    """Lines of as many cells each, under each other; the columns `left` from the left, the others from the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if index in (0, 1, 2, 4) else cell.rjust(width)
+            cell.ljust(width) if index in left else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
-        for line in (HEADINGS, *lines)
+        for line in lines
     )
 
 

@@ -59,15 +59,12 @@ class Row:
 def run(config: BenchmarkConfig) -> None:
     """Measures, prints the table and the conclusion, and writes them with plots to the config's directory."""
     start = time.monotonic()
-    try:
-        config.directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"train_dir={config.directory} cannot be made: {error.strerror}") from error
+    make_directory(config)
     counts, variations = _plan(config)
     with ExitStack() as stack:
         workers, devices = {}, {}
         for count in counts:  # one after another: the first may have to download the data
-            workers[count] = stack.enter_context(_worker(config, count))
+            workers[count] = stack.enter_context(open_worker(config, count))
             devices[count] = workers[count]()
         rows = _prepare(variations, workers)
         if not rows:
@@ -91,6 +88,14 @@ def run(config: BenchmarkConfig) -> None:
         **records.machine(),
     }
     report.publish(config.directory, facts, rows, predictions)
+
+
+def make_directory(config: BenchmarkConfig) -> None:
+    """The place for what is written, before anything is measured."""
+    try:
+        config.directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"train_dir={config.directory} cannot be made: {error.strerror}") from error
 
 
 def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[Variation]]:
@@ -118,7 +123,7 @@ def _doubled(most: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def _worker(config: BenchmarkConfig, count: int):
+def open_worker(config: BenchmarkConfig, count: int):
     """A process with `count` towers, as a function that sends an order, if one is given, and returns the answer."""
     spawn = multiprocessing.get_context("spawn")  # TensorFlow does not survive a fork
     connection, theirs = spawn.Pipe()
