@@ -32,6 +32,12 @@ class Line(NamedTuple):
         """The value there, or the values."""
         return self.start + self.slope * size
 
+    def told(self, unit: str, scale: float = 1.0) -> str:
+        """`100 ms + 2 ms x batch` for values in 1/scale of the unit, and how true that is where it may not be."""
+        sign = "-" if self.slope < 0 else "+"
+        line = f"{scale * self.start:,.0f} {unit} {sign} {scale * abs(self.slope):.3g} {unit} x batch"
+        return f"{line} (at most {100 * self.off:.0f} % off)" if self.n > 2 else line
+
 
 def fit(sizes: Sequence[float], values: Sequence[float]) -> Line | None:
     """The line with the least squares; None where fewer than two points are known (a value of 0 is not)."""
@@ -87,11 +93,9 @@ def conclude(facts: Mapping, series: Sequence["Series"], rows: Mapping["Point", 
     told = []
     if time:
         span = f"{time.n} batches of {batches[0].point.batch_size:,} to {batches[-1].point.batch_size:,}"
-        line = f"{1000 * time.start:.3g} ms + {1000 * time.slope:.3g} ms x batch"
-        told.append(f"A step of {facts['model']} takes {line} ({span}, at most {100 * time.off:.0f} % off)")
+        told.append(f"by {span} a step of {facts['model']} takes {time.told('ms', 1000)}")
     if memory:
-        line = f"{memory.start:,.0f} MB + {memory.slope:.3g} MB x batch"
-        told.append(f"its process holds {line} (at most {100 * memory.off:.0f} % off)")
+        told.append(f"its process holds {memory.told('MB')}")
     if len(towers) > 1:
         few, many = towers[0], towers[-1]
         counts = f"{many.point.towers} towers take {many.median / few.median:.2f} times as long as {few.point.towers}"

@@ -40,6 +40,11 @@ def test_the_fit_tells_how_far_off_it_is():
     assert line == pytest.approx((0.5, 1.5, 1.0, 3))
 
 
+def test_a_line_is_told_with_its_sign_and_how_true_it_is_where_it_may_not_be():
+    assert growth_report.Line(0.1, 0.002, 0.034, 7).told("ms", 1000) == "100 ms + 2 ms x batch (at most 3 % off)"
+    assert growth_report.Line(769.4, -0.542, 0.0, 2).told("MB") == "769 MB - 0.542 MB x batch"
+
+
 def test_the_fit_passes_over_what_is_not_known():
     assert growth_report.fit([1, 2, 3], [5.0, 0.0, 9.0]) == pytest.approx((3.0, 2.0, 0.0, 2))
     assert growth_report.fit([1, 2], [0.0, 9.0]) is None
@@ -152,7 +157,7 @@ def test_what_is_published(tmp_path, capsys):
     told, text = json.loads((tmp_path / "growth.json").read_text()), (tmp_path / "growth.txt").read_text()
     conclusion = told["conclusion"]
     assert conclusion.startswith(
-        "A step of speednet94 takes 100 ms + 2 ms x batch (6 batches of 128 to 4,096, at most 0 % off); "
+        "By 6 batches of 128 to 4,096 a step of speednet94 takes 100 ms + 2 ms x batch (at most 0 % off); "
         "its process holds 500 MB + 1.5 MB x batch (at most 0 % off); "
         "16 towers take 2.00 times as long as 1, and 3.00 times the memory; models go from cifarnet's 2,560 to "
     )
