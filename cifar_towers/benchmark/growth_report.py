@@ -139,12 +139,13 @@ def plot(series: Sequence["Series"], rows: Mapping["Point", "Row"], facts: Mappi
     """PNG: a column for each thing that is varied; images/s, memory, and seconds before the first step."""
     from matplotlib import pyplot as plt
 
+    shown = [one for one in series if _measured(one, rows)]
     figure, panels = plt.subplots(
-        3, len(series), figsize=(4.4 * len(series), 8.4), squeeze=False, sharex="col", layout="constrained"
+        3, len(shown), figsize=(4.4 * len(shown), 8.4), squeeze=False, sharex="col", layout="constrained"
     )
     time, memory_line = lines_of_batch(series, rows)
-    for one, (speed, memory, start) in zip(series, panels.T, strict=True):
-        sizes, found = zip(*_measured(one, rows), strict=True) if _measured(one, rows) else ((), ())
+    for one, (speed, memory, start) in zip(shown, panels.T, strict=True):
+        sizes, found = zip(*_measured(one, rows), strict=True)
         bars = one.varied == "model"
         rates = [row.images_per_sec for row in found]
         ends = [[row.point.batch_size / each(row.step_seconds) for row in found] for each in (max, min)]
@@ -169,10 +170,11 @@ def plot(series: Sequence["Series"], rows: Mapping["Point", "Row"], facts: Mappi
             panel.spines[["top", "right"]].set_visible(False)
         speed.set_title(_headline(one, facts), fontsize=10)
         start.set_xlabel(one.varied)
-    for panel, told in zip(panels[:, 0], ("images/s, median and range", "memory, MB", "before step 1, s"), strict=True):
+    rows_told = {"images/s, median and range": "lower right", "memory, MB": "upper left", "before step 1, s": "best"}
+    for panel, (told, place) in zip(panels[:, 0], rows_told.items(), strict=True):
         panel.set_ylabel(told)
         if panel.get_legend_handles_labels()[0]:
-            panel.legend(frameon=False)
+            panel.legend(frameon=False, loc=place)
     figure.suptitle(f"{facts['recipe']}, {facts['precision']}; {facts['processor']}, {facts['date']}")
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=120, facecolor="white")
@@ -202,7 +204,7 @@ def _title(facts: Mapping) -> str:
     return (
         f"{facts['recipe']}: {facts['model']} and others, {facts['precision']}, {facts['dataset']}; "
         f"{facts['processor']}, {facts['cores']} cores, {facts['devices']} {facts['kind']}; {facts['date']}, "
-        f"{facts['minutes']:.0f} minutes"
+        f"{facts['minutes']:.0f} min"
     )
 
 
