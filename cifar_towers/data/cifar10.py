@@ -1,4 +1,4 @@
-"""CIFAR-10 through TensorFlow Datasets: found or downloaded, verified, and decoded to arrays.
+"""CIFAR-10 through TensorFlow Datasets: found or downloaded, decoded to arrays, verified, and kept decoded.
 
 Source of the images: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cifar_towers.data import cache
 from cifar_towers.data.dataset import NUM_CLASSES, Split
 from cifar_towers.errors import DataError
 
@@ -21,25 +22,26 @@ BUILDER = "cifar10/3.0.2"
 ARCHIVE = "cifar-10-binary.tar.gz"
 SOURCE_HOST = "www.cs.toronto.edu"
 SIZES = {"train": 50_000, "test": 10_000}
-DIGESTS = {  # of the decoded splits, as `Split.digest` takes them
+DIGESTS = {  # of the decoded splits, as `Split.digest` says them
     "train": "c50e2d9aebe4fd88c438994f8eb0f97707faa404b3760eb30bd3ede49611335a",
     "test": "4b43d2e153a74d4688cbf861a0a06235f0f42c0171aceaf852242dd01a54fc6d",
 }
 
 
 def locate(data_dir: str = "", timeout_seconds: float = 3.0) -> Path:
-    """Where CIFAR-10 is prepared, or can be: checked in seconds, without TensorFlow.
+    """Where CIFAR-10 is prepared, or can be, or need not be: checked in seconds, without TensorFlow.
 
     Args:
       data_dir: TFDS's directory; by default `TFDS_DATA_DIR` or `~/tensorflow_datasets`.
       timeout_seconds: how long to wait for the download's host.
 
     Raises:
-      DataError: no prepared copy, no archive to prepare it from, and no way to download one.
+      DataError: no copy, decoded or prepared, no archive to prepare it from, and no way to download one.
     """
     directory = Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
     archive = directory / "downloads" / "manual" / ARCHIVE
-    if is_prepared(directory) or archive.exists() or _reachable(SOURCE_HOST, timeout_seconds):
+    decoded = all(cache.holds(_decoded(name), count) for name, count in SIZES.items())
+    if decoded or is_prepared(directory) or archive.exists() or _reachable(SOURCE_HOST, timeout_seconds):
         return directory
     raise DataError(
         f"no CIFAR-10 in {directory} and {SOURCE_HOST} does not answer; put {ARCHIVE} into {archive.parent}, "
@@ -62,11 +64,49 @@ def load(directory: Path) -> tuple[Split, Split]:
 
 
 def read_split(directory: Path, name: str) -> Split:
-    """`train` or `test` as arrays, prepared before if need be, and verified.
+    """`train` or `test` as arrays, verified: as an earlier start has decoded it, or else from the prepared copy.
 
     Raises:
       DataError: as `load`.
     """
+    split = cache.load(_decoded(name), DIGESTS[name])
+    if split:
+        directory = cache.directory()
+    else:
+        split = _from_tfds(locate(str(directory)), name)
+        verify(name, split)
+        cache.save(_decoded(name), split)
+    count, each, digest = len(split.labels), split.class_counts()[0], split.digest
+    log.info("CIFAR-10 %s: %d images, %d a class, sha256 %s, from %s", name, count, each, digest[:16], directory)
+    return split
+
+
+def verify(name: str, split: Split) -> None:
+    """Holds a split against the published counts and the known digest.
+
+    Raises:
+      DataError: naming the split and what differs.
+    """
+    counts = split.class_counts()
+    if len(split.labels) != SIZES[name] or (counts != SIZES[name] // NUM_CLASSES).any():
+        raise DataError(
+            f"CIFAR-10's {name} split has {len(split.labels)} examples, {counts.tolist()} a class; it must have "
+            f"{SIZES[name]}, {SIZES[name] // NUM_CLASSES} a class: delete the copy and let it be prepared again"
+        )
+    if split.digest != DIGESTS[name]:
+        raise DataError(
+            f"CIFAR-10's {name} split is damaged: its digest is {split.digest}, it must be {DIGESTS[name]}; "
+            "delete the copy and let it be prepared again"
+        )
+
+
+def _decoded(name: str) -> str:
+    """What a decoded split is called in the cache."""
+    return f"cifar10-{name}-{DIGESTS[name][:16]}"
+
+
+def _from_tfds(directory: Path, name: str) -> Split:
+    """A split of the prepared copy, prepared before if need be."""
     import tensorflow_datasets as tfds  # takes seconds to import, and reads TFDS_DATA_DIR as it does
 
     tfds.disable_progress_bar()
@@ -79,36 +119,13 @@ def read_split(directory: Path, name: str) -> Split:
         # one file after the other: the stored order is the one the digests are of
         config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
         batches = builder.as_dataset(split=name, shuffle_files=False, batch_size=1000, read_config=config)
-        split = _to_split(tfds.as_numpy(batches))
+        return _to_split(tfds.as_numpy(batches))
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise DataError(
             f"CIFAR-10's {name} split in {directory} cannot be read ({type(error).__name__}: {reason}); "
             "delete the copy and let it be prepared again"
         ) from error
-    verify(name, split)
-    return split
-
-
-def verify(name: str, split: Split) -> None:
-    """Holds a split against the published counts and the known digest, and says so in the log.
-
-    Raises:
-      DataError: naming the split and what differs.
-    """
-    counts = split.class_counts()
-    if len(split.labels) != SIZES[name] or (counts != SIZES[name] // NUM_CLASSES).any():
-        raise DataError(
-            f"CIFAR-10's {name} split has {len(split.labels)} examples, {counts.tolist()} a class; it must have "
-            f"{SIZES[name]}, {SIZES[name] // NUM_CLASSES} a class: delete the copy and let it be prepared again"
-        )
-    digest = split.digest()
-    if digest != DIGESTS[name]:
-        raise DataError(
-            f"CIFAR-10's {name} split is damaged: its digest is {digest}, it must be {DIGESTS[name]}; "
-            "delete the copy and let it be prepared again"
-        )
-    log.info("CIFAR-10 %s: %d images, %d a class, sha256 %s", name, SIZES[name], counts[0], digest[:16])
 
 
 def _to_split(batches) -> Split:

@@ -1,5 +1,7 @@
 """What a data set is here: arrays in memory, with the splits a run trains, chooses and is judged on."""
 
+import dataclasses
+import functools
 import hashlib
 from typing import NamedTuple
 
@@ -9,14 +11,16 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 NUM_CLASSES = len(CLASSES)
 
 
-class Split(NamedTuple):
-    """n examples: images [n, 32, 32, 3] uint8, labels [n] int64."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """n examples that nobody changes: images [n, 32, 32, 3] uint8, labels [n] int64."""
 
     images: np.ndarray
     labels: np.ndarray
 
+    @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of the images' bytes followed by the labels', in stored order."""
+        """SHA-256 of the images' bytes followed by the labels', in stored order; taken once."""
         digest = hashlib.sha256(np.ascontiguousarray(self.images))
         digest.update(np.ascontiguousarray(self.labels.astype(np.int64)))
         return digest.hexdigest()

@@ -59,7 +59,7 @@ def load(source: Source, validation_examples: int = 0, fall_back: bool = False) 
         train, test = synthetic.load()
         class_names = synthetic.CLASSES
         for name, split in (("train", train), ("test", test)):
-            log.info("synthetic %s: %d images, sha256 %s", name, len(split.labels), split.digest()[:16])
+            log.info("synthetic %s: %d images, sha256 %s", name, len(split.labels), split.digest[:16])
     if validation_examples >= len(train.labels):
         raise UsageError(f"validation_examples={validation_examples} leaves none of {len(train.labels)} to train on")
     kept, held = hold_out(train, validation_examples)

@@ -10,6 +10,11 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.errors import DataError, UsageError
 
 
+@pytest.fixture(autouse=True)
+def nothing_decoded(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def offline(monkeypatch):
     monkeypatch.setattr(cifar10, "_reachable", lambda host, timeout: False)
@@ -44,7 +49,7 @@ def test_synthetic_is_balanced_seeded_and_disjoint():
     train, test = synthetic.make(500, 0, 0), synthetic.make(500, 0, 1)
     assert train.images.shape == (500, 32, 32, 3) and train.images.dtype == np.uint8
     assert (train.class_counts() == 50).all()
-    assert synthetic.make(500, 0, 0).digest() == train.digest() != test.digest()
+    assert synthetic.make(500, 0, 0).digest == train.digest != test.digest
 
 
 def test_held_out_examples_leave_train_and_stay_the_same():
@@ -53,7 +58,7 @@ def test_held_out_examples_leave_train_and_stay_the_same():
     assert (len(kept.labels), len(held.labels)) == (200, 100)
     both = np.concatenate([kept.images, held.images]).reshape(300, -1)
     assert len(np.unique(both, axis=0)) == 300
-    assert dataset.hold_out(train, 100)[1].digest() == held.digest()
+    assert dataset.hold_out(train, 100)[1].digest == held.digest
     assert dataset.hold_out(train, 0)[0] is train
 
 
@@ -83,7 +88,7 @@ def test_verify_counts_and_digest():
 def test_the_real_thing():
     _, data = sources.load(sources.find("cifar10"), validation_examples=5000)
     assert [len(s.labels) for s in (data.train, data.validation, data.test)] == [45_000, 5_000, 10_000]
-    assert data.test.digest() == cifar10.DIGESTS["test"]
+    assert data.test.digest == cifar10.DIGESTS["test"]
     pixels = data.train.images.reshape(-1, 3) / 255
     np.testing.assert_allclose(pixels.mean(0), [0.4914, 0.4822, 0.4465], atol=1e-3)
     np.testing.assert_allclose(pixels.std(0), [0.2470, 0.2435, 0.2616], atol=1e-3)

@@ -381,13 +381,20 @@ def _judge_reading(scratch: Path, split: str) -> tuple[str, bool]:
 
 
 def _is_right(directory: Path, split: str) -> bool:
-    return cifar10.read_split(directory, split).digest() == cifar10.DIGESTS[split]
+    _forget_decoded(directory)
+    return cifar10.read_split(directory, split).digest == cifar10.DIGESTS[split]
+
+
+def _forget_decoded(directory: Path) -> None:
+    """Leaves this process no split that was decoded before the damage."""
+    os.environ["XDG_CACHE_HOME"] = str(directory / "cache")
 
 
 def _judge_program(scratch: Path, split: str) -> tuple[str, bool]:
     """One that ends with exit code 3, the code of bad data, and one line that says so."""
 
     def train():
+        _forget_decoded(scratch / "data")
         sys.argv = ["train.py", *ONE_STEP, f"--data_dir={scratch / 'data'}", f"--train_dir={scratch / 'run'}"]
         programs.train()
 
