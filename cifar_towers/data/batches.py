@@ -74,7 +74,8 @@ class Batches:
         options.autotune.enabled = False  # nothing to tune, and its thread delays the end of a stream by seconds
         with tf.device("/CPU:0"):
             steps = tf.data.Dataset.range(first_step, last_step)
-            return steps.map(self.at).prefetch(PREFETCHED).with_options(options)
+            at = tf.autograph.experimental.do_not_convert(self.at)  # it has nothing to convert, and looking takes long
+            return steps.map(at).prefetch(PREFETCHED).with_options(options)
 
     def _order(self, epoch: np.int64) -> np.ndarray:
         if getattr(self, "_ordered", (None, None))[0] != epoch:
