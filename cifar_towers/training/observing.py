@@ -150,7 +150,12 @@ def look_at_towers(look: tf.Tensor, tower_gradients: Sequence[Sequence[tuple]], 
 
 def count(values: tf.Tensor) -> tf.Tensor:
     """[34] float32: lowest and highest value, share of zeros, norm, and how many are in each of 30 equal buckets."""
-    values = tf.cast(tf.reshape(values, [-1]), tf.float32)
+    return _count(tf.cast(tf.reshape(values, [-1]), tf.float32))
+
+
+@tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.float32)])
+def _count(values: tf.Tensor) -> tf.Tensor:
+    """`count`, traced once for all tensors of a device and not for each."""
     values = tf.where(tf.math.is_finite(values), values, 0.0)
     low, high = tf.reduce_min(values), tf.reduce_max(values)
     end = tf.where(high > low, high, low + tf.maximum(1.0, tf.abs(low)))
