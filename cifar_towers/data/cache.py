@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from cifar_towers import storage
 from cifar_towers.data.dataset import Split
-from cifar_towers.training import storage
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
+from cifar_towers import storage
 from cifar_towers.errors import DataError, UsageError
-from cifar_towers.training import storage
 
 DIRECTORY, PREFIX, FACTS = "checkpoints", "state", "facts.json"
 

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from cifar_towers import storage
 from cifar_towers.config import TrainConfig, parse_window
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch, Batches
@@ -24,7 +25,7 @@ from cifar_towers.reporting.reporter import Reporter, told
 from cifar_towers.signals import NOTHING_DONE, StopRequest
 from cifar_towers.towers import Tower, run_on_parts, split_batch
 from cifar_towers.towers.placement import HOST, PLACEMENTS
-from cifar_towers.training import choosing, directory, health, schedules, setup, storage
+from cifar_towers.training import choosing, directory, health, schedules, setup
 from cifar_towers.training.keeper import Keeper
 from cifar_towers.training.step import StepMetrics
 

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from cifar_towers import programs
+from cifar_towers import programs, storage
 from cifar_towers.data import synthetic
-from cifar_towers.training import checkpoints, storage, trainer
+from cifar_towers.training import checkpoints, trainer
 from tests.faults import chamber
 from tests.faults.chamber import Experiment, Outcome
 from tests.faults.subjects import OURS

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cifar_towers.training import storage
+from cifar_towers import storage
 from tests.faults.disk import Disk, lay_out
 
 
