@@ -10,7 +10,7 @@ import pytest
 
 from cifar_towers import storage
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 CONTENT = {"weights.bin": bytes(range(256)) * 40, "facts.json": b'{"step": 2}', "empty": b""}
 
 
