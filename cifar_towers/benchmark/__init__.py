@@ -1,1 +1,1 @@
-"""Placements, strategies and numbers of towers, measured on the machine at hand: `scripts/benchmark.py`."""
+"""What is measured on the machine at hand: `scripts/benchmark.py` and `scripts/speedrun.py`."""

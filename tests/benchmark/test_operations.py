@@ -1,0 +1,102 @@
+import pytest
+import tensorflow as tf
+
+from cifar_towers.benchmark import operations
+from cifar_towers.config import TrainConfig
+from cifar_towers.data import synthetic
+from cifar_towers.data.batches import Batches
+from cifar_towers.training import setup
+
+
+def traced(function, *shapes, dtype=tf.float32):
+    return tf.function(function, autograph=False).get_concrete_function(*(tf.TensorSpec(s, dtype) for s in shapes))
+
+
+def convolution(images, kernel):
+    return tf.nn.conv2d(images, kernel, 1, "SAME")
+
+
+def gradients(images, kernel):
+    with tf.GradientTape() as tape:
+        tape.watch([images, kernel])
+        output = convolution(images, kernel)
+    return tape.gradient(output, [images, kernel])
+
+
+ONE = 2 * 4 * 10 * 10 * 3 * 3 * 5 * 7  # a SAME 3x3 convolution of 5 to 7 channels over four images of 10 x 10
+SHAPES = [4, 10, 10, 5], [3, 3, 5, 7]
+
+
+def test_a_convolution_and_its_two_gradients():
+    assert operations.count(traced(convolution, *SHAPES)) == {"Conv2D": ONE}
+    found = operations.count(traced(gradients, *SHAPES))  # the output's own gradient is ones: no output is needed
+    assert found == {"Conv2DBackpropInput": ONE, "Conv2DBackpropFilter": ONE}
+
+
+def test_what_no_result_needs_is_not_counted():
+    """TensorFlow writes both gradients of a convolution into the graph, whichever is asked for."""
+    function = traced(lambda images, kernel: gradients(images, kernel)[1], *SHAPES)
+    assert {"Conv2DBackpropInput"} <= {op.type for op in function.graph.get_operations()}
+    assert operations.count(function) == {"Conv2DBackpropFilter": ONE}
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "expected"),
+    [
+        (lambda x, y: tf.nn.conv2d(x, y, 2, "VALID"), SHAPES, {"Conv2D": 2 * 4 * 4 * 4 * 9 * 5 * 7}),
+        (tf.matmul, ([3, 4], [4, 5]), {"MatMul": 2 * 3 * 4 * 5}),
+        (lambda x, y: tf.matmul(x, y, transpose_a=True), ([4, 3], [4, 5]), {"MatMul": 2 * 3 * 4 * 5}),
+        (tf.matmul, ([6, 3, 4], [6, 4, 5]), {"BatchMatMulV2": 6 * 2 * 3 * 4 * 5}),
+        (lambda x, y: tf.matmul(x, y, adjoint_a=True), ([6, 4, 3], [6, 4, 5]), {"BatchMatMulV2": 6 * 2 * 3 * 4 * 5}),
+        (lambda x, y: tf.einsum("oh,bhc->boc", x, y), ([2, 3], [4, 3, 5]), {"Einsum": 2 * 2 * 3 * 4 * 5}),
+        (
+            lambda x, y: tf.nn.depthwise_conv2d(x, y, [1] * 4, "SAME"),
+            ([4, 10, 10, 5], [3, 3, 5, 2]),
+            {"DepthwiseConv2dNative": 2 * 4 * 100 * 5 * 2 * 9},
+        ),
+        (lambda x, y: tf.nn.gelu(x + y), ([4], [4]), {}),
+    ],
+)
+def test_hand_counted(function, shapes, expected):
+    assert operations.count(traced(function, *shapes)) == expected
+
+
+def test_called_functions_count_where_they_are_called_and_of_branches_the_larger():
+    compiled = tf.function(tf.matmul, jit_compile=True, autograph=False)
+
+    def calls(x, y):
+        return compiled(compiled(x, y), y)
+
+    def chooses(x, y):
+        return tf.cond(x[0, 0] > 0, lambda: tf.matmul(x, y), lambda: tf.matmul(tf.matmul(x, y), y))
+
+    assert operations.count(traced(calls, [4, 4], [4, 4])) == {"MatMul": 2 * 2 * 4**3}
+    assert operations.count(traced(chooses, [4, 4], [4, 4])) == {"MatMul": 2 * 2 * 4**3}
+
+
+def test_what_cannot_be_counted_is_named():
+    with pytest.raises(ValueError, match=r"Conv2D .*\(None, 10, 10, 7\)"):
+        operations.count(traced(convolution, [None, 10, 10, 5], SHAPES[1]))
+
+    def loop(x, y):
+        return tf.while_loop(lambda x: x[0, 0] < 1, lambda x: [tf.matmul(x, y)], [x])
+
+    with pytest.raises(ValueError, match="how often the loop while turns"):
+        operations.count(traced(loop, [4, 4], [4, 4]))
+
+
+def test_a_speednet_takes_what_its_layers_say_on_one_tower_and_on_two(towers):
+    """118 million multiply-adds an image forward, as many for each of the two gradients; bfloat16 takes some of them
+    as products of matrices, which changes no number."""
+    examples, side = 8, 32
+    train = synthetic.make(100, seed=0, stream=0)
+    totals = {}
+    for count, precision in ((1, "float32"), (2, "float32"), (1, "bfloat16")):
+        config = TrainConfig(model="speednet94", optimizer="momentum", batch_size=examples, num_gpus=count)
+        batches = Batches(train, examples, seed=0)
+        training = setup.make_training(config, towers(count), precision, train, batches.steps_per_epoch, 10)
+        rates = {name: tf.TensorSpec([], tf.float32) for name in training.state.optimizer.rates(0)}
+        function = training.train_step.get_concrete_function(batches.stream(0, 1).element_spec, rates, side)
+        totals[count, precision] = sum(operations.count(function).values())
+    assert totals[1, "float32"] / examples == pytest.approx(3 * 2 * 118e6, rel=0.01)
+    assert len(set(totals.values())) == 1
