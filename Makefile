@@ -5,7 +5,7 @@ NUM_GPUS ?= 0
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help setup train test test-long test-browser faults faults-long lint format evaluate bench tensorboard clean
+.PHONY: help setup train test test-long test-browser faults faults-long lint format evaluate bench speedrun tensorboard clean
 .DEFAULT_GOAL := help
 
 help:  ## this menu
@@ -31,6 +31,9 @@ evaluate: .venv/ready  ## score the newest checkpoint of a run: ARGS='--train_di
 
 bench: .venv/ready  ## measure placements, strategies and numbers of towers for CONFIG, in 15 minutes
 	@$(BIN)/python scripts/benchmark.py --dataset=auto --flagfile=configs/$(CONFIG).cfg $(ARGS)
+
+speedrun: .venv/ready  ## time CONFIG to 94 % over five seeds, against this machine's limit and beside others' steps (hours)
+	@$(BIN)/python scripts/speedrun.py --dataset=auto --flagfile=configs/$(CONFIG).cfg $(ARGS)
 
 tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
 	@$(BIN)/tensorboard --logdir runs --samples_per_plugin=images=50 $(ARGS)

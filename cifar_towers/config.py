@@ -27,6 +27,13 @@ MODELS = (
     "speednet95",
     "speednet96",
 )
+PEERS = {  # of the race, and the nets each of them has
+    "pytorch": ("speednet94", "resnet20"),
+    "pytorch-compiled": ("speednet94", "resnet20"),
+    "keras": MODELS,
+    "keras-mirrored": MODELS,
+    "tutorial": ("cifarnet",),
+}
 MOST_TRACED = 100  # steps of a profile
 Config = TypeVar("Config")
 
@@ -276,6 +283,11 @@ class TrainConfig(DeviceConfig):
             raise UsageError(f"batch_size={self.batch_size} cannot be shared by {what}; {near} can")
         return self.batch_size // towers
 
+    def varied(self, **changes) -> "TrainConfig":
+        """The recipe alone, with other values for some settings."""
+        recipe = {field.name: getattr(self, field.name) for field in dataclasses.fields(TrainConfig)}
+        return TrainConfig(**recipe | changes)
+
     @property
     def name(self) -> str:
         """The recipe's name, or the model's where no recipe was given."""
@@ -344,9 +356,7 @@ class BenchmarkConfig(TrainConfig):
             raise UsageError(f"precisions={self.precisions} is not for growth; give one, as precision")
         for count in self.tower_counts:
             self.tower_batch_size(count)
-        for name in filter(None, self.precisions.split(",")):
-            if name not in ("float32", "bfloat16", "float16"):
-                raise UsageError(f"precisions={self.precisions}: {name!r} is not one of float32, bfloat16, float16")
+        parse_names("precisions", self.precisions, ("float32", "bfloat16", "float16"))
         varied = ("strategy", "variable_placement", "parallelism", "num_gpus")
         for name in varied:
             if getattr(self, name) != _default_of(TrainConfig, name):
@@ -354,11 +364,6 @@ class BenchmarkConfig(TrainConfig):
 
     def _check_towers(self) -> None:
         """What goes together is seen when the settings are `varied`."""
-
-    def varied(self, **changes) -> TrainConfig:
-        """The recipe alone, with other values for some settings."""
-        recipe = {field.name: getattr(self, field.name) for field in dataclasses.fields(TrainConfig)}
-        return TrainConfig(**recipe | changes)
 
     @property
     def tower_counts(self) -> tuple[int, ...]:
@@ -377,6 +382,45 @@ class BenchmarkConfig(TrainConfig):
         return Path(self.train_dir or f"runs/benchmark-{self.name}")
 
 
+@dataclasses.dataclass(frozen=True)
+class SpeedrunConfig(TrainConfig):
+    """A recipe, the seeds it is raced over, and whom its step is run beside."""
+
+    seeds: str = setting("0,1,2,3,4", "Run", "seeds to train, one after another; empty: only the side-by-side")
+    target: float = setting(
+        0.94, "Race", "the fraction that the mean test accuracy, with the recipe's TTA, is to reach", low=0, high=1
+    )
+    rounds: int = setting(
+        3,
+        "Race",
+        "visits to each contestant of the side-by-side, in another order each time; 0: no side-by-side",
+        low=0,
+    )
+    peers: str = setting("", "Race", f"who else runs: some of {', '.join(PEERS)}; by default all that have the net")
+    precisions: str = setting(
+        "", "Race", "what the side-by-side computes in; by default what precision says, and float32"
+    )
+    peer_python: str = setting("", "Race", "the Python that has PyTorch; by default the one that runs this")
+
+    def __post_init__(self):
+        super().__post_init__()
+        parse_names("precisions", self.precisions, ("float32", "bfloat16"))
+        for name in parse_names("peers", self.peers, tuple(PEERS)):
+            if self.model not in PEERS[name]:
+                raise UsageError(f"peers={self.peers}: {name} has no {self.model}; leave it")
+        if self.target_accuracy:
+            raise UsageError(
+                "target_accuracy ends a run early, and a race is over whole runs; give --target, the mean's"
+            )
+        if not self.seeds and not self.rounds:
+            raise UsageError("seeds is empty and rounds=0, which leave nothing to do; give one of them")
+
+    @property
+    def directory(self) -> Path:
+        """`train_dir`, or its default."""
+        return Path(self.train_dir or f"runs/speedrun-{self.name}")
+
+
 def _default_of(config_class: type, name: str) -> Any:
     return config_class.__dataclass_fields__[name].default
 
@@ -390,6 +434,15 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     if any(not 0 <= seed < 2**31 for seed in seeds) or len(set(seeds)) < len(seeds):
         raise UsageError(f"seeds={text} must be different numbers from 0 to {2**31 - 1}")
     return seeds
+
+
+def parse_names(setting: str, text: str, known: Sequence[str]) -> list[str]:
+    """`"one,other"` -> its names, each once."""
+    names = list(dict.fromkeys(name for name in text.split(",") if name))
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{setting}={text}: {name!r} is not one of {', '.join(known)}")
+    return names
 
 
 def parse_window(text: str) -> tuple[int, int] | None:

@@ -29,6 +29,11 @@ def benchmark() -> None:
     sys.exit(_run(_benchmark))
 
 
+def speedrun() -> None:
+    """`speedrun.py`: times a recipe to its target over seeds, and its step beside others'."""
+    sys.exit(_run(_speedrun))
+
+
 def compare_runs() -> None:
     """`compare_runs.py`: says whether two runs are the same. Exit code 0 if so, 1 if not, as `diff`."""
     sys.exit(_run(_compare_runs))
@@ -127,6 +132,24 @@ def _benchmark(stop: StopRequest) -> None:
     from cifar_towers.benchmark import growth, runner
 
     (growth if config.growth else runner).run(config)
+
+
+def _speedrun(stop: StopRequest) -> None:
+    config = settings.parse_command_line(
+        settings.SpeedrunConfig,
+        sys.argv,
+        "Times a recipe over seeds, each in a process of its own, against what this machine could do; and its step\n"
+        "beside others'. The same command goes on where it stopped. Runs are not evaluated on the way.\n\n"
+        "  speedrun.py --flagfile=configs/speed94.cfg --seeds=0,1,2",
+    )
+    stop.leave_at_once("the seeds that are done are kept; the same command goes on")
+    from cifar_towers.data import sources
+
+    source = sources.find(config.dataset, config.data_dir)
+    import_tensorflow()
+    from cifar_towers.benchmark import speedrun
+
+    speedrun.run(config, source)
 
 
 def serve_benchmark(config: settings.BenchmarkConfig, towers: int, connection) -> None:

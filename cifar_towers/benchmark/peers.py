@@ -18,30 +18,44 @@ FED = 3  # different batches, fed again and again
 def keras_fit(
     model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, batches: Batches
 ) -> Callable[[int], Iterator[tuple[float, float]]]:
-    """`fit` of a stock copy of `model`, under MirroredStrategy where there are several towers.
-
-    It gets images that are augmented beforehand. Returns a function (steps) -> (seconds, 0) for each of them: the
-    time from one batch's end to the next, without that of a first batch.
-    """
+    """`fit_arrays` with images that are augmented beforehand: a function (steps) -> (seconds, 0) for each of them."""
     first = [batches.at(step) for step in range(FED)]
     images = np.concatenate([augmentation.train(batch.images, batch.draws) for batch in first])
     labels = np.concatenate([batch.labels for batch in first])
+    fit = fit_arrays(model, towers, images, labels, batches.batch_size)
+    return lambda steps: ((seconds, 0.0) for seconds in fit(steps))
+
+
+def fit_arrays(
+    model: keras.Model,
+    towers: Sequence[Tower],
+    images: np.ndarray,
+    labels: np.ndarray,
+    batch_size: int,
+    jit_compile: bool | str = "auto",
+) -> Callable[[int], Iterator[float]]:
+    """`fit` of a stock copy of `model` on the same images again and again, under MirroredStrategy where there are
+    several towers.
+
+    Returns a function (steps) -> seconds of each of them: the time from one batch's end to the next, without that of
+    a first batch.
+    """
     strategy = tf.distribute.MirroredStrategy([tower.device for tower in towers])
     with strategy.scope() if len(towers) > 1 else tf.device(towers[0].device):
         copy = stock(model)
         copy.compile(
             keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            jit_compile=jit_compile,
         )
-    data = tf.data.Dataset.from_tensor_slices((images, labels)).batch(batches.batch_size, drop_remainder=True)
+    data = tf.data.Dataset.from_tensor_slices((images, labels)).batch(batch_size, drop_remainder=True)
     data = data.cache().repeat().prefetch(2)
 
-    def run(steps: int) -> Iterator[tuple[float, float]]:
+    def run(steps: int) -> Iterator[float]:
         ends: list[float] = []
         note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
         copy.fit(data, steps_per_epoch=steps + 1, epochs=1, verbose=0, shuffle=False, callbacks=[note])
-        for seconds in np.diff(ends):
-            yield float(seconds), 0.0
+        yield from np.diff(ends).tolist()
 
     return run
 

@@ -1,0 +1,149 @@
+"""The same net, batch and machine in turn: whole trainings of ours, and the bare steps of peers."""
+
+import dataclasses
+import math
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from cifar_towers.benchmark import processes
+from cifar_towers.benchmark.peers import FED
+from cifar_towers.config import PEERS, SpeedrunConfig
+from cifar_towers.data.augment import Augmentation
+from cifar_towers.data.batches import Batches
+from cifar_towers.errors import RunError
+from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
+
+OURS = "cifar_towers"
+VISIT_SECONDS, LEAST_STEPS = 15.0, 8  # a visit is about this long, and has this many steps at least
+PLANNED_BY = 3  # steps of the training that tells how long a step takes
+
+
+@dataclasses.dataclass
+class Contestant:
+    """Who takes part; `images_per_sec` holds one number a round."""
+
+    name: str
+    precision: str
+    images: int  # of a step
+    images_per_sec: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Images a second."""
+        return statistics.median(self.images_per_sec)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """A quarter of the rounds were slower than the first, a quarter faster than the second."""
+        if len(self.images_per_sec) < 2:
+            return self.median, self.median
+        low, _, high = statistics.quantiles(self.images_per_sec, n=4, method="inclusive")
+        return low, high
+
+
+def run(
+    config: SpeedrunConfig, precisions: Sequence[str], batches: Batches, augmentation: Augmentation
+) -> tuple[list[Contestant], dict[str, str]]:
+    """Rounds of visits to all who can run; and who was left out, with the reason.
+
+    Ours are trainings by `scripts/train.py`, input, summaries and all. Peers make steps over `FED` of the same
+    batches. All are on full images, and every first step is left out.
+    """
+    towers = config.num_gpus or CPU_TOWERS_BY_DEFAULT
+    visits: list[tuple[Contestant, Callable[[int], float], int]] = []
+    left_out: dict[str, str] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_batches(folder / "batches.npz", batches, augmentation)
+        for precision in precisions:
+            visit = _training(config, precision)
+            rate = visit(PLANNED_BY)
+            visits.append((Contestant(OURS, precision, config.batch_size), visit, _steps(config.batch_size / rate)))
+            print(f"{OURS}, {precision}: a step {config.batch_size / rate:.2f} s", flush=True)
+        for name in _peers(config):
+            for precision in _precisions_of(name, precisions):
+                images = config.batch_size * (towers if name == "tutorial" else 1)
+                command = [*_command(name, config, towers), f"--model={config.model}", f"--precision={precision}"]
+                command += [f"--batch_size={config.batch_size}", f"--data={folder / 'batches.npz'}"]
+                try:
+                    ask = stack.enter_context(processes.peer(command))
+                    (step,) = ask(1)
+                except RunError as error:
+                    left_out[f"{name}, {precision}"] = str(error)
+                    print(f"{name}, {precision}: left out: {error}", flush=True)
+                    continue
+                visits.append((Contestant(name, precision, images), _asking(ask, images), _steps(step)))
+                print(f"{name}, {precision}: a step {step:.2f} s", flush=True)
+        for number in range(config.rounds):
+            print(f"round {number + 1}/{config.rounds}", flush=True)
+            order = list(visits)
+            random.Random(number).shuffle(order)
+            for contestant, visit, steps in order:
+                contestant.images_per_sec.append(visit(steps))
+    return [contestant for contestant, _, _ in visits], left_out
+
+
+def write_batches(path: Path, batches: Batches, augmentation: Augmentation) -> None:
+    """The recipe's first batches for peers: images as the net gets them, labels, and the images as they are."""
+    first = [batches.at(step) for step in range(FED)]
+    np.savez(
+        path,
+        images=np.concatenate([augmentation.train(batch.images, batch.draws) for batch in first]),
+        labels=np.concatenate([batch.labels for batch in first]),
+        raw=np.concatenate([batch.images for batch in first]),
+    )
+
+
+def _training(config: SpeedrunConfig, precision: str) -> Callable[[int], float]:
+    """A function (steps) -> images/s of a training of so many, and one that compiles before them."""
+
+    def visit(steps: int) -> float:
+        changes = {"image_sides": "", "max_steps": steps + 1, "tta": 0, "eval_every_epochs": 0.0, "seeds": ""}
+        changes |= {
+            "precision": precision,
+            "fresh": True,
+            "train_dir": str(config.directory / "side-by-side" / precision),
+        }
+        return processes.train(config.varied(**changes), quiet=True)["images_per_sec"]
+
+    return visit
+
+
+def _asking(ask: Callable[[int], list[float]], images: int) -> Callable[[int], float]:
+    """A function (steps) -> images/s of a peer; before them is one step that finds the memory as another left it."""
+    return lambda steps: images * steps / sum(ask(steps + 1)[1:])
+
+
+def _steps(seconds: float) -> int:
+    return max(LEAST_STEPS, math.ceil(VISIT_SECONDS / seconds))
+
+
+def _peers(config: SpeedrunConfig) -> list[str]:
+    asked = [name for name in config.peers.split(",") if name]
+    return asked or [name for name, models in PEERS.items() if config.model in models]
+
+
+def _precisions_of(name: str, precisions: Sequence[str]) -> list[str]:
+    """Those that a peer has: the tutorial is of float32, and none is of float16."""
+    known = ("float32",) if name == "tutorial" else ("float32", "bfloat16")
+    return [precision for precision in precisions if precision in known]
+
+
+def _command(name: str, config: SpeedrunConfig, towers: int) -> list[str]:
+    """How a peer is started, without what all are told."""
+    pytorch = [config.peer_python or sys.executable, processes.script("peers/pytorch_step.py")]
+    keras = [sys.executable, processes.script("peers/keras_fit.py")]
+    return {
+        "pytorch": pytorch,
+        "pytorch-compiled": [*pytorch, "--compile"],
+        "keras": keras,
+        "keras-mirrored": [*keras, f"--mirrored={towers}"],
+        "tutorial": [sys.executable, processes.script("peers/tutorial_graph.py"), f"--towers={towers}"],
+    }[name]

@@ -1,0 +1,155 @@
+"""The race: a recipe over seeds, each as a user would train it, against what this machine could do at its best."""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from cifar_towers.benchmark import ceilings, operations, processes, side_by_side, standings
+from cifar_towers.benchmark.ceilings import Ceilings
+from cifar_towers.benchmark.standings import Finish
+from cifar_towers.config import SpeedrunConfig, TrainConfig, parse_seeds
+from cifar_towers.data import sources
+from cifar_towers.data.batches import Batches
+from cifar_towers.data.dataset import Split
+from cifar_towers.errors import UsageError
+from cifar_towers.reporting import records
+from cifar_towers.towers import Tower
+from cifar_towers.training import directory, schedules, setup
+from cifar_towers.training.precision import choose
+
+CEILINGS = "ceilings.json"  # in a seed's directory: what was measured before and after it
+ONE_TOWER = {"num_gpus": 1, "strategy": "towers", "parallelism": "data", "micro_batches": 1, "all_reduce": "auto"}
+ONE_TOWER |= {"variable_placement": "cpu", "gradient_device": "variable", "seeds": ""}
+
+
+class Work(NamedTuple):
+    """What a run has to do: steps, and operations of one of them by kind, a side of its images."""
+
+    steps: dict[int, int]
+    operations: dict[int, dict[str, int]]
+
+    def total(self, less: int = 0) -> int:
+        """Operations of the run, without `less` steps of each side."""
+        return sum((self.steps[side] - less) * sum(of_step.values()) for side, of_step in self.operations.items())
+
+    def by_kind(self) -> dict[str, int]:
+        """Operations of the run."""
+        kinds: Counter[str] = Counter()
+        for side, of_step in self.operations.items():
+            kinds.update({kind: self.steps[side] * count for kind, count in of_step.items()})
+        return dict(kinds)
+
+
+def run(config: SpeedrunConfig, source: sources.Source) -> None:
+    """Trains the seeds that are not yet trained, then runs the side-by-side; prints both, and writes speedrun.json
+    and speedrun.txt."""
+    try:
+        config.directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"train_dir={config.directory} cannot be made: {error.strerror}") from error
+    towers = setup.open_towers(config.varied(**ONE_TOWER))  # all cores for one operation, as the ceilings want it
+    source, dataset = sources.load(source, config.validation_examples, fall_back=config.dataset == "auto")
+    if source.banner:
+        print(source.banner)
+    config = dataclasses.replace(config, dataset=dataset.name)
+    try:
+        batches = Batches(dataset.train, config.batch_size, config.seed, config.flip)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    computed_in, _ = choose(config.precision, towers[0].device)
+    facts = {
+        "recipe": config.name,
+        "model": config.model,
+        "batch_size": config.batch_size,
+        "dataset": dataset.name,
+        "precision": computed_in,
+        "tta": config.tta,
+        "target": config.target,
+        "date": date.today().isoformat(),
+        **records.machine(),
+    }
+    race = {}
+    if config.seeds:
+        work = count_work(config, towers, computed_in, dataset.train, batches)
+        race = standings.tally(_finishes(config, computed_in), work.total(), work.total(less=1), config.target)
+        race |= {"operations": work.by_kind(), "steps": sum(work.steps.values())}
+    standings.publish(config.directory, facts, race)
+    if config.rounds:
+        asked = [name for name in config.precisions.split(",") if name]
+        precisions = list(dict.fromkeys(asked or [computed_in, "float32"]))
+        rows, left_out = side_by_side.run(config, precisions, batches, setup.make_augmentation(config))
+        standings.publish(config.directory, facts, race, rows, left_out)
+
+
+def count_work(config: TrainConfig, towers: Sequence[Tower], computed_in: str, train: Split, batches: Batches) -> Work:
+    """The operations of a recipe's run, counted in its step as one tower makes it, once for each side of its images."""
+    total = math.ceil(config.epochs * batches.steps_per_epoch) or config.max_steps
+    last = min(total, config.max_steps or total)
+    points = schedules.parse_points("image_sides", config.image_sides or "0=32")
+    places = points.steps(total, batches.steps_per_epoch)
+    steps = Counter(int(schedules.staircase(step, places, points.values, before=32)) for step in range(last))
+    alone = config.varied(**ONE_TOWER)
+    training = setup.make_training(alone, towers[:1], computed_in, train, batches.steps_per_epoch, total)
+    rates = {name: tf.TensorSpec([], tf.float32) for name in training.state.optimizer.rates(0)}
+    batch = batches.stream(0, 1).element_spec
+    counted = {
+        side: operations.count(training.train_step.get_concrete_function(batch, rates, side)) for side in sorted(steps)
+    }
+    return Work(dict(steps), counted)
+
+
+def _finishes(config: SpeedrunConfig, computed_in: str) -> list[Finish]:
+    """One training a seed, and the machine's ceilings before, between and after them."""
+    finishes = []
+    before = ceilings.measure(computed_in)
+    for seed in parse_seeds(config.seeds):
+        train_dir = config.directory / f"seed{seed}"
+        changes = {"seed": seed, "seeds": "", "train_dir": str(train_dir), "eval_every_epochs": 0.0}
+        wanted = config.varied(**changes)
+        _check_settings(train_dir, wanted)
+        earlier = {} if config.fresh else records.read_json_if_any(train_dir / directory.RESULT)
+        result = processes.train(wanted)
+        reused = result == earlier
+        if not reused:
+            after = ceilings.measure(computed_in)
+            records.write_json(train_dir / CEILINGS, {"measured": [before, after]})
+            before = after
+        measured = records.read_json_if_any(train_dir / CEILINGS).get("measured", [])
+        environment = records.read_json_if_any(train_dir / directory.ENVIRONMENT)
+        finishes.append(
+            Finish(
+                seed=seed,
+                reused=reused,
+                revision=environment.get("git_revision", "unknown"),
+                seconds=result["seconds"],
+                images_per_sec=result["images_per_sec"],
+                accuracy=standings.accuracy(result["evaluations"], config.tta),
+                plain_accuracy=standings.accuracy(result["evaluations"], 0),
+                ceilings=[Ceilings(*numbers) for numbers in measured],
+            )
+        )
+    return finishes
+
+
+def _check_settings(train_dir: Path, wanted: TrainConfig) -> None:
+    """Refuses a run of other settings: a training may go on with other towers, a race may not."""
+    if wanted.fresh:
+        return
+    theirs = records.read_json_if_any(train_dir / directory.CONFIG)
+    passed_over = {"recipe", "train_dir", "data_dir", "fresh"}
+    differing = [
+        f"{name} {theirs[name]} -> {value}"
+        for name, value in dataclasses.asdict(wanted).items()
+        if name in theirs and name not in passed_over and value not in (theirs[name], "auto")
+    ]
+    if differing:
+        raise UsageError(
+            f"{train_dir} is of other settings ({', '.join(differing)}); "
+            "give those, another --train_dir, or --fresh to run all seeds again"
+        )

@@ -1,0 +1,218 @@
+"""What a race came to: means and deviations over its seeds, its share of the ceiling, and tables of both parts."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from cifar_towers.benchmark.ceilings import Ceilings
+from cifar_towers.benchmark.side_by_side import OURS, Contestant
+from cifar_towers.reporting import records
+from cifar_towers.reporting.clock import TRAINING
+
+
+class Published(NamedTuple):
+    """A record that was run elsewhere, on PyTorch."""
+
+    steps: int
+    batch_size: int
+    accuracy: float  # mean, with TTA
+    runs: int
+
+
+PUBLISHED = {"speednet94": Published(243, 1536, 0.9401, 200)}  # the 2025 CIFAR-10 speed record
+
+
+@dataclasses.dataclass
+class Finish:
+    """One seed's training."""
+
+    seed: int
+    reused: bool  # run by an earlier command
+    revision: str  # of the code it ran
+    seconds: dict[str, float]  # by activity
+    images_per_sec: float
+    accuracy: float  # on test, with the recipe's TTA
+    plain_accuracy: float  # without
+    ceilings: list[Ceilings]  # of the machine, before and after it
+
+    @property
+    def training_seconds(self) -> float:
+        """Steps with the wait for their batches and the telling of them; no compilation."""
+        return sum(self.seconds.get(activity, 0.0) for activity in TRAINING)
+
+
+def accuracy(evaluations: Sequence[Mapping], tta: int) -> float:
+    """The last evaluation's on test, of the averaged weights where there are some."""
+    found = {e["weights"]: e["accuracy"] for e in evaluations if (e["split"], e["tta"]) == ("test", tta)}
+    return found.get("ema", found["raw"])
+
+
+def spread(values: Sequence[float]) -> dict:
+    """Mean, standard deviation of a sample (None of one) and how many."""
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.mean(values), "std": deviation, "n": len(values)}
+
+
+def tally(finishes: Sequence[Finish], work: int, timed_work: int, target: float) -> dict:
+    """A race in numbers.
+
+    Args:
+      work: operations of a run.
+      timed_work: without those of the steps that were booked as compilation.
+    """
+    rates = [measured.convolution for finish in finishes for measured in finish.ceilings]
+    training = [finish.training_seconds for finish in finishes]
+    of_activity = {
+        name: spread([finish.seconds.get(name, 0.0) for finish in finishes])
+        for name in ("compile", "start", "evaluate", "save")
+    }
+    reached = spread([finish.accuracy for finish in finishes])
+    ceiling = statistics.mean(rates) if rates else None
+    return {
+        "seeds": [dataclasses.asdict(finish) | {"training_seconds": finish.training_seconds} for finish in finishes],
+        "accuracy": reached,
+        "plain_accuracy": spread([finish.plain_accuracy for finish in finishes]),
+        "training": spread(training),
+        **of_activity,
+        "images_per_sec": spread([finish.images_per_sec for finish in finishes]),
+        "seconds_to_target": statistics.mean(training) if reached["mean"] >= target else None,
+        "work": work,
+        "ceilings": [measured._asdict() for finish in finishes for measured in finish.ceilings],
+        "ceiling": ceiling,
+        "limit_seconds": work / ceiling / 1e9 if ceiling else None,
+        "fraction_of_ceiling": timed_work / statistics.mean(training) / ceiling / 1e9 if ceiling else None,
+    }
+
+
+def publish(
+    folder: Path,
+    facts: Mapping,
+    race: Mapping,
+    rows: Sequence[Contestant] = (),
+    left_out: Mapping[str, str] | None = None,
+) -> None:
+    """Prints what is new, and writes all there is to speedrun.json and speedrun.txt."""
+    title = (
+        f"{facts['recipe']}: {facts['model']}, batches of {facts['batch_size']:,}, {facts['dataset']}, "
+        f"{facts['precision']}; {facts['processor']}, {facts['cores']} cores; {facts['date']}"
+    )
+    parts = [title, *([race_text(facts, race)] if race else []), *([rows_text(facts, rows, left_out)] if rows else [])]
+    as_json = [dataclasses.asdict(row) | {"median": row.median, "quartiles": row.quartiles} for row in rows]
+    told = {**facts, "race": race, "side_by_side": as_json, "left_out": left_out or {}}
+    records.write_json(folder / "speedrun.json", told)
+    records.write_whole(folder / "speedrun.txt", "\n\n".join(parts) + "\n")
+    new = parts[-1:] if rows else parts[1:]
+    if new:
+        print("\n" + "\n\n".join([title, *new, f"written to {folder}: speedrun.txt, speedrun.json"]) + "\n", flush=True)
+
+
+def race_text(facts: Mapping, race: Mapping) -> str:
+    """A line a seed, their mean and deviation, and what they say of the target and of the machine."""
+    heads = [
+        "seed",
+        f"TTA {facts['tta']}",
+        "no TTA",
+        "training",
+        "compilation",
+        "start-up",
+        "evaluation",
+        "saving",
+        "images/s",
+    ]
+    times = ("compile", "start", "evaluate", "save")
+    lines = [
+        [
+            str(seed["seed"]) + "*" * seed["reused"],
+            *(f"{100 * seed[name]:.2f} %" for name in ("accuracy", "plain_accuracy")),
+            f"{seed['training_seconds']:,.1f} s",
+            *(f"{seed['seconds'].get(name, 0.0):,.1f} s" for name in times),
+            f"{seed['images_per_sec']:,.0f}",
+        ]
+        for seed in race["seeds"]
+    ]
+    for which in ("mean", "std"):
+        if race["accuracy"][which] is not None:
+            percents = [f"{100 * race[name][which]:.2f} %" for name in ("accuracy", "plain_accuracy")]
+            seconds = [f"{race[name][which]:,.1f} s" for name in ("training", *times)]
+            lines.append([which, *percents, *seconds, f"{race['images_per_sec'][which]:,.0f}"])
+    return "\n\n".join([aligned([heads, *lines]), _conclusion(facts, race)])
+
+
+def _conclusion(facts: Mapping, race: Mapping) -> str:
+    mean, deviation, n = race["accuracy"].values()
+    told = f"mean {100 * mean:.2f} %, " + (f"std {100 * deviation:.2f}, " if deviation is not None else "") + f"n={n}"
+    seconds, compiling = race["training"]["mean"], race["compile"]["mean"]
+    if race["seconds_to_target"] is None:
+        reached = f"not reached: {told}, after {seconds:,.1f} s of training"
+    else:
+        reached = f"{race['seconds_to_target']:,.1f} s of training ({told})"
+    lines = [
+        f"Seconds to {100 * facts['target']:.2f} %: {reached}; apart from them {compiling:,.1f} s of compilation, "
+        "which hold the first step of each image side.",
+        _shares(race),
+    ]
+    if race["ceiling"]:
+        rates = ", ".join(f"{measured['convolution']:,.0f}" for measured in race["ceilings"])
+        products = ", ".join(f"{measured['matmul']:,.0f}" for measured in race["ceilings"])
+        lines.append(
+            f"This machine's ceiling: {race['ceiling']:,.0f} GFLOP/s (3x3 convolutions forward, before and after each "
+            f"seed: {rates}; products of matrices: {products}). A run at it takes {race['limit_seconds']:,.1f} s; "
+            f"training ran at {100 * race['fraction_of_ceiling']:.1f} % of it."
+        )
+    earlier = [f"{seed['seed']} (revision {seed['revision']})" for seed in race["seeds"] if seed["reused"]]
+    if earlier:
+        lines.append(f"* run by an earlier command: seed {', '.join(earlier)}; --fresh runs all again.")
+    return "\n".join(lines)
+
+
+def _shares(race: Mapping) -> str:
+    kinds = sorted(race["operations"].items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{kind} {100 * count / race['work']:.1f} %" for kind, count in kinds)
+    return (
+        f"Operations of a run, counted in its graph: {race['work'] / 1e9:,.0f} GFLOP in {race['steps']:,} steps "
+        f"({shares}); what is done element by element is not counted."
+    )
+
+
+def rows_text(facts: Mapping, rows: Sequence[Contestant], left_out: Mapping[str, str] | None) -> str:
+    """The side-by-side as a table, and how to read it."""
+    ours = {row.precision: row.median for row in rows if row.name == OURS}
+    lines = [["contestant", "precision", "images/s", "quartiles", "n", "ours/theirs"]]
+    for row in sorted(rows, key=lambda row: (row.precision, -row.median)):
+        low, high = row.quartiles
+        ratio = "-" if row.name == OURS else f"{ours[row.precision] / row.median:.2f}"
+        spread_of = f"{low:,.0f}-{high:,.0f}"
+        lines.append([row.name, row.precision, f"{row.median:,.0f}", spread_of, str(len(row.images_per_sec)), ratio])
+    notes = [READING.format(OURS), *(f"Left out: {who}: {why}" for who, why in (left_out or {}).items())]
+    return "\n\n".join([aligned(lines), "\n".join([*notes, *_published(facts, rows)])])
+
+
+def _published(facts: Mapping, rows: Sequence[Contestant]) -> list[str]:
+    """What the fastest of PyTorch here would need for the record of this net."""
+    theirs = [row for row in rows if row.name.startswith("pytorch")]
+    record = PUBLISHED.get(facts["model"])
+    if not record or not theirs:
+        return []
+    best = max(theirs, key=lambda row: row.median)
+    seconds = record.steps * record.batch_size / best.median
+    return [
+        f"The published recipe on PyTorch, computed and not run: its {record.steps} steps of {record.batch_size:,} at "
+        f"the {best.median:,.0f} images/s of {best.name}, {best.precision}, take {seconds:,.0f} s, without input, to "
+        f"its published mean of {100 * record.accuracy:.2f} % (n={record.runs})."
+    ]
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns of text, the first to the left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
+
+
+READING = (
+    "Medians over n rounds, each of which visits all in another order. {0} is a whole training by scripts/train.py on "
+    "full images, with input and summaries, without its compiling step; peers make bare steps over the same "
+    "batches (the tutorial with its own input). TF_ENABLE_ONEDNN_OPTS is the same for all of TensorFlow; every process "
+    "has all cores."
+)

@@ -1,0 +1,44 @@
+#!/usr/bin/env python3
+"""A net as most people would train it: stock Keras layers and `fit`, mirrored over K logical CPUs if asked to."""
+
+import sys
+from pathlib import Path
+
+import protocol
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from cifar_towers.programs import import_tensorflow
+
+
+def main() -> None:
+    """Needs what the project needs."""
+    parser = protocol.parser(__doc__)
+    parser.add_argument("--mirrored", type=int, default=1, help="replicas under MirroredStrategy; 1: no strategy")
+    parser.add_argument("--compile", action="store_true", help="jit_compile=True; by default Keras decides")
+    given = parser.parse_args()
+    import_tensorflow()
+    from cifar_towers.benchmark import peers
+    from cifar_towers.models import MODELS
+    from cifar_towers.models.speednet import whitening_kernel
+    from cifar_towers.towers import make_towers
+    from cifar_towers.training.precision import POLICIES
+
+    towers = make_towers(given.mirrored)
+    data = protocol.load(given.data, given.batch_size)
+    options = {"side": data["images"].shape[1], "dtype": POLICIES[given.precision]}
+    if given.model.startswith("speednet"):
+        options["whitening"] = whitening_kernel(data["images"])
+    run = peers.fit_arrays(
+        MODELS[given.model](**options),
+        towers,
+        data["images"],
+        data["labels"],
+        given.batch_size,
+        given.compile or "auto",
+    )
+    protocol.serve(run, given.batch_size, given.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""The training graph of TensorFlow's CIFAR-10 tutorial on several towers, rebuilt in `tf.compat.v1`.
+
+Its structure, not its code: a queue that 16 threads fill with images distorted one by one, a queue of whole batches
+before the towers, variables on the CPU, a weight loss, gradients stacked and averaged, plain descent with a rate
+that falls in a staircase, moving averages of all weights, one `session.run` a step. It is spared the summaries.
+Source: "Convolutional Neural Networks", a TensorFlow tutorial of 2015 to 2018.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import protocol
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from cifar_towers.programs import import_tensorflow
+
+SIDE, THREADS, FILLED = 24, 16, 0.4  # pixels of a crop; that fill the queue; share of the images it holds at least
+EXAMPLES, EPOCHS_PER_DECAY = 50_000, 350
+
+
+def main() -> None:
+    """Needs TensorFlow."""
+    parser = protocol.parser(__doc__)
+    parser.add_argument("--towers", type=int, default=2, help="towers on logical CPUs, each with --batch_size images")
+    given = parser.parse_args()
+    if (given.model, given.precision) != ("cifarnet", "float32"):
+        protocol.leave("the tutorial has one net in one precision; give --model=cifarnet --precision=float32")
+    data = protocol.load(given.data, given.batch_size)
+    import_tensorflow()
+    import tensorflow as tf
+
+    with tf.Graph().as_default(), tf.device("/cpu:0"):
+        batches = batch_queue(tf.compat.v1, data["raw"], data["labels"], given.batch_size, given.towers)
+        train, loss = training_graph(tf.compat.v1, batches, given.towers)
+        options = tf.compat.v1.ConfigProto(allow_soft_placement=True, device_count={"CPU": given.towers})
+        with tf.compat.v1.Session(config=options) as session:
+            session.run(tf.compat.v1.global_variables_initializer())
+            coordinator = tf.train.Coordinator()
+            threads = tf.compat.v1.train.start_queue_runners(session, coordinator)
+
+            def run(steps: int) -> Iterator[float]:
+                for _ in range(steps):
+                    start = time.perf_counter()
+                    session.run([train, loss])
+                    yield time.perf_counter() - start
+
+            protocol.serve(run, given.batch_size * given.towers, given.steps)
+            coordinator.request_stop()
+            session.close()  # wakes the threads that wait at a queue
+            coordinator.join(threads, stop_grace_period_secs=5, ignore_live_threads=True)
+
+
+def batch_queue(v1, raw, labels, batch_size: int, towers: int):
+    """A queue of batches ([B, 24, 24, 3] float32, [B] int64), kept filled by threads."""
+    image, label = v1.train.slice_input_producer([raw, labels])
+    image = v1.image.random_flip_left_right(v1.random_crop(v1.cast(image, v1.float32), [SIDE, SIDE, 3]))
+    image = v1.image.random_contrast(v1.image.random_brightness(image, 63), 0.2, 1.8)
+    image = v1.image.per_image_standardization(image)
+    least = int(FILLED * len(labels))
+    batch = v1.train.shuffle_batch([image, label], batch_size, least + 3 * batch_size, least, num_threads=THREADS)
+    queue = v1.FIFOQueue(2 * towers, [part.dtype for part in batch], [part.shape for part in batch])
+    v1.train.add_queue_runner(v1.train.QueueRunner(queue, [queue.enqueue(batch)]))
+    return queue
+
+
+def training_graph(v1, batches, towers: int):
+    """(the operation that makes a step, the last tower's loss)."""
+    count = v1.train.get_or_create_global_step()
+    rate = v1.train.exponential_decay(
+        0.1, count, EPOCHS_PER_DECAY * EXAMPLES // batches.shapes[0][0], 0.1, staircase=True
+    )
+    optimizer = v1.train.GradientDescentOptimizer(rate)
+    gradients_of_towers = []
+    for tower in range(towers):
+        with (
+            v1.device(f"/cpu:{tower}"),
+            v1.name_scope(f"tower_{tower}") as scope,
+            v1.variable_scope("net", reuse=tower > 0),
+        ):
+            images, labels = batches.dequeue()
+            loss = total_loss(v1, net(v1, images), labels, scope)
+            gradients_of_towers.append(optimizer.compute_gradients(loss))
+    update = optimizer.apply_gradients(average_gradients(v1, gradients_of_towers), count)
+    averages = v1.train.ExponentialMovingAverage(0.9999, count)
+    with v1.control_dependencies([update]):
+        return v1.group(averages.apply(v1.trainable_variables())), loss
+
+
+def net(v1, x):
+    """[B, 24, 24, 3] -> [B, 10] logits."""
+
+    def pool(x):
+        return v1.nn.max_pool(x, [1, 3, 3, 1], [1, 2, 2, 1], "SAME")
+
+    def norm(x):
+        return v1.nn.lrn(x, 4, 1.0, 0.001 / 9, 0.75)
+
+    for name, channels_in, bias in (("conv1", 3, 0.0), ("conv2", 64, 0.1)):
+        with v1.variable_scope(name):
+            kernel = variable(v1, "weights", [5, 5, channels_in, 64], 0.05)
+            x = v1.nn.relu(v1.nn.bias_add(v1.nn.conv2d(x, kernel, [1] * 4, "SAME"), constant(v1, [64], bias)))
+        for part in (pool, norm) if name == "conv1" else (norm, pool):
+            x = part(x)
+    x = v1.reshape(x, [x.shape[0], -1])
+    for name, units in (("local3", 384), ("local4", 192)):
+        with v1.variable_scope(name):
+            weights = variable(v1, "weights", [x.shape[1], units], 0.04, decay=0.004)
+            x = v1.nn.relu(v1.matmul(x, weights) + constant(v1, [units], 0.1))
+    with v1.variable_scope("logits"):
+        return v1.matmul(x, variable(v1, "weights", [192, 10], 1 / 192)) + constant(v1, [10], 0.0)
+
+
+def total_loss(v1, logits, labels, scope: str):
+    """Mean cross entropy and the weight losses of one tower."""
+    cross_entropy = v1.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+    return v1.add_n([v1.reduce_mean(cross_entropy), *v1.get_collection("weight_losses", scope)])
+
+
+def average_gradients(v1, gradients_of_towers: list) -> list:
+    """K lists of N (gradient, variable) -> N of their means: a new axis, joined along it, averaged over it."""
+    means = []
+    for of_one in zip(*gradients_of_towers, strict=True):
+        stacked = v1.concat([v1.expand_dims(gradient, 0) for gradient, _ in of_one], 0)
+        means.append((v1.reduce_mean(stacked, 0), of_one[0][1]))
+    return means
+
+
+def variable(v1, name: str, shape: list, deviation: float, decay: float = 0.0):
+    """Weights on the CPU, with their loss on the tower."""
+    with v1.device("/cpu:0"):
+        made = v1.get_variable(name, shape, initializer=v1.truncated_normal_initializer(stddev=deviation))
+    if decay:
+        v1.add_to_collection("weight_losses", decay * v1.nn.l2_loss(made))
+    return made
+
+
+def constant(v1, shape: list, value: float):
+    """Biases on the CPU."""
+    with v1.device("/cpu:0"):
+        return v1.get_variable("biases", shape, initializer=v1.constant_initializer(value))
+
+
+if __name__ == "__main__":
+    main()

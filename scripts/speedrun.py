@@ -1,0 +1,12 @@
+#!/usr/bin/env python3
+"""Times a recipe to its target over seeds: `speedrun.py --flagfile=configs/speed94.cfg --seeds=0,1,2`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cifar_towers.programs import speedrun
+
+if __name__ == "__main__":
+    speedrun()
