@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.config import BenchmarkConfig, EvaluateConfig, TrainConfig, help_text, parse_command_line
+from cifar_towers.config import (
+    BenchmarkConfig,
+    EvaluateConfig,
+    SpeedrunConfig,
+    TrainConfig,
+    help_text,
+    parse_command_line,
+)
 from cifar_towers.errors import UsageError
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.cfg"))
@@ -94,6 +101,29 @@ def test_usage_errors_of_the_benchmark(arguments, told):
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--precisions=float16"], "precisions=float16: 'float16' is not one of float32, bfloat16"),
+        (["--peers=jax"], "peers=jax: 'jax' is not one of pytorch, pytorch-compiled, keras"),
+        (["--peers=tutorial,keras"], "tutorial has no speednet94"),
+        (["--target_accuracy=0.9"], "give --target, the mean's"),
+        (["--seeds=", "--rounds=0"], "leave nothing to do"),
+        (["--seed=3"], "seed=3 and seeds=0,1,2,3,4 are both given"),
+    ],
+)
+def test_usage_errors_of_the_race(arguments, told):
+    with pytest.raises(UsageError) as caught:
+        parse_command_line(SpeedrunConfig, ["speedrun.py", *arguments], "")
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_race_is_of_the_recipe_in_its_flagfile():
+    speed94 = next(path for path in CONFIGS if path.stem == "speed94")
+    config = parse_command_line(SpeedrunConfig, ["speedrun.py", f"--flagfile={speed94}", "--seeds="], "")
+    assert (config.seeds, config.optimizer, str(config.directory)) == ("", "muon", "runs/speedrun-speed94")
+
+
 def test_a_benchmark_is_of_the_recipe_in_its_flagfile():
     speed94 = next(path for path in CONFIGS if path.stem == "speed94")
     config = parse_command_line(BenchmarkConfig, ["benchmark.py", f"--flagfile={speed94}", "--towers=2,1,2"], "")
@@ -127,7 +157,7 @@ def test_the_recipes_there_are():
 
 
 def test_help_has_every_flag_under_a_group():
-    for config_class in (TrainConfig, EvaluateConfig):
+    for config_class in (TrainConfig, EvaluateConfig, SpeedrunConfig):
         text = help_text(config_class, "What it does.")
         for field in dataclasses.fields(config_class):
             assert re.search(rf"^  --(\[no\])?{field.name}\b", text, re.M), field.name

@@ -30,7 +30,10 @@ def finish(process, timeout=120):
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("program", ["train.py", "evaluate.py", "benchmark.py", "report.py", "compare_runs.py"])
+PROGRAMS = ["train.py", "evaluate.py", "benchmark.py", "speedrun.py", "report.py", "compare_runs.py"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_help_answers_without_what_is_slow_to_import(program):
     code, out, err = finish(start(program, "--help"))
     assert code == 0 and "Exit codes" in out and not err
@@ -51,6 +54,7 @@ def test_help_answers_without_what_is_slow_to_import(program):
         pytest.param("train.py", ["--batch_size=1001", "--dataset=synthetic"], 2, "1000 and 1002 can", marks=SLOW),
         ("evaluate.py", ["--train_dir=nowhere"], 2, "no checkpoint in nowhere"),
         ("benchmark.py", ["--towers=5"], 2, "1535 and 1540 can"),
+        ("speedrun.py", ["--seeds=", "--rounds=0"], 2, "leave nothing to do"),
         pytest.param(
             "benchmark.py",
             ["--towers=2", *TINY, "--nosoft_placement", "--train_dir=."],

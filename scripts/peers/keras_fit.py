@@ -17,6 +17,7 @@ def main() -> None:
     parser.add_argument("--mirrored", type=int, default=1, help="replicas under MirroredStrategy; 1: no strategy")
     parser.add_argument("--compile", action="store_true", help="jit_compile=True; by default Keras decides")
     given = parser.parse_args()
+    data = protocol.load(given.data, given.batch_size)
     import_tensorflow()
     from cifar_towers.benchmark import peers
     from cifar_towers.models import MODELS
@@ -25,7 +26,6 @@ def main() -> None:
     from cifar_towers.training.precision import POLICIES
 
     towers = make_towers(given.mirrored)
-    data = protocol.load(given.data, given.batch_size)
     options = {"side": data["images"].shape[1], "dtype": POLICIES[given.precision]}
     if given.model.startswith("speednet"):
         options["whitening"] = whitening_kernel(data["images"])

@@ -145,7 +145,7 @@ def make_step(model: nn.Module, images: np.ndarray, labels: np.ndarray, given) -
     kernels = [p for p in model.parameters() if p.requires_grad and p.ndim == 4]
     if isinstance(model, Speednet94):
         rest = [p for p in model.parameters() if p.requires_grad and p.ndim != 4]
-        turn = torch.compile(orthogonal) if given.compile else orthogonal
+        turn = torch.compile(orthogonal, dynamic=False) if given.compile else orthogonal
         optimizers = [Muon(kernels, turn), torch.optim.SGD(rest, 0.01, 0.825, nesterov=True, fused=True)]
     else:
         optimizers = [torch.optim.SGD(model.parameters(), 0.01, 0.9, weight_decay=2e-4, fused=True)]

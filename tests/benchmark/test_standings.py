@@ -1,0 +1,89 @@
+import json
+
+import pytest
+
+from cifar_towers.benchmark import standings
+from cifar_towers.benchmark.ceilings import Ceilings
+from cifar_towers.benchmark.side_by_side import Contestant
+from cifar_towers.benchmark.standings import Finish
+
+FACTS = {
+    "recipe": "mine", "model": "speednet94", "batch_size": 1536, "dataset": "cifar10", "precision": "float32",
+    "processor": "Abacus", "cores": 2, "tta": 2, "target": 0.94, "date": "2026-01-01",
+}  # fmt: skip
+
+
+def finish(seed, accuracy, train, convolution, reused=False):
+    seconds = {"train": train, "input": 4.0, "report": 1.0, "compile": 20.0, "start": 10.0, "evaluate": 30.0}
+    return Finish(seed, reused, "abc", seconds, 200.0, accuracy, accuracy - 0.01, [Ceilings(convolution, 90.0)] * 2)
+
+
+FINISHES = [finish(0, 0.939, 95.0, 100.0), finish(1, 0.941, 195.0, 120.0), finish(2, 0.943, 145.0, 140.0, reused=True)]
+ROWS = [
+    Contestant("cifar_towers", "float32", 1536, [300.0, 320.0, 310.0]),
+    Contestant("pytorch", "float32", 1536, [155.0, 150.0, 200.0]),
+    Contestant("keras", "float32", 1536, [310.0]),
+]
+
+
+def told(finishes, target=0.94):
+    return standings.tally(finishes, work=18_000_000_000_000, timed_work=9_000_000_000_000, target=target)
+
+
+def test_means_deviations_and_the_share_of_the_ceiling():
+    race = told(FINISHES)
+    assert [seed["training_seconds"] for seed in race["seeds"]] == [100, 200, 150]
+    assert race["accuracy"] == {"mean": pytest.approx(0.941), "std": pytest.approx(0.002), "n": 3}
+    assert race["training"] == {"mean": 150, "std": 50, "n": 3}
+    assert race["seconds_to_target"] == 150 and race["compile"]["mean"] == 20 and race["save"]["mean"] == 0
+    assert race["ceiling"] == 120 and race["limit_seconds"] == pytest.approx(150)
+    assert race["fraction_of_ceiling"] == pytest.approx(9e12 / 150 / 120e9)
+
+
+def test_a_target_that_is_not_reached_and_one_seed_alone():
+    race = told(FINISHES, target=0.9411)
+    assert race["seconds_to_target"] is None
+    text = standings.race_text(FACTS | {"target": 0.9411}, race | {"operations": {"Conv2D": race["work"]}, "steps": 9})
+    assert "Seconds to 94.11 %: not reached: mean 94.10 %, std 0.20, n=3, after 150.0 s of training" in text
+    alone = told(FINISHES[:1])
+    assert alone["accuracy"]["std"] is None
+    text = standings.race_text(FACTS, alone | {"operations": {"Conv2D": alone["work"]}, "steps": 9})
+    assert "mean 93.90 %, n=1" in text and "\nstd" not in text
+
+
+def test_a_race_whose_ceilings_were_lost_says_nothing_of_them():
+    lost = [Finish(**{**vars(each), "ceilings": []}) for each in FINISHES]
+    race = told(lost) | {"operations": {}, "steps": 1}
+    assert race["fraction_of_ceiling"] is None and "ceiling" not in standings.race_text(FACTS, race)
+
+
+def test_the_accuracy_is_of_the_averaged_weights_on_test():
+    evaluations = [
+        {"split": split, "weights": weights, "tta": tta, "accuracy": score}
+        for split, weights, tta, score in [
+            ("validation", "raw", 0, 0.1), ("test", "raw", 0, 0.2), ("test", "raw", 2, 0.3), ("test", "ema", 2, 0.4),
+        ]
+    ]  # fmt: skip
+    assert standings.accuracy(evaluations, 0) == 0.2 and standings.accuracy(evaluations, 2) == 0.4
+
+
+def test_what_is_published(tmp_path, capsys):
+    race = told(FINISHES) | {"operations": {"MatMul": 6_000_000_000_000, "Conv2D": 12_000_000_000_000}, "steps": 256}
+    standings.publish(tmp_path, FACTS, race)
+    first = capsys.readouterr().out
+    assert "Seconds to 94.00 %: 150.0 s of training (mean 94.10 %, std 0.20, n=3)" in first
+    assert "18,000 GFLOP in 256 steps (Conv2D 66.7 %, MatMul 33.3 %)" in first
+    assert "A run at it takes 150.0 s; training ran at 50.0 % of it." in first
+    assert "* run by an earlier command: seed 2 (revision abc)" in first and "\n2*  " in first
+    standings.publish(tmp_path, FACTS, race, ROWS, {"tutorial, float32": "no net"})
+    second = capsys.readouterr().out
+    lines = {line.split()[0]: line.split() for line in second.splitlines() if " float32 " in line and "-" in line}
+    assert lines["cifar_towers"][1:] == ["float32", "310", "305-315", "3", "-"]
+    assert lines["pytorch"][1:] == ["float32", "155", "152-178", "3", "2.00"]
+    assert lines["keras"][1:] == ["float32", "310", "310-310", "1", "1.00"]
+    assert "243 steps of 1,536 at the 155 images/s of pytorch, float32, take 2,408 s" in second
+    assert "Left out: tutorial, float32: no net" in second and "Seconds to" not in second
+    written = (tmp_path / "speedrun.txt").read_text()
+    assert "Seconds to 94.00 %" in written and "take 2,408 s" in written
+    as_json = json.loads((tmp_path / "speedrun.json").read_text())
+    assert as_json["race"]["training"]["mean"] == 150 and as_json["side_by_side"][1]["median"] == 155
