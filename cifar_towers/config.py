@@ -223,7 +223,7 @@ class TrainConfig(DeviceConfig):
         parse_seeds(self.seeds)
         parse_window(self.profile_steps)
         schedules.parse_rate(self.learning_rate_schedule)
-        for side in schedules.parse_points("image_sides", self.image_sides or "0=32").values:
+        for side in schedules.Sides(self.image_sides).points.values:
             if side != int(side) or not 18 <= side <= 32:
                 raise UsageError(f"image_sides={self.image_sides}: sides are whole numbers from 18 to 32")
         if self.num_gpus:

@@ -28,22 +28,29 @@ ONE_TOWER = {"num_gpus": 1, "strategy": "towers", "parallelism": "data", "micro_
 ONE_TOWER |= {"variable_placement": "cpu", "gradient_device": "variable", "seeds": ""}
 
 
-class Work(NamedTuple):
-    """What a run has to do: steps, and operations of one of them by kind, a side of its images."""
+class Kind(NamedTuple):
+    """What the operations of a step depend on: the side of its images, and the groups of variables that it moves."""
 
-    steps: dict[int, int]
-    operations: dict[int, dict[str, int]]
+    side: int
+    moving: tuple[str, ...]
+
+
+class Work(NamedTuple):
+    """What a run has to do: its steps of each kind, and the operations of one of them, by their type."""
+
+    steps: dict[Kind, int]
+    operations: dict[Kind, dict[str, int]]
 
     def total(self, less: int = 0) -> int:
-        """Operations of the run, without `less` steps of each side."""
-        return sum((self.steps[side] - less) * sum(of_step.values()) for side, of_step in self.operations.items())
+        """Operations of the run, without `less` steps of each kind."""
+        return sum((self.steps[kind] - less) * sum(of_step.values()) for kind, of_step in self.operations.items())
 
-    def by_kind(self) -> dict[str, int]:
+    def by_type(self) -> dict[str, int]:
         """Operations of the run."""
-        kinds: Counter[str] = Counter()
-        for side, of_step in self.operations.items():
-            kinds.update({kind: self.steps[side] * count for kind, count in of_step.items()})
-        return dict(kinds)
+        types: Counter[str] = Counter()
+        for kind, of_step in self.operations.items():
+            types.update({name: self.steps[kind] * count for name, count in of_step.items()})
+        return dict(types)
 
 
 def run(config: SpeedrunConfig, source: sources.Source) -> None:
@@ -78,7 +85,7 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
     if config.seeds:
         work = count_work(config, towers, computed_in, dataset.train, batches)
         race = standings.tally(_finishes(config, computed_in), work.total(), work.total(less=1), config.target)
-        race |= {"operations": work.by_kind(), "steps": sum(work.steps.values())}
+        race |= {"operations": work.by_type(), "steps": sum(work.steps.values())}
     standings.publish(config.directory, facts, race)
     if config.rounds:
         asked = [name for name in config.precisions.split(",") if name]
@@ -88,19 +95,18 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
 
 
 def count_work(config: TrainConfig, towers: Sequence[Tower], computed_in: str, train: Split, batches: Batches) -> Work:
-    """The operations of a recipe's run, counted in its step as one tower makes it, once for each side of its images."""
+    """The operations of a recipe's run, counted in its step as one tower makes it, once for each kind of step."""
     total = math.ceil(config.epochs * batches.steps_per_epoch) or config.max_steps
     last = min(total, config.max_steps or total)
-    points = schedules.parse_points("image_sides", config.image_sides or "0=32")
-    places = points.steps(total, batches.steps_per_epoch)
-    steps = Counter(int(schedules.staircase(step, places, points.values, before=32)) for step in range(last))
+    side_at = schedules.Sides(config.image_sides).at(total, batches.steps_per_epoch)
     alone = config.varied(**ONE_TOWER)
     training = setup.make_training(alone, towers[:1], computed_in, train, batches.steps_per_epoch, total)
-    rates = {name: tf.TensorSpec([], tf.float32) for name in training.state.optimizer.rates(0)}
+    steps = Counter(Kind(side_at(step), tuple(training.state.optimizer.rates(step))) for step in range(last))
     batch = batches.stream(0, 1).element_spec
-    counted = {
-        side: operations.count(training.train_step.get_concrete_function(batch, rates, side)) for side in sorted(steps)
-    }
+    counted = {}
+    for kind in steps:
+        rates = dict.fromkeys(kind.moving, tf.TensorSpec([], tf.float32))
+        counted[kind] = operations.count(training.train_step.get_concrete_function(batch, rates, kind.side))
     return Work(dict(steps), counted)
 
 

@@ -123,7 +123,7 @@ def variable_bytes(model: keras.Model) -> list[VariableBytes]:
 
 def largest_side(config: TrainConfig) -> int:
     """The side of the images that most of a recipe's work is done on."""
-    return max(int(side) for side in schedules.parse_points("image_sides", config.image_sides or "0=32").values)
+    return schedules.Sides(config.image_sides).largest()
 
 
 def _timed(call: Callable, stream: Iterator | None, steps: int) -> Iterator[tuple[float, float]]:

@@ -5,6 +5,7 @@ A point's place is an epoch, or with a percent sign a part of the whole run. No 
 
 import bisect
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from cifar_towers.errors import UsageError
@@ -65,6 +66,33 @@ def parse_rate(text: str) -> tuple[str, Points]:
     if kind not in ("linear", "step"):
         raise UsageError(f"learning_rate_schedule={text} must begin with linear: or step:, as linear:0=1,100%=0")
     return kind, parse_points("learning_rate_schedule", points)
+
+
+class Sides:
+    """The side of a run's images, in pixels, step by step."""
+
+    FULL = 32
+
+    def __init__(self, text: str):
+        """`"0=24,45%=32"`; full images throughout if empty.
+
+        Raises:
+          UsageError: as `parse_points`.
+        """
+        self.points = parse_points("image_sides", text or f"0={self.FULL}")
+
+    def largest(self) -> int:
+        """The side that most of a run's work is done on."""
+        return int(max(self.points.values))
+
+    def at(self, total_steps: int, steps_per_epoch: int) -> Callable[[int], int]:
+        """The function step -> side of a run of this length.
+
+        Raises:
+          UsageError: as `Points.steps`.
+        """
+        places = self.points.steps(total_steps, steps_per_epoch)
+        return lambda step: int(staircase(step, places, self.points.values, before=self.FULL))
 
 
 def parse_points(setting: str, text: str) -> Points:

@@ -102,8 +102,7 @@ class Trainer:
         self.say = self.reporter.say
         window = parse_window(config.profile_steps)
         self.profile = Window(self.directory, *window) if window else None
-        sides = schedules.parse_points("image_sides", config.image_sides or "0=32")
-        self.sides = sides.steps(self.total_steps, self.steps_per_epoch), sides.values
+        self.side_at = schedules.Sides(config.image_sides).at(self.total_steps, self.steps_per_epoch)
         self.traced: set[tuple] = set()  # sides of the images, and groups of variables that move
         self.health = health.Health(config.max_bad_steps)
         every, keep = config.checkpoint_every_steps, config.keep_checkpoints
@@ -162,7 +161,7 @@ class Trainer:
                     return step
             for batch in self.batches.stream(first_step, self.last_step):
                 self.clock.charge("input")
-                side = self._side(step)
+                side = self.side_at(step)
                 rates = self.state.optimizer.rates(step, self.health.rate_factor)
                 self._profile(Window.before, step)
                 metrics = self._step(batch, rates, side)
@@ -407,9 +406,6 @@ class Trainer:
         self.health.resume(facts, records.read_json_if_any(self.directory / directory.ROLLBACKS))
         self.say(f"going on from step {facts['step']}, saved with {facts['towers']} towers in {facts['precision']}")
         return facts["step"]
-
-    def _side(self, step: int) -> int:
-        return int(schedules.staircase(step, *self.sides, before=32))
 
     def _at_evaluation(self, step: int) -> bool:
         every = self.config.eval_every_epochs

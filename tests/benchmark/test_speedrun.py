@@ -4,7 +4,7 @@ import json
 import pytest
 
 from cifar_towers.benchmark import ceilings, processes, side_by_side, speedrun
-from cifar_towers.benchmark.speedrun import Work
+from cifar_towers.benchmark.speedrun import Kind, Work
 from cifar_towers.config import SpeedrunConfig, TrainConfig, parse_command_line
 from cifar_towers.data import sources, synthetic
 from cifar_towers.data.batches import Batches
@@ -24,19 +24,25 @@ def test_a_training_is_given_the_settings_it_should_have():
 
 
 def test_the_work_of_a_run_is_that_of_its_steps():
-    work = Work(steps={24: 3, 32: 2}, operations={24: {"Conv2D": 10, "MatMul": 1}, 32: {"Conv2D": 20, "MatMul": 1}})
+    small, large = Kind(24, ("kernels",)), Kind(32, ("kernels",))
+    operations = {small: {"Conv2D": 10, "MatMul": 1}, large: {"Conv2D": 20, "MatMul": 1}}
+    work = Work({small: 3, large: 2}, operations)
     assert work.total() == 3 * 11 + 2 * 21 and work.total(less=1) == 2 * 11 + 21
-    assert work.by_kind() == {"Conv2D": 70, "MatMul": 5}
+    assert work.by_type() == {"Conv2D": 70, "MatMul": 5}
 
 
-def test_work_is_counted_for_each_side_of_the_images(towers):
-    """Ten steps, 30 % of them on smaller images; the head alone does not depend on the side."""
+def test_work_is_counted_for_each_kind_of_step(towers):
+    """Ten steps, 30 % of them on smaller images; the whitening is trained in the first two."""
     train = synthetic.make(80, seed=0, stream=0)
-    config = SpeedrunConfig(model="speednet93", batch_size=8, epochs=1, image_sides="0=20,30%=32", num_gpus=2)
+    config = SpeedrunConfig(model="speednet93", batch_size=8, epochs=1, image_sides="0=20,30%=32", whitening_epochs=0.2)
     work = speedrun.count_work(config, towers(2), "float32", train, Batches(train, 8, 0))
-    assert work.steps == {20: 3, 32: 7}
-    small, large = (work.operations[side]["Conv2D"] for side in (20, 32))
-    assert 0.3 < small / large < (20 / 32) ** 2 and work.operations[20]["MatMul"] == work.operations[32]["MatMul"]
+    rest = ("kernels", "biases", "head")
+    first, small, large = Kind(20, (*rest, "whitening")), Kind(20, rest), Kind(32, rest)
+    assert work.steps == {first: 2, small: 1, large: 7}
+    totals = {kind: sum(operations.values()) for kind, operations in work.operations.items()}
+    assert 0.3 < totals[small] / totals[large] < (20 / 32) ** 2
+    # the gradient to the images of the first convolution after the whitening: 19 x 19, 24 -> 64 channels
+    assert totals[first] - totals[small] == 8 * 2 * 19 * 19 * 24 * 9 * 64
 
 
 def test_a_run_of_other_settings_is_refused(tmp_path):
