@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cifar_towers.benchmark.ceilings import Ceilings
+from cifar_towers.benchmark.report import align
 from cifar_towers.benchmark.side_by_side import OURS, Contestant
 from cifar_towers.reporting import records
 from cifar_towers.reporting.clock import TRAINING
@@ -137,7 +138,7 @@ def race_text(facts: Mapping, race: Mapping) -> str:
             percents = [f"{100 * race[name][which]:.2f} %" for name in ("accuracy", "plain_accuracy")]
             seconds = [f"{race[name][which]:,.1f} s" for name in ("training", *times)]
             lines.append([which, *percents, *seconds, f"{race['images_per_sec'][which]:,.0f}"])
-    return "\n\n".join([aligned([heads, *lines]), _conclusion(facts, race)])
+    return "\n\n".join([align([heads, *lines], left=(0,)), _conclusion(facts, race)])
 
 
 def _conclusion(facts: Mapping, race: Mapping) -> str:
@@ -150,7 +151,7 @@ def _conclusion(facts: Mapping, race: Mapping) -> str:
         reached = f"{race['seconds_to_target']:,.1f} s of training ({told})"
     lines = [
         f"Seconds to {100 * facts['target']:.2f} %: {reached}; apart from them {compiling:,.1f} s of compilation, "
-        "which hold the first step of each image side.",
+        "which hold the first step of each kind.",
         _shares(race),
     ]
     if race["ceiling"]:
@@ -186,7 +187,7 @@ def rows_text(facts: Mapping, rows: Sequence[Contestant], left_out: Mapping[str,
         spread_of = f"{low:,.0f}-{high:,.0f}"
         lines.append([row.name, row.precision, f"{row.median:,.0f}", spread_of, str(len(row.images_per_sec)), ratio])
     notes = [READING.format(OURS), *(f"Left out: {who}: {why}" for who, why in (left_out or {}).items())]
-    return "\n\n".join([aligned(lines), "\n".join([*notes, *_published(facts, rows)])])
+    return "\n\n".join([align(lines, left=(0,)), "\n".join([*notes, *_published(facts, rows)])])
 
 
 def _published(facts: Mapping, rows: Sequence[Contestant]) -> list[str]:
@@ -202,12 +203,6 @@ def _published(facts: Mapping, rows: Sequence[Contestant]) -> list[str]:
         f"the {best.median:,.0f} images/s of {best.name}, {best.precision}, take {seconds:,.0f} s, without input, to "
         f"its published mean of {100 * record.accuracy:.2f} % (n={record.runs})."
     ]
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns of text, the first to the left."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
 
 
 READING = (

@@ -27,6 +27,14 @@ def test_a_staircase_in_epochs(step, expected):
     assert rate("step:3=0.1,6=0.01", step) == expected
 
 
+def test_sides_of_images_step_by_step():
+    side_at = schedules.Sides("0=24,50%=28,3=32").at(total_steps=8, steps_per_epoch=2)
+    assert [side_at(step) for step in range(8)] == [24, 24, 24, 24, 28, 28, 32, 32]
+    late, whole = schedules.Sides("25%=20"), schedules.Sides("")
+    assert [late.at(8, 2)(step) for step in (1, 2)] == [32, 20] and late.largest() == 20
+    assert [whole.at(8, 2)(step) for step in (0, 7)] == [32, 32] and whole.largest() == 32
+
+
 @pytest.mark.parametrize("text", ["cosine:0=1", "linear:", "linear:0", "step:3=x", "linear:5=1,2=0", "linear:-1=0"])
 def test_schedules_that_are_none(text):
     with pytest.raises(UsageError, match="learning_rate_schedule"):
