@@ -207,7 +207,7 @@ def _published(facts: Mapping, rows: Sequence[Contestant]) -> list[str]:
 
 READING = (
     "Medians over n rounds, each of which visits all in another order. {0} is a whole training by scripts/train.py on "
-    "full images, with input and summaries, without its compiling step; peers make bare steps over the same "
+    "full images, with input and summaries, without its compiling step; peers take bare steps over the same "
     "batches (the tutorial with its own input). TF_ENABLE_ONEDNN_OPTS is the same for all of TensorFlow; every process "
     "has all cores."
 )
