@@ -283,6 +283,12 @@ class TrainConfig(DeviceConfig):
             raise UsageError(f"batch_size={self.batch_size} cannot be shared by {what}; {near} can")
         return self.batch_size // towers
 
+    def length(self, steps_per_epoch: int) -> tuple[int, int]:
+        """Steps that the schedules are laid over, and the step that the run ends after, which max_steps may bring
+        forward."""
+        total = math.ceil(self.epochs * steps_per_epoch) or self.max_steps
+        return total, min(total, self.max_steps or total)
+
     def varied(self, **changes) -> "TrainConfig":
         """The recipe alone, with other values for some settings."""
         recipe = {field.name: getattr(self, field.name) for field in dataclasses.fields(TrainConfig)}
@@ -436,9 +442,14 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return seeds
 
 
+def split_names(text: str) -> list[str]:
+    """`"one,other,one"` -> its names, each once."""
+    return list(dict.fromkeys(filter(None, text.split(","))))
+
+
 def parse_names(setting: str, text: str, known: Sequence[str]) -> list[str]:
     """`"one,other"` -> its names, each once."""
-    names = list(dict.fromkeys(name for name in text.split(",") if name))
+    names = split_names(text)
     for name in names:
         if name not in known:
             raise UsageError(f"{setting}={text}: {name!r} is not one of {', '.join(known)}")

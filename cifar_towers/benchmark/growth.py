@@ -7,17 +7,15 @@ import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from datetime import date
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from cifar_towers.benchmark import growth_report
-from cifar_towers.benchmark.runner import VISIT_SECONDS, make_directory, open_worker
+from cifar_towers.benchmark.runner import VISIT_SECONDS, circumstances, make_directory, open_worker
 from cifar_towers.benchmark.variations import Variation
 from cifar_towers.config import BenchmarkConfig
 from cifar_towers.errors import DataError, RunError, UsageError
-from cifar_towers.reporting import records
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
 from cifar_towers.training import precision
 
@@ -85,17 +83,11 @@ def run(config: BenchmarkConfig) -> None:
     rows, left_out = _measure(config, series, computed_in, start, math.inf if gpus else _machine_memory_mb())
     if not rows:
         raise UsageError("nothing could be measured; the lines above say why")
-    facts = {
-        "recipe": config.name,
-        "model": config.model,
-        "batch_size": config.batch_size,
+    facts = circumstances(config, found["dataset"]) | {
         "precision": computed_in,
-        "dataset": found["dataset"],
         "kind": found["kind"],
         "devices": gpus or 1,
-        "date": date.today().isoformat(),
         "minutes": (time.monotonic() - start) / 60,
-        **records.machine(),
     }
     growth_report.publish(config.directory, facts, series, rows, left_out)
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from cifar_towers import programs
 from cifar_towers.benchmark import report
 from cifar_towers.benchmark.variations import Variation, grid
-from cifar_towers.config import BenchmarkConfig
+from cifar_towers.config import BenchmarkConfig, TrainConfig, split_names
 from cifar_towers.data.batches import PREFETCHED
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.reporting import records
@@ -75,22 +75,16 @@ def run(config: BenchmarkConfig) -> None:
                 row.shares = workers[row.variation.towers](("profile", row.variation))
         predictions = _predict(config, rows[0], workers) if config.predict else []
     set_efficiency(rows, devices)
-    facts = {
-        "recipe": config.name,
-        "model": config.model,
-        "batch_size": config.batch_size,
-        "dataset": devices[counts[0]]["dataset"],
+    facts = circumstances(config, devices[counts[0]]["dataset"]) | {
         "kind": devices[counts[0]]["kind"],
         "devices": max(found["physical"] for found in devices.values()),
         "link_gb_per_s": config.link_gb_per_s,
-        "date": date.today().isoformat(),
         "minutes": (time.monotonic() - start) / 60,
-        **records.machine(),
     }
     report.publish(config.directory, facts, rows, predictions)
 
 
-def make_directory(config: BenchmarkConfig) -> None:
+def make_directory(config: TrainConfig) -> None:
     """The place for what is written, before anything is measured."""
     try:
         config.directory.mkdir(parents=True, exist_ok=True)
@@ -98,10 +92,22 @@ def make_directory(config: BenchmarkConfig) -> None:
         raise UsageError(f"train_dir={config.directory} cannot be made: {error.strerror}") from error
 
 
+def circumstances(config: TrainConfig, dataset: str) -> dict:
+    """What was measured, on what, and when."""
+    return {
+        "recipe": config.name,
+        "model": config.model,
+        "batch_size": config.batch_size,
+        "dataset": dataset,
+        "date": date.today().isoformat(),
+        **records.machine(),
+    }
+
+
 def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[Variation]]:
     """Numbers of towers, and what to measure."""
     gpus = len(tf.config.list_physical_devices("GPU"))
-    asked = [name for name in config.precisions.split(",") if name]
+    asked = split_names(config.precisions)
     default = [precision.choose(config.precision, "GPU" if gpus else "CPU")[0], "float32"]
     precisions = list(dict.fromkeys(asked or default))
     if config.predict:

@@ -14,7 +14,7 @@ import numpy as np
 
 from cifar_towers.benchmark import processes
 from cifar_towers.benchmark.peers import FED
-from cifar_towers.config import PEERS, SpeedrunConfig
+from cifar_towers.config import PEERS, SpeedrunConfig, split_names
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import RunError
@@ -126,8 +126,7 @@ def _steps(seconds: float) -> int:
 
 
 def _peers(config: SpeedrunConfig) -> list[str]:
-    asked = [name for name in config.peers.split(",") if name]
-    return asked or [name for name, models in PEERS.items() if config.model in models]
+    return split_names(config.peers) or [name for name, models in PEERS.items() if config.model in models]
 
 
 def _precisions_of(name: str, precisions: Sequence[str]) -> list[str]:

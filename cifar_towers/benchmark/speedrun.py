@@ -1,10 +1,8 @@
 """The race: a recipe over seeds, each as a user would train it, against what this machine could do at its best."""
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +10,9 @@ import tensorflow as tf
 
 from cifar_towers.benchmark import ceilings, operations, processes, side_by_side, standings
 from cifar_towers.benchmark.ceilings import Ceilings
+from cifar_towers.benchmark.runner import circumstances, make_directory
 from cifar_towers.benchmark.standings import Finish
-from cifar_towers.config import SpeedrunConfig, TrainConfig, parse_seeds
+from cifar_towers.config import SpeedrunConfig, TrainConfig, parse_seeds, split_names
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import Split
@@ -56,10 +55,7 @@ class Work(NamedTuple):
 def run(config: SpeedrunConfig, source: sources.Source) -> None:
     """Trains the seeds that are not yet trained, then runs the side-by-side; prints both, and writes speedrun.json
     and speedrun.txt."""
-    try:
-        config.directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"train_dir={config.directory} cannot be made: {error.strerror}") from error
+    make_directory(config)
     towers = setup.open_towers(config.varied(**ONE_TOWER))  # all cores for one operation, as the ceilings want it
     source, dataset = sources.load(source, config.validation_examples, fall_back=config.dataset == "auto")
     if source.banner:
@@ -70,16 +66,10 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
     except ValueError as error:
         raise UsageError(str(error)) from error
     computed_in, _ = choose(config.precision, towers[0].device)
-    facts = {
-        "recipe": config.name,
-        "model": config.model,
-        "batch_size": config.batch_size,
-        "dataset": dataset.name,
+    facts = circumstances(config, dataset.name) | {
         "precision": computed_in,
         "tta": config.tta,
         "target": config.target,
-        "date": date.today().isoformat(),
-        **records.machine(),
     }
     race = {}
     if config.seeds:
@@ -88,7 +78,7 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
         race |= {"operations": work.by_type(), "steps": sum(work.steps.values())}
     standings.publish(config.directory, facts, race)
     if config.rounds:
-        asked = [name for name in config.precisions.split(",") if name]
+        asked = split_names(config.precisions)
         precisions = list(dict.fromkeys(asked or [computed_in, "float32"]))
         rows, left_out = side_by_side.run(config, precisions, batches, setup.make_augmentation(config))
         standings.publish(config.directory, facts, race, rows, left_out)
@@ -96,8 +86,7 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
 
 def count_work(config: TrainConfig, towers: Sequence[Tower], computed_in: str, train: Split, batches: Batches) -> Work:
     """The operations of a recipe's run, counted in its step as one tower makes it, once for each kind of step."""
-    total = math.ceil(config.epochs * batches.steps_per_epoch) or config.max_steps
-    last = min(total, config.max_steps or total)
+    total, last = config.length(batches.steps_per_epoch)
     side_at = schedules.Sides(config.image_sides).at(total, batches.steps_per_epoch)
     alone = config.varied(**ONE_TOWER)
     training = setup.make_training(alone, towers[:1], computed_in, train, batches.steps_per_epoch, total)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import math
 from collections.abc import Callable, Sequence
 
 import keras
@@ -88,8 +87,7 @@ class Trainer:
         self.config = config
         self.batches = self._make_batches()
         self.steps_per_epoch = self.batches.steps_per_epoch
-        self.total_steps = math.ceil(config.epochs * self.steps_per_epoch) or config.max_steps
-        self.last_step = min(self.total_steps, config.max_steps or self.total_steps)
+        self.total_steps, self.last_step = config.length(self.steps_per_epoch)
         self.config = config = self._with_placement(config)
         self.state, self.train_step, self.towers = setup.make_training(
             config, towers, self.precision, dataset.train, self.steps_per_epoch, self.total_steps

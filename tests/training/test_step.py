@@ -125,7 +125,7 @@ def test_everything_is_where_it_should_be(towers, examples, model, policy):
     state, step, _ = setup.make_training(config, towers(4), "float32", examples, batches.steps_per_epoch, 10)
     rates = {name: tf.constant(0.1) for name in state.optimizer.rates(0)}
     function = step.get_concrete_function(batches.at(0), rates)
-    operations = function.graph.get_operations()
+    made = function.graph.get_operations()
 
     kernels = len([w for w in state.weights if w.shape.rank == 4])
     for tower in towers(4):
@@ -144,11 +144,11 @@ def test_everything_is_where_it_should_be(towers, examples, model, policy):
     slots = [slot for group in state.optimizer.groups for slot in zip(group.rule.variables, *group.rule.slots.values())]
     assert all(slot.device == variable.device for variable, *of_one in slots for slot in of_one)
 
-    averaged = [op for op in operations if op.type == "AddN" and op.name.startswith("average_gradients/")]
+    averaged = [op for op in made if op.type == "AddN" and op.name.startswith("average_gradients/")]
     assert len(averaged) == len(state.weights)
     assert [op.device[-5:] for op in averaged] == [v.device[-5:] for v in state.weights]
     home_of = {id(captured): v.device[-5:] for v, captured in captured_handles(function)}
-    updates = [op for op in operations if op.type in ("AssignSubVariableOp", "AssignVariableOp")]
+    updates = [op for op in made if op.type in ("AssignSubVariableOp", "AssignVariableOp")]
     moved = [op for op in updates if id(op.inputs[0]) in home_of]
     assert len(moved) >= len(state.weights)
     assert all(op.device[-5:] == home_of[id(op.inputs[0])] for op in moved)
