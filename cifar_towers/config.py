@@ -5,6 +5,7 @@ This module, and all that runs before training starts, must not import TensorFlo
 
 import dataclasses
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,12 @@ PEERS = {  # of the race, and the nets each of them has
     "keras-mirrored": MODELS,
     "tutorial": ("cifarnet",),
 }
+BUILT_IN, FOLDER = (
+    ("cifar10", "synthetic", "auto"),
+    "folder:",
+)  # data sets, and what the others in directories begin with
+EXPORTS = ("saved_model", "keras", "litert", "onnx")
+REST = "the rest"  # the group of a setting that is not a flag: it takes what else stands on the command line
 MOST_TRACED = 100  # steps of a profile
 Config = TypeVar("Config")
 
@@ -130,12 +137,19 @@ class TrainConfig(DeviceConfig):
     dataset: str = setting(
         "cifar10",
         "Data",
-        "auto: CIFAR-10 if it can be had, else the synthetic set",
-        choices=("cifar10", "synthetic", "auto"),
+        "cifar10, synthetic, auto (CIFAR-10 if it can be had, else synthetic), folder:<path> with a subfolder of "
+        "pictures for each class, or any of TensorFlow Datasets with images and labels",
     )
     data_dir: str = setting("", "Data", "where the prepared data sets are; by default TFDS_DATA_DIR, or TFDS's own")
     validation_examples: int = setting(
         0, "Data", "training examples held out to choose by; 0: none", low=0, high=45_000
+    )
+    image_size: int = setting(
+        32,
+        "Data",
+        "side in pixels; pictures of other sizes are resized to it, from their central square",
+        low=18,
+        high=256,
     )
     batch_size: int = setting(1536, "Data", "examples a step, all towers together", low=1)
     flip: str = setting(
@@ -150,7 +164,7 @@ class TrainConfig(DeviceConfig):
     image_sides: str = setting(
         "", "Data", "train on images shrunk to these sides, as 0=24,45%=32: from which part of the run; empty: never"
     )
-    cutout: int = setting(0, "Data", "side of the square that is blanked in each image", low=0, high=32)
+    cutout: int = setting(0, "Data", "side of the square that is blanked in each image", low=0)
     brightness: float = setting(0.0, "Data", "largest random change of brightness, in levels of 255", low=0, high=255)
     contrast: float = setting(0.0, "Data", "largest random change of contrast, as a fraction", low=0, high=1)
     standardize: str = setting(
@@ -160,7 +174,12 @@ class TrainConfig(DeviceConfig):
         choices=("dataset", "image"),
     )
 
-    model: str = setting("speednet94", "Model", "which net", choices=MODELS)
+    model: str = setting(
+        "speednet94",
+        "Model",
+        f"{', '.join(MODELS)}; or your own function that returns a Keras model, as package.module:function or "
+        "path/to/file.py:function",
+    )
     precision: str = setting(
         "auto",
         "Model",
@@ -223,28 +242,49 @@ class TrainConfig(DeviceConfig):
         parse_seeds(self.seeds)
         parse_window(self.profile_steps)
         schedules.parse_rate(self.learning_rate_schedule)
-        for side in schedules.Sides(self.image_sides).points.values:
-            if side != int(side) or not 18 <= side <= 32:
-                raise UsageError(f"image_sides={self.image_sides}: sides are whole numbers from 18 to 32")
+        self._check_names()
+        for side in schedules.Sides(self.image_sides, self.image_size).points.values:
+            if side != int(side) or not 18 <= side <= self.image_size:
+                raise UsageError(
+                    f"image_sides={self.image_sides}: sides are whole numbers from 18 to {self.image_size}"
+                )
         if self.num_gpus:
             self.tower_batch_size(self.num_gpus)
         self._check_towers()
-        if self.crop and not (18 <= self.crop <= 32):
-            raise UsageError(f"crop={self.crop} is not a side from 18 to 32 pixels, or 0 for the whole image")
+        if self.crop and not (18 <= self.crop <= self.image_size):
+            raise UsageError(
+                f"crop={self.crop} is not a side from 18 to {self.image_size} pixels, or 0 for the whole image"
+            )
         if self.crop and self.image_sides:
             raise UsageError(f"crop={self.crop} and image_sides={self.image_sides} both set the image's side; give one")
-        if self.cutout > (self.crop or 32):
-            raise UsageError(f"cutout={self.cutout} is larger than the crop of {self.crop} pixels it would blank")
+        if self.cutout > (self.crop or self.image_size):
+            side = self.crop or self.image_size
+            raise UsageError(f"cutout={self.cutout} is larger than the {side} pixels of the image it would blank")
         if self.target_accuracy and not self.eval_every_epochs:
             raise UsageError("target_accuracy is looked for at evaluations; give eval_every_epochs too")
         if self.seeds and self.seed:
             raise UsageError(f"seed={self.seed} and seeds={self.seeds} are both given; give one")
         if self.model == "cifarnet" and self.image_sides:
             raise UsageError("model=cifarnet has dense layers for one size of image; leave image_sides empty")
+        if self.own_model and self.image_sides:
+            raise UsageError(f"model={self.model} is made for images of one size; leave image_sides empty")
         if self.optimizer == "muon" and not self.model.startswith("speednet"):
             raise UsageError(f"optimizer=muon is made for the speednets; take momentum or adamw for {self.model}")
         if self.epochs == 0 and self.max_steps == 0:
             raise UsageError("epochs=0 and max_steps=0 leave nothing to do; give one of them")
+
+    def _check_names(self) -> None:
+        if self.model not in MODELS and not self.own_model:
+            raise UsageError(
+                f"model={self.model} is not one of {', '.join(MODELS)}; a net of your own is given as "
+                "package.module:function or path/to/file.py:function"
+            )
+        known = self.dataset.startswith(FOLDER) and self.dataset != FOLDER
+        if not known and not re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", self.dataset):
+            raise UsageError(
+                f"dataset={self.dataset} is not cifar10, synthetic, auto, {FOLDER}<path> or the name of one of "
+                "TensorFlow Datasets, as svhn_cropped"
+            )
 
     def _check_towers(self) -> None:
         if self.deterministic and self.variable_placement == "auto":
@@ -295,39 +335,76 @@ class TrainConfig(DeviceConfig):
         return TrainConfig(**recipe | changes)
 
     @property
+    def own_model(self) -> tuple[str, str] | None:
+        """(module or file, function) of a net that is not the project's."""
+        where, _, function = self.model.rpartition(":")
+        return (where, function) if where and function.isidentifier() else None
+
+    @property
     def name(self) -> str:
         """The recipe's name, or the model's where no recipe was given."""
-        return self.recipe or self.model
+        return self.recipe or (self.own_model[1] if self.own_model else self.model)
 
     @property
     def directory(self) -> Path:
         """`train_dir`, or its default."""
-        return Path(self.train_dir or f"runs/{self.name}-seed{self.seed}")
+        own_data = "" if self.dataset in BUILT_IN else "-" + re.sub(r"\W+", "-", Path(self.dataset).name).strip("-")
+        return Path(self.train_dir or f"runs/{self.name}{own_data}-seed{self.seed}")
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateConfig(DeviceConfig):
-    """Settings of scoring a checkpoint."""
+class TrainedConfig(DeviceConfig):
+    """What of a run is used."""
 
-    train_dir: str = setting("", "Evaluation", "the run whose newest checkpoint is scored")
-    split: str = setting("test", "Evaluation", "which examples", choices=("test", "validation", "train"))
+    train_dir: str = setting("", "Run", "the run whose newest checkpoint is taken")
     weights: str = setting(
         "auto",
-        "Evaluation",
+        "Run",
         "as trained, or their moving average; auto: the average where the run kept one",
         choices=("auto", "raw", "ema"),
     )
-    tta: int = setting(0, "Evaluation", "test-time augmentation: 0, 1 (mirror), 2 (mirror and shifts)", low=0, high=2)
-    precision: str = setting(
-        "auto", "Evaluation", "what to compute in", choices=("auto", "float32", "bfloat16", "float16")
-    )
-    data_dir: str = setting("", "Evaluation", "where the prepared data sets are")
-    json: bool = setting(False, "Evaluation", "print one JSON object and nothing else")
 
     def __post_init__(self):
         super().__post_init__()
         if not self.train_dir:
             raise UsageError("which run? give --train_dir=runs/...")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoringConfig(TrainedConfig):
+    """How a trained net computes."""
+
+    tta: int = setting(0, "Run", "test-time augmentation: 0, 1 (mirror), 2 (mirror and shifts)", low=0, high=2)
+    precision: str = setting("auto", "Run", "what to compute in", choices=("auto", "float32", "bfloat16", "float16"))
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig(ScoringConfig):
+    """Settings of scoring a checkpoint."""
+
+    split: str = setting("test", "Evaluation", "which examples", choices=("test", "validation", "train"))
+    data_dir: str = setting("", "Evaluation", "where the prepared data sets are")
+    json: bool = setting(False, "Evaluation", "print one JSON object and nothing else")
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictConfig(ScoringConfig):
+    """Settings of predicting the classes of pictures."""
+
+    json: bool = setting(False, "Prediction", "print one JSON object a picture")
+    pictures: tuple[str, ...] = setting((), REST, "files and folders")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig(TrainedConfig):
+    """Settings of writing a trained net for use elsewhere."""
+
+    format: str = setting("saved_model", "Export", "what to write", choices=EXPORTS)
+    out: str = setting("", "Export", "where to; by default export/ in train_dir")
+    check: int = setting(
+        1000, "Export", "test images on which it must agree with the checkpoint; 0: none", low=0, high=10_000
+    )
+    data_dir: str = setting("", "Export", "where the prepared data sets are")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -499,9 +576,11 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
     except (flags.Error, UnicodeDecodeError) as error:
         told = " ".join(str(error).split()).removeprefix("ERROR:: ")
         raise UsageError(f"{told}; --help lists the flags") from None
-    if stray:
+    rest = [field.name for field in dataclasses.fields(config_class) if field.metadata["group"] == REST]
+    if stray and not rest:
         raise UsageError(f"{stray[0]!r} is not a flag; settings are given as --name=value, and --help lists them")
-    given = {field.name: getattr(values, field.name) for field in dataclasses.fields(config_class)}
+    given = {field.name: getattr(values, field.name) for field in _flagged(config_class)}
+    given |= {name: tuple(stray) for name in rest}
     if "recipe" in given and not given["recipe"]:
         given["recipe"] = Path(_last_flagfile(argv)).stem
     return config_class(**given)
@@ -510,7 +589,7 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
 def help_text(config_class: type, description: str) -> str:
     """All flags under the names of their groups, with their defaults."""
     groups: dict[str, list[str]] = {}
-    for field in dataclasses.fields(config_class):
+    for field in _flagged(config_class):
         name = f"--[no]{field.name}" if field.type is bool else f"--{field.name}"
         choices = f" ({'|'.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
         default = "" if field.default == "" else f" [{field.default}]"
@@ -523,6 +602,11 @@ def help_text(config_class: type, description: str) -> str:
     return "\n\n".join([description, *body, files, codes])
 
 
+def _flagged(config_class: type) -> list[dataclasses.Field]:
+    """The settings that have a flag."""
+    return [field for field in dataclasses.fields(config_class) if field.metadata["group"] != REST]
+
+
 def _flags_of(config_class: type) -> flags.FlagValues:
     values = flags.FlagValues()
     define = {
@@ -531,7 +615,7 @@ def _flags_of(config_class: type) -> flags.FlagValues:
         float: flags.DEFINE_float,
         str: flags.DEFINE_string,
     }
-    for field in dataclasses.fields(config_class):
+    for field in _flagged(config_class):
         define[field.type](field.name, field.default, field.metadata["help"], flag_values=values)
     flags.DEFINE_string("flagfile", "", "take flags from a file", flag_values=values)
     flags.DEFINE_string("undefok", "", "unknown flags to pass over", flag_values=values)

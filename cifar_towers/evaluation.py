@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.data.augment import Augmentation, views
-from cifar_towers.data.dataset import NUM_CLASSES, Split
+from cifar_towers.data.dataset import Split
 from cifar_towers.towers import Tower, run_on_towers, split_batch
 
 BATCH_SIZE = 2000
@@ -30,9 +30,9 @@ class Score(NamedTuple):
     count: int
     correct: int
     loss: float  # mean cross entropy, without label smoothing
-    confusion: np.ndarray  # [10, 10] examples of class (row) taken for class (column)
+    confusion: np.ndarray  # [C, C] examples of class (row) taken for class (column)
     mistakes: Mistakes
-    probabilities: np.ndarray  # [n, 10] float32
+    probabilities: np.ndarray  # [n, C] float32
     features: np.ndarray | None = None  # [at most 1,000, d] what the last layer makes of the first examples' own view
 
     @property
@@ -47,56 +47,84 @@ class Score(NamedTuple):
         return (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
 
     def per_class(self) -> np.ndarray:
-        """[10] accuracy on each class; not a number for a class without examples."""
+        """[C] accuracy on each class; not a number for a class without examples."""
         with np.errstate(invalid="ignore"):
             return np.diag(self.confusion) / self.confusion.sum(1)
 
 
-def make_evaluator(model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation) -> Callable:
-    """A function (split, weights, statistics, tta) -> {0: score, tta: score}, from one pass of the largest tta.
+def make_classifier(model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation) -> Callable:
+    """A function (images, weights, statistics, tta) -> (plain logits [n, C], those of test-time augmentation, features
+    [n, d] of the images' own view or [n, 0] where the net gives none) for [n, S, S, 3] uint8 images.
 
     weights and statistics are the model's trainable and other variables, or averages of them.
     """
-    featured = _with_features(model)
+    call = _with_features(model)
 
     def on_tower(tta, weights, statistics, tower, shard):
         weights, statistics = ([tf.convert_to_tensor(v) for v in values] for values in (weights, statistics))
         images = augmentation.evaluate(shard[0])
         plain, features, augmented = None, None, 0.0
         for share, view in views(images, tta):
+            logits, own = call(weights, statistics, view())
             if plain is None:  # the first view is the image itself
-                (logits, features), _ = featured.stateless_call(weights, statistics, view(), training=False)
-                plain, features = logits, tf.cast(features, tf.float32)
-            else:
-                logits, _ = model.stateless_call(weights, statistics, view(), training=False)
+                plain, features = logits, own
             augmented += share * logits
         return plain, augmented, features
 
     @tf.function(autograph=False)
-    def logits_of(images, weights, statistics, tta: int):
+    def on_towers(images, weights, statistics, tta: int):
         shards = split_batch([images], towers)
         results = run_on_towers(lambda *args: on_tower(tta, weights, statistics, *args), towers, shards)
         return [tf.concat(level, 0) for level in zip(*results, strict=True)]
 
+    def classify(images: np.ndarray, weights, statistics, tta: int = 0) -> list[np.ndarray]:
+        batches = [on_towers(batch, weights, statistics, tta) for batch in _even_batches(images, len(towers))]
+        return [np.concatenate(part)[: len(images)] for part in zip(*batches, strict=True)]
+
+    return classify
+
+
+def make_evaluator(model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation) -> Callable:
+    """A function (split, weights, statistics, tta) -> {0: score, tta: score}, from one pass of the largest tta."""
+    classify = make_classifier(model, towers, augmentation)
+
     def evaluate(split: Split, weights, statistics, tta: int = 0) -> dict[int, Score]:
-        batches = [logits_of(images, weights, statistics, tta) for images in _even_batches(split.images, len(towers))]
-        plain, augmented, features = (np.concatenate(part)[: len(split.labels)] for part in zip(*batches, strict=True))
+        plain, augmented, features = classify(split.images, weights, statistics, tta)
         scores = {0: score(split.labels, plain), tta: score(split.labels, augmented)}
-        return {level: one._replace(features=features[:EMBEDDED]) for level, one in scores.items()}
+        features = features[:EMBEDDED] if features.shape[1] else None
+        return {level: one._replace(features=features) for level, one in scores.items()}
 
     return evaluate
 
 
-def _with_features(model: keras.Model) -> keras.Model:
-    """The model with a second output, what enters its last layer that has weights: [B, d]."""
+def _with_features(model: keras.Model) -> Callable:
+    """A function (weights, statistics, images) -> (logits, what enters the last layer that has weights [B, d]), whose
+    second part has d = 0 where the model is not made of a graph of layers."""
     head = [layer for layer in model.layers if layer.weights][-1]
-    return keras.Model(model.input, [model.output, keras.layers.Flatten(name="features_before_last_layer")(head.input)])
+    outputs = [model.output] if getattr(model, "inputs", None) else []
+    if outputs and not isinstance(head, keras.Model):
+        outputs.append(keras.layers.Flatten(name="features_before_last_layer")(head.input))
+    whole = keras.Model(model.input, outputs) if outputs else model
+
+    def call(weights, statistics, images):
+        found, _ = whole.stateless_call(weights, statistics, images, training=False)
+        logits, *features = found if outputs else [found]
+        logits = tf.cast(logits, tf.float32)
+        return logits, tf.cast(features[0], tf.float32) if features else tf.zeros([tf.shape(logits)[0], 0])
+
+    return call
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """[n, C] logits -> [n, C] probabilities, float64."""
+    shares = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True))
+    return shares / shares.sum(1, keepdims=True)
 
 
 def score(labels: np.ndarray, logits: np.ndarray) -> Score:
-    """Counts labels [n] against logits [n, 10]."""
-    predicted = logits.argmax(1)
-    confusion = np.bincount(labels * NUM_CLASSES + predicted, minlength=NUM_CLASSES**2)
+    """Counts labels [n] against logits [n, C]."""
+    predicted, classes = logits.argmax(1), logits.shape[1]
+    confusion = np.bincount(labels * classes + predicted, minlength=classes**2)
     shifted = logits.astype(np.float64) - logits.max(1, keepdims=True)
     total = np.exp(shifted).sum(1)
     losses = np.log(total) - shifted[np.arange(len(labels)), labels]
@@ -104,8 +132,8 @@ def score(labels: np.ndarray, logits: np.ndarray) -> Score:
     wrong = np.flatnonzero(predicted != labels)
     surest = wrong[np.argsort(total[wrong], kind="stable")][:MOST_MISTAKES]
     mistakes = Mistakes(surest, predicted[surest], 1 / total[surest])
-    probabilities = (np.exp(shifted) / total[:, None]).astype(np.float32)
-    confusion = confusion.reshape(NUM_CLASSES, NUM_CLASSES)
+    probabilities = softmax(logits).astype(np.float32)
+    confusion = confusion.reshape(classes, classes)
     return Score(len(labels), right, float(losses.mean()), confusion, mistakes, probabilities)
 
 

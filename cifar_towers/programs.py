@@ -24,6 +24,16 @@ def evaluate() -> None:
     sys.exit(_run(_evaluate))
 
 
+def predict() -> None:
+    """`predict.py`: says what pictures show."""
+    sys.exit(_run(_predict))
+
+
+def export() -> None:
+    """`export.py`: writes a trained net for use elsewhere."""
+    sys.exit(_run(_export))
+
+
 def benchmark() -> None:
     """`benchmark.py`: measures placements, strategies and numbers of towers for a recipe's step."""
     sys.exit(_run(_benchmark))
@@ -73,6 +83,37 @@ def _evaluate(stop: StopRequest) -> None:
     from cifar_towers import scoring
 
     print(scoring.evaluate_checkpoint(config))
+
+
+def _predict(stop: StopRequest) -> None:
+    config = settings.parse_command_line(
+        settings.PredictConfig,
+        sys.argv,
+        "Says what pictures show, by the newest checkpoint of a run: the three likeliest classes of each.\n\n"
+        "  predict.py --train_dir=runs/speed94-seed0 picture.jpg folder/ *.png\n\n"
+        "JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels and 20 MB (WebP: 16 megapixels). The net sees the central\n"
+        "square, upright, over white where it is transparent, resized to what it was trained on.",
+    )
+    stop.leave_at_once("nothing was changed")
+    import_tensorflow()
+    from cifar_towers import predicting
+
+    predicting.predict(config)
+
+
+def _export(stop: StopRequest) -> int:
+    config = settings.parse_command_line(
+        settings.ExportConfig,
+        sys.argv,
+        "Writes the net of a run's newest checkpoint for use elsewhere, with all that is done to a picture before and\n"
+        "after it: uint8 pictures of any size in, probabilities and names of classes out.\n\n"
+        "  export.py --train_dir=runs/speed94-seed0 --format=saved_model",
+    )
+    stop.leave_at_once("what was there before is there still")
+    import_tensorflow()
+    from cifar_towers import exporting
+
+    return 0 if exporting.export(config) else 1
 
 
 def _compare_runs(stop: StopRequest) -> int:

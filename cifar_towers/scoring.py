@@ -1,69 +1,42 @@
 """Scoring a run's newest checkpoint, on any machine."""
 
-import dataclasses
 import json
 from pathlib import Path
 
-import tensorflow as tf
-
-from cifar_towers.config import EvaluateConfig, TrainConfig
+from cifar_towers import trained
+from cifar_towers.config import EvaluateConfig
 from cifar_towers.data import sources
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import DataError, UsageError
 from cifar_towers.evaluation import Score, make_evaluator
-from cifar_towers.reporting import records
-from cifar_towers.training import checkpoints, setup
+from cifar_towers.training import setup
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> str:
     """What `evaluate.py` prints: a table, or with `--json` one object.
 
     Raises:
-      UsageError: there is no such run, split or set of weights. DataError: the run's data cannot be had.
+      UsageError: there is no such run, split or set of weights. DataError: the run's data cannot be had, or has other
+        classes by now.
     """
-    train_dir = Path(config.train_dir)
-    checkpoint, trained = _open_run(train_dir)
-    facts = checkpoints.read_facts(checkpoint)
-    source = sources.find(facts["dataset"], config.data_dir)
+    run = trained.open_run(Path(config.train_dir))
+    source = sources.find(run.facts["dataset"], config.data_dir)
     towers = setup.open_towers(config)  # before anything else that uses TensorFlow
-    _, dataset = sources.load(source, trained.validation_examples)
+    _, dataset = sources.load(source, run.config.validation_examples, run.traits.side)
+    if "traits" in run.facts and dataset.traits.class_names != run.traits.class_names:
+        raise DataError(
+            f"{run.directory} was trained on {', '.join(run.traits.class_names)}, and {dataset.name} has "
+            f"{', '.join(dataset.traits.class_names)} now; give it the data it knows"
+        )
     split = getattr(dataset, config.split)
     if not len(split.labels):
-        raise UsageError(f"{train_dir} held out no validation examples; score --split=test")
-    model = setup.make_model(trained, setup.choose_precision(config.precision, towers))
-    kind = _choose_weights(config.weights, trained, train_dir)
-    weights, statistics = (
-        checkpoints.read_values(checkpoint, [f"{'ema' if kind == 'ema' else 'model'}.{_dotted(v)}" for v in variables])
-        for variables in (model.trainable_variables, model.non_trainable_variables)
-    )
-    evaluate = make_evaluator(model, towers, setup.make_augmentation(trained))
-    score = evaluate(split, [tf.constant(w) for w in weights], [tf.constant(s) for s in statistics], config.tta)
-    told = {"train_dir": str(train_dir), "step": facts["step"], "dataset": facts["dataset"], "split": config.split}
-    told |= {"weights": kind, "tta": config.tta}
-    return (_as_json if config.json else _as_table)(told, score[config.tta], dataset.class_names)
-
-
-def _open_run(train_dir: Path) -> tuple[Path, TrainConfig]:
-    checkpoint = checkpoints.newest(train_dir)
-    if not checkpoint:
-        raise UsageError(f"no checkpoint in {train_dir}; runs that have some stand in runs/ as a rule")
-    known = {field.name for field in dataclasses.fields(TrainConfig)}
-    try:
-        settings = records.read_json(train_dir / "config.json")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{train_dir / 'config.json'}, which says what was trained, cannot be read: {error}") from None
-    return checkpoint, TrainConfig(**{name: value for name, value in settings.items() if name in known})
-
-
-def _choose_weights(asked: str, trained: TrainConfig, train_dir: Path) -> str:
-    if asked == "ema" and not trained.ema_decay:
-        raise UsageError(f"{train_dir} kept no moving average of its weights; score --weights=raw")
-    if asked == "auto":
-        return "ema" if trained.ema_decay else "raw"
-    return asked
-
-
-def _dotted(variable) -> str:
-    return variable.path.replace("/", ".")
+        raise UsageError(f"{run.directory} held out no validation examples; score --split=test")
+    kind = run.choose_weights(config.weights)
+    model = run.load(kind, setup.choose_precision(config.precision, towers))
+    evaluate = make_evaluator(model, towers, run.augmentation)
+    score = evaluate(split, *trained.variables_of(model), config.tta)
+    told = {"train_dir": str(run.directory), "step": run.facts["step"], "dataset": dataset.name}
+    told |= {"split": config.split, "weights": kind, "tta": config.tta}
+    return (_as_json if config.json else _as_table)(told, score[config.tta], dataset.traits.class_names)
 
 
 def _as_json(told: dict, score: Score, class_names) -> str:

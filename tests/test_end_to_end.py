@@ -629,7 +629,7 @@ def test_seeds_are_repeated_and_averaged(tmp_path, capsys):
 
 
 def test_an_auto_run_without_cifar10_wears_a_banner(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cifar10, "_reachable", lambda host, timeout: False)
+    monkeypatch.setattr(cifar10, "reachable", lambda host, timeout: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     config = dataclasses.replace(QUICK, dataset="auto", data_dir=str(tmp_path / "none"), max_steps=1)

@@ -30,7 +30,16 @@ def finish(process, timeout=120):
     return process.returncode, out, err
 
 
-PROGRAMS = ["train.py", "evaluate.py", "benchmark.py", "speedrun.py", "report.py", "compare_runs.py"]
+PROGRAMS = [
+    "train.py",
+    "evaluate.py",
+    "predict.py",
+    "export.py",
+    "benchmark.py",
+    "speedrun.py",
+    "report.py",
+    "compare_runs.py",
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -53,6 +62,16 @@ def test_help_answers_without_what_is_slow_to_import(program):
         pytest.param("train.py", ["--batch_size=20000", "--dataset=synthetic"], 2, "more than the 10000", marks=SLOW),
         pytest.param("train.py", ["--batch_size=1001", "--dataset=synthetic"], 2, "1000 and 1002 can", marks=SLOW),
         ("evaluate.py", ["--train_dir=nowhere"], 2, "no checkpoint in nowhere"),
+        ("predict.py", ["--train_dir=nowhere", "picture.png"], 2, "no checkpoint in nowhere"),
+        ("predict.py", ["picture.png"], 2, "which run? give --train_dir"),
+        (
+            "export.py",
+            ["--train_dir=nowhere", "--format=tensorrt"],
+            2,
+            "format=tensorrt is not one of saved_model, keras",
+        ),
+        ("train.py", ["--dataset=folder:nowhere"], 3, "nowhere cannot be read: No such file or directory"),
+        ("train.py", ["--model=nowhere.py:net", "--dataset=synthetic"], 2, "model=nowhere.py:net: there is no file"),
         ("benchmark.py", ["--towers=5"], 2, "1535 and 1540 can"),
         ("speedrun.py", ["--seeds=", "--rounds=0"], 2, "leave nothing to do"),
         pytest.param(

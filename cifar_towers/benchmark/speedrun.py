@@ -57,7 +57,9 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
     and speedrun.txt."""
     make_directory(config)
     towers = setup.open_towers(config.varied(**ONE_TOWER))  # all cores for one operation, as the ceilings want it
-    source, dataset = sources.load(source, config.validation_examples, fall_back=config.dataset == "auto")
+    source, dataset = sources.load(
+        source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto"
+    )
     if source.banner:
         print(source.banner)
     config = dataclasses.replace(config, dataset=dataset.name)
@@ -80,14 +82,14 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
     if config.rounds:
         asked = split_names(config.precisions)
         precisions = list(dict.fromkeys(asked or [computed_in, "float32"]))
-        rows, left_out = side_by_side.run(config, precisions, batches, setup.make_augmentation(config))
+        rows, left_out = side_by_side.run(config, precisions, batches, setup.make_augmentation(config, dataset.traits))
         standings.publish(config.directory, facts, race, rows, left_out)
 
 
 def count_work(config: TrainConfig, towers: Sequence[Tower], computed_in: str, train: Split, batches: Batches) -> Work:
     """The operations of a recipe's run, counted in its step as one tower makes it, once for each kind of step."""
     total, last = config.length(batches.steps_per_epoch)
-    side_at = schedules.Sides(config.image_sides).at(total, batches.steps_per_epoch)
+    side_at = schedules.Sides(config.image_sides, config.image_size).at(total, batches.steps_per_epoch)
     alone = config.varied(**ONE_TOWER)
     training = setup.make_training(alone, towers[:1], computed_in, train, batches.steps_per_epoch, total)
     steps = Counter(Kind(side_at(step), tuple(training.state.optimizer.rates(step))) for step in range(last))

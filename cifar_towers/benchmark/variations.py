@@ -86,8 +86,8 @@ def build(config: BenchmarkConfig, variation: Variation, towers: Sequence[Tower]
     config = config.varied(**changes)
     batches = Batches(train, config.batch_size, config.seed, config.flip)
     if variation.strategy == KERAS:
-        model = setup.make_model(config, variation.precision, train)
-        return Built(peers.keras_fit(model, towers, setup.make_augmentation(config), batches), None)
+        model = setup.make_model(config, variation.precision, train.traits, train)
+        return Built(peers.keras_fit(model, towers, setup.make_augmentation(config, train.traits), batches), None)
     variables: tuple[VariableBytes, ...] = ()
     if variation.strategy == NO_EXCHANGE:
         step, rates = _steps_apart(config, towers, batches, train)
@@ -123,7 +123,7 @@ def variable_bytes(model: keras.Model) -> list[VariableBytes]:
 
 def largest_side(config: TrainConfig) -> int:
     """The side of the images that most of a recipe's work is done on."""
-    return schedules.Sides(config.image_sides).largest()
+    return schedules.Sides(config.image_sides, config.image_size).largest()
 
 
 def _timed(call: Callable, stream: Iterator | None, steps: int) -> Iterator[tuple[float, float]]:

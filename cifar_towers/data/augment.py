@@ -11,13 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.data.batches import Draws
-
-MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32) * 255  # of CIFAR-10's training images, a channel
-DEVIATION = np.array([0.2470, 0.2435, 0.2616], np.float32) * 255
+from cifar_towers.data.dataset import CIFAR10
 
 
 class Augmentation(NamedTuple):
-    """What is done to an image before a net sees it; see `TrainConfig` for the units."""
+    """What is done to an image before a net sees it; see `TrainConfig` for the units, and `Traits` for the moments."""
 
     crop: int = 0
     shift: int = 0
@@ -26,28 +24,44 @@ class Augmentation(NamedTuple):
     brightness: float = 0.0
     contrast: float = 0.0
     standardize: str = "dataset"
+    mean: tuple[float, ...] = CIFAR10.mean
+    deviation: tuple[float, ...] = CIFAR10.deviation
 
-    def train(self, images: tf.Tensor, draws: Draws, side: int = 32) -> tf.Tensor:
-        """[B, 32, 32, 3] uint8 -> [B, side, side, 3] float32, or [B, crop, crop, 3], as a net trains on it."""
+    def train(self, images: tf.Tensor, draws: Draws, side: int = 0) -> tf.Tensor:
+        """[B, S, S, 3] uint8 -> [B, side, side, 3] float32, or [B, crop, crop, 3], as a net trains on it; all S pixels
+        if neither is given."""
         images = tf.cast(images, tf.float32)  # not later: GPUs cannot pad whole numbers
         if self.shift or self.crop:
             images = random_window(images, draws.window, self.crop or images.shape[1], self.shift, self.shift_fill)
         images = flip(images, draws.flip)
         if self.brightness or self.contrast:
-            centre = MEAN if self.standardize == "dataset" else tf.reduce_mean(images, [1, 2], keepdims=True)
+            centre = (
+                tf.constant(self.mean)
+                if self.standardize == "dataset"
+                else tf.reduce_mean(images, [1, 2], keepdims=True)
+            )
             images = colour(images, self.brightness * draws.brightness, 1 + self.contrast * draws.contrast, centre)
-        images = normalise(images, self.standardize)
+        images = self.normalise(images)
         if self.cutout:
             images = cutout(images, draws.cutout, self.cutout)
-        return shrink(images, side) if not self.crop else images
+        return shrink(images, side) if side and not self.crop else images
 
     def evaluate(self, images: tf.Tensor) -> tf.Tensor:
-        """[B, 32, 32, 3] uint8 -> what the same net is judged on: the central crop, normalised."""
+        """[B, S, S, 3] uint8 -> what the same net is judged on: the central crop, normalised."""
         images = tf.cast(images, tf.float32)
         if self.crop:
             start = (images.shape[1] - self.crop) // 2
             images = images[:, start : start + self.crop, start : start + self.crop]
-        return normalise(images, self.standardize)
+        return self.normalise(images)
+
+    def normalise(self, images: tf.Tensor) -> tf.Tensor:
+        """Levels to zero mean and unit deviation, of the data set's channels or of each image.
+
+        An image's own deviation counts as at least 1 / sqrt(number of values), as `tf.image.per_image_standardization`.
+        """
+        if self.standardize == "dataset":
+            return (images - tf.constant(self.mean)) / tf.constant(self.deviation)
+        return tf.image.per_image_standardization(images)
 
 
 def random_window(images: tf.Tensor, place: tf.Tensor, side: int, pad: int = 0, fill: str = "reflect") -> tf.Tensor:
@@ -79,19 +93,9 @@ def mirror(images: tf.Tensor) -> tf.Tensor:
     return tf.reverse(images, [2])
 
 
-def colour(images: tf.Tensor, brightness: tf.Tensor, contrast: tf.Tensor, centre=MEAN) -> tf.Tensor:
+def colour(images: tf.Tensor, brightness: tf.Tensor, contrast: tf.Tensor, centre: tf.Tensor) -> tf.Tensor:
     """Adds `brightness` ([B], in levels), then stretches by `contrast` ([B]) about the colour `centre`."""
     return (images + brightness[:, None, None, None] - centre) * contrast[:, None, None, None] + centre
-
-
-def normalise(images: tf.Tensor, by: str) -> tf.Tensor:
-    """Levels to zero mean and unit deviation, of the data set's channels (`dataset`) or of each image (`image`).
-
-    An image's own deviation counts as at least 1 / sqrt(number of values), as `tf.image.per_image_standardization`.
-    """
-    if by == "dataset":
-        return (images - MEAN) / DEVIATION
-    return tf.image.per_image_standardization(images)
 
 
 def cutout(images: tf.Tensor, place: tf.Tensor, size: int) -> tf.Tensor:

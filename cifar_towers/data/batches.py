@@ -18,10 +18,11 @@ class Draws(NamedTuple):
     cutout: tf.Tensor  # [B, 2] in [0, 1): place of the blanked square
     brightness: tf.Tensor  # [B] in [-1, 1)
     contrast: tf.Tensor  # [B] in [-1, 1)
+    place: tf.Tensor  # [B] int64: how many examples the run drew before; for layers that draw numbers of their own
 
 
 class Batch(NamedTuple):
-    """B examples: images [B, 32, 32, 3] uint8, labels [B] int64, and their draws."""
+    """B examples: images [B, S, S, 3] uint8, labels [B] int64, and their draws."""
 
     images: tf.Tensor
     labels: tf.Tensor
@@ -65,6 +66,7 @@ class Batches:
             cutout=uniform[:, 2:4],
             brightness=2 * uniform[:, 4] - 1,
             contrast=2 * uniform[:, 5] - 1,
+            place=step * self.batch_size + tf.range(self.batch_size, dtype=tf.int64),
         )
         return Batch(tf.gather(self._images, chosen), tf.gather(self._labels, chosen), draws)
 

@@ -3,17 +3,15 @@
 Source of the images: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 """
 
-import contextlib
 import logging
 import os
-import socket
-import threading
 from pathlib import Path
 
 import numpy as np
 
 from cifar_towers.data import cache
-from cifar_towers.data.dataset import NUM_CLASSES, Split
+from cifar_towers.data.dataset import CLASSES, Split
+from cifar_towers.data.network import reachable
 from cifar_towers.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -38,15 +36,20 @@ def locate(data_dir: str = "", timeout_seconds: float = 3.0) -> Path:
     Raises:
       DataError: no copy, decoded or prepared, no archive to prepare it from, and no way to download one.
     """
-    directory = Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+    directory = tfds_directory(data_dir)
     archive = directory / "downloads" / "manual" / ARCHIVE
     decoded = all(cache.holds(_decoded(name), count) for name, count in SIZES.items())
-    if decoded or is_prepared(directory) or archive.exists() or _reachable(SOURCE_HOST, timeout_seconds):
+    if decoded or is_prepared(directory) or archive.exists() or reachable(SOURCE_HOST, timeout_seconds):
         return directory
     raise DataError(
         f"no CIFAR-10 in {directory} and {SOURCE_HOST} does not answer; put {ARCHIVE} into {archive.parent}, "
         "or give --data_dir=<a directory that holds cifar10/3.0.2>, or train on --dataset=synthetic"
     )
+
+
+def tfds_directory(data_dir: str = "") -> Path:
+    """Where TFDS keeps its data sets: `data_dir`, `TFDS_DATA_DIR` or `~/tensorflow_datasets`."""
+    return Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
 
 
 def is_prepared(directory: Path) -> bool:
@@ -88,10 +91,10 @@ def verify(name: str, split: Split) -> None:
       DataError: naming the split and what differs.
     """
     counts = split.class_counts()
-    if len(split.labels) != SIZES[name] or (counts != SIZES[name] // NUM_CLASSES).any():
+    if len(split.labels) != SIZES[name] or (counts != SIZES[name] // len(CLASSES)).any():
         raise DataError(
             f"CIFAR-10's {name} split has {len(split.labels)} examples, {counts.tolist()} a class; it must have "
-            f"{SIZES[name]}, {SIZES[name] // NUM_CLASSES} a class: delete the copy and let it be prepared again"
+            f"{SIZES[name]}, {SIZES[name] // len(CLASSES)} a class: delete the copy and let it be prepared again"
         )
     if split.digest != DIGESTS[name]:
         raise DataError(
@@ -131,17 +134,3 @@ def _from_tfds(directory: Path, name: str) -> Split:
 def _to_split(batches) -> Split:
     images, labels = zip(*((batch["image"], batch["label"]) for batch in batches), strict=True)
     return Split(np.concatenate(images), np.concatenate(labels).astype(np.int64))
-
-
-def _reachable(host: str, timeout_seconds: float) -> bool:
-    """Whether a host answers in time, its name's look-up included. Behind a proxy only a download can tell."""
-    if os.environ.get("https_proxy") or os.environ.get("HTTPS_PROXY"):
-        return True
-    answered = threading.Event()
-
-    def probe():
-        with contextlib.suppress(OSError), socket.create_connection((host, 443), timeout=timeout_seconds):
-            answered.set()
-
-    threading.Thread(target=probe, daemon=True).start()
-    return answered.wait(timeout_seconds)

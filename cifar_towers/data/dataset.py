@@ -3,20 +3,38 @@
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-NUM_CLASSES = len(CLASSES)
+
+
+class Traits(NamedTuple):
+    """What a net must know of the images it is for; it is kept with every checkpoint."""
+
+    class_names: tuple[str, ...] = CLASSES
+    side: int = 32  # pixels
+    mean: tuple[float, ...] = (125.307, 122.961, 113.8575)  # levels 0..255 of the training images, a channel
+    deviation: tuple[float, ...] = (62.985, 62.0925, 66.708)
+
+    @classmethod
+    def of(cls, saved: Mapping) -> "Traits":
+        """From what JSON made of `_asdict()`; what is missing there is CIFAR-10's."""
+        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in saved.items() if name in cls._fields})
+
+
+CIFAR10 = Traits()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """n examples that nobody changes: images [n, 32, 32, 3] uint8, labels [n] int64."""
+    """n examples that nobody changes: images [n, side, side, 3] uint8, labels [n] int64, indices of classes."""
 
     images: np.ndarray
     labels: np.ndarray
+    traits: Traits = CIFAR10
 
     @functools.cached_property
     def digest(self) -> str:
@@ -26,8 +44,12 @@ class Split:
         return digest.hexdigest()
 
     def class_counts(self) -> np.ndarray:
-        """[10] examples of each class."""
-        return np.bincount(self.labels, minlength=NUM_CLASSES)
+        """[C] examples of each class."""
+        return np.bincount(self.labels, minlength=len(self.traits.class_names))
+
+    def take(self, examples: np.ndarray | slice) -> "Split":
+        """Some of the examples, by their places."""
+        return dataclasses.replace(self, images=self.images[examples], labels=self.labels[examples])
 
 
 class Dataset(NamedTuple):
@@ -37,7 +59,24 @@ class Dataset(NamedTuple):
     train: Split
     validation: Split
     test: Split
-    class_names: tuple[str, ...]
+
+    @property
+    def traits(self) -> Traits:
+        """What a net must know of the images."""
+        return self.train.traits
+
+
+def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel of [n, H, W, C] uint8 images, in levels; exact sums, whatever n is.
+    A channel that does not vary has deviation 1."""
+    levels = np.arange(256)
+    means, deviations = [], []
+    for channel in range(images.shape[3]):
+        shares = np.bincount(images[..., channel].ravel(), minlength=256) / images[..., channel].size
+        mean = float(shares @ levels)
+        means.append(mean)
+        deviations.append(float(np.sqrt(shares @ (levels - mean) ** 2)) or 1.0)
+    return tuple(means), tuple(deviations)
 
 
 def hold_out(train: Split, count: int) -> tuple[Split, Split]:
@@ -47,6 +86,4 @@ def hold_out(train: Split, count: int) -> tuple[Split, Split]:
     """
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train.labels))
     kept, held = np.sort(order[: len(order) - count]), np.sort(order[len(order) - count :])
-    if not count:
-        return train, Split(train.images[:0], train.labels[:0])
-    return Split(train.images[kept], train.labels[kept]), Split(train.images[held], train.labels[held])
+    return (train.take(kept) if count else train), train.take(held)

@@ -1,11 +1,12 @@
-"""Which data set a run gets: CIFAR-10, the synthetic set, or CIFAR-10 if at all possible."""
+"""Which data set a run gets: CIFAR-10 or the synthetic set, TensorFlow Datasets' others, or a folder of pictures."""
 
 import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from cifar_towers.data import cifar10, synthetic
-from cifar_towers.data.dataset import CLASSES, Dataset, hold_out
+from cifar_towers.config import BUILT_IN, FOLDER
+from cifar_towers.data import cifar10, folders, images, prepared, synthetic
+from cifar_towers.data.dataset import CIFAR10, Dataset, Split, hold_out
 from cifar_towers.errors import DataError, UsageError
 
 log = logging.getLogger(__name__)
@@ -14,7 +15,7 @@ log = logging.getLogger(__name__)
 class Source(NamedTuple):
     """Where a data set will come from, found before anything slow is started."""
 
-    name: str  # "cifar10" or "synthetic"
+    name: str  # as `--dataset` has it, but never "auto"
     directory: Path | None
     banner: str = ""  # what the user must know of the choice
 
@@ -23,14 +24,19 @@ def find(dataset: str, data_dir: str = "") -> Source:
     """Decides on the source within seconds.
 
     Args:
-      dataset: `cifar10`, `synthetic`, or `auto`.
-      data_dir: TFDS's directory, for CIFAR-10.
+      dataset: `cifar10`, `synthetic`, `auto`, `folder:<path>`, or a name that TensorFlow Datasets knows.
+      data_dir: TFDS's directory.
 
     Raises:
-      DataError: `cifar10` was asked for and cannot be had.
+      DataError: CIFAR-10, or the folder, was asked for and cannot be had.
     """
     if dataset == "synthetic":
         return Source("synthetic", None)
+    if dataset.startswith(FOLDER):
+        root = folders.find(Path(dataset.removeprefix(FOLDER))).root
+        return Source(f"{FOLDER}{root}", root)
+    if dataset not in BUILT_IN:
+        return Source(dataset, cifar10.tfds_directory(data_dir))
     try:
         return Source("cifar10", cifar10.locate(data_dir))
     except DataError as error:
@@ -39,15 +45,17 @@ def find(dataset: str, data_dir: str = "") -> Source:
         return _stand_in(error)
 
 
-def load(source: Source, validation_examples: int = 0, fall_back: bool = False) -> tuple[Source, Dataset]:
-    """The arrays of a source, and the source they really came from.
+def load(
+    source: Source, validation_examples: int = 0, side: int = CIFAR10.side, fall_back: bool = False
+) -> tuple[Source, Dataset]:
+    """The arrays of a source, in images of side x side pixels, and the source they really came from.
 
     `fall_back` lets the synthetic set stand in where CIFAR-10 cannot be downloaded after all.
 
     Raises:
-      DataError: the data cannot be read or is damaged. UsageError: too many examples are held out.
+      DataError: the data cannot be read or is damaged. UsageError: too many examples are held out, or there is no such
+        data set.
     """
-    class_names = CLASSES
     if source.name == "cifar10":
         try:
             train, test = cifar10.load(source.directory)
@@ -55,15 +63,27 @@ def load(source: Source, validation_examples: int = 0, fall_back: bool = False) 
             if not fall_back or cifar10.is_prepared(source.directory):  # a damaged copy is never papered over
                 raise
             source = _stand_in(error)
+    elif source.name.startswith(FOLDER):
+        train, test = folders.load(folders.find(source.directory), side)
+    elif source.name != "synthetic":
+        train, test = prepared.load(source.name, source.directory, side)
     if source.name == "synthetic":
         train, test = synthetic.load()
-        class_names = synthetic.CLASSES
+    if source.name != "cifar10":
         for name, split in (("train", train), ("test", test)):
-            log.info("synthetic %s: %d images, sha256 %s", name, len(split.labels), split.digest[:16])
+            classes, count = len(split.traits.class_names), len(split.labels)
+            log.info("%s %s: %d images of %d classes, sha256 %s", source.name, name, count, classes, split.digest[:16])
+    train, test = (_resized(split, side) for split in (train, test))
     if validation_examples >= len(train.labels):
         raise UsageError(f"validation_examples={validation_examples} leaves none of {len(train.labels)} to train on")
     kept, held = hold_out(train, validation_examples)
-    return source, Dataset(source.name, kept, held, test, class_names)
+    return source, Dataset(source.name, kept, held, test)
+
+
+def _resized(split: Split, side: int) -> Split:
+    if split.traits.side == side:
+        return split
+    return Split(images.fit_all(split.images, side), split.labels, split.traits._replace(side=side))
 
 
 def _stand_in(reason: DataError) -> Source:

@@ -1,4 +1,4 @@
-"""The nets, by name: functions that return a Keras model from [B, side, side, 3] float images to [B, 10] logits."""
+"""The nets, by name: functions that return a Keras model from [B, side, side, 3] images to [B, num_classes] logits."""
 
 from collections.abc import Callable
 from functools import partial

@@ -10,8 +10,8 @@ from cifar_towers.models.layers import Conv2D, LocalResponseNorm, logits_dtype
 WEIGHT_DECAYS = {"local3": 0.004, "local4": 0.004}  # layer -> factor of its weight loss
 
 
-def cifarnet(side: int = 24, dtype: str = "float32") -> keras.Model:
-    """[B, side, side, 3] standardised images -> [B, 10] logits (not softmax), float32 or wider."""
+def cifarnet(side: int = 24, dtype: str = "float32", num_classes: int = 10) -> keras.Model:
+    """[B, side, side, 3] standardised images -> [B, num_classes] logits (not softmax), float32 or wider."""
     options = {"dtype": dtype}
     images = keras.Input((side, side, 3))
     x = _conv("conv1", bias=0.0, options=options)(images)
@@ -24,7 +24,7 @@ def cifarnet(side: int = 24, dtype: str = "float32") -> keras.Model:
     x = _dense("local3", 384, std=0.04, bias=0.1, activation="relu", options=options)(x)
     x = _dense("local4", 192, std=0.04, bias=0.1, activation="relu", options=options)(x)
     logits = _dense(
-        "softmax_linear", 10, std=1 / 192, bias=0.0, activation=None, options={"dtype": logits_dtype(dtype)}
+        "softmax_linear", num_classes, std=1 / 192, bias=0.0, activation=None, options={"dtype": logits_dtype(dtype)}
     )(x)
     return keras.Model(images, logits, name="cifarnet")
 

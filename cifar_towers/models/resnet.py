@@ -8,8 +8,10 @@ import keras
 from cifar_towers.models.layers import BatchNorm, Conv2D, PadChannels, logits_dtype
 
 
-def resnet(side: int = 32, dtype: str = "float32", *, depth: int = 20, width: int = 16) -> keras.Model:
-    """[B, side, side, 3] normalised images -> [B, 10] float32 logits.
+def resnet(
+    side: int = 32, dtype: str = "float32", num_classes: int = 10, *, depth: int = 20, width: int = 16
+) -> keras.Model:
+    """[B, side, side, 3] normalised images -> [B, num_classes] float32 logits.
 
     Args:
       depth: 6n + 2 layers: 20, 32, 44, 56, 110.
@@ -30,7 +32,7 @@ def resnet(side: int = 32, dtype: str = "float32", *, depth: int = 20, width: in
             stride = 2 if stage > 0 and block == 0 else 1
             x = _block(x, width * 2**stage, stride, f"stage{stage + 1}_block{block + 1}", options)
     x = keras.layers.GlobalAveragePooling2D(name="pool", **options)(x)
-    logits = keras.layers.Dense(10, kernel_initializer="he_normal", name="head", dtype=logits_dtype(dtype))(x)
+    logits = keras.layers.Dense(num_classes, kernel_initializer="he_normal", name="head", dtype=logits_dtype(dtype))(x)
     return keras.Model(images, logits, name=f"resnet{depth}")
 
 

@@ -16,6 +16,7 @@ WHITENING_FILTERS = 24  # 2x2 patches of 3 channels have 12 principal directions
 def speednet(
     side: int | None = None,
     dtype: str = "float32",
+    num_classes: int = 10,
     *,
     widths: Sequence[int] = (64, 256, 256),
     convs: int = 2,
@@ -26,7 +27,7 @@ def speednet(
     residual: bool = False,
     whitening: np.ndarray | None = None,
 ) -> keras.Model:
-    """[B, side, side, 3] normalised images -> [B, 10] float32 logits; any side of 18 or more if None.
+    """[B, side, side, 3] normalised images -> [B, num_classes] float32 logits; any side of 18 or more if None.
 
     Args:
       widths: channels of the three groups.
@@ -47,7 +48,7 @@ def speednet(
         x = _group(x, width, convs, later_activation, kept, residual, f"group{group}", options)
     x = keras.layers.GlobalMaxPooling2D(name="pool", **options)(x)
     head = keras.layers.Dense(
-        10, use_bias=False, kernel_initializer=_head_initializer(head_std), name="head", **options
+        num_classes, use_bias=False, kernel_initializer=_head_initializer(head_std), name="head", **options
     )
     logits = keras.layers.Rescaling(1 / logit_divisor, dtype=logits_dtype(dtype), name="logits")(head(x))
     return keras.Model(images, logits, name="speednet")

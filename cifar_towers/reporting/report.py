@@ -43,7 +43,7 @@ CURVES = (  # key of the training records, title, axis, unit of the axis in unit
     ("gradient_noise_scale", "gradient noise scale", "examples", 1),
 )
 STEPPING = (*TRAINING, "compile")  # the activities that make steps
-CLASSES = 10
+MOST_CLASSES = 1000  # of a confusion matrix that is drawn
 POINTS = 120  # of a curve, at most
 TOGETHER = 8  # curves that a picture tells apart
 Groups = Mapping[str, Sequence[Run]]
@@ -237,10 +237,10 @@ def _confusions(groups: Groups) -> list[str]:
         which, summed = list(found.items())[-1]
         counts = sum(counts for _, counts in summed)
         names = [shortened(as_text(name), 20) for name in as_list(summed[0][0].environment.get("class_names"))]
-        names = names if len(names) == CLASSES else [str(number) for number in range(CLASSES)]
+        names = names if len(names) == len(counts) else [str(number) for number in range(len(counts))]
         of = shortened(f"{name}, {_seeds([run for run, _ in summed])}: {which}", 160)
-        wrong = np.where(np.eye(CLASSES, dtype=bool), -1, counts)
-        true, taken = divmod(int(wrong.argmax()), CLASSES)
+        wrong = np.where(np.eye(len(counts), dtype=bool), -1, counts)
+        true, taken = divmod(int(wrong.argmax()), len(counts))
         alt = f"confusion matrix of {of}: {np.trace(counts):,} of {counts.sum():,} right"
         alt += f"; most often, {counts[true, taken]:,} times, {names[true]} is taken for {names[taken]}"
         drawn.append(markup.picture(pictures.png(pictures.confusion_matrix(counts, names, of)), alt))
@@ -248,12 +248,13 @@ def _confusions(groups: Groups) -> list[str]:
 
 
 def _counts(score: Mapping) -> list[np.ndarray]:
-    """The confusion matrix [10, 10] of a score, if it has one."""
+    """The confusion matrix [C, C] of a score, if it has one."""
     try:
         counts = np.array(score.get("confusion"), np.int64)
     except (TypeError, ValueError, OverflowError):
         return []
-    return [counts] if counts.shape == (CLASSES, CLASSES) and counts.min() >= 0 else []
+    square = counts.ndim == 2 and 1 < len(counts) == counts.shape[1] <= MOST_CLASSES
+    return [counts] if square and counts.min() >= 0 else []
 
 
 def _mistakes(run: Run) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.data.augment import DEVIATION, MEAN
 from cifar_towers.data.dataset import Dataset, Split
 from cifar_towers.evaluation import Score
 from cifar_towers.reporting import pictures, records
@@ -188,7 +187,7 @@ class Reporter:
             self.metrics.write(kind="eval", step=step, epoch=step / self.steps_per_epoch, **found[-1])
             which = _which(**found[-1])
             self.summaries.evaluation(step, which, score)
-        split, names = splits[name], self.dataset.class_names
+        split, names = splits[name], self.dataset.traits.class_names
         captions = [
             f"{names[predicted]} {100 * confidence:.0f} %\nis {names[split.labels[example]]}"
             for example, predicted, confidence in zip(*score.mistakes, strict=True)
@@ -243,7 +242,7 @@ class Reporter:
         if not metrics.finite:
             return
         look = metrics.close_up.look
-        labels = [self.dataset.class_names[label] for label in look.labels]
+        labels = [self.dataset.traits.class_names[label] for label in look.labels]
         self.summaries.images(step, "input/augmented", self._levels(look.images), labels)
         self.summaries.activations(step, self._layers, look.activations)
         self.summaries.update(step, self._weights, metrics.close_up.update)
@@ -252,7 +251,7 @@ class Reporter:
         """[n, side, side, 3] as the net sees them -> levels 0..255, the colours they had or, where each image is
         normalised by itself, from its darkest to its brightest."""
         if self.config.standardize == "dataset":
-            levels = images * DEVIATION + MEAN
+            levels = images * self.dataset.traits.deviation + np.array(self.dataset.traits.mean)
         else:
             low, high = (f(images, axis=(1, 2, 3), keepdims=True) for f in (np.min, np.max))
             levels = 255 * (images - low) / np.maximum(high - low, 1e-6)
@@ -272,7 +271,7 @@ class Reporter:
         digests = {name: getattr(self.dataset, name).digest for name in ("train", "test")}
         environment = records.environment(self.towers, self.precision, digests)
         environment["synthetic_data"] = self.banner
-        environment["class_names"] = list(self.dataset.class_names)
+        environment["class_names"] = list(self.dataset.traits.class_names)
         environment["variables"] = [
             {
                 "name": name,
@@ -283,7 +282,7 @@ class Reporter:
             for name, v in self.state.named_variables().items()
         ]
         try:
-            layers = layer_costs(self.state.model, open_size=self.config.crop or 32)
+            layers = layer_costs(self.state.model, open_size=self.config.crop or self.dataset.traits.side)
         except ValueError:  # a model that cannot be looked into
             layers = []
         environment["model"] = [layer._asdict() for layer in layers]

@@ -126,12 +126,13 @@ class Summaries:
         shown.append(values.image(f"mistakes/{name_of_split}", mistakes[None]))
         for name, accuracy in zip(class_names, score.per_class(), strict=True):
             shown.append(values.scalar(f"class_accuracy/{name_of_split}/{name}", accuracy))
-        if np.isfinite(score.probabilities).all() and np.isfinite(score.features).all():
+        if np.isfinite(score.probabilities).all():
             for index, (name, probability) in enumerate(zip(class_names, score.probabilities.T, strict=True)):
                 shown.append(
                     values.pr_curve(f"precision_recall/{name_of_split}/{name}", split.labels == index, probability)
                 )
-            self._embedding(step, score, split, class_names)
+            if score.features is not None and np.isfinite(score.features).all():
+                self._embedding(step, score, split, class_names)
         self._eval.write(step, shown)
         self._eval.flush()
 

@@ -63,15 +63,20 @@ def mean_over_towers(tensor: tf.Tensor) -> tf.Tensor:
 
 def count_towers() -> int:
     """How many towers the code that asks is one of: those of `run_together`, or the replicas of a strategy."""
-    if tf.distribute.has_strategy():
+    if _replica():
         return tf.distribute.get_strategy().num_replicas_in_sync
     meeting = getattr(_here, "meeting", None)
     return meeting.count if meeting else 1
 
 
+def _replica():
+    """The replica of a strategy that the code is traced for; None outside `tf.distribute.Strategy.run`."""
+    return tf.distribute.get_replica_context() if tf.distribute.has_strategy() else None
+
+
 def _mean(tensor: tf.Tensor) -> tf.Tensor:
-    if tf.distribute.has_strategy():
-        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, tensor)
+    if _replica():
+        return _replica().all_reduce(tf.distribute.ReduceOp.MEAN, tensor)
     if count_towers() == 1:
         return tensor
     return tf.add_n(_here.meeting.gather(_here.index, tensor)) / _here.meeting.count

@@ -29,7 +29,10 @@ class WeightAverage:
             decay = tf.minimum(self.decay, (1 + done) / (10 + done))
         for average, variable in zip(self.averages, self.variables, strict=True):
             with tf.device(variable.device):
-                average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - variable))
+                if average.dtype.is_floating:
+                    average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - variable))
+                else:  # a count, or a seed
+                    average.assign(variable)
 
 
 class Lookahead:
@@ -57,8 +60,9 @@ class Lookahead:
         def pull():
             for slow, variable in zip(self.slow, self.variables, strict=True):
                 with tf.device(variable.device):
-                    slow.assign_sub(tf.cast(1 - decay, slow.dtype) * (slow - variable))
-                    variable.assign(slow)
+                    if slow.dtype.is_floating:
+                        slow.assign_sub(tf.cast(1 - decay, slow.dtype) * (slow - variable))
+                        variable.assign(slow)
             return tf.constant(True)
 
         tf.cond(due, pull, lambda: tf.constant(False))

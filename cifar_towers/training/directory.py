@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from cifar_towers.config import TrainConfig
+from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import UsageError
 from cifar_towers.reporting import records
 from cifar_towers.training import checkpoints
@@ -20,7 +21,7 @@ WRITTEN = (checkpoints.DIRECTORY, "train", "eval", "result", "projector_*", "tow
 WRITTEN += (CONFIG, ENVIRONMENT, RESULT, ROLLBACKS, MISTAKES, REPORT)
 
 
-def newest(directory: Path, config: TrainConfig, dataset: str) -> tuple[Path, dict] | None:
+def newest(directory: Path, config: TrainConfig, dataset: Dataset) -> tuple[Path, dict] | None:
     """The newest undamaged checkpoint and its facts, if there is one.
 
     Raises:
@@ -31,13 +32,18 @@ def newest(directory: Path, config: TrainConfig, dataset: str) -> tuple[Path, di
     if not checkpoint:
         return None
     facts = checkpoints.read_facts(checkpoint)
-    mine = recipe_of(config) | {"dataset": dataset}
-    theirs = facts["recipe"] | {"dataset": facts["dataset"]}
+    mine = recipe_of(config) | {"dataset": dataset.name}
+    theirs = recipe_of(TrainConfig()) | facts["recipe"] | {"dataset": facts["dataset"]}  # a setting may be newer
     differing = [f"{name} {theirs.get(name)} -> {mine[name]}" for name in mine if theirs.get(name) != mine[name]]
     if differing:
         raise UsageError(
             f"{checkpoint} was made with other settings ({', '.join(differing)}); "
             "give those, another --train_dir, or --fresh to start again in this one"
+        )
+    if facts.get("train_sha256", dataset.train.digest) != dataset.train.digest:
+        raise UsageError(
+            f"{checkpoint} was made with other training images than {dataset.name} has now; put those back, or give "
+            "another --train_dir, or --fresh to start again in this one"
         )
     return checkpoint, facts
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
+OWN = "model_losses"
+
 
 def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
     """Mean softmax cross entropy of logits [B, C] against labels [B], spread by `smoothing` over all C classes."""
@@ -13,7 +15,8 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
 
 
 def make_loss(smoothing: float = 0.0, weight_losses: Mapping[str, tuple[int, float]] | None = None) -> Callable:
-    """A function (labels, logits, weights) -> {term: scalar}, with their sum as `total_loss`.
+    """A function (labels, logits, weights, own) -> {term: scalar}, with their sum as `total_loss`; `own` are losses
+    that the net itself adds, as its regularizers do, whose sum is the term `model_losses`.
 
     Args:
       smoothing: label smoothing of the cross entropy.
@@ -21,10 +24,14 @@ def make_loss(smoothing: float = 0.0, weight_losses: Mapping[str, tuple[int, flo
         `<layer>/weight_loss`.
     """
 
-    def loss(labels: tf.Tensor, logits: tf.Tensor, weights: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
+    def loss(
+        labels: tf.Tensor, logits: tf.Tensor, weights: Sequence[tf.Tensor], own: Sequence[tf.Tensor] = ()
+    ) -> dict[str, tf.Tensor]:
         terms = {"cross_entropy": cross_entropy(labels, logits, smoothing)}
         for layer, (index, factor) in (weight_losses or {}).items():
             terms[f"{layer}/weight_loss"] = factor * tf.nn.l2_loss(weights[index])
+        if own:
+            terms[OWN] = tf.add_n([tf.cast(term, terms["cross_entropy"].dtype) for term in own])
         return terms | {"total_loss": tf.add_n(list(terms.values()))}
 
     return loss

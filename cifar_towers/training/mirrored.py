@@ -5,6 +5,7 @@ update to its own copy. Here towers are called replicas, as TensorFlow calls the
 """
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import tensorflow as tf
 
@@ -66,7 +67,7 @@ def make_mirrored_step(
             result = tower_fn(side, groups, tower, (shards[tower.index], look))
         reduced = [gradient for gradient, _ in result.gradients]
         if batch_statistics == "mean":
-            reduced += result.statistics
+            reduced += [s if s is not None and s.dtype.is_floating else None for s in result.statistics]
         present = [tensor for tensor in reduced if tensor is not None]
         with tf.name_scope("all_reduce"):
             present = iter(context.all_reduce(tf.distribute.ReduceOp.MEAN, present))  # the replicas meet here
@@ -76,7 +77,7 @@ def make_mirrored_step(
         return {
             "alike": None if look is None else look_at_towers(look, [result.gradients], means),
             "gradients": gradients,
-            "statistics": statistics or result.statistics,
+            "statistics": [own if mean is None else mean for mean, own in zip_longest(statistics, result.statistics)],
             "said": result._replace(gradients=[], statistics=[]),
         }
 
@@ -86,7 +87,7 @@ def make_mirrored_step(
         return {"told": told, "averages": averages} | ({"seen": seen} if seen else {})
 
     @tf.function(autograph=False)
-    def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 32, look=None) -> StepMetrics:
+    def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 0, look=None) -> StepMetrics:
         outcome = strategy.run(on_replica, (side, tuple(rates), split_batch(batch, towers), look))
         said = _by_replica(strategy, outcome["said"])
         statistics = outcome["statistics"]

@@ -70,14 +70,16 @@ def watched_layers(model: keras.Model) -> list[keras.layers.Layer]:
 
 def watched_call(model: keras.Model) -> Callable:
     """`model.stateless_call` in training, that also gives each watched layer's output:
-    (weights, statistics, images) -> (logits, new statistics, [outputs])."""
+    (weights, statistics, images) -> (logits, new statistics, [losses that the net adds], [outputs])."""
     watched = watched_layers(model)
     whole = keras.Model(model.input, [model.output, *(layer.output for layer in watched)]) if watched else model
 
     def call(weights, statistics, images):
-        outputs, new_statistics = whole.stateless_call(weights, statistics, images, training=True)
+        outputs, new_statistics, losses = whole.stateless_call(
+            weights, statistics, images, training=True, return_losses=True
+        )
         logits, *seen = outputs if watched else [outputs]
-        return logits, new_statistics, seen
+        return logits, new_statistics, losses, seen
 
     return call
 

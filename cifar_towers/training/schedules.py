@@ -71,15 +71,14 @@ def parse_rate(text: str) -> tuple[str, Points]:
 class Sides:
     """The side of a run's images, in pixels, step by step."""
 
-    FULL = 32
-
-    def __init__(self, text: str):
-        """`"0=24,45%=32"`; full images throughout if empty.
+    def __init__(self, text: str, full: int):
+        """`"0=24,45%=32"`; images of the `full` side throughout if empty, and before the first place.
 
         Raises:
           UsageError: as `parse_points`.
         """
-        self.points = parse_points("image_sides", text or f"0={self.FULL}")
+        self.points = parse_points("image_sides", text or f"0={full}")
+        self._full = full
 
     def largest(self) -> int:
         """The side that most of a run's work is done on."""
@@ -92,7 +91,7 @@ class Sides:
           UsageError: as `Points.steps`.
         """
         places = self.points.steps(total_steps, steps_per_epoch)
-        return lambda step: int(staircase(step, places, self.points.values, before=self.FULL))
+        return lambda step: int(staircase(step, places, self.points.values, before=self._full))
 
 
 def parse_points(setting: str, text: str) -> Points:

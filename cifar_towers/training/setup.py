@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import keras
 import tensorflow as tf
+from keras.src.utils import naming  # clear_session, which does it too, ends the graph that is being made
 
 from cifar_towers.config import DeviceConfig, TrainConfig
 from cifar_towers.data.augment import Augmentation
-from cifar_towers.data.dataset import Split
+from cifar_towers.data.dataset import Split, Traits
 from cifar_towers.errors import UsageError
-from cifar_towers.models import MODELS
+from cifar_towers.models import MODELS, own
 from cifar_towers.models.cifarnet import WEIGHT_DECAYS
 from cifar_towers.models.layers import BatchNorm
 from cifar_towers.models.speednet import whitening_kernel
@@ -20,7 +21,7 @@ from cifar_towers.towers import Tower, make_towers, variable_placement
 from cifar_towers.towers.placement import HOST
 from cifar_towers.towers.stages import cut_in_stages, stage_placement
 from cifar_towers.training import precision, schedules
-from cifar_towers.training.losses import make_loss
+from cifar_towers.training.losses import OWN, make_loss
 from cifar_towers.training.mirrored import make_mirrored_step, make_strategy
 from cifar_towers.training.observing import watched_layers
 from cifar_towers.training.optimizers import AdamW, Group, Momentum, Muon, Optimizer
@@ -57,8 +58,8 @@ def choose_precision(setting: str, towers: list[Tower]) -> str:
     return chosen
 
 
-def make_augmentation(config: TrainConfig) -> Augmentation:
-    """What the data flags say is done to an image."""
+def make_augmentation(config: TrainConfig, traits: Traits) -> Augmentation:
+    """What the data flags say is done to an image of these traits."""
     return Augmentation(
         crop=config.crop,
         shift=config.shift,
@@ -67,23 +68,44 @@ def make_augmentation(config: TrainConfig) -> Augmentation:
         brightness=config.brightness,
         contrast=config.contrast,
         standardize=config.standardize,
+        mean=traits.mean,
+        deviation=traits.deviation,
     )
 
 
-def make_model(config: TrainConfig, computed_in: str, train: Split | None = None) -> keras.Model:
-    """The net, with first weights that follow from the seed; whitened by `train` where it whitens."""
+def make_model(config: TrainConfig, computed_in: str, traits: Traits, train: Split | None = None) -> keras.Model:
+    """The net, with first weights that follow from the seed; whitened by `train` where it whitens.
+
+    Raises:
+      UsageError: a net of the user's own cannot be made, or towers cannot train it.
+    """
+    if config.own_model:
+        return _own_model(config, computed_in, traits)
     keras.utils.set_random_seed(config.seed)
-    options = {"dtype": precision.POLICIES[computed_in]}
+    options = {"dtype": precision.POLICIES[computed_in], "num_classes": len(traits.class_names)}
     if config.model.startswith("speednet"):
         if train is not None:
-            images = make_augmentation(config).evaluate(train.images[: config.whitening_images])
+            images = make_augmentation(config, traits).evaluate(train.images[: config.whitening_images])
             options["whitening"] = whitening_kernel(images.numpy())
     else:
-        options["side"] = config.crop or 32
+        options["side"] = config.crop or traits.side
     model = MODELS[config.model](**options)
     for layer in model.layers:
         if isinstance(layer, BatchNorm):
             layer.synchronized = config.batch_statistics == "synchronized"
+    return model
+
+
+def _own_model(config: TrainConfig, computed_in: str, traits: Traits) -> keras.Model:
+    naming.reset_uids()  # layers without a name are called the same in every process, whatever was made before
+    keras.utils.set_random_seed(config.seed)
+    try:
+        function = own.find(*config.own_model)
+        model = own.make(function, config.crop or traits.side, len(traits.class_names), precision.POLICIES[computed_in])
+    except own.ModelError as error:
+        raise UsageError(f"model={config.model}: {error}") from error
+    if config.batch_statistics == "synchronized":
+        own.synchronize(model)
     return model
 
 
@@ -92,8 +114,10 @@ def make_loss_fn(config: TrainConfig, model: keras.Model):
     decays = WEIGHT_DECAYS if config.model == "cifarnet" else {}
     paths = [variable.path for variable in model.trainable_variables]
     weight_losses = {layer: (paths.index(f"{layer}/kernel"), factor) for layer, factor in decays.items()}
-    terms = ["cross_entropy", *(f"{layer}/weight_loss" for layer in weight_losses), "total_loss"]
-    return make_loss(config.label_smoothing, weight_losses), terms
+    terms = ["cross_entropy", *(f"{layer}/weight_loss" for layer in weight_losses)]
+    if config.own_model and own.adds_losses(model, config.crop or config.image_size):
+        terms.append(OWN)
+    return make_loss(config.label_smoothing, weight_losses), [*terms, "total_loss"]
 
 
 def make_optimizer(config: TrainConfig, model: keras.Model, steps_per_epoch: int, total_steps: int) -> Optimizer:
@@ -166,7 +190,7 @@ def make_training(
 
     split_over, devices = towers, [tower.device for tower in towers]
     options = {"micro_batches": config.micro_batches, "batch_statistics": config.batch_statistics}
-    augmentation = make_augmentation(config)
+    augmentation = make_augmentation(config, train.traits)
     try:
         if config.strategy == "mirrored":
             strategy = make_strategy(towers, config.all_reduce)
@@ -174,9 +198,11 @@ def make_training(
             step = make_mirrored_step(strategy, state, towers, loss_fn, augmentation, **options)
         elif config.parallelism == "model":
             split_over = towers[:1]
-            state, loss_fn = state_in(stage_placement(lambda: make_model(config, computed_in), devices))
+            state, loss_fn = state_in(stage_placement(lambda: make_model(config, computed_in, train.traits), devices))
+            if OWN in state.loss_averages.sums:
+                raise ValueError("parallelism=model cannot train a net that adds losses of its own, as regularizers do")
             watched = [layer.name for layer in watched_layers(state.model)]
-            stages = cut_in_stages(state.model, devices, watched=watched)
+            stages = cut_in_stages(state.model, devices, open_size=train.traits.side, watched=watched)
             step = make_train_step(state, split_over, loss_fn, augmentation, stages=stages, **options)
         else:
             state, loss_fn = state_in(variable_placement(config.variable_placement, towers))
@@ -189,7 +215,7 @@ def make_training(
 
 def make_state(config: TrainConfig, computed_in: str, train: Split, steps_per_epoch: int, total_steps: int):
     """(state, loss function): everything with variables, placed as the scope around says."""
-    model = make_model(config, computed_in, train)
+    model = make_model(config, computed_in, train.traits, train)
     loss_fn, terms = make_loss_fn(config, model)
     optimizer = make_optimizer(config, model, steps_per_epoch, total_steps)
     state = TrainState(model, optimizer, terms, total_steps, config.ema_decay, config.lookahead, precision=computed_in)

@@ -7,12 +7,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from cifar_towers.data.batches import Draws
+from cifar_towers.models.own import is_seed
 from cifar_towers.towers.placement import HOST, pinned
 from cifar_towers.training.averages import Lookahead, LossAverages, WeightAverage
 from cifar_towers.training.health import first_bad
 from cifar_towers.training.observing import look_at_update
 from cifar_towers.training.optimizers import Optimizer
 from cifar_towers.training.precision import LossScale
+
+MOST_DRAWS = 1024  # of one layer in a step
 
 
 class TrainState:
@@ -21,6 +25,7 @@ class TrainState:
     Attributes:
       step: updates done.
       weights: N trained variables. statistics: the model's other variables, frozen filters among them.
+      seeds: for each of the statistics, whether it is what a layer draws random numbers from.
       moved_names: what `apply` assigns, in its order, by the groups that have a rate, once it has been traced.
     """
 
@@ -40,6 +45,7 @@ class TrainState:
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         self.weights = [v.value for v in model.trainable_variables]
         self.statistics = [v.value for v in model.non_trainable_variables]
+        self.seeds = [is_seed(v) for v in model.non_trainable_variables]
         self.ema = WeightAverage(self.weights + self.statistics, ema_decay)
         self.lookahead = Lookahead(self.weights + self.statistics, total_steps, lookahead)
         self.loss_averages = LossAverages(loss_terms)
@@ -48,6 +54,15 @@ class TrainState:
     def read(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """(weights, statistics) as tensors, read where they live; they travel to where they are used."""
         return [tf.convert_to_tensor(v) for v in self.weights], [tf.convert_to_tensor(v) for v in self.statistics]
+
+    def seeded(self, statistics: list[tf.Tensor], draws: Draws) -> list[tf.Tensor]:
+        """The statistics for a part of the batch, with seeds that follow from the run's own and the part's first
+        example: no two parts draw the same numbers, and the same step always does."""
+        count = draws.place[0] * MOST_DRAWS
+        return [
+            tf.stack([value[0], tf.cast(count, value.dtype)]) if seed else value
+            for value, seed in zip(statistics, self.seeds, strict=True)
+        ]
 
     def apply(
         self,

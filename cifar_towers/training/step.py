@@ -56,8 +56,9 @@ def make_train_step(
     """The function (batch, rates, side, look) -> metrics that moves `state` by one step.
 
     `rates` are those of the optimizer's groups that move; no gradient is taken for the others. `side` is the Python
-    number of pixels the images are shrunk to. Each set of groups and each side is traced once. `look` is a tensor that
-    says whether the step is looked at closely; without it there is no `close_up`, and nothing of it in the graph.
+    number of pixels the images are shrunk to, 0: none. Each set of groups and each side is traced once. `look` is a
+    tensor that says whether the step is looked at closely; without it there is no `close_up`, and nothing of it in the
+    graph.
 
     Args:
       micro_batches: parts that each tower takes its shard in.
@@ -70,7 +71,7 @@ def make_train_step(
     run = run_together if batch_statistics == "synchronized" else run_on_towers
 
     @tf.function(autograph=False)
-    def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 32, look=None) -> StepMetrics:
+    def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 0, look=None) -> StepMetrics:
         shards = split_batch(batch, towers)
         looks = [None] * (len(towers) - 1) + [look]  # at the final tower
         on_tower = functools.partial(tower_fn, side, tuple(rates))
@@ -97,21 +98,23 @@ def make_tower_fn(
 ) -> Callable[..., TowerResult]:
     """The function (side, groups, tower, (shard, look)) -> result that each tower runs: it takes the gradients of the
     variables in these of the optimizer's groups. It only reads."""
-    forward = watched_staged_call(stages, state.model) if stages else watched_call(state.model)
+    forward = _staged(stages, state.model) if stages else watched_call(state.model)
 
     def on_part(
         side: int, groups: Sequence[str], look, weights: list[tf.Tensor], statistics: list[tf.Tensor], part: Batch
     ) -> TowerResult:
+        statistics = state.seeded(statistics, part.draws)
         images = augmentation.train(part.images, part.draws, side)
         moving = {id(variable) for variable in state.optimizer.moving(groups)}
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([w for w, variable in zip(weights, state.weights, strict=True) if id(variable) in moving])
-            logits, new_statistics, activations = forward(weights, statistics, images)
-            losses = loss_fn(part.labels, logits, weights)
+            logits, new_statistics, own_losses, activations = forward(weights, statistics, images)
+            losses = loss_fn(part.labels, logits, weights, own_losses)
             scaled = state.loss_scale.scale_loss(losses["total_loss"])
         with tf.name_scope("backward"):
             gradients = tape.gradient(scaled, weights)
-        changed = [None if new is old else new for new, old in zip(new_statistics, statistics, strict=True)]
+        moved = zip(new_statistics, statistics, state.seeds, strict=True)
+        changed = [None if seed or new is old else new for new, old, seed in moved]
         seen = None if look is None else look_at_forward(look, images, part.labels, activations)
         return TowerResult(losses, gradients, changed, count_correct(part.labels, logits), look=seen)
 
@@ -137,6 +140,17 @@ def make_tower_fn(
         )
 
     return on_tower
+
+
+def _staged(stages: Sequence[Stage], model) -> Callable:
+    """`watched_call` for a model cut in stages, which has no losses of its own."""
+    call = watched_staged_call(stages, model)
+
+    def forward(weights, statistics, images):
+        logits, new_statistics, activations = call(weights, statistics, images)
+        return logits, new_statistics, [], activations
+
+    return forward
 
 
 def all_finite(results: Sequence[TowerResult]) -> tf.Tensor:
@@ -184,7 +198,8 @@ def metrics(
 def combine_statistics(
     tower_statistics: Sequence[Sequence[tf.Tensor | None]], how: str, devices: Sequence[str] = ()
 ) -> list[tf.Tensor | None]:
-    """K lists of the same S statistics -> one: their `mean`, or else the final tower's. None where none changed.
+    """K lists of the same S statistics -> one: their `mean`, or else the final tower's, as with whole numbers.
+    None where none changed.
 
     Each mean is taken on its own of S devices, if they are given: beside the variable, where it is needed next.
     """
@@ -194,7 +209,8 @@ def combine_statistics(
     with tf.name_scope("average_statistics"):
         for index, of_one in enumerate(zip(*tower_statistics, strict=True)):
             with tf.device(devices[index] if devices else ""):
-                combined.append(None if of_one[0] is None else _mean(of_one))
+                averaged = of_one[-1] is not None and of_one[-1].dtype.is_floating
+                combined.append(_mean(of_one) if averaged else of_one[-1])
     return combined
 
 

@@ -44,7 +44,9 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest) -> dic
     stop.leave_at_once(NOTHING_DONE)
     towers = setup.open_towers(config)
     config.tower_batch_size(len(towers))
-    source, dataset = sources.load(source, config.validation_examples, fall_back=config.dataset == "auto")
+    source, dataset = sources.load(
+        source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto"
+    )
     if source.banner and not config.train_dir:  # leaves the directory of the real run free for when there is CIFAR-10
         config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
     return Trainer(config, source, dataset, towers, stop, clock).run()
@@ -92,7 +94,7 @@ class Trainer:
         self.state, self.train_step, self.towers = setup.make_training(
             config, towers, self.precision, dataset.train, self.steps_per_epoch, self.total_steps
         )
-        self.evaluate = make_evaluator(self.state.model, towers, setup.make_augmentation(config))
+        self.evaluate = make_evaluator(self.state.model, towers, setup.make_augmentation(config, dataset.traits))
         self.reporter = Reporter(
             config, dataset, source.banner, towers, self.towers, self.precision, self.state, self.steps_per_epoch,
             self.last_step, clock,
@@ -100,7 +102,7 @@ class Trainer:
         self.say = self.reporter.say
         window = parse_window(config.profile_steps)
         self.profile = Window(self.directory, *window) if window else None
-        self.side_at = schedules.Sides(config.image_sides).at(self.total_steps, self.steps_per_epoch)
+        self.side_at = schedules.Sides(config.image_sides, config.image_size).at(self.total_steps, self.steps_per_epoch)
         self.traced: set[tuple] = set()  # sides of the images, and groups of variables that move
         self.health = health.Health(config.max_bad_steps)
         every, keep = config.checkpoint_every_steps, config.keep_checkpoints
@@ -252,7 +254,7 @@ class Trainer:
         if not bad:
             return ""
         shard = split_batch(batch, self.towers)[bad[0].index]
-        augment = setup.make_augmentation(self.config).train
+        augment = setup.make_augmentation(self.config, self.dataset.traits).train
 
         def look(part):
             return health.first_bad_tensor(self.state.model, augment(part.images, part.draws, side))
@@ -316,6 +318,8 @@ class Trainer:
             "accuracy": next((score["accuracy"] for score in reversed(scores)), None),
             "recipe": directory.recipe_of(self.config),
             "dataset": self.dataset.name,
+            "traits": self.dataset.traits._asdict(),
+            "train_sha256": self.dataset.train.digest,
             "precision": self.precision,
             "towers": len(self.towers),
             "strategy": self.config.strategy,
@@ -373,7 +377,7 @@ class Trainer:
         """`config` with `variable_placement=auto` settled: as the run began on as many towers, or by measuring."""
         if config.variable_placement != "auto":
             return config
-        found = None if config.fresh else directory.newest(self.directory, config, self.dataset.name)
+        found = None if config.fresh else directory.newest(self.directory, config, self.dataset)
         facts = found[1] if found else {}
         placement = facts.get("variable_placement")
         if found and directory.finished(self.directory, config, facts["step"], self.last_step):
@@ -395,7 +399,7 @@ class Trainer:
         if self.config.fresh:
             directory.clear(self.directory)
         self.keeper.tidy()
-        found = directory.newest(self.directory, self.config, self.dataset.name)
+        found = directory.newest(self.directory, self.config, self.dataset)
         if not found:
             return 0
         checkpoint, facts = found

@@ -5,6 +5,7 @@ import tensorflow as tf
 from cifar_towers.data import augment
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Draws
+from cifar_towers.data.dataset import CIFAR10
 
 
 def draws(count, **given):
@@ -15,9 +16,11 @@ def draws(count, **given):
         "cutout": np.full((count, 2), 0.5),
         "brightness": np.zeros(count),
         "contrast": np.zeros(count),
+        "place": np.arange(count),
     }
     values = {**neutral, **given}
-    return Draws(**{k: tf.constant(v, tf.bool if k == "flip" else tf.float32) for k, v in values.items()})
+    types = {"flip": tf.bool, "place": tf.int64}
+    return Draws(**{k: tf.constant(v, types.get(k, tf.float32)) for k, v in values.items()})
 
 
 @pytest.fixture
@@ -50,18 +53,20 @@ def test_flip_mirrors_only_the_chosen(images):
 
 
 def test_colour_by_hand():
-    image = tf.constant(augment.MEAN + 10.0, shape=[1, 1, 1, 3])
-    changed = augment.colour(image, tf.constant([5.0]), tf.constant([2.0]))
-    np.testing.assert_allclose(changed[0, 0, 0], augment.MEAN + 30, rtol=1e-6)
+    centre = np.array(CIFAR10.mean)
+    image = tf.constant(centre + 10, tf.float32, shape=[1, 1, 1, 3])
+    changed = augment.colour(image, tf.constant([5.0]), tf.constant([2.0]), CIFAR10.mean)
+    np.testing.assert_allclose(changed[0, 0, 0], centre + 30, rtol=1e-6)
 
 
 def test_normalised_data_set_statistics():
-    levels = tf.constant(np.stack([augment.MEAN, augment.MEAN + augment.DEVIATION])[None, None])
-    np.testing.assert_allclose(augment.normalise(levels, "dataset")[0, 0], [[0] * 3, [1] * 3], atol=1e-6)
+    levels = tf.constant([[[[20.0, 30, 40], [21, 32, 43]]]])
+    normalised = augment.Augmentation(mean=(20.0, 30.0, 40.0), deviation=(1.0, 2.0, 3.0)).normalise(levels)
+    np.testing.assert_allclose(normalised[0, 0], [[0] * 3, [1] * 3], atol=1e-6)
 
 
 def test_an_image_of_its_own_has_mean_0_and_deviation_1(images):
-    own = augment.normalise(tf.cast(images, tf.float32), "image").numpy()
+    own = augment.Augmentation(standardize="image").normalise(tf.cast(images, tf.float32)).numpy()
     np.testing.assert_allclose(own.mean((1, 2, 3)), 0, atol=1e-5)
     np.testing.assert_allclose(own.std((1, 2, 3)), 1, rtol=1e-4)
 

@@ -17,7 +17,7 @@ def nothing_decoded(monkeypatch, tmp_path):
 
 @pytest.fixture
 def offline(monkeypatch):
-    monkeypatch.setattr(cifar10, "_reachable", lambda host, timeout: False)
+    monkeypatch.setattr(cifar10, "reachable", lambda host, timeout: False)
 
 
 def test_missing_cifar10_says_what_to_put_where(offline, tmp_path):

@@ -20,7 +20,7 @@ from PIL import Image
 
 from cifar_towers import programs
 from cifar_towers.data import cifar10
-from cifar_towers.data.dataset import NUM_CLASSES
+from cifar_towers.data.dataset import CLASSES
 from tests.faults import chamber, subjects
 from tests.faults.chamber import Experiment, Outcome
 
@@ -235,7 +235,7 @@ def _change_pixel(dice: random.Random, records: Records) -> tuple[str, Records]:
 
 def _change_label(dice: random.Random, records: Records) -> tuple[str, Records]:
     at, example = _any_example(dice, records)
-    label = (_label(records[at]) + dice.randrange(1, NUM_CLASSES)) % NUM_CLASSES
+    label = (_label(records[at]) + dice.randrange(1, len(CLASSES))) % len(CLASSES)
     return f"record {at}: label made {label}", _replaced(records, {at: _relabelled(example, label)})
 
 
@@ -251,7 +251,7 @@ def _exchange_labels(dice: random.Random, records: Records) -> tuple[str, Record
 
 def _other_pictures(dice: random.Random, records: Records) -> tuple[str, Records]:
     """As many of the same shape, with labels of as many classes or, as of CIFAR-100, of more."""
-    classes = dice.choice((NUM_CLASSES, 100))
+    classes = dice.choice((len(CLASSES), 100))
     noise = [_png(np.frombuffer(dice.randbytes(32 * 32 * 3), np.uint8).reshape(32, 32, 3)) for _ in range(64)]
     labels = [at % classes for at in range(len(records))]
     dice.shuffle(labels)

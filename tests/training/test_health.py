@@ -8,6 +8,7 @@ import tensorflow as tf
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.data.batches import Batches
+from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.errors import DivergedError
 from cifar_towers.training import health, setup
 
@@ -81,7 +82,7 @@ def test_a_bad_image_moves_nothing_and_its_tower_is_named(towers, examples, way)
 
 def test_what_first_went_wrong_is_told(towers, examples):
     run = Run(towers, examples)
-    images = setup.make_augmentation(run.config).evaluate(run.batch.images)
+    images = setup.make_augmentation(run.config, CIFAR10).evaluate(run.batch.images)
     assert health.first_bad_tensor(run.state.model, images) == ""
     assert health.first_bad_tensor(run.state.model, tf.where(images > 1, np.inf, images)) == "the images"
     assert health.first_bad_tensor(run.state.model, images * 1e38) == "the output of whitening"

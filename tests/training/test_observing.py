@@ -8,6 +8,7 @@ import tensorflow as tf
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.data.batches import Batches
+from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.towers import split_batch
 from cifar_towers.training import observing, setup
 from cifar_towers.training.observing import Distribution
@@ -72,7 +73,7 @@ def test_a_close_up_is_of_the_step_it_is_of(towers, examples, count, settings):
     _, _, reference = made(towers(count), examples)
     model, shards = reference.state.model, split_batch(batch, training.towers)
     loss_fn, _ = setup.make_loss_fn(config, model)
-    augment = setup.make_augmentation(config).train
+    augment = setup.make_augmentation(config, CIFAR10).train
 
     def gradients_of(shard):
         with tf.GradientTape() as tape:

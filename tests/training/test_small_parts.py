@@ -28,9 +28,9 @@ def test_a_staircase_in_epochs(step, expected):
 
 
 def test_sides_of_images_step_by_step():
-    side_at = schedules.Sides("0=24,50%=28,3=32").at(total_steps=8, steps_per_epoch=2)
+    side_at = schedules.Sides("0=24,50%=28,3=32", 32).at(total_steps=8, steps_per_epoch=2)
     assert [side_at(step) for step in range(8)] == [24, 24, 24, 24, 28, 28, 32, 32]
-    late, whole = schedules.Sides("25%=20"), schedules.Sides("")
+    late, whole = schedules.Sides("25%=20", 32), schedules.Sides("", 32)
     assert [late.at(8, 2)(step) for step in (1, 2)] == [32, 20] and late.largest() == 20
     assert [whole.at(8, 2)(step) for step in (0, 7)] == [32, 32] and whole.largest() == 32
 

@@ -8,6 +8,7 @@ from cifar_towers.benchmark import operations
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.data.batches import Batches
+from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.errors import UsageError
 from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import tower_devices
@@ -86,11 +87,11 @@ def test_an_independent_witness(towers, examples):
     settings = {"momentum": 0.0, "brightness": 0.0, "contrast": 0.0, "ema_decay": 0.0}
     state, _ = trained(towers(2), examples, "float64", 3, **settings)
     config = TrainConfig(**{**CIFARNET, **settings})
-    model = setup.make_model(config, "float64")
+    model = setup.make_model(config, "float64", CIFAR10)
     batches = Batches(examples, config.batch_size, config.seed, config.flip)
     for number in range(3):
         batch = batches.at(number)
-        images = setup.make_augmentation(config).train(batch.images, batch.draws)
+        images = setup.make_augmentation(config, CIFAR10).train(batch.images, batch.draws)
         with tf.GradientTape() as tape:
             logits = model(images, training=True)
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(batch.labels, logits))
@@ -182,7 +183,7 @@ def expected_least_loaded(variables, model):
 def test_statistics_are_the_mean_of_the_towers_and_frozen_filters_stay(towers, examples):
     settings = {"model": "speednet93", "crop": 0, "whitening_images": 200, "ema_decay": 0.0}
     config = TrainConfig(**{**CIFARNET, **settings})
-    before = setup.make_model(config, "float32", examples).get_layer("whitening").kernel.numpy()
+    before = setup.make_model(config, "float32", CIFAR10, examples).get_layer("whitening").kernel.numpy()
     state, _ = trained(towers(3), examples, "float32", 2, **settings)
     np.testing.assert_array_equal(state.model.get_layer("whitening").kernel, before)
     assert float(tf.reduce_max(tf.abs(state.model.get_layer("group1_norm1").moving_mean.value))) > 0

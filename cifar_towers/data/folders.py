@@ -1,0 +1,120 @@
+"""A data set of one's own: a folder with a subfolder of pictures for each class."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from cifar_towers.data import images
+from cifar_towers.data.dataset import Split, Traits, moments
+from cifar_towers.errors import DataError
+
+TEST_NAMES = ("test", "val", "valid", "validation")  # of the folder beside `train`
+TEST_SHARE = 0.2  # of each class, where the folder is not split
+MOST_NAMED = 5  # of the files that an error is about
+
+
+class Folder(NamedTuple):
+    """What stands in a folder: for each class the pictures to train on and to test on, in an order that is the same
+    everywhere."""
+
+    root: Path
+    train: dict[str, list[Path]]
+    test: dict[str, list[Path]]
+
+
+def find(root: Path) -> Folder:
+    """Looks through a folder: `train/` and `test/` with a subfolder a class each, or subfolders of classes alone, of
+    which each then gives a fifth of its pictures to the test, by the hashes of their names.
+
+    Raises:
+      DataError: no such folder, fewer than two classes, or a class with no pictures to train or to test on.
+    """
+    root = root.expanduser().absolute()
+    try:
+        test = next((root / name for name in TEST_NAMES if (root / name).is_dir()), None)
+        if (root / "train").is_dir() and test:
+            folder = Folder(root, _classes(root / "train"), _classes(test))
+        else:
+            parts = {name: _split(paths) for name, paths in _classes(root).items()}
+            folder = Folder(root, *({name: part[at] for name, part in parts.items()} for at in (0, 1)))
+    except OSError as error:
+        raise DataError(f"dataset=folder:{root} cannot be read: {error.strerror}") from error
+    _check(folder)
+    return folder
+
+
+def load(folder: Folder, side: int) -> tuple[Split, Split]:
+    """Train and test as arrays of side x side pixels; see `images.read` for what is done to a picture.
+
+    Raises:
+      DataError: naming pictures that cannot be read.
+    """
+    names = tuple(folder.train)
+    (train, train_labels), (test, test_labels) = (_read(part, names, side) for part in (folder.train, folder.test))
+    traits = Traits(names, side, *moments(train))
+    return Split(train, train_labels, traits), Split(test, test_labels, traits)
+
+
+def _classes(root: Path) -> dict[str, list[Path]]:
+    """The subfolders' names and the pictures in and below each, sorted; what begins with a dot is passed over."""
+    found = {}
+    for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
+        paths = [
+            Path(where, name)
+            for where, _, names in os.walk(folder)
+            for name in names
+            if name.lower().endswith(images.SUFFIXES) and not name.startswith(".")
+        ]
+        found[folder.name] = sorted(paths)
+    return found
+
+
+def _split(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """(train, test) of a class's pictures: which is which follows from the names alone."""
+    by_hash = sorted(paths, key=lambda path: hashlib.sha256(os.fsencode(path.name)).digest())
+    count = max(1, round(TEST_SHARE * len(paths)))
+    return sorted(by_hash[count:]), sorted(by_hash[:count])
+
+
+def _check(folder: Folder) -> None:
+    told = f"dataset=folder:{folder.root}"
+    shape = "it needs a subfolder of pictures for each class, or train/ and test/ with these"
+    if len(folder.train) < 2:
+        named = f"only {next(iter(folder.train))}" if folder.train else "none"
+        raise DataError(f"{told}: two classes are the fewest, and there is {named}; {shape}")
+    strange = [name for name in folder.test if name not in folder.train]
+    if strange:
+        raise DataError(f"{told}: {_named(strange)} in test, and not in train; {shape}")
+    for part, classes in (("train", folder.train), ("test", folder.test)):
+        empty = [name for name in folder.train if not classes.get(name)]
+        if empty:
+            kinds = ", ".join(images.SUFFIXES)
+            raise DataError(f"{told}: no pictures of {_named(empty)} to {part} on; each class needs some ({kinds})")
+
+
+def _read(part: dict[str, list[Path]], names: Sequence[str], side: int) -> tuple[np.ndarray, np.ndarray]:
+    paths = [(path, label) for label, name in enumerate(names) for path in part[name]]
+    levels = np.empty((len(paths), side, side, 3), np.uint8)
+
+    def read(index: int) -> str:
+        try:
+            levels[index] = images.read(paths[index][0], side)
+        except images.PictureError as error:
+            return f"{paths[index][0]} {error}"
+        return ""
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        wrong = [told for told in pool.map(read, range(len(paths))) if told]
+    if wrong:
+        raise DataError(f"{len(wrong)} of {len(paths)} pictures cannot be read: {_named(wrong)}; mend or remove them")
+    return levels, np.array([label for _, label in paths], np.int64)
+
+
+def _named(things: Sequence[str]) -> str:
+    more = f" and {len(things) - MOST_NAMED} more" if len(things) > MOST_NAMED else ""
+    return ", ".join(things[:MOST_NAMED]) + more

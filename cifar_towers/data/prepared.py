@@ -1,0 +1,88 @@
+"""Any data set of TensorFlow Datasets that has images and their classes."""
+
+import logging
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+from PIL import Image
+
+from cifar_towers.data import images
+from cifar_towers.data.dataset import Split, Traits, moments
+from cifar_towers.data.network import reachable
+from cifar_towers.errors import DataError, UsageError
+
+log = logging.getLogger(__name__)
+
+
+def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
+    """Train and test as arrays of side x side pixels, from the central square of each image.
+
+    What tests is `test`, else `validation`, else the last fifth of `train`.
+
+    Raises:
+      UsageError: no such data set, or one without images and classes. DataError: it cannot be had.
+    """
+    import tensorflow_datasets as tfds  # takes seconds to import, and reads TFDS_DATA_DIR as it does
+
+    tfds.disable_progress_bar()
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    try:
+        builder = tfds.builder(name, data_dir=str(directory))
+    except tfds.core.DatasetNotFoundError:
+        raise UsageError(f"dataset={name}: TensorFlow Datasets has none of this name, nor has {directory}") from None
+    except (ValueError, AssertionError) as error:
+        raise UsageError(f"dataset={name}: {' '.join(str(error).split())[:200]}") from error
+    picture, label = (_feature(builder.info, kind) for kind in (tfds.features.Image, tfds.features.ClassLabel))
+    if not picture or not label:
+        raise UsageError(f"dataset={name} has no images with one class each; it has {', '.join(builder.info.features)}")
+    try:
+        if not builder.is_prepared():
+            _refuse_if_unreachable(name, directory, builder)
+            log.info("preparing %s in %s", name, directory)
+            builder.download_and_prepare()
+        parts = _parts(name, builder)
+        arrays = [_read(tfds, builder, part, picture, label, side) for part in parts]
+    except (DataError, UsageError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"{name} in {directory} cannot be read ({type(error).__name__}: {reason})") from error
+    traits = Traits(tuple(builder.info.features[label].names), side, *moments(arrays[0][0]))
+    train, test = (Split(*array, traits) for array in arrays)
+    return train, test
+
+
+def _feature(info, kind: type) -> str | None:
+    """The name of the feature of a kind that is learned from, or of the only one there is."""
+    names = [name for name, feature in info.features.items() if isinstance(feature, kind)]
+    named = [name for name in info.supervised_keys or () if name in names]
+    return next(iter(named or names), None) if named or len(names) == 1 else None
+
+
+def _parts(name: str, builder) -> tuple[str, str]:
+    splits = builder.info.splits
+    if "train" not in splits:
+        raise UsageError(f"dataset={name} has no split to train on; it has {', '.join(splits)}")
+    named = next((split for split in ("test", "validation") if split in splits), None)
+    return ("train", named) if named else ("train[:80%]", "train[80%:]")
+
+
+def _refuse_if_unreachable(name: str, directory: Path, builder) -> None:
+    hosts = {urlsplit(url).hostname for url in builder.url_infos}
+    silent = sorted(host for host in hosts if host and not reachable(host))
+    if silent:
+        raise DataError(
+            f"no {name} in {directory} and {', '.join(silent)} does not answer; put a prepared copy there, or give "
+            f"--data_dir=<a directory that holds {builder.name}/{builder.version}>"
+        )
+
+
+def _read(tfds, builder, part: str, picture: str, label: str, side: int) -> tuple[np.ndarray, np.ndarray]:
+    config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)  # in the stored order
+    decoded, labels = [], []
+    for example in tfds.as_numpy(builder.as_dataset(split=part, shuffle_files=False, read_config=config)):
+        levels = example[picture]
+        decoded.append(images.fit(Image.fromarray(levels.squeeze(-1) if levels.shape[-1] == 1 else levels), side))
+        labels.append(example[label])
+    return np.stack(decoded), np.array(labels, np.int64)

@@ -1,0 +1,239 @@
+"""A net of the user's own: found, made, and held against what towers ask of one before anything is trained.
+
+Towers call a net several times a step, each with weights, statistics and seeds handed in, and take what it returns. So
+a layer may keep nothing else: no `tf.Variable` that it changes itself, no random numbers but of a seed of its own.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
+
+from cifar_towers.towers import mean_over_towers
+
+SEED = "seed_generator_state"  # what Keras calls the variable of a `keras.random.SeedGenerator`
+PASSED_ON = ("Identity", "Cast", "Reshape", "Squeeze")  # operations that leave probabilities what they are
+
+
+class ModelError(ValueError):
+    """What is wrong with a user's net, in one line."""
+
+
+def find(where: str, function: str) -> Callable[..., keras.Model]:
+    """The function of this name in a file or an importable module.
+
+    Raises:
+      ModelError: there is none, or its file cannot be run.
+    """
+    try:
+        if where.endswith(".py"):
+            path = Path(where).expanduser()
+            if not path.is_file():
+                raise ModelError(f"there is no file {path}")
+            spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            with _on_path(str(path.parent)):
+                spec.loader.exec_module(module)
+        else:
+            with _on_path(""):
+                module = importlib.import_module(where)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{where} cannot be imported: {_told(error)}") from error
+    made = getattr(module, function, None)
+    if not callable(made):
+        named = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value))
+        raise ModelError(f"{where} has no function {function}; it has {named or 'none at all'}")
+    return made
+
+
+@contextlib.contextmanager
+def _on_path(directory: str) -> Iterator[None]:
+    """Imports look into `directory` first, as Python's own do for the program it runs."""
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        sys.path.remove(directory)
+
+
+def make(function: Callable[..., keras.Model], side: int, num_classes: int, policy: str) -> keras.Model:
+    """What `function` returns, built for [B, side, side, 3] and checked.
+
+    `side`, `num_classes` and `dtype` are handed to it as far as it takes arguments of these names.
+
+    Raises:
+      ModelError: it fails, or returns what towers cannot train; see `check`.
+    """
+    offered = {"side": side, "num_classes": num_classes, "dtype": policy}
+    try:
+        taken = inspect.signature(function).parameters
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(policy)
+        try:
+            model = function(**{name: value for name, value in offered.items() if name in taken})
+            if not isinstance(model, keras.Model):
+                raise ModelError(f"it returns {type(model).__name__}, not a Keras model")
+            if not getattr(model, "inputs", None):  # subclassed: a graph of one layer, like others from here on
+                images = keras.Input((side, side, 3))
+                model = keras.Model(images, model(images), name=model.name)
+        finally:
+            keras.config.set_dtype_policy(before)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"it cannot be made: {_told(error)}") from error
+    check(model, side, num_classes)
+    return model
+
+
+def check(model: keras.Model, side: int, num_classes: int) -> None:
+    """Holds a net against what towers need.
+
+    Raises:
+      ModelError: naming the layer where there is one: other input or output shapes, probabilities instead of logits,
+        random numbers without a seed, variables that are changed behind Keras's back, no weights to train, or variables
+        of one name.
+    """
+    if not model.trainable_variables:
+        raise ModelError("it has no weights to train")
+    paths = [variable.path for variable in model.variables]
+    twice = next((path for path in paths if paths.count(path) > 1), "")
+    if twice:
+        raise ModelError(f"two of its variables are called {twice}; give the layers names of their own")
+    graph, output = _trace(model, side)
+    for scope, kind, captures in _operations(graph):
+        layer = _layer_of(scope, model)
+        if kind.startswith("Assign"):
+            raise ModelError(
+                f"{layer} changes a variable of its own when it is called, which K towers would do K times; "
+                "keep it with add_weight(trainable=False) and assign it in call"
+            )
+        if captures or (_is_random(kind) and not kind.startswith("Stateless")):
+            raise ModelError(
+                f"{layer} keeps something beside its weights, or draws random numbers without a seed of its own; "
+                "for these give it a keras.random.SeedGenerator"
+            )
+    if output.shape.rank != 2 or output.shape[1] != num_classes:
+        raise ModelError(
+            f"its output has shape {tuple(output.shape)[1:]} an image; {num_classes} classes want {num_classes} logits"
+        )
+    last = output.op
+    while last.type in PASSED_ON:
+        last = last.inputs[0].op
+    if last.type in ("Softmax", "Sigmoid"):
+        raise ModelError(
+            f"{_layer_of(last.name, model)} ends in {last.type.lower()}, and the loss takes logits; give it "
+            "activation=None"
+        )
+
+
+def is_seed(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
+    return variable.path.rpartition("/")[2] == SEED
+
+
+def adds_losses(model: keras.Model, side: int) -> bool:
+    """Whether a call of the net in training gives losses of its own: its regularizers', or what its layers add."""
+    found = []
+
+    def call(images):
+        variables = ([v.value for v in kind] for kind in (model.trainable_variables, model.non_trainable_variables))
+        found.extend(model.stateless_call(*variables, images, training=True, return_losses=True)[2])
+
+    tf.function(call, autograph=False).get_concrete_function(tf.TensorSpec([4, side, side, 3]))
+    return bool(found)
+
+
+def synchronize(model: keras.Model) -> None:
+    """Lets Keras's own batch norms normalise by the moments of the whole batch, not of the tower's shard."""
+    for layer in _layers(model):
+        if type(layer) is keras.layers.BatchNormalization:
+            layer.__class__ = _SynchronizedBatchNormalization
+
+
+class _SynchronizedBatchNormalization(keras.layers.BatchNormalization):
+    """Keras's, whose moments are the towers' together."""
+
+    def _moments(self, inputs, mask):
+        local_mean, local_variance = super()._moments(inputs, mask)
+        mean = mean_over_towers(local_mean)
+        return mean, mean_over_towers(local_variance + tf.square(local_mean - mean))
+
+
+def _trace(model: keras.Model, side: int):
+    """The graph of two calls in training, as two towers would make them, and the first one's output."""
+
+    @tf.function(autograph=False)
+    def calls(weights, statistics, images):
+        outputs = [model.stateless_call(weights, statistics, images, training=True)[0] for _ in range(2)]
+        return outputs
+
+    specs = [
+        [tf.TensorSpec(v.shape, v.dtype) for v in variables]
+        for variables in (model.trainable_variables, model.non_trainable_variables)
+    ]
+    try:
+        graph = calls.get_concrete_function(*specs, tf.TensorSpec([4, side, side, 3])).graph
+    except Exception as error:
+        raise ModelError(f"two towers cannot call it on {side}x{side} images: {_told(error)}") from error
+    outputs = graph.structured_outputs
+    if not isinstance(outputs[0], tf.Tensor):
+        raise ModelError(f"it returns {type(outputs[0]).__name__}, and one tensor of logits is wanted")
+    return graph, outputs[0]
+
+
+def _operations(graph) -> Iterator[tuple[str, str, bool]]:
+    """(name, type, whether it reads a variable that was not handed in) of each operation, those of functions within
+    included."""
+    captured = {internal.op.name for _, internal in graph.captures if internal.dtype == tf.resource}
+    definition = graph.as_graph_def()
+    for node in definition.node:
+        yield node.name, node.op, any(name.partition(":")[0] in captured for name in node.input)
+    for function in definition.library.function:
+        for node in function.node_def:
+            yield node.name, node.op, False
+
+
+def _is_random(kind: str) -> bool:
+    """Whether operations of this type draw random numbers from a state of TensorFlow's."""
+    definition = op_def_registry.get(kind)
+    names = ("Random", "Truncated", "Multinomial", "ParameterizedTruncatedNormal", "Stateful", "Rng")
+    return bool(definition and definition.is_stateful and kind.startswith(names))
+
+
+def _layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
+    """All layers, those of models within included."""
+    for layer in model.layers:
+        yield layer
+        if isinstance(layer, keras.Model):
+            yield from _layers(layer)
+
+
+def _layer_of(scope: str, model: keras.Model) -> str:
+    """The innermost layer that an operation's name tells of."""
+    names = {layer.name for layer in _layers(model)}
+    parts = [re.sub(r"_\d+$", "", part) if part not in names else part for part in scope.split("/")]  # of a second call
+    found = [part for part in parts if part in names]
+    return f"layer {found[-1]}" if found else "the net"
+
+
+def _told(error: Exception) -> str:
+    """An error in one line: where in the user's code it came from, and what it says."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = ("<", __file__, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    own = [frame for frame in frames if not frame.filename.startswith(others)]
+    where = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: " if own else ""
+    return f"{where}{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -1,0 +1,86 @@
+"""What a run has trained, on any machine: its net rebuilt from its settings, with the weights of its newest checkpoint.
+
+Nothing in a checkpoint is executed; a net of the user's own is made by the function that its settings name.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+import keras
+
+from cifar_towers.config import TrainConfig
+from cifar_towers.data.augment import Augmentation
+from cifar_towers.data.dataset import Traits
+from cifar_towers.errors import UsageError
+from cifar_towers.reporting import records
+from cifar_towers.training import checkpoints, directory, setup
+
+
+class Run(NamedTuple):
+    """A run's newest checkpoint, and what was trained in it."""
+
+    directory: Path
+    checkpoint: Path
+    config: TrainConfig
+    facts: dict  # saved with the checkpoint: its `step`, its `dataset` and more
+    traits: Traits
+
+    @property
+    def augmentation(self) -> Augmentation:
+        """What is done to an image before the net sees it."""
+        return setup.make_augmentation(self.config, self.traits)
+
+    def choose_weights(self, asked: str) -> str:
+        """`raw` or `ema` for one of these or `auto`, the average where there is one.
+
+        Raises:
+          UsageError: the run kept no average.
+        """
+        if asked == "ema" and not self.config.ema_decay:
+            raise UsageError(f"{self.directory} kept no moving average of its weights; give --weights=raw")
+        if asked == "auto":
+            return "ema" if self.config.ema_decay else "raw"
+        return asked
+
+    def load(self, weights: str, computed_in: str) -> keras.Model:
+        """The net with its `raw` or `ema` weights, computing in a precision.
+
+        Raises:
+          UsageError: the function that made the net is not there any more, or makes another one.
+          DataError: the checkpoint is damaged.
+        """
+        model = setup.make_model(self.config, computed_in, self.traits)
+        variables = [*model.trainable_variables, *model.non_trainable_variables]
+        prefix = "ema" if weights == "ema" else "model"
+        names = [f"{prefix}.{variable.path.replace('/', '.')}" for variable in variables]
+        for variable, value in zip(variables, checkpoints.read_values(self.checkpoint, names), strict=True):
+            variable.assign(value)
+        return model
+
+
+def variables_of(model: keras.Model) -> tuple[list, list]:
+    """(weights, statistics) of a net, as an evaluator takes them."""
+    weights, statistics = model.trainable_variables, model.non_trainable_variables
+    return [variable.value for variable in weights], [variable.value for variable in statistics]
+
+
+def open_run(train_dir: Path) -> Run:
+    """The newest undamaged checkpoint of a run.
+
+    Raises:
+      UsageError: there is no such run. DataError: all its checkpoints are damaged.
+    """
+    checkpoint = checkpoints.newest(train_dir)
+    if not checkpoint:
+        raise UsageError(f"no checkpoint in {train_dir}; runs that have some stand in runs/ as a rule")
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    try:
+        settings = records.read_json(train_dir / directory.CONFIG)
+        config = TrainConfig(**{name: value for name, value in settings.items() if name in known})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{train_dir / directory.CONFIG}, which says what was trained, cannot be read: {error}"
+        ) from None
+    facts = checkpoints.read_facts(checkpoint)
+    return Run(train_dir, checkpoint, config, facts, Traits.of(facts.get("traits", {})))

@@ -1,0 +1,144 @@
+"""Data sets of one's own: folders of pictures, and TensorFlow Datasets' others."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+from cifar_towers.data import folders, prepared, sources, synthetic
+from cifar_towers.data.dataset import Split, Traits, moments
+from cifar_towers.errors import DataError, UsageError
+
+SET = synthetic.make(60, 0, 0)
+
+
+def fill(root, labels=range(4), split=SET):
+    """Writes the split's pictures into a subfolder a class; the names of the classes."""
+    for index, (image, label) in enumerate(zip(split.images, split.labels, strict=True)):
+        if label in labels:
+            folder = root / f"class {label}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(folder / f"{index}.png")
+    return tuple(f"class {label}" for label in labels)
+
+
+def test_a_split_folder_is_read_as_it_is(tmp_path):
+    names = fill(tmp_path / "train")
+    fill(tmp_path / "val", split=synthetic.make(40, 0, 1))
+    source = sources.find(f"folder:{tmp_path}")
+    _, data = sources.load(source)
+    assert data.name == f"folder:{tmp_path}" and data.traits.class_names == names
+    assert (len(data.train.labels), len(data.test.labels)) == (24, 16)
+    by_place = {image.tobytes(): label for image, label in zip(SET.images, SET.labels, strict=True)}
+    assert [by_place[image.tobytes()] for image in data.train.images] == data.train.labels.tolist()
+    pixels = data.train.images.reshape(-1, 3)
+    np.testing.assert_allclose(data.traits.mean, pixels.mean(0))
+    np.testing.assert_allclose(data.traits.deviation, pixels.std(0))
+    assert data.test.traits == data.train.traits
+
+
+def test_a_folder_that_is_not_split_is_split_alike_everywhere(tmp_path):
+    for place in ("one", "other"):
+        fill(tmp_path / place)
+    one, other = (folders.find(tmp_path / place) for place in ("one", "other"))
+    for name in one.train:
+        assert len(one.test[name]) == round(0.2 * 6) and len(one.train[name]) == 5
+        assert not {*one.train[name]} & {*one.test[name]}
+        assert [path.name for path in one.test[name]] == [path.name for path in other.test[name]]
+
+
+def test_other_sizes_are_resized(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for index in range(5):
+            Image.new("RGB", (50 + index, 40), "red").save(tmp_path / name / f"{index}.jpg")
+    _, data = sources.load(sources.find(f"folder:{tmp_path}"), side=24)
+    assert data.train.images.shape == (8, 24, 24, 3) and data.traits.side == 24
+
+
+def nothing(root):
+    root.mkdir()
+
+
+def one_class(root):
+    fill(root, [3])
+
+
+def class_missing_in_test(root):
+    fill(root / "train")
+    fill(root / "test", [0, 1, 3])
+
+
+def class_only_in_test(root):
+    fill(root / "train", [0, 1])
+    fill(root / "test", [0, 1, 2])
+
+
+def empty_class(root):
+    fill(root)
+    (root / "zebra").mkdir()
+
+
+def damaged(root):
+    fill(root)
+    (root / "class 1" / "bad.png").write_bytes(b"no picture")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (nothing, "two classes are the fewest, and there is none"),
+        (one_class, "two classes are the fewest, and there is only class 3"),
+        (class_missing_in_test, "no pictures of class 2 to test on"),
+        (class_only_in_test, "class 2 in test, and not in train"),
+        (empty_class, "no pictures of zebra to train on"),
+        (damaged, "1 of 2[0-9] pictures cannot be read: .*bad.png is not a JPEG"),
+        (lambda root: None, "No such file or directory"),
+    ],
+)
+def test_folders_that_are_no_data_set_are_told_in_a_line(tmp_path, make, told):
+    make(tmp_path / "set")
+    with pytest.raises(DataError, match=told) as caught:
+        sources.load(sources.find(f"folder:{tmp_path / 'set'}"))
+    assert "\n" not in str(caught.value)
+
+
+def test_moments_by_hand():
+    images = np.zeros((2, 1, 2, 2), np.uint8)
+    images[0, 0, :, 0] = 10, 20
+    images[1, 0, :, 0] = 30, 40
+    mean, deviation = moments(images)
+    assert mean == (25.0, 0.0) and deviation == (pytest.approx(np.sqrt(125)), 1.0)
+
+
+def test_traits_survive_json():
+    import json
+
+    traits = Traits(("a", "b"), 24, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+    assert Traits.of(json.loads(json.dumps(traits._asdict()))) == traits
+    assert Traits.of({}) == Split(SET.images, SET.labels).traits
+
+
+def test_data_that_is_not_there_is_told_in_a_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(prepared, "reachable", lambda host: False)
+    with pytest.raises(DataError, match=r"no cifar100 in .* and .*toronto.edu does not answer; put a prepared copy"):
+        sources.load(sources.find("cifar100", str(tmp_path)))
+    with pytest.raises(UsageError, match="dataset=cifar1O: TensorFlow Datasets has none of this name"):
+        sources.load(sources.find("cifar1O", str(tmp_path)))
+
+
+def test_a_local_builder_is_read_as_any_other(tmp_path):
+    import tensorflow_datasets as tfds
+
+    kinds = {"picture": tfds.features.Image(shape=(None, None, 3)), "kind": tfds.features.ClassLabel(names="xyz")}
+    columns = {"picture": SET.images[:30, :20], "kind": np.arange(30) % 3}
+    tfds.dataset_builders.store_as_tfds_dataset(
+        "tiny_shapes",
+        "1.0.0",
+        features=tfds.features.FeaturesDict(kinds),
+        split_datasets={"train": tf.data.Dataset.from_tensor_slices(columns)},
+        data_dir=tmp_path,
+    )
+    _, data = sources.load(sources.find("tiny_shapes", str(tmp_path)))
+    assert data.traits.class_names == ("x", "y", "z") and data.traits.side == 32
+    assert (len(data.train.labels), len(data.test.labels)) == (24, 6)
