@@ -5,7 +5,7 @@ NUM_GPUS ?= 0
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help setup train test test-long test-browser faults faults-long lint format evaluate bench speedrun tensorboard clean
+.PHONY: help setup train test test-long test-browser faults faults-long lint format evaluate predict export bench speedrun tensorboard clean
 .DEFAULT_GOAL := help
 
 help:  ## this menu
@@ -28,6 +28,12 @@ train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers; CIFAR-10 if it
 
 evaluate: .venv/ready  ## score the newest checkpoint of a run: ARGS='--train_dir=runs/speed94-seed0 --tta=2'
 	@$(BIN)/python scripts/evaluate.py $(ARGS)
+
+predict: .venv/ready  ## say what pictures show: ARGS='--train_dir=runs/speed94-seed0 picture.jpg folder/'
+	@$(BIN)/python scripts/predict.py $(ARGS)
+
+export: .venv/ready  ## write a trained net for use elsewhere: ARGS='--train_dir=runs/speed94-seed0 --format=onnx'
+	@$(BIN)/python scripts/export.py $(ARGS)
 
 bench: .venv/ready  ## measure placements, strategies and numbers of towers for CONFIG, in 15 minutes
 	@$(BIN)/python scripts/benchmark.py --dataset=auto --flagfile=configs/$(CONFIG).cfg $(ARGS)

@@ -1,0 +1,92 @@
+"""What a trained net says of pictures: the class of each, and how sure it is."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cifar_towers import trained
+from cifar_towers.config import PredictConfig
+from cifar_towers.data import images
+from cifar_towers.errors import DataError, UsageError
+from cifar_towers.evaluation import make_classifier, softmax
+from cifar_towers.training import setup
+
+AT_ONCE = 256  # pictures that the net gets at a time
+TOLD = 3  # classes that are told of each
+
+
+def predict(config: PredictConfig) -> None:
+    """Prints a line for each picture, in the order they were given; those of a folder by their names.
+
+    A picture that cannot be read is told of on the standard error, and the others go on.
+
+    Raises:
+      UsageError: there is no such run or set of weights. DataError: at the end, if some could not be read.
+    """
+    run = trained.open_run(Path(config.train_dir))
+    paths = list(_expand(config.pictures))
+    towers = setup.open_towers(config)
+    model = run.load(run.choose_weights(config.weights), setup.choose_precision(config.precision, towers))
+    classify = make_classifier(model, towers, run.augmentation)
+    size, side, bad = min(AT_ONCE, len(paths)), run.traits.side, []
+    width = max((len(_shown(path)) for path in paths), default=0)
+    for start in range(0, len(paths), size):
+        levels, told = np.zeros((size, side, side, 3), np.uint8), {}  # always as many: one size is traced
+        for place, path in enumerate(paths[start : start + size]):
+            try:
+                levels[place] = images.read(path, side)
+            except images.PictureError as error:
+                told[place] = str(error)
+        found = softmax(classify(levels, *trained.variables_of(model), config.tta)[1])
+        for place, path in enumerate(paths[start : start + size]):
+            if place in told:
+                bad.append(path)
+                print(f"{_shown(path)} {told[place]}", file=sys.stderr)
+            if config.json:
+                answer = {"error": told[place]} if place in told else _best(found[place], run.traits.class_names)
+                print(json.dumps({"picture": os.fspath(path), **answer}))
+            elif place not in told:
+                print(f"{_shown(path):{width}}  {_as_text(_best(found[place], run.traits.class_names))}")
+        sys.stdout.flush()
+    if bad:
+        names = ", ".join(map(_shown, bad))
+        raise DataError(f"{len(bad)} of {len(paths)} pictures could not be read: {names}")
+
+
+def _expand(given: Sequence[str]) -> Iterator[Path]:
+    """The pictures that were given, and those in folders that were given, but in none of their subfolders."""
+    if not given:
+        raise UsageError("which pictures? write: predict.py --train_dir=runs/... picture.jpg folder/")
+    for path in map(Path, given):
+        if not path.is_dir():
+            yield path
+            continue
+        try:
+            found = sorted(entry for entry in path.iterdir() if entry.name.lower().endswith(images.SUFFIXES))
+        except OSError as error:
+            raise UsageError(f"{_shown(path)} cannot be read: {error.strerror}") from error
+        if not found:
+            raise UsageError(f"{_shown(path)} holds no pictures ({', '.join(images.SUFFIXES)})")
+        yield from found
+
+
+def _best(probabilities: np.ndarray, class_names: Sequence[str]) -> dict:
+    best = np.argsort(-probabilities, kind="stable")[:TOLD]
+    return {
+        "class": class_names[best[0]],
+        "probabilities": {class_names[index]: round(float(probabilities[index]), 6) for index in best},
+    }
+
+
+def _as_text(answer: dict) -> str:
+    return "  ".join(f"{name} {100 * share:.1f} %" for name, share in answer["probabilities"].items())
+
+
+def _shown(path: Path) -> str:
+    """A path as one line of printable characters, whatever it is called."""
+    text = os.fspath(path)
+    return text if text.isprintable() else ascii(text)

@@ -1,0 +1,289 @@
+"""What was trained, used: predicted with, exported, and trained further; with nets and data of the user's own."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+from cifar_towers import exporting, predicting, scoring, trained
+from cifar_towers.config import EvaluateConfig, ExportConfig, PredictConfig, TrainConfig
+from cifar_towers.data import images, sources, synthetic
+from cifar_towers.errors import DataError, UsageError
+from cifar_towers.reporting import pictures
+from cifar_towers.signals import StopRequest
+from cifar_towers.training import checkpoints, trainer
+
+SMALL = synthetic.make(400, 0, 0), synthetic.make(200, 0, 1)
+CONFIG = TrainConfig(
+    num_gpus=2, dataset="synthetic", model="cifarnet", crop=24, shift=0, batch_size=100, epochs=2, precision="float32",
+    learning_rate=0.05, momentum=0.0, ema_decay=0.5, summary_every_steps=0, eval_every_epochs=0.0,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_set(monkeypatch):
+    monkeypatch.setattr(synthetic, "load", lambda seed=0: SMALL)
+    for picture in ("confusion_matrix", "contact_sheet"):
+        monkeypatch.setattr(pictures, picture, lambda *_: np.zeros([8, 8, 3], np.uint8))
+
+
+def train(config):
+    return trainer.train(config, sources.find(config.dataset), StopRequest())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The directory of a finished run."""
+    directory = tmp_path_factory.mktemp("using") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic, "load", lambda seed=0: SMALL)
+        train(dataclasses.replace(CONFIG, train_dir=str(directory)))
+    return directory
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Some of the test images as files, and one that is none."""
+    (tmp_path / "pictures").mkdir()
+    for index in range(5):
+        Image.fromarray(SMALL[1].images[index]).save(tmp_path / "pictures" / f"{index}.png")
+    (tmp_path / "pictures" / "3a.png").write_bytes(b"no picture")
+    return tmp_path / "pictures"
+
+
+# Prediction ---------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_get_the_probabilities_that_evaluation_gives(run, folder, capsys):
+    with pytest.raises(DataError, match=r"1 of 6 pictures could not be read: .*3a.png") as caught:
+        predicting.predict(PredictConfig(train_dir=str(run), num_gpus=2, json=True, pictures=(str(folder),)))
+    assert caught.value.exit_code == 3
+    out, err = capsys.readouterr()
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [answer["picture"][-6:] for answer in answers] == [
+        "/0.png",
+        "/1.png",
+        "/2.png",
+        "/3.png",
+        "3a.png",
+        "/4.png",
+    ]
+    assert answers[4]["error"].startswith("is not a JPEG") and "3a.png is not a JPEG" in err
+    opened = trained.open_run(run)
+    model = opened.load("ema", "float32")
+    logits = model(opened.augmentation.evaluate(tf.constant(SMALL[1].images[:5])), training=False).numpy()
+    expected = tf.nn.softmax(logits).numpy()
+    for answer, shares in zip(answers[:4] + answers[5:], expected, strict=True):
+        best = np.argsort(-shares)[:3]
+        assert answer["class"] == synthetic.CLASSES[best[0]]
+        assert list(answer["probabilities"]) == [synthetic.CLASSES[index] for index in best]
+        np.testing.assert_allclose(list(answer["probabilities"].values()), shares[best], atol=1e-5)
+
+
+def test_a_table_names_three_classes_a_picture(run, folder, capsys):
+    predicting.predict(
+        PredictConfig(train_dir=str(run), tta=2, pictures=(str(folder / "0.png"), str(folder / "4.png")))
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(line.count(" %") == 3 for line in lines)
+
+
+def test_more_pictures_than_the_net_takes_at_once(run, folder, capsys, monkeypatch):
+    monkeypatch.setattr(predicting, "AT_ONCE", 2)
+    (folder / "3a.png").unlink()
+    predicting.predict(PredictConfig(train_dir=str(run), pictures=(str(folder),)))
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+def test_a_name_cannot_write_to_the_terminal(run, folder, capsys):
+    odd = folder / "a\n\x1b[31mred.png"
+    (folder / "0.png").rename(odd)
+    predicting.predict(PredictConfig(train_dir=str(run), pictures=(str(odd),)))
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and "\x1b" not in out
+
+
+@pytest.mark.parametrize(("given", "told"), [((), "which pictures"), (("empty",), "empty holds no pictures")])
+def test_nothing_to_predict(run, tmp_path, monkeypatch, given, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=told):
+        predicting.predict(PredictConfig(train_dir=str(run), pictures=given))
+
+
+# Export -------------------------------------------------------------------------------------------------------------
+
+
+def test_resizing_by_matrices_is_resizing_by_pillow():
+    random = np.random.default_rng(0)
+    for height, width in ((32, 32), (50, 70), (71, 40), (20, 24), (300, 301)):
+        levels = random.integers(0, 256, (height, width, 3), np.uint8)
+        found = exporting.fit(tf.constant(levels[None], tf.float32), 32)[0].numpy()
+        np.testing.assert_allclose(found, images.fit(Image.fromarray(levels), 32), atol=1.01)  # Pillow rounds twice
+    np.testing.assert_array_equal(
+        exporting.fit(tf.constant(SMALL[0].images[:2], tf.float32), 32), SMALL[0].images[:2].astype("f4")
+    )
+
+
+ELSEWHERE = """
+import sys
+sys.modules["cifar_towers"] = None  # it is not installed there
+import numpy as np
+images = np.load(sys.argv[2])
+{body}
+np.savez(sys.argv[3], probabilities=answer["probabilities"], names=np.array(answer["class_name"]).astype(str))
+"""
+BODIES = {
+    "saved_model": "import tensorflow as tf\n"
+    "serve = tf.saved_model.load(sys.argv[1]).signatures['serving_default']\n"
+    "answer = {name: tensor.numpy() for name, tensor in serve(images=tf.constant(images)).items()}",
+    "keras": "import keras\n"
+    "answer = {name: np.array(t) for name, t in keras.models.load_model(sys.argv[1])(images).items()}",
+    "litert": "from ai_edge_litert.interpreter import Interpreter\n"
+    "answer = Interpreter(sys.argv[1]).get_signature_runner()(images=images)",
+    "onnx": "import onnxruntime\n"
+    "session = onnxruntime.InferenceSession(sys.argv[1])\n"
+    "names = [output.name for output in session.get_outputs()]\n"
+    "answer = dict(zip(names, session.run(names, {session.get_inputs()[0].name: images})))",
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_what_is_exported_answers_where_this_package_is_not(run, tmp_path, capsys, kind):
+    place = tmp_path / exporting.FORMATS[kind].name
+    assert exporting.export(ExportConfig(train_dir=str(run), num_gpus=1, format=kind, out=str(place), check=200))
+    out = capsys.readouterr().out
+    assert "checked on 200 test images" in out and "ema weights" in out
+    np.save(tmp_path / "images.npy", np.pad(SMALL[1].images[:6], [(0, 0), (0, 0), (4, 4), (0, 0)]))
+    program = ELSEWHERE.format(body=BODIES[kind])
+    subprocess.run(
+        [sys.executable, "-c", program, place, tmp_path / "images.npy", tmp_path / "answer.npz"],
+        check=True, capture_output=True, cwd=tmp_path,
+    )  # fmt: skip
+    found = np.load(tmp_path / "answer.npz")
+    opened = trained.open_run(run)
+    logits = opened.load("ema", "float32")(
+        opened.augmentation.evaluate(tf.constant(SMALL[1].images[:6])), training=False
+    )
+    expected = tf.nn.softmax(logits).numpy()
+    np.testing.assert_allclose(found["probabilities"], expected, atol=1e-5)
+    assert found["names"].tolist() == [synthetic.CLASSES[index] for index in expected.argmax(1)]
+
+
+def test_what_does_not_agree_is_said_and_kept(run, tmp_path, capsys, monkeypatch):
+    wrong = exporting.FORMATS["saved_model"]._replace(open=lambda path: lambda images: np.full((len(images), 10), 0.1))
+    monkeypatch.setitem(exporting.FORMATS, "saved_model", wrong)
+    place = tmp_path / "net"
+    assert not exporting.export(ExportConfig(train_dir=str(run), out=str(place), check=50))
+    assert "do not use it" in capsys.readouterr().err and place.is_dir()
+
+
+def test_a_package_that_is_missing_is_named(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tf2onnx", None)
+    with pytest.raises(UsageError, match=r"format=onnx needs tf2onnx, which is not installed; for it: .*\[export\]"):
+        exporting.export(ExportConfig(train_dir=str(run), format="onnx"))
+
+
+# One's own net and data ---------------------------------------------------------------------------------------------
+
+NET = """
+import keras
+from keras import layers
+
+class Shift(layers.Layer):
+    def build(self, shape):
+        self.shift = self.add_weight(name="shift", shape=shape[-1:])
+
+    def call(self, x):
+        return x + self.shift
+
+def net(num_classes):
+    images = keras.Input((32, 32, 3))
+    x = layers.Conv2D(8, 3, 2)(images)
+    x = Shift()(x)
+    x = layers.BatchNormalization()(x)
+    x = layers.ReLU()(x)
+    x = layers.Dropout(0.2)(x)
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(images, layers.Dense(num_classes, kernel_regularizer=keras.regularizers.L2(1e-3))(x))
+"""
+
+
+@pytest.fixture
+def own_net(tmp_path):
+    (tmp_path / "nets.py").write_text(NET)
+    return dataclasses.replace(
+        CONFIG, model=f"{tmp_path / 'nets.py'}:net", crop=0, ema_decay=0.0, train_dir=str(tmp_path / "own")
+    )
+
+
+def test_a_net_of_ones_own_is_trained_stopped_continued_and_used(own_net, tmp_path, folder, capsys):
+    whole = train(own_net)
+    parted = dataclasses.replace(own_net, train_dir=str(tmp_path / "parted"))
+    train(dataclasses.replace(parted, max_steps=3))
+    assert train(parted)["weights_sha256"] == whole["weights_sha256"]  # dropout's numbers follow from the step
+    records = [json.loads(line) for line in (tmp_path / "own" / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["accuracy"] == whole["evaluations"][-1]["accuracy"]
+    told = scoring.evaluate_checkpoint(EvaluateConfig(train_dir=own_net.train_dir, precision="float32", json=True))
+    assert json.loads(told)["accuracy"] == whole["evaluations"][-1]["accuracy"]
+    predicting.predict(PredictConfig(train_dir=own_net.train_dir, pictures=(str(folder / "0.png"),)))
+    assert exporting.export(ExportConfig(train_dir=own_net.train_dir, out=str(tmp_path / "net"), check=100))
+
+
+@pytest.mark.parametrize("strategy", ["towers", "mirrored"])
+def test_with_synchronized_norms_two_towers_are_one(own_net, tmp_path, strategy):
+    (tmp_path / "nets.py").write_text(NET.replace("Dropout(0.2)", "Activation('tanh')"))
+    found = []
+    for count in (1, 2):
+        config = dataclasses.replace(
+            own_net, num_gpus=count, strategy=strategy, batch_statistics="synchronized", max_steps=5,
+            train_dir=str(tmp_path / f"on{count}"),
+        )  # fmt: skip
+        train(config)
+        values = checkpoints.read_all(checkpoints.newest(tmp_path / f"on{count}"))
+        found.append({name: value for name, value in values.items() if name.startswith("model.")})
+    for name, value in found[0].items():
+        np.testing.assert_allclose(found[1][name], value, atol=2e-5 * max(1e-3, abs(value).max()), err_msg=name)
+
+
+@pytest.mark.parametrize("strategy", ["towers", "mirrored"])
+def test_towers_draw_different_numbers_and_each_step_others(own_net, tmp_path, strategy):
+    (tmp_path / "nets.py").write_text(NET.replace("Dropout(0.2)", "Dropout(0.9)"))
+    result = train(dataclasses.replace(own_net, strategy=strategy, max_steps=4))
+    assert np.isfinite(result["evaluations"][-1]["loss"])
+
+
+def test_a_net_that_towers_cannot_train_is_refused_in_a_line(own_net, tmp_path):
+    (tmp_path / "nets.py").write_text(
+        NET.replace("return x + self.shift", "import tensorflow as tf; return x + tf.random.normal([])")
+    )
+    with pytest.raises(UsageError, match=r"model=.*nets.py:net: layer shift.* draws random numbers without a seed"):
+        train(own_net)
+
+
+def test_a_folder_of_ones_own_is_trained_on_scored_and_predicted(tmp_path, folder, capsys):
+    for split, name in ((SMALL[0], "train"), (SMALL[1], "test")):
+        for index in range(150):
+            place = tmp_path / "set" / name / synthetic.CLASSES[split.labels[index]].replace(" ", "_")
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(split.images[index]).save(place / f"{index}.png")
+    data = f"folder:{tmp_path / 'set'}"
+    config = dataclasses.replace(CONFIG, dataset=data, batch_size=50, train_dir=str(tmp_path / "mine"))
+    result = train(config)
+    opened = trained.open_run(tmp_path / "mine")
+    assert opened.traits.class_names == tuple(sorted(name.replace(" ", "_") for name in synthetic.CLASSES))
+    told = scoring.evaluate_checkpoint(EvaluateConfig(train_dir=config.train_dir, precision="float32", json=True))
+    assert json.loads(told)["accuracy"] == result["evaluations"][-1]["accuracy"]
+    predicting.predict(PredictConfig(train_dir=config.train_dir, pictures=(str(folder / "0.png"),)))
+    assert "_" in capsys.readouterr().out.splitlines()[-1]
+    next((tmp_path / "set" / "train").glob("*/*.png")).unlink()
+    with pytest.raises(UsageError, match="made with other training images than"):
+        train(config)
+    (tmp_path / "set" / "test" / opened.traits.class_names[0]).rename(tmp_path / "set" / "test" / "other")
+    with pytest.raises(DataError, match="no pictures of|in test, and not in train"):
+        scoring.evaluate_checkpoint(EvaluateConfig(train_dir=config.train_dir))
