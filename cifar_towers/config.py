@@ -212,7 +212,7 @@ class TrainConfig(DeviceConfig):
     weight_decay: float = setting(
         0.0, "Optimizer", "decay at learning_rate; groups with another rate lose the same fraction a step", low=0
     )
-    label_smoothing: float = setting(0.0, "Optimizer", "spread over all ten classes", low=0, high=0.9999)
+    label_smoothing: float = setting(0.0, "Optimizer", "spread over all classes", low=0, high=0.9999)
     ema_decay: float = setting(0.0, "Optimizer", "of the weights' moving average; 0: none", low=0, high=0.999999)
     lookahead: bool = setting(False, "Optimizer", "pull the weights to their moving average every five steps")
 
@@ -393,6 +393,11 @@ class PredictConfig(ScoringConfig):
 
     json: bool = setting(False, "Prediction", "print one JSON object a picture")
     pictures: tuple[str, ...] = setting((), REST, "files and folders")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.pictures:
+            raise UsageError("which pictures? write: predict.py --train_dir=runs/... picture.jpg folder/")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,18 +99,17 @@ def make_evaluator(model: keras.Model, towers: Sequence[Tower], augmentation: Au
 
 def _with_features(model: keras.Model) -> Callable:
     """A function (weights, statistics, images) -> (logits, what enters the last layer that has weights [B, d]), whose
-    second part has d = 0 where the model is not made of a graph of layers."""
+    second part has d = 0 where that layer is itself a model."""
     head = [layer for layer in model.layers if layer.weights][-1]
-    outputs = [model.output] if getattr(model, "inputs", None) else []
-    if outputs and not isinstance(head, keras.Model):
-        outputs.append(keras.layers.Flatten(name="features_before_last_layer")(head.input))
-    whole = keras.Model(model.input, outputs) if outputs else model
+    whole = None
+    if not isinstance(head, keras.Model):
+        features = keras.layers.Flatten(name="features_before_last_layer")(head.input)
+        whole = keras.Model(model.input, [model.output, features])
 
     def call(weights, statistics, images):
-        found, _ = whole.stateless_call(weights, statistics, images, training=False)
-        logits, *features = found if outputs else [found]
-        logits = tf.cast(logits, tf.float32)
-        return logits, tf.cast(features[0], tf.float32) if features else tf.zeros([tf.shape(logits)[0], 0])
+        found, _ = (whole or model).stateless_call(weights, statistics, images, training=False)
+        logits, features = found if whole else (found, tf.zeros([tf.shape(found)[0], 0]))
+        return tf.cast(logits, tf.float32), tf.cast(features, tf.float32)
 
     return call
 

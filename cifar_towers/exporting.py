@@ -84,9 +84,9 @@ def export(config: ExportConfig) -> bool:
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         _replace(place, lambda path: kind.write(deployed, path))
-    except (OSError, tf.errors.OpError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise RunError(f"{place} cannot be written: {reason}") from error
+    except Exception as error:  # converters have errors of all kinds
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
+        raise RunError(f"{place} cannot be written ({type(error).__name__}: {reason})") from error
     told = f"{place}: {run.directory} at step {run.facts['step']}, {weights} weights"
     print(f"{told}, {_size(place) / 1e6:.1f} MB")
     if not source:
@@ -96,7 +96,12 @@ def export(config: ExportConfig) -> bool:
     some = dataset.test.take(slice(config.check))
     classify = make_classifier(net, towers, run.augmentation)
     own = softmax(classify(some.images, *trained.variables_of(net))[0])
-    return _agree(own, _run(kind.open(place), some.images), some)
+    try:
+        theirs = _run(kind.open(place), some.images)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise RunError(f"{place} is written, and cannot be run here ({type(error).__name__}: {reason})") from error
+    return _agree(own, theirs, some)
 
 
 def _agree(own: np.ndarray, theirs: np.ndarray, split: Split) -> bool:
@@ -257,12 +262,15 @@ def _require(name: str, modules: tuple[str, ...]) -> None:
         except ImportError:
             raise UsageError(
                 f"format={name} needs {module.replace('_', '-')}, which is not installed; for it: "
-                f"{sys.executable} -m pip install 'cifar-towers[export]'"
+                f"{sys.executable} -m pip install -e '.[export]'"
             ) from None
 
 
 def _refuse_to_replace(place: Path, kind: Format) -> None:
     """What is replaced is an earlier export, and nothing else."""
+    suffix = Path(kind.name).suffix
+    if place.suffix != suffix and not kind.is_directory:
+        raise UsageError(f"--out={place} does not end in {suffix}; write --out={place.with_suffix(suffix)}")
     earlier = (place / tf.saved_model.SAVED_MODEL_FILENAME_PB).exists() if kind.is_directory else place.is_file()
     empty = kind.is_directory and place.is_dir() and not any(place.iterdir())
     if place.exists() and not (earlier or empty):
@@ -271,14 +279,17 @@ def _refuse_to_replace(place: Path, kind: Format) -> None:
 
 def _replace(place: Path, write: Callable[[Path], None]) -> None:
     """Writes beside `place`, and puts what was written there only when it is whole."""
-    new = place.with_name(f".new-{place.name}")
+    new, old = (place.with_name(f".{which}-{place.name}") for which in ("new", "old"))
     _remove(new)
+    _remove(old)
     try:
         write(new)
-        _remove(place)
+        if place.is_dir():  # a file is replaced at once, a directory only when it is out of the way
+            place.replace(old)
         new.replace(place)
     finally:
         _remove(new)
+    _remove(old)
 
 
 def _remove(path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from cifar_towers import trained
 from cifar_towers.config import PredictConfig
 from cifar_towers.data import images
-from cifar_towers.errors import DataError, UsageError
+from cifar_towers.errors import DataError
 from cifar_towers.evaluation import make_classifier, softmax
 from cifar_towers.training import setup
 
@@ -28,21 +28,23 @@ def predict(config: PredictConfig) -> None:
       UsageError: there is no such run or set of weights. DataError: at the end, if some could not be read.
     """
     run = trained.open_run(Path(config.train_dir))
-    paths = list(_expand(config.pictures))
+    expanded = list(_expand(config.pictures))
     towers = setup.open_towers(config)
     model = run.load(run.choose_weights(config.weights), setup.choose_precision(config.precision, towers))
     classify = make_classifier(model, towers, run.augmentation)
-    size, side, bad = min(AT_ONCE, len(paths)), run.traits.side, []
-    width = max((len(_shown(path)) for path in paths), default=0)
-    for start in range(0, len(paths), size):
-        levels, told = np.zeros((size, side, side, 3), np.uint8), {}  # always as many: one size is traced
-        for place, path in enumerate(paths[start : start + size]):
+    size, side, bad = min(AT_ONCE, len(expanded)), run.traits.side, []
+    width = max(len(_shown(path)) for path, _ in expanded)
+    for start in range(0, len(expanded), size):
+        some = expanded[start : start + size]
+        levels = np.zeros((size, side, side, 3), np.uint8)  # always as many: one size is traced
+        told = {place: wrong for place, (_, wrong) in enumerate(some) if wrong}
+        for place, (path, wrong) in enumerate(some):
             try:
-                levels[place] = images.read(path, side)
+                levels[place] = levels[place] if wrong else images.read(path, side)
             except images.PictureError as error:
                 told[place] = str(error)
         found = softmax(classify(levels, *trained.variables_of(model), config.tta)[1])
-        for place, path in enumerate(paths[start : start + size]):
+        for place, (path, _) in enumerate(some):
             if place in told:
                 bad.append(path)
                 print(f"{_shown(path)} {told[place]}", file=sys.stderr)
@@ -54,24 +56,24 @@ def predict(config: PredictConfig) -> None:
         sys.stdout.flush()
     if bad:
         names = ", ".join(map(_shown, bad))
-        raise DataError(f"{len(bad)} of {len(paths)} pictures could not be read: {names}")
+        raise DataError(f"{len(bad)} of {len(expanded)} pictures could not be read: {names}")
 
 
-def _expand(given: Sequence[str]) -> Iterator[Path]:
-    """The pictures that were given, and those in folders that were given, but in none of their subfolders."""
-    if not given:
-        raise UsageError("which pictures? write: predict.py --train_dir=runs/... picture.jpg folder/")
+def _expand(given: Sequence[str]) -> Iterator[tuple[Path, str]]:
+    """(path, what is wrong with it or nothing) of the pictures that were given, and of those in folders that were
+    given, but in none of their subfolders."""
     for path in map(Path, given):
-        if not path.is_dir():
-            yield path
+        if not os.path.isdir(path):
+            yield path, ""
             continue
         try:
             found = sorted(entry for entry in path.iterdir() if entry.name.lower().endswith(images.SUFFIXES))
         except OSError as error:
-            raise UsageError(f"{_shown(path)} cannot be read: {error.strerror}") from error
+            yield path, f"cannot be read: {error.strerror}"
+            continue
         if not found:
-            raise UsageError(f"{_shown(path)} holds no pictures ({', '.join(images.SUFFIXES)})")
-        yield from found
+            yield path, f"holds no pictures ({', '.join(images.SUFFIXES)})"
+        yield from ((picture, "") for picture in found)
 
 
 def _best(probabilities: np.ndarray, class_names: Sequence[str]) -> dict:

@@ -50,11 +50,17 @@ class Run(NamedTuple):
           UsageError: the function that made the net is not there any more, or makes another one.
           DataError: the checkpoint is damaged.
         """
-        model = setup.make_model(self.config, computed_in, self.traits)
+        config = dataclasses.replace(self.config, batch_statistics="mean")  # Keras's own norms stay what they are
+        model = setup.make_model(config, computed_in, self.traits)
         variables = [*model.trainable_variables, *model.non_trainable_variables]
         prefix = "ema" if weights == "ema" else "model"
         names = [f"{prefix}.{variable.path.replace('/', '.')}" for variable in variables]
         for variable, value in zip(variables, checkpoints.read_values(self.checkpoint, names), strict=True):
+            if variable.shape != value.shape:
+                raise UsageError(
+                    f"{self.checkpoint} has {variable.path} of shape {value.shape}, model={self.config.model} makes it "
+                    f"of shape {tuple(variable.shape)} now; give the net back that was trained"
+                )
             variable.assign(value)
         return model
 

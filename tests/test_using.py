@@ -108,12 +108,18 @@ def test_a_name_cannot_write_to_the_terminal(run, folder, capsys):
     assert out.count("\n") == 1 and "\x1b" not in out
 
 
-@pytest.mark.parametrize(("given", "told"), [((), "which pictures"), (("empty",), "empty holds no pictures")])
-def test_nothing_to_predict(run, tmp_path, monkeypatch, given, told):
-    monkeypatch.chdir(tmp_path)
+def test_folders_without_pictures_are_told_and_the_others_go_on(run, folder, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=told):
+    given = (str(tmp_path / "empty"), str(folder / "0.png"), str(tmp_path / ("x" * 300)))
+    with pytest.raises(DataError, match="2 of 3 pictures could not be read"):
         predicting.predict(PredictConfig(train_dir=str(run), pictures=given))
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 1 and "empty holds no pictures" in err and "File name too long" in err
+
+
+def test_nothing_to_predict(run):
+    with pytest.raises(UsageError, match="which pictures"):
+        PredictConfig(train_dir=str(run))
 
 
 # Export -------------------------------------------------------------------------------------------------------------
@@ -173,6 +179,15 @@ def test_what_is_exported_answers_where_this_package_is_not(run, tmp_path, capsy
     expected = tf.nn.softmax(logits).numpy()
     np.testing.assert_allclose(found["probabilities"], expected, atol=1e-5)
     assert found["names"].tolist() == [synthetic.CLASSES[index] for index in expected.argmax(1)]
+
+
+def test_what_is_there_is_replaced_only_by_its_like(run, tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one.png").write_bytes(b"")
+    with pytest.raises(UsageError, match="is there already and no saved_model"):
+        exporting.export(ExportConfig(train_dir=str(run), out=str(tmp_path / "photos")))
+    with pytest.raises(UsageError, match="does not end in .keras; write --out=.*net.keras"):
+        exporting.export(ExportConfig(train_dir=str(run), format="keras", out=str(tmp_path / "net")))
 
 
 def test_what_does_not_agree_is_said_and_kept(run, tmp_path, capsys, monkeypatch):
@@ -251,10 +266,20 @@ def test_with_synchronized_norms_two_towers_are_one(own_net, tmp_path, strategy)
         np.testing.assert_allclose(found[1][name], value, atol=2e-5 * max(1e-3, abs(value).max()), err_msg=name)
 
 
-@pytest.mark.parametrize("strategy", ["towers", "mirrored"])
-def test_towers_draw_different_numbers_and_each_step_others(own_net, tmp_path, strategy):
-    (tmp_path / "nets.py").write_text(NET.replace("Dropout(0.2)", "Dropout(0.9)"))
-    result = train(dataclasses.replace(own_net, strategy=strategy, max_steps=4))
+SEQUENTIAL = """
+import keras
+from keras import layers
+
+def net():
+    body = keras.Sequential([layers.Input((32, 32, 3)), layers.Conv2D(4, 3, 4, activation="relu"), layers.Flatten()])
+    return keras.Sequential([body, layers.Dense(10)])
+"""
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_a_sequential_net_in_half_precision(own_net, tmp_path, precision):
+    (tmp_path / "nets.py").write_text(SEQUENTIAL)
+    result = train(dataclasses.replace(own_net, precision=precision, max_steps=4))
     assert np.isfinite(result["evaluations"][-1]["loss"])
 
 

@@ -76,9 +76,14 @@ def _classes(root: Path) -> dict[str, list[Path]]:
 
 def _split(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     """(train, test) of a class's pictures: which is which follows from the names alone."""
-    by_hash = sorted(paths, key=lambda path: hashlib.sha256(os.fsencode(path.name)).digest())
+    by_hash = sorted(paths, key=_hash)
     count = max(1, round(TEST_SHARE * len(paths)))
     return sorted(by_hash[count:]), sorted(by_hash[:count])
+
+
+def _hash(path: Path) -> bytes:
+    """Of a picture's name and its class's."""
+    return hashlib.sha256(os.fsencode(f"{path.parent.name}/{path.name}")).digest()
 
 
 def _check(folder: Folder) -> None:
@@ -99,6 +104,7 @@ def _check(folder: Folder) -> None:
 
 def _read(part: dict[str, list[Path]], names: Sequence[str], side: int) -> tuple[np.ndarray, np.ndarray]:
     paths = [(path, label) for label, name in enumerate(names) for path in part[name]]
+    paths.sort(key=lambda pair: _hash(pair[0]))  # whatever takes the first examples shall meet all classes
     levels = np.empty((len(paths), side, side, 3), np.uint8)
 
     def read(index: int) -> str:

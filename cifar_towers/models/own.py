@@ -17,6 +17,7 @@ from pathlib import Path
 
 import keras
 import tensorflow as tf
+from keras.src.models.functional import Functional
 from tensorflow.python.framework import op_def_registry
 
 from cifar_towers.towers import mean_over_towers
@@ -86,7 +87,7 @@ def make(function: Callable[..., keras.Model], side: int, num_classes: int, poli
             model = function(**{name: value for name, value in offered.items() if name in taken})
             if not isinstance(model, keras.Model):
                 raise ModelError(f"it returns {type(model).__name__}, not a Keras model")
-            if not getattr(model, "inputs", None):  # subclassed: a graph of one layer, like others from here on
+            if not isinstance(model, Functional):  # sequential or subclassed: a graph of one layer
                 images = keras.Input((side, side, 3))
                 model = keras.Model(images, model(images), name=model.name)
         finally:
@@ -121,7 +122,7 @@ def check(model: keras.Model, side: int, num_classes: int) -> None:
                 f"{layer} changes a variable of its own when it is called, which K towers would do K times; "
                 "keep it with add_weight(trainable=False) and assign it in call"
             )
-        if captures or (_is_random(kind) and not kind.startswith("Stateless")):
+        if captures or _is_random(kind):
             raise ModelError(
                 f"{layer} keeps something beside its weights, or draws random numbers without a seed of its own; "
                 "for these give it a keras.random.SeedGenerator"
@@ -210,16 +211,14 @@ def _operations(graph) -> Iterator[tuple[str, str, bool]]:
 def _is_random(kind: str) -> bool:
     """Whether operations of this type draw random numbers from a state of TensorFlow's."""
     definition = op_def_registry.get(kind)
-    names = ("Random", "Truncated", "Multinomial", "ParameterizedTruncatedNormal", "Stateful", "Rng")
+    names = ("Random", "Truncated", "Multinomial", "ParameterizedTruncatedNormal", "Rng")
+    names += ("StatefulRandom", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal")
     return bool(definition and definition.is_stateful and kind.startswith(names))
 
 
 def _layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
-    """All layers, those of models within included."""
-    for layer in model.layers:
-        yield layer
-        if isinstance(layer, keras.Model):
-            yield from _layers(layer)
+    """All layers, those within layers included."""
+    yield from model._flatten_layers(include_self=False)
 
 
 def _layer_of(scope: str, model: keras.Model) -> str:
@@ -236,4 +235,5 @@ def _told(error: Exception) -> str:
     others = ("<", __file__, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     own = [frame for frame in frames if not frame.filename.startswith(others)]
     where = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: " if own else ""
-    return f"{where}{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    said = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Keras writes in bold
+    return f"{where}{type(error).__name__}: {' '.join(said.split())[:200]}"

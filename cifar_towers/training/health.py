@@ -40,7 +40,7 @@ def first_bad_tensor(model: keras.Model, images: tf.Tensor) -> str:
         return "the images"
     if not getattr(model, "inputs", None):
         return ""
-    layers = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
+    layers = [layer for layer in model.layers if not isinstance(layer, (keras.layers.InputLayer, keras.Model))]
     until_each = keras.Model(model.input, [layer.output for layer in layers])
     variables = [
         [v.value for v in kind] for kind in (until_each.trainable_variables, until_each.non_trainable_variables)

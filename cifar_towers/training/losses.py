@@ -9,6 +9,8 @@ OWN = "model_losses"
 
 def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
     """Mean softmax cross entropy of logits [B, C] against labels [B], spread by `smoothing` over all C classes."""
+    if logits.dtype.size == 2:  # a net of the user's own may end in a half type
+        logits = tf.cast(logits, tf.float32)
     classes = logits.shape[-1]
     targets = (1 - smoothing) * tf.one_hot(labels, classes, dtype=logits.dtype) + smoothing / classes
     return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(targets, logits))

@@ -65,7 +65,8 @@ def watched_layers(model: keras.Model) -> list[keras.layers.Layer]:
         activation = getattr(layer, "activation", None)
         return isinstance(layer, (*NONLINEAR, layers.Activation)) or activation not in (None, keras.activations.linear)
 
-    return [layer for layer in model.layers[:-1] if nonlinear(layer)] + model.layers[-1:]
+    found = [layer for layer in model.layers[:-1] if nonlinear(layer)] + model.layers[-1:]
+    return [layer for layer in found if not isinstance(layer, keras.Model)]  # a model's output is that of its own graph
 
 
 def watched_call(model: keras.Model) -> Callable:

@@ -105,7 +105,7 @@ def test_nets_that_towers_can_train(make):
         (lambda: net(classes=7), r"its output has shape \(7,\) an image; 10 classes want 10 logits"),
         (lambda: net(L.Conv2D(10, 3), head=False), r"its output has shape \(22, 22, 10\) an image"),
         (lambda: net(L.Flatten(), L.Dense(10, "softmax", name="shares"), head=False), "layer shares ends in softmax"),
-        (lambda: net(side=32), "two towers cannot call it on 24x24 images"),
+        (lambda: net(side=32), r"expected shape=\(None, 32, 32, 3\)"),
         (lambda: net(L.Flatten(), L.Lambda(lambda x: x[:, :10]), head=False), "it has no weights to train"),
         (lambda: 3, "it returns int, not a Keras model"),
         (lambda: 1 / 0, "it cannot be made: test_own.py, line .*ZeroDivisionError"),
