@@ -278,6 +278,7 @@ class KillAt(StopAt):
             raise Killed from None
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_in_one_curve(tmp_path):
     """For readers that know nothing of runs that were killed, too: each step is in the files once."""
     config = dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path), checkpoint_every_steps=8)
@@ -332,6 +333,7 @@ def test_every_optimizers_slots_survive_a_stop(tmp_path, settings):
     assert run(parts)["weights_sha256"] == run(whole)["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_towers(tmp_path, capsys):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path))
     with pytest.raises(Interrupted):

@@ -276,7 +276,7 @@ def net():
 """
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_a_sequential_net_in_half_precision(own_net, tmp_path, precision):
     (tmp_path / "nets.py").write_text(SEQUENTIAL)
     result = train(dataclasses.replace(own_net, precision=precision, max_steps=4))
