@@ -35,10 +35,8 @@ PEERS = {  # of the race, and the nets each of them has
     "keras-mirrored": MODELS,
     "tutorial": ("cifarnet",),
 }
-BUILT_IN, FOLDER = (
-    ("cifar10", "synthetic", "auto"),
-    "folder:",
-)  # data sets, and what the others in directories begin with
+BUILT_IN = ("cifar10", "synthetic", "auto")
+FOLDER = "folder:"  # what the name of a data set in a folder begins with
 EXPORTS = ("saved_model", "keras", "litert", "onnx")
 REST = "the rest"  # the group of a setting that is not a flag: it takes what else stands on the command line
 MOST_TRACED = 100  # steps of a profile

@@ -28,8 +28,7 @@ def first_bad(tensors: Sequence[tf.Tensor | None], devices: Sequence[str] = ()) 
 
 
 def first_bad_tensor(model: keras.Model, images: tf.Tensor) -> str:
-    """What in a forward pass of `images` [B, height, width, 3] is first not finite, in words; empty if all is, or if
-    the model is not made of a graph of layers.
+    """What in a forward pass of `images` [B, height, width, 3] is first not finite, in words; empty if all is.
 
     Looks at the model's variables, the images, and the output of each layer in turn, with batch norm over the images.
     """
@@ -38,8 +37,6 @@ def first_bad_tensor(model: keras.Model, images: tf.Tensor) -> str:
             return f"variable {variable.path}"
     if not _finite(images):
         return "the images"
-    if not getattr(model, "inputs", None):
-        return ""
     layers = [layer for layer in model.layers if not isinstance(layer, (keras.layers.InputLayer, keras.Model))]
     until_each = keras.Model(model.input, [layer.output for layer in layers])
     variables = [
