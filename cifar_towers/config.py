@@ -4,7 +4,9 @@ This module, and all that runs before training starts, must not import TensorFlo
 """
 
 import dataclasses
+import functools
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from typing import Any, TypeVar
 
 from absl import flags
 
+from cifar_towers.cluster.members import Members, find_members
 from cifar_towers.errors import UsageError
 from cifar_towers.training import schedules
 
@@ -79,8 +82,9 @@ class TrainConfig(DeviceConfig):
     strategy: str = setting(
         "towers",
         "Towers",
-        "who combines: towers that share variables, or tf.distribute's replicas with a copy each",
-        choices=("towers", "mirrored"),
+        "who combines: towers that share variables, or tf.distribute's replicas with a copy each, in one process or in "
+        "those of several workers",
+        choices=("towers", "mirrored", "multi_worker"),
     )
     variable_placement: str = setting(
         "cpu",
@@ -97,8 +101,8 @@ class TrainConfig(DeviceConfig):
     all_reduce: str = setting(
         "auto",
         "Towers",
-        "how the gradients of strategy=mirrored meet; auto: NCCL where every tower has a GPU",
-        choices=("auto", "nccl", "hierarchical", "one_device"),
+        "how the gradients of mirrored and multi_worker meet; auto: NCCL where every tower has a GPU",
+        choices=("auto", "nccl", "hierarchical", "one_device", "ring"),
     )
     batch_statistics: str = setting(
         "mean",
@@ -112,6 +116,17 @@ class TrainConfig(DeviceConfig):
         "Towers",
         "what is split over the devices: the batch, or the model in stages that every batch passes through",
         choices=("data", "model"),
+    )
+
+    workers: str = setting(
+        "",
+        "Cluster",
+        "host:port of every worker of strategy=multi_worker; by default what TF_CONFIG or Slurm's variables say",
+    )
+    worker_index: int = setting(-1, "Cluster", "which of them this is; 0 writes the run's directory", low=-1)
+    worker_wait_seconds: float = setting(25.0, "Cluster", "how long to wait for all of them at the start", low=1)
+    allow_public_cluster: bool = setting(
+        False, "Cluster", "open ports at addresses that the internet may reach, which TensorFlow does not guard"
     )
 
     recipe: str = setting("", "Run", "name of the run's recipe; by default the flagfile's")
@@ -246,8 +261,8 @@ class TrainConfig(DeviceConfig):
                 raise UsageError(
                     f"image_sides={self.image_sides}: sides are whole numbers from 18 to {self.image_size}"
                 )
-        if self.num_gpus:
-            self.tower_batch_size(self.num_gpus)
+        if self.num_gpus or self.members:
+            self.tower_batch_size(max(self.num_gpus, 1) * (self.members.size if self.members else 1))
         self._check_towers()
         if self.crop and not (18 <= self.crop <= self.image_size):
             raise UsageError(
@@ -291,19 +306,32 @@ class TrainConfig(DeviceConfig):
             what = "micro_batches" if self.micro_batches > 1 else "parallelism=model"
             raise UsageError(f"batch_statistics=synchronized needs the whole batch at once on the towers; leave {what}")
         if self.parallelism == "model" and self.strategy != "towers":
-            raise UsageError("parallelism=model has one copy of the model; strategy=mirrored is for parallelism=data")
+            raise UsageError(f"parallelism=model has one copy of the model; leave strategy={self.strategy}")
         placed = (self.variable_placement, self.gradient_device) != ("cpu", "variable")
         if self.parallelism == "model" and placed:
             raise UsageError(
                 "parallelism=model keeps each variable and its gradient with its stage; "
                 "leave variable_placement and gradient_device"
             )
-        if self.strategy == "mirrored" and placed:
+        if self.strategy != "towers" and placed:
             raise UsageError(
-                "strategy=mirrored keeps all on every device; leave variable_placement and gradient_device"
+                f"strategy={self.strategy} keeps all on every device; leave variable_placement and gradient_device"
             )
-        if self.strategy == "towers" and self.all_reduce != "auto":
-            raise UsageError(f"all_reduce={self.all_reduce} is for strategy=mirrored")
+        ways = {"mirrored": ("nccl", "hierarchical", "one_device"), "multi_worker": ("nccl", "ring")}
+        if self.all_reduce not in ("auto", *ways.get(self.strategy, ())):
+            fitting = [strategy for strategy, names in ways.items() if self.all_reduce in names]
+            raise UsageError(f"all_reduce={self.all_reduce} is for strategy={' and '.join(fitting)}")
+        if self.strategy != "multi_worker" and (self.workers or self.worker_index >= 0):
+            raise UsageError("workers and worker_index are for a cluster; give --strategy=multi_worker too")
+        if self.members and self.seeds:
+            raise UsageError("a cluster trains one run and ends; give one seed at a time")
+
+    @functools.cached_property
+    def members(self) -> Members | None:
+        """The cluster that this process belongs to, if it is to."""
+        if self.strategy != "multi_worker":
+            return None
+        return find_members(self.workers, self.worker_index, os.environ)
 
     def tower_batch_size(self, num_devices: int) -> int:
         """Examples of each step on each tower.
@@ -494,6 +522,8 @@ class SpeedrunConfig(TrainConfig):
         for name in parse_names("peers", self.peers, tuple(PEERS)):
             if self.model not in PEERS[name]:
                 raise UsageError(f"peers={self.peers}: {name} has no {self.model}; leave it")
+        if self.members:
+            raise UsageError("strategy=multi_worker is not for a race, which starts its own processes; leave it")
         if self.target_accuracy:
             raise UsageError(
                 "target_accuracy ends a run early, and a race is over whole runs; give --target, the mean's"
@@ -505,6 +535,38 @@ class SpeedrunConfig(TrainConfig):
     def directory(self) -> Path:
         """`train_dir`, or its default."""
         return Path(self.train_dir or f"runs/speedrun-{self.name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """What to start, and how often to start it again."""
+
+    num_workers: int = setting(
+        0,
+        "Launch",
+        "workers to start on this machine; 0: one process, which its flags, TF_CONFIG or Slurm may put in a cluster",
+        low=0,
+        high=1024,
+    )
+    max_restarts: int = setting(
+        3, "Launch", "how often to start all again after a worker was lost or told to leave", low=0
+    )
+    command: tuple[str, ...] = setting((), REST, "flags of train.py")
+
+    def __post_init__(self):
+        check_limits(self)
+        if self.num_workers == 1:
+            raise UsageError("num_workers=1 is no cluster; give 2 or more, or 0 for one process that is started again")
+        words = [argument for argument in self.command if not argument.startswith("-")]
+        if words:
+            raise UsageError(f"{words[0]!r} is not a flag of train.py; write --name=value")
+
+
+def shared_settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings that all workers of a cluster must have alike."""
+    own = {"train_dir", "fresh", "data_dir", "workers", "worker_index", "worker_wait_seconds", "allow_public_cluster"}
+    own |= {"log_device_placement", "threads_per_op", "gpu_memory_growth", "gpu_memory_limit_mb"}
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in own}
 
 
 def _default_of(config_class: type, name: str) -> Any:
@@ -601,7 +663,10 @@ def help_text(config_class: type, description: str) -> str:
         )
     body = [f"{group}:\n" + "\n".join(lines) for group, lines in groups.items()]
     files = "Files:\n  --flagfile\n      take flags from a file, one a line; flags after it win"
-    codes = "Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 130 and 143 interrupted, 1 a bug or no room to save."
+    codes = (
+        "Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 5 a worker was lost, 130 and 143 interrupted, 1 a bug or no "
+    )
+    codes += "room to save."
     return "\n\n".join([description, *body, files, codes])
 
 

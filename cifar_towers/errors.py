@@ -29,6 +29,12 @@ class DivergedError(RunError):
     exit_code = 4
 
 
+class LostError(RunError):
+    """A worker of the cluster did not come, or is gone. All end; started again, they go on from the last checkpoint."""
+
+    exit_code = 5
+
+
 class Interrupted(BaseException):
     """A signal asked the run to stop: 130 for SIGINT, 143 for SIGTERM. Like `KeyboardInterrupt`, no `Exception`:
     it can be raised anywhere, and nobody on the way may take it for a failure of their own.
@@ -37,3 +43,8 @@ class Interrupted(BaseException):
     def __init__(self, signal_number: int, message: str):
         super().__init__(message)
         self.exit_code = 128 + signal_number
+
+
+def one_line(error: RunError | Interrupted) -> str:
+    """What is shown of it, as `usage: ...`."""
+    return f"{type(error).__name__.removesuffix('Error').lower()}: {error}"

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from cifar_towers.cluster.team import Team, alone
 from cifar_towers.data.augment import Augmentation, views
 from cifar_towers.data.dataset import Split
 from cifar_towers.towers import Tower, run_on_towers, split_batch
@@ -52,12 +53,16 @@ class Score(NamedTuple):
             return np.diag(self.confusion) / self.confusion.sum(1)
 
 
-def make_classifier(model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation) -> Callable:
+def make_classifier(
+    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, team: Team | None = None
+) -> Callable:
     """A function (images, weights, statistics, tta) -> (plain logits [n, C], those of test-time augmentation, features
     [n, d] of the images' own view or [n, 0] where the net gives none) for [n, S, S, 3] uint8 images.
 
-    weights and statistics are the model's trainable and other variables, or averages of them.
+    weights and statistics are the model's trainable and other variables, or averages of them. The workers of a `team`
+    call it together; each classifies its share, and all have the whole.
     """
+    team = team or alone()
     call = _with_features(model)
 
     def on_tower(tta, weights, statistics, tower, shard):
@@ -78,15 +83,22 @@ def make_classifier(model: keras.Model, towers: Sequence[Tower], augmentation: A
         return [tf.concat(level, 0) for level in zip(*results, strict=True)]
 
     def classify(images: np.ndarray, weights, statistics, tta: int = 0) -> list[np.ndarray]:
-        batches = [on_towers(batch, weights, statistics, tta) for batch in _even_batches(images, len(towers))]
-        return [np.concatenate(part)[: len(images)] for part in zip(*batches, strict=True)]
+        shares = team.size if len(images) >= team.size else 1
+        share = team.index if shares > 1 else 0
+        mine = images[len(images) * share // shares : len(images) * (share + 1) // shares]
+        batches = [on_towers(batch, weights, statistics, tta) for batch in _even_batches(mine, len(towers))]
+        found = [np.concatenate(part)[: len(mine)] for part in zip(*batches, strict=True)]
+        return [np.concatenate(part) for part in zip(*team.gather(found)[:shares], strict=True)]
 
     return classify
 
 
-def make_evaluator(model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation) -> Callable:
-    """A function (split, weights, statistics, tta) -> {0: score, tta: score}, from one pass of the largest tta."""
-    classify = make_classifier(model, towers, augmentation)
+def make_evaluator(
+    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, team: Team | None = None
+) -> Callable:
+    """A function (split, weights, statistics, tta) -> {0: score, tta: score}, from one pass of the largest tta, shared
+    by the workers of a `team`."""
+    classify = make_classifier(model, towers, augmentation, team)
 
     def evaluate(split: Split, weights, statistics, tta: int = 0) -> dict[int, Score]:
         plain, augmented, features = classify(split.images, weights, statistics, tta)

@@ -1,5 +1,6 @@
 """The programs, as `scripts/` and the console commands call them: first all checks, then what is slow."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -10,13 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cifar_towers import config as settings
-from cifar_towers.errors import Interrupted, RunError, UsageError
+from cifar_towers.errors import Interrupted, RunError, UsageError, one_line
 from cifar_towers.signals import StopRequest
+
+log = logging.getLogger(__name__)
 
 
 def train() -> None:
     """`train.py`: trains a recipe."""
     sys.exit(_run(_train))
+
+
+def launch() -> None:
+    """`launch.py`: starts the workers of a cluster on this machine, and all again when one is lost."""
+    sys.exit(_run(_launch))
 
 
 def evaluate() -> None:
@@ -63,14 +71,60 @@ def _train(stop: StopRequest) -> None:
     seeds = settings.parse_seeds(config.seeds)
     from cifar_towers.data import sources
 
-    source = sources.find(config.dataset, config.data_dir)
-    import_tensorflow()
-    from cifar_towers.training import trainer
+    with _cluster(config) as team:
+        source = sources.find(config.dataset, config.data_dir)
+        import_tensorflow()
+        from cifar_towers.training import trainer
 
-    if seeds:
-        trainer.train_seeds(config, seeds, source, stop)
-    else:
-        trainer.train(config, source, stop)
+        if seeds:
+            trainer.train_seeds(config, seeds, source, stop)
+        else:
+            trainer.train(config, source, stop, team)
+
+
+@contextlib.contextmanager
+def _cluster(config: settings.TrainConfig):
+    """The team of a cluster's workers, where the run is to have one; elsewhere None, and no port is opened."""
+    members = config.members
+    if not members:
+        yield None
+        return
+    from cifar_towers.cluster import members as addresses
+    from cifar_towers.cluster import team
+
+    mine = members.addresses[members.index]
+    if not config.allow_public_cluster:
+        addresses.refuse_public(mine)
+    if members.index:
+        logging.getLogger("cifar_towers").setLevel(logging.WARNING)  # the chief speaks for all
+    log.info(
+        f"{members.name(members.index)}: TensorFlow opens port {mine.rpartition(':')[2]} on every interface and asks "
+        "nobody who comes for a password; see docs/cluster.md"
+    )
+    with team.joined(members, settings.shared_settings(config), config.worker_wait_seconds) as joined:
+        yield joined
+
+
+def _launch(stop: StopRequest) -> int:
+    config = settings.parse_command_line(
+        settings.LaunchConfig,
+        sys.argv,
+        "Trains on several workers on this machine, a process each, or supervises one; what stands after -- are flags\n"
+        "of train.py. When a worker is lost, all are started again and go on from the last checkpoint.\n\n"
+        "  launch.py --num_workers=2 -- --flagfile=configs/speed94.cfg --train_dir=runs/two-workers",
+    )
+    if not {"--help", "-h"}.intersection(config.command):
+        multi_worker = ["--strategy=multi_worker", "--workers=127.0.0.1:1,127.0.0.1:2", "--worker_index=0"]
+        checked = [*config.command, *(multi_worker if config.num_workers else ())]
+        settings.parse_command_line(settings.TrainConfig, [sys.argv[0], *checked], "")
+    from cifar_towers.cluster import launching
+
+    stop.announce = lambda line: None  # the workers say it
+    stop.defer()
+    command = [sys.executable, str(Path(__file__).resolve().parents[1] / "scripts" / "train.py")]
+    return launching.launch(
+        command, config.command, config.num_workers, config.max_restarts, log.info, lambda: stop.asked
+    )
 
 
 def _evaluate(stop: StopRequest) -> None:
@@ -216,7 +270,7 @@ def _run(program: Callable[[StopRequest], int | None]) -> int:
             raise
     except (RunError, Interrupted) as error:
         stop.end()
-        print(f"{type(error).__name__.removesuffix('Error').lower()}: {error}", file=sys.stderr)
+        print(one_line(error), file=sys.stderr)
         code = error.exit_code
     except BrokenPipeError:
         code = 1

@@ -20,12 +20,13 @@ class StopRequest:
 
     Attributes:
       announce: called with a line for the user when a signal comes that has to wait.
+      asked: the signal that has come, or 0. signal: the same once it counts, or None.
     """
 
     def __init__(self):
         self.announce: Callable[[str], None] = lambda line: None
-        self.signal: int | None = None
-        self._deferred = self._leaving = False
+        self.asked, self.signal = 0, None
+        self._deferred = self._leaving = self._shared = False
         self._message = NOTHING_DONE
 
     def listen(self) -> "StopRequest":
@@ -44,14 +45,28 @@ class StopRequest:
         """From now on somebody calls `check` and leaves when all is saved."""
         self._deferred = True
 
+    def share(self) -> None:
+        """From now on, until it may `leave_at_once`, a signal counts when it comes back through `agree`: other
+        processes go step by step with this one, and all must leave after the same."""
+        self._shared = True
+
+    def agree(self, number: int) -> None:
+        """What all processes have heard of: a signal that came to one of them, or 0."""
+        self.signal = number or self.signal
+
     def leave_at_once(self, message: str) -> None:
         """From now on nothing is lost by leaving, with this message; leaves if a signal has come already."""
-        self._deferred, self._message = False, message
+        self._deferred, self._shared, self._message = False, False, message
+        self.agree(self.asked)
         self.check()
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """What is done inside may be broken off anywhere: leaves it as soon as a signal comes."""
+        """What is done inside may be broken off anywhere: leaves it as soon as a signal comes, unless others do it with
+        this process."""
+        if self._shared:
+            yield
+            return
         deferred, self._deferred = self._deferred, False
         try:
             self.check()
@@ -90,7 +105,9 @@ class StopRequest:
             sys.__unraisablehook__(told)
 
     def _on_signal(self, number, frame):
-        self.signal = number
+        self.asked = number
+        if not self._shared:
+            self.signal = number
         if not self._deferred:
             raise self._interrupted()
 

@@ -64,7 +64,7 @@ def parse(*arguments):
         (["--all_reduce=nccl"], "all_reduce=nccl is for strategy=mirrored"),
         (["--batch_statistics=synchronized", "--micro_batches=2"], "needs the whole batch at once"),
         (["--batch_statistics=synchronized", "--parallelism=model"], "leave parallelism=model"),
-        (["--parallelism=model", "--strategy=mirrored"], "strategy=mirrored is for parallelism=data"),
+        (["--parallelism=model", "--strategy=mirrored"], "leave strategy=mirrored"),
         (["--parallelism=model", "--variable_placement=auto"], "keeps each variable and its gradient with its stage"),
         (["--parallelism=model", "--gradient_device=cpu"], "keeps each variable and its gradient with its stage"),
         (

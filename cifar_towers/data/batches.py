@@ -39,16 +39,19 @@ class Batches:
       split: what to draw from.
       batch_size: B, for all towers together.
       seed: order, draws and flips follow from it and the step alone.
+      rows: (first, count) of the rows of every batch that are made here; other processes make the others.
       flip: `none`; `random`, a coin for each image and epoch; `alternating`, one coin an image for the whole run,
         turned over in every odd epoch (K. Jordan, arXiv 2404.00498).
     """
 
-    def __init__(self, split: Split, batch_size: int, seed: int, flip: str = "alternating"):
+    def __init__(
+        self, split: Split, batch_size: int, seed: int, flip: str = "alternating", rows: tuple[int, int] | None = None
+    ):
         if batch_size > len(split.labels):
             raise ValueError(f"batch_size={batch_size} is more than the {len(split.labels)} training examples")
         self.batch_size, self.seed, self.flip = batch_size, seed, flip
         self.steps_per_epoch = len(split.labels) // batch_size
-        self._examples = len(split.labels)
+        self._examples, (self._first, self._count) = len(split.labels), rows or (0, batch_size)
         with tf.device("/CPU:0"):
             self._images, self._labels = tf.constant(split.images), tf.constant(split.labels)
 
@@ -57,16 +60,18 @@ class Batches:
         step = tf.cast(step, tf.int64)
         epoch, position = step // self.steps_per_epoch, step % self.steps_per_epoch
         order = tf.numpy_function(self._order, [epoch], tf.int64, stateful=False)
-        chosen = order[position * self.batch_size : (position + 1) * self.batch_size]
-        chosen = tf.ensure_shape(chosen, [self.batch_size])
+        first = step * self.batch_size + self._first  # how many examples the run drew before these
+        start = position * self.batch_size + self._first
+        chosen = tf.ensure_shape(order[start : start + self._count], [self._count])
         uniform = tf.random.stateless_uniform([self.batch_size, 7], tf.stack([tf.cast(self.seed, tf.int64), step]))
+        uniform = uniform[self._first : self._first + self._count]  # drawn for the batch: they belong to the example
         draws = Draws(
             flip=self._flips(chosen, epoch, uniform[:, 6]),
             window=uniform[:, 0:2],
             cutout=uniform[:, 2:4],
             brightness=2 * uniform[:, 4] - 1,
             contrast=2 * uniform[:, 5] - 1,
-            place=step * self.batch_size + tf.range(self.batch_size, dtype=tf.int64),
+            place=first + tf.range(self._count, dtype=tf.int64),
         )
         return Batch(tf.gather(self._images, chosen), tf.gather(self._labels, chosen), draws)
 
@@ -87,7 +92,7 @@ class Batches:
 
     def _flips(self, chosen: tf.Tensor, epoch: tf.Tensor, uniform: tf.Tensor) -> tf.Tensor:
         if self.flip == "none":
-            return tf.zeros([self.batch_size], tf.bool)
+            return tf.zeros([self._count], tf.bool)
         if self.flip == "random":
             return uniform < 0.5
         coins = tf.random.stateless_uniform([self._examples], tf.constant([self.seed, -1], tf.int64)) < 0.5

@@ -32,10 +32,12 @@ class _Console(Console):
 
 
 class Progress:
-    """Shows training as it goes; `console` decides by itself whether a person is looking."""
+    """Shows training as it goes, unless `quiet`; `console` decides by itself whether a person is looking."""
 
-    def __init__(self, total_steps: int, steps_per_epoch: int, console: Console | None = None):
-        self.console = console or _Console(highlight=False, soft_wrap=True)
+    def __init__(self, total_steps: int, steps_per_epoch: int, console: Console | None = None, quiet: bool = False):
+        self.console = console or _Console(
+            highlight=False, soft_wrap=True, quiet=quiet, force_terminal=False if quiet else None
+        )
         self._total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
         self._live: Live | None = None
         self._started: tuple[float, int] | None = None

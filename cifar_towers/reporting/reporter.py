@@ -36,6 +36,7 @@ class Reporter:
       banner: what is to be said of data that is not real; else empty.
       devices: what the batch, or the model, is split over. towers: what the step has; one where the model is split.
       precision: what the towers compute in.
+      quiet: says nothing and writes no more than records, as another process reports the run.
     """
 
     def __init__(
@@ -50,14 +51,16 @@ class Reporter:
         steps_per_epoch: int,
         last_step: int,
         clock: Clock,
+        quiet: bool = False,
     ):
         self.config, self.dataset, self.banner, self.clock = config, dataset, banner, clock
         self.devices, self.towers, self.precision, self.state = devices, towers, precision, state
         self.steps_per_epoch, self.last_step = steps_per_epoch, last_step
         self.directory = config.directory
-        self.progress = Progress(last_step, steps_per_epoch)
+        self.quiet = quiet
+        self.progress = Progress(last_step, steps_per_epoch, quiet=quiet)
         self.say = self.progress.say
-        self._usage = Usage(towers)
+        self._usage = Usage(devices)
         self._layers = [layer.name for layer in observing.watched_layers(state.model)]
         self._weights = [variable.path for variable in state.model.trainable_variables]
         self._noise = np.zeros(2)  # averages of signal and noise over the steps that were looked at
@@ -82,7 +85,7 @@ class Reporter:
     def begin(self, step: int) -> None:
         """Opens the files, which hold nothing of after `step`, and writes into them what the run is."""
         self.metrics = records.Metrics(self.directory)
-        self.summaries = _make_summaries(self.config, self.towers)
+        self.summaries = _NoSummaries() if self.quiet else _make_summaries(self.config, self.towers)
         self.go_back(step)
         settings = dataclasses.asdict(self.config)
         environment = self._environment()
@@ -187,6 +190,8 @@ class Reporter:
             self.metrics.write(kind="eval", step=step, epoch=step / self.steps_per_epoch, **found[-1])
             which = _which(**found[-1])
             self.summaries.evaluation(step, which, score)
+        if self.quiet:
+            return found
         split, names = splits[name], self.dataset.traits.class_names
         captions = [
             f"{names[predicted]} {100 * confidence:.0f} %\nis {names[split.labels[example]]}"
@@ -260,6 +265,8 @@ class Reporter:
     def _shared_out(self) -> str:
         """Who works on what, as `2 towers of 768 images on /CPU:0, /CPU:1`."""
         config, devices = self.config, ", ".join(tower.device for tower in self.devices)
+        if config.members:
+            devices = f"{config.members.size} workers"
         images = config.batch_size // len(self.towers) // config.micro_batches
         shared = f"{len(self.towers)} tower{'s' * (len(self.towers) > 1)} of "
         shared += f"{config.micro_batches} x " if config.micro_batches > 1 else ""
@@ -314,7 +321,7 @@ def _make_summaries(config: TrainConfig, towers: Sequence[Tower]):
 
 
 class _NoSummaries:
-    """Stands in where the `tensorboard` package is not installed: takes everything, writes nothing."""
+    """Stands in where another process writes them, or `tensorboard` is not installed: takes all, writes nothing."""
 
     def __getattr__(self, name):
         return lambda *_, **__: None

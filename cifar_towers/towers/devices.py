@@ -61,6 +61,26 @@ def make_towers(
     """
     gpus = tf.config.list_physical_devices("GPU")
     plan = plan_devices(num_towers, len(gpus), soft_placement)
+    prepare_devices(
+        plan,
+        soft_placement=soft_placement,
+        gpu_memory_growth=gpu_memory_growth,
+        gpu_memory_limit_mb=gpu_memory_limit_mb,
+        threads_per_op=threads_per_op,
+    )
+    return _open(plan)
+
+
+def prepare_devices(
+    plan: DevicePlan,
+    *,
+    soft_placement: bool = True,
+    gpu_memory_growth: bool = True,
+    gpu_memory_limit_mb: int = 0,
+    threads_per_op: int = 0,
+) -> None:
+    """Tells TensorFlow how to open the devices of a plan, the arguments being those of `make_towers`; opens none."""
+    gpus = tf.config.list_physical_devices("GPU")
     try:
         tf.config.set_soft_device_placement(soft_placement)
         _set_threads(plan, threads_per_op)
@@ -70,7 +90,6 @@ def make_towers(
             _divide_cpu(len(plan.physical))
     except RuntimeError:  # the devices are open already, as in a notebook's second cell: use them if they suffice
         pass
-    return _open(plan)
 
 
 def plan_devices(num_towers: int, num_gpus: int, soft_placement: bool = True) -> DevicePlan:

@@ -16,7 +16,7 @@ MISTAKES, REPORT = "mistakes.png", "report.html"
 # What may change between one start of a run and the next; all else is its recipe.
 NOT_RECIPE = {"recipe", "train_dir", "fresh", "seeds", "max_steps", "target_accuracy", "dataset", "data_dir"}
 NOT_RECIPE |= {"max_bad_steps", "rollback_on_divergence"}
-NOT_RECIPE_GROUPS = {"Towers", "Reporting"}
+NOT_RECIPE_GROUPS = {"Towers", "Cluster", "Reporting"}
 WRITTEN = (checkpoints.DIRECTORY, "train", "eval", "result", "projector_*", "tower_*", records.METRICS)
 WRITTEN += (CONFIG, ENVIRONMENT, RESULT, ROLLBACKS, MISTAKES, REPORT)
 

@@ -22,7 +22,7 @@ from cifar_towers.towers.placement import HOST
 from cifar_towers.towers.stages import cut_in_stages, stage_placement
 from cifar_towers.training import precision, schedules
 from cifar_towers.training.losses import OWN, make_loss
-from cifar_towers.training.mirrored import make_mirrored_step, make_strategy
+from cifar_towers.training.mirrored import make_mirrored_step, make_multi_worker_strategy, make_strategy
 from cifar_towers.training.observing import watched_layers
 from cifar_towers.training.optimizers import AdamW, Group, Momentum, Muon, Optimizer
 from cifar_towers.training.state import TrainState
@@ -40,15 +40,34 @@ def open_towers(config: DeviceConfig) -> list[Tower]:
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
     try:
-        return make_towers(
+        return make_towers(config.num_gpus, **_device_options(config))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def open_cluster(config: TrainConfig) -> tuple[tf.distribute.Strategy, list[Tower]]:
+    """The strategy that joins a cluster's workers, and the towers of all of them; waits until all have come here.
+
+    Raises:
+      UsageError: this machine has no devices for its part.
+    """
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    try:
+        return make_multi_worker_strategy(
+            config.members.addresses,
+            config.members.index,
             config.num_gpus,
-            soft_placement=config.soft_placement,
-            gpu_memory_growth=config.gpu_memory_growth,
-            gpu_memory_limit_mb=config.gpu_memory_limit_mb,
-            threads_per_op=config.threads_per_op,
+            config.all_reduce,
+            **_device_options(config),
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def _device_options(config: DeviceConfig) -> dict:
+    names = ("soft_placement", "gpu_memory_growth", "gpu_memory_limit_mb", "threads_per_op")
+    return {name: getattr(config, name) for name in names}
 
 
 def choose_precision(setting: str, towers: list[Tower]) -> str:
@@ -176,9 +195,18 @@ class Training(NamedTuple):
 
 
 def make_training(
-    config: TrainConfig, towers: list[Tower], computed_in: str, train: Split, steps_per_epoch: int, total_steps: int
+    config: TrainConfig,
+    towers: list[Tower],
+    computed_in: str,
+    train: Split,
+    steps_per_epoch: int,
+    total_steps: int,
+    strategy: tf.distribute.Strategy | None = None,
 ) -> Training:
     """State and step as the flags say: shared variables or mirrored ones, on towers or in stages.
+
+    Args:
+      strategy: that of a cluster, with the towers of all its workers.
 
     Raises:
       UsageError: this machine or this model cannot have it so.
@@ -194,6 +222,7 @@ def make_training(
     try:
         if config.strategy == "mirrored":
             strategy = make_strategy(towers, config.all_reduce)
+        if strategy:
             state, loss_fn = state_in(strategy.scope())
             step = make_mirrored_step(strategy, state, towers, loss_fn, augmentation, **options)
         elif config.parallelism == "model":

@@ -40,6 +40,7 @@ class StepMetrics(NamedTuple):
     bad_tensors: tf.Tensor  # [K] index of each tower's first that was not, as in TowerResult, or -1
     bad_update: tf.Tensor  # index in the state's `moved_names` of the first that was not, or -1
     close_up: CloseUp | tuple[()] = ()  # if the step was called with a `look`
+    asked: tf.Tensor | tuple[()] = ()  # the largest number that any process of a cluster was asked for
 
 
 def make_train_step(

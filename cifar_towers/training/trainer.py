@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import tempfile
 from collections.abc import Callable, Sequence
 
 import keras
@@ -11,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers import storage
+from cifar_towers.cluster.team import Team, alone
 from cifar_towers.config import TrainConfig, parse_window
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch, Batches
@@ -26,13 +28,16 @@ from cifar_towers.towers import Tower, run_on_parts, split_batch
 from cifar_towers.towers.placement import HOST, PLACEMENTS
 from cifar_towers.training import choosing, directory, health, schedules, setup
 from cifar_towers.training.keeper import Keeper
+from cifar_towers.training.mirrored import towers_here
+from cifar_towers.training.observing import Look
 from cifar_towers.training.step import StepMetrics
 
 log = logging.getLogger(__name__)
 
 
-def train(config: TrainConfig, source: sources.Source, stop: StopRequest) -> dict:
-    """Trains, or goes on training, or finds that all is done.
+def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: Team | None = None) -> dict:
+    """Trains, or goes on training, or finds that all is done; together with the other workers of a `team`, of whom the
+    chief alone has a directory that stays.
 
     Returns:
       The content of result.json: `step`, `seconds` by activity, `images_per_sec`, `weights_sha256`, and `evaluations`.
@@ -40,16 +45,19 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest) -> dic
     Raises:
       UsageError, DataError, DivergedError, Interrupted: see `cifar_towers.errors`.
     """
-    clock = Clock()
+    clock, team = Clock(), team or alone()
     stop.leave_at_once(NOTHING_DONE)
-    towers = setup.open_towers(config)
+    strategy, towers = setup.open_cluster(config) if config.members else (None, setup.open_towers(config))
     config.tower_batch_size(len(towers))
     source, dataset = sources.load(
         source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto"
     )
     if source.banner and not config.train_dir:  # leaves the directory of the real run free for when there is CIFAR-10
         config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
-    return Trainer(config, source, dataset, towers, stop, clock).run()
+    with tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{team.index}-", ignore_cleanup_errors=True) as own:
+        if not team.chief:
+            config = dataclasses.replace(config, train_dir=own)
+        return Trainer(config, source, dataset, towers, stop, clock, team, strategy).run()
 
 
 def train_seeds(config: TrainConfig, seeds: tuple[int, ...], source: sources.Source, stop: StopRequest) -> None:
@@ -81,27 +89,32 @@ class Trainer:
         towers: list[Tower],
         stop: StopRequest,
         clock: Clock,
+        team: Team,
+        strategy: tf.distribute.Strategy | None = None,
     ):
         self.source, self.dataset, self.devices = source, dataset, towers
-        self.stop, self.clock = stop, clock
+        self.stop, self.clock, self.team = stop, clock, team
+        self.here = towers_here(strategy, towers) if strategy else towers
         self.directory = config.directory
-        self.precision = setup.choose_precision(config.precision, towers)
+        self.precision = setup.choose_precision(config.precision, self.here)
         self.config = config
+        self._compare_notes()
         self.batches = self._make_batches()
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps, self.last_step = config.length(self.steps_per_epoch)
         self.config = config = self._with_placement(config)
         self.state, self.train_step, self.towers = setup.make_training(
-            config, towers, self.precision, dataset.train, self.steps_per_epoch, self.total_steps
+            config, towers, self.precision, dataset.train, self.steps_per_epoch, self.total_steps, strategy
         )
-        self.evaluate = make_evaluator(self.state.model, towers, setup.make_augmentation(config, dataset.traits))
+        augmentation = setup.make_augmentation(config, dataset.traits)
+        self.evaluate = make_evaluator(self.state.model, self.here, augmentation, team)
         self.reporter = Reporter(
-            config, dataset, source.banner, towers, self.towers, self.precision, self.state, self.steps_per_epoch,
-            self.last_step, clock,
+            config, dataset, source.banner, self.here, self.towers, self.precision, self.state, self.steps_per_epoch,
+            self.last_step, clock, quiet=not team.chief,
         )  # fmt: skip
         self.say = self.reporter.say
         window = parse_window(config.profile_steps)
-        self.profile = Window(self.directory, *window) if window else None
+        self.profile = Window(self.directory, *window) if window and team.chief else None
         self.side_at = schedules.Sides(config.image_sides, config.image_size).at(self.total_steps, self.steps_per_epoch)
         self.traced: set[tuple] = set()  # sides of the images, and groups of variables that move
         self.health = health.Health(config.max_bad_steps)
@@ -124,7 +137,7 @@ class Trainer:
     def _run(self) -> dict:
         self.reporter.introduce()
         first_step = self._resume()
-        done = directory.finished(self.directory, self.config, first_step, self.last_step)
+        done = self.team.from_chief(lambda: directory.finished(self.directory, self.config, first_step, self.last_step))
         if done:
             self.say(f"{self.directory} is complete at step {first_step}: {told(done['evaluations'][-1])}")
             return done
@@ -132,6 +145,8 @@ class Trainer:
         self.stop.announce = self.say
         self.stop.check()
         self.stop.defer()
+        if self.team.size > 1:
+            self.stop.share()
         try:
             return self._finish(self._train(first_step))
         finally:
@@ -156,7 +171,8 @@ class Trainer:
         scores: list[dict] = []
         try:
             if self._at_evaluation(step):  # a signal may have come before it, in it, or right after it
-                scores = self.reporter.metrics.evaluations(step) or self._evaluate(step, tta=0, final=False)
+                scores = self.team.from_chief(lambda: self.reporter.metrics.evaluations(step))
+                scores = scores or self._evaluate(step, tta=0, final=False)
                 if self._reached_target(step, scores):
                     return step
             for batch in self.batches.stream(first_step, self.last_step):
@@ -192,7 +208,9 @@ class Trainer:
         """Saves the last finished step, if there is one; what there is to say."""
         if not step:
             return NOTHING_DONE
-        told = f"saved step {step}" if self._save(step, scores) else self.keeper.what_is_kept()
+        told = self.team.from_chief(
+            lambda: f"saved step {step}" if self._save(step, scores) else self.keeper.what_is_kept()
+        )
         return f"{told}: the same command goes on from it"
 
     def _step(self, batch: Batch, rates: dict[str, float], side: int) -> StepMetrics:
@@ -202,6 +220,8 @@ class Trainer:
         with tf.device(HOST):
             rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
             arguments = batch, rates, side, tf.constant(looked_at)
+            if self.team.size > 1:
+                arguments = *arguments, tf.constant(self.stop.asked, tf.float32)
         if first:
             with self.stop.at_once():  # it takes a while, and nothing has changed yet
                 function = self.train_step.get_concrete_function(*arguments)
@@ -210,10 +230,25 @@ class Trainer:
         metrics = self.train_step(*arguments)
         close_up = metrics.close_up if looked_at else ()
         metrics = tf.nest.map_structure(lambda tensor: tensor.numpy(), metrics._replace(close_up=close_up))
+        metrics = self._hear_others(metrics)
         self.clock.charge("compile" if first else "train")
         self.clock.count(0 if first else self.config.batch_size)
         self.traced.add(variant)
         return metrics
+
+    def _hear_others(self, metrics: StepMetrics) -> StepMetrics:
+        """What the towers of other workers add: whether to stop, and to a step that was looked at."""
+        if self.team.size == 1:
+            return metrics
+        self.stop.agree(int(metrics.asked))
+        if not metrics.close_up:
+            return metrics
+        final = self.team.index == self.team.size - 1
+        look = list(metrics.close_up.look) if final else None
+        brought = self.team.gather({"towers": metrics.close_up.towers, "look": look})
+        towers = np.concatenate([one["towers"] for one in brought])
+        close_up = metrics.close_up._replace(look=Look(*brought[-1]["look"]), towers=towers)
+        return metrics._replace(close_up=close_up)
 
     def _profile(self, what: Callable, *step: int) -> None:
         """Lets the profile, if there is to be one, begin or end; what it says is said."""
@@ -253,14 +288,19 @@ class Trainer:
         bad = [tower for tower, index in zip(self.towers, metrics.bad_tensors, strict=True) if index >= 0]
         if not bad:
             return ""
-        shard = split_batch(batch, self.towers)[bad[0].index]
+        found = self._find_bad(bad[0], batch, side) if bad[0] in self.here else ""
+        return next(filter(None, self.team.gather(found)), "")
+
+    def _find_bad(self, tower: Tower, batch: Batch, side: int) -> str:
+        shards = split_batch(batch, self.here if len(self.here) < len(self.towers) else self.towers)
+        shard = shards[self.here.index(tower)]
         augment = setup.make_augmentation(self.config, self.dataset.traits).train
 
         def look(part):
             return health.first_bad_tensor(self.state.model, augment(part.images, part.draws, side))
 
         found = []
-        with contextlib.suppress(tf.errors.OpError, ValueError), tf.device(bad[0].device):  # as where memory is short
+        with contextlib.suppress(tf.errors.OpError, ValueError), tf.device(tower.device):  # as where memory is short
             found = [first for first in run_on_parts(look, shard, self.config.micro_batches, in_turn=False) if first]
         return f"; first of its tensors: {found[0]}" if found else ""
 
@@ -272,9 +312,10 @@ class Trainer:
         self.health.roll_back(error)
         with records.going_on(self.directory / directory.ROLLBACKS):  # a checkpoint will know it only later
             records.write_json(self.directory / directory.ROLLBACKS, {"rollbacks": self.health.rollbacks})
-        step = self.keeper.go_back(good_until)
+        step = self.team.from_chief(lambda: self.keeper.go_back(good_until))
         if step is None:
             raise error
+        self._share_state()
         self.reached = 0.0
         self.reporter.go_back(step)
         self.say(str(error))
@@ -313,7 +354,9 @@ class Trainer:
         return found
 
     def _save(self, step: int, scores: Sequence[dict] = ()) -> bool:
-        """Saves the state after `step`, or says why it cannot be; whether it is saved."""
+        """Saves the state after `step`, or says why it cannot be; whether it is saved. The chief does, for all."""
+        if not self.team.chief:
+            return True
         facts = {
             "accuracy": next((score["accuracy"] for score in reversed(scores)), None),
             "recipe": directory.recipe_of(self.config),
@@ -334,7 +377,7 @@ class Trainer:
             self.clock.charge("save")
 
     def _finish(self, step: int) -> dict:
-        saved = self._save(step)
+        saved = self.team.from_chief(lambda: self._save(step))
         self.stop.leave_at_once(
             f"step {step} is saved; the same command evaluates it" if saved else "nothing was saved"
         )
@@ -342,6 +385,7 @@ class Trainer:
         scores = self._evaluate(step, self.config.tta, final=True)
         self._reached_target(step, scores)
         digest = self.state.digest()
+        self.team.agree({"weights, as sha256,": digest})
         speed = self.clock.rate()
         result = {
             "step": step,
@@ -390,7 +434,9 @@ class Trainer:
 
     def _make_batches(self) -> Batches:
         try:
-            return Batches(self.dataset.train, self.config.batch_size, self.config.seed, self.config.flip)
+            count = self.config.batch_size * len(self.here) // len(self.devices)
+            rows = self.team.index * count, count
+            return Batches(self.dataset.train, self.config.batch_size, self.config.seed, self.config.flip, rows)
         except ValueError as error:
             raise UsageError(str(error)) from error
 
@@ -399,15 +445,36 @@ class Trainer:
         if self.config.fresh:
             directory.clear(self.directory)
         self.keeper.tidy()
-        found = directory.newest(self.directory, self.config, self.dataset)
-        if not found:
+        facts = self.team.from_chief(self._restore)
+        if not facts:
             return 0
-        checkpoint, facts = found
-        self.keeper.restore(checkpoint)
+        self._share_state()
         self.clock.resume(facts["seconds"], facts["images"])
         self.health.resume(facts, records.read_json_if_any(self.directory / directory.ROLLBACKS))
         self.say(f"going on from step {facts['step']}, saved with {facts['towers']} towers in {facts['precision']}")
         return facts["step"]
+
+    def _restore(self) -> dict | None:
+        """Gives the state the values of the newest checkpoint; what was saved with it."""
+        found = directory.newest(self.directory, self.config, self.dataset)
+        if not found:
+            return None
+        checkpoint, facts = found
+        self.keeper.restore(checkpoint)
+        return facts
+
+    def _share_state(self) -> None:
+        """Gives all workers the chief's values."""
+        if self.team.size > 1:
+            variables = self.state.named_variables()
+            values = self.team.from_chief(lambda: {name: v.numpy() for name, v in variables.items()})
+            for name, value in {} if self.team.chief else values.items():
+                variables[name].assign(value)
+
+    def _compare_notes(self) -> None:
+        """Makes sure that all workers have the same data and compute alike."""
+        data = {f"{name} images, as sha256,": getattr(self.dataset, name).digest for name in ("train", "test")}
+        self.team.agree({"precision": self.precision, "towers": len(self.here), **data})
 
     def _at_evaluation(self, step: int) -> bool:
         every = self.config.eval_every_epochs
