@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from absl import flags
 
@@ -53,6 +53,7 @@ def setting(default: Any, group: str, help: str, *, low=None, high=None, choices
 class DeviceConfig:
     """Which devices the towers use."""
 
+    exit_code_1: ClassVar[str] = "a bug or no room to save"  # when a program ends with it
     num_gpus: int = setting(
         0, "Towers", "how many towers; 0: one for each GPU, or two on the CPU where there is none", low=0, high=1024
     )
@@ -115,7 +116,12 @@ class TrainConfig(DeviceConfig):
     )
 
     recipe: str = setting("", "Run", "name of the run's recipe; by default the flagfile's")
-    train_dir: str = setting("", "Run", "where the run writes everything; by default runs/<recipe>-seed<seed>")
+    train_dir: str = setting(
+        "",
+        "Run",
+        "where the run writes everything; by default runs/<recipe>-seed<seed>, on data that are neither CIFAR-10 nor "
+        "--dataset=synthetic runs/<recipe>-<dataset>-seed<seed>",
+    )
     fresh: bool = setting(False, "Run", "delete what train_dir holds of an earlier run and start again")
     seed: int = setting(0, "Run", "what order, augmentation and first weights follow from", low=0, high=2**31 - 1)
     seeds: str = setting("", "Run", "several seeds, as 0,1,2: one run each, then mean and standard deviation")
@@ -402,8 +408,11 @@ class PredictConfig(ScoringConfig):
 class ExportConfig(TrainedConfig):
     """Settings of writing a trained net for use elsewhere."""
 
+    exit_code_1: ClassVar[str] = "the check failed, nothing could be written, or a bug"
     format: str = setting("saved_model", "Export", "what to write", choices=EXPORTS)
-    out: str = setting("", "Export", "where to; by default export/ in train_dir")
+    out: str = setting(
+        "", "Export", "where to; by default saved_model, model.keras, model.tflite or model.onnx in train_dir's export/"
+    )
     check: int = setting(
         1000, "Export", "test images on which it must agree with the checkpoint; 0: none", low=0, high=10_000
     )
@@ -589,7 +598,7 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
     return config_class(**given)
 
 
-def help_text(config_class: type, description: str) -> str:
+def help_text(config_class: type[DeviceConfig], description: str) -> str:
     """All flags under the names of their groups, with their defaults."""
     groups: dict[str, list[str]] = {}
     for field in _flagged(config_class):
@@ -601,8 +610,8 @@ def help_text(config_class: type, description: str) -> str:
         )
     body = [f"{group}:\n" + "\n".join(lines) for group, lines in groups.items()]
     files = "Files:\n  --flagfile\n      take flags from a file, one a line; flags after it win"
-    codes = "Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 130 and 143 interrupted, 1 a bug or no room to save."
-    return "\n\n".join([description, *body, files, codes])
+    codes = "Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 130 and 143 interrupted, 1 "
+    return "\n\n".join([description, *body, files, f"{codes}{config_class.exit_code_1}."])
 
 
 def _flagged(config_class: type) -> list[dataclasses.Field]:

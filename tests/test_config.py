@@ -7,6 +7,7 @@ import pytest
 from cifar_towers.config import (
     BenchmarkConfig,
     EvaluateConfig,
+    ExportConfig,
     SpeedrunConfig,
     TrainConfig,
     help_text,
@@ -162,7 +163,8 @@ def test_help_has_every_flag_under_a_group():
         for field in dataclasses.fields(config_class):
             assert re.search(rf"^  --(\[no\])?{field.name}\b", text, re.M), field.name
             assert f"{field.metadata['group']}:" in text
-    assert "Exit codes: 0 done, 2 usage" in text
+    assert "Exit codes: 0 done, 2 usage" in text and text.endswith("1 a bug or no room to save.")
+    assert "1 the check failed" in help_text(ExportConfig, "What it does.")
 
 
 def test_help_exits_with_0(capsys):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -190,12 +191,51 @@ def test_what_is_there_is_replaced_only_by_its_like(run, tmp_path):
         exporting.export(ExportConfig(train_dir=str(run), format="keras", out=str(tmp_path / "net")))
 
 
-def test_what_does_not_agree_is_said_and_kept(run, tmp_path, capsys, monkeypatch):
-    wrong = exporting.FORMATS["saved_model"]._replace(open=lambda path: lambda images: np.full((len(images), 10), 0.1))
-    monkeypatch.setitem(exporting.FORMATS, "saved_model", wrong)
-    place = tmp_path / "net"
-    assert not exporting.export(ExportConfig(train_dir=str(run), out=str(place), check=50))
-    assert "do not use it" in capsys.readouterr().err and place.is_dir()
+def unopened(path):
+    raise ValueError("no such operation")
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """What an earlier export has left, as far as the next one looks."""
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "saved_model.pb").write_text("earlier")
+    return tmp_path / "net"
+
+
+def test_a_failed_check_keeps_the_earlier_export_and_the_failed_one(run, earlier, capsys, monkeypatch):
+    def write(deployed, path):
+        path.mkdir()
+        (path / "saved_model.pb").write_text("new")
+
+    def export_opened_by(function):
+        monkeypatch.setitem(
+            exporting.FORMATS, "saved_model", exporting.Format("saved_model", (), write, function, True)
+        )
+        return exporting.export(ExportConfig(train_dir=str(run), out=str(earlier), check=50))
+
+    def even(path):
+        return lambda images: np.full((len(images), 10), 0.1)
+
+    for number, (function, told) in enumerate(
+        ((even, "differs by more than the 1e-04"), (unopened, "cannot be run")), 1
+    ):
+        assert not export_opened_by(function)
+        failed = earlier.with_name(f"failed-{number}-net")
+        told = f"{failed} {told}.*: do not use it; {earlier} is the earlier one"
+        assert re.search(told, capsys.readouterr().err)
+        assert (failed / "saved_model.pb").read_text() == "new" and (
+            earlier / "saved_model.pb"
+        ).read_text() == "earlier"
+    monkeypatch.setattr(exporting, "AGREE", 1.0)
+    assert export_opened_by(even) and (earlier / "saved_model.pb").read_text() == "new"
+    assert {path.name for path in earlier.parent.iterdir()} == {"net", "failed-1-net", "failed-2-net"}
+
+
+def test_an_export_whose_replacement_is_broken_off_stays(earlier):
+    with pytest.raises(FileNotFoundError):
+        exporting._put(earlier.with_name("nowhere"), earlier)
+    assert (earlier / "saved_model.pb").read_text() == "earlier"
 
 
 def test_a_package_that_is_missing_is_named(run, monkeypatch):
