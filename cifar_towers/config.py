@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -43,9 +43,43 @@ MOST_TRACED = 100  # steps of a profile
 Config = TypeVar("Config")
 
 
-def setting(default: Any, group: str, help: str, *, low=None, high=None, choices: Sequence[str] | None = None) -> Any:
-    """A dataclass field with all that its flag and its validation need."""
-    metadata = {"group": group, "help": help, "low": low, "high": high, "choices": choices}
+def split_own_model(model: str) -> tuple[str, str] | None:
+    """(module or file, function) of a net that is not the project's; None for what does not name one."""
+    where, _, function = model.rpartition(":")
+    return (where, function) if where and function.isidentifier() else None
+
+
+def check_model(model: str) -> None:
+    """Refuses what names no net, with a UsageError."""
+    if model not in MODELS and not split_own_model(model):
+        raise UsageError(
+            f"model={model} is not one of {', '.join(MODELS)}; a net of your own is given as "
+            "package.module:function or path/to/file.py:function"
+        )
+
+
+def check_dataset(dataset: str) -> None:
+    """Refuses what names no data set, with a UsageError."""
+    known = dataset.startswith(FOLDER) and dataset != FOLDER
+    if not known and not re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", dataset):
+        raise UsageError(
+            f"dataset={dataset} is not cifar10, synthetic, auto, {FOLDER}<path> or the name of one of "
+            "TensorFlow Datasets, as svhn_cropped"
+        )
+
+
+def setting(
+    default: Any,
+    group: str,
+    help: str,
+    *,
+    low=None,
+    high=None,
+    choices: Sequence[str] | None = None,
+    check: Callable[[Any], None] | None = None,
+) -> Any:
+    """A dataclass field with all that its flag and its validation need; `check` is for values beside the default."""
+    metadata = {"group": group, "help": help, "low": low, "high": high, "choices": choices, "check": check}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -143,6 +177,7 @@ class TrainConfig(DeviceConfig):
         "Data",
         "cifar10, synthetic, auto (CIFAR-10 if it can be had, else synthetic), folder:<path> with a subfolder of "
         "pictures for each class, or any of TensorFlow Datasets with images and labels",
+        check=check_dataset,
     )
     data_dir: str = setting("", "Data", "where the prepared data sets are; by default TFDS_DATA_DIR, or TFDS's own")
     validation_examples: int = setting(
@@ -183,6 +218,7 @@ class TrainConfig(DeviceConfig):
         "Model",
         f"{', '.join(MODELS)}; or your own function that returns a Keras model, as package.module:function or "
         "path/to/file.py:function",
+        check=check_model,
     )
     precision: str = setting(
         "auto",
@@ -246,7 +282,6 @@ class TrainConfig(DeviceConfig):
         parse_seeds(self.seeds)
         parse_window(self.profile_steps)
         schedules.parse_rate(self.learning_rate_schedule)
-        self._check_names()
         for side in schedules.Sides(self.image_sides, self.image_size).points.values:
             if side != int(side) or not 18 <= side <= self.image_size:
                 raise UsageError(
@@ -276,19 +311,6 @@ class TrainConfig(DeviceConfig):
             raise UsageError(f"optimizer=muon is made for the speednets; take momentum or adamw for {self.model}")
         if self.epochs == 0 and self.max_steps == 0:
             raise UsageError("epochs=0 and max_steps=0 leave nothing to do; give one of them")
-
-    def _check_names(self) -> None:
-        if self.model not in MODELS and not self.own_model:
-            raise UsageError(
-                f"model={self.model} is not one of {', '.join(MODELS)}; a net of your own is given as "
-                "package.module:function or path/to/file.py:function"
-            )
-        known = self.dataset.startswith(FOLDER) and self.dataset != FOLDER
-        if not known and not re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", self.dataset):
-            raise UsageError(
-                f"dataset={self.dataset} is not cifar10, synthetic, auto, {FOLDER}<path> or the name of one of "
-                "TensorFlow Datasets, as svhn_cropped"
-            )
 
     def _check_towers(self) -> None:
         if self.deterministic and self.variable_placement == "auto":
@@ -340,9 +362,8 @@ class TrainConfig(DeviceConfig):
 
     @property
     def own_model(self) -> tuple[str, str] | None:
-        """(module or file, function) of a net that is not the project's."""
-        where, _, function = self.model.rpartition(":")
-        return (where, function) if where and function.isidentifier() else None
+        """`split_own_model` of `model`."""
+        return split_own_model(self.model)
 
     @property
     def name(self) -> str:
@@ -367,6 +388,13 @@ class TrainedConfig(DeviceConfig):
         "as trained, or their moving average; auto: the average where the run kept one",
         choices=("auto", "raw", "ema"),
     )
+    model: str = setting(
+        "",
+        "Run",
+        "for a run with a net of your own: the function that makes it, as package.module:function or "
+        "path/to/file.py:function; agrees to running it",
+        check=check_model,
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -387,6 +415,12 @@ class EvaluateConfig(ScoringConfig):
     """Settings of scoring a checkpoint."""
 
     split: str = setting("test", "Evaluation", "which examples", choices=("test", "validation", "train"))
+    dataset: str = setting(
+        "",
+        "Evaluation",
+        "where the run's data are now, as folder:<path>; by default where they were when it was trained",
+        check=check_dataset,
+    )
     data_dir: str = setting("", "Evaluation", "where the prepared data sets are")
     json: bool = setting(False, "Evaluation", "print one JSON object and nothing else")
 
@@ -415,6 +449,12 @@ class ExportConfig(TrainedConfig):
     )
     check: int = setting(
         1000, "Export", "test images on which it must agree with the checkpoint; 0: none", low=0, high=10_000
+    )
+    dataset: str = setting(
+        "",
+        "Export",
+        "where the run's data are now, as folder:<path>; by default where they were when it was trained",
+        check=check_dataset,
     )
     data_dir: str = setting("", "Export", "where the prepared data sets are")
 
@@ -560,9 +600,11 @@ def parse_window(text: str) -> tuple[int, int] | None:
 
 
 def check_limits(config: Any) -> None:
-    """Holds every field of a config against its `low`, `high` and `choices`."""
+    """Holds every field of a config against its `low`, `high`, `choices` and `check`."""
     for field in dataclasses.fields(config):
         value, limits = getattr(config, field.name), field.metadata
+        if limits["check"] and value != field.default:
+            limits["check"](value)
         if limits["choices"] and value not in limits["choices"]:
             raise UsageError(f"{field.name}={value} is not one of {', '.join(limits['choices'])}")
         if isinstance(value, float) and not math.isfinite(value):

@@ -75,10 +75,10 @@ def export(config: ExportConfig) -> bool:
     """
     kind = FORMATS[config.format]
     _require(config.format, kind.needs)
-    run = trained.open_run(Path(config.train_dir))
+    run = trained.open_run(Path(config.train_dir), config.model)
     place = Path(config.out) if config.out else run.directory / "export" / kind.name
     _refuse_to_replace(place, kind)
-    source = sources.find(run.facts["dataset"], config.data_dir) if config.check else None
+    source = sources.find(config.dataset or run.facts["dataset"], config.data_dir) if config.check else None
     towers = setup.open_towers(config)
     weights = run.choose_weights(config.weights)
     net = run.load(weights, "float32")
@@ -90,7 +90,8 @@ def export(config: ExportConfig) -> bool:
         place.parent.mkdir(parents=True, exist_ok=True)
         _remove(new)
         kind.write(deployed, new)
-        wrong = _check(kind, new, own, some) if some else ""
+        with keras.saving.custom_object_scope(_own_layers(net)):
+            wrong = _check(kind, new, own, some) if some else ""
         stands = _keep_aside(new, place) if wrong else _put(new, place)
     except Exception as error:  # converters have errors of all kinds
         raise RunError(f"{place} cannot be written ({_told(error)})") from error
@@ -112,6 +113,12 @@ def _test_images(source: sources.Source, run: trained.Run, count: int) -> Split:
 def _probabilities(net: keras.Model, towers: list[Tower], run: trained.Run, split: Split) -> np.ndarray:
     classify = make_classifier(net, towers, run.augmentation)
     return softmax(classify(split.images, *trained.variables_of(net))[0])
+
+
+def _own_layers(net: keras.Model) -> dict[str, type]:
+    """The classes of layers that are not Keras's, by their names: the `keras` format is read with them."""
+    classes = {type(layer) for layer in net._flatten_layers(include_self=False)}
+    return {kind.__name__: kind for kind in classes if not kind.__module__.startswith("keras.")}
 
 
 def _check(kind: Format, path: Path, own: np.ndarray, split: Split) -> str:

@@ -173,6 +173,18 @@ def test_help_exits_with_0(capsys):
     assert left.value.code == 0 and "--batch_size" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("--model=mynets.py", "model=mynets.py is not one of cifarnet, .* path/to/file.py:function"),
+        ("--dataset=../photos", "dataset=../photos is not cifar10"),
+    ],
+)
+def test_usage_errors_of_an_evaluation(argument, told):
+    with pytest.raises(UsageError, match=told):
+        parse_command_line(EvaluateConfig, ["evaluate.py", "--train_dir=runs/one", argument], "")
+
+
 def test_evaluation_needs_a_run():
     with pytest.raises(UsageError, match="which run"):
         parse_command_line(EvaluateConfig, ["evaluate.py"], "")
