@@ -9,9 +9,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from absl import flags
 
@@ -46,9 +46,43 @@ MOST_TRACED = 100  # steps of a profile
 Config = TypeVar("Config")
 
 
-def setting(default: Any, group: str, help: str, *, low=None, high=None, choices: Sequence[str] | None = None) -> Any:
-    """A dataclass field with all that its flag and its validation need."""
-    metadata = {"group": group, "help": help, "low": low, "high": high, "choices": choices}
+def split_own_model(model: str) -> tuple[str, str] | None:
+    """(module or file, function) of a net that is not the project's; None for what does not name one."""
+    where, _, function = model.rpartition(":")
+    return (where, function) if where and function.isidentifier() else None
+
+
+def check_model(model: str) -> None:
+    """Refuses what names no net, with a UsageError."""
+    if model not in MODELS and not split_own_model(model):
+        raise UsageError(
+            f"model={model} is not one of {', '.join(MODELS)}; a net of your own is given as "
+            "package.module:function or path/to/file.py:function"
+        )
+
+
+def check_dataset(dataset: str) -> None:
+    """Refuses what names no data set, with a UsageError."""
+    known = dataset.startswith(FOLDER) and dataset != FOLDER
+    if not known and not re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", dataset):
+        raise UsageError(
+            f"dataset={dataset} is not cifar10, synthetic, auto, {FOLDER}<path> or the name of one of "
+            "TensorFlow Datasets, as svhn_cropped"
+        )
+
+
+def setting(
+    default: Any,
+    group: str,
+    help: str,
+    *,
+    low=None,
+    high=None,
+    choices: Sequence[str] | None = None,
+    check: Callable[[Any], None] | None = None,
+) -> Any:
+    """A dataclass field with all that its flag and its validation need; `check` is for values beside the default."""
+    metadata = {"group": group, "help": help, "low": low, "high": high, "choices": choices, "check": check}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -56,6 +90,7 @@ def setting(default: Any, group: str, help: str, *, low=None, high=None, choices
 class DeviceConfig:
     """Which devices the towers use."""
 
+    exit_code_1: ClassVar[str] = "a bug or no room to save"  # when a program ends with it
     num_gpus: int = setting(
         0, "Towers", "how many towers; 0: one for each GPU, or two on the CPU where there is none", low=0, high=1024
     )
@@ -130,7 +165,12 @@ class TrainConfig(DeviceConfig):
     )
 
     recipe: str = setting("", "Run", "name of the run's recipe; by default the flagfile's")
-    train_dir: str = setting("", "Run", "where the run writes everything; by default runs/<recipe>-seed<seed>")
+    train_dir: str = setting(
+        "",
+        "Run",
+        "where the run writes everything; by default runs/<recipe>-seed<seed>, on data that are neither CIFAR-10 nor "
+        "--dataset=synthetic runs/<recipe>-<dataset>-seed<seed>",
+    )
     fresh: bool = setting(False, "Run", "delete what train_dir holds of an earlier run and start again")
     seed: int = setting(0, "Run", "what order, augmentation and first weights follow from", low=0, high=2**31 - 1)
     seeds: str = setting("", "Run", "several seeds, as 0,1,2: one run each, then mean and standard deviation")
@@ -152,6 +192,7 @@ class TrainConfig(DeviceConfig):
         "Data",
         "cifar10, synthetic, auto (CIFAR-10 if it can be had, else synthetic), folder:<path> with a subfolder of "
         "pictures for each class, or any of TensorFlow Datasets with images and labels",
+        check=check_dataset,
     )
     data_dir: str = setting("", "Data", "where the prepared data sets are; by default TFDS_DATA_DIR, or TFDS's own")
     validation_examples: int = setting(
@@ -192,6 +233,7 @@ class TrainConfig(DeviceConfig):
         "Model",
         f"{', '.join(MODELS)}; or your own function that returns a Keras model, as package.module:function or "
         "path/to/file.py:function",
+        check=check_model,
     )
     precision: str = setting(
         "auto",
@@ -255,7 +297,6 @@ class TrainConfig(DeviceConfig):
         parse_seeds(self.seeds)
         parse_window(self.profile_steps)
         schedules.parse_rate(self.learning_rate_schedule)
-        self._check_names()
         for side in schedules.Sides(self.image_sides, self.image_size).points.values:
             if side != int(side) or not 18 <= side <= self.image_size:
                 raise UsageError(
@@ -285,19 +326,6 @@ class TrainConfig(DeviceConfig):
             raise UsageError(f"optimizer=muon is made for the speednets; take momentum or adamw for {self.model}")
         if self.epochs == 0 and self.max_steps == 0:
             raise UsageError("epochs=0 and max_steps=0 leave nothing to do; give one of them")
-
-    def _check_names(self) -> None:
-        if self.model not in MODELS and not self.own_model:
-            raise UsageError(
-                f"model={self.model} is not one of {', '.join(MODELS)}; a net of your own is given as "
-                "package.module:function or path/to/file.py:function"
-            )
-        known = self.dataset.startswith(FOLDER) and self.dataset != FOLDER
-        if not known and not re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", self.dataset):
-            raise UsageError(
-                f"dataset={self.dataset} is not cifar10, synthetic, auto, {FOLDER}<path> or the name of one of "
-                "TensorFlow Datasets, as svhn_cropped"
-            )
 
     def _check_towers(self) -> None:
         if self.deterministic and self.variable_placement == "auto":
@@ -362,9 +390,8 @@ class TrainConfig(DeviceConfig):
 
     @property
     def own_model(self) -> tuple[str, str] | None:
-        """(module or file, function) of a net that is not the project's."""
-        where, _, function = self.model.rpartition(":")
-        return (where, function) if where and function.isidentifier() else None
+        """`split_own_model` of `model`."""
+        return split_own_model(self.model)
 
     @property
     def name(self) -> str:
@@ -389,6 +416,13 @@ class TrainedConfig(DeviceConfig):
         "as trained, or their moving average; auto: the average where the run kept one",
         choices=("auto", "raw", "ema"),
     )
+    model: str = setting(
+        "",
+        "Run",
+        "for a run with a net of your own: the function that makes it, as package.module:function or "
+        "path/to/file.py:function; agrees to running it",
+        check=check_model,
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -409,6 +443,12 @@ class EvaluateConfig(ScoringConfig):
     """Settings of scoring a checkpoint."""
 
     split: str = setting("test", "Evaluation", "which examples", choices=("test", "validation", "train"))
+    dataset: str = setting(
+        "",
+        "Evaluation",
+        "where the run's data are now, as folder:<path>; by default where they were when it was trained",
+        check=check_dataset,
+    )
     data_dir: str = setting("", "Evaluation", "where the prepared data sets are")
     json: bool = setting(False, "Evaluation", "print one JSON object and nothing else")
 
@@ -430,10 +470,19 @@ class PredictConfig(ScoringConfig):
 class ExportConfig(TrainedConfig):
     """Settings of writing a trained net for use elsewhere."""
 
+    exit_code_1: ClassVar[str] = "the check failed, nothing could be written, or a bug"
     format: str = setting("saved_model", "Export", "what to write", choices=EXPORTS)
-    out: str = setting("", "Export", "where to; by default export/ in train_dir")
+    out: str = setting(
+        "", "Export", "where to; by default saved_model, model.keras, model.tflite or model.onnx in train_dir's export/"
+    )
     check: int = setting(
         1000, "Export", "test images on which it must agree with the checkpoint; 0: none", low=0, high=10_000
+    )
+    dataset: str = setting(
+        "",
+        "Export",
+        "where the run's data are now, as folder:<path>; by default where they were when it was trained",
+        check=check_dataset,
     )
     data_dir: str = setting("", "Export", "where the prepared data sets are")
 
@@ -541,6 +590,8 @@ class SpeedrunConfig(TrainConfig):
 class LaunchConfig:
     """What to start, and how often to start it again."""
 
+    exit_code_1: ClassVar[str] = "a bug or no room to save"
+
     num_workers: int = setting(
         0,
         "Launch",
@@ -613,9 +664,11 @@ def parse_window(text: str) -> tuple[int, int] | None:
 
 
 def check_limits(config: Any) -> None:
-    """Holds every field of a config against its `low`, `high` and `choices`."""
+    """Holds every field of a config against its `low`, `high`, `choices` and `check`."""
     for field in dataclasses.fields(config):
         value, limits = getattr(config, field.name), field.metadata
+        if limits["check"] and value != field.default:
+            limits["check"](value)
         if limits["choices"] and value not in limits["choices"]:
             raise UsageError(f"{field.name}={value} is not one of {', '.join(limits['choices'])}")
         if isinstance(value, float) and not math.isfinite(value):
@@ -632,9 +685,7 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
     Raises:
       UsageError: stray arguments, unknown flags, values of a wrong type, out of range or at odds with each other.
     """
-    if any(argument.lstrip("-") in ("help", "helpfull", "h") and argument[0] == "-" for argument in argv[1:]):
-        print(help_text(config_class, description))
-        sys.exit(0)
+    leave_if_help_is_asked(argv, help_text(config_class, description))
     values = _flags_of(config_class)
     try:
         stray = values(argv)[1:]
@@ -651,7 +702,14 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
     return config_class(**given)
 
 
-def help_text(config_class: type, description: str) -> str:
+def leave_if_help_is_asked(argv: Sequence[str], text: str) -> None:
+    """Ends the program with the help, if that is what its arguments say."""
+    if any(argument in ("-h", "-help", "--help", "--helpfull") for argument in argv[1:]):
+        print(text)
+        sys.exit(0)
+
+
+def help_text(config_class: type[DeviceConfig], description: str) -> str:
     """All flags under the names of their groups, with their defaults."""
     groups: dict[str, list[str]] = {}
     for field in _flagged(config_class):
@@ -663,11 +721,8 @@ def help_text(config_class: type, description: str) -> str:
         )
     body = [f"{group}:\n" + "\n".join(lines) for group, lines in groups.items()]
     files = "Files:\n  --flagfile\n      take flags from a file, one a line; flags after it win"
-    codes = (
-        "Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 5 a worker was lost, 130 and 143 interrupted, 1 a bug or no "
-    )
-    codes += "room to save."
-    return "\n\n".join([description, *body, files, codes])
+    codes = "Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 5 a worker was lost, 130 and 143 interrupted, 1 "
+    return "\n\n".join([description, *body, files, f"{codes}{config_class.exit_code_1}."])
 
 
 def _flagged(config_class: type) -> list[dataclasses.Field]:

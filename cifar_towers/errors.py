@@ -46,5 +46,6 @@ class Interrupted(BaseException):
 
 
 def one_line(error: RunError | Interrupted) -> str:
-    """What is shown of it, as `usage: ...`."""
-    return f"{type(error).__name__.removesuffix('Error').lower()}: {error}"
+    """What is shown of it, as `usage: ...`; names in it can be anything, and reach the terminal printable."""
+    told = f"{type(error).__name__.removesuffix('Error').lower()}: {error}"
+    return told if told.isprintable() else ascii(told)[1:-1]

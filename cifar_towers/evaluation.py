@@ -136,16 +136,16 @@ def score(labels: np.ndarray, logits: np.ndarray) -> Score:
     """Counts labels [n] against logits [n, C]."""
     predicted, classes = logits.argmax(1), logits.shape[1]
     confusion = np.bincount(labels * classes + predicted, minlength=classes**2)
-    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True)
-    total = np.exp(shifted).sum(1)
-    losses = np.log(total) - shifted[np.arange(len(labels)), labels]
+    probabilities = softmax(logits)
+    sure = probabilities.max(1)
+    behind = logits.max(1).astype(np.float64) - logits[np.arange(len(labels)), labels]
+    losses = behind - np.log(sure)  # finite also where the probability of the label is 0 in float64
     right = int((predicted == labels).sum())
     wrong = np.flatnonzero(predicted != labels)
-    surest = wrong[np.argsort(total[wrong], kind="stable")][:MOST_MISTAKES]
-    mistakes = Mistakes(surest, predicted[surest], 1 / total[surest])
-    probabilities = softmax(logits).astype(np.float32)
+    surest = wrong[np.argsort(-sure[wrong], kind="stable")][:MOST_MISTAKES]
+    mistakes = Mistakes(surest, predicted[surest], sure[surest])
     confusion = confusion.reshape(classes, classes)
-    return Score(len(labels), right, float(losses.mean()), confusion, mistakes, probabilities)
+    return Score(len(labels), right, float(losses.mean()), confusion, mistakes, probabilities.astype(np.float32))
 
 
 def _even_batches(images: np.ndarray, towers: int):

@@ -5,6 +5,7 @@ is done to a picture before the net sees it is inside, as operations that every 
 """
 
 import importlib
+import itertools
 import shutil
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.evaluation import make_classifier, softmax
 from cifar_towers.models.plain import plain
+from cifar_towers.towers import Tower
 from cifar_towers.training import setup
 
 AGREE = 1e-4  # largest difference of a probability that rounding explains
@@ -66,46 +68,67 @@ class Deployed(tf.Module):
 
 def export(config: ExportConfig) -> bool:
     """Writes the net, runs what was written, and says where it is and how far it is from the checkpoint; whether it
-    agrees. What was there before is replaced when the new one stands.
+    agrees. If so it replaces what was there before; if not, both are kept.
 
     Raises:
       UsageError: there is no such run, or a package is missing. DataError: there is no data to check on.
     """
     kind = FORMATS[config.format]
     _require(config.format, kind.needs)
-    run = trained.open_run(Path(config.train_dir))
+    run = trained.open_run(Path(config.train_dir), config.model)
     place = Path(config.out) if config.out else run.directory / "export" / kind.name
     _refuse_to_replace(place, kind)
-    source = sources.find(run.facts["dataset"], config.data_dir) if config.check else None
+    source = sources.find(config.dataset or run.facts["dataset"], config.data_dir) if config.check else None
     towers = setup.open_towers(config)
     weights = run.choose_weights(config.weights)
     net = run.load(weights, "float32")
+    some = _test_images(source, run, config.check) if source else None
+    own = _probabilities(net, towers, run, some) if some else None
     deployed = Deployed(plain(net), run.augmentation, run.traits.side, run.traits.class_names)
+    new = place.with_name(f".new-{place.name}")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        _replace(place, lambda path: kind.write(deployed, path))
+        _remove(new)
+        kind.write(deployed, new)
+        with keras.saving.custom_object_scope(_own_layers(net)):
+            wrong = _check(kind, new, own, some) if some else ""
+        stands = _keep_aside(new, place) if wrong else _put(new, place)
     except Exception as error:  # converters have errors of all kinds
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
-        raise RunError(f"{place} cannot be written ({type(error).__name__}: {reason})") from error
-    told = f"{place}: {run.directory} at step {run.facts['step']}, {weights} weights"
-    print(f"{told}, {_size(place) / 1e6:.1f} MB")
-    if not source:
-        print("not checked")
-        return True
+        raise RunError(f"{place} cannot be written ({_told(error)})") from error
+    finally:
+        _remove(new)
+    told = f"{stands}: {run.directory} at step {run.facts['step']}, {weights} weights, {_size(stands) / 1e6:.1f} MB"
+    print(told if some else f"{told}, not checked")
+    if wrong:
+        earlier = f"; {place} is the earlier one" if place.exists() else ""
+        print(f"{stands} {wrong}: do not use it{earlier}", file=sys.stderr)
+    return not wrong
+
+
+def _test_images(source: sources.Source, run: trained.Run, count: int) -> Split:
     _, dataset = sources.load(source, run.config.validation_examples, run.traits.side)
-    some = dataset.test.take(slice(config.check))
+    return dataset.test.take(slice(count))
+
+
+def _probabilities(net: keras.Model, towers: list[Tower], run: trained.Run, split: Split) -> np.ndarray:
     classify = make_classifier(net, towers, run.augmentation)
-    own = softmax(classify(some.images, *trained.variables_of(net))[0])
+    return softmax(classify(split.images, *trained.variables_of(net))[0])
+
+
+def _own_layers(net: keras.Model) -> dict[str, type]:
+    """The classes of layers that are not Keras's, by their names: the `keras` format is read with them."""
+    classes = {type(layer) for layer in net._flatten_layers(include_self=False)}
+    return {kind.__name__: kind for kind in classes if not kind.__module__.startswith("keras.")}
+
+
+def _check(kind: Format, path: Path, own: np.ndarray, split: Split) -> str:
+    """What is wrong with an export, if anything; says how far it is from the net's `own` probabilities [n, C]."""
     try:
-        theirs = _run(kind.open(place), some.images)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise RunError(f"{place} is written, and cannot be run here ({type(error).__name__}: {reason})") from error
-    return _agree(own, theirs, some)
-
-
-def _agree(own: np.ndarray, theirs: np.ndarray, split: Split) -> bool:
-    """Says how far two tables of probabilities [n, C] are from each other; whether that is rounding."""
+        call = kind.open(path)
+        parts = [call(split.images[start : start + AT_ONCE]) for start in range(0, len(split.images), AT_ONCE)]
+        theirs = np.concatenate(parts)
+    except Exception as error:  # and so have interpreters
+        return f"cannot be run here ({_told(error)})"
     furthest = float(np.abs(own - theirs).max()) if np.isfinite(theirs).all() else np.inf
     right = [int((table.argmax(1) == split.labels).sum()) for table in (own, theirs)]
     count = len(split.labels)
@@ -113,9 +136,12 @@ def _agree(own: np.ndarray, theirs: np.ndarray, split: Split) -> bool:
         f"checked on {count:,} test images: accuracy {100 * right[1] / count:.2f} %, the checkpoint's "
         f"{100 * right[0] / count:.2f} %; largest difference of a probability {furthest:.1e}"
     )
-    if furthest > AGREE:
-        print(f"that is more than the {AGREE:.0e} that rounding explains: do not use it", file=sys.stderr)
-    return furthest <= AGREE
+    return "" if furthest <= AGREE else f"differs by more than the {AGREE:.0e} that rounding explains"
+
+
+def _told(error: Exception) -> str:
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {reason}"
 
 
 def fit(images: tf.Tensor, side: int) -> tf.Tensor:
@@ -139,10 +165,6 @@ def _window(length: tf.Tensor, square: tf.Tensor, side: int) -> tf.Tensor:
     inside = tf.cast((places >= 0) & (places < tf.cast(square, tf.float32)), tf.float32)
     weights *= inside
     return weights / tf.reduce_sum(weights, 1, keepdims=True)
-
-
-def _run(call: Callable[[np.ndarray], np.ndarray], images: np.ndarray) -> np.ndarray:
-    return np.concatenate([call(images[start : start + AT_ONCE]) for start in range(0, len(images), AT_ONCE)])
 
 
 # The formats ------------------------------------------------------------------------------------------------------
@@ -277,19 +299,25 @@ def _refuse_to_replace(place: Path, kind: Format) -> None:
         raise UsageError(f"{place} is there already and no {kind.name}; give another --out, or remove it")
 
 
-def _replace(place: Path, write: Callable[[Path], None]) -> None:
-    """Writes beside `place`, and puts what was written there only when it is whole."""
-    new, old = (place.with_name(f".{which}-{place.name}") for which in ("new", "old"))
-    _remove(new)
-    _remove(old)
+def _put(new: Path, place: Path) -> Path:
+    """Has what was written at `new` stand at `place`; returns `place`."""
+    old = place.with_name(f".old-{place.name}")
     try:
-        write(new)
         if place.is_dir():  # a file is replaced at once, a directory only when it is out of the way
+            _remove(old)
             place.replace(old)
         new.replace(place)
     finally:
-        _remove(new)
+        if old.exists() and not place.exists():  # broken off between the two
+            old.replace(place)
     _remove(old)
+    return place
+
+
+def _keep_aside(new: Path, place: Path) -> Path:
+    """Has what was written at `new` stand beside `place`, under a name that nothing has; returns its path."""
+    paths = (place.with_name(f"failed-{number}-{place.name}") for number in itertools.count(1))
+    return new.replace(next(path for path in paths if not path.exists()))
 
 
 def _remove(path: Path) -> None:

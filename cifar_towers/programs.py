@@ -1,6 +1,7 @@
 """The programs, as `scripts/` and the console commands call them: first all checks, then what is slow."""
 
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -17,63 +18,27 @@ from cifar_towers.signals import StopRequest
 log = logging.getLogger(__name__)
 
 
-def train() -> None:
+def _program(body: Callable[[StopRequest], int | None]) -> Callable[[], None]:
+    """A program that does what `body` says, and ends with its exit code or with that of what it raises."""
+
+    @functools.wraps(body)
+    def program() -> None:
+        sys.exit(_run(body))
+
+    return program
+
+
+@_program
+def train(stop: StopRequest) -> None:
     """`train.py`: trains a recipe."""
-    sys.exit(_run(_train))
-
-
-def launch() -> None:
-    """`launch.py`: starts the workers of a cluster on this machine, and all again when one is lost."""
-    sys.exit(_run(_launch))
-
-
-def evaluate() -> None:
-    """`evaluate.py`: scores a checkpoint."""
-    sys.exit(_run(_evaluate))
-
-
-def predict() -> None:
-    """`predict.py`: says what pictures show."""
-    sys.exit(_run(_predict))
-
-
-def export() -> None:
-    """`export.py`: writes a trained net for use elsewhere."""
-    sys.exit(_run(_export))
-
-
-def benchmark() -> None:
-    """`benchmark.py`: measures placements, strategies and numbers of towers for a recipe's step."""
-    sys.exit(_run(_benchmark))
-
-
-def speedrun() -> None:
-    """`speedrun.py`: times a recipe to its target over seeds, and its step beside others'."""
-    sys.exit(_run(_speedrun))
-
-
-def compare_runs() -> None:
-    """`compare_runs.py`: says whether two runs are the same. Exit code 0 if so, 1 if not, as `diff`."""
-    sys.exit(_run(_compare_runs))
-
-
-def report() -> None:
-    """`report.py`: writes one HTML page about some runs."""
-    sys.exit(_run(_report))
-
-
-def _train(stop: StopRequest) -> None:
     config = settings.parse_command_line(
         settings.TrainConfig,
         sys.argv,
         "Trains a net for CIFAR-10 on towers.\n\n  train.py --flagfile=configs/speed94.cfg --num_gpus=2",
     )
     seeds = settings.parse_seeds(config.seeds)
-    from cifar_towers.data import sources
-
     with _cluster(config) as team:
-        source = sources.find(config.dataset, config.data_dir)
-        import_tensorflow()
+        source = _find_data(config)
         from cifar_towers.training import trainer
 
         if seeds:
@@ -105,7 +70,9 @@ def _cluster(config: settings.TrainConfig):
         yield joined
 
 
-def _launch(stop: StopRequest) -> int:
+@_program
+def launch(stop: StopRequest) -> int:
+    """`launch.py`: starts the workers of a cluster on this machine, and all again when one is lost."""
     config = settings.parse_command_line(
         settings.LaunchConfig,
         sys.argv,
@@ -127,57 +94,62 @@ def _launch(stop: StopRequest) -> int:
     )
 
 
-def _evaluate(stop: StopRequest) -> None:
-    config = settings.parse_command_line(
+@_program
+def evaluate(stop: StopRequest) -> None:
+    """`evaluate.py`: scores a checkpoint."""
+    config = _begin(
         settings.EvaluateConfig,
-        sys.argv,
+        stop,
+        "nothing was changed",
         "Scores the newest checkpoint of a run.\n\n  evaluate.py --train_dir=runs/speed94-seed0 --tta=2",
     )
-    import_tensorflow()
     from cifar_towers import scoring
 
     print(scoring.evaluate_checkpoint(config))
 
 
-def _predict(stop: StopRequest) -> None:
-    config = settings.parse_command_line(
+@_program
+def predict(stop: StopRequest) -> None:
+    """`predict.py`: says what pictures show."""
+    config = _begin(
         settings.PredictConfig,
-        sys.argv,
+        stop,
+        "nothing was changed",
         "Says what pictures show, by the newest checkpoint of a run: the three likeliest classes of each.\n\n"
         "  predict.py --train_dir=runs/speed94-seed0 picture.jpg folder/ *.png\n\n"
         "JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels and 20 MB (WebP: 16 megapixels). The net sees the central\n"
         "square, upright, over white where it is transparent, resized to what it was trained on.",
     )
-    stop.leave_at_once("nothing was changed")
-    import_tensorflow()
     from cifar_towers import predicting
 
     predicting.predict(config)
 
 
-def _export(stop: StopRequest) -> int:
-    config = settings.parse_command_line(
+@_program
+def export(stop: StopRequest) -> int:
+    """`export.py`: writes a trained net for use elsewhere."""
+    config = _begin(
         settings.ExportConfig,
-        sys.argv,
+        stop,
+        "what was there before is there still",
         "Writes the net of a run's newest checkpoint for use elsewhere, with all that is done to a picture before and\n"
         "after it: uint8 pictures of any size in, probabilities and names of classes out.\n\n"
         "  export.py --train_dir=runs/speed94-seed0 --format=saved_model",
     )
-    stop.leave_at_once("what was there before is there still")
-    import_tensorflow()
     from cifar_towers import exporting
 
     return 0 if exporting.export(config) else 1
 
 
-def _compare_runs(stop: StopRequest) -> int:
+@_program
+def compare_runs(stop: StopRequest) -> int:
+    """`compare_runs.py`: says whether two runs are the same. Exit code 0 if so, 1 if not, as `diff`."""
+    settings.leave_if_help_is_asked(
+        sys.argv,
+        "Says whether two runs are the same to the bit, and where and why they part.\n\n"
+        "  compare_runs.py runs/one runs/other\n\nExit codes: 0 the same, 1 not, 2 usage, 3 data.",
+    )
     directories = sys.argv[1:]
-    if any(argument in ("--help", "-h") for argument in directories):
-        print(
-            "Says whether two runs are the same to the bit, and where and why they part.\n\n"
-            "  compare_runs.py runs/one runs/other\n\nExit codes: 0 the same, 1 not, 2 usage, 3 data."
-        )
-        return 0
     if len(directories) != 2 or any(argument.startswith("-") for argument in directories):
         raise UsageError("which two runs? write: compare_runs.py runs/one runs/other")
     stop.leave_at_once("nothing was changed")
@@ -189,17 +161,18 @@ def _compare_runs(stop: StopRequest) -> int:
     return 0 if same else 1
 
 
-def _report(stop: StopRequest) -> None:
+@_program
+def report(stop: StopRequest) -> None:
+    """`report.py`: writes one HTML page about some runs."""
+    settings.leave_if_help_is_asked(
+        sys.argv,
+        "Writes one HTML page about some runs, for somebody without TensorBoard: all it shows is in it.\n\n"
+        "  report.py runs/one [runs/other ...] [--out=FILE]\n\n"
+        "Runs that differ in nothing but the seed are shown as their mean, with a band from the lowest to the\n"
+        "highest. By default the page of one run is report.html in its directory, of several report.html here.\n\n"
+        "Exit codes: 0 done, 2 usage, 130 and 143 interrupted, 1 a bug or no room to write the page.",
+    )
     given, runs = sys.argv[1:], [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-    if any(argument in ("--help", "-h") for argument in given):
-        print(
-            "Writes one HTML page about some runs, for somebody without TensorBoard: all it shows is in it.\n\n"
-            "  report.py runs/one [runs/other ...] [--out=FILE]\n\n"
-            "Runs that differ in nothing but the seed are shown as their mean, with a band from the lowest to the\n"
-            "highest. By default the page of one run is report.html in its directory, of several report.html here.\n\n"
-            "Exit codes: 0 done, 2 usage, 130 and 143 interrupted, 1 a bug or no room to write the page."
-        )
-        return
     unknown = [argument for argument in given if argument.startswith("-") and not argument.startswith("--out=")]
     if unknown or not runs:
         told = f"{unknown[0]!r} is no flag of it;" if unknown else "which runs?"
@@ -212,7 +185,9 @@ def _report(stop: StopRequest) -> None:
     print(report.write([Path(run) for run in runs], Path(outs[-1]) if outs else default))
 
 
-def _benchmark(stop: StopRequest) -> None:
+@_program
+def benchmark(stop: StopRequest) -> None:
+    """`benchmark.py`: measures placements, strategies and numbers of towers for a recipe's step."""
     config = settings.parse_command_line(
         settings.BenchmarkConfig,
         sys.argv,
@@ -220,16 +195,15 @@ def _benchmark(stop: StopRequest) -> None:
         "  benchmark.py --flagfile=configs/speed94.cfg --towers=1,2,4",
     )
     stop.leave_at_once("the benchmark ends unfinished; the same command starts it again")
-    from cifar_towers.data import sources
-
-    sources.find(config.dataset, config.data_dir)  # what cannot be had is said before anything slow
-    import_tensorflow()
+    _find_data(config)
     from cifar_towers.benchmark import growth, runner
 
     (growth if config.growth else runner).run(config)
 
 
-def _speedrun(stop: StopRequest) -> None:
+@_program
+def speedrun(stop: StopRequest) -> None:
+    """`speedrun.py`: times a recipe to its target over seeds, and its step beside others'."""
     config = settings.parse_command_line(
         settings.SpeedrunConfig,
         sys.argv,
@@ -238,10 +212,7 @@ def _speedrun(stop: StopRequest) -> None:
         "  speedrun.py --flagfile=configs/speed94.cfg --seeds=0,1,2",
     )
     stop.leave_at_once("the seeds that are done are kept; the same command goes on")
-    from cifar_towers.data import sources
-
-    source = sources.find(config.dataset, config.data_dir)
-    import_tensorflow()
+    source = _find_data(config)
     from cifar_towers.benchmark import speedrun
 
     speedrun.run(config, source)
@@ -254,6 +225,23 @@ def serve_benchmark(config: settings.BenchmarkConfig, towers: int, connection) -
     from cifar_towers.benchmark import worker
 
     worker.serve(config, towers, connection)
+
+
+def _begin(config_class: type[settings.Config], stop: StopRequest, left: str, description: str) -> settings.Config:
+    """The settings of a program that can be left at any time, with the message `left`; TensorFlow is imported."""
+    config = settings.parse_command_line(config_class, sys.argv, description)
+    stop.leave_at_once(left)
+    import_tensorflow()
+    return config
+
+
+def _find_data(config: settings.TrainConfig):
+    """Where the data will come from; TensorFlow, which is slow, is imported when that is known."""
+    from cifar_towers.data import sources
+
+    source = sources.find(config.dataset, config.data_dir)
+    import_tensorflow()
+    return source
 
 
 def _run(program: Callable[[StopRequest], int | None]) -> int:

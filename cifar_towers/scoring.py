@@ -18,8 +18,8 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
       UsageError: there is no such run, split or set of weights. DataError: the run's data cannot be had, or has other
         classes by now.
     """
-    run = trained.open_run(Path(config.train_dir))
-    source = sources.find(run.facts["dataset"], config.data_dir)
+    run = trained.open_run(Path(config.train_dir), config.model)
+    source = sources.find(config.dataset or run.facts["dataset"], config.data_dir)
     towers = setup.open_towers(config)  # before anything else that uses TensorFlow
     _, dataset = sources.load(source, run.config.validation_examples, run.traits.side)
     if "traits" in run.facts and dataset.traits.class_names != run.traits.class_names:

@@ -1,15 +1,17 @@
 """What a run has trained, on any machine: its net rebuilt from its settings, with the weights of its newest checkpoint.
 
-Nothing in a checkpoint is executed; a net of the user's own is made by the function that its settings name.
+Nothing in a run's directory is executed, nor what a file in it names; a net of the user's own is made by the function
+that the user names.
 """
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
 import keras
 
-from cifar_towers.config import TrainConfig
+from cifar_towers.config import TrainConfig, check_dataset, split_own_model
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Traits
 from cifar_towers.errors import UsageError
@@ -50,8 +52,7 @@ class Run(NamedTuple):
           UsageError: the function that made the net is not there any more, or makes another one.
           DataError: the checkpoint is damaged.
         """
-        config = dataclasses.replace(self.config, batch_statistics="mean")  # Keras's own norms stay what they are
-        model = setup.make_model(config, computed_in, self.traits)
+        model = setup.make_model(self.config, computed_in, self.traits)
         variables = [*model.trainable_variables, *model.non_trainable_variables]
         prefix = "ema" if weights == "ema" else "model"
         names = [f"{prefix}.{variable.path.replace('/', '.')}" for variable in variables]
@@ -71,16 +72,20 @@ def variables_of(model: keras.Model) -> tuple[list, list]:
     return [variable.value for variable in weights], [variable.value for variable in statistics]
 
 
-def open_run(train_dir: Path) -> Run:
+def open_run(train_dir: Path, model: str = "") -> Run:
     """The newest undamaged checkpoint of a run.
 
+    Args:
+      model: where the function stands that makes the run's net, if it is the user's own.
+
     Raises:
-      UsageError: there is no such run. DataError: all its checkpoints are damaged.
+      UsageError: there is no such run, or it has another net. DataError: all its checkpoints are damaged.
     """
     checkpoint = checkpoints.newest(train_dir)
     if not checkpoint:
         raise UsageError(f"no checkpoint in {train_dir}; runs that have some stand in runs/ as a rule")
-    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    of_devices = ("Towers", "Cluster")  # how it was trained, which is nothing to how it is used
+    known = {field.name for field in dataclasses.fields(TrainConfig) if field.metadata["group"] not in of_devices}
     try:
         settings = records.read_json(train_dir / directory.CONFIG)
         config = TrainConfig(**{name: value for name, value in settings.items() if name in known})
@@ -89,4 +94,18 @@ def open_run(train_dir: Path) -> Run:
             f"{train_dir / directory.CONFIG}, which says what was trained, cannot be read: {error}"
         ) from None
     facts = checkpoints.read_facts(checkpoint)
-    return Run(train_dir, checkpoint, config, facts, Traits.of(facts.get("traits", {})))
+    check_dataset(facts["dataset"])  # as strictly as one on the command line
+    return Run(train_dir, checkpoint, _agreed(config, model, train_dir), facts, Traits.of(facts.get("traits", {})))
+
+
+def _agreed(config: TrainConfig, model: str, train_dir: Path) -> TrainConfig:
+    """The settings with the `model` that the user gave, who agrees to running it, in place of the one in the file."""
+    theirs = shlex.quote(config.model)
+    if config.own_model and not split_own_model(model):
+        raise UsageError(
+            f"{train_dir} was trained with --model={theirs}, code that is run to make the net again; if you trust it, "
+            f"give --model={theirs}, or the place where it is now"
+        )
+    if not config.own_model and model not in ("", config.model):
+        raise UsageError(f"{train_dir} was trained with --model={theirs}, not {model}; leave --model")
+    return dataclasses.replace(config, model=model or config.model)

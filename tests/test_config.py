@@ -7,6 +7,7 @@ import pytest
 from cifar_towers.config import (
     BenchmarkConfig,
     EvaluateConfig,
+    ExportConfig,
     SpeedrunConfig,
     TrainConfig,
     help_text,
@@ -162,13 +163,26 @@ def test_help_has_every_flag_under_a_group():
         for field in dataclasses.fields(config_class):
             assert re.search(rf"^  --(\[no\])?{field.name}\b", text, re.M), field.name
             assert f"{field.metadata['group']}:" in text
-    assert "Exit codes: 0 done, 2 usage" in text
+    assert "Exit codes: 0 done, 2 usage" in text and text.endswith("1 a bug or no room to save.")
+    assert "1 the check failed" in help_text(ExportConfig, "What it does.")
 
 
 def test_help_exits_with_0(capsys):
     with pytest.raises(SystemExit) as left:
         parse("--help")
     assert left.value.code == 0 and "--batch_size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("--model=mynets.py", "model=mynets.py is not one of cifarnet, .* path/to/file.py:function"),
+        ("--dataset=../photos", "dataset=../photos is not cifar10"),
+    ],
+)
+def test_usage_errors_of_an_evaluation(argument, told):
+    with pytest.raises(UsageError, match=told):
+        parse_command_line(EvaluateConfig, ["evaluate.py", "--train_dir=runs/one", argument], "")
 
 
 def test_evaluation_needs_a_run():

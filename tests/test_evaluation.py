@@ -33,6 +33,11 @@ def test_score_by_hand():
     assert np.isnan(found.per_class()[5])
 
 
+def test_a_label_without_any_probability_has_a_finite_loss():
+    found = score(np.array([1, 0]), np.array([[2000, 0], [3000, 0]], "f4"))
+    assert found.loss == 1000 and found.probabilities.tolist() == [[1, 0], [1, 0]]
+
+
 def test_wilsons_interval():
     low, high = Score(100, 90, 0.0, np.zeros((10, 10)), None, None).interval()
     assert (low, high) == pytest.approx((0.8256, 0.9448), abs=1e-4)

@@ -62,7 +62,7 @@ def test_help_answers_without_what_is_slow_to_import(program):
         pytest.param("train.py", ["--batch_size=20000", "--dataset=synthetic"], 2, "more than the 10000", marks=SLOW),
         pytest.param("train.py", ["--batch_size=1001", "--dataset=synthetic"], 2, "1000 and 1002 can", marks=SLOW),
         ("evaluate.py", ["--train_dir=nowhere"], 2, "no checkpoint in nowhere"),
-        ("predict.py", ["--train_dir=nowhere", "picture.png"], 2, "no checkpoint in nowhere"),
+        ("predict.py", ["--train_dir=no\x1bwhere", "picture.png"], 2, "no checkpoint in no\\x1bwhere"),
         ("predict.py", ["picture.png"], 2, "which run? give --train_dir"),
         (
             "export.py",

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import shutil
 import subprocess
 import sys
 
@@ -190,12 +192,51 @@ def test_what_is_there_is_replaced_only_by_its_like(run, tmp_path):
         exporting.export(ExportConfig(train_dir=str(run), format="keras", out=str(tmp_path / "net")))
 
 
-def test_what_does_not_agree_is_said_and_kept(run, tmp_path, capsys, monkeypatch):
-    wrong = exporting.FORMATS["saved_model"]._replace(open=lambda path: lambda images: np.full((len(images), 10), 0.1))
-    monkeypatch.setitem(exporting.FORMATS, "saved_model", wrong)
-    place = tmp_path / "net"
-    assert not exporting.export(ExportConfig(train_dir=str(run), out=str(place), check=50))
-    assert "do not use it" in capsys.readouterr().err and place.is_dir()
+def unopened(path):
+    raise ValueError("no such operation")
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """What an earlier export has left, as far as the next one looks."""
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "saved_model.pb").write_text("earlier")
+    return tmp_path / "net"
+
+
+def test_a_failed_check_keeps_the_earlier_export_and_the_failed_one(run, earlier, capsys, monkeypatch):
+    def write(deployed, path):
+        path.mkdir()
+        (path / "saved_model.pb").write_text("new")
+
+    def export_opened_by(function):
+        monkeypatch.setitem(
+            exporting.FORMATS, "saved_model", exporting.Format("saved_model", (), write, function, True)
+        )
+        return exporting.export(ExportConfig(train_dir=str(run), out=str(earlier), check=50))
+
+    def even(path):
+        return lambda images: np.full((len(images), 10), 0.1)
+
+    for number, (function, told) in enumerate(
+        ((even, "differs by more than the 1e-04"), (unopened, "cannot be run")), 1
+    ):
+        assert not export_opened_by(function)
+        failed = earlier.with_name(f"failed-{number}-net")
+        told = f"{failed} {told}.*: do not use it; {earlier} is the earlier one"
+        assert re.search(told, capsys.readouterr().err)
+        assert (failed / "saved_model.pb").read_text() == "new" and (
+            earlier / "saved_model.pb"
+        ).read_text() == "earlier"
+    monkeypatch.setattr(exporting, "AGREE", 1.0)
+    assert export_opened_by(even) and (earlier / "saved_model.pb").read_text() == "new"
+    assert {path.name for path in earlier.parent.iterdir()} == {"net", "failed-1-net", "failed-2-net"}
+
+
+def test_an_export_whose_replacement_is_broken_off_stays(earlier):
+    with pytest.raises(FileNotFoundError):
+        exporting._put(earlier.with_name("nowhere"), earlier)
+    assert (earlier / "saved_model.pb").read_text() == "earlier"
 
 
 def test_a_package_that_is_missing_is_named(run, monkeypatch):
@@ -244,10 +285,51 @@ def test_a_net_of_ones_own_is_trained_stopped_continued_and_used(own_net, tmp_pa
     assert train(parted)["weights_sha256"] == whole["weights_sha256"]  # dropout's numbers follow from the step
     records = [json.loads(line) for line in (tmp_path / "own" / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["accuracy"] == whole["evaluations"][-1]["accuracy"]
-    told = scoring.evaluate_checkpoint(EvaluateConfig(train_dir=own_net.train_dir, precision="float32", json=True))
+    (tmp_path / "elsewhere").mkdir()
+    moved = (tmp_path / "nets.py").rename(tmp_path / "elsewhere" / "nets.py")
+    use = {"train_dir": own_net.train_dir, "model": f"{moved}:net"}
+    told = scoring.evaluate_checkpoint(EvaluateConfig(**use, precision="float32", json=True))
     assert json.loads(told)["accuracy"] == whole["evaluations"][-1]["accuracy"]
-    predicting.predict(PredictConfig(train_dir=own_net.train_dir, pictures=(str(folder / "0.png"),)))
-    assert exporting.export(ExportConfig(train_dir=own_net.train_dir, out=str(tmp_path / "net"), check=100))
+    predicting.predict(PredictConfig(**use, pictures=(str(folder / "0.png"),)))
+    assert exporting.export(ExportConfig(**use, format="keras", out=str(tmp_path / "net.keras"), check=100))
+
+
+def test_a_net_of_ones_own_is_run_only_if_the_user_names_it(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "sent")
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    config, evil = copy / "config.json", f"{tmp_path / 'evil.py'}:net"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model": evil}))
+    uses = {
+        scoring.evaluate_checkpoint: lambda **model: EvaluateConfig(train_dir=str(copy), **model),
+        predicting.predict: lambda **model: PredictConfig(train_dir=str(copy), pictures=("a.png",), **model),
+        exporting.export: lambda **model: ExportConfig(train_dir=str(copy), **model),
+    }
+    for use, settings in uses.items():
+        for model in ({}, {"model": "cifarnet"}):
+            with pytest.raises(
+                UsageError, match=f"trained with --model={evil}, code that is run .* give --model={evil}"
+            ):
+                use(settings(**model))
+    assert not (tmp_path / "executed").exists()
+    with pytest.raises(UsageError, match="has no function net"):
+        predicting.predict(uses[predicting.predict](model=evil))
+    assert (tmp_path / "executed").exists()
+
+
+def test_the_projects_own_net_needs_no_name_and_takes_no_other(run):
+    assert trained.open_run(run).config == trained.open_run(run, "cifarnet").config
+    for other in ("resnet20", "nets.py:net"):
+        with pytest.raises(UsageError, match=f"trained with --model=cifarnet, not {other}; leave --model"):
+            trained.open_run(run, other)
+
+
+def test_another_net_than_was_trained_is_refused(run, tmp_path):
+    (tmp_path / "nets.py").write_text(SEQUENTIAL)
+    copy = shutil.copytree(run, tmp_path / "sent")
+    config = copy / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model": "old/nets.py:net", "crop": 0}))
+    with pytest.raises(UsageError, match="has no variable .*; it is of another model"):
+        trained.open_run(copy, f"{tmp_path / 'nets.py'}:net").load("raw", "float32")
 
 
 @pytest.mark.parametrize("strategy", ["towers", "mirrored"])
@@ -306,6 +388,12 @@ def test_a_folder_of_ones_own_is_trained_on_scored_and_predicted(tmp_path, folde
     assert json.loads(told)["accuracy"] == result["evaluations"][-1]["accuracy"]
     predicting.predict(PredictConfig(train_dir=config.train_dir, pictures=(str(folder / "0.png"),)))
     assert "_" in capsys.readouterr().out.splitlines()[-1]
+    (tmp_path / "set").rename(tmp_path / "moved")
+    moved = EvaluateConfig(
+        train_dir=config.train_dir, dataset=f"folder:{tmp_path / 'moved'}", precision="float32", json=True
+    )
+    assert json.loads(scoring.evaluate_checkpoint(moved))["accuracy"] == result["evaluations"][-1]["accuracy"]
+    (tmp_path / "moved").rename(tmp_path / "set")
     next((tmp_path / "set" / "train").glob("*/*.png")).unlink()
     with pytest.raises(UsageError, match="made with other training images than"):
         train(config)

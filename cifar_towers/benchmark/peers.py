@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
-from cifar_towers.models import layers
+from cifar_towers.models.layers import LocalResponseNorm, PadChannels
+from cifar_towers.models.plain import MADE, Made, as_it_is, rebuild
 from cifar_towers.towers import Tower
 
 FED = 3  # different batches, fed again and again
@@ -61,25 +62,15 @@ def fit_arrays(
 
 
 def stock(model: keras.Model) -> keras.Model:
-    """A model of the same layers as Keras ships them, with first weights of its own."""
-    return keras.models.clone_model(model, clone_function=_stock_layer)
+    """A copy of `model` to train, of the layers as Keras ships them; what it has none for is as most would write it."""
+    return rebuild(model, MADE | {LocalResponseNorm: _local_response_norm, PadChannels: as_it_is})
 
 
-def _stock_layer(layer: keras.layers.Layer) -> keras.layers.Layer:
-    common = {"name": layer.name, "dtype": layer.dtype_policy}
-    if isinstance(layer, layers.Activation):
-        return keras.layers.Activation(layer.function, **common)
-    if isinstance(layer, layers.BatchNorm):
-        return keras.layers.BatchNormalization(momentum=layer.kept, epsilon=layer.epsilon, scale=layer.scale, **common)
-    if isinstance(layer, layers.LocalResponseNorm):
+def _local_response_norm(layer: LocalResponseNorm) -> Made:
+    def norm(x):  # TensorFlow's operation knows float32 alone
+        wide = tf.nn.local_response_normalization(
+            tf.cast(x, tf.float32), layer.radius, layer.bias, layer.alpha, layer.beta
+        )
+        return tf.cast(wide, x.dtype)
 
-        def norm(x):  # TensorFlow's operation knows float32 alone
-            wide = tf.nn.local_response_normalization(
-                tf.cast(x, tf.float32), layer.radius, layer.bias, layer.alpha, layer.beta
-            )
-            return tf.cast(wide, x.dtype)
-
-        return keras.layers.Lambda(norm, **common)
-    if isinstance(layer, keras.layers.Conv2D):
-        return keras.layers.Conv2D.from_config(layer.get_config() | {"kernel_initializer": "glorot_uniform"})
-    return layer.__class__.from_config(layer.get_config())
+    return keras.layers.Lambda(norm, name=layer.name, dtype=layer.dtype_policy), []

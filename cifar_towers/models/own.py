@@ -12,7 +12,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import keras
@@ -23,6 +23,8 @@ from tensorflow.python.framework import op_def_registry
 from cifar_towers.towers import mean_over_towers
 
 SEED = "seed_generator_state"  # what Keras calls the variable of a `keras.random.SeedGenerator`
+SEEDED = "for random numbers give it a keras.random.SeedGenerator"
+CALLS = ("call_0", "call_1")  # the name scopes that a net is traced in
 PASSED_ON = ("Identity", "Cast", "Reshape", "Squeeze")  # operations that leave probabilities what they are
 
 
@@ -105,8 +107,8 @@ def check(model: keras.Model, side: int, num_classes: int) -> None:
 
     Raises:
       ModelError: naming the layer where there is one: other input or output shapes, probabilities instead of logits,
-        random numbers without a seed, variables that are changed behind Keras's back, no weights to train, or variables
-        of one name.
+        random numbers without a seed or drawn when the net is traced, variables that are changed behind Keras's back,
+        no weights to train, or variables of one name.
     """
     if not model.trainable_variables:
         raise ModelError("it has no weights to train")
@@ -115,25 +117,38 @@ def check(model: keras.Model, side: int, num_classes: int) -> None:
     if twice:
         raise ModelError(f"two of its variables are called {twice}; give the layers names of their own")
     graph, output = _trace(model, side)
+    _check_calls(graph, model)
+    _check_output(output, model, num_classes)
+
+
+def _check_calls(graph, model: keras.Model) -> None:
     for scope, kind, captures in _operations(graph):
-        layer = _layer_of(scope, model)
         if kind.startswith("Assign"):
             raise ModelError(
-                f"{layer} changes a variable of its own when it is called, which K towers would do K times; "
-                "keep it with add_weight(trainable=False) and assign it in call"
+                f"{_layer_of(scope, model)} changes a variable of its own when it is called, which K towers would do K "
+                "times; keep it with add_weight(trainable=False) and assign it in call"
             )
         if captures or _is_random(kind):
             raise ModelError(
-                f"{layer} keeps something beside its weights, or draws random numbers without a seed of its own; "
-                "for these give it a keras.random.SeedGenerator"
+                f"{_layer_of(scope, model)} keeps something beside its weights, or draws random numbers without a seed "
+                f"of its own; {SEEDED}"
             )
+    first, second = (_constants(graph, call) for call in CALLS)
+    for scope, value in first.items():
+        if second.get(scope, value) != value:
+            raise ModelError(
+                f"{_layer_of(scope, model)} has other constants in another call: what NumPy or Python draw there is "
+                f"the same at every step; {SEEDED}"
+            )
+
+
+def _check_output(output: tf.Tensor, model: keras.Model, num_classes: int) -> None:
     if output.shape.rank != 2 or output.shape[1] != num_classes:
+        layer = _layer_of(_made_by(output, ("Identity",)).name, model)
         raise ModelError(
-            f"its output has shape {tuple(output.shape)[1:]} an image; {num_classes} classes want {num_classes} logits"
+            f"{layer} gives an output of shape {output.shape[1:]} an image; {num_classes} classes want ({num_classes},)"
         )
-    last = output.op
-    while last.type in PASSED_ON:
-        last = last.inputs[0].op
+    last = _made_by(output, PASSED_ON)
     if last.type in ("Softmax", "Sigmoid"):
         raise ModelError(
             f"{_layer_of(last.name, model)} ends in {last.type.lower()}, and the loss takes logits; give it "
@@ -179,7 +194,10 @@ def _trace(model: keras.Model, side: int):
 
     @tf.function(autograph=False)
     def calls(weights, statistics, images):
-        outputs = [model.stateless_call(weights, statistics, images, training=True)[0] for _ in range(2)]
+        outputs = []
+        for call in CALLS:
+            with tf.name_scope(call):
+                outputs.append(model.stateless_call(weights, statistics, images, training=True)[0])
         return outputs
 
     specs = [
@@ -208,6 +226,20 @@ def _operations(graph) -> Iterator[tuple[str, str, bool]]:
             yield node.name, node.op, False
 
 
+def _constants(graph, call: str) -> dict[str, bytes]:
+    """Name within the call -> value of its constants."""
+    nodes = (node for node in graph.as_graph_def().node if node.op == "Const" and node.name.startswith(f"{call}/"))
+    return {node.name.removeprefix(call): node.attr["value"].SerializeToString() for node in nodes}
+
+
+def _made_by(tensor: tf.Tensor, passed_on: Sequence[str]) -> tf.Operation:
+    """The operation a tensor is from, before those of the types `passed_on`."""
+    last = tensor.op
+    while last.type in passed_on:
+        last = last.inputs[0].op
+    return last
+
+
 def _is_random(kind: str) -> bool:
     """Whether operations of this type draw random numbers from a state of TensorFlow's."""
     definition = op_def_registry.get(kind)
@@ -224,8 +256,8 @@ def _layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
 def _layer_of(scope: str, model: keras.Model) -> str:
     """The innermost layer that an operation's name tells of."""
     names = {layer.name for layer in _layers(model)}
-    parts = [re.sub(r"_\d+$", "", part) if part not in names else part for part in scope.split("/")]  # of a second call
-    found = [part for part in parts if part in names]
+    counted = (re.sub(r"_\d+$", "", part) for part in scope.split("/"))  # Keras opens a layer's scope twice a call
+    found = [part for part in counted if part in names]
     return f"layer {found[-1]}" if found else "the net"
 
 

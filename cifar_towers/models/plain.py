@@ -16,13 +16,17 @@ def plain(model: keras.Model) -> keras.Model:
 
     A functional model, or one of a user's own without the layers of this project, which comes back as it is.
     """
-    if not any(type(layer) in MADE for layer in model.layers):
-        return model
+    return rebuild(model, MADE) if any(type(layer) in MADE for layer in model.layers) else model
+
+
+def rebuild(model: keras.Model, made: dict[type, Callable[..., Made]]) -> keras.Model:
+    """A copy of `model`, with the same weights, of what `made` says of its kinds of layers, and of the same layer for
+    all others."""
     weights = {}
 
     def clone(layer: keras.layers.Layer) -> keras.layers.Layer:
-        made, weights[layer.name] = MADE.get(type(layer), _as_it_is)(layer)
-        return made
+        new, weights[layer.name] = made.get(type(layer), as_it_is)(layer)
+        return new
 
     copy = keras.models.clone_model(model, clone_function=clone)
     for layer in copy.layers:
@@ -30,7 +34,8 @@ def plain(model: keras.Model) -> keras.Model:
     return copy
 
 
-def _as_it_is(layer: keras.layers.Layer) -> Made:
+def as_it_is(layer: keras.layers.Layer) -> Made:
+    """The same layer again."""
     return type(layer).from_config(layer.get_config()), layer.get_weights()
 
 
@@ -42,7 +47,7 @@ def _convolution(layer: Conv2D | Whitening) -> Made:
 
 def _batch_norm(layer: BatchNorm) -> Made:
     made = keras.layers.BatchNormalization(
-        momentum=layer.kept, epsilon=layer.epsilon, scale=layer.scale, name=layer.name
+        momentum=layer.kept, epsilon=layer.epsilon, scale=layer.scale, **_common(layer)
     )
     weights = [layer.gamma] if layer.scale else []
     weights += [layer.beta, layer.moving_mean, layer.moving_variance]
@@ -50,7 +55,7 @@ def _batch_norm(layer: BatchNorm) -> Made:
 
 
 def _activation(layer: Activation) -> Made:
-    return keras.layers.Activation(layer.function, name=layer.name), []
+    return keras.layers.Activation(layer.function, **_common(layer)), []
 
 
 def _pad_channels(layer: PadChannels) -> Made:
@@ -58,7 +63,7 @@ def _pad_channels(layer: PadChannels) -> Made:
     channels = layer.input.shape[-1]
     missing = layer.channels - channels
     kernel = np.eye(channels, layer.channels, missing // 2, dtype="f4")
-    made = keras.layers.Conv2D(layer.channels, 1, layer.stride, use_bias=False, name=layer.name)
+    made = keras.layers.Conv2D(layer.channels, 1, layer.stride, use_bias=False, **_common(layer))
     return made, [kernel[None, None]]
 
 
@@ -71,6 +76,10 @@ def _local_response_norm(layer: LocalResponseNorm) -> Made:
     squares = keras.layers.Conv2D(shape[-1], 1, use_bias=False, name=f"{layer.name}_sum")(keras.ops.square(images))
     made = keras.Model(images, images * keras.ops.power(layer.bias + squares, -layer.beta), name=layer.name)
     return made, [near[None, None].astype("f4")]
+
+
+def _common(layer: keras.layers.Layer) -> dict:
+    return {"name": layer.name, "dtype": layer.dtype_policy}
 
 
 MADE: dict[type, Callable[..., Made]] = {

@@ -39,6 +39,11 @@ class Unseeded(L.Layer):
         return keras.random.dropout(x, 0.5)
 
 
+class DrawnOnce(L.Layer):
+    def call(self, x):
+        return x + np.random.normal(size=x.shape[1:]).astype("f4")
+
+
 class Counting(L.Layer):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -82,7 +87,9 @@ class Subclassed(keras.Model):
     "make",
     [
         lambda: net(L.Conv2D(4, 3), L.BatchNormalization(), L.ReLU(), L.Dropout(0.5), Scaled()),
-        lambda: net(L.GaussianNoise(0.1), L.RandomFlip(), L.Conv2D(4, 3, kernel_regularizer="l2")),
+        lambda: net(
+            L.GaussianNoise(0.1), L.RandomFlip(), L.RandomRotation(0.1), L.Conv2D(4, 3, kernel_regularizer="l2")
+        ),
         Subclassed,
     ],
 )
@@ -102,8 +109,14 @@ def test_nets_that_towers_can_train(make):
         (lambda: net(Counting(name="counter")), "layer counter changes a variable of its own"),
         (lambda: net(Remembering(name="memory")), "layer memory keeps something beside its weights"),
         (lambda: net(Once(name="once")), "two towers cannot call it on 24x24 images: .*I can be called once"),
-        (lambda: net(classes=7), r"its output has shape \(7,\) an image; 10 classes want 10 logits"),
-        (lambda: net(L.Conv2D(10, 3), head=False), r"its output has shape \(22, 22, 10\) an image"),
+        (lambda: net(Noisy(name="grain"), Scaled(name="grain_1")), "layer grain keeps something"),
+        (lambda: net(Scaled(), DrawnOnce(name="print")), "layer print has other constants in another call"),
+        (lambda: net(classes=7), r"layer head gives an output of shape \(7,\) an image; 10 classes want \(10,\)"),
+        (lambda: Subclassed(7), r"layer logits gives an output of shape \(7,\) an image"),
+        (
+            lambda: net(L.Conv2D(10, 3), L.MaxPooling2D(2, name="pool"), head=False),
+            r"layer pool gives an output of shape \(11, 11, 10\) an image",
+        ),
         (lambda: net(L.Flatten(), L.Dense(10, "softmax", name="shares"), head=False), "layer shares ends in softmax"),
         (lambda: net(side=32), r"expected shape=\(None, 32, 32, 3\)"),
         (lambda: net(L.Flatten(), L.Lambda(lambda x: x[:, :10]), head=False), "it has no weights to train"),

@@ -220,6 +220,26 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(towers, examples
     assert first == again != other
 
 
+DROPPING = """
+from keras import Input, Sequential, layers
+
+def net():
+    return Sequential([Input((32, 32, 3)), layers.Dropout(0.5), layers.Flatten(), layers.Dense(10)])
+"""
+
+
+def test_what_is_dropped_follows_from_the_place_in_the_batch(towers, examples, tmp_path):
+    """It is other pixels on each tower, and the same ones when one tower takes the shards of two as micro-batches."""
+    (tmp_path / "nets.py").write_text(DROPPING)
+    settings = {"model": f"{tmp_path / 'nets.py'}:net", "crop": 0, "learning_rate": 1e-4}
+    settings |= {"flip": "none", "brightness": 0.0, "contrast": 0.0}
+    alike = examples.take(np.zeros(48, int))  # one image, so that only what is dropped differs
+    two, metrics = trained(towers(2), alike, "float64", 2, **settings)
+    one, _ = trained(towers(1), alike, "float64", 2, **settings, micro_batches=2)
+    assert abs(np.ptp(metrics.tower_losses)) > 1e-6
+    assert largest_difference(one, two) < 1e-11
+
+
 def test_float16_trains_with_a_loss_scale(towers, examples):
     state, metrics = trained(towers(2), examples, "float16", 3)
     assert np.isfinite(metrics.loss) and int(state.loss_scale.good_steps) >= 1
