@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from cifar_towers.data import folders, prepared, sources, synthetic
+from cifar_towers.data import dataset, folders, prepared, sources, synthetic
 from cifar_towers.data.dataset import Split, Traits, moments
 from cifar_towers.errors import DataError, UsageError
 
@@ -103,12 +103,22 @@ def test_folders_that_are_no_data_set_are_told_in_a_line(tmp_path, make, told):
     assert "\n" not in str(caught.value)
 
 
-def test_moments_by_hand():
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_moments_by_hand(monkeypatch, at_once):
+    monkeypatch.setattr(dataset, "COUNTED", at_once)
     images = np.zeros((2, 1, 2, 2), np.uint8)
     images[0, 0, :, 0] = 10, 20
     images[1, 0, :, 0] = 30, 40
     mean, deviation = moments(images)
     assert mean == (25.0, 0.0) and deviation == (pytest.approx(np.sqrt(125)), 1.0)
+
+
+def test_parts_have_so_many_pixels_together():
+    images = np.arange(5 * 4 * 2).reshape(5, 4, 2, 1)
+    for pixels, sizes in ((100, [5]), (40, [5]), (31, [3, 2]), (16, [2, 2, 1]), (1, [1] * 5)):
+        parts = [*dataset.in_parts(images, pixels)]
+        assert [len(part) for part in parts] == sizes
+        np.testing.assert_array_equal(np.concatenate(parts), images)
 
 
 def test_traits_survive_json():
