@@ -39,7 +39,7 @@ def locate(data_dir: str = "", timeout_seconds: float = 3.0) -> Path:
     directory = tfds_directory(data_dir)
     archive = directory / "downloads" / "manual" / ARCHIVE
     decoded = all(cache.holds(_decoded(name), count) for name, count in SIZES.items())
-    if decoded or is_prepared(directory) or archive.exists() or reachable(SOURCE_HOST, timeout_seconds):
+    if decoded or is_prepared(directory) or archive.exists() or reachable(f"https://{SOURCE_HOST}", timeout_seconds):
         return directory
     raise DataError(
         f"no CIFAR-10 in {directory} and {SOURCE_HOST} does not answer; put {ARCHIVE} into {archive.parent}, "

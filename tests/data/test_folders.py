@@ -130,25 +130,72 @@ def test_traits_survive_json():
 
 
 def test_data_that_is_not_there_is_told_in_a_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(prepared, "reachable", lambda host: False)
+    monkeypatch.setattr(prepared, "reachable", lambda url: False)
     with pytest.raises(DataError, match=r"no cifar100 in .* and .*toronto.edu does not answer; put a prepared copy"):
         sources.load(sources.find("cifar100", str(tmp_path)))
     with pytest.raises(UsageError, match="dataset=cifar1O: TensorFlow Datasets has none of this name"):
         sources.load(sources.find("cifar1O", str(tmp_path)))
 
 
-def test_a_local_builder_is_read_as_any_other(tmp_path):
+def test_a_builder_that_tells_no_addresses_may_try_to_download(tmp_path):
+    class Builder:
+        url_infos = None
+
+    prepared._refuse_if_unreachable("shapes", tmp_path, Builder)
+
+
+def prepare(root, names="xyz", **labels):
+    """Prepares a set of TFDS's named `shapes`, with a split for each of `labels`; where its description is."""
     import tensorflow_datasets as tfds
 
-    kinds = {"picture": tfds.features.Image(shape=(None, None, 3)), "kind": tfds.features.ClassLabel(names="xyz")}
-    columns = {"picture": SET.images[:30, :20], "kind": np.arange(30) % 3}
+    kinds = {"picture": tfds.features.Image(shape=(None, None, 3)), "kind": tfds.features.ClassLabel(names=names)}
+    columns = {split: {"picture": SET.images[: len(of), :20], "kind": of} for split, of in labels.items()}
     tfds.dataset_builders.store_as_tfds_dataset(
-        "tiny_shapes",
+        "shapes",
         "1.0.0",
         features=tfds.features.FeaturesDict(kinds),
-        split_datasets={"train": tf.data.Dataset.from_tensor_slices(columns)},
-        data_dir=tmp_path,
+        split_datasets={split: tf.data.Dataset.from_tensor_slices(column) for split, column in columns.items()},
+        data_dir=root,
     )
-    _, data = sources.load(sources.find("tiny_shapes", str(tmp_path)))
+    return root / "shapes" / "1.0.0"
+
+
+def test_a_local_builder_is_read_as_any_other(tmp_path):
+    prepare(tmp_path, train=np.arange(30) % 3)
+    _, data = sources.load(sources.find("shapes", str(tmp_path)))
     assert data.traits.class_names == ("x", "y", "z") and data.traits.side == 32
     assert (len(data.train.labels), len(data.test.labels)) == (24, 6)
+
+
+@pytest.mark.parametrize(
+    ("names", "labels", "told"),
+    [
+        ("xyz", {"train": [0, 1, 2], "test": [0, -1]}, r"its split test has images without a class \(label -1\)"),
+        ("x", {"train": [0, 0, 0]}, "dataset=shapes has one class; two are the fewest"),
+    ],
+)
+def test_prepared_sets_that_cannot_be_learned_are_told_in_a_line(tmp_path, names, labels, told):
+    prepare(tmp_path, names, **labels)
+    with pytest.raises(UsageError, match=told):
+        sources.load(sources.find("shapes", str(tmp_path)))
+
+
+def test_a_description_that_is_broken_is_told_in_a_line(tmp_path):
+    place = prepare(tmp_path, train=[0, 1, 2] * 5)
+    for file, content in (
+        ("dataset_info.json", b""),
+        ("dataset_info.json", b"{}"),
+        ("dataset_info.json", b"\xff"),
+        ("dataset_info.json", b'{"name": 5}'),
+        ("features.json", b"{"),
+        ("features.json", None),
+    ):
+        whole = (place / file).read_bytes()
+        (place / file).unlink()
+        if content is not None:
+            (place / file).write_bytes(content)
+        with pytest.raises(DataError, match=r"cannot be read from .*/shapes \(.*delete it and let it be") as caught:
+            sources.load(sources.find("shapes", str(tmp_path)))
+        assert "\n" not in str(caught.value)
+        (place / file).write_bytes(whole)
+    sources.load(sources.find("shapes", str(tmp_path)))
