@@ -5,10 +5,18 @@ A traceback appears only for an exception that is not one of these: a bug, exit 
 """
 
 
+def printable(text: str) -> str:
+    """A text as one line that a terminal shows and never obeys: what is not printable, as in files' names, escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class RunError(Exception):
     """A foreseen end of a run; `exit_code` is what the process returns."""
 
     exit_code = 1
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
 
 
 class UsageError(RunError, ValueError):

@@ -6,7 +6,7 @@ from pathlib import Path
 from cifar_towers import trained
 from cifar_towers.config import EvaluateConfig
 from cifar_towers.data import sources
-from cifar_towers.errors import DataError, UsageError
+from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation import Score, make_evaluator
 from cifar_towers.training import setup
 
@@ -70,4 +70,4 @@ def _as_table(told: dict, score: Score, class_names) -> str:
         row[index] = 0
         rival = f"{class_names[row.argmax()]} ({row.max()})" if row.any() else "-"
         lines.append(f"{name:{width}}  {100 * accuracy:6.2f} %  {total:8,}  {rival}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))

@@ -48,8 +48,16 @@ def locate(data_dir: str = "", timeout_seconds: float = 3.0) -> Path:
 
 
 def tfds_directory(data_dir: str = "") -> Path:
-    """Where TFDS keeps its data sets: `data_dir`, `TFDS_DATA_DIR` or `~/tensorflow_datasets`."""
-    return Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+    """Where TFDS keeps its data sets: `data_dir`, `TFDS_DATA_DIR` or `~/tensorflow_datasets`.
+
+    Raises:
+      DataError: it begins with a `~` that stands for no directory.
+    """
+    directory = Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
+    try:
+        return directory.expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{directory}: that user has no home directory; give --data_dir=<a directory>") from error
 
 
 def is_prepared(directory: Path) -> bool:

@@ -1,5 +1,7 @@
 """Data sets of one's own: folders of pictures, and TensorFlow Datasets' others."""
 
+import os
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -79,6 +81,16 @@ def empty_class(root):
     (root / "zebra").mkdir()
 
 
+def train_beside_something_else(root):
+    fill(root / "train")
+    fill(root / "held out")
+
+
+def train_and_test_of_other_names(root):
+    fill(root / "Training")
+    fill(root / "Testing")
+
+
 def damaged(root):
     fill(root)
     (root / "class 1" / "bad.png").write_bytes(b"no picture")
@@ -92,6 +104,14 @@ def damaged(root):
         (class_missing_in_test, "no pictures of class 2 to test on"),
         (class_only_in_test, "class 2 in test, and not in train"),
         (empty_class, "no pictures of zebra to train on"),
+        (
+            train_beside_something_else,
+            "train has no pictures of its own, so is no class; call it train and put test beside it",
+        ),
+        (
+            train_and_test_of_other_names,
+            "Training has no pictures .* or give --dataset=folder:.*/set/Training, of which",
+        ),
         (damaged, "1 of 2[0-9] pictures cannot be read: .*bad.png is not a JPEG"),
         (lambda root: None, "No such file or directory"),
     ],
@@ -101,6 +121,50 @@ def test_folders_that_are_no_data_set_are_told_in_a_line(tmp_path, make, told):
     with pytest.raises(DataError, match=told) as caught:
         sources.load(sources.find(f"folder:{tmp_path / 'set'}"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    fill(tmp_path, [0, 1])
+    (tmp_path / "class 1").rename(tmp_path / "train")
+    assert set(folders.find(tmp_path).train) == {"class 0", "train"}
+
+
+def test_folders_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    fill(tmp_path)
+    closed = tmp_path / "class 2" / "closed"
+    closed.mkdir()
+    scandir = os.scandir
+
+    def refused(place):
+        if os.fspath(place) == os.fspath(closed):
+            raise PermissionError(13, "Permission denied", os.fspath(place))
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", refused)  # for root, no folder is closed
+    with pytest.raises(DataError, match=r"cannot be read: .*class 2/closed \(Permission denied\)"):
+        folders.find(tmp_path)
+
+
+@pytest.mark.parametrize("data_dir", ["", "~nobody-of-this-name/data"])
+def test_a_home_that_is_not_there_is_told_in_a_line(data_dir):
+    with pytest.raises(DataError, match="~nobody-of-this-name"):
+        sources.find("cifar100" if data_dir else "folder:~nobody-of-this-name/data", data_dir)
+
+
+def test_names_cannot_write_to_the_terminal(tmp_path):
+    fill(tmp_path)
+    odd = os.fsdecode(b"a\n\x1b[31m\xff.png")
+    (tmp_path / "class 1" / odd).write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"class 1/a\\n\\x1b\[31m\\udcff.png is not a JPEG") as caught:
+        sources.load(sources.find(f"folder:{tmp_path}"))
+    assert str(caught.value).isprintable()
+
+
+def test_a_folder_is_looked_through_once(tmp_path):
+    fill(tmp_path)
+    source = sources.find(f"folder:{tmp_path}")
+    (tmp_path / "class 9").mkdir()  # what is loaded is what was found
+    assert sources.load(source)[1].traits.class_names == tuple(source.folder.train)
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
