@@ -382,6 +382,7 @@ class EvaluateConfig(ScoringConfig):
 
     split: str = setting("test", "Evaluation", "which examples", choices=("test", "validation", "train"))
     data_dir: str = setting("", "Evaluation", "where the prepared data sets are")
+    changed_data: bool = setting(False, "Evaluation", "score images though the run was made with others")
     json: bool = setting(False, "Evaluation", "print one JSON object and nothing else")
 
 

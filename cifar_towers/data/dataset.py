@@ -66,6 +66,15 @@ class Dataset(NamedTuple):
         """What a net must know of the images."""
         return self.train.traits
 
+    def digests(self) -> dict[str, str]:
+        """Of each split that has examples, by its name."""
+        splits = {name: getattr(self, name) for name in ("train", "validation", "test")}
+        return {name: split.digest for name, split in splits.items() if len(split.labels)}
+
+    def changed(self, facts: Mapping) -> list[str]:
+        """The splits that are not those a checkpoint was made with, by its facts, which for older ones tell less."""
+        return [name for name, digest in self.digests().items() if facts.get(f"{name}_sha256", digest) != digest]
+
 
 def in_parts(images: np.ndarray, pixels: int) -> Iterator[np.ndarray]:
     """[n, H, W, C] images in their order, as many at a time as have so many pixels together, but at least one."""

@@ -176,9 +176,8 @@ def test_many_are_read_in_threads_and_what_is_wrong_is_told_by_their_places(tmp_
     filters = [*warnings.filters]
     paths = [tmp_path / f"{index}.png" for index in range(40)]
     for index, path in enumerate(paths):
-        image = Image.new("P", (8, 8))
-        image.putpalette([5 * index, 0, 0])
-        path.write_bytes(encoded(image, "PNG", transparency=b"\xff") if index % 7 else b"no picture")
+        image = encoded(Image.new("RGB", (8, 8), (5 * index, 0, 0)), "PNG", exif=b"II*\0\x08\0\0\0\x05\0")  # cut off
+        path.write_bytes(image if index % 7 else b"no picture")
     levels, wrong = images.read_all(paths, 4)
     assert [*wrong] == [0, 7, 14, 21, 28, 35] and all("is not a JPEG" in told for told in wrong.values())
     assert levels[:, 0, 0, 0].tolist() == [5 * index if index % 7 else 0 for index in range(40)]

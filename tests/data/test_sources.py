@@ -93,6 +93,18 @@ def test_held_out_examples_leave_train_and_stay_the_same():
     assert dataset.hold_out(train, 0)[0] is train
 
 
+def test_splits_that_changed_are_told_by_what_a_checkpoint_knows_of_them():
+    train, test, other = (synthetic.make(20, 0, stream) for stream in range(3))
+    kept, held = dataset.hold_out(train, 5)
+    data = dataset.Dataset("some", kept, held, test)
+    facts = {f"{name}_sha256": digest for name, digest in data.digests().items()}
+    assert facts.keys() == {"train_sha256", "validation_sha256", "test_sha256"} and not data.changed(facts)
+    assert data._replace(test=other).changed(facts) == ["test"]
+    assert data._replace(train=other, validation=other).changed(facts) == ["train", "validation"]
+    del facts["test_sha256"]  # as older ones are
+    assert not data._replace(test=other).changed(facts)
+
+
 def test_holding_out_everything(monkeypatch):
     monkeypatch.setattr(synthetic, "load", lambda: (synthetic.make(20, 0, 0), synthetic.make(10, 0, 1)))
     with pytest.raises(UsageError, match="leaves none of 20"):
