@@ -113,6 +113,9 @@ def _check(folder: Folder) -> None:
     strange = [name for name in folder.test if name not in folder.train]
     if strange:
         raise DataError(f"{told}: {_named(strange)} in test, and not in train; {shape}")
+    odd = [name for name in (*folder.train, os.fspath(folder.root)) if name != name.encode(errors="ignore").decode()]
+    if odd:
+        raise DataError(f"{told}: {_named(odd)} cannot be written down, as it is not in UTF-8; rename it")
     for part, classes in (("train", folder.train), ("test", folder.test)):
         empty = [name for name in folder.train if not classes.get(name)]
         if empty:

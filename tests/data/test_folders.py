@@ -91,6 +91,11 @@ def train_and_test_of_other_names(root):
     fill(root / "Testing")
 
 
+def class_in_another_encoding(root):
+    fill(root)
+    (root / "class 3").rename(root / os.fsdecode("Möwe".encode("latin1")))
+
+
 def damaged(root):
     fill(root)
     (root / "class 1" / "bad.png").write_bytes(b"no picture")
@@ -112,6 +117,7 @@ def damaged(root):
             train_and_test_of_other_names,
             "Training has no pictures .* or give --dataset=folder:.*/set/Training, of which",
         ),
+        (class_in_another_encoding, r"M\\udcf6we cannot be written down, as it is not in UTF-8; rename it"),
         (damaged, "1 of 2[0-9] pictures cannot be read: .*bad.png is not a JPEG"),
         (lambda root: None, "No such file or directory"),
     ],
