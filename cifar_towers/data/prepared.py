@@ -24,7 +24,7 @@ def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
     What tests is `test`, else `validation`, else the last fifth of `train`.
 
     Raises:
-      UsageError: no such data set, or one without images and classes. DataError: it cannot be had.
+      UsageError: no such data set, or none of images with one of several classes each. DataError: it cannot be had.
     """
     import tensorflow_datasets as tfds  # takes seconds to import, and reads TFDS_DATA_DIR as it does
 
