@@ -450,6 +450,7 @@ class EvaluateConfig(ScoringConfig):
         check=check_dataset,
     )
     data_dir: str = setting("", "Evaluation", "where the prepared data sets are")
+    changed_data: bool = setting(False, "Evaluation", "score images though the run was made with others")
     json: bool = setting(False, "Evaluation", "print one JSON object and nothing else")
 
 

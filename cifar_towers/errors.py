@@ -5,10 +5,18 @@ A traceback appears only for an exception that is not one of these: a bug, exit 
 """
 
 
+def printable(text: str) -> str:
+    """A text as one line that a terminal shows and never obeys: what is not printable, as in files' names, escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class RunError(Exception):
     """A foreseen end of a run; `exit_code` is what the process returns."""
 
     exit_code = 1
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
 
 
 class UsageError(RunError, ValueError):
@@ -46,6 +54,5 @@ class Interrupted(BaseException):
 
 
 def one_line(error: RunError | Interrupted) -> str:
-    """What is shown of it, as `usage: ...`; names in it can be anything, and reach the terminal printable."""
-    told = f"{type(error).__name__.removesuffix('Error').lower()}: {error}"
-    return told if told.isprintable() else ascii(told)[1:-1]
+    """What is shown of it, as `usage: ...`."""
+    return f"{type(error).__name__.removesuffix('Error').lower()}: {error}"

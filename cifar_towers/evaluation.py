@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from cifar_towers.cluster.team import Team, alone
 from cifar_towers.data.augment import Augmentation, views
-from cifar_towers.data.dataset import Split
+from cifar_towers.data.dataset import Split, in_parts
 from cifar_towers.towers import Tower, run_on_towers, split_batch
 
-BATCH_SIZE = 2000
+AT_ONCE = 2000 * 32 * 32  # pixels of a batch
 MOST_MISTAKES = 32
 EMBEDDED = 1000  # examples whose features are kept
 
@@ -57,7 +57,7 @@ def make_classifier(
     model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, team: Team | None = None
 ) -> Callable:
     """A function (images, weights, statistics, tta) -> (plain logits [n, C], those of test-time augmentation, features
-    [n, d] of the images' own view or [n, 0] where the net gives none) for [n, S, S, 3] uint8 images.
+    [at most 1,000, d] of the first images' own view, d = 0 where the net gives none) for [n, S, S, 3] uint8 images.
 
     weights and statistics are the model's trainable and other variables, or averages of them. The workers of a `team`
     call it together; each classifies its share, and all have the whole.
@@ -86,9 +86,14 @@ def make_classifier(
         shares = team.size if len(images) >= team.size else 1
         share = team.index if shares > 1 else 0
         mine = images[len(images) * share // shares : len(images) * (share + 1) // shares]
-        batches = [on_towers(batch, weights, statistics, tta) for batch in _even_batches(mine, len(towers))]
-        found = [np.concatenate(part)[: len(mine)] for part in zip(*batches, strict=True)]
-        return [np.concatenate(part) for part in zip(*team.gather(found)[:shares], strict=True)]
+        found, wanted = [], EMBEDDED
+        for batch in _even_batches(mine, len(towers)):
+            plain, augmented, features = on_towers(batch, weights, statistics, tta)
+            found.append((plain, augmented, features[:wanted]))  # whose other features are let go
+            wanted = max(0, wanted - len(batch))
+        found = [np.concatenate(part)[: len(mine)] for part in zip(*found, strict=True)]
+        plain, augmented, features = (np.concatenate(p) for p in zip(*team.gather(found)[:shares], strict=True))
+        return [plain, augmented, features[:EMBEDDED]]
 
     return classify
 
@@ -103,7 +108,7 @@ def make_evaluator(
     def evaluate(split: Split, weights, statistics, tta: int = 0) -> dict[int, Score]:
         plain, augmented, features = classify(split.images, weights, statistics, tta)
         scores = {0: score(split.labels, plain), tta: score(split.labels, augmented)}
-        features = features[:EMBEDDED] if features.shape[1] else None
+        features = features if features.shape[1] else None
         return {level: one._replace(features=features) for level, one in scores.items()}
 
     return evaluate
@@ -150,7 +155,7 @@ def score(labels: np.ndarray, logits: np.ndarray) -> Score:
 
 def _even_batches(images: np.ndarray, towers: int):
     """Batches of one size that all towers share evenly; the last is filled up with images whose logits are dropped."""
-    size = min(BATCH_SIZE, len(images))
+    size = len(next(in_parts(images, AT_ONCE)))
     size = -(-size // towers) * towers
     for start in range(0, len(images), size):
         batch = images[start : start + size]

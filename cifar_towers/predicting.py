@@ -11,7 +11,7 @@ import numpy as np
 from cifar_towers import trained
 from cifar_towers.config import PredictConfig
 from cifar_towers.data import images
-from cifar_towers.errors import DataError
+from cifar_towers.errors import DataError, printable
 from cifar_towers.evaluation import make_classifier, softmax
 from cifar_towers.training import setup
 
@@ -36,13 +36,9 @@ def predict(config: PredictConfig) -> None:
     width = max(len(_shown(path)) for path, _ in expanded)
     for start in range(0, len(expanded), size):
         some = expanded[start : start + size]
-        levels = np.zeros((size, side, side, 3), np.uint8)  # always as many: one size is traced
-        told = {place: wrong for place, (_, wrong) in enumerate(some) if wrong}
-        for place, (path, wrong) in enumerate(some):
-            try:
-                levels[place] = levels[place] if wrong else images.read(path, side)
-            except images.PictureError as error:
-                told[place] = str(error)
+        levels, told = images.read_all([path for path, _ in some], side)
+        told |= {place: wrong for place, (_, wrong) in enumerate(some) if wrong}
+        levels = np.pad(levels, [(0, size - len(some)), (0, 0), (0, 0), (0, 0)])  # always as many: one size is traced
         found = softmax(classify(levels, *trained.variables_of(model), config.tta)[1])
         for place, (path, _) in enumerate(some):
             if place in told:
@@ -55,7 +51,7 @@ def predict(config: PredictConfig) -> None:
                 print(f"{_shown(path):{width}}  {_as_text(_best(found[place], run.traits.class_names))}")
         sys.stdout.flush()
     if bad:
-        names = ", ".join(map(_shown, bad))
+        names = ", ".join(map(os.fspath, bad))
         raise DataError(f"{len(bad)} of {len(expanded)} pictures could not be read: {names}")
 
 
@@ -85,10 +81,8 @@ def _best(probabilities: np.ndarray, class_names: Sequence[str]) -> dict:
 
 
 def _as_text(answer: dict) -> str:
-    return "  ".join(f"{name} {100 * share:.1f} %" for name, share in answer["probabilities"].items())
+    return printable("  ".join(f"{name} {100 * share:.1f} %" for name, share in answer["probabilities"].items()))
 
 
 def _shown(path: Path) -> str:
-    """A path as one line of printable characters, whatever it is called."""
-    text = os.fspath(path)
-    return text if text.isprintable() else ascii(text)
+    return printable(os.fspath(path))

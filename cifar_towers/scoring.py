@@ -6,7 +6,7 @@ from pathlib import Path
 from cifar_towers import trained
 from cifar_towers.config import EvaluateConfig
 from cifar_towers.data import sources
-from cifar_towers.errors import DataError, UsageError
+from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation import Score, make_evaluator
 from cifar_towers.training import setup
 
@@ -16,7 +16,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
 
     Raises:
       UsageError: there is no such run, split or set of weights. DataError: the run's data cannot be had, or has other
-        classes by now.
+        classes by now, or other images and it was not said that these shall be scored.
     """
     run = trained.open_run(Path(config.train_dir), config.model)
     source = sources.find(config.dataset or run.facts["dataset"], config.data_dir)
@@ -30,12 +30,18 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
     split = getattr(dataset, config.split)
     if not len(split.labels):
         raise UsageError(f"{run.directory} held out no validation examples; score --split=test")
+    changed = config.split in dataset.changed(run.facts)
+    if changed and not config.changed_data:
+        raise DataError(
+            f"{run.directory} was made with other {config.split} images than {dataset.name} has now; put those back, "
+            "or give --changed_data to score these"
+        )
     kind = run.choose_weights(config.weights)
     model = run.load(kind, setup.choose_precision(config.precision, towers))
     evaluate = make_evaluator(model, towers, run.augmentation)
     score = evaluate(split, *trained.variables_of(model), config.tta)
     told = {"train_dir": str(run.directory), "step": run.facts["step"], "dataset": dataset.name}
-    told |= {"split": config.split, "weights": kind, "tta": config.tta}
+    told |= {"split": config.split, "changed_data": changed, "weights": kind, "tta": config.tta}
     return (_as_json if config.json else _as_table)(told, score[config.tta], dataset.traits.class_names)
 
 
@@ -57,7 +63,8 @@ def _as_table(told: dict, score: Score, class_names) -> str:
     low, high = score.interval()
     width = max(map(len, class_names))
     lines = [
-        f"{told['train_dir']} at step {told['step']}: {told['dataset']} {told['split']}, {told['weights']} weights, "
+        f"{told['train_dir']} at step {told['step']}: {told['dataset']} {told['split']}"
+        f"{' (other images than it was made with)' * told['changed_data']}, {told['weights']} weights, "
         f"TTA {told['tta']}",
         f"accuracy {100 * score.accuracy:.2f} % ({score.correct:,} of {score.count:,}; 95 % interval {100 * low:.2f} "
         f"to {100 * high:.2f} %), loss {score.loss:.4f}",
@@ -70,4 +77,4 @@ def _as_table(told: dict, score: Score, class_names) -> str:
         row[index] = 0
         rival = f"{class_names[row.argmax()]} ({row.max()})" if row.any() else "-"
         lines.append(f"{name:{width}}  {100 * accuracy:6.2f} %  {total:8,}  {rival}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))

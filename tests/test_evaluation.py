@@ -3,9 +3,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cifar_towers import evaluation
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Split
-from cifar_towers.evaluation import Score, make_evaluator, score
+from cifar_towers.evaluation import Score, make_classifier, make_evaluator, score
 
 
 @pytest.fixture
@@ -58,6 +59,36 @@ def test_every_example_counts_once_on_any_number_of_towers(towers, reader, count
     # below the mean level the logit of class 1 is negative, and class 0 is the first of the others
     assert (found.count, found.correct) == (examples, expected)
     assert found.confusion.sum() == examples
+
+
+@pytest.mark.parametrize(("side", "at_once"), [(18, 9), (32, 3), (40, 1), (64, 1)])
+def test_larger_images_come_in_smaller_batches(towers, monkeypatch, side, at_once):
+    monkeypatch.setattr(evaluation, "AT_ONCE", 3 * 32 * 32)
+    seen = []
+
+    class Look(keras.layers.Layer):
+        def call(self, x):
+            seen.append(x.shape[0])
+            return x
+
+    images = keras.Input((side, side, 3))
+    model = keras.Model(
+        images, keras.layers.GlobalMaxPooling2D()(keras.layers.Dense(2, use_bias=False)(Look()(images)))
+    )
+    split = Split(np.zeros((10, side, side, 3), np.uint8), np.arange(10) % 2)
+    found = make_evaluator(model, towers(1), Augmentation())(split, [tf.zeros([3, 2])], [])[0]
+    assert {*seen} - {None} == {at_once} and found.count == 10 and found.confusion.sum() == 10
+
+
+@pytest.mark.parametrize("examples", [1, 5, 6, 9])
+def test_features_are_kept_of_the_first_examples_alone(towers, reader, monkeypatch, examples):
+    monkeypatch.setattr(evaluation, "AT_ONCE", 4 * 32 * 32)
+    monkeypatch.setattr(evaluation, "EMBEDDED", 6)
+    images = np.zeros((examples, 32, 32, 3), np.uint8)
+    images[:, 0, 0, 0] = 20 * np.arange(examples)
+    plain, _, features = make_classifier(reader, towers(3), Augmentation())(images, [tf.ones([1, 10])], [])
+    assert plain.shape == (examples, 10)
+    np.testing.assert_array_equal(features, plain[:6, :1])  # what the net reads of each, and hands on
 
 
 def test_one_pass_gives_both_levels(towers, reader):

@@ -394,8 +394,16 @@ def test_a_folder_of_ones_own_is_trained_on_scored_and_predicted(tmp_path, folde
     )
     assert json.loads(scoring.evaluate_checkpoint(moved))["accuracy"] == result["evaluations"][-1]["accuracy"]
     (tmp_path / "moved").rename(tmp_path / "set")
+    next((tmp_path / "set" / "test").glob("*/*.png")).unlink()
+    with pytest.raises(DataError, match="made with other test images than"):
+        train(config)
+    evaluation = EvaluateConfig(train_dir=config.train_dir, precision="float32")
+    with pytest.raises(DataError, match="made with other test images than .* give --changed_data to score these"):
+        scoring.evaluate_checkpoint(evaluation)
+    told = scoring.evaluate_checkpoint(dataclasses.replace(evaluation, changed_data=True))
+    assert "test (other images than it was made with), ema weights" in told and "of 149;" in told
     next((tmp_path / "set" / "train").glob("*/*.png")).unlink()
-    with pytest.raises(UsageError, match="made with other training images than"):
+    with pytest.raises(DataError, match="made with other train and test images than"):
         train(config)
     (tmp_path / "set" / "test" / opened.traits.class_names[0]).rename(tmp_path / "set" / "test" / "other")
     with pytest.raises(DataError, match="no pictures of|in test, and not in train"):

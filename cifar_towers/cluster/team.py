@@ -17,7 +17,7 @@ from typing import Any
 from cifar_towers.cluster import wire
 from cifar_towers.cluster.members import Members
 from cifar_towers.cluster.rollcall import SILENCE, Connections, meet
-from cifar_towers.errors import Interrupted, LostError, RunError, UsageError, one_line
+from cifar_towers.errors import Interrupted, LostError, RunError, UsageError, one_line, printable
 
 BEAT = 1.0  # seconds between signs of life
 GRACE = 3.0  # seconds for the main thread to end by itself when another worker has ended: to save, to close its files
@@ -27,7 +27,7 @@ _BEAT, _BRING, _ALL, _END = b"b", b"g", b"a", b"e"
 def _end_process(line: str, code: int) -> None:
     """Ends this process from whatever thread: its main thread may wait in TensorFlow for somebody who is gone."""
     with contextlib.suppress(OSError):
-        print(("\n" if sys.stderr.isatty() else "") + line, file=sys.stderr, flush=True)
+        print(("\n" if sys.stderr.isatty() else "") + printable(line), file=sys.stderr, flush=True)
     os._exit(code)
 
 

@@ -39,7 +39,7 @@ def locate(data_dir: str = "", timeout_seconds: float = 3.0) -> Path:
     directory = tfds_directory(data_dir)
     archive = directory / "downloads" / "manual" / ARCHIVE
     decoded = all(cache.holds(_decoded(name), count) for name, count in SIZES.items())
-    if decoded or is_prepared(directory) or archive.exists() or reachable(SOURCE_HOST, timeout_seconds):
+    if decoded or is_prepared(directory) or archive.exists() or reachable(f"https://{SOURCE_HOST}", timeout_seconds):
         return directory
     raise DataError(
         f"no CIFAR-10 in {directory} and {SOURCE_HOST} does not answer; put {ARCHIVE} into {archive.parent}, "
@@ -48,8 +48,16 @@ def locate(data_dir: str = "", timeout_seconds: float = 3.0) -> Path:
 
 
 def tfds_directory(data_dir: str = "") -> Path:
-    """Where TFDS keeps its data sets: `data_dir`, `TFDS_DATA_DIR` or `~/tensorflow_datasets`."""
-    return Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+    """Where TFDS keeps its data sets: `data_dir`, `TFDS_DATA_DIR` or `~/tensorflow_datasets`.
+
+    Raises:
+      DataError: it begins with a `~` that stands for no directory.
+    """
+    directory = Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
+    try:
+        return directory.expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{directory}: that user has no home directory; give --data_dir=<a directory>") from error
 
 
 def is_prepared(directory: Path) -> bool:

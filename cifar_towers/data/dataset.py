@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+COUNTED = 10_000_000  # pixels at a time, each of which takes eight bytes
 
 
 class Traits(NamedTuple):
@@ -65,6 +66,21 @@ class Dataset(NamedTuple):
         """What a net must know of the images."""
         return self.train.traits
 
+    def digests(self) -> dict[str, str]:
+        """Of each split that has examples, by its name."""
+        splits = {name: getattr(self, name) for name in ("train", "validation", "test")}
+        return {name: split.digest for name, split in splits.items() if len(split.labels)}
+
+    def changed(self, facts: Mapping) -> list[str]:
+        """The splits that are not those a checkpoint was made with, by its facts, which for older ones tell less."""
+        return [name for name, digest in self.digests().items() if facts.get(f"{name}_sha256", digest) != digest]
+
+
+def in_parts(images: np.ndarray, pixels: int) -> Iterator[np.ndarray]:
+    """[n, H, W, C] images in their order, as many at a time as have so many pixels together, but at least one."""
+    size = max(1, pixels // (images.shape[1] * images.shape[2]))
+    return (images[start : start + size] for start in range(0, len(images), size))
+
 
 def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel of [n, H, W, C] uint8 images, in levels; exact sums, whatever n is.
@@ -72,7 +88,9 @@ def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     levels = np.arange(256)
     means, deviations = [], []
     for channel in range(images.shape[3]):
-        shares = np.bincount(images[..., channel].ravel(), minlength=256) / images[..., channel].size
+        parts = in_parts(images[..., channel, None], COUNTED)
+        counts = sum(np.bincount(part.ravel(), minlength=256) for part in parts)
+        shares = counts / images[..., channel].size
         mean = float(shares @ levels)
         means.append(mean)
         deviations.append(float(np.sqrt(shares @ (levels - mean) ** 2)) or 1.0)

@@ -3,7 +3,6 @@
 import hashlib
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from cifar_towers.data import images
 from cifar_towers.data.dataset import Split, Traits, moments
 from cifar_towers.errors import DataError
 
+TRAIN_NAMES = ("train", "training")  # of what is no class, unless it has pictures of its own
 TEST_NAMES = ("test", "val", "valid", "validation")  # of the folder beside `train`
 TEST_SHARE = 0.2  # of each class, where the folder is not split
 MOST_NAMED = 5  # of the files that an error is about
@@ -34,16 +34,12 @@ def find(root: Path) -> Folder:
     Raises:
       DataError: no such folder, fewer than two classes, or a class with no pictures to train or to test on.
     """
-    root = root.expanduser().absolute()
     try:
-        test = next((root / name for name in TEST_NAMES if (root / name).is_dir()), None)
-        if (root / "train").is_dir() and test:
-            folder = Folder(root, _classes(root / "train"), _classes(test))
-        else:
-            parts = {name: _split(paths) for name, paths in _classes(root).items()}
-            folder = Folder(root, *({name: part[at] for name, part in parts.items()} for at in (0, 1)))
-    except OSError as error:
-        raise DataError(f"dataset=folder:{root} cannot be read: {error.strerror}") from error
+        root = root.expanduser().absolute()
+        folder = _look_through(root)
+    except (OSError, RuntimeError) as error:  # the second where a user has no home
+        where, reason = (getattr(error, name, None) for name in ("filename", "strerror"))
+        raise DataError(f"dataset=folder:{root}: {where or root} cannot be read: {reason or error}") from error
     _check(folder)
     return folder
 
@@ -60,17 +56,39 @@ def load(folder: Folder, side: int) -> tuple[Split, Split]:
     return Split(train, train_labels, traits), Split(test, test_labels, traits)
 
 
+def _look_through(root: Path) -> Folder:
+    test = next((root / name for name in TEST_NAMES if (root / name).is_dir()), None)
+    if (root / "train").is_dir() and test:
+        return Folder(root, _classes(root / "train"), _classes(test))
+    classes = _classes(root)
+    for name in classes:
+        if name.lower() in TRAIN_NAMES and not any(path.parent == root / name for path in classes[name]):
+            raise DataError(
+                f"dataset=folder:{root}: {name} has no pictures of its own, so is no class; call it train and put test "
+                f"beside it, or give --dataset=folder:{root / name}, of which a fifth is kept for the test"
+            )
+    parts = {name: _split(paths) for name, paths in classes.items()}
+    return Folder(root, *({name: part[at] for name, part in parts.items()} for at in (0, 1)))
+
+
 def _classes(root: Path) -> dict[str, list[Path]]:
-    """The subfolders' names and the pictures in and below each, sorted; what begins with a dot is passed over."""
-    found = {}
+    """The subfolders' names and the pictures in and below each, sorted; what begins with a dot is passed over.
+
+    Raises:
+      DataError: naming folders that cannot be read.
+    """
+    found, closed = {}, []
     for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
         paths = [
             Path(where, name)
-            for where, _, names in os.walk(folder)
+            for where, _, names in os.walk(folder, onerror=closed.append)
             for name in names
             if name.lower().endswith(images.SUFFIXES) and not name.startswith(".")
         ]
         found[folder.name] = sorted(paths)
+    if closed:
+        told = _named([f"{error.filename} ({error.strerror})" for error in closed])
+        raise DataError(f"dataset=folder:{root}: folders in it cannot be read: {told}; open or remove them")
     return found
 
 
@@ -95,6 +113,9 @@ def _check(folder: Folder) -> None:
     strange = [name for name in folder.test if name not in folder.train]
     if strange:
         raise DataError(f"{told}: {_named(strange)} in test, and not in train; {shape}")
+    odd = [name for name in (*folder.train, os.fspath(folder.root)) if name != name.encode(errors="ignore").decode()]
+    if odd:
+        raise DataError(f"{told}: {_named(odd)} cannot be written down, as it is not in UTF-8; rename it")
     for part, classes in (("train", folder.train), ("test", folder.test)):
         empty = [name for name in folder.train if not classes.get(name)]
         if empty:
@@ -105,19 +126,10 @@ def _check(folder: Folder) -> None:
 def _read(part: dict[str, list[Path]], names: Sequence[str], side: int) -> tuple[np.ndarray, np.ndarray]:
     paths = [(path, label) for label, name in enumerate(names) for path in part[name]]
     paths.sort(key=lambda pair: _hash(pair[0]))  # whatever takes the first examples shall meet all classes
-    levels = np.empty((len(paths), side, side, 3), np.uint8)
-
-    def read(index: int) -> str:
-        try:
-            levels[index] = images.read(paths[index][0], side)
-        except images.PictureError as error:
-            return f"{paths[index][0]} {error}"
-        return ""
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        wrong = [told for told in pool.map(read, range(len(paths))) if told]
+    levels, wrong = images.read_all([path for path, _ in paths], side)
     if wrong:
-        raise DataError(f"{len(wrong)} of {len(paths)} pictures cannot be read: {_named(wrong)}; mend or remove them")
+        told = _named([f"{paths[index][0]} {told}" for index, told in wrong.items()])
+        raise DataError(f"{len(wrong)} of {len(paths)} pictures cannot be read: {told}; mend or remove them")
     return levels, np.array([label for _, label in paths], np.int64)
 
 

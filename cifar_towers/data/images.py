@@ -3,6 +3,8 @@
 import os
 import stat
 import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,24 @@ TURNS = {
 
 class PictureError(Exception):
     """A file that is no picture, or none that is read here; the message is one line without its name."""
+
+
+def read_all(paths: Sequence[Path], side: int) -> tuple[np.ndarray, dict[int, str]]:
+    """[n, side, side, 3] uint8, each as `read` does it, and by their places what is wrong with those that cannot be
+    read, which are black."""
+    levels = np.zeros((len(paths), side, side, 3), np.uint8)
+
+    def place(index: int) -> str:
+        try:
+            levels[index] = read(paths[index], side)
+        except PictureError as error:
+            return str(error)
+        return ""
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(os.cpu_count()) as pool:  # threads share one list of filters
+        warnings.simplefilter("ignore")  # Pillow's of large and odd pictures; ours are what is returned
+        wrong = {index: told for index, told in enumerate(pool.map(place, range(len(paths)))) if told}
+    return levels, wrong
 
 
 def read(path: Path, side: int) -> np.ndarray:
@@ -106,23 +126,21 @@ def _refuse_what_is_no_file(status: os.stat_result) -> None:
 def _decode(file, side: int) -> np.ndarray:
     """Looks at the header, and if that is as it should be decodes the rest. Whatever a decoder makes of damage is one
     kind of error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's of large and odd pictures; ours follow
-        try:
-            with Image.open(file, formats=FORMATS) as image:
-                _refuse_large(image)
-                orientation = image.getexif().get(ORIENTATION)
-                image.draft("RGB", (OVERSIZE * side, OVERSIZE * side))
-                levels = fit(image, side)
-        except PictureError:
-            raise
-        except UnidentifiedImageError as error:
-            raise PictureError("is not a JPEG, PNG, GIF, BMP or WebP picture, or its beginning is damaged") from error
-        except Image.DecompressionBombError as error:
-            raise PictureError(f"declares far more than {MOST_PIXELS // 1_000_000} megapixels, the most") from error
-        except Exception as error:
-            reason = " ".join(str(error).split())[:100] or type(error).__name__
-            raise PictureError(f"is damaged: {reason}") from error
+    try:
+        with Image.open(file, formats=FORMATS) as image:
+            _refuse_large(image)
+            orientation = image.getexif().get(ORIENTATION)
+            image.draft("RGB", (OVERSIZE * side, OVERSIZE * side))
+            levels = fit(image, side)
+    except PictureError:
+        raise
+    except UnidentifiedImageError as error:
+        raise PictureError("is not a JPEG, PNG, GIF, BMP or WebP picture, or its beginning is damaged") from error
+    except Image.DecompressionBombError as error:
+        raise PictureError(f"declares far more than {MOST_PIXELS // 1_000_000} megapixels, the most") from error
+    except Exception as error:
+        reason = " ".join(str(error).split())[:100] or type(error).__name__
+        raise PictureError(f"is damaged: {reason}") from error
     for turn in TURNS.get(orientation, []):
         levels = np.array(Image.fromarray(levels).transpose(turn))
     return levels

@@ -1,20 +1,29 @@
 """Whether a download has a chance, found out in seconds."""
 
 import contextlib
-import os
 import socket
 import threading
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+PORTS = {"http": 80, "https": 443, "ftp": 21}
 
 
-def reachable(host: str, timeout_seconds: float = 3.0) -> bool:
-    """Whether a host answers in time, its name's look-up included. Behind a proxy only a download can tell."""
-    if os.environ.get("https_proxy") or os.environ.get("HTTPS_PROXY"):
+def reachable(url: str, timeout_seconds: float = 3.0) -> bool:
+    """Whether a URL's host answers in time, its name's look-up included. Behind a proxy, or where the URL is of no kind
+    that is known here, only a download can tell."""
+    parts = urlsplit(url)
+    port = parts.port or PORTS.get(parts.scheme)
+    proxied = {parts.scheme, "all"} & getproxies().keys() and not proxy_bypass(parts.netloc)
+    if not port or proxied:
         return True
     answered = threading.Event()
 
     def probe():
-        with contextlib.suppress(OSError), socket.create_connection((host, 443), timeout=timeout_seconds):
+        with contextlib.suppress(OSError), socket.create_connection((parts.hostname, port), timeout=timeout_seconds):
             answered.set()
 
-    threading.Thread(target=probe, daemon=True).start()
-    return answered.wait(timeout_seconds)
+    asking = threading.Thread(target=probe, daemon=True)
+    asking.start()
+    asking.join(timeout_seconds)
+    return answered.is_set()

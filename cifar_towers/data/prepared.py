@@ -1,6 +1,7 @@
 """Any data set of TensorFlow Datasets that has images and their classes."""
 
 import logging
+import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -10,9 +11,11 @@ from PIL import Image
 from cifar_towers.data import images
 from cifar_towers.data.dataset import Split, Traits, moments
 from cifar_towers.data.network import reachable
-from cifar_towers.errors import DataError, UsageError
+from cifar_towers.errors import DataError, RunError, UsageError
 
 log = logging.getLogger(__name__)
+
+MEND = "put a good copy there, or delete it and let it be prepared again"
 
 
 def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
@@ -21,21 +24,18 @@ def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
     What tests is `test`, else `validation`, else the last fifth of `train`.
 
     Raises:
-      UsageError: no such data set, or one without images and classes. DataError: it cannot be had.
+      UsageError: no such data set, or none of images with one of several classes each. DataError: it cannot be had.
     """
     import tensorflow_datasets as tfds  # takes seconds to import, and reads TFDS_DATA_DIR as it does
 
     tfds.disable_progress_bar()
     logging.getLogger("absl").setLevel(logging.ERROR)
-    try:
-        builder = tfds.builder(name, data_dir=str(directory))
-    except tfds.core.DatasetNotFoundError:
-        raise UsageError(f"dataset={name}: TensorFlow Datasets has none of this name, nor has {directory}") from None
-    except (ValueError, AssertionError) as error:
-        raise UsageError(f"dataset={name}: {' '.join(str(error).split())[:200]}") from error
+    builder = _builder(tfds, name, directory)
     picture, label = (_feature(builder.info, kind) for kind in (tfds.features.Image, tfds.features.ClassLabel))
     if not picture or not label:
         raise UsageError(f"dataset={name} has no images with one class each; it has {', '.join(builder.info.features)}")
+    if builder.info.features[label].num_classes == 1:
+        raise UsageError(f"dataset={name} has one class; two are the fewest")
     try:
         if not builder.is_prepared():
             _refuse_if_unreachable(name, directory, builder)
@@ -43,14 +43,32 @@ def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
             builder.download_and_prepare()
         parts = _parts(name, builder)
         arrays = [_read(tfds, builder, part, picture, label, side) for part in parts]
-    except (DataError, UsageError):
+    except RunError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise DataError(f"{name} in {directory} cannot be read ({type(error).__name__}: {reason})") from error
+        raise DataError(f"{name} in {directory} cannot be read ({_reason(error)}); {MEND}") from error
     traits = Traits(tuple(builder.info.features[label].names), side, *moments(arrays[0][0]))
     train, test = (Split(*array, traits) for array in arrays)
     return train, test
+
+
+def _builder(tfds, name: str, directory: Path):
+    """TFDS's builder of a data set; if there is a prepared copy, it is made from the description in that."""
+    copy = directory / re.split("[/:]", name)[0]
+    try:
+        return tfds.builder(name, data_dir=str(directory))
+    except Exception as error:
+        unknown = isinstance(error, tfds.core.DatasetNotFoundError)
+        if copy.exists():
+            reason = "dataset_info.json or features.json is missing" if unknown else _reason(error)
+            told = f"dataset={name} cannot be read from {copy} ({reason}); if the name is right, {MEND}"
+            raise DataError(told) from error
+        nowhere = f"TensorFlow Datasets has none of this name, nor has {directory}"
+        raise UsageError(f"dataset={name}: {nowhere if unknown else _reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _feature(info, kind: type) -> str | None:
@@ -69,8 +87,8 @@ def _parts(name: str, builder) -> tuple[str, str]:
 
 
 def _refuse_if_unreachable(name: str, directory: Path, builder) -> None:
-    hosts = {urlsplit(url).hostname for url in builder.url_infos}
-    silent = sorted(host for host in hosts if host and not reachable(host))
+    hosts = {urlsplit(url)[:2] for url in builder.url_infos or ()}  # some tell nothing of what they will download
+    silent = sorted({host for scheme, host in hosts if host and not reachable(f"{scheme}://{host}")})
     if silent:
         raise DataError(
             f"no {name} in {directory} and {', '.join(silent)} does not answer; put a prepared copy there, or give "
@@ -83,6 +101,11 @@ def _read(tfds, builder, part: str, picture: str, label: str, side: int) -> tupl
     decoded, labels = [], []
     for example in tfds.as_numpy(builder.as_dataset(split=part, shuffle_files=False, read_config=config)):
         levels = example[picture]
+        if example[label] < 0:
+            raise UsageError(
+                f"dataset={builder.name}: its split {part} has images without a class (label {example[label]}), which "
+                "can be neither learned nor scored; give another --dataset"
+            )
         decoded.append(images.fit(Image.fromarray(levels.squeeze(-1) if levels.shape[-1] == 1 else levels), side))
         labels.append(example[label])
     return np.stack(decoded), np.array(labels, np.int64)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from cifar_towers.config import BUILT_IN, FOLDER
 from cifar_towers.data import cifar10, folders, images, prepared, synthetic
 from cifar_towers.data.dataset import CIFAR10, Dataset, Split, hold_out
-from cifar_towers.errors import DataError, UsageError
+from cifar_towers.errors import DataError, UsageError, printable
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +18,7 @@ class Source(NamedTuple):
     name: str  # as `--dataset` has it, but never "auto"
     directory: Path | None
     banner: str = ""  # what the user must know of the choice
+    folder: folders.Folder | None = None  # what was found in it, where it is one of pictures
 
 
 def find(dataset: str, data_dir: str = "") -> Source:
@@ -33,8 +34,8 @@ def find(dataset: str, data_dir: str = "") -> Source:
     if dataset == "synthetic":
         return Source("synthetic", None)
     if dataset.startswith(FOLDER):
-        root = folders.find(Path(dataset.removeprefix(FOLDER))).root
-        return Source(f"{FOLDER}{root}", root)
+        folder = folders.find(Path(dataset.removeprefix(FOLDER)))
+        return Source(f"{FOLDER}{folder.root}", folder.root, folder=folder)
     if dataset not in BUILT_IN:
         return Source(dataset, cifar10.tfds_directory(data_dir))
     try:
@@ -63,16 +64,16 @@ def load(
             if not fall_back or cifar10.is_prepared(source.directory):  # a damaged copy is never papered over
                 raise
             source = _stand_in(error)
-    elif source.name.startswith(FOLDER):
-        train, test = folders.load(folders.find(source.directory), side)
+    elif source.folder:
+        train, test = folders.load(source.folder, side)
     elif source.name != "synthetic":
         train, test = prepared.load(source.name, source.directory, side)
     if source.name == "synthetic":
         train, test = synthetic.load()
     if source.name != "cifar10":
         for name, split in (("train", train), ("test", test)):
-            classes, count = len(split.traits.class_names), len(split.labels)
-            log.info("%s %s: %d images of %d classes, sha256 %s", source.name, name, count, classes, split.digest[:16])
+            told = f"{len(split.labels)} images of {len(split.traits.class_names)} classes, sha256 {split.digest[:16]}"
+            log.info("%s %s: %s", printable(source.name), name, told)
     train, test = (_resized(split, side) for split in (train, test))
     if validation_examples >= len(train.labels):
         raise UsageError(f"validation_examples={validation_examples} leaves none of {len(train.labels)} to train on")

@@ -275,8 +275,7 @@ class Reporter:
 
     def _environment(self) -> dict:
         """Where the run runs, on what, and what it is made of."""
-        digests = {name: getattr(self.dataset, name).digest for name in ("train", "test")}
-        environment = records.environment(self.towers, self.precision, digests)
+        environment = records.environment(self.towers, self.precision, self.dataset.digests())
         environment["synthetic_data"] = self.banner
         environment["class_names"] = list(self.dataset.traits.class_names)
         environment["variables"] = [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import Dataset
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import DataError, UsageError
 from cifar_towers.reporting import records
 from cifar_towers.training import checkpoints
 
@@ -26,7 +26,7 @@ def newest(directory: Path, config: TrainConfig, dataset: Dataset) -> tuple[Path
 
     Raises:
       UsageError: it was made with another recipe or data set; the message names what differs.
-      DataError: there are checkpoints, and all are damaged.
+      DataError: there are checkpoints, and all are damaged; or the data set has other images than it was made with.
     """
     checkpoint = checkpoints.newest(directory)
     if not checkpoint:
@@ -40,10 +40,11 @@ def newest(directory: Path, config: TrainConfig, dataset: Dataset) -> tuple[Path
             f"{checkpoint} was made with other settings ({', '.join(differing)}); "
             "give those, another --train_dir, or --fresh to start again in this one"
         )
-    if facts.get("train_sha256", dataset.train.digest) != dataset.train.digest:
-        raise UsageError(
-            f"{checkpoint} was made with other training images than {dataset.name} has now; put those back, or give "
-            "another --train_dir, or --fresh to start again in this one"
+    changed = dataset.changed(facts)
+    if changed:
+        raise DataError(
+            f"{checkpoint} was made with other {' and '.join(changed)} images than {dataset.name} has now; put those "
+            "back, or give another --train_dir, or --fresh to start again in this one"
         )
     return checkpoint, facts
 

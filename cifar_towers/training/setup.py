@@ -11,7 +11,7 @@ from keras.src.utils import naming  # clear_session, which does it too, ends the
 
 from cifar_towers.config import DeviceConfig, TrainConfig
 from cifar_towers.data.augment import Augmentation
-from cifar_towers.data.dataset import Split, Traits
+from cifar_towers.data.dataset import Split, Traits, in_parts
 from cifar_towers.errors import UsageError
 from cifar_towers.models import MODELS, own
 from cifar_towers.models.cifarnet import WEIGHT_DECAYS
@@ -29,6 +29,8 @@ from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import make_train_step
 
 log = logging.getLogger(__name__)
+
+WHITENED_AT_ONCE = 5000 * 32 * 32  # pixels, whose patches take a hundred bytes each
 
 
 def open_towers(config: DeviceConfig) -> list[Tower]:
@@ -104,8 +106,9 @@ def make_model(config: TrainConfig, computed_in: str, traits: Traits, train: Spl
     options = {"dtype": precision.POLICIES[computed_in], "num_classes": len(traits.class_names)}
     if config.model.startswith("speednet"):
         if train is not None:
-            images = make_augmentation(config, traits).evaluate(train.images[: config.whitening_images])
-            options["whitening"] = whitening_kernel(images.numpy())
+            parts = in_parts(train.images[: config.whitening_images], WHITENED_AT_ONCE)
+            normalise = make_augmentation(config, traits).evaluate
+            options["whitening"] = whitening_kernel(normalise(images).numpy() for images in parts)
     else:
         options["side"] = config.crop or traits.side
     model = MODELS[config.model](**options)

@@ -362,7 +362,7 @@ class Trainer:
             "recipe": directory.recipe_of(self.config),
             "dataset": self.dataset.name,
             "traits": self.dataset.traits._asdict(),
-            "train_sha256": self.dataset.train.digest,
+            **{f"{name}_sha256": digest for name, digest in self.dataset.digests().items()},
             "precision": self.precision,
             "towers": len(self.towers),
             "strategy": self.config.strategy,

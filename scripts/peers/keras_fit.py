@@ -28,7 +28,7 @@ def main() -> None:
     towers = make_towers(given.mirrored)
     options = {"side": data["images"].shape[1], "dtype": POLICIES[given.precision]}
     if given.model.startswith("speednet"):
-        options["whitening"] = whitening_kernel(data["images"])
+        options["whitening"] = whitening_kernel([data["images"]])
     run = peers.fit_arrays(
         MODELS[given.model](**options),
         towers,

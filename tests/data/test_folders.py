@@ -1,11 +1,13 @@
 """Data sets of one's own: folders of pictures, and TensorFlow Datasets' others."""
 
+import os
+
 import numpy as np
 import pytest
 import tensorflow as tf
 from PIL import Image
 
-from cifar_towers.data import folders, prepared, sources, synthetic
+from cifar_towers.data import dataset, folders, prepared, sources, synthetic
 from cifar_towers.data.dataset import Split, Traits, moments
 from cifar_towers.errors import DataError, UsageError
 
@@ -79,6 +81,21 @@ def empty_class(root):
     (root / "zebra").mkdir()
 
 
+def train_beside_something_else(root):
+    fill(root / "train")
+    fill(root / "held out")
+
+
+def train_and_test_of_other_names(root):
+    fill(root / "Training")
+    fill(root / "Testing")
+
+
+def class_in_another_encoding(root):
+    fill(root)
+    (root / "class 3").rename(root / os.fsdecode("Möwe".encode("latin1")))
+
+
 def damaged(root):
     fill(root)
     (root / "class 1" / "bad.png").write_bytes(b"no picture")
@@ -92,6 +109,15 @@ def damaged(root):
         (class_missing_in_test, "no pictures of class 2 to test on"),
         (class_only_in_test, "class 2 in test, and not in train"),
         (empty_class, "no pictures of zebra to train on"),
+        (
+            train_beside_something_else,
+            "train has no pictures of its own, so is no class; call it train and put test beside it",
+        ),
+        (
+            train_and_test_of_other_names,
+            "Training has no pictures .* or give --dataset=folder:.*/set/Training, of which",
+        ),
+        (class_in_another_encoding, r"M\\udcf6we cannot be written down, as it is not in UTF-8; rename it"),
         (damaged, "1 of 2[0-9] pictures cannot be read: .*bad.png is not a JPEG"),
         (lambda root: None, "No such file or directory"),
     ],
@@ -103,12 +129,66 @@ def test_folders_that_are_no_data_set_are_told_in_a_line(tmp_path, make, told):
     assert "\n" not in str(caught.value)
 
 
-def test_moments_by_hand():
+def test_a_class_may_be_called_train(tmp_path):
+    fill(tmp_path, [0, 1])
+    (tmp_path / "class 1").rename(tmp_path / "train")
+    assert set(folders.find(tmp_path).train) == {"class 0", "train"}
+
+
+def test_folders_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    fill(tmp_path)
+    closed = tmp_path / "class 2" / "closed"
+    closed.mkdir()
+    scandir = os.scandir
+
+    def refused(place):
+        if os.fspath(place) == os.fspath(closed):
+            raise PermissionError(13, "Permission denied", os.fspath(place))
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", refused)  # for root, no folder is closed
+    with pytest.raises(DataError, match=r"cannot be read: .*class 2/closed \(Permission denied\)"):
+        folders.find(tmp_path)
+
+
+@pytest.mark.parametrize("data_dir", ["", "~nobody-of-this-name/data"])
+def test_a_home_that_is_not_there_is_told_in_a_line(data_dir):
+    with pytest.raises(DataError, match="~nobody-of-this-name"):
+        sources.find("cifar100" if data_dir else "folder:~nobody-of-this-name/data", data_dir)
+
+
+def test_names_cannot_write_to_the_terminal(tmp_path):
+    fill(tmp_path)
+    odd = os.fsdecode(b"a\n\x1b[31m\xff.png")
+    (tmp_path / "class 1" / odd).write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"class 1/a\\n\\x1b\[31m\\udcff.png is not a JPEG") as caught:
+        sources.load(sources.find(f"folder:{tmp_path}"))
+    assert str(caught.value).isprintable()
+
+
+def test_a_folder_is_looked_through_once(tmp_path):
+    fill(tmp_path)
+    source = sources.find(f"folder:{tmp_path}")
+    (tmp_path / "class 9").mkdir()  # what is loaded is what was found
+    assert sources.load(source)[1].traits.class_names == tuple(source.folder.train)
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_moments_by_hand(monkeypatch, at_once):
+    monkeypatch.setattr(dataset, "COUNTED", at_once)
     images = np.zeros((2, 1, 2, 2), np.uint8)
     images[0, 0, :, 0] = 10, 20
     images[1, 0, :, 0] = 30, 40
     mean, deviation = moments(images)
     assert mean == (25.0, 0.0) and deviation == (pytest.approx(np.sqrt(125)), 1.0)
+
+
+def test_parts_have_so_many_pixels_together():
+    images = np.arange(5 * 4 * 2).reshape(5, 4, 2, 1)
+    for pixels, sizes in ((100, [5]), (40, [5]), (31, [3, 2]), (16, [2, 2, 1]), (1, [1] * 5)):
+        parts = [*dataset.in_parts(images, pixels)]
+        assert [len(part) for part in parts] == sizes
+        np.testing.assert_array_equal(np.concatenate(parts), images)
 
 
 def test_traits_survive_json():
@@ -120,25 +200,72 @@ def test_traits_survive_json():
 
 
 def test_data_that_is_not_there_is_told_in_a_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(prepared, "reachable", lambda host: False)
+    monkeypatch.setattr(prepared, "reachable", lambda url: False)
     with pytest.raises(DataError, match=r"no cifar100 in .* and .*toronto.edu does not answer; put a prepared copy"):
         sources.load(sources.find("cifar100", str(tmp_path)))
     with pytest.raises(UsageError, match="dataset=cifar1O: TensorFlow Datasets has none of this name"):
         sources.load(sources.find("cifar1O", str(tmp_path)))
 
 
-def test_a_local_builder_is_read_as_any_other(tmp_path):
+def test_a_builder_that_tells_no_addresses_may_try_to_download(tmp_path):
+    class Builder:
+        url_infos = None
+
+    prepared._refuse_if_unreachable("shapes", tmp_path, Builder)
+
+
+def prepare(root, names="xyz", **labels):
+    """Prepares a set of TFDS's named `shapes`, with a split for each of `labels`; where its description is."""
     import tensorflow_datasets as tfds
 
-    kinds = {"picture": tfds.features.Image(shape=(None, None, 3)), "kind": tfds.features.ClassLabel(names="xyz")}
-    columns = {"picture": SET.images[:30, :20], "kind": np.arange(30) % 3}
+    kinds = {"picture": tfds.features.Image(shape=(None, None, 3)), "kind": tfds.features.ClassLabel(names=names)}
+    columns = {split: {"picture": SET.images[: len(of), :20], "kind": of} for split, of in labels.items()}
     tfds.dataset_builders.store_as_tfds_dataset(
-        "tiny_shapes",
+        "shapes",
         "1.0.0",
         features=tfds.features.FeaturesDict(kinds),
-        split_datasets={"train": tf.data.Dataset.from_tensor_slices(columns)},
-        data_dir=tmp_path,
+        split_datasets={split: tf.data.Dataset.from_tensor_slices(column) for split, column in columns.items()},
+        data_dir=root,
     )
-    _, data = sources.load(sources.find("tiny_shapes", str(tmp_path)))
+    return root / "shapes" / "1.0.0"
+
+
+def test_a_local_builder_is_read_as_any_other(tmp_path):
+    prepare(tmp_path, train=np.arange(30) % 3)
+    _, data = sources.load(sources.find("shapes", str(tmp_path)))
     assert data.traits.class_names == ("x", "y", "z") and data.traits.side == 32
     assert (len(data.train.labels), len(data.test.labels)) == (24, 6)
+
+
+@pytest.mark.parametrize(
+    ("names", "labels", "told"),
+    [
+        ("xyz", {"train": [0, 1, 2], "test": [0, -1]}, r"its split test has images without a class \(label -1\)"),
+        ("x", {"train": [0, 0, 0]}, "dataset=shapes has one class; two are the fewest"),
+    ],
+)
+def test_prepared_sets_that_cannot_be_learned_are_told_in_a_line(tmp_path, names, labels, told):
+    prepare(tmp_path, names, **labels)
+    with pytest.raises(UsageError, match=told):
+        sources.load(sources.find("shapes", str(tmp_path)))
+
+
+def test_a_description_that_is_broken_is_told_in_a_line(tmp_path):
+    place = prepare(tmp_path, train=[0, 1, 2] * 5)
+    for file, content in (
+        ("dataset_info.json", b""),
+        ("dataset_info.json", b"{}"),
+        ("dataset_info.json", b"\xff"),
+        ("dataset_info.json", b'{"name": 5}'),
+        ("features.json", b"{"),
+        ("features.json", None),
+    ):
+        whole = (place / file).read_bytes()
+        (place / file).unlink()
+        if content is not None:
+            (place / file).write_bytes(content)
+        with pytest.raises(DataError, match=r"cannot be read from .*/shapes \(.*delete it and let it be") as caught:
+            sources.load(sources.find("shapes", str(tmp_path)))
+        assert "\n" not in str(caught.value)
+        (place / file).write_bytes(whole)
+    sources.load(sources.find("shapes", str(tmp_path)))

@@ -3,6 +3,7 @@
 import io
 import os
 import struct
+import warnings
 import zlib
 
 import numpy as np
@@ -169,6 +170,18 @@ def test_arrays_are_resized_as_files_are():
         [np.asarray(Image.fromarray(one).resize((32, 32), Image.Resampling.BILINEAR)) for one in levels]
     )
     np.testing.assert_array_equal(images.fit_all(levels, 32), expected)
+
+
+def test_many_are_read_in_threads_and_what_is_wrong_is_told_by_their_places(tmp_path, recwarn):
+    filters = [*warnings.filters]
+    paths = [tmp_path / f"{index}.png" for index in range(40)]
+    for index, path in enumerate(paths):
+        image = encoded(Image.new("RGB", (8, 8), (5 * index, 0, 0)), "PNG", exif=b"II*\0\x08\0\0\0\x05\0")  # cut off
+        path.write_bytes(image if index % 7 else b"no picture")
+    levels, wrong = images.read_all(paths, 4)
+    assert [*wrong] == [0, 7, 14, 21, 28, 35] and all("is not a JPEG" in told for told in wrong.values())
+    assert levels[:, 0, 0, 0].tolist() == [5 * index if index % 7 else 0 for index in range(40)]
+    assert warnings.filters == filters and not recwarn
 
 
 BASES = [encoded(photo(24, 20, mode), kind) for kind, mode in KINDS] + [

@@ -1,4 +1,6 @@
+import contextlib
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 
 from cifar_towers.data import cifar10, dataset, sources, synthetic
 from cifar_towers.data.dataset import Split
+from cifar_towers.data.network import reachable
 from cifar_towers.errors import DataError, UsageError
 
 
@@ -18,6 +21,34 @@ def nothing_decoded(monkeypatch, tmp_path):
 @pytest.fixture
 def offline(monkeypatch):
     monkeypatch.setattr(cifar10, "reachable", lambda host, timeout: False)
+
+
+@pytest.fixture
+def no_proxy(monkeypatch):
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+
+
+def test_a_host_is_asked_at_the_port_of_its_address(no_proxy, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert reachable(f"http://127.0.0.1:{port}/some/file")
+    assert not reachable(f"http://127.0.0.1:{port}/some/file")
+    asked = []
+    monkeypatch.setattr(socket, "create_connection", lambda at, timeout: asked.append(at) or contextlib.nullcontext())
+    assert reachable("http://one.org/a") and reachable("https://two.org/b")
+    assert asked == [("one.org", 80), ("two.org", 443)]
+    assert reachable("gs://bucket/c") and len(asked) == 2  # no address that could be asked
+
+
+@pytest.mark.parametrize(
+    ("variable", "through"), [("http_proxy", "http"), ("HTTPS_PROXY", "https"), ("all_proxy", "http")]
+)
+def test_behind_a_proxy_nobody_is_asked(no_proxy, monkeypatch, variable, through):
+    monkeypatch.setenv(variable, "http://127.0.0.1:1")
+    assert reachable(f"{through}://127.0.0.1:2")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert not reachable(f"{through}://127.0.0.1:2")
 
 
 def test_missing_cifar10_says_what_to_put_where(offline, tmp_path):
@@ -62,9 +93,22 @@ def test_held_out_examples_leave_train_and_stay_the_same():
     assert dataset.hold_out(train, 0)[0] is train
 
 
-def test_holding_out_everything():
-    with pytest.raises(UsageError, match="leaves none of 10000"):
-        sources.load(sources.Source("synthetic", None), 10_000)
+def test_splits_that_changed_are_told_by_what_a_checkpoint_knows_of_them():
+    train, test, other = (synthetic.make(20, 0, stream) for stream in range(3))
+    kept, held = dataset.hold_out(train, 5)
+    data = dataset.Dataset("some", kept, held, test)
+    facts = {f"{name}_sha256": digest for name, digest in data.digests().items()}
+    assert facts.keys() == {"train_sha256", "validation_sha256", "test_sha256"} and not data.changed(facts)
+    assert data._replace(test=other).changed(facts) == ["test"]
+    assert data._replace(train=other, validation=other).changed(facts) == ["train", "validation"]
+    del facts["test_sha256"]  # as older ones are
+    assert not data._replace(test=other).changed(facts)
+
+
+def test_holding_out_everything(monkeypatch):
+    monkeypatch.setattr(synthetic, "load", lambda: (synthetic.make(20, 0, 0), synthetic.make(10, 0, 1)))
+    with pytest.raises(UsageError, match="leaves none of 20"):
+        sources.load(sources.Source("synthetic", None), 20)
 
 
 def split_of(counts):
