@@ -15,7 +15,7 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-from tests.faults import chamber, damage, fulldisk, poison, runs, saving, soak, subjects
+from tests.faults import chamber, cluster, damage, fulldisk, poison, runs, saving, soak, subjects
 
 EXPERIMENTS = [
     *saving.EXPERIMENTS,
@@ -24,6 +24,7 @@ EXPERIMENTS = [
     *poison.EXPERIMENTS,
     *soak.EXPERIMENTS,
     *runs.EXPERIMENTS,
+    *cluster.EXPERIMENTS,
 ]
 
 
@@ -40,7 +41,8 @@ def main() -> int:
     for experiment in EXPERIMENTS:
         if re.search(given.only, experiment.name):
             chamber.run(experiment, log, long=given.long, seed=given.seed)
-    told = "\n\n".join([chamber.table(log.rows), runs.latencies(log.rows)])
+    told = [chamber.table(log.rows), runs.latencies(log.rows), cluster.noticed(log.rows)]
+    told = "\n\n".join(filter(None, told))
     (out / "table.md").write_text(told + "\n")
     print(told)
     failed = [row for row in log.rows if row["ok"] != "True" and row["subject"] == subjects.OURS]
