@@ -59,12 +59,12 @@ def _cluster(config: settings.TrainConfig):
 
     mine = members.addresses[members.index]
     if not config.allow_public_cluster:
-        addresses.refuse_public(mine)
+        addresses.refuse_public(mine, config.worker_wait_seconds)
     if members.index:
         logging.getLogger("cifar_towers").setLevel(logging.WARNING)  # the chief speaks for all
     log.info(
         f"{members.name(members.index)}: TensorFlow opens port {mine.rpartition(':')[2]} on every interface and asks "
-        "nobody who comes for a password; see docs/cluster.md"
+        "nobody who comes there who it is; see docs/cluster.md"
     )
     with team.joined(members, settings.shared_settings(config), config.worker_wait_seconds) as joined:
         yield joined

@@ -31,8 +31,7 @@ class StopRequest:
 
     def listen(self) -> "StopRequest":
         """Installs the handlers; call it in the main thread."""
-        for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+        self.take_over()
         sys.unraisablehook = self._unraisable
         # Python runs handlers between its own instructions, so not inside a long step; this thread hears at once.
         hears, tells = os.pipe()
@@ -40,6 +39,11 @@ class StopRequest:
         signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(hears,), daemon=True).start()
         return self
+
+    def take_over(self) -> None:
+        """Installs the handlers again, as after a library that has put its own in their place."""
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
 
     def defer(self) -> None:
         """From now on somebody calls `check` and leaves when all is saved."""

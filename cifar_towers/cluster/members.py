@@ -4,11 +4,13 @@ import ipaddress
 import json
 import re
 import socket
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import LostError, UsageError
 
+RETRY = 0.2  # seconds between two tries to find or reach another worker
 TALK_OFFSET = 100  # from a worker's port, which is TensorFlow's, to the one that worker 0 talks with the others at
 SLURM_PORTS = 20_000  # what jobs under Slurm take their ports from, and how many there are
 WAYS = "give --workers=host:port,... and --worker_index, or set TF_CONFIG, or start it with srun"
@@ -93,19 +95,29 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def refuse_public(address: str) -> None:
+def resolve(host: str, port: int, seconds: float) -> list[tuple]:
+    """What `socket.getaddrinfo` says of a host; waits for a name that is not known yet, as those of new pods.
+
+    Raises:
+      LostError: it is not known after these seconds either.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LostError(f"workers: {host}:{port} has no address: {error.strerror}") from error
+            time.sleep(RETRY)
+
+
+def refuse_public(address: str, seconds: float) -> None:
     """Refuses to open a port that the whole internet may reach.
 
     Raises:
-      UsageError: the host has an address that is not a private one.
+      UsageError: the host has an address that is not a private one. LostError: it has none after these seconds.
     """
-    host, port = split_address(address)
-    try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-    except OSError as error:
-        raise UsageError(
-            f"workers: {host}, where this worker is to listen, has no address: {error.strerror}"
-        ) from error
+    found = {info[4][0] for info in resolve(*split_address(address), seconds)}
     public = sorted(ip for ip in found if ipaddress.ip_address(ip.partition("%")[0]).is_global)
     if public:
         raise UsageError(

@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from cifar_towers.cluster import wire
-from cifar_towers.cluster.members import TALK_OFFSET, Members, split_address
+from cifar_towers.cluster.members import RETRY, TALK_OFFSET, Members, resolve, split_address
 from cifar_towers.errors import LostError, UsageError
 
 Connections = dict[int, socket.socket]  # by worker
 HELLO, VERDICT = b"h", b"v"
 PATIENCE = 5.0  # seconds for one who is there to say who it is, and for the chief to judge
 MOST_SAID = 2**20  # bytes of what a worker says of itself
-RETRY = 0.2  # seconds between tries to reach the chief
 SILENCE = 20.0  # seconds without a sign of life until a worker is lost
 
 
@@ -40,7 +39,7 @@ def meet(members: Members, settings: Mapping[str, Any], seconds: float) -> Conne
         "process": f"process {os.getpid()} on {socket.gethostname()}",
         "trouble": _port_taken(members),
     }
-    if members.index == 0 and (listener := _listen(members)):
+    if members.index == 0 and (listener := _listen(members, seconds)):
         connections = _judge(members, hello, *_collect(listener, members.size, seconds))
         threading.Thread(target=_turn_away, args=(listener, members), daemon=True).start()
         return connections
@@ -61,23 +60,20 @@ def _port_taken(members: Members) -> str:
 # The chief --------------------------------------------------------------------------------------------------------
 
 
-def _listen(members: Members) -> socket.socket | None:
+def _listen(members: Members, seconds: float) -> socket.socket | None:
     """The chief's door; None if somebody else has it already, who may be another process that is worker 0."""
     host, port = members.talk_address
+    family, *_, address = resolve(host, port, seconds)[0]
+    shared = all(split_address(each)[0] == host for each in members.addresses)
+    if address[0].startswith("127.") and not shared:  # this machine's own name for itself, which others do not share
+        address = ("", port)
     try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        local = all(split_address(each)[0] == host for each in members.addresses)
-        loopback = (
-            str(address[0]).startswith("127.") and not local
-        )  # a host's own name for itself, which others do not share
-        return socket.create_server(("" if loopback else address[0], port), family=family, backlog=members.size)
-    except socket.gaierror as error:
-        raise UsageError(f"workers: {host} has no address: {error.strerror}") from error
+        return socket.create_server(address[:2], family=family, backlog=members.size)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
         raise UsageError(
-            f"worker 0 cannot listen at {host}:{port}: {error.strerror}; it is to be an address of this machine"
+            f"worker 0 cannot listen at {_place(members)}: {error.strerror}; it is to be an address of this machine"
         ) from error
 
 

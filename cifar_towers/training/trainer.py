@@ -48,6 +48,7 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: 
     clock, team = Clock(), team or alone()
     stop.leave_at_once(NOTHING_DONE)
     strategy, towers = setup.open_cluster(config) if config.members else (None, setup.open_towers(config))
+    stop.take_over()  # TensorFlow's server listens for SIGTERM itself
     config.tower_batch_size(len(towers))
     source, dataset = sources.load(
         source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cifar_towers.cluster.members import Members, find_members, refuse_public
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import LostError, UsageError
 
 THREE = ("a:5000", "b:5000", "c:5000")
 
@@ -79,10 +79,15 @@ def test_what_is_no_cluster_is_told_in_a_line(given, told):
     "address", ["127.0.0.1:5000", "10.1.2.3:5000", "192.168.1.1:5000", "[::1]:5000", "100.64.0.1:1"]
 )
 def test_private_addresses_are_fine(address):
-    refuse_public(address)
+    refuse_public(address, 0)
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8:5000", "[2606:4700::1]:5000"])
 def test_public_addresses_are_refused(address):
     with pytest.raises(UsageError, match="allow_public_cluster"):
-        refuse_public(address)
+        refuse_public(address, 0)
+
+
+def test_a_name_that_nobody_knows_is_waited_for_and_told():
+    with pytest.raises(LostError, match="nowhere.invalid:5000 has no address"):
+        refuse_public("nowhere.invalid:5000", 0.3)
