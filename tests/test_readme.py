@@ -1,4 +1,4 @@
-"""What the README says is so."""
+"""What the README says is so, and what docs/scale.md computes."""
 
 import re
 from pathlib import Path
@@ -45,3 +45,13 @@ def test_every_flag_target_and_file_it_names_exists():
     assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
     for path in re.findall(r"\b(?:cifar_towers|configs|scripts)/[\w/.]*\w", README):
         assert (ROOT / path).exists(), path
+
+
+def test_the_tables_of_docs_scale_are_what_its_lines_print(capsys):
+    """Each block of Python is followed by what it prints, where the blocks before it have run."""
+    page, names = (ROOT / "docs/scale.md").read_text(), {}
+    blocks = re.findall(r"```python\n(.*?)```\n\n((?:\|[^\n]*\n)+)\n", page, re.S)
+    assert len(blocks) == page.count("```python")
+    for code, table in blocks:
+        exec(compile(code, "docs/scale.md", "exec"), names)
+        assert capsys.readouterr().out == table

@@ -1,6 +1,6 @@
 """For machines we do not have: what one synchronous step sends between devices, and how long that would take.
 
-`step_bytes` derives it from a model's variables alone, and `predict` turns it into times and efficiencies of 1 to 64
+`step_bytes` derives it from a model's variables alone, and `predict` turns it into times and efficiencies of many
 devices. The tests hold the bytes to those that `transfers` counts in traced steps.
 """
 
@@ -109,14 +109,17 @@ def predict(
     per_device_batch: bool = False,
     overlap: float = 0.0,
     gradient_device: str = "",
+    latency_seconds: float = 0.0,
 ) -> list[Prediction]:
     """Time and efficiency of a step, for each way and each number of GPUs, K.
 
     Assumed: every GPU, and the host, has one full-duplex link to a switch that is never the bottleneck. Reading,
     computing, gathering and scattering follow one another, and each transfer takes as long as the busiest direction
-    of a link. A real step sends a gradient as soon as it has it, so without `overlap` the transfers cost more here
-    than there. Other things cost less: messages have no latency, K devices compute K times as fast as one, averages
-    and updates are free. Efficiency is images per second, divided by K times those of one GPU with all variables.
+    of a link and the latency of its messages. What a device sends in a phase, it sends at once, as one message to
+    each other device; but a ring passes on 2 (K-1) messages, one after another. A real step sends a gradient as soon
+    as it has it, so without `overlap` the transfers cost more here than there. Other things cost less: messages have
+    no latency unless it is given, K devices compute K times as fast as one, averages and updates are free. Efficiency
+    is images per second, divided by K times those of one GPU with all variables.
 
     Args:
       compute_seconds: measured on one device, for `batch_size` examples.
@@ -124,14 +127,17 @@ def predict(
       link_gb_per_s: 10^9 bytes a second, each way.
       per_device_batch: `batch_size` is that of each device, and the whole batch grows with K: weak scaling.
       overlap: the fraction of the computing time in which the links work too, 0 to 1.
+      latency_seconds: what one message takes beside the time of its bytes.
       variables, example_bytes, gradient_device: as in `step_bytes`.
 
     Raises:
-      ValueError: as `step_bytes` does; an overlap outside 0 to 1; more devices than examples; or a time, a rate or a
-        number of devices or examples that is not positive.
+      ValueError: as `step_bytes` does; an overlap outside 0 to 1; a negative latency; more devices than examples; or
+        another time, a rate or a number of devices or examples that is not positive.
     """
     if min(compute_seconds, link_gb_per_s, batch_size, *num_towers) <= 0 or not 0 <= overlap <= 1:
         raise ValueError("compute_seconds, batch_size, link_gb_per_s, num_towers must be above 0, overlap from 0 to 1")
+    if latency_seconds < 0:
+        raise ValueError(f"latency_seconds={latency_seconds:g} is below 0; give what one message takes, or 0")
     if max(num_towers) > batch_size and not per_device_batch:
         raise ValueError(f"{batch_size} examples cannot be shared by {max(num_towers)} devices")
 
@@ -141,7 +147,9 @@ def predict(
         phases = step_bytes(variables, way, towers, batch, example_bytes, gradient_device=gradient_device)
         compute = compute_seconds * -(-batch // count) / batch_size  # the largest shard's
         busiest = [max((n for both in link_loads(phase).values() for n in both), default=0) for phase in phases]
-        transfer = sum(busiest) / (link_gb_per_s * 1e9)
+        in_turn = count - 1 if way == "ring" else 1  # messages of gathering, and of scattering
+        messages = bool(phases.read) + in_turn * (bool(phases.gather) + bool(phases.scatter))
+        transfer = sum(busiest) / (link_gb_per_s * 1e9) + latency_seconds * messages
         seconds = compute + max(0.0, transfer - overlap * compute)
         return Prediction(way, count, batch, compute, transfer, seconds, batch / seconds)
 

@@ -77,7 +77,11 @@ def test_and_so_with_mirrored_variables(towers, examples):
     state, _, function = traced(towers(4), examples, model="cifarnet", strategy="mirrored", all_reduce="one_device")
     devices = [tower.device for tower in towers(4)]
     expected = step_bytes(variables_of(state.model), "one_device", devices, BATCH, EXAMPLE_BYTES)
-    assert transfers(function, scalars=False) == expected.total()
+    said = (
+        4 * 4 * (len(state.loss_averages.sums) + 3)
+    )  # [4, n] float32: losses, correct, bad, asked; needed on the first
+    rest = transfers(function, scalars=False) - expected.total()
+    assert rest == {(device, devices[0]): said for device in devices[1:]}
 
 
 @pytest.mark.parametrize(
@@ -185,6 +189,29 @@ def test_times_by_hand():
     assert hidden["ring", 1].step_seconds == pytest.approx(0.008)  # a transfer cannot take less than nothing
 
 
+def test_latency_by_hand():
+    """A millisecond a message, beside transfers that take no time to speak of; the batch is read in one."""
+    settings = {"compute_seconds": 1.0, "variables": NET, "batch_size": 12, "link_gb_per_s": 1e9}
+
+    def waits(example_bytes, **more):
+        rows = predict(**settings, example_bytes=example_bytes, num_towers=(1, 2, 4), latency_seconds=1e-3, **more)
+        found = [(row.way, round(1000 * row.transfer_seconds, 3)) for row in rows]
+        return {way: [wait for of_row, wait in found if of_row == way] for way in dict(found)}
+
+    assert waits(10) == {
+        "cpu": [2, 2, 2],  # read, gather
+        "round_robin": [1, 2, 2],
+        "least_loaded": [1, 2, 2],
+        "one_device": [1, 3, 3],  # read, gather, scatter
+        "ring": [1, 1 + 2 * 1, 1 + 2 * 3],
+    }
+    assert waits(0, ways=["one_device", "ring"]) == {"one_device": [0, 2, 2], "ring": [0, 2, 6]}
+    assert waits(0, ways=["cpu"], gradient_device="/CPU:0") == {"cpu": [2, 2, 2]}
+    assert waits(0, ways=["round_robin"], gradient_device="/CPU:0") == {"round_robin": [0, 3, 3]}
+    (row,) = predict(**settings, example_bytes=0, num_towers=[4], ways=["ring"], latency_seconds=0.1, overlap=1.0)
+    assert row.step_seconds == pytest.approx(0.6)  # 0.25 of computing hide as much of the waiting
+
+
 def test_the_largest_shard_is_waited_for():
     (row,) = predict(1.0, NET, 10, 0, 1.0, num_towers=[4], ways=["ring"])
     assert row.compute_seconds == pytest.approx(0.3)
@@ -209,3 +236,5 @@ def test_wrong_values_speak():
         predict(1.0, NET, 8, 1, 1.0)
     with pytest.raises(ValueError, match="overlap from 0 to 1"):
         predict(1.0, NET, 64, 1, 1.0, overlap=2.0)
+    with pytest.raises(ValueError, match="latency_seconds=-0.001 is below 0"):
+        predict(1.0, NET, 64, 1, 1.0, latency_seconds=-1e-3)
