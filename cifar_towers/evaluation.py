@@ -66,7 +66,6 @@ def make_classifier(
     call = _with_features(model)
 
     def on_tower(tta, weights, statistics, tower, shard):
-        weights, statistics = ([tf.convert_to_tensor(v) for v in values] for values in (weights, statistics))
         images = augmentation.evaluate(shard[0])
         plain, features, augmented = None, None, 0.0
         for share, view in views(images, tta):
@@ -86,6 +85,8 @@ def make_classifier(
         shares = team.size if len(images) >= team.size else 1
         share = team.index if shares > 1 else 0
         mine = images[len(images) * share // shares : len(images) * (share + 1) // shares]
+        # a traced function takes one mirrored variable for another of its shape, so it is given values
+        weights, statistics = ([tf.convert_to_tensor(v) for v in values] for values in (weights, statistics))
         found, wanted = [], EMBEDDED
         for batch in _even_batches(mine, len(towers)):
             plain, augmented, features = on_towers(batch, weights, statistics, tta)

@@ -7,6 +7,7 @@ from cifar_towers import evaluation
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation import Score, make_classifier, make_evaluator, score
+from cifar_towers.training.mirrored import make_strategy
 
 
 @pytest.fixture
@@ -106,3 +107,17 @@ def test_one_pass_gives_both_levels(towers, reader):
     logits = red[:, None] * kernel
     expected = np.mean([np.log(np.exp(row).sum()) - row[i] for i, row in enumerate(logits)])
     assert both[2].loss == pytest.approx(expected, rel=1e-4)
+
+
+def test_two_sets_of_mirrored_weights_are_two(towers):
+    two = towers(2)
+    with make_strategy(two).scope():
+        images = keras.Input((32, 32, 3))
+        logits = keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(images))
+        model = keras.Model(images, logits)
+        weights = [v.value for v in model.trainable_variables]
+        average = [tf.Variable(2 * v) for v in weights]
+    split = Split(np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), np.uint8), np.zeros(8, np.int64))
+    classify = make_classifier(model, two, Augmentation())
+    one, other = (classify(split.images, values, [])[0] for values in (weights, average))
+    np.testing.assert_allclose(other, 2 * one, rtol=1e-5)

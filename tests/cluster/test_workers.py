@@ -81,8 +81,10 @@ def test_two_workers_come_to_the_weights_of_two_towers(flags, tmp_path):
         assert one == other and one["count"] == 2000
     lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("workers", "towers")]
     for one, other in zip(*(map(json.loads, each) for each in lines), strict=True):
-        told = ("kind", "step", "loss", "accuracy", "towers", "confusion")
-        assert {name: one.get(name) for name in told} == pytest.approx({name: other.get(name) for name in told})
+        for name in ("kind", "step", "accuracy", "count", "confusion"):
+            assert one.get(name) == other.get(name)
+        for name, numbers in other.get("towers", {}).items():  # of the last tower's, which worker 1 has seen, too
+            assert one["towers"][name] == pytest.approx(numbers)
 
 
 @pytest.mark.slow
@@ -122,7 +124,7 @@ def test_each_way_to_tell_who_the_workers_are(flags, tmp_path, way):
 @pytest.mark.slow
 def test_a_signal_to_one_worker_saves_and_ends_all(flags, tmp_path):
     addresses = ",".join(free_addresses(2))
-    flags = [*flags, "--max_steps=400", "--strategy=multi_worker", f"--workers={addresses}"]
+    flags = [*flags, "--max_steps=4000", "--epochs=20", "--strategy=multi_worker", f"--workers={addresses}"]
     given = [*flags, f"--train_dir={tmp_path / 'run'}"]
     workers = [start("train.py", *given, f"--worker_index={index}") for index in range(2)]
     while not (tmp_path / "run" / "checkpoints").exists():  # its first is saved after the first step
