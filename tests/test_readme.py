@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.config import BenchmarkConfig, EvaluateConfig, ExportConfig, PredictConfig, SpeedrunConfig
+from cifar_towers.config import (
+    BenchmarkConfig,
+    EvaluateConfig,
+    ExportConfig,
+    LaunchConfig,
+    PredictConfig,
+    SpeedrunConfig,
+)
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -37,7 +44,7 @@ def test_the_large_perceptron_learns_the_same_on_two_towers():
 
 
 def test_every_flag_target_and_file_it_names_exists():
-    configs = (BenchmarkConfig, EvaluateConfig, ExportConfig, PredictConfig, SpeedrunConfig)
+    configs = (BenchmarkConfig, EvaluateConfig, ExportConfig, LaunchConfig, PredictConfig, SpeedrunConfig)
     known = {"flagfile", "help"}.union(*(config.__dataclass_fields__ for config in configs))
     flags = set(re.findall(r"--([a-z_]+)", README))
     assert {flag for flag in flags if flag not in known and flag.removeprefix("no") not in known} == set()

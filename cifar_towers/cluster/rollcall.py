@@ -53,7 +53,7 @@ def _port_taken(members: Members) -> str:
         with socket.create_server(("", port)):
             return ""
     except OSError as error:
-        name, why = members.name(members.index), error.strerror.lower()
+        name, why = members.name(members.index), os.strerror(error.errno).lower()
         return f"{name} cannot listen at port {port}: {why}; give it another port"
 
 

@@ -36,13 +36,11 @@ def rebuild(model: keras.Model, made: dict[type, Callable[..., Made]]) -> keras.
 
 def as_it_is(layer: keras.layers.Layer) -> Made:
     """The same layer again."""
-    return type(layer).from_config(layer.get_config()), layer.get_weights()
+    return type(layer).from_config(_settings(layer)), layer.get_weights()
 
 
 def _convolution(layer: Conv2D | Whitening) -> Made:
-    # its kernel follows; an initializer might be the project's own
-    config = layer.get_config() | {"kernel_initializer": "zeros"}
-    return keras.layers.Conv2D.from_config(config), layer.get_weights()
+    return keras.layers.Conv2D.from_config(_settings(layer)), layer.get_weights()
 
 
 def _batch_norm(layer: BatchNorm) -> Made:
@@ -76,6 +74,12 @@ def _local_response_norm(layer: LocalResponseNorm) -> Made:
     squares = keras.layers.Conv2D(shape[-1], 1, use_bias=False, name=f"{layer.name}_sum")(keras.ops.square(images))
     made = keras.Model(images, images * keras.ops.power(layer.bias + squares, -layer.beta), name=layer.name)
     return made, [near[None, None].astype("f4")]
+
+
+def _settings(layer: keras.layers.Layer) -> dict:
+    """A layer's configuration without initializers, which might be the project's own; its weights follow."""
+    settings = layer.get_config()
+    return settings | {name: "zeros" for name in settings if name.endswith("_initializer")}
 
 
 def _common(layer: keras.layers.Layer) -> dict:
