@@ -201,7 +201,8 @@ def deployed_model(deployed: Deployed) -> keras.Model:
         mean = keras.ops.mean(x, [1, 2, 3], keepdims=True)
         deviation = keras.ops.std(x, [1, 2, 3], keepdims=True)
         x = (x - mean) / keras.ops.maximum(deviation, (3 * side**2) ** -0.5)
-    probabilities = keras.layers.Softmax(dtype="float32", name="probabilities")(deployed.net(x))
+    logits = deployed.net(x, training=False)  # else a resizing layer before it lets it train wherever nothing is said
+    probabilities = keras.layers.Softmax(dtype="float32", name="probabilities")(logits)
     names = keras.layers.StringLookup(
         vocabulary=list(deployed.class_names), num_oov_indices=0, invert=True, name="class_name"
     )
@@ -211,7 +212,7 @@ def deployed_model(deployed: Deployed) -> keras.Model:
 
 def _open_keras(path: Path):
     model = keras.models.load_model(path, compile=False)
-    return lambda images: model(tf.constant(images), training=False)["probabilities"].numpy()
+    return lambda images: model(tf.constant(images))["probabilities"].numpy()
 
 
 def _write_litert(deployed: Deployed, path: Path) -> None:
