@@ -17,6 +17,7 @@ from cifar_towers.towers.cost import (
     predict_table,
     step_bytes,
 )
+from cifar_towers.towers.placement import PLACEMENTS
 from cifar_towers.towers.transfers import transfers
 from cifar_towers.training import setup
 
@@ -50,9 +51,14 @@ def variables_of(model):
     return [VariableBytes(v.value.shape.num_elements() * 4, role_of.get(id(v), "statistic")) for v in born]
 
 
+SETUPS = [(model, placement) for model in ("cifarnet", "resnet20") for placement in PLACEMENTS]
+LONG = [setup for setup in SETUPS if setup[0] == "resnet20" and setup[1] != "least_loaded"]
+
+
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("placement", ["cpu", "round_robin", "least_loaded"])
-@pytest.mark.parametrize("model", ["cifarnet", "resnet20"])
+@pytest.mark.parametrize(
+    ("model", "placement"), [pytest.param(*s, marks=[pytest.mark.slow] if s in LONG else []) for s in SETUPS]
+)
 def test_the_model_is_what_a_traced_step_sends(towers, examples, model, placement, count):
     state, _, function = traced(towers(count), examples, model=model, variable_placement=placement)
     devices = [tower.device for tower in towers(count)]
