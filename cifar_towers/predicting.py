@@ -36,7 +36,7 @@ def predict(config: PredictConfig) -> None:
     width = max(len(_shown(path)) for path, _ in expanded)
     for start in range(0, len(expanded), size):
         some = expanded[start : start + size]
-        levels, told = images.read_all([path for path, _ in some], side)
+        levels, told = images.read_all([path for path, _ in some], side, at_once=1)  # memory stays small
         told |= {place: wrong for place, (_, wrong) in enumerate(some) if wrong}
         levels = np.pad(levels, [(0, size - len(some)), (0, 0), (0, 0), (0, 0)])  # always as many: one size is traced
         found = softmax(classify(levels, *trained.variables_of(model), config.tta)[1])

@@ -32,9 +32,9 @@ class PictureError(Exception):
     """A file that is no picture, or none that is read here; the message is one line without its name."""
 
 
-def read_all(paths: Sequence[Path], side: int) -> tuple[np.ndarray, dict[int, str]]:
+def read_all(paths: Sequence[Path], side: int, at_once: int | None = None) -> tuple[np.ndarray, dict[int, str]]:
     """[n, side, side, 3] uint8, each as `read` does it, and by their places what is wrong with those that cannot be
-    read, which are black."""
+    read, which are black; so many `at_once`, each of which may take 235 MB, or one for each processor."""
     levels = np.zeros((len(paths), side, side, 3), np.uint8)
 
     def place(index: int) -> str:
@@ -44,7 +44,10 @@ def read_all(paths: Sequence[Path], side: int) -> tuple[np.ndarray, dict[int, st
             return str(error)
         return ""
 
-    with warnings.catch_warnings(), ThreadPoolExecutor(os.cpu_count()) as pool:  # threads share one list of filters
+    with (
+        warnings.catch_warnings(),
+        ThreadPoolExecutor(at_once or os.cpu_count()) as pool,
+    ):  # threads share one list of filters
         warnings.simplefilter("ignore")  # Pillow's of large and odd pictures; ours are what is returned
         wrong = {index: told for index, told in enumerate(pool.map(place, range(len(paths)))) if told}
     return levels, wrong
