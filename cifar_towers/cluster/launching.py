@@ -46,7 +46,7 @@ def launch(
     return next(filter(None, codes.values()), 0)
 
 
-def free_addresses(count: int) -> list[str]:
+def free_addresses(count: int) -> tuple[str, ...]:
     """Addresses on the loopback whose ports are free, as is the one that the first worker talks at."""
     while True:
         with contextlib.ExitStack() as held:
@@ -56,7 +56,7 @@ def free_addresses(count: int) -> list[str]:
             with contextlib.suppress(OSError):
                 if max(ports) <= HIGHEST_PORT and talk not in ports:
                     held.enter_context(socket.create_server(("127.0.0.1", talk)))
-                    return [f"127.0.0.1:{port}" for port in ports]
+                    return tuple(f"127.0.0.1:{port}" for port in ports)
 
 
 def _run(command: Sequence[str], flags: Sequence[str], num_workers: int, asked: Callable[[], int]) -> dict[int, int]:

@@ -7,7 +7,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cifar_towers.cluster import wire
@@ -109,19 +109,16 @@ def _has_ended(connection: socket.socket) -> bool:
 
 
 def _turn_away(listener: socket.socket, members: Members) -> None:
-    """Tells whoever comes when all are there that it comes too late."""
+    """Tells whoever comes when all are there that it comes too late; ends when it can hear nobody any more."""
     listener.settimeout(None)
-    while True:
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        while True:
             if visitor := _hear(listener, members.size):
                 connection, hello = visitor
                 line = f"{members.name(hello['index'])} is there already, and the cluster trains"
-                wire.send(
-                    connection,
-                    VERDICT,
-                    [f"{line}; end it first, or give this one another worker_index", LostError.exit_code],
-                )
-                connection.close()
+                verdict = [f"{line}; end it first, or give this one another worker_index", LostError.exit_code]
+                with connection, contextlib.suppress(OSError):
+                    wire.send(connection, VERDICT, verdict)
 
 
 def _judge(members: Members, mine: dict, connections: list[socket.socket], hellos: list[dict]) -> Connections:
@@ -161,14 +158,21 @@ def _trouble(members: Members, hellos: list[dict]) -> UsageError | LostError | N
         return LostError(
             f"{names} did not come to {_place(members)}; start it with the same workers and its own worker_index"
         )
-    for hello in hellos[1:]:
-        for name, setting in first["settings"].items():
-            if hello["settings"].get(name) != setting:
-                return UsageError(
-                    f"{members.name(hello['index'])} has {name}={hello['settings'].get(name)}, worker 0 has "
-                    f"{name}={setting}; give all workers the same"
-                )
+    settings = {index: hello["settings"] for index, hello in came.items()}
+    if odd := first_difference(settings.items()):
+        index, name = odd
+        return UsageError(
+            f"{members.name(index)} has {name}={settings[index].get(name)}, worker 0 has {name}={settings[0][name]}; "
+            "give all workers the same"
+        )
     return None
+
+
+def first_difference(said: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[int, str] | None:
+    """The first worker that says something else than worker 0, which comes first, and the first name of it."""
+    (_, expected), *others = said
+    different = ((worker, name) for worker, theirs in others for name in expected if theirs.get(name) != expected[name])
+    return next(different, None)
 
 
 # The others -------------------------------------------------------------------------------------------------------

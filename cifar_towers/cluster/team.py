@@ -16,7 +16,7 @@ from typing import Any
 
 from cifar_towers.cluster import wire
 from cifar_towers.cluster.members import Members
-from cifar_towers.cluster.rollcall import SILENCE, Connections, meet
+from cifar_towers.cluster.rollcall import SILENCE, Connections, first_difference, meet
 from cifar_towers.errors import Interrupted, LostError, RunError, UsageError, one_line, printable
 
 BEAT = 1.0  # seconds between signs of life
@@ -75,13 +75,13 @@ class Team:
         Raises:
           UsageError: naming the first worker and the first fact that differ; on all workers the same.
         """
-        for worker, theirs in enumerate(brought := self.gather(dict(facts))):
-            for name, mine in brought[0].items():
-                if theirs.get(name) != mine:
-                    raise UsageError(
-                        f"{self.members.name(worker)} has {name} {theirs.get(name)}, worker 0 has {mine}; "
-                        "they must be the same on all"
-                    )
+        brought = self.gather(dict(facts))
+        if odd := first_difference(enumerate(brought)):
+            worker, name = odd
+            raise UsageError(
+                f"{self.members.name(worker)} has {name} {brought[worker].get(name)}, worker 0 has {brought[0][name]}; "
+                "they must be the same on all"
+            )
 
     def part(self) -> None:
         """Waits for all others, and takes leave of them: the chief last, so that nobody seems lost."""

@@ -44,11 +44,9 @@ def read_all(paths: Sequence[Path], side: int, at_once: int | None = None) -> tu
             return str(error)
         return ""
 
-    with (
-        warnings.catch_warnings(),
-        ThreadPoolExecutor(at_once or os.cpu_count()) as pool,
-    ):  # threads share one list of filters
-        warnings.simplefilter("ignore")  # Pillow's of large and odd pictures; ours are what is returned
+    with warnings.catch_warnings(), ThreadPoolExecutor(at_once or os.cpu_count()) as pool:
+        # Pillow's warnings of large and odd pictures; ours are what is returned. Threads share one list of filters.
+        warnings.simplefilter("ignore")
         wrong = {index: told for index, told in enumerate(pool.map(place, range(len(paths)))) if told}
     return levels, wrong
 

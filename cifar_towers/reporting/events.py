@@ -69,7 +69,8 @@ class Events:
     def _append(self, event: Event) -> None:
         if not self._writer:
             self._directory.mkdir(parents=True, exist_ok=True)
-            name = PATTERN.replace("*", f"{time.time():.0f}.{platform.node()}.{os.getpid()}.{next(_files)}")
+            # Readers take the files by name, so those of one second have to sort in the order they were begun.
+            name = PATTERN.replace("*", f"{time.time():.0f}.{platform.node()}.{os.getpid()}.{next(_files):06d}")
             self._path = self._directory / name
             self._writer = tf.io.TFRecordWriter(str(self._path))
             self._writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())

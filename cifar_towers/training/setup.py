@@ -39,12 +39,7 @@ def open_towers(config: DeviceConfig) -> list[Tower]:
     Raises:
       UsageError: this machine cannot have them.
     """
-    if config.deterministic:
-        tf.config.experimental.enable_op_determinism()
-    try:
-        return make_towers(config.num_gpus, **_device_options(config))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    return _open(config, lambda **options: make_towers(config.num_gpus, **options))
 
 
 def open_cluster(config: TrainConfig) -> tuple[tf.distribute.Strategy, list[Tower]]:
@@ -53,23 +48,24 @@ def open_cluster(config: TrainConfig) -> tuple[tf.distribute.Strategy, list[Towe
     Raises:
       UsageError: this machine has no devices for its part.
     """
+    members = config.members
+    return _open(
+        config,
+        lambda **options: make_multi_worker_strategy(
+            members.addresses, members.index, config.num_gpus, config.all_reduce, **options
+        ),
+    )
+
+
+def _open(config: DeviceConfig, make: Callable):
+    """What `make` makes of this machine's devices, set up as the flags say."""
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
+    names = ("soft_placement", "gpu_memory_growth", "gpu_memory_limit_mb", "threads_per_op")
     try:
-        return make_multi_worker_strategy(
-            config.members.addresses,
-            config.members.index,
-            config.num_gpus,
-            config.all_reduce,
-            **_device_options(config),
-        )
+        return make(**{name: getattr(config, name) for name in names})
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _device_options(config: DeviceConfig) -> dict:
-    names = ("soft_placement", "gpu_memory_growth", "gpu_memory_limit_mb", "threads_per_op")
-    return {name: getattr(config, name) for name in names}
 
 
 def choose_precision(setting: str, towers: list[Tower]) -> str:

@@ -293,8 +293,8 @@ class Trainer:
         return next(filter(None, self.team.gather(found)), "")
 
     def _find_bad(self, tower: Tower, batch: Batch, side: int) -> str:
-        shards = split_batch(batch, self.here if len(self.here) < len(self.towers) else self.towers)
-        shard = shards[self.here.index(tower)]
+        here = [each for each in self.towers if each in self.here]
+        shard = split_batch(batch, here)[here.index(tower)]
         augment = setup.make_augmentation(self.config, self.dataset.traits).train
 
         def look(part):

@@ -10,26 +10,9 @@ import numpy as np
 import pytest
 
 from cifar_towers.cluster import rollcall, team, wire
-from cifar_towers.cluster.members import TALK_OFFSET, Members
+from cifar_towers.cluster.launching import free_addresses
+from cifar_towers.cluster.members import Members
 from cifar_towers.errors import Interrupted, LostError, UsageError
-
-
-@pytest.fixture
-def addresses():
-    """addresses(n): n that are free here, whose first has a free port to talk at too."""
-
-    def find(count):
-        with contextlib.ExitStack() as stack:
-            while True:
-                ports = [
-                    stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)
-                ]
-                talk = ports[0] + TALK_OFFSET
-                with contextlib.suppress(OSError, OverflowError), socket.create_server(("127.0.0.1", talk)):
-                    if talk < 2**16 - TALK_OFFSET and max(ports) < 2**16 - TALK_OFFSET:
-                        return tuple(f"127.0.0.1:{port}" for port in ports)
-
-    return find
 
 
 def together(*workers):
@@ -87,9 +70,9 @@ def test_objects_cannot_be_sent():
         wire.pack(np.array([object()]))
 
 
-def test_workers_exchange_in_their_order_and_part(addresses):
+def test_workers_exchange_in_their_order_and_part():
     ends = queue.SimpleQueue()
-    teams = make_teams(addresses(3), ends)
+    teams = make_teams(free_addresses(3), ends)
 
     def work(one):
         def worker():
@@ -108,18 +91,18 @@ def test_workers_exchange_in_their_order_and_part(addresses):
     assert ends.empty()
 
 
-def test_facts_that_differ_are_named_on_all(addresses):
-    teams = make_teams(addresses(3), queue.SimpleQueue())
+def test_facts_that_differ_are_named_on_all():
+    teams = make_teams(free_addresses(3), queue.SimpleQueue())
     outcomes = together(*[lambda one=one: one.agree({"towers": 1, "data": one.index // 2}) for one in teams])
     assert {str(outcome) for outcome in outcomes} == {str(outcomes[0])}
     assert isinstance(outcomes[0], UsageError) and "worker 2 of 3" in str(outcomes[0]) and "data 1" in str(outcomes[0])
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_that_is_gone_ends_all_with_its_name(addresses, monkeypatch, victim):
+def test_a_worker_that_is_gone_ends_all_with_its_name(monkeypatch, victim):
     monkeypatch.setattr(team, "GRACE", 0.1)
     ends = queue.SimpleQueue()
-    teams = make_teams(addresses(3), ends)
+    teams = make_teams(free_addresses(3), ends)
     teams[victim]._parted.set()  # it does nothing any more
     for connection in teams[victim]._connections.values():
         connection.shutdown(socket.SHUT_RDWR)
@@ -129,22 +112,22 @@ def test_a_worker_that_is_gone_ends_all_with_its_name(addresses, monkeypatch, vi
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_worker_that_is_silent_ends_all_with_its_name(addresses, monkeypatch, victim):
+def test_a_worker_that_is_silent_ends_all_with_its_name(monkeypatch, victim):
     monkeypatch.setattr(team, "GRACE", 0.1)
     monkeypatch.setattr(team, "BEAT", 0.1)
     monkeypatch.setattr(rollcall, "SILENCE", 0.5)
     ends = queue.SimpleQueue()
-    teams = make_teams(addresses(3), ends)
+    teams = make_teams(free_addresses(3), ends)
     teams[victim]._send = lambda *_: None  # its connections stay, and nothing comes from it
     told = [ends.get(timeout=5) for _ in range(2)]
     lines = [line for index, line, _ in told if index != victim]
     assert lines and all(f"worker {victim} of 3" in line and "nothing was heard" in line for line in lines)
 
 
-def test_what_ends_one_is_told_by_all(addresses, monkeypatch):
+def test_what_ends_one_is_told_by_all(monkeypatch):
     monkeypatch.setattr(team, "GRACE", 0.1)
     ends = queue.SimpleQueue()
-    teams = make_teams(addresses(3), ends)
+    teams = make_teams(free_addresses(3), ends)
     teams[2].abandon("data: no such file", 3)
     told = sorted(ends.get(timeout=5) for _ in range(2))
     assert [index for index, *_ in told] == [0, 1]
@@ -152,51 +135,51 @@ def test_what_ends_one_is_told_by_all(addresses, monkeypatch):
         assert line.startswith("worker 2 of 3") and line.endswith("ended: data: no such file") and code == 3
 
 
-def test_the_main_thread_may_end_by_itself(addresses):
+def test_the_main_thread_may_end_by_itself():
     """All were asked to leave: each has its own line already, and nobody ends it from the side."""
     ends = queue.SimpleQueue()
-    teams = make_teams(addresses(2), ends)
+    teams = make_teams(free_addresses(2), ends)
     for one in teams:
         one.abandon("interrupted: saved step 3", 143)
     time.sleep(0.3)
     assert ends.empty()
 
 
-def bad_clusters(find):
+def bad_clusters():
     """Name -> (what each process believes, what all are told)."""
-    two, other = find(2), find(2)
+    two, other = free_addresses(2), free_addresses(2)
     yield "missing", [Members(two, 0)], LostError, "worker 1 of 2"
     yield "no chief", [Members(two, 1)], LostError, "worker 0 does not answer"
     yield "twice 1", [Members((*two, other[0]), i) for i in (0, 1, 1)], UsageError, "two processes are worker 1"
-    yield "twice 0", [Members(find(2), 0)] * 2, UsageError, "two processes are worker 0"
+    yield "twice 0", [Members(free_addresses(2), 0)] * 2, UsageError, "two processes are worker 0"
     lists = (other[0], other[1]), (other[0], two[1])
     yield "lists", [Members(lists[0], 0), Members(lists[1], 1)], UsageError, "give all the same list"
 
 
 @pytest.mark.parametrize("case", range(5))
-def test_a_bad_cluster_is_told_to_every_process_in_the_same_line(addresses, case):
-    _, believed, kind, told = list(bad_clusters(addresses))[case]
+def test_a_bad_cluster_is_told_to_every_process_in_the_same_line(case):
+    _, believed, kind, told = list(bad_clusters())[case]
     outcomes = together(*[meet(members, seconds=1.5) for members in believed])
     for outcome in outcomes:
         assert type(outcome) is kind and told in str(outcome) and "\n" not in str(outcome)
     assert len({str(outcome) for outcome in outcomes}) == 1
 
 
-def test_settings_that_differ_are_named(addresses):
-    found = addresses(2)
+def test_settings_that_differ_are_named():
+    found = free_addresses(2)
     outcomes = together(meet(Members(found, 0), {"seed": 0}.items()), meet(Members(found, 1), {"seed": 1}.items()))
     assert all("seed=1, worker 0 has seed=0" in str(outcome) for outcome in outcomes)
 
 
-def test_a_taken_port_is_told_to_all(addresses):
-    found = addresses(2)
+def test_a_taken_port_is_told_to_all():
+    found = free_addresses(2)
     with socket.create_server(("", int(found[1].rpartition(":")[2]))):
         outcomes = together(*[meet(Members(found, index)) for index in range(2)])
     assert all("worker 1 of 2" in str(o) and "cannot listen" in str(o) for o in outcomes)
 
 
-def test_strangers_and_latecomers_change_nothing(addresses):
-    found = addresses(2)
+def test_strangers_and_latecomers_change_nothing():
+    found = free_addresses(2)
     host, port = Members(found, 0).talk_address
 
     def stranger():
@@ -220,12 +203,12 @@ def test_strangers_and_latecomers_change_nothing(addresses):
     assert isinstance(late, LostError) and "is there already" in str(late)
 
 
-def test_joined_tells_the_others_what_ended_it(addresses, monkeypatch):
+def test_joined_tells_the_others_what_ended_it(monkeypatch):
     ends = queue.SimpleQueue()
     monkeypatch.setattr(team, "GRACE", 0.2)
     monkeypatch.setattr(team, "_end_process", lambda line, code: ends.put((line, code)))
     monkeypatch.setattr(team.Team.__init__, "__defaults__", (team._end_process,))
-    found = addresses(2)
+    found = free_addresses(2)
 
     def worker(index):
         with team.joined(Members(found, index), {}, 5.0):

@@ -56,7 +56,7 @@ def test_a_file_that_was_cut_short_is_read_up_to_there(tmp_path):
     again.keep(1)
     write(again, [2, 3])
     again.close()
-    assert sorted(steps_in(tmp_path)) == [1, 2, 3]  # files of one second have names in any order
+    assert steps_in(tmp_path) == [1, 2, 3]
 
 
 def test_a_removed_directory_ends_nothing_and_is_made_again(tmp_path, monkeypatch):
