@@ -1,4 +1,4 @@
-"""Every setting: its name, default, help and limits; the flags are made from here.
+"""Every setting of a training run: its name, default, help and limits; the flags of `train.py` are made from here.
 
 This module, and all that runs before training starts, must not import TensorFlow: a usage error answers at once.
 """
@@ -8,15 +8,12 @@ import functools
 import math
 import os
 import re
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
-
-from absl import flags
+from typing import Any, ClassVar
 
 from cifar_towers.cluster.members import Members, find_members
 from cifar_towers.errors import UsageError
+from cifar_towers.settings import check_limits, setting
 from cifar_towers.training import schedules
 
 MODELS = (
@@ -31,19 +28,9 @@ MODELS = (
     "speednet95",
     "speednet96",
 )
-PEERS = {  # of the race, and the nets each of them has
-    "pytorch": ("speednet94", "resnet20"),
-    "pytorch-compiled": ("speednet94", "resnet20"),
-    "keras": MODELS,
-    "keras-mirrored": MODELS,
-    "tutorial": ("cifarnet",),
-}
 BUILT_IN = ("cifar10", "synthetic", "auto")
 FOLDER = "folder:"  # what the name of a data set in a folder begins with
-EXPORTS = ("saved_model", "keras", "litert", "onnx")
-REST = "the rest"  # the group of a setting that is not a flag: it takes what else stands on the command line
 MOST_TRACED = 100  # steps of a profile
-Config = TypeVar("Config")
 
 
 def split_own_model(model: str) -> tuple[str, str] | None:
@@ -69,21 +56,6 @@ def check_dataset(dataset: str) -> None:
             f"dataset={dataset} is not cifar10, synthetic, auto, {FOLDER}<path> or the name of one of "
             "TensorFlow Datasets, as svhn_cropped"
         )
-
-
-def setting(
-    default: Any,
-    group: str,
-    help: str,
-    *,
-    low=None,
-    high=None,
-    choices: Sequence[str] | None = None,
-    check: Callable[[Any], None] | None = None,
-) -> Any:
-    """A dataclass field with all that its flag and its validation need; `check` is for values beside the default."""
-    metadata = {"group": group, "help": help, "low": low, "high": high, "choices": choices, "check": check}
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,224 +377,11 @@ class TrainConfig(DeviceConfig):
         return Path(self.train_dir or f"runs/{self.name}{own_data}-seed{self.seed}")
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainedConfig(DeviceConfig):
-    """What of a run is used."""
-
-    train_dir: str = setting("", "Run", "the run whose newest checkpoint is taken")
-    weights: str = setting(
-        "auto",
-        "Run",
-        "as trained, or their moving average; auto: the average where the run kept one",
-        choices=("auto", "raw", "ema"),
-    )
-    model: str = setting(
-        "",
-        "Run",
-        "for a run with a net of your own: the function that makes it, as package.module:function or "
-        "path/to/file.py:function; agrees to running it",
-        check=check_model,
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.train_dir:
-            raise UsageError("which run? give --train_dir=runs/...")
-
-
-@dataclasses.dataclass(frozen=True)
-class ScoringConfig(TrainedConfig):
-    """How a trained net computes."""
-
-    tta: int = setting(0, "Run", "test-time augmentation: 0, 1 (mirror), 2 (mirror and shifts)", low=0, high=2)
-    precision: str = setting("auto", "Run", "what to compute in", choices=("auto", "float32", "bfloat16", "float16"))
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluateConfig(ScoringConfig):
-    """Settings of scoring a checkpoint."""
-
-    split: str = setting("test", "Evaluation", "which examples", choices=("test", "validation", "train"))
-    dataset: str = setting(
-        "",
-        "Evaluation",
-        "where the run's data are now, as folder:<path>; by default where they were when it was trained",
-        check=check_dataset,
-    )
-    data_dir: str = setting("", "Evaluation", "where the prepared data sets are")
-    changed_data: bool = setting(False, "Evaluation", "score images though the run was made with others")
-    json: bool = setting(False, "Evaluation", "print one JSON object and nothing else")
-
-
-@dataclasses.dataclass(frozen=True)
-class PredictConfig(ScoringConfig):
-    """Settings of predicting the classes of pictures."""
-
-    json: bool = setting(False, "Prediction", "print one JSON object a picture")
-    pictures: tuple[str, ...] = setting((), REST, "files and folders")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.pictures:
-            raise UsageError("which pictures? write: predict.py --train_dir=runs/... picture.jpg folder/")
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportConfig(TrainedConfig):
-    """Settings of writing a trained net for use elsewhere."""
-
-    exit_code_1: ClassVar[str] = "the check failed, nothing could be written, or a bug"
-    format: str = setting("saved_model", "Export", "what to write", choices=EXPORTS)
-    out: str = setting(
-        "", "Export", "where to; by default saved_model, model.keras, model.tflite or model.onnx in train_dir's export/"
-    )
-    check: int = setting(
-        1000, "Export", "test images on which it must agree with the checkpoint; 0: none", low=0, high=10_000
-    )
-    dataset: str = setting(
-        "",
-        "Export",
-        "where the run's data are now, as folder:<path>; by default where they were when it was trained",
-        check=check_dataset,
-    )
-    data_dir: str = setting("", "Export", "where the prepared data sets are")
-
-
-@dataclasses.dataclass(frozen=True)
-class BenchmarkConfig(TrainConfig):
-    """A recipe, and how to measure its step. Placement, strategy and number of towers are what is varied."""
-
-    towers: str = setting("", "Benchmark", "numbers of towers; by default 1,2,4, or 1 to all GPUs by doubling")
-    precisions: str = setting("", "Benchmark", "what to compute in; by default what precision says, and float32")
-    minutes: float = setting(12.0, "Benchmark", "how long to measure, at least three rounds", low=0)
-    peers: bool = setting(True, "Benchmark", "measure Keras fit with stock layers, mirrored for several towers, too")
-    predict: bool = setting(
-        False,
-        "Benchmark",
-        "measure one tower only, and compute what 1 to 64 devices with links of link_gb_per_s would do",
-    )
-    link_gb_per_s: float = setting(
-        16.0, "Benchmark", "for predict: a device's link each way, in 10^9 bytes/s", low=1e-3
-    )
-    growth: bool = setting(
-        False, "Benchmark", "measure how a step's time, memory and start grow with batch size, towers and model instead"
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.predict and self.towers:
-            raise UsageError(f"towers={self.towers} is not for predict, which measures one; leave one of them")
-        if self.growth and self.predict:
-            raise UsageError("growth and predict are two different measurements; give one")
-        if self.growth and self.towers:
-            raise UsageError(f"towers={self.towers} is not for growth, which chooses its own; leave one of them")
-        if self.growth and self.precisions:
-            raise UsageError(f"precisions={self.precisions} is not for growth; give one, as precision")
-        for count in self.tower_counts:
-            self.tower_batch_size(count)
-        parse_names("precisions", self.precisions, ("float32", "bfloat16", "float16"))
-        varied = ("strategy", "variable_placement", "parallelism", "num_gpus")
-        for name in varied:
-            if getattr(self, name) != _default_of(TrainConfig, name):
-                raise UsageError(f"{name} is not for the benchmark, which varies {', '.join(varied)} itself; leave it")
-
-    def _check_towers(self) -> None:
-        """What goes together is seen when the settings are `varied`."""
-
-    @property
-    def tower_counts(self) -> tuple[int, ...]:
-        """`towers` as numbers; empty if it is to be found out."""
-        try:
-            counts = tuple(int(part) for part in self.towers.split(",")) if self.towers else ()
-        except ValueError:
-            raise UsageError(f"towers={self.towers} is not a list of whole numbers; write --towers=1,2,4") from None
-        if any(count < 1 for count in counts):
-            raise UsageError(f"towers={self.towers}: a number of towers is 1 or more")
-        return tuple(sorted(set(counts)))
-
-    @property
-    def directory(self) -> Path:
-        """`train_dir`, or its default."""
-        return Path(self.train_dir or f"runs/benchmark-{self.name}")
-
-
-@dataclasses.dataclass(frozen=True)
-class SpeedrunConfig(TrainConfig):
-    """A recipe, the seeds it is raced over, and whom its step is run beside."""
-
-    seeds: str = setting("0,1,2,3,4", "Run", "seeds to train, one after another; empty: only the side-by-side")
-    target: float = setting(
-        0.94, "Race", "the fraction that the mean test accuracy, with the recipe's TTA, is to reach", low=0, high=1
-    )
-    rounds: int = setting(
-        3,
-        "Race",
-        "visits to each contestant of the side-by-side, in another order each time; 0: no side-by-side",
-        low=0,
-    )
-    peers: str = setting("", "Race", f"who else runs: some of {', '.join(PEERS)}; by default all that have the net")
-    precisions: str = setting(
-        "", "Race", "what the side-by-side computes in; by default what precision says, and float32"
-    )
-    peer_python: str = setting("", "Race", "the Python that has PyTorch; by default the one that runs this")
-
-    def __post_init__(self):
-        super().__post_init__()
-        parse_names("precisions", self.precisions, ("float32", "bfloat16"))
-        for name in parse_names("peers", self.peers, tuple(PEERS)):
-            if self.model not in PEERS[name]:
-                raise UsageError(f"peers={self.peers}: {name} has no {self.model}; leave it")
-        if self.members:
-            raise UsageError("strategy=multi_worker is not for a race, which starts its own processes; leave it")
-        if self.target_accuracy:
-            raise UsageError(
-                "target_accuracy ends a run early, and a race is over whole runs; give --target, the mean's"
-            )
-        if not self.seeds and not self.rounds:
-            raise UsageError("seeds is empty and rounds=0, which leave nothing to do; give one of them")
-
-    @property
-    def directory(self) -> Path:
-        """`train_dir`, or its default."""
-        return Path(self.train_dir or f"runs/speedrun-{self.name}")
-
-
-@dataclasses.dataclass(frozen=True)
-class LaunchConfig:
-    """What to start, and how often to start it again."""
-
-    exit_code_1: ClassVar[str] = "a bug or no room to save"
-
-    num_workers: int = setting(
-        0,
-        "Launch",
-        "workers to start on this machine; 0: one process, which its flags, TF_CONFIG or Slurm may put in a cluster",
-        low=0,
-        high=1024,
-    )
-    max_restarts: int = setting(
-        3, "Launch", "how often to start all again after a worker was lost or told to leave", low=0
-    )
-    command: tuple[str, ...] = setting((), REST, "flags of train.py")
-
-    def __post_init__(self):
-        check_limits(self)
-        if self.num_workers == 1:
-            raise UsageError("num_workers=1 is no cluster; give 2 or more, or 0 for one process that is started again")
-        words = [argument for argument in self.command if not argument.startswith("-")]
-        if words:
-            raise UsageError(f"{words[0]!r} is not a flag of train.py; write --name=value")
-
-
 def shared_settings(config: TrainConfig) -> dict[str, Any]:
     """The settings that all workers of a cluster must have alike."""
     own = {"train_dir", "fresh", "data_dir", "workers", "worker_index", "worker_wait_seconds", "allow_public_cluster"}
     own |= {"log_device_placement", "threads_per_op", "gpu_memory_growth", "gpu_memory_limit_mb"}
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in own}
-
-
-def _default_of(config_class: type, name: str) -> Any:
-    return config_class.__dataclass_fields__[name].default
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
@@ -634,20 +393,6 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     if any(not 0 <= seed < 2**31 for seed in seeds) or len(set(seeds)) < len(seeds):
         raise UsageError(f"seeds={text} must be different numbers from 0 to {2**31 - 1}")
     return seeds
-
-
-def split_names(text: str) -> list[str]:
-    """`"one,other,one"` -> its names, each once."""
-    return list(dict.fromkeys(filter(None, text.split(","))))
-
-
-def parse_names(setting: str, text: str, known: Sequence[str]) -> list[str]:
-    """`"one,other"` -> its names, each once."""
-    names = split_names(text)
-    for name in names:
-        if name not in known:
-            raise UsageError(f"{setting}={text}: {name!r} is not one of {', '.join(known)}")
-    return names
 
 
 def parse_window(text: str) -> tuple[int, int] | None:
@@ -662,94 +407,3 @@ def parse_window(text: str) -> tuple[int, int] | None:
             f"profile_steps={text}: a trace holds up to 50 MB a step in memory; {MOST_TRACED} are the most"
         )
     return int(first), int(last)
-
-
-def check_limits(config: Any) -> None:
-    """Holds every field of a config against its `low`, `high`, `choices` and `check`."""
-    for field in dataclasses.fields(config):
-        value, limits = getattr(config, field.name), field.metadata
-        if limits["check"] and value != field.default:
-            limits["check"](value)
-        if limits["choices"] and value not in limits["choices"]:
-            raise UsageError(f"{field.name}={value} is not one of {', '.join(limits['choices'])}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"{field.name}={value} is not a finite number")
-        if limits["low"] is not None and value < limits["low"]:
-            raise UsageError(f"{field.name}={value} is too small; the least is {limits['low']}")
-        if limits["high"] is not None and value > limits["high"]:
-            raise UsageError(f"{field.name}={value} is too large; the most is {limits['high']}")
-
-
-def parse_command_line(config_class: type[Config], argv: Sequence[str], description: str) -> Config:
-    """Makes a config of flags and flagfiles; later ones win. Prints help and leaves if asked to.
-
-    Raises:
-      UsageError: stray arguments, unknown flags, values of a wrong type, out of range or at odds with each other.
-    """
-    leave_if_help_is_asked(argv, help_text(config_class, description))
-    values = _flags_of(config_class)
-    try:
-        stray = values(argv)[1:]
-    except (flags.Error, UnicodeDecodeError) as error:
-        told = " ".join(str(error).split()).removeprefix("ERROR:: ")
-        raise UsageError(f"{told}; --help lists the flags") from None
-    rest = [field.name for field in dataclasses.fields(config_class) if field.metadata["group"] == REST]
-    if stray and not rest:
-        raise UsageError(f"{stray[0]!r} is not a flag; settings are given as --name=value, and --help lists them")
-    given = {field.name: getattr(values, field.name) for field in _flagged(config_class)}
-    given |= {name: tuple(stray) for name in rest}
-    if "recipe" in given and not given["recipe"]:
-        given["recipe"] = Path(_last_flagfile(argv)).stem
-    return config_class(**given)
-
-
-def leave_if_help_is_asked(argv: Sequence[str], text: str) -> None:
-    """Ends the program with the help, if that is what its arguments say."""
-    if any(argument in ("-h", "-help", "--help", "--helpfull") for argument in argv[1:]):
-        print(text)
-        sys.exit(0)
-
-
-def help_text(config_class: type[DeviceConfig], description: str) -> str:
-    """All flags under the names of their groups, with their defaults."""
-    groups: dict[str, list[str]] = {}
-    for field in _flagged(config_class):
-        name = f"--[no]{field.name}" if field.type is bool else f"--{field.name}"
-        choices = f" ({'|'.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
-        default = "" if field.default == "" else f" [{field.default}]"
-        groups.setdefault(field.metadata["group"], []).append(
-            f"  {name}{choices}\n      {field.metadata['help']}{default}"
-        )
-    body = [f"{group}:\n" + "\n".join(lines) for group, lines in groups.items()]
-    files = "Files:\n  --flagfile\n      take flags from a file, one a line; flags after it win"
-    codes = "Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 5 a worker was lost, 130 and 143 interrupted, 1 "
-    return "\n\n".join([description, *body, files, f"{codes}{config_class.exit_code_1}."])
-
-
-def _flagged(config_class: type) -> list[dataclasses.Field]:
-    """The settings that have a flag."""
-    return [field for field in dataclasses.fields(config_class) if field.metadata["group"] != REST]
-
-
-def _flags_of(config_class: type) -> flags.FlagValues:
-    values = flags.FlagValues()
-    define = {
-        bool: flags.DEFINE_boolean,
-        int: flags.DEFINE_integer,
-        float: flags.DEFINE_float,
-        str: flags.DEFINE_string,
-    }
-    for field in _flagged(config_class):
-        define[field.type](field.name, field.default, field.metadata["help"], flag_values=values)
-    flags.DEFINE_string("flagfile", "", "take flags from a file", flag_values=values)
-    flags.DEFINE_string("undefok", "", "unknown flags to pass over", flag_values=values)
-    return values
-
-
-def _last_flagfile(argv: Sequence[str]) -> str:
-    found = ""
-    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
-        name, equals, value = argument.lstrip("-").partition("=")
-        if argument.startswith("-") and name == "flagfile":
-            found = value if equals else following
-    return found

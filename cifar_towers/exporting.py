@@ -19,13 +19,13 @@ import tensorflow as tf
 from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
 from cifar_towers import trained
-from cifar_towers.config import ExportConfig
 from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.evaluation import make_classifier, softmax
 from cifar_towers.models.plain import plain
+from cifar_towers.program_configs import ExportConfig
 from cifar_towers.towers import Tower
 from cifar_towers.training import setup
 

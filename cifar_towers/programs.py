@@ -11,8 +11,17 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from cifar_towers import config as settings
+from cifar_towers.config import TrainConfig, parse_seeds, shared_settings
 from cifar_towers.errors import Interrupted, RunError, UsageError, one_line
+from cifar_towers.program_configs import (
+    BenchmarkConfig,
+    EvaluateConfig,
+    ExportConfig,
+    LaunchConfig,
+    PredictConfig,
+    SpeedrunConfig,
+)
+from cifar_towers.settings import Config, leave_if_help_is_asked, parse_command_line
 from cifar_towers.signals import StopRequest
 
 log = logging.getLogger(__name__)
@@ -31,12 +40,12 @@ def _program(body: Callable[[StopRequest], int | None]) -> Callable[[], None]:
 @_program
 def train(stop: StopRequest) -> None:
     """`train.py`: trains a recipe."""
-    config = settings.parse_command_line(
-        settings.TrainConfig,
+    config = parse_command_line(
+        TrainConfig,
         sys.argv,
         "Trains a net for CIFAR-10 on towers.\n\n  train.py --flagfile=configs/speed94.cfg --num_gpus=2",
     )
-    seeds = settings.parse_seeds(config.seeds)
+    seeds = parse_seeds(config.seeds)
     with _cluster(config) as team:
         source = _find_data(config)
         from cifar_towers.training import trainer
@@ -48,7 +57,7 @@ def train(stop: StopRequest) -> None:
 
 
 @contextlib.contextmanager
-def _cluster(config: settings.TrainConfig):
+def _cluster(config: TrainConfig):
     """The team of a cluster's workers, where the run is to have one; elsewhere None, and no port is opened."""
     members = config.members
     if not members:
@@ -66,15 +75,15 @@ def _cluster(config: settings.TrainConfig):
         f"{members.name(members.index)}: TensorFlow opens port {mine.rpartition(':')[2]} on every interface and asks "
         "nobody who comes there who it is; see docs/cluster.md"
     )
-    with team.joined(members, settings.shared_settings(config), config.worker_wait_seconds) as joined:
+    with team.joined(members, shared_settings(config), config.worker_wait_seconds) as joined:
         yield joined
 
 
 @_program
 def launch(stop: StopRequest) -> int:
     """`launch.py`: starts the workers of a cluster on this machine, and all again when one is lost."""
-    config = settings.parse_command_line(
-        settings.LaunchConfig,
+    config = parse_command_line(
+        LaunchConfig,
         sys.argv,
         "Trains on several workers on this machine, a process each, or supervises one; what stands after -- are flags\n"
         "of train.py. When a worker is lost, all are started again and go on from the last checkpoint.\n\n"
@@ -83,7 +92,7 @@ def launch(stop: StopRequest) -> int:
     if not {"--help", "-h"}.intersection(config.command):
         multi_worker = ["--strategy=multi_worker", "--workers=127.0.0.1:1,127.0.0.1:2", "--worker_index=0"]
         checked = [*config.command, *(multi_worker if config.num_workers else ())]
-        settings.parse_command_line(settings.TrainConfig, [sys.argv[0], *checked], "")
+        parse_command_line(TrainConfig, [sys.argv[0], *checked], "")
     from cifar_towers.cluster import launching
 
     stop.announce = lambda line: None  # the workers say it
@@ -98,7 +107,7 @@ def launch(stop: StopRequest) -> int:
 def evaluate(stop: StopRequest) -> None:
     """`evaluate.py`: scores a checkpoint."""
     config = _begin(
-        settings.EvaluateConfig,
+        EvaluateConfig,
         stop,
         "nothing was changed",
         "Scores the newest checkpoint of a run.\n\n  evaluate.py --train_dir=runs/speed94-seed0 --tta=2",
@@ -112,7 +121,7 @@ def evaluate(stop: StopRequest) -> None:
 def predict(stop: StopRequest) -> None:
     """`predict.py`: says what pictures show."""
     config = _begin(
-        settings.PredictConfig,
+        PredictConfig,
         stop,
         "nothing was changed",
         "Says what pictures show, by the newest checkpoint of a run: the three likeliest classes of each.\n\n"
@@ -129,7 +138,7 @@ def predict(stop: StopRequest) -> None:
 def export(stop: StopRequest) -> int:
     """`export.py`: writes a trained net for use elsewhere."""
     config = _begin(
-        settings.ExportConfig,
+        ExportConfig,
         stop,
         "what was there before is there still",
         "Writes the net of a run's newest checkpoint for use elsewhere, with all that is done to a picture before and\n"
@@ -144,7 +153,7 @@ def export(stop: StopRequest) -> int:
 @_program
 def compare_runs(stop: StopRequest) -> int:
     """`compare_runs.py`: says whether two runs are the same. Exit code 0 if so, 1 if not, as `diff`."""
-    settings.leave_if_help_is_asked(
+    leave_if_help_is_asked(
         sys.argv,
         "Says whether two runs are the same to the bit, and where and why they part.\n\n"
         "  compare_runs.py runs/one runs/other\n\nExit codes: 0 the same, 1 not, 2 usage, 3 data.",
@@ -164,7 +173,7 @@ def compare_runs(stop: StopRequest) -> int:
 @_program
 def report(stop: StopRequest) -> None:
     """`report.py`: writes one HTML page about some runs."""
-    settings.leave_if_help_is_asked(
+    leave_if_help_is_asked(
         sys.argv,
         "Writes one HTML page about some runs, for somebody without TensorBoard: all it shows is in it.\n\n"
         "  report.py runs/one [runs/other ...] [--out=FILE]\n\n"
@@ -188,8 +197,8 @@ def report(stop: StopRequest) -> None:
 @_program
 def benchmark(stop: StopRequest) -> None:
     """`benchmark.py`: measures placements, strategies and numbers of towers for a recipe's step."""
-    config = settings.parse_command_line(
-        settings.BenchmarkConfig,
+    config = parse_command_line(
+        BenchmarkConfig,
         sys.argv,
         "Measures a recipe's step on this machine: placements, strategies, numbers of towers; or how it grows.\n\n"
         "  benchmark.py --flagfile=configs/speed94.cfg --towers=1,2,4",
@@ -204,8 +213,8 @@ def benchmark(stop: StopRequest) -> None:
 @_program
 def speedrun(stop: StopRequest) -> None:
     """`speedrun.py`: times a recipe to its target over seeds, and its step beside others'."""
-    config = settings.parse_command_line(
-        settings.SpeedrunConfig,
+    config = parse_command_line(
+        SpeedrunConfig,
         sys.argv,
         "Times a recipe over seeds, each in a process of its own, against what this machine could do; and its step\n"
         "beside others'. The same command goes on where it stopped. Runs are not evaluated on the way.\n\n"
@@ -218,7 +227,7 @@ def speedrun(stop: StopRequest) -> None:
     speedrun.run(config, source)
 
 
-def serve_benchmark(config: settings.BenchmarkConfig, towers: int, connection) -> None:
+def serve_benchmark(config: BenchmarkConfig, towers: int, connection) -> None:
     """What a process of the benchmark runs that has `towers` towers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks, whose end ends this one
     import_tensorflow()
@@ -227,15 +236,15 @@ def serve_benchmark(config: settings.BenchmarkConfig, towers: int, connection) -
     worker.serve(config, towers, connection)
 
 
-def _begin(config_class: type[settings.Config], stop: StopRequest, left: str, description: str) -> settings.Config:
+def _begin(config_class: type[Config], stop: StopRequest, left: str, description: str) -> Config:
     """The settings of a program that can be left at any time, with the message `left`; TensorFlow is imported."""
-    config = settings.parse_command_line(config_class, sys.argv, description)
+    config = parse_command_line(config_class, sys.argv, description)
     stop.leave_at_once(left)
     import_tensorflow()
     return config
 
 
-def _find_data(config: settings.TrainConfig):
+def _find_data(config: TrainConfig):
     """Where the data will come from; TensorFlow, which is slow, is imported when that is known."""
     from cifar_towers.data import sources
 

@@ -4,16 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.config import (
-    BenchmarkConfig,
-    EvaluateConfig,
-    ExportConfig,
-    SpeedrunConfig,
-    TrainConfig,
-    help_text,
-    parse_command_line,
-)
+from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
+from cifar_towers.program_configs import BenchmarkConfig, EvaluateConfig, ExportConfig, SpeedrunConfig
+from cifar_towers.settings import help_text, parse_command_line
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.cfg"))
 

@@ -14,10 +14,11 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_towers import comparing, scoring, storage
-from cifar_towers.config import EvaluateConfig, TrainConfig
+from cifar_towers.config import TrainConfig
 from cifar_towers.data import cifar10, sources, synthetic
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError
+from cifar_towers.program_configs import EvaluateConfig
 from cifar_towers.reporting import pictures
 from cifar_towers.signals import StopRequest
 from cifar_towers.training import checkpoints, health, trainer

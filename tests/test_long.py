@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.config import TrainConfig, parse_command_line
+from cifar_towers.config import TrainConfig
 from cifar_towers.data import cifar10, sources
+from cifar_towers.settings import parse_command_line
 from cifar_towers.signals import StopRequest
 from cifar_towers.training import trainer
 

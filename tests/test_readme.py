@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.config import (
+from cifar_towers.program_configs import (
     BenchmarkConfig,
     EvaluateConfig,
     ExportConfig,

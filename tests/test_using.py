@@ -13,9 +13,10 @@ import tensorflow as tf
 from PIL import Image
 
 from cifar_towers import exporting, predicting, scoring, trained
-from cifar_towers.config import EvaluateConfig, ExportConfig, PredictConfig, TrainConfig
+from cifar_towers.config import TrainConfig
 from cifar_towers.data import images, sources, synthetic
 from cifar_towers.errors import DataError, UsageError
+from cifar_towers.program_configs import EvaluateConfig, ExportConfig, PredictConfig
 from cifar_towers.reporting import pictures
 from cifar_towers.signals import StopRequest
 from cifar_towers.training import checkpoints, trainer

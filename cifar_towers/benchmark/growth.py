@@ -14,8 +14,8 @@ import tensorflow as tf
 from cifar_towers.benchmark import growth_report
 from cifar_towers.benchmark.runner import VISIT_SECONDS, circumstances, make_directory, open_worker
 from cifar_towers.benchmark.variations import Variation
-from cifar_towers.config import BenchmarkConfig
 from cifar_towers.errors import DataError, RunError, UsageError
+from cifar_towers.program_configs import BenchmarkConfig
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
 from cifar_towers.training import precision
 

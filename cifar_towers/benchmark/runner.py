@@ -15,10 +15,12 @@ import tensorflow as tf
 from cifar_towers import programs
 from cifar_towers.benchmark import report
 from cifar_towers.benchmark.variations import Variation, grid
-from cifar_towers.config import BenchmarkConfig, TrainConfig, split_names
+from cifar_towers.config import TrainConfig
 from cifar_towers.data.batches import PREFETCHED
 from cifar_towers.errors import RunError, UsageError
+from cifar_towers.program_configs import BenchmarkConfig
 from cifar_towers.reporting import records
+from cifar_towers.settings import split_names
 from cifar_towers.towers import cost
 from cifar_towers.training import precision
 

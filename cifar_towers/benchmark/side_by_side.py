@@ -14,10 +14,11 @@ import numpy as np
 
 from cifar_towers.benchmark import processes
 from cifar_towers.benchmark.peers import FED
-from cifar_towers.config import PEERS, SpeedrunConfig, split_names
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import RunError
+from cifar_towers.program_configs import PEERS, SpeedrunConfig
+from cifar_towers.settings import split_names
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
 
 OURS = "cifar_towers"

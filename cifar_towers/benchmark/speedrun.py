@@ -12,12 +12,14 @@ from cifar_towers.benchmark import ceilings, operations, processes, side_by_side
 from cifar_towers.benchmark.ceilings import Ceilings
 from cifar_towers.benchmark.runner import circumstances, make_directory
 from cifar_towers.benchmark.standings import Finish
-from cifar_towers.config import SpeedrunConfig, TrainConfig, parse_seeds, split_names
+from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import UsageError
+from cifar_towers.program_configs import SpeedrunConfig
 from cifar_towers.reporting import records
+from cifar_towers.settings import split_names
 from cifar_towers.towers import Tower
 from cifar_towers.training import directory, schedules, setup
 from cifar_towers.training.precision import choose

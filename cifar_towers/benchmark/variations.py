@@ -10,10 +10,11 @@ import keras
 import tensorflow as tf
 
 from cifar_towers.benchmark import peers
-from cifar_towers.config import BenchmarkConfig, TrainConfig
+from cifar_towers.config import TrainConfig
 from cifar_towers.data.batches import Batch, Batches
 from cifar_towers.data.dataset import Split
 from cifar_towers.models.layers import BatchNorm
+from cifar_towers.program_configs import BenchmarkConfig
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.cost import VariableBytes
 from cifar_towers.towers.placement import HOST, PLACEMENTS, placed_by

@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection
 import tensorflow as tf
 
 from cifar_towers.benchmark.variations import Built, Variation, build
-from cifar_towers.config import BenchmarkConfig
 from cifar_towers.data import sources
 from cifar_towers.errors import RunError, UsageError
+from cifar_towers.program_configs import BenchmarkConfig
 from cifar_towers.reporting.profile import shares_of_step
 from cifar_towers.reporting.usage import host_memory_mb
 from cifar_towers.training import setup

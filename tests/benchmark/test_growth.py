@@ -6,8 +6,8 @@ import pytest
 
 from cifar_towers.benchmark import growth, growth_report
 from cifar_towers.benchmark.growth import Point, Row, Series
-from cifar_towers.config import BenchmarkConfig
 from cifar_towers.errors import RunError, UsageError
+from cifar_towers.program_configs import BenchmarkConfig
 
 FACTS = {
     "recipe": "mine", "model": "speednet94", "batch_size": 1536, "precision": "float32", "dataset": "synthetic",

@@ -5,11 +5,13 @@ import pytest
 
 from cifar_towers.benchmark import ceilings, processes, side_by_side, speedrun
 from cifar_towers.benchmark.speedrun import Kind, Work
-from cifar_towers.config import SpeedrunConfig, TrainConfig, parse_command_line
+from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources, synthetic
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import RunError, UsageError
+from cifar_towers.program_configs import SpeedrunConfig
 from cifar_towers.reporting import records
+from cifar_towers.settings import parse_command_line
 
 TINY = {"dataset": "synthetic", "model": "cifarnet", "crop": 24, "shift": 0, "batch_size": 40, "precision": "float32"}
 

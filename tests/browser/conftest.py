@@ -13,8 +13,9 @@ from urllib.parse import quote
 
 import pytest
 
-from cifar_towers.config import TrainConfig, parse_command_line
+from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources, synthetic
+from cifar_towers.settings import parse_command_line
 from cifar_towers.signals import StopRequest
 from cifar_towers.training import trainer
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from cifar_towers.cluster.launching import free_addresses
-from cifar_towers.config import TrainConfig, parse_command_line
+from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
 from cifar_towers.reporting import records
+from cifar_towers.settings import parse_command_line
 from cifar_towers.signals import StopRequest
 from cifar_towers.training import checkpoints, trainer
 

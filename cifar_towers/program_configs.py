@@ -1,0 +1,227 @@
+"""Every setting of the programs beside `train.py`. Like config.py it must not import TensorFlow."""
+
+import dataclasses
+from pathlib import Path
+from typing import ClassVar
+
+from cifar_towers.config import MODELS, DeviceConfig, TrainConfig, check_dataset, check_model
+from cifar_towers.errors import UsageError
+from cifar_towers.settings import REST, check_limits, default_of, parse_names, setting
+
+PEERS = {  # of the race, and the nets each of them has
+    "pytorch": ("speednet94", "resnet20"),
+    "pytorch-compiled": ("speednet94", "resnet20"),
+    "keras": MODELS,
+    "keras-mirrored": MODELS,
+    "tutorial": ("cifarnet",),
+}
+EXPORTS = ("saved_model", "keras", "litert", "onnx")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedConfig(DeviceConfig):
+    """What of a run is used."""
+
+    train_dir: str = setting("", "Run", "the run whose newest checkpoint is taken")
+    weights: str = setting(
+        "auto",
+        "Run",
+        "as trained, or their moving average; auto: the average where the run kept one",
+        choices=("auto", "raw", "ema"),
+    )
+    model: str = setting(
+        "",
+        "Run",
+        "for a run with a net of your own: the function that makes it, as package.module:function or "
+        "path/to/file.py:function; agrees to running it",
+        check=check_model,
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.train_dir:
+            raise UsageError("which run? give --train_dir=runs/...")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoringConfig(TrainedConfig):
+    """How a trained net computes."""
+
+    tta: int = setting(0, "Run", "test-time augmentation: 0, 1 (mirror), 2 (mirror and shifts)", low=0, high=2)
+    precision: str = setting("auto", "Run", "what to compute in", choices=("auto", "float32", "bfloat16", "float16"))
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig(ScoringConfig):
+    """Settings of scoring a checkpoint."""
+
+    split: str = setting("test", "Evaluation", "which examples", choices=("test", "validation", "train"))
+    dataset: str = setting(
+        "",
+        "Evaluation",
+        "where the run's data are now, as folder:<path>; by default where they were when it was trained",
+        check=check_dataset,
+    )
+    data_dir: str = setting("", "Evaluation", "where the prepared data sets are")
+    changed_data: bool = setting(False, "Evaluation", "score images though the run was made with others")
+    json: bool = setting(False, "Evaluation", "print one JSON object and nothing else")
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictConfig(ScoringConfig):
+    """Settings of predicting the classes of pictures."""
+
+    json: bool = setting(False, "Prediction", "print one JSON object a picture")
+    pictures: tuple[str, ...] = setting((), REST, "files and folders")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.pictures:
+            raise UsageError("which pictures? write: predict.py --train_dir=runs/... picture.jpg folder/")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig(TrainedConfig):
+    """Settings of writing a trained net for use elsewhere."""
+
+    exit_code_1: ClassVar[str] = "the check failed, nothing could be written, or a bug"
+    format: str = setting("saved_model", "Export", "what to write", choices=EXPORTS)
+    out: str = setting(
+        "", "Export", "where to; by default saved_model, model.keras, model.tflite or model.onnx in train_dir's export/"
+    )
+    check: int = setting(
+        1000, "Export", "test images on which it must agree with the checkpoint; 0: none", low=0, high=10_000
+    )
+    dataset: str = setting(
+        "",
+        "Export",
+        "where the run's data are now, as folder:<path>; by default where they were when it was trained",
+        check=check_dataset,
+    )
+    data_dir: str = setting("", "Export", "where the prepared data sets are")
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkConfig(TrainConfig):
+    """A recipe, and how to measure its step. Placement, strategy and number of towers are what is varied."""
+
+    towers: str = setting("", "Benchmark", "numbers of towers; by default 1,2,4, or 1 to all GPUs by doubling")
+    precisions: str = setting("", "Benchmark", "what to compute in; by default what precision says, and float32")
+    minutes: float = setting(12.0, "Benchmark", "how long to measure, at least three rounds", low=0)
+    peers: bool = setting(True, "Benchmark", "measure Keras fit with stock layers, mirrored for several towers, too")
+    predict: bool = setting(
+        False,
+        "Benchmark",
+        "measure one tower only, and compute what 1 to 64 devices with links of link_gb_per_s would do",
+    )
+    link_gb_per_s: float = setting(
+        16.0, "Benchmark", "for predict: a device's link each way, in 10^9 bytes/s", low=1e-3
+    )
+    growth: bool = setting(
+        False, "Benchmark", "measure how a step's time, memory and start grow with batch size, towers and model instead"
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.predict and self.towers:
+            raise UsageError(f"towers={self.towers} is not for predict, which measures one; leave one of them")
+        if self.growth and self.predict:
+            raise UsageError("growth and predict are two different measurements; give one")
+        if self.growth and self.towers:
+            raise UsageError(f"towers={self.towers} is not for growth, which chooses its own; leave one of them")
+        if self.growth and self.precisions:
+            raise UsageError(f"precisions={self.precisions} is not for growth; give one, as precision")
+        for count in self.tower_counts:
+            self.tower_batch_size(count)
+        parse_names("precisions", self.precisions, ("float32", "bfloat16", "float16"))
+        varied = ("strategy", "variable_placement", "parallelism", "num_gpus")
+        for name in varied:
+            if getattr(self, name) != default_of(TrainConfig, name):
+                raise UsageError(f"{name} is not for the benchmark, which varies {', '.join(varied)} itself; leave it")
+
+    def _check_towers(self) -> None:
+        """What goes together is seen when the settings are `varied`."""
+
+    @property
+    def tower_counts(self) -> tuple[int, ...]:
+        """`towers` as numbers; empty if it is to be found out."""
+        try:
+            counts = tuple(int(part) for part in self.towers.split(",")) if self.towers else ()
+        except ValueError:
+            raise UsageError(f"towers={self.towers} is not a list of whole numbers; write --towers=1,2,4") from None
+        if any(count < 1 for count in counts):
+            raise UsageError(f"towers={self.towers}: a number of towers is 1 or more")
+        return tuple(sorted(set(counts)))
+
+    @property
+    def directory(self) -> Path:
+        """`train_dir`, or its default."""
+        return Path(self.train_dir or f"runs/benchmark-{self.name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedrunConfig(TrainConfig):
+    """A recipe, the seeds it is raced over, and whom its step is run beside."""
+
+    seeds: str = setting("0,1,2,3,4", "Run", "seeds to train, one after another; empty: only the side-by-side")
+    target: float = setting(
+        0.94, "Race", "the fraction that the mean test accuracy, with the recipe's TTA, is to reach", low=0, high=1
+    )
+    rounds: int = setting(
+        3,
+        "Race",
+        "visits to each contestant of the side-by-side, in another order each time; 0: no side-by-side",
+        low=0,
+    )
+    peers: str = setting("", "Race", f"who else runs: some of {', '.join(PEERS)}; by default all that have the net")
+    precisions: str = setting(
+        "", "Race", "what the side-by-side computes in; by default what precision says, and float32"
+    )
+    peer_python: str = setting("", "Race", "the Python that has PyTorch; by default the one that runs this")
+
+    def __post_init__(self):
+        super().__post_init__()
+        parse_names("precisions", self.precisions, ("float32", "bfloat16"))
+        for name in parse_names("peers", self.peers, tuple(PEERS)):
+            if self.model not in PEERS[name]:
+                raise UsageError(f"peers={self.peers}: {name} has no {self.model}; leave it")
+        if self.members:
+            raise UsageError("strategy=multi_worker is not for a race, which starts its own processes; leave it")
+        if self.target_accuracy:
+            raise UsageError(
+                "target_accuracy ends a run early, and a race is over whole runs; give --target, the mean's"
+            )
+        if not self.seeds and not self.rounds:
+            raise UsageError("seeds is empty and rounds=0, which leave nothing to do; give one of them")
+
+    @property
+    def directory(self) -> Path:
+        """`train_dir`, or its default."""
+        return Path(self.train_dir or f"runs/speedrun-{self.name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """What to start, and how often to start it again."""
+
+    exit_code_1: ClassVar[str] = "a bug or no room to save"
+
+    num_workers: int = setting(
+        0,
+        "Launch",
+        "workers to start on this machine; 0: one process, which its flags, TF_CONFIG or Slurm may put in a cluster",
+        low=0,
+        high=1024,
+    )
+    max_restarts: int = setting(
+        3, "Launch", "how often to start all again after a worker was lost or told to leave", low=0
+    )
+    command: tuple[str, ...] = setting((), REST, "flags of train.py")
+
+    def __post_init__(self):
+        check_limits(self)
+        if self.num_workers == 1:
+            raise UsageError("num_workers=1 is no cluster; give 2 or more, or 0 for one process that is started again")
+        words = [argument for argument in self.command if not argument.startswith("-")]
+        if words:
+            raise UsageError(f"{words[0]!r} is not a flag of train.py; write --name=value")
