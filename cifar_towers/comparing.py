@@ -12,6 +12,7 @@ from cifar_towers.training import checkpoints, directory
 
 # What differs between any two runs, and tells nothing of why they part.
 INCIDENTAL = {"train_dir", "command", "fresh", "seeds", "data_dir", "recipe"}
+LISTED = 8  # entries of a list that is told whole
 COMPARED = ("loss", "accuracy", "gradient_norm", "learning_rate")
 
 
@@ -110,6 +111,9 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str =
         here, there = one.get(name), other.get(name)
         if isinstance(here, Mapping) and isinstance(there, Mapping):
             told.append(_differences(here, there, f"{prefix}{name}."))
+        elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there) > LISTED:
+            odd = sum(one != other for one, other in zip(here, there, strict=True))
+            told += [f"{odd} of {len(here)} {prefix}{name}"] if odd else []
         elif here != there:
             told.append(f"{prefix}{name} {here} -> {there}")
     return ", ".join(part for part in told if part)

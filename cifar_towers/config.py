@@ -62,7 +62,7 @@ def check_dataset(dataset: str) -> None:
 class DeviceConfig:
     """Which devices the towers use."""
 
-    exit_code_1: ClassVar[str] = "a bug or no room to save"  # when a program ends with it
+    exit_codes: ClassVar[str] = "0 done, 2 usage, 3 data, 130 and 143 interrupted, 1 a bug"
     num_gpus: int = setting(
         0, "Towers", "how many towers; 0: one for each GPU, or two on the CPU where there is none", low=0, high=1024
     )
@@ -85,6 +85,10 @@ class DeviceConfig:
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(DeviceConfig):
     """Every setting of a training run. Sizes are global; times are in steps or epochs, never per tower."""
+
+    exit_codes: ClassVar[str] = (
+        "0 done, 2 usage, 3 data, 4 diverged, 5 a worker was lost, 130 and 143 interrupted, 1 a bug or no room to save"
+    )
 
     strategy: str = setting(
         "towers",

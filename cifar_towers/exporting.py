@@ -293,7 +293,8 @@ def _refuse_to_replace(place: Path, kind: Format) -> None:
     """What is replaced is an earlier export, and nothing else."""
     suffix = Path(kind.name).suffix
     if place.suffix != suffix and not kind.is_directory:
-        raise UsageError(f"--out={place} does not end in {suffix}; write --out={place.with_suffix(suffix)}")
+        better = place / kind.name if place.is_dir() else place.with_suffix(suffix)
+        raise UsageError(f"--out={place} does not end in {suffix}; write --out={better}")
     earlier = (place / tf.saved_model.SAVED_MODEL_FILENAME_PB).exists() if kind.is_directory else place.is_file()
     empty = kind.is_directory and place.is_dir() and not any(place.iterdir())
     if place.exists() and not (earlier or empty):

@@ -84,7 +84,7 @@ class PredictConfig(ScoringConfig):
 class ExportConfig(TrainedConfig):
     """Settings of writing a trained net for use elsewhere."""
 
-    exit_code_1: ClassVar[str] = "the check failed, nothing could be written, or a bug"
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, a failed check, or nothing could be written"
     format: str = setting("saved_model", "Export", "what to write", choices=EXPORTS)
     out: str = setting(
         "", "Export", "where to; by default saved_model, model.keras, model.tflite or model.onnx in train_dir's export/"
@@ -204,7 +204,7 @@ class SpeedrunConfig(TrainConfig):
 class LaunchConfig:
     """What to start, and how often to start it again."""
 
-    exit_code_1: ClassVar[str] = "a bug or no room to save"
+    exit_codes: ClassVar[str] = TrainConfig.exit_codes
 
     num_workers: int = setting(
         0,

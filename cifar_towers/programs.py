@@ -97,10 +97,26 @@ def launch(stop: StopRequest) -> int:
 
     stop.announce = lambda line: None  # the workers say it
     stop.defer()
-    command = [sys.executable, str(Path(__file__).resolve().parents[1] / "scripts" / "train.py")]
     return launching.launch(
-        command, config.command, config.num_workers, config.max_restarts, log.info, lambda: stop.asked
+        [sys.executable, script("train.py")],
+        config.command,
+        config.num_workers,
+        config.max_restarts,
+        log.info,
+        lambda: stop.asked,
     )
+
+
+def script(name: str) -> str:
+    """The path of a program in `scripts/`, for processes that are started as a user starts them.
+
+    Raises:
+      UsageError: there is none, as in an installed copy.
+    """
+    path = Path(__file__).resolve().parents[1] / "scripts" / name
+    if not path.exists():
+        raise UsageError(f"{path} is not there; this wants a checkout of the project: git clone it, and start it there")
+    return str(path)
 
 
 @_program

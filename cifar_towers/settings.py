@@ -102,8 +102,7 @@ def help_text(config_class: type, description: str) -> str:
         )
     body = [f"{group}:\n" + "\n".join(lines) for group, lines in groups.items()]
     files = "Files:\n  --flagfile\n      take flags from a file, one a line; flags after it win"
-    codes = "Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 5 a worker was lost, 130 and 143 interrupted, 1 "
-    return "\n\n".join([description, *body, files, f"{codes}{config_class.exit_code_1}."])
+    return "\n\n".join([description, *body, files, f"Exit codes: {config_class.exit_codes}."])
 
 
 def default_of(config_class: type, name: str) -> Any:

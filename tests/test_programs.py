@@ -209,11 +209,11 @@ def test_a_prediction_from_one_tower(tmp_path):
     flags = ["--predict", "--link_gb_per_s=2", "--precisions=float32", "--minutes=0", f"--train_dir={tmp_path}"]
     code, out, err = finish(start("benchmark.py", *TINY, *flags, CUDA_VISIBLE_DEVICES=""))
     assert code == 0, err
-    told = json.loads((tmp_path / "benchmark.json").read_text())
-    (measured,) = told["rows"]
+    told = json.loads((tmp_path / "prediction.json").read_text())
+    assert not (tmp_path / "benchmark.json").exists()
     rows = {(row["way"], row["num_towers"]): row for row in told["predictions"]}
     assert {count for _, count in rows} == {1, 2, 4, 8, 16, 32, 64}
-    assert rows["ring", 1]["compute_seconds"] == pytest.approx(200 / measured["median"])
+    assert rows["ring", 1]["compute_seconds"] == pytest.approx(200 / told["measured"]["median"])
     # the host sends 200 examples; each device sends half of 1,068,298 four-byte weights to the other, twice
     assert rows["ring", 2]["transfer_seconds"] == pytest.approx((1068298 * 4 + 200 * 3105) / 2e9, rel=0.01)
     assert "ring" in out and "efficiency" in out

@@ -1,28 +1,26 @@
 """Programs of this project, started as a user starts them: trainings, and peers that wait for orders."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TextIO
 
+from cifar_towers import programs
 from cifar_towers.config import TrainConfig
-from cifar_towers.errors import RunError, UsageError
+from cifar_towers.errors import RunError
 from cifar_towers.reporting import records
 from cifar_towers.training.directory import RESULT
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def train(config: TrainConfig, quiet: bool = False) -> dict:
     """Runs `scripts/train.py` with these settings to its end; the content of its result.json.
 
     Raises:
-      RunError: it ended with another code than 0. UsageError: it is not there.
+      RunError: it ended with another code than 0. UsageError: this is no checkout.
     """
     with tempfile.TemporaryFile("w+") as said:
         output = {"stdout": said, "stderr": said} if quiet else {}
@@ -44,19 +42,10 @@ def train_command(config: TrainConfig) -> list[str]:
     given = {
         f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default
     }
-    return [sys.executable, script("train.py"), *(f"--{name}={value}" for name, value in given.items())]
+    return [sys.executable, programs.script("train.py"), *(f"--{name}={value}" for name, value in given.items())]
 
 
-def script(name: str) -> str:
-    """The path of a program in `scripts/`."""
-    if not (SCRIPTS / name).exists():
-        raise UsageError(
-            f"{SCRIPTS / name} is not there; a race wants the project's source, not an installed copy of it"
-        )
-    return str(SCRIPTS / name)
-
-
-@contextmanager
+@contextlib.contextmanager
 def peer(command: Sequence[str]) -> Iterator[Callable[[int], list[float]]]:
     """A peer's process as a function (steps) -> seconds of each, once it is ready; see scripts/peers/protocol.py.
 
@@ -77,8 +66,9 @@ def peer(command: Sequence[str]) -> Iterator[Callable[[int], list[float]]]:
             return line
 
         def run(steps: int) -> list[float]:
-            process.stdin.write(f"{steps}\n")
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # there is no answer then
+                process.stdin.write(f"{steps}\n")
+                process.stdin.flush()
             return json.loads(answer())
 
         try:
@@ -88,7 +78,8 @@ def peer(command: Sequence[str]) -> Iterator[Callable[[int], list[float]]]:
             process.terminate()
             process.wait()
             process.stdout.close()
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # what was not read
+                process.stdin.close()
 
 
 def _last_line(file: TextIO) -> str:

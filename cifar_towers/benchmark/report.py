@@ -25,26 +25,51 @@ WAITS, LOSES, SAME = 0.05, 0.05, 0.02  # shares above which a bottleneck is name
 COLOURS = {"towers": "#0072b2", "mirrored": "#d55e00", NO_EXCHANGE: "#999999", KERAS: "#009e73"}  # told apart by all
 
 
-def publish(directory: Path, facts: Mapping, rows: Sequence["Row"], predictions: Sequence[Prediction] = ()) -> None:
+def publish(directory: Path, facts: Mapping, rows: Sequence["Row"]) -> None:
     """Prints table and conclusion, and writes benchmark.json, benchmark.txt, benchmark.png and index.html."""
-    title = (
+    files = f"in {directory}: benchmark.txt, benchmark.json, benchmark.png, index.html"
+    picture = plot(rows, facts)
+    told = {"rows": [_as_json(row) for row in rows], "conclusion": conclude(rows, facts)}
+    _write(directory, "benchmark", facts | told, [_title(facts), table(rows), files, conclude(rows, facts)])
+    records.write_whole(directory / "index.html", page(_title(facts), rows, facts, picture))
+    (directory / "benchmark.png").write_bytes(picture)
+
+
+def publish_prediction(
+    directory: Path, facts: Mapping, row: "Row", predictions: Sequence[Prediction], link_gb_per_s: float
+) -> None:
+    """Prints what was measured of one tower and what follows for more, and writes prediction.json, prediction.txt."""
+    links = f"links of {link_gb_per_s:g} GB/s each way, nothing at the same time"
+    parts = [
+        _title(facts),
+        table([row]),
+        f"On GPUs as fast as one tower here, {links}:\n{predict_table(predictions)}",
+        f"in {directory}: prediction.txt, prediction.json",
+    ]
+    told = {
+        "measured": _as_json(row),
+        "link_gb_per_s": link_gb_per_s,
+        "predictions": [p._asdict() for p in predictions],
+    }
+    _write(directory, "prediction", facts | told, parts)
+
+
+def _title(facts: Mapping) -> str:
+    return (
         f"{facts['recipe']}: {facts['model']}, batches of {facts['batch_size']:,}, {facts['dataset']}; "
         f"{facts['processor']}, {facts['cores']} cores, {facts['devices']} {facts['kind']}; {facts['date']}"
     )
-    parts = [title, table(rows)]
-    if predictions:
-        links = f"links of {facts['link_gb_per_s']:g} GB/s each way, nothing at the same time"
-        parts.append(f"On GPUs as fast as one tower here, {links}:\n{predict_table(predictions)}")
-    files = f"in {directory}: benchmark.txt, benchmark.json, benchmark.png, index.html"
-    text = "\n\n".join([*parts, files, conclude(rows, facts)])
-    picture = plot(rows, facts)
+
+
+def _as_json(row: "Row") -> dict:
+    return dataclasses.asdict(row) | {"variation": row.variation._asdict(), "median": row.median}
+
+
+def _write(directory: Path, name: str, told: Mapping, parts: Sequence[str]) -> None:
+    text = "\n\n".join(parts)
     directory.mkdir(parents=True, exist_ok=True)
-    as_json = [dataclasses.asdict(row) | {"variation": row.variation._asdict(), "median": row.median} for row in rows]
-    told = {"rows": as_json, "conclusion": conclude(rows, facts), "predictions": [row._asdict() for row in predictions]}
-    records.write_json(directory / "benchmark.json", {**facts, **told})
-    records.write_whole(directory / "benchmark.txt", text + "\n")
-    records.write_whole(directory / "index.html", page(title, rows, facts, picture))
-    (directory / "benchmark.png").write_bytes(picture)
+    records.write_json(directory / f"{name}.json", told)
+    records.write_whole(directory / f"{name}.txt", text + "\n")
     print(f"\n{text}")
 
 

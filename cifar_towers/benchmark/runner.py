@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from cifar_towers import programs
 from cifar_towers.benchmark import report
+from cifar_towers.benchmark.rounds import OverRounds
 from cifar_towers.benchmark.variations import Variation, grid
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.batches import PREFETCHED
@@ -29,7 +30,7 @@ VISIT_SECONDS = 2.0  # a visit to a variation makes as many steps as take about 
 
 
 @dataclasses.dataclass
-class Row:
+class Row(OverRounds):
     """What was measured of one variation. `images_per_sec` holds one number a round."""
 
     variation: Variation
@@ -42,24 +43,13 @@ class Row:
     efficiency: float = 0.0  # images/s over those of one tower and the devices there are
 
     @property
-    def median(self) -> float:
-        """Images a second."""
-        return statistics.median(self.images_per_sec)
-
-    @property
     def waiting(self) -> float:
         """Share of the time in which the step waited for its input."""
         return statistics.median(self.waits)
 
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        """A quarter of the rounds were slower than the first, a quarter faster than the second."""
-        low, _, high = statistics.quantiles(self.images_per_sec, n=4, method="inclusive")
-        return low, high
-
 
 def run(config: BenchmarkConfig) -> None:
-    """Measures, prints the table and the conclusion, and writes them with plots to the config's directory."""
+    """Measures, prints the table with a conclusion or a prediction, and writes them to the config's directory."""
     start = time.monotonic()
     make_directory(config)
     counts, variations = _plan(config)
@@ -80,10 +70,12 @@ def run(config: BenchmarkConfig) -> None:
     facts = circumstances(config, devices[counts[0]]["dataset"]) | {
         "kind": devices[counts[0]]["kind"],
         "devices": max(found["physical"] for found in devices.values()),
-        "link_gb_per_s": config.link_gb_per_s,
         "minutes": (time.monotonic() - start) / 60,
     }
-    report.publish(config.directory, facts, rows, predictions)
+    if config.predict:
+        report.publish_prediction(config.directory, facts, rows[0], predictions, config.link_gb_per_s)
+    else:
+        report.publish(config.directory, facts, rows)
 
 
 def make_directory(config: TrainConfig) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import random
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -12,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from cifar_towers import programs
 from cifar_towers.benchmark import processes
 from cifar_towers.benchmark.peers import FED
+from cifar_towers.benchmark.rounds import OverRounds
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import RunError
@@ -27,26 +28,13 @@ PLANNED_BY = 3  # steps of the training that tells how long a step takes
 
 
 @dataclasses.dataclass
-class Contestant:
+class Contestant(OverRounds):
     """Who takes part; `images_per_sec` holds one number a round."""
 
     name: str
     precision: str
     images: int  # of a step
     images_per_sec: list[float] = dataclasses.field(default_factory=list)
-
-    @property
-    def median(self) -> float:
-        """Images a second."""
-        return statistics.median(self.images_per_sec)
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        """A quarter of the rounds were slower than the first, a quarter faster than the second."""
-        if len(self.images_per_sec) < 2:
-            return self.median, self.median
-        low, _, high = statistics.quantiles(self.images_per_sec, n=4, method="inclusive")
-        return low, high
 
 
 def run(
@@ -60,6 +48,11 @@ def run(
     towers = config.num_gpus or CPU_TOWERS_BY_DEFAULT
     visits: list[tuple[Contestant, Callable[[int], float], int]] = []
     left_out: dict[str, str] = {}
+
+    def leave_out(name: str, precision: str, error: RunError) -> None:
+        left_out[f"{name}, {precision}"] = str(error)
+        print(f"{name}, {precision}: left out: {error}", flush=True)
+
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_batches(folder / "batches.npz", batches, augmentation)
@@ -77,8 +70,7 @@ def run(
                     ask = stack.enter_context(processes.peer(command))
                     (step,) = ask(1)
                 except RunError as error:
-                    left_out[f"{name}, {precision}"] = str(error)
-                    print(f"{name}, {precision}: left out: {error}", flush=True)
+                    leave_out(name, precision, error)
                     continue
                 visits.append((Contestant(name, precision, images), _asking(ask, images), _steps(step)))
                 print(f"{name}, {precision}: a step {step:.2f} s", flush=True)
@@ -87,7 +79,13 @@ def run(
             order = list(visits)
             random.Random(number).shuffle(order)
             for contestant, visit, steps in order:
-                contestant.images_per_sec.append(visit(steps))
+                try:
+                    contestant.images_per_sec.append(visit(steps))
+                except RunError as error:  # as where memory has become short; the others go on
+                    if contestant.name == OURS:
+                        raise
+                    leave_out(contestant.name, contestant.precision, error)
+                    visits.remove((contestant, visit, steps))
     return [contestant for contestant, _, _ in visits], left_out
 
 
@@ -138,12 +136,12 @@ def _precisions_of(name: str, precisions: Sequence[str]) -> list[str]:
 
 def _command(name: str, config: SpeedrunConfig, towers: int) -> list[str]:
     """How a peer is started, without what all are told."""
-    pytorch = [config.peer_python or sys.executable, processes.script("peers/pytorch_step.py")]
-    keras = [sys.executable, processes.script("peers/keras_fit.py")]
+    pytorch = [config.peer_python or sys.executable, programs.script("peers/pytorch_step.py")]
+    keras = [sys.executable, programs.script("peers/keras_fit.py")]
     return {
         "pytorch": pytorch,
         "pytorch-compiled": [*pytorch, "--compile"],
         "keras": keras,
         "keras-mirrored": [*keras, f"--mirrored={towers}"],
-        "tutorial": [sys.executable, processes.script("peers/tutorial_graph.py"), f"--towers={towers}"],
+        "tutorial": [sys.executable, programs.script("peers/tutorial_graph.py"), f"--towers={towers}"],
     }[name]

@@ -55,8 +55,7 @@ class Work(NamedTuple):
 
 
 def run(config: SpeedrunConfig, source: sources.Source) -> None:
-    """Trains the seeds that are not yet trained, then runs the side-by-side; prints both, and writes speedrun.json
-    and speedrun.txt."""
+    """Trains the seeds that are not yet trained, then runs the side-by-side; prints and writes both."""
     make_directory(config)
     towers = setup.open_towers(config.varied(**ONE_TOWER))  # all cores for one operation, as the ceilings want it
     source, dataset = sources.load(
@@ -75,17 +74,16 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
         "tta": config.tta,
         "target": config.target,
     }
-    race = {}
     if config.seeds:
         work = count_work(config, towers, computed_in, dataset.train, batches)
         race = standings.tally(_finishes(config, computed_in), work.total(), work.total(less=1), config.target)
         race |= {"operations": work.by_type(), "steps": sum(work.steps.values())}
-    standings.publish(config.directory, facts, race)
+        standings.publish_race(config.directory, facts, race)
     if config.rounds:
         asked = split_names(config.precisions)
         precisions = list(dict.fromkeys(asked or [computed_in, "float32"]))
         rows, left_out = side_by_side.run(config, precisions, batches, setup.make_augmentation(config, dataset.traits))
-        standings.publish(config.directory, facts, race, rows, left_out)
+        standings.publish_side_by_side(config.directory, facts, rows, left_out)
 
 
 def count_work(config: TrainConfig, towers: Sequence[Tower], computed_in: str, train: Split, batches: Batches) -> Work:

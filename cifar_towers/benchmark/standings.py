@@ -87,26 +87,26 @@ def tally(finishes: Sequence[Finish], work: int, timed_work: int, target: float)
     }
 
 
-def publish(
-    folder: Path,
-    facts: Mapping,
-    race: Mapping,
-    rows: Sequence[Contestant] = (),
-    left_out: Mapping[str, str] | None = None,
-) -> None:
-    """Prints what is new, and writes all there is to speedrun.json and speedrun.txt."""
+def publish_race(folder: Path, facts: Mapping, race: Mapping) -> None:
+    """Prints what the seeds came to, and writes it to race.json and race.txt."""
+    _publish(folder, "race", facts, dict(race), race_text(facts, race))
+
+
+def publish_side_by_side(folder: Path, facts: Mapping, rows: Sequence[Contestant], left_out: Mapping[str, str]) -> None:
+    """Prints who was how fast, and writes it to side_by_side.json and side_by_side.txt."""
+    as_json = [dataclasses.asdict(row) | {"median": row.median, "quartiles": row.quartiles} for row in rows]
+    told = {"contestants": as_json, "left_out": dict(left_out)}
+    _publish(folder, "side_by_side", facts, told, rows_text(facts, rows, left_out))
+
+
+def _publish(folder: Path, name: str, facts: Mapping, told: Mapping, text: str) -> None:
     title = (
         f"{facts['recipe']}: {facts['model']}, batches of {facts['batch_size']:,}, {facts['dataset']}, "
         f"{facts['precision']}; {facts['processor']}, {facts['cores']} cores; {facts['date']}"
     )
-    parts = [title, *([race_text(facts, race)] if race else []), *([rows_text(facts, rows, left_out)] if rows else [])]
-    as_json = [dataclasses.asdict(row) | {"median": row.median, "quartiles": row.quartiles} for row in rows]
-    told = {**facts, "race": race, "side_by_side": as_json, "left_out": left_out or {}}
-    records.write_json(folder / "speedrun.json", told)
-    records.write_whole(folder / "speedrun.txt", "\n\n".join(parts) + "\n")
-    new = parts[-1:] if rows else parts[1:]
-    if new:
-        print("\n" + "\n\n".join([title, *new, f"written to {folder}: speedrun.txt, speedrun.json"]) + "\n", flush=True)
+    records.write_json(folder / f"{name}.json", {**facts, **told})
+    records.write_whole(folder / f"{name}.txt", f"{title}\n\n{text}\n")
+    print(f"\n{title}\n\n{text}\n\nwritten to {folder}: {name}.txt, {name}.json\n", flush=True)
 
 
 def race_text(facts: Mapping, race: Mapping) -> str:
@@ -177,7 +177,7 @@ def _shares(race: Mapping) -> str:
     )
 
 
-def rows_text(facts: Mapping, rows: Sequence[Contestant], left_out: Mapping[str, str] | None) -> str:
+def rows_text(facts: Mapping, rows: Sequence[Contestant], left_out: Mapping[str, str]) -> str:
     """The side-by-side as a table, and how to read it."""
     ours = {row.precision: row.median for row in rows if row.name == OURS}
     lines = [["contestant", "precision", "images/s", "quartiles", "n", "ours/theirs"]]
@@ -186,7 +186,7 @@ def rows_text(facts: Mapping, rows: Sequence[Contestant], left_out: Mapping[str,
         ratio = "-" if row.name == OURS else f"{ours[row.precision] / row.median:.2f}"
         spread_of = f"{low:,.0f}-{high:,.0f}"
         lines.append([row.name, row.precision, f"{row.median:,.0f}", spread_of, str(len(row.images_per_sec)), ratio])
-    notes = [READING.format(OURS), *(f"Left out: {who}: {why}" for who, why in (left_out or {}).items())]
+    notes = [READING.format(OURS), *(f"Left out: {who}: {why}" for who, why in left_out.items())]
     return "\n\n".join([align(lines, left=(0,)), "\n".join([*notes, *_published(facts, rows)])])
 
 

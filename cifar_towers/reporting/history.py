@@ -14,7 +14,7 @@ from typing import Any
 from cifar_towers.errors import UsageError
 from cifar_towers.reporting import records
 
-INCIDENTAL = {"seed", "seeds", "train_dir", "data_dir", "fresh", "dataset"}  # what may differ between runs of a group
+OF_ONE_RUN = {"seed", "seeds", "train_dir", "data_dir", "fresh", "dataset"}  # what may differ between runs of a group
 SYNTHETIC = "SYNTHETIC DATA, NOT CIFAR-10: these accuracies say nothing about CIFAR-10."
 
 
@@ -64,7 +64,7 @@ class Run:
     @property
     def recipe(self) -> dict:
         """All that runs of one group have in common: settings, and what `auto` came to."""
-        settled = {name: value for name, value in self.config.items() if name not in INCIDENTAL}
+        settled = {name: value for name, value in self.config.items() if name not in OF_ONE_RUN}
         digests = self.environment.get("data_sha256")
         digest = digests.get("train") if isinstance(digests, dict) else None
         data = "synthetic" if self.banner else digest or self.config.get("dataset")

@@ -6,11 +6,13 @@ import sys
 import numpy as np
 import pytest
 
+from cifar_towers import programs
 from cifar_towers.benchmark import processes, side_by_side
 from cifar_towers.data import synthetic
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import RunError
+from cifar_towers.program_configs import SpeedrunConfig
 
 PEERS = {
     "keras_fit.py": ("--model=cifarnet", "--precision=float32"),
@@ -29,7 +31,7 @@ def data(tmp_path_factory):
 def command(program, data, *flags, batch_size=16):
     return [
         sys.executable,
-        processes.script(f"peers/{program}"),
+        programs.script(f"peers/{program}"),
         f"--data={data}",
         f"--batch_size={batch_size}",
         *flags,
@@ -88,3 +90,29 @@ def test_without_pytorch_it_says_what_to_install(data):
 def test_a_python_that_is_not_there():
     with pytest.raises(RunError, match="nowhere/python cannot be started"), processes.peer(["nowhere/python"]):
         pass
+
+
+def test_a_peer_that_ends_between_two_visits():
+    script = "print('ready', flush=True); input(); print([0.1], flush=True); raise SystemExit('out of memory')"
+    with processes.peer([sys.executable, "-c", script]) as ask:
+        assert ask(1) == [0.1]
+        for _ in range(2):
+            with pytest.raises(RunError, match="out of memory"):
+                ask(1)
+
+
+def test_a_peer_that_is_lost_costs_the_others_nothing(tmp_path, monkeypatch):
+    """It answers to the step that it is planned by and to the first round."""
+    answers = "[print([0.5] * int(input()), flush=True) for _ in range({})]"
+    script = f"print('ready', flush=True); {answers}; raise SystemExit('full')"
+    config = SpeedrunConfig(
+        dataset="synthetic", model="cifarnet", batch_size=16, num_gpus=2, rounds=3, peers="keras,tutorial", crop=24,
+        shift=0, train_dir=str(tmp_path),
+    )  # fmt: skip
+    monkeypatch.setattr(side_by_side, "_training", lambda config, precision: lambda steps: 100.0)
+    visits = {"keras": 2, "tutorial": 4}
+    monkeypatch.setattr(side_by_side, "_command", lambda name, *_: [sys.executable, "-c", script.format(visits[name])])
+    batches = Batches(synthetic.make(64, seed=0, stream=0), 16, seed=0)
+    rows, left_out = side_by_side.run(config, ["float32"], batches, Augmentation(crop=24))
+    assert {row.name: len(row.images_per_sec) for row in rows} == {"cifar_towers": 3, "tutorial": 3}
+    assert left_out == {"keras, float32": "full"}

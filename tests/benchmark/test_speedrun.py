@@ -75,22 +75,22 @@ def test_a_race_from_start_to_standings(tmp_path, monkeypatch, capfd):
         train_dir=str(tmp_path), recipe="mine",
     )  # fmt: skip
     speedrun.run(config, sources.find("synthetic"))
-    told = json.loads((tmp_path / "speedrun.json").read_text())
-    race = told["race"]
+    race, beside = (records.read_json(tmp_path / name) for name in ("race.json", "side_by_side.json"))
     assert [seed["reused"] for seed in race["seeds"]] == [False, False] and len(race["ceilings"]) == 4
     for seed in (0, 1):
         result = json.loads((tmp_path / f"seed{seed}" / "result.json").read_text())
         assert race["seeds"][seed]["accuracy"] == result["evaluations"][-1]["accuracy"] and result["step"] == 3
         assert race["seeds"][seed]["seconds"] == result["seconds"]
     assert race["seconds_to_target"] == race["training"]["mean"] > 0 and 0 < race["fraction_of_ceiling"] < 1
-    assert {row["name"]: len(row["images_per_sec"]) for row in told["side_by_side"]} == {
+    assert {row["name"]: len(row["images_per_sec"]) for row in beside["contestants"]} == {
         "cifar_towers": 1, "keras": 1, "tutorial": 1,
     }  # fmt: skip
-    assert "ours/theirs" in (tmp_path / "speedrun.txt").read_text()
+    assert "ours/theirs" in (tmp_path / "side_by_side.txt").read_text()
     capfd.readouterr()
 
     speedrun.run(dataclasses.replace(config, rounds=0), sources.find("synthetic"))
-    again = json.loads((tmp_path / "speedrun.json").read_text())["race"]
+    again = records.read_json(tmp_path / "race.json")
+    assert records.read_json(tmp_path / "side_by_side.json") == beside
     assert [seed["reused"] for seed in again["seeds"]] == [True, True]
     assert again["ceilings"] == race["ceilings"] and again["training"] == race["training"]
     assert "is complete at step 3" in capfd.readouterr().out

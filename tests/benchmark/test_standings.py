@@ -1,11 +1,10 @@
-import json
-
 import pytest
 
 from cifar_towers.benchmark import standings
 from cifar_towers.benchmark.ceilings import Ceilings
 from cifar_towers.benchmark.side_by_side import Contestant
 from cifar_towers.benchmark.standings import Finish
+from cifar_towers.reporting import records
 
 FACTS = {
     "recipe": "mine", "model": "speednet94", "batch_size": 1536, "dataset": "cifar10", "precision": "float32",
@@ -69,13 +68,13 @@ def test_the_accuracy_is_of_the_averaged_weights_on_test():
 
 def test_what_is_published(tmp_path, capsys):
     race = told(FINISHES) | {"operations": {"MatMul": 6_000_000_000_000, "Conv2D": 12_000_000_000_000}, "steps": 256}
-    standings.publish(tmp_path, FACTS, race)
+    standings.publish_race(tmp_path, FACTS, race)
     first = capsys.readouterr().out
     assert "Seconds to 94.00 %: 150.0 s of training (mean 94.10 %, std 0.20, n=3)" in first
     assert "18,000 GFLOP in 256 steps (Conv2D 66.7 %, MatMul 33.3 %)" in first
     assert "A run at it takes 150.0 s; training ran at 50.0 % of it." in first
     assert "* run by an earlier command: seed 2 (revision abc)" in first and "\n2*  " in first
-    standings.publish(tmp_path, FACTS, race, ROWS, {"tutorial, float32": "no net"})
+    standings.publish_side_by_side(tmp_path, FACTS, ROWS, {"tutorial, float32": "no net"})
     second = capsys.readouterr().out
     lines = {line.split()[0]: line.split() for line in second.splitlines() if " float32 " in line and "-" in line}
     assert lines["cifar_towers"][1:] == ["float32", "310", "305-315", "3", "-"]
@@ -83,7 +82,7 @@ def test_what_is_published(tmp_path, capsys):
     assert lines["keras"][1:] == ["float32", "310", "310-310", "1", "1.00"]
     assert "243 steps of 1,536 at the 155 images/s of pytorch, float32, take 2,408 s" in second
     assert "Left out: tutorial, float32: no net" in second and "Seconds to" not in second
-    written = (tmp_path / "speedrun.txt").read_text()
-    assert "Seconds to 94.00 %" in written and "take 2,408 s" in written
-    as_json = json.loads((tmp_path / "speedrun.json").read_text())
-    assert as_json["race"]["training"]["mean"] == 150 and as_json["side_by_side"][1]["median"] == 155
+    assert "Seconds to 94.00 %" in (tmp_path / "race.txt").read_text()
+    assert "take 2,408 s" in (tmp_path / "side_by_side.txt").read_text()
+    assert records.read_json(tmp_path / "race.json")["training"]["mean"] == 150
+    assert records.read_json(tmp_path / "side_by_side.json")["contestants"][1]["median"] == 155

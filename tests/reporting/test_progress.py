@@ -17,7 +17,7 @@ def shown(terminal):
 
 def test_a_pipe_gets_one_clean_line_an_epoch():
     text = shown(terminal=False)
-    assert text.count("\n") == 1 and text.isprintable() is False and "\x1b" not in text and "\r" not in text
+    assert text.count("\n") == 1 and text[:-1].isprintable() and "\x1b" not in text and "\r" not in text
     assert "epoch  1.00/2.00  step 10/20  loss 1.5000  accuracy 50.00 %  rate 0.1  1,234 images/s" in text
     assert text.endswith("test 60.00 %\n")
 
