@@ -4,6 +4,9 @@ CONFIG ?= speed94
 NUM_GPUS ?= 0
 ARGS ?=
 BIN := .venv/bin
+NVIDIA := $(wildcard /proc/driver/nvidia/version)
+comma := ,
+EXTRAS := $(if $(NVIDIA),dev$(comma)gpu,dev)
 
 .PHONY: help setup train test test-long test-browser faults faults-long lint format evaluate predict export bench speedrun tensorboard clean
 .DEFAULT_GOAL := help
@@ -17,8 +20,8 @@ setup: .venv/ready  ## make .venv with all that is needed; other targets do so t
 
 .venv/ready: setup.cfg pyproject.toml
 	@echo "setting up .venv (a minute or two, once)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@# byte code of what every start imports, and of no more: half of a start's time, where Python may not write it itself
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import keras.src.backend.tensorflow, tensorflow, tensorflow_datasets, tensorboard.main' 2>/dev/null || true
 	@touch $@

@@ -15,6 +15,7 @@ import tensorflow as tf
 log = logging.getLogger(__name__)
 
 CPU_TOWERS_BY_DEFAULT = 2
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Tower(NamedTuple):
@@ -123,6 +124,11 @@ def _open(plan: DevicePlan) -> list[Tower]:
         )
     if plan.note:
         log.info(plan.note)
+    if plan.kind == "CPU" and NVIDIA_DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
+        log.warning(
+            "an NVIDIA driver is here, but TensorFlow finds no GPU: it may lack its CUDA packages, which "
+            "pip install 'tensorflow[and-cuda]' brings"
+        )
     return [Tower(i, f"/{plan.kind}:{i}") for i in range(count)]
 
 

@@ -32,6 +32,16 @@ def test_missing_gpus_are_spoken_of():
     assert plan_devices(4, 0).note == "no GPU here: 4 towers on logical CPU devices"
 
 
+@pytest.mark.parametrize(("visible", "warned"), [(None, True), ("0,1", True), ("", False), ("-1", False)])
+def test_a_driver_without_its_packages_is_spoken_of(monkeypatch, tmp_path, caplog, visible, warned):
+    monkeypatch.setattr("cifar_towers.towers.devices.NVIDIA_DRIVER", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    make_towers(2)
+    assert ("pip install 'tensorflow[and-cuda]'" in caplog.text) == warned
+
+
 def test_without_soft_placement_missing_gpus_are_an_error():
     with pytest.raises(ValueError, match="4 towers need 4 GPUs and this machine has /GPU:0, /GPU:1"):
         plan_devices(4, 2, soft_placement=False)
