@@ -325,8 +325,12 @@ class TrainConfig(DeviceConfig):
         if self.all_reduce not in ("auto", *ways.get(self.strategy, ())):
             fitting = [strategy for strategy, names in ways.items() if self.all_reduce in names]
             raise UsageError(f"all_reduce={self.all_reduce} is for strategy={' and '.join(fitting)}")
-        if self.strategy != "multi_worker" and (self.workers or self.worker_index >= 0):
-            raise UsageError("workers and worker_index are for a cluster; give --strategy=multi_worker too")
+        of_cluster = [field for field in dataclasses.fields(TrainConfig) if field.metadata["group"] == "Cluster"]
+        given = [field.name for field in of_cluster if getattr(self, field.name) != field.default]
+        if self.strategy != "multi_worker" and given:
+            raise UsageError(
+                f"{' and '.join(given)}: for a cluster alone; give --strategy=multi_worker too, or leave it"
+            )
         if self.members and self.seeds:
             raise UsageError("a cluster trains one run and ends; give one seed at a time")
 

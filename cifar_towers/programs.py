@@ -89,17 +89,17 @@ def launch(stop: StopRequest) -> int:
         "of train.py. When a worker is lost, all are started again and go on from the last checkpoint.\n\n"
         "  launch.py --num_workers=2 -- --flagfile=configs/speed94.cfg --train_dir=runs/two-workers",
     )
-    if not {"--help", "-h"}.intersection(config.command):
-        multi_worker = ["--strategy=multi_worker", "--workers=127.0.0.1:1,127.0.0.1:2", "--worker_index=0"]
-        checked = [*config.command, *(multi_worker if config.num_workers else ())]
-        parse_command_line(TrainConfig, [sys.argv[0], *checked], "")
+    checked = [sys.argv[0], *config.command]
+    if config.num_workers:
+        workers = ",".join(f"127.0.0.1:{port}" for port in (40_000, *range(1, config.num_workers)))  # as if
+        checked += ["--strategy=multi_worker", f"--workers={workers}", "--worker_index=0"]
+    parse_command_line(TrainConfig, checked, "")
     from cifar_towers.cluster import launching
 
     stop.announce = lambda line: None  # the workers say it
     stop.defer()
     return launching.launch(
-        [sys.executable, script("train.py")],
-        config.command,
+        [sys.executable, script("train.py"), *config.command],
         config.num_workers,
         config.max_restarts,
         log.info,

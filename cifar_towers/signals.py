@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from cifar_towers.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STARTED = "CIFAR_TOWERS_STARTED"  # in the environment of what a launcher starts: when itself was, as `time.time()`
 NOTHING_DONE = "before the first step; nothing to save"
 ONE = 0.1  # seconds within which several are one: `timeout` signals a process, and then its group
+ONE_UNDER_LAUNCHER = 1.0  # the same where a launcher passes on what its whole group may have got already
 
 
 class StopRequest:
@@ -120,13 +122,13 @@ class StopRequest:
         while number := os.read(hears, 1)[0]:
             if number not in SIGNALS:
                 continue
-            now = time.monotonic()
-            if first and now - first > ONE:
-                os._exit(128 + number)
-            if not first:
-                time.sleep(ONE / 2)  # by then it leaves, if it can
-            if not first and self._deferred and not self._leaving:
+            if first:
+                if time.monotonic() - first > (ONE_UNDER_LAUNCHER if STARTED in os.environ else ONE):
+                    os._exit(128 + number)
+                continue
+            time.sleep(ONE / 2)  # by then it leaves, if it can
+            if self._deferred and not self._leaving:
                 name = signal.Signals(number).name
                 with contextlib.suppress(Exception):  # whoever hears it, the second must be answered
                     self.announce(f"{name}: saves after this step and leaves; again: leaves at once")
-            first = first or now
+            first = time.monotonic()  # one that came in the meantime is the same

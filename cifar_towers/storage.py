@@ -109,12 +109,12 @@ def sweep(parent: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Whether this process, and no other, has the lock file `path` while inside. It ends with the process, however
-    that ends, so a lock left by a dead one does not count."""
+def locked(path: Path, wait: bool = False) -> Iterator[bool]:
+    """Whether this process, and no other, has the lock file `path` while inside, which it may `wait` for. It ends with
+    the process, however that ends, so a lock left by a dead one does not count."""
     with path.open("a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
             return

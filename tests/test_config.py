@@ -8,8 +8,12 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.program_configs import BenchmarkConfig, EvaluateConfig, ExportConfig, SpeedrunConfig
 from cifar_towers.settings import help_text, parse_command_line
+from cifar_towers.training.directory import recipe_of
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.cfg"))
+
+
+TWO_WORKERS = ("--strategy=multi_worker", "--workers=a:1,b:1", "--worker_index=0")
 
 
 def parse(*arguments):
@@ -57,6 +61,11 @@ def parse(*arguments):
         (["--strategy=mirrored", "--variable_placement=round_robin"], "keeps all on every device"),
         (["--strategy=mirrored", "--gradient_device=cpu"], "keeps all on every device"),
         (["--all_reduce=nccl"], "all_reduce=nccl is for strategy=mirrored"),
+        (["--worker_index=1"], "worker_index: for a cluster alone; give --strategy=multi_worker too"),
+        (["--workers=a:1,b:1", "--allow_public_cluster"], "workers and allow_public_cluster: for a cluster alone"),
+        (["--worker_wait_seconds=60"], "worker_wait_seconds: for a cluster alone"),
+        ([*TWO_WORKERS, "--seeds=0,1"], "a cluster trains one run and ends"),
+        ([*TWO_WORKERS, "--batch_size=999"], "batch_size=999 cannot be shared by 2 towers"),
         (["--batch_statistics=synchronized", "--micro_batches=2"], "needs the whole batch at once"),
         (["--batch_statistics=synchronized", "--parallelism=model"], "leave parallelism=model"),
         (["--parallelism=model", "--strategy=mirrored"], "leave strategy=mirrored"),
@@ -183,3 +192,8 @@ def test_usage_errors_of_an_evaluation(argument, told):
 def test_evaluation_needs_a_run():
     with pytest.raises(UsageError, match="which run"):
         parse_command_line(EvaluateConfig, ["evaluate.py"], "")
+
+
+def test_max_steps_is_of_the_recipe_where_the_schedules_are_laid_over_it():
+    assert "max_steps" in recipe_of(TrainConfig(epochs=0, max_steps=100))
+    assert "max_steps" not in recipe_of(TrainConfig(epochs=8, max_steps=100))

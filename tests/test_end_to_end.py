@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 from signal import SIGTERM
 
@@ -20,7 +21,7 @@ from cifar_towers.data.batches import Batches
 from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError
 from cifar_towers.program_configs import EvaluateConfig
 from cifar_towers.reporting import pictures
-from cifar_towers.signals import StopRequest
+from cifar_towers.signals import STARTED, StopRequest
 from cifar_towers.training import checkpoints, health, trainer
 
 QUICK = TrainConfig(
@@ -313,6 +314,21 @@ def test_a_profile_is_written_and_told(tmp_path, capsys):
     assert len(list((tmp_path / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) == 1
     told = capsys.readouterr().out
     assert "profile of steps 1 to 2: a step takes" in told and "Conv2DBackpropInput" in told
+
+
+def test_a_profile_of_steps_that_will_not_be_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="profile_steps=4:6: this run ends with step 4"):
+        run(dataclasses.replace(QUICK, max_steps=4, profile_steps="4:6", train_dir=str(tmp_path)))
+
+
+def test_a_launcher_starts_afresh_once(tmp_path, monkeypatch, capsys):
+    config = dataclasses.replace(QUICK, max_steps=1, fresh=True, train_dir=str(tmp_path))
+    run(config)
+    monkeypatch.setenv(STARTED, str(time.time()))
+    run(config)
+    assert "is complete" not in capsys.readouterr().out
+    run(config)
+    assert "is complete at step 1" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -217,3 +217,20 @@ def test_a_prediction_from_one_tower(tmp_path):
     # the host sends 200 examples; each device sends half of 1,068,298 four-byte weights to the other, twice
     assert rows["ring", 2]["transfer_seconds"] == pytest.approx((1068298 * 4 + 200 * 3105) / 2e9, rel=0.01)
     assert "ring" in out and "efficiency" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            ["--num_workers=5", "--", "--batch_size=999"],
+            "batch_size=999 cannot be shared by 5 towers; 995 and 1000 can",
+        ),
+        (["--num_workers=1"], "num_workers=1 is no cluster"),
+        (["speed94"], "'speed94' is not a flag of train.py"),
+        (["--", "--seeds=0,x"], "seeds=0,x is not a list of whole numbers"),
+    ],
+)
+def test_a_launcher_starts_nothing_that_cannot_train(flags, told):
+    code, _, err = finish(start("launch.py", *flags))
+    assert code == 2 and told in err and len(err.splitlines()) == 1

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cifar_towers.signals import STARTED
+
 ROOT = Path(__file__).parents[1]
 CHILD = """
 import sys, time, threading
@@ -69,6 +71,19 @@ def test_two_signals_at_once_are_one():
     for _ in range(3):
         found, out, _ = Child(BUSY).signalled(signal.SIGTERM, 0.1, 0.002)
         assert found == 143 and "left" in out
+
+
+def test_two_signals_are_one_however_long_it_takes_to_say_so():
+    slow = "stop.announce = lambda line: (time.sleep(0.3), print(line, flush=True))\n    " + BUSY
+    found, out, _ = Child(slow).signalled(signal.SIGTERM, 0.1, 0.25)
+    assert found == 143 and "left" in out
+
+
+def test_what_a_launcher_passes_on_is_not_a_second_one(monkeypatch):
+    """Whose group, as at Ctrl-C, has got the signal already."""
+    monkeypatch.setenv(STARTED, "0")
+    found, out, _ = Child(BUSY).signalled(signal.SIGINT, 0.1, 0.4)
+    assert found == 130 and "left" in out
 
 
 CHANGED = "try: time.sleep(30)\n        except BaseException: raise TypeError('as Keras has it')"

@@ -4,6 +4,8 @@ import os
 import random
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -147,7 +149,10 @@ def test_a_lock_is_one_processs_and_dies_with_it(tmp_path):
         assert holder.stdout.readline() == "True\n"
         with storage.locked(tmp_path / ".lock") as ours:
             assert not ours
-        holder.kill()
+        start = time.monotonic()
+        threading.Timer(0.3, holder.kill).start()
+        with storage.locked(tmp_path / ".lock", wait=True) as ours:
+            assert ours and time.monotonic() - start > 0.2
     with storage.locked(tmp_path / ".lock") as ours:
         assert ours
     assert os.path.exists(tmp_path / ".lock")

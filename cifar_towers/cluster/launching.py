@@ -12,15 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cifar_towers.cluster.members import TALK_OFFSET
 from cifar_towers.errors import DataError, DivergedError, UsageError
+from cifar_towers.signals import STARTED
 
 FINAL = (0, UsageError.exit_code, DataError.exit_code, DivergedError.exit_code)  # another start would end the same
 PATIENCE = 10.0  # seconds for the others to end once one has failed; then they are killed
 HIGHEST_PORT = 2**16 - 1 - TALK_OFFSET
+Started = tuple[subprocess.Popen, threading.Thread | None]  # a process, and who reads what it says
 
 
 def launch(
     command: Sequence[str],
-    flags: Sequence[str],
     num_workers: int,
     max_restarts: int,
     say: Callable[[str], None],
@@ -29,14 +30,14 @@ def launch(
     """Runs a training to its end, on several local workers or as the flags say; the exit code it ends with.
 
     Args:
-      command: what starts `train.py`; the flags come after it.
+      command: a training's; what a worker has to know comes after it.
       num_workers: how many to start here, on the loopback; 0: one process, which may be one of a cluster.
       max_restarts: how often to start again what a lost worker or a signal to one of them has ended.
       asked: the signal that came to this process, or 0: it is passed on, and then nothing is started again.
     """
+    environment = {STARTED: str(time.time())}  # --fresh clears what is older
     for restart in range(max_restarts + 1):
-        given = [*flags, "--nofresh"] if restart else flags  # what there is by now is to be gone on from
-        codes = _run(command, given, num_workers, asked)
+        codes = _run(command, environment, num_workers, asked)
         first_failed = next((worker for worker, code in codes.items() if code), None)
         if first_failed is None or asked() or codes[first_failed] in FINAL:
             break
@@ -59,27 +60,33 @@ def free_addresses(count: int) -> tuple[str, ...]:
                     return tuple(f"127.0.0.1:{port}" for port in ports)
 
 
-def _run(command: Sequence[str], flags: Sequence[str], num_workers: int, asked: Callable[[], int]) -> dict[int, int]:
+def _run(
+    command: Sequence[str], environment: Mapping[str, str], num_workers: int, asked: Callable[[], int]
+) -> dict[int, int]:
     """Starts all, waits for all; worker -> exit code, in the order in which they ended."""
-    workers = [_start([*command, *flags])] if not num_workers else _start_all(command, flags, num_workers)
+    workers = _start_all(command, environment, num_workers) if num_workers else [_start(command, environment)]
+    processes = [process for process, _ in workers]
     codes: dict[int, int] = {}
     passed_on, deadline = 0, float("inf")
-    while len(codes) < len(workers):
-        for worker, process in enumerate(workers):
+    while len(codes) < len(processes):
+        for worker, process in enumerate(processes):
             if worker not in codes and (code := process.poll()) is not None:
                 codes[worker] = code if code >= 0 else 128 - code
                 if code:
                     deadline = min(deadline, time.monotonic() + PATIENCE)
         if asked() and not passed_on:
             passed_on = asked()
-            _signal(workers, passed_on)
+            _signal(processes, passed_on)
         if time.monotonic() > deadline:
-            _signal(workers, signal.SIGKILL)
+            _signal(processes, signal.SIGKILL)
         time.sleep(0.05)
+    for _, reader in workers:
+        if reader:
+            reader.join(1.0)  # its last words
     return codes
 
 
-def _start_all(command: Sequence[str], flags: Sequence[str], count: int) -> list[subprocess.Popen]:
+def _start_all(command: Sequence[str], environment: Mapping[str, str], count: int) -> list[Started]:
     """A worker each on its share of this machine's cores and GPUs, where there are enough of them."""
     addresses = ",".join(free_addresses(count))
     cores, gpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [], _gpus()
@@ -87,22 +94,24 @@ def _start_all(command: Sequence[str], flags: Sequence[str], count: int) -> list
     for index in range(count):
         own = ["--strategy=multi_worker", f"--workers={addresses}", f"--worker_index={index}"]
         share = _share(gpus, index, count)
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {}
-        process = _start([*command, *flags, *own], environment, "" if index == 0 else f"worker {index}: ")
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {}
+        started = _start([*command, *own], {**environment, **visible}, "" if index == 0 else f"worker {index}: ")
         if share := _share(cores, index, count):
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(process.pid, share)
-        workers.append(process)
+                os.sched_setaffinity(started[0].pid, share)
+        workers.append(started)
     return workers
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str] = {}, prefix: str = "") -> subprocess.Popen:
-    """A process that writes where this one does; with a prefix, line by line after it."""
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} if prefix else {}
+def _start(command: Sequence[str], environment: Mapping[str, str], prefix: str = "") -> Started:
+    """A process that writes where this one does; with a prefix, line by line after it, by a thread."""
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"} if prefix else {}
     process = subprocess.Popen(command, env={**os.environ, **environment}, **pipe)
-    if prefix:
-        threading.Thread(target=_pass_on, args=(process.stdout, prefix), daemon=True).start()
-    return process
+    if not prefix:
+        return process, None
+    reader = threading.Thread(target=_pass_on, args=(process.stdout, prefix), daemon=True)
+    reader.start()
+    return process, reader
 
 
 def _pass_on(lines, prefix: str) -> None:

@@ -54,6 +54,8 @@ def find_members(workers: str, worker_index: int, environment: Mapping[str, str]
         members, source = _of_slurm(environment), "Slurm's variables"
     else:
         raise UsageError(f"strategy=multi_worker needs to know its workers; {WAYS}")
+    if worker_index >= 0 and worker_index != members[1]:
+        raise UsageError(f"worker_index={worker_index}, but {source} says that this is worker {members[1]}; leave one")
     return _checked(*members, source)
 
 
@@ -71,7 +73,7 @@ def _checked(addresses: list[str], index: int, source: str) -> Members:
         )
     members = Members(tuple(addresses), index)
     host, port = members.talk_address
-    if f"{host}:{port}" in addresses:
+    if (host, port) in map(split_address, addresses):
         raise UsageError(
             f"{source}: worker 0 talks with the others at its port + {TALK_OFFSET}, and {host}:{port} is a worker's"
         )
@@ -87,7 +89,11 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     highest = 2**16 - 1 - TALK_OFFSET
-    if not (colon and host and re.fullmatch(r"\d+", port) and 0 < int(port) <= highest) or re.search(r"[\s/]", host):
+    try:
+        named = bool(host.encode("idna")) and not re.search(r"[\s/]", host)
+    except UnicodeError:  # a part of the name is empty or too long
+        named = False
+    if not (colon and named and re.fullmatch(r"\d+", port) and 0 < int(port) <= highest):
         raise UsageError(
             f"workers: {address!r} is not a host:port with a port up to {highest}; "
             "write --workers=10.0.0.1:5000,10.0.0.2:5000"

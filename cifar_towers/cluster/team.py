@@ -9,7 +9,6 @@ import contextlib
 import os
 import queue
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,10 +23,10 @@ GRACE = 3.0  # seconds for the main thread to end by itself when another worker 
 _BEAT, _BRING, _ALL, _END = b"b", b"g", b"a", b"e"
 
 
-def _end_process(line: str, code: int) -> None:
+def _end_process(terminal: int, line: str, code: int) -> None:
     """Ends this process from whatever thread: its main thread may wait in TensorFlow for somebody who is gone."""
     with contextlib.suppress(OSError):
-        print(("\n" if sys.stderr.isatty() else "") + printable(line), file=sys.stderr, flush=True)
+        os.write(terminal, (("\n" if os.isatty(terminal) else "") + printable(line) + "\n").encode())
     os._exit(code)
 
 
@@ -37,9 +36,13 @@ class Team:
     Args:
       connections: by worker; the chief has one to each other, the others have one to the chief.
       end: called with a line and an exit code, in another thread, when the run cannot go on.
+
+    Attributes:
+      before_end: called right before that.
     """
 
-    def __init__(self, members: Members, connections: Connections, end: Callable[[str, int], None] = _end_process):
+    def __init__(self, members: Members, connections: Connections, end: Callable[[str, int], None]):
+        self.before_end: Callable[[], None] = lambda: None
         self.members, self.index, self.size = members, members.index, members.size
         self._connections, self._end = connections, end
         self._brought = {worker: queue.SimpleQueue() for worker in connections}
@@ -135,7 +138,8 @@ class Team:
     def _beat(self) -> None:
         while not self._parted.wait(BEAT):
             for worker in self._connections:
-                self._send(worker, _BEAT)
+                if not self._sending[worker].locked():  # a long message is a sign of life itself
+                    self._send(worker, _BEAT)
 
     def _send(self, worker: int, kind: bytes, value: Any = None) -> None:
         """Sends; a failure is left to whoever listens to this worker."""
@@ -154,15 +158,21 @@ class Team:
         if self.chief:
             self._tell_all(line, code)
         if not self._parted.wait(GRACE):
+            with contextlib.suppress(OSError):
+                self.before_end()
             self._end(line, code)
 
     def _tell_all(self, line: str, code: int) -> None:
         """Does not wait long for those who do not listen: one of them may be the reason."""
         for worker, connection in self._connections.items():
             if self._sending[worker].acquire(timeout=BEAT):
-                with contextlib.suppress(OSError):
+                try:
                     connection.settimeout(BEAT)
                     wire.send(connection, _END, [line, code])
+                except OSError:
+                    pass
+                finally:
+                    self._sending[worker].release()
 
     def _hang_up(self) -> None:
         for connection in self._connections.values():
@@ -172,7 +182,7 @@ class Team:
 
 def alone() -> Team:
     """A team of one process, which opens no port."""
-    return Team(Members(("",), 0), {})
+    return Team(Members(("",), 0), {}, lambda line, code: None)
 
 
 @contextlib.contextmanager
@@ -183,7 +193,8 @@ def joined(members: Members, settings: Mapping[str, Any], seconds: float) -> Ite
     Raises:
       UsageError, LostError: somebody did not come in these seconds, or there is something wrong with the cluster.
     """
-    team = Team(members, meet(members, settings, seconds))
+    terminal = os.dup(2)  # as it is now: while TensorFlow is imported, it is elsewhere
+    team = Team(members, meet(members, settings, seconds), lambda line, code: _end_process(terminal, line, code))
     try:
         yield team
     except (RunError, Interrupted) as error:

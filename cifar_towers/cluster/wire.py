@@ -73,9 +73,12 @@ def unpack(content: bytes) -> Any:
             place += found.nbytes
             return found
 
-        return json.loads(content[8:place], object_hook=array)
+        value = json.loads(content[8:place], object_hook=array)
     except (struct.error, TypeError, KeyError) as error:
         raise ValueError(f"not one of our messages: {error}") from error
+    if place != len(content):
+        raise ValueError(f"not one of our messages: {len(content) - place} bytes more than it says")
+    return value
 
 
 def _read(connection: socket.socket, length: int) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cifar_towers.data import cache
+from cifar_towers.data import cache, prepared
 from cifar_towers.data.dataset import CLASSES, Split
 from cifar_towers.data.network import reachable
 from cifar_towers.errors import DataError
@@ -123,10 +123,12 @@ def _from_tfds(directory: Path, name: str) -> Split:
     tfds.disable_progress_bar()
     logging.getLogger("absl").setLevel(logging.ERROR)
     try:
-        builder = tfds.builder("cifar10:3.0.2", data_dir=str(directory))
         if not is_prepared(directory):
-            log.info("preparing CIFAR-10 (170 MB) in %s", directory)
-            builder.download_and_prepare()
+            with prepared.alone_in(directory):
+                if not is_prepared(directory):  # another process has, in the meantime
+                    log.info("preparing CIFAR-10 (170 MB) in %s", directory)
+                    tfds.builder("cifar10:3.0.2", data_dir=str(directory)).download_and_prepare()
+        builder = tfds.builder("cifar10:3.0.2", data_dir=str(directory))
         # one file after the other: the stored order is the one the digests are of
         config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
         batches = builder.as_dataset(split=name, shuffle_files=False, batch_size=1000, read_config=config)

@@ -1,13 +1,16 @@
 """Any data set of TensorFlow Datasets that has images and their classes."""
 
+import contextlib
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
 from PIL import Image
 
+from cifar_towers import storage
 from cifar_towers.data import images
 from cifar_towers.data.dataset import Split, Traits, moments
 from cifar_towers.data.network import reachable
@@ -39,8 +42,11 @@ def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
     try:
         if not builder.is_prepared():
             _refuse_if_unreachable(name, directory, builder)
-            log.info("preparing %s in %s", name, directory)
-            builder.download_and_prepare()
+            with alone_in(directory):
+                builder = _builder(tfds, name, directory)
+                if not builder.is_prepared():  # another process has, in the meantime
+                    log.info("preparing %s in %s", name, directory)
+                    builder.download_and_prepare()
         parts = _parts(name, builder)
         arrays = [_read(tfds, builder, part, picture, label, side) for part in parts]
     except RunError:
@@ -50,6 +56,14 @@ def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
     traits = Traits(tuple(builder.info.features[label].names), side, *moments(arrays[0][0]))
     train, test = (Split(*array, traits) for array in arrays)
     return train, test
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Waits until no other process prepares a data set there: two would both do it, and one fail."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with storage.locked(directory / ".preparing", wait=True):
+        yield
 
 
 def _builder(tfds, name: str, directory: Path):

@@ -130,7 +130,7 @@ class Reporter:
 
     def looks_at(self, step: int) -> bool:
         """Whether the step that makes `step` of them is to be looked at closely."""
-        return _every(step, self.config.summary_every_steps) or step == self.last_step
+        return every_so_often(step, self.config.summary_every_steps) or step == self.last_step
 
     def step(self, step: int, metrics, rates: Mapping[str, float], side: int, health: Health) -> None:
         """After `step` steps, of which `metrics` is the last's; rates by parameter group."""
@@ -139,7 +139,7 @@ class Reporter:
         self.progress.step(Status(step, metrics.loss, metrics.accuracy, rate, speed))
         period = math.ceil(self.config.summary_every_steps / SCALARS_PER_SUMMARY)
         looked_at = self.looks_at(step)
-        if not looked_at and not _every(step, period):
+        if not looked_at and not every_so_often(step, period):
             return
         alike = self._alike(metrics) if looked_at else {}
         self.metrics.write(
@@ -326,7 +326,8 @@ class _NoSummaries:
         return lambda *_, **__: None
 
 
-def _every(step: int, period: int) -> bool:
+def every_so_often(step: int, period: int) -> bool:
+    """Whether `period`, which is not 0, divides the step."""
     return period > 0 and step % period == 0
 
 

@@ -115,8 +115,9 @@ def variable_devices(stages: Sequence[Stage]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def stage_placement(build: Callable[[], keras.Model], devices: Sequence[str]) -> Iterator[None]:
-    """The variables of the model that is built inside, as `build` builds it, live with their stages.
+def stage_placement(build: Callable[[], keras.Model], devices: Sequence[str], *, open_size: int = 32) -> Iterator[None]:
+    """The variables of the model that is built inside, as `build` builds it, live with their stages, which are cut for
+    images of its size or of `open_size`.
 
     Stages are cut from a model, which has its variables by then: a first one is built to learn the cut and the order
     in which variables are born. What follows a variable is pinned beside it; all else lives in the host's memory.
@@ -132,7 +133,7 @@ def stage_placement(build: Callable[[], keras.Model], devices: Sequence[str]) ->
 
     with tf.variable_creator_scope(note):
         model = build()
-    device_of = variable_devices(cut_in_stages(model, devices))
+    device_of = variable_devices(cut_in_stages(model, devices, open_size=open_size))
     by_variable = {id(variable.value): device_of[variable.path] for variable in model.variables}
     turns = iter([by_variable.get(id(variable), HOST) for variable in born])
     with placed_by(lambda _, pinned_to: pinned_to or next(turns, HOST)):

@@ -59,12 +59,21 @@ def finished(directory: Path, config: TrainConfig, step: int, last_step: int) ->
 
 
 def recipe_of(config: TrainConfig) -> dict:
-    """The settings that decide what is trained."""
+    """The settings that decide what is trained. max_steps is one of them where the schedules are laid over it."""
+    left_out = NOT_RECIPE - ({"max_steps"} if config.epochs == 0 else set())
     return {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
-        if field.name not in NOT_RECIPE and field.metadata["group"] not in NOT_RECIPE_GROUPS
+        if field.name not in left_out and field.metadata["group"] not in NOT_RECIPE_GROUPS
     }
+
+
+def begun_since(directory: Path, moment: str) -> bool:
+    """Whether a run was begun in it since a `time.time()`; there may be no such moment."""
+    try:
+        return (directory / CONFIG).stat().st_mtime >= float(moment)
+    except (OSError, ValueError):
+        return False
 
 
 def clear(directory: Path) -> None:

@@ -63,12 +63,15 @@ def make_multi_worker_strategy(
       device_options: those of `prepare_devices`.
 
     Raises:
-      ValueError: a worker is to have more towers than TensorFlow lets it have.
+      ValueError: a worker is to have more towers than TensorFlow lets it have, or GPUs that are not there.
     """
     gpus = len(tf.config.list_physical_devices("GPU"))
     if num_gpus > max(gpus, 1):
         have = f"{gpus} GPUs" if gpus else "no GPU, and a worker's CPU is one tower"
         raise ValueError(f"num_gpus={num_gpus}: this worker has {have}; start more workers instead")
+    if not gpus and (all_reduce == "nccl" or (num_gpus and not device_options.get("soft_placement", True))):
+        asked = "all_reduce=nccl" if all_reduce == "nccl" else f"num_gpus={num_gpus}"
+        raise ValueError(f"{asked} asks for GPUs, and this worker has none; leave it")
     prepare_devices(plan_devices(num_gpus or max(gpus, 1), gpus), **device_options)
     implementation = getattr(tf.distribute.experimental.CommunicationImplementation, all_reduce.upper())
     strategy = tf.distribute.MultiWorkerMirroredStrategy(

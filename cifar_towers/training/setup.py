@@ -225,12 +225,13 @@ def make_training(
             state, loss_fn = state_in(strategy.scope())
             step = make_mirrored_step(strategy, state, towers, loss_fn, augmentation, **options)
         elif config.parallelism == "model":
-            split_over = towers[:1]
-            state, loss_fn = state_in(stage_placement(lambda: make_model(config, computed_in, train.traits), devices))
+            split_over, side = towers[:1], config.crop or train.traits.side
+            placement = stage_placement(lambda: make_model(config, computed_in, train.traits), devices, open_size=side)
+            state, loss_fn = state_in(placement)
             if OWN in state.loss_averages.sums:
                 raise ValueError("parallelism=model cannot train a net that adds losses of its own, as regularizers do")
             watched = [layer.name for layer in watched_layers(state.model)]
-            stages = cut_in_stages(state.model, devices, open_size=train.traits.side, watched=watched)
+            stages = cut_in_stages(state.model, devices, open_size=side, watched=watched)
             step = make_train_step(state, split_over, loss_fn, augmentation, stages=stages, **options)
         else:
             state, loss_fn = state_in(variable_placement(config.variable_placement, towers))

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 
@@ -22,8 +23,8 @@ from cifar_towers.evaluation import make_evaluator
 from cifar_towers.reporting import records
 from cifar_towers.reporting.clock import Clock
 from cifar_towers.reporting.profile import Window
-from cifar_towers.reporting.reporter import Reporter, told
-from cifar_towers.signals import NOTHING_DONE, StopRequest
+from cifar_towers.reporting.reporter import Reporter, every_so_often, told
+from cifar_towers.signals import NOTHING_DONE, STARTED, StopRequest
 from cifar_towers.towers import Tower, run_on_parts, split_batch
 from cifar_towers.towers.placement import HOST, PLACEMENTS
 from cifar_towers.training import choosing, directory, health, schedules, setup
@@ -55,9 +56,13 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: 
     )
     if source.banner and not config.train_dir:  # leaves the directory of the real run free for when there is CIFAR-10
         config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
-    with tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{team.index}-", ignore_cleanup_errors=True) as own:
+    if config.fresh and directory.begun_since(config.directory, os.environ.get(STARTED, "")):
+        config = dataclasses.replace(config, fresh=False)  # by the start before this one
+    with contextlib.ExitStack() as stack:
         if not team.chief:
-            config = dataclasses.replace(config, train_dir=own)
+            own = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{team.index}-", ignore_cleanup_errors=True)
+            config = dataclasses.replace(config, train_dir=stack.enter_context(own))
+            team.before_end = own.cleanup
         return Trainer(config, source, dataset, towers, stop, clock, team, strategy).run()
 
 
@@ -115,6 +120,10 @@ class Trainer:
         )  # fmt: skip
         self.say = self.reporter.say
         window = parse_window(config.profile_steps)
+        if window and window[0] >= self.last_step:
+            raise UsageError(
+                f"profile_steps={config.profile_steps}: this run ends with step {self.last_step}; give earlier steps"
+            )
         self.profile = Window(self.directory, *window) if window and team.chief else None
         self.side_at = schedules.Sides(config.image_sides, config.image_size).at(self.total_steps, self.steps_per_epoch)
         self.traced: set[tuple] = set()  # sides of the images, and groups of variables that move
@@ -202,7 +211,8 @@ class Trainer:
             raise Interrupted(self.stop.signal, self._leave(step, scores)) from stopped
         bad = self.state.not_finite()
         if bad:
-            raise DivergedError(f"{bad} is not finite after step {step}; {self.keeper.what_is_kept()}")
+            kept = self.team.from_chief(self.keeper.what_is_kept)
+            raise DivergedError(f"{bad} is not finite after step {step}; {kept}")
         return step
 
     def _leave(self, step: int, scores: list[dict]) -> str:
@@ -278,8 +288,9 @@ class Trainer:
         except DivergedError as error:
             if self.config.rollback_on_divergence:
                 raise
+            kept = self.team.from_chief(self.keeper.what_is_kept)
             raise DivergedError(
-                f"{error}; {self.keeper.what_is_kept()}: give --rollback_on_divergence to go back to it at half the "
+                f"{error}; {kept}: give --rollback_on_divergence to go back to the last good checkpoint at half the "
                 "rates, or --fresh with a smaller --learning_rate or --precision=float32"
             ) from error
 
@@ -451,7 +462,8 @@ class Trainer:
             return 0
         self._share_state()
         self.clock.resume(facts["seconds"], facts["images"])
-        self.health.resume(facts, records.read_json_if_any(self.directory / directory.ROLLBACKS))
+        rolled_back = self.team.from_chief(lambda: records.read_json_if_any(self.directory / directory.ROLLBACKS))
+        self.health.resume(facts, rolled_back)
         self.say(f"going on from step {facts['step']}, saved with {facts['towers']} towers in {facts['precision']}")
         return facts["step"]
 
@@ -480,8 +492,4 @@ class Trainer:
     def _at_evaluation(self, step: int) -> bool:
         every = self.config.eval_every_epochs
         steps = max(1, round(every * self.steps_per_epoch)) if every else 0
-        return self._every(step, steps) and 0 < step < self.last_step
-
-    @staticmethod
-    def _every(step: int, period: int) -> bool:
-        return period > 0 and step % period == 0
+        return every_so_often(step, steps) and 0 < step < self.last_step

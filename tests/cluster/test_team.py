@@ -57,7 +57,7 @@ def test_values_travel_as_they_are():
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 9, wire.pack([np.ones(4)])[:-1], b"\0" * 7 + b"\2[]trailing"[:1]])
+@pytest.mark.parametrize("content", [b"", b"x" * 9, wire.pack([np.ones(4)])[:-1], b"\0" * 7 + b"\2[]trailing"])
 def test_what_is_no_message_is_refused(content):
     with pytest.raises(ValueError):
         wire.unpack(content)
@@ -102,7 +102,9 @@ def test_facts_that_differ_are_named_on_all():
 def test_a_worker_that_is_gone_ends_all_with_its_name(monkeypatch, victim):
     monkeypatch.setattr(team, "GRACE", 0.1)
     ends = queue.SimpleQueue()
-    teams = make_teams(free_addresses(3), ends)
+    teams, tidied = make_teams(free_addresses(3), ends), queue.SimpleQueue()
+    for each in teams:
+        each.before_end = lambda index=each.index: tidied.put(index)
     teams[victim]._parted.set()  # it does nothing any more
     for connection in teams[victim]._connections.values():
         connection.shutdown(socket.SHUT_RDWR)
@@ -133,6 +135,15 @@ def test_what_ends_one_is_told_by_all(monkeypatch):
     assert [index for index, *_ in told] == [0, 1]
     for _, line, code in told:
         assert line.startswith("worker 2 of 3") and line.endswith("ended: data: no such file") and code == 3
+
+
+def test_who_ends_twice_waits_for_nobody():
+    """As the chief does that hears of a worker's end while it is about to leave by itself."""
+    teams = make_teams(free_addresses(3), queue.SimpleQueue())
+    teams[0]._tell_all("one line", 5)
+    start = time.monotonic()
+    teams[0].abandon("another", 1)
+    assert time.monotonic() - start < team.BEAT / 2
 
 
 def test_the_main_thread_may_end_by_itself():
@@ -206,8 +217,7 @@ def test_strangers_and_latecomers_change_nothing():
 def test_joined_tells_the_others_what_ended_it(monkeypatch):
     ends = queue.SimpleQueue()
     monkeypatch.setattr(team, "GRACE", 0.2)
-    monkeypatch.setattr(team, "_end_process", lambda line, code: ends.put((line, code)))
-    monkeypatch.setattr(team.Team.__init__, "__defaults__", (team._end_process,))
+    monkeypatch.setattr(team, "_end_process", lambda _, line, code: ends.put((line, code)))
     found = free_addresses(2)
 
     def worker(index):

@@ -18,7 +18,8 @@ from cifar_towers.data import sources
 from cifar_towers.reporting import records
 from cifar_towers.settings import parse_command_line
 from cifar_towers.signals import StopRequest
-from cifar_towers.training import checkpoints, trainer
+from cifar_towers.training import checkpoints, directory, trainer
+from cifar_towers.training.mirrored import make_multi_worker_strategy
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 FLAGS = ("--dataset=synthetic", "--batch_size=24", "--precision=float32", "--threads_per_op=1", "--eval_every_epochs=0")
@@ -62,6 +63,14 @@ def launch(count, train_dir, *flags):
     return output
 
 
+def wait_for(path, process):
+    """Until something is there, which a process is to make."""
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=1)[0]
+        time.sleep(0.02)
+
+
 def weights(train_dir):
     return records.read_json(train_dir / "result.json")["weights_sha256"]
 
@@ -79,6 +88,19 @@ def test_two_workers_come_to_what_two_towers_come_to(flags, tmp_path):
     assert theirs.keys() == mine.keys()
     for name, value in mine.items():
         np.testing.assert_allclose(theirs[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"all_reduce": "nccl"}, "all_reduce=nccl asks for GPUs"),
+        ({"num_gpus": 1, "soft_placement": False}, "num_gpus=1 asks for GPUs"),
+        ({"num_gpus": 2}, "start more workers instead"),
+    ],
+)
+def test_gpus_that_a_worker_has_not(options, told):
+    with pytest.raises(ValueError, match=told):
+        make_multi_worker_strategy(("127.0.0.1:1", "127.0.0.1:2"), 0, **options)
 
 
 @pytest.mark.slow
@@ -120,6 +142,16 @@ def test_a_checkpoint_goes_from_workers_to_towers_and_back(tmp_path):
 
 
 @pytest.mark.slow
+def test_what_was_rolled_back_is_rolled_back_on_all(flags, tmp_path):
+    """A run that was lost between going back and the next checkpoint, which the chief alone knows of."""
+    flags = [*flags, "--rollback_on_divergence"]
+    launch(2, tmp_path, *flags)
+    records.write_json(tmp_path / directory.ROLLBACKS, {"rollbacks": 1})
+    launch(2, tmp_path, *flags, "--max_steps=6")  # all have the same weights in the end, or it fails
+    assert records.read_json(tmp_path / "result.json")["rollbacks"] == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["TF_CONFIG", "Slurm", "flags"])
 def test_each_way_to_tell_who_the_workers_are(flags, tmp_path, way):
     addresses = free_addresses(2)
@@ -145,25 +177,24 @@ def test_each_way_to_tell_who_the_workers_are(flags, tmp_path, way):
 @pytest.mark.slow
 def test_a_signal_to_one_worker_saves_and_ends_all(flags, tmp_path):
     addresses = ",".join(free_addresses(2))
-    flags = [*flags, "--max_steps=4000", "--epochs=20", "--strategy=multi_worker", f"--workers={addresses}"]
-    given = [*flags, f"--train_dir={tmp_path / 'run'}"]
+    flags = [*flags, "--max_steps=4000", "--epochs=60", "--strategy=multi_worker", f"--workers={addresses}"]
+    given = [*flags, "--checkpoint_every_steps=10", f"--train_dir={tmp_path / 'run'}"]
     workers = [start("train.py", *given, f"--worker_index={index}") for index in range(2)]
-    while not (tmp_path / "run" / "checkpoints").exists():  # its first is saved after the first step
-        time.sleep(0.05)
+    wait_for(tmp_path / "run" / "checkpoints" / "step-00000010", workers[0])
     workers[1].send_signal(signal.SIGTERM)
     outputs = [process.communicate(timeout=60)[0] for process in workers]
     assert [process.returncode for process in workers] == [143, 143], outputs
     last = [output.strip().splitlines()[-1] for output in outputs]
     assert last[0] == last[1] and last[0].startswith("interrupted: saved step "), last
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) >= 1
+    saved = checkpoints.newest(tmp_path / "run").name
+    assert last[0].startswith(f"interrupted: saved step {int(saved.removeprefix('step-'))}:"), (last, saved)
 
 
 @pytest.mark.slow
 def test_a_lost_worker_is_named_and_all_is_started_again(flags, tmp_path):
     flags = [*flags, "--max_steps=300", "--checkpoint_every_steps=10", f"--train_dir={tmp_path / 'run'}"]
     launcher = start("launch.py", "--num_workers=2", "--max_restarts=1", "--", *flags)
-    while not (tmp_path / "run" / "checkpoints" / "step-00000010").exists():
-        time.sleep(0.02)
+    wait_for(tmp_path / "run" / "checkpoints" / "step-00000010", launcher)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     with contextlib.suppress(ProcessLookupError):
         os.kill(int(children[1]), signal.SIGKILL)
