@@ -39,8 +39,8 @@ class Finish:
     ceilings: list[Ceilings]  # of the machine, before and after it
 
     @property
-    def training_seconds(self) -> float:
-        """Steps with the wait for their batches and the telling of them; no compilation."""
+    def step_seconds(self) -> float:
+        """Of all steps, with the wait for their batches and the telling of them; compilation is apart."""
         return sum(self.seconds.get(activity, 0.0) for activity in TRAINING)
 
 
@@ -64,7 +64,7 @@ def tally(finishes: Sequence[Finish], work: int, timed_work: int, target: float)
       timed_work: without those of the steps that were booked as compilation.
     """
     rates = [measured.convolution for finish in finishes for measured in finish.ceilings]
-    training = [finish.training_seconds for finish in finishes]
+    training = [finish.step_seconds for finish in finishes]
     of_activity = {
         name: spread([finish.seconds.get(name, 0.0) for finish in finishes])
         for name in ("compile", "start", "evaluate", "save")
@@ -72,7 +72,7 @@ def tally(finishes: Sequence[Finish], work: int, timed_work: int, target: float)
     reached = spread([finish.accuracy for finish in finishes])
     ceiling = statistics.mean(rates) if rates else None
     return {
-        "seeds": [dataclasses.asdict(finish) | {"training_seconds": finish.training_seconds} for finish in finishes],
+        "seeds": [dataclasses.asdict(finish) | {"step_seconds": finish.step_seconds} for finish in finishes],
         "accuracy": reached,
         "plain_accuracy": spread([finish.plain_accuracy for finish in finishes]),
         "training": spread(training),
@@ -127,7 +127,7 @@ def race_text(facts: Mapping, race: Mapping) -> str:
         [
             str(seed["seed"]) + "*" * seed["reused"],
             *(f"{100 * seed[name]:.2f} %" for name in ("accuracy", "plain_accuracy")),
-            f"{seed['training_seconds']:,.1f} s",
+            f"{seed['step_seconds']:,.1f} s",
             *(f"{seed['seconds'].get(name, 0.0):,.1f} s" for name in times),
             f"{seed['images_per_sec']:,.0f}",
         ]

@@ -31,7 +31,7 @@ def told(finishes, target=0.94):
 
 def test_means_deviations_and_the_share_of_the_ceiling():
     race = told(FINISHES)
-    assert [seed["training_seconds"] for seed in race["seeds"]] == [100, 200, 150]
+    assert [seed["step_seconds"] for seed in race["seeds"]] == [100, 200, 150]
     assert race["accuracy"] == {"mean": pytest.approx(0.941), "std": pytest.approx(0.002), "n": 3}
     assert race["training"] == {"mean": 150, "std": 50, "n": 3}
     assert race["seconds_to_target"] == 150 and race["compile"]["mean"] == 20 and race["save"]["mean"] == 0
