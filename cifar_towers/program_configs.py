@@ -52,17 +52,23 @@ class ScoringConfig(TrainedConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateConfig(ScoringConfig):
-    """Settings of scoring a checkpoint."""
+class RunDataConfig(TrainedConfig):
+    """Where a run's data are now."""
 
-    split: str = setting("test", "Evaluation", "which examples", choices=("test", "validation", "train"))
     dataset: str = setting(
         "",
-        "Evaluation",
+        "Data",
         "where the run's data are now, as folder:<path>; by default where they were when it was trained",
         check=check_dataset,
     )
-    data_dir: str = setting("", "Evaluation", "where the prepared data sets are")
+    data_dir: str = setting("", "Data", "where the prepared data sets are")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig(ScoringConfig, RunDataConfig):
+    """Settings of scoring a checkpoint."""
+
+    split: str = setting("test", "Evaluation", "which examples", choices=("test", "validation", "train"))
     changed_data: bool = setting(False, "Evaluation", "score images though the run was made with others")
     json: bool = setting(False, "Evaluation", "print one JSON object and nothing else")
 
@@ -81,7 +87,7 @@ class PredictConfig(ScoringConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExportConfig(TrainedConfig):
+class ExportConfig(RunDataConfig):
     """Settings of writing a trained net for use elsewhere."""
 
     exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, a failed check, or nothing could be written"
@@ -92,13 +98,6 @@ class ExportConfig(TrainedConfig):
     check: int = setting(
         1000, "Export", "test images on which it must agree with the checkpoint; 0: none", low=0, high=10_000
     )
-    dataset: str = setting(
-        "",
-        "Export",
-        "where the run's data are now, as folder:<path>; by default where they were when it was trained",
-        check=check_dataset,
-    )
-    data_dir: str = setting("", "Export", "where the prepared data sets are")
 
 
 @dataclasses.dataclass(frozen=True)

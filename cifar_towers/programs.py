@@ -45,13 +45,13 @@ def train(stop: StopRequest) -> None:
         sys.argv,
         "Trains a net for CIFAR-10 on towers.\n\n  train.py --flagfile=configs/speed94.cfg --num_gpus=2",
     )
-    seeds = parse_seeds(config.seeds)
+    several = parse_seeds(config.seeds)
     with _cluster(config) as team:
         source = _find_data(config)
-        from cifar_towers.training import trainer
+        from cifar_towers.training import seeds, trainer
 
-        if seeds:
-            trainer.train_seeds(config, seeds, source, stop)
+        if several:
+            seeds.train_seeds(config, several, source, stop)
         else:
             trainer.train(config, source, stop, team)
 

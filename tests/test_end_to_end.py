@@ -22,7 +22,7 @@ from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError,
 from cifar_towers.program_configs import EvaluateConfig
 from cifar_towers.reporting import pictures
 from cifar_towers.signals import STARTED, StopRequest
-from cifar_towers.training import checkpoints, health, trainer
+from cifar_towers.training import checkpoints, health, seeds, trainer
 
 QUICK = TrainConfig(
     model="speednet93",
@@ -640,7 +640,7 @@ def test_validation_is_held_out_and_test_is_left_for_the_end(tmp_path):
 @pytest.mark.slow
 def test_seeds_are_repeated_and_averaged(tmp_path, capsys):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path), max_steps=2, seeds="0,1", ema_decay=0.0)
-    trainer.train_seeds(config, (0, 1), sources.find("synthetic"), StopRequest())
+    seeds.train_seeds(config, (0, 1), sources.find("synthetic"), StopRequest())
     results = [json.loads((tmp_path / f"seed{seed}/result.json").read_text()) for seed in (0, 1)]
     values = [100 * result["evaluations"][0]["accuracy"] for result in results]
     expected = f"mean {np.mean(values):.2f} %, std {np.std(values, ddof=1):.2f}, n=2"

@@ -128,10 +128,8 @@ def make_mirrored_step(
             "look": result.look,
         }
 
-    def update(_, gradients, statistics, rates, losses, finite, look):
-        pairs = state.loss_scale.unscale(list(zip(gradients, state.weights, strict=True)))
-        told, averages, seen = apply_update(state, pairs, statistics, rates, losses, finite, look)
-        return {"told": told, "averages": averages} | ({"seen": seen} if seen else {})
+    def update(_, *arguments) -> dict:
+        return _update(state, *arguments)
 
     @tf.function(autograph=False)
     def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 0, look=None, asked=0.0) -> StepMetrics:
@@ -148,6 +146,13 @@ def make_mirrored_step(
         return metrics(results, *told, examples)._replace(asked=asked)
 
     return train_step
+
+
+def _update(state: TrainState, gradients, statistics, rates, losses, finite, look) -> dict:
+    """What every replica does to its own copy."""
+    pairs = state.loss_scale.unscale(list(zip(gradients, state.weights, strict=True)))
+    told, averages, seen = apply_update(state, pairs, statistics, rates, losses, finite, look)
+    return {"told": told, "averages": averages} | ({"seen": seen} if seen else {})
 
 
 def towers_here(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> list[Tower]:
