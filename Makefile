@@ -60,7 +60,7 @@ test-browser: .venv/ready  ## look at a run in TensorBoard and at its report wit
 faults: .venv/ready  ## kill runs, cut the power, damage files, fill disks, and see that nothing is lost (minutes; Linux, root, strace)
 	@$(BIN)/python -m tests.faults $(ARGS)
 
-faults-long: .venv/ready  ## the same with as many trials as the README's figures (two hours); goes on where it was stopped
+faults-long: .venv/ready  ## as often as docs/faults.md tells (two hours); goes on where it was stopped
 	@$(BIN)/python -m tests.faults --long $(ARGS)
 
 lint: .venv/ready  ## what a reader should not have to see

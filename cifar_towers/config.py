@@ -64,7 +64,11 @@ class DeviceConfig:
 
     exit_codes: ClassVar[str] = "0 done, 2 usage, 3 data, 130 and 143 interrupted, 1 a bug"
     num_gpus: int = setting(
-        0, "Towers", "how many towers; 0: one for each GPU, or two on the CPU where there is none", low=0, high=1024
+        0,
+        "Towers",
+        "how many towers; 0: one for each GPU, or two on the CPU where there is none (a worker of a cluster: one)",
+        low=0,
+        high=1024,
     )
     soft_placement: bool = setting(True, "Towers", "let logical devices stand in for missing GPUs")
     log_device_placement: bool = setting(False, "Towers", "print each variable's and each tower's device")
