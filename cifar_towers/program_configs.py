@@ -104,6 +104,8 @@ class ExportConfig(RunDataConfig):
 class BenchmarkConfig(TrainConfig):
     """A recipe, and how to measure its step. Placement, strategy and number of towers are what is varied."""
 
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or what it started failed"
+
     towers: str = setting("", "Benchmark", "numbers of towers; by default 1,2,4, or 1 to all GPUs by doubling")
     precisions: str = setting("", "Benchmark", "what to compute in; by default what precision says, and float32")
     minutes: float = setting(12.0, "Benchmark", "how long to measure, at least three rounds", low=0)
@@ -161,6 +163,8 @@ class BenchmarkConfig(TrainConfig):
 @dataclasses.dataclass(frozen=True)
 class SpeedrunConfig(TrainConfig):
     """A recipe, the seeds it is raced over, and whom its step is run beside."""
+
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or what it started failed"
 
     seeds: str = setting("0,1,2,3,4", "Run", "seeds to train, one after another; empty: only the side-by-side")
     target: float = setting(

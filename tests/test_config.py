@@ -166,8 +166,10 @@ def test_help_has_every_flag_under_a_group():
         for field in dataclasses.fields(config_class):
             assert re.search(rf"^  --(\[no\])?{field.name}\b", text, re.M), field.name
             assert f"{field.metadata['group']}:" in text
-    assert "Exit codes: 0 done, 2 usage" in text and text.endswith("1 a bug or no room to save.")
+    assert "Exit codes: 0 done, 2 usage" in text and text.endswith("or what it started failed.")
     exporting = help_text(ExportConfig, "What it does.")
+    for of_others in (BenchmarkConfig, SpeedrunConfig):
+        assert "diverged" not in help_text(of_others, "What it does.")
     assert exporting.endswith("1 a bug, a failed check, or nothing could be written.") and "diverged" not in exporting
 
 
@@ -195,5 +197,9 @@ def test_evaluation_needs_a_run():
 
 
 def test_max_steps_is_of_the_recipe_where_the_schedules_are_laid_over_it():
-    assert "max_steps" in recipe_of(TrainConfig(epochs=0, max_steps=100))
+    by_length = TrainConfig(epochs=0, max_steps=100)
+    by_epochs = dataclasses.replace(by_length, learning_rate_schedule="step:350=0.1")
+    assert "max_steps" in recipe_of(by_length)
+    assert "max_steps" in recipe_of(dataclasses.replace(by_epochs, lookahead=True))
+    assert "max_steps" not in recipe_of(by_epochs)
     assert "max_steps" not in recipe_of(TrainConfig(epochs=8, max_steps=100))

@@ -105,6 +105,7 @@ def _training(config: SpeedrunConfig, precision: str) -> Callable[[int], float]:
 
     def visit(steps: int) -> float:
         changes = {"image_sides": "", "max_steps": steps + 1, "tta": 0, "eval_every_epochs": 0.0, "seeds": ""}
+        changes |= {"profile_steps": ""}
         changes |= {
             "precision": precision,
             "fresh": True,

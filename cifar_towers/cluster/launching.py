@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 
 from cifar_towers.cluster.members import TALK_OFFSET
 from cifar_towers.errors import DataError, DivergedError, UsageError
-from cifar_towers.signals import STARTED
+from cifar_towers.signals import LAUNCH
 
 FINAL = (0, UsageError.exit_code, DataError.exit_code, DivergedError.exit_code)  # another start would end the same
 PATIENCE = 10.0  # seconds for the others to end once one has failed; then they are killed
@@ -35,9 +36,9 @@ def launch(
       max_restarts: how often to start again what a lost worker or a signal to one of them has ended.
       asked: the signal that came to this process, or 0: it is passed on, and then nothing is started again.
     """
-    environment = {STARTED: str(time.time())}  # --fresh clears what is older
+    os.environ[LAUNCH] = uuid.uuid4().hex
     for restart in range(max_restarts + 1):
-        codes = _run(command, environment, num_workers, asked)
+        codes = _run(command, num_workers, asked)
         first_failed = next((worker for worker, code in codes.items() if code), None)
         if first_failed is None or asked() or codes[first_failed] in FINAL:
             break
@@ -60,11 +61,9 @@ def free_addresses(count: int) -> tuple[str, ...]:
                     return tuple(f"127.0.0.1:{port}" for port in ports)
 
 
-def _run(
-    command: Sequence[str], environment: Mapping[str, str], num_workers: int, asked: Callable[[], int]
-) -> dict[int, int]:
+def _run(command: Sequence[str], num_workers: int, asked: Callable[[], int]) -> dict[int, int]:
     """Starts all, waits for all; worker -> exit code, in the order in which they ended."""
-    workers = _start_all(command, environment, num_workers) if num_workers else [_start(command, environment)]
+    workers = _start_all(command, num_workers) if num_workers else [_start(command)]
     processes = [process for process, _ in workers]
     codes: dict[int, int] = {}
     passed_on, deadline = 0, float("inf")
@@ -86,7 +85,7 @@ def _run(
     return codes
 
 
-def _start_all(command: Sequence[str], environment: Mapping[str, str], count: int) -> list[Started]:
+def _start_all(command: Sequence[str], count: int) -> list[Started]:
     """A worker each on its share of this machine's cores and GPUs, where there are enough of them."""
     addresses = ",".join(free_addresses(count))
     cores, gpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [], _gpus()
@@ -94,8 +93,8 @@ def _start_all(command: Sequence[str], environment: Mapping[str, str], count: in
     for index in range(count):
         own = ["--strategy=multi_worker", f"--workers={addresses}", f"--worker_index={index}"]
         share = _share(gpus, index, count)
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {}
-        started = _start([*command, *own], {**environment, **visible}, "" if index == 0 else f"worker {index}: ")
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {}
+        started = _start([*command, *own], environment, "" if index == 0 else f"worker {index}: ")
         if share := _share(cores, index, count):
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(started[0].pid, share)
@@ -103,7 +102,7 @@ def _start_all(command: Sequence[str], environment: Mapping[str, str], count: in
     return workers
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str], prefix: str = "") -> Started:
+def _start(command: Sequence[str], environment: Mapping[str, str] = {}, prefix: str = "") -> Started:
     """A process that writes where this one does; with a prefix, line by line after it, by a thread."""
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"} if prefix else {}
     process = subprocess.Popen(command, env={**os.environ, **environment}, **pipe)

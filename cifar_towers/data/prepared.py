@@ -60,9 +60,14 @@ def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Waits until no other process prepares a data set there: two would both do it, and one fail."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with storage.locked(directory / ".preparing", wait=True):
+    """Waits until no other process prepares a data set there, as two would both do it, and one fail; where locks are
+    not to be had, goes on without."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+            if not stack.enter_context(storage.locked(directory / ".preparing")):
+                log.info("waiting for another process to prepare what it needs in %s", directory)
+                stack.enter_context(storage.locked(directory / ".preparing", wait=True))
         yield
 
 

@@ -11,14 +11,14 @@ from cifar_towers.reporting import records
 from cifar_towers.training import checkpoints
 
 CONFIG, ENVIRONMENT, RESULT, ROLLBACKS = "config.json", "environment.json", "result.json", "rollbacks.json"
-MISTAKES, REPORT = "mistakes.png", "report.html"
+MISTAKES, REPORT, LAUNCH = "mistakes.png", "report.html", ".launch"
 
 # What may change between one start of a run and the next; all else is its recipe.
 NOT_RECIPE = {"recipe", "train_dir", "fresh", "seeds", "max_steps", "target_accuracy", "dataset", "data_dir"}
 NOT_RECIPE |= {"max_bad_steps", "rollback_on_divergence"}
 NOT_RECIPE_GROUPS = {"Towers", "Cluster", "Reporting"}
 WRITTEN = (checkpoints.DIRECTORY, "train", "eval", "result", "projector_*", "tower_*", records.METRICS)
-WRITTEN += (CONFIG, ENVIRONMENT, RESULT, ROLLBACKS, MISTAKES, REPORT)
+WRITTEN += (CONFIG, ENVIRONMENT, RESULT, ROLLBACKS, MISTAKES, REPORT, LAUNCH)
 
 
 def newest(directory: Path, config: TrainConfig, dataset: Dataset) -> tuple[Path, dict] | None:
@@ -34,7 +34,8 @@ def newest(directory: Path, config: TrainConfig, dataset: Dataset) -> tuple[Path
     facts = checkpoints.read_facts(checkpoint)
     mine = recipe_of(config) | {"dataset": dataset.name}
     theirs = recipe_of(TrainConfig()) | facts["recipe"] | {"dataset": facts["dataset"]}  # a setting may be newer
-    differing = [f"{name} {theirs.get(name)} -> {mine[name]}" for name in mine if theirs.get(name) != mine[name]]
+    common = [name for name in mine if name in theirs]
+    differing = [f"{name} {theirs[name]} -> {mine[name]}" for name in common if theirs[name] != mine[name]]
     if differing:
         raise UsageError(
             f"{checkpoint} was made with other settings ({', '.join(differing)}); "
@@ -59,8 +60,11 @@ def finished(directory: Path, config: TrainConfig, step: int, last_step: int) ->
 
 
 def recipe_of(config: TrainConfig) -> dict:
-    """The settings that decide what is trained. max_steps is one of them where the schedules are laid over it."""
-    left_out = NOT_RECIPE - ({"max_steps"} if config.epochs == 0 else set())
+    """The settings that decide what is trained. max_steps is one where something follows the length."""
+    follows = (
+        "%" in config.learning_rate_schedule + config.image_sides or config.optimizer == "muon" or config.lookahead
+    )
+    left_out = NOT_RECIPE - ({"max_steps"} if config.epochs == 0 and follows else set())
     return {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
@@ -68,20 +72,26 @@ def recipe_of(config: TrainConfig) -> dict:
     }
 
 
-def begun_since(directory: Path, moment: str) -> bool:
-    """Whether a run was begun in it since a `time.time()`; there may be no such moment."""
+def clear(directory: Path, launch: str = "") -> None:
+    """Removes what a run wrote, and nothing else; nothing at all where no run has been. Leaves the name of a `launch`,
+    for what this starts again.
+
+    Raises:
+      OSError: something cannot be removed or written.
+    """
+    if any((directory / name).exists() for name in (CONFIG, checkpoints.DIRECTORY)):
+        for path in (path for name in WRITTEN for path in directory.glob(name)):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    if launch:
+        (directory / LAUNCH).write_text(launch)
+
+
+def cleared_by(directory: Path, launch: str) -> bool:
+    """Whether it is this launch that it was last cleared by; there may be none."""
     try:
-        return (directory / CONFIG).stat().st_mtime >= float(moment)
-    except (OSError, ValueError):
+        return bool(launch) and (directory / LAUNCH).read_text() == launch
+    except OSError:
         return False
-
-
-def clear(directory: Path) -> None:
-    """Removes what a run wrote, and nothing else; nothing at all where no run has been."""
-    if not any((directory / name).exists() for name in (CONFIG, checkpoints.DIRECTORY)):
-        return
-    for path in (path for name in WRITTEN for path in directory.glob(name)):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from cifar_towers.reporting import records
 from cifar_towers.reporting.clock import Clock
 from cifar_towers.reporting.profile import Window
 from cifar_towers.reporting.reporter import Reporter, every_so_often, told
-from cifar_towers.signals import NOTHING_DONE, STARTED, StopRequest
+from cifar_towers.signals import LAUNCH, NOTHING_DONE, StopRequest
 from cifar_towers.towers import Tower, run_on_parts, split_batch
 from cifar_towers.towers.placement import HOST, PLACEMENTS
 from cifar_towers.training import choosing, directory, health, schedules, setup
@@ -55,8 +55,8 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: 
     )
     if source.banner and not config.train_dir:  # leaves the directory of the real run free for when there is CIFAR-10
         config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
-    if config.fresh and directory.begun_since(config.directory, os.environ.get(STARTED, "")):
-        config = dataclasses.replace(config, fresh=False)  # by the start before this one
+    if config.fresh and directory.cleared_by(config.directory, os.environ.get(LAUNCH, "")):
+        config = dataclasses.replace(config, fresh=False)  # what is there is of the start before this one
     with contextlib.ExitStack() as stack:
         if not team.chief:
             own = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{team.index}-", ignore_cleanup_errors=True)
@@ -436,7 +436,12 @@ class Trainer:
     def _resume(self) -> int:
         """Makes the directory ready and restores its newest checkpoint; the number of updates done."""
         if self.config.fresh:
-            directory.clear(self.directory)
+            try:
+                directory.clear(self.directory, os.environ.get(LAUNCH, ""))
+            except OSError as error:
+                raise UsageError(
+                    f"{self.directory} cannot be cleared: {error.strerror}; give another --train_dir"
+                ) from error
         self.keeper.tidy()
         facts = self.team.from_chief(self._restore)
         if not facts:

@@ -9,20 +9,22 @@ import time
 import pytest
 
 from cifar_towers.cluster import launching
-from cifar_towers.signals import STARTED
+from cifar_towers.signals import LAUNCH
 
 PROGRAM = f"""
 import os, sys, time
 index = next((int(a.split("=")[1]) for a in sys.argv if a.startswith("--worker_index")), 0)
 with open(sys.argv[1], "a") as file:
-    print(index, os.environ["{STARTED}"], len(os.sched_getaffinity(0)), *sys.argv[2:], file=file)
+    print(index, os.environ["{LAUNCH}"], len(os.sched_getaffinity(0)), *sys.argv[2:], file=file)
 starts = sum(line.startswith(str(index)) for line in open(sys.argv[1]))
 """
 
 
 @pytest.fixture
-def launch(tmp_path):
+def launch(tmp_path, monkeypatch):
     """launch(ends as, workers, restarts) -> (exit code, what each start was told, what the launcher said)."""
+
+    monkeypatch.setenv(LAUNCH, "")  # and so as it was afterwards
 
     def run(ending, num_workers=0, max_restarts=3, asked=lambda: 0):
         said, log = [], tmp_path / "log"
@@ -37,7 +39,7 @@ def launch(tmp_path):
 def test_what_another_start_may_mend_is_started_again(launch, code, starts):
     found, told, said = launch(f"sys.exit({code})", max_restarts=2)
     assert found == code and len(told) == starts and len(said) == starts - 1
-    assert len({line[1] for line in told}) == 1  # all are told when the first was
+    assert len({line[1] for line in told}) == 1  # all are of one launch
     assert all(line[3:] == ["--flag"] for line in told)
 
 
@@ -58,7 +60,7 @@ def test_workers_get_their_places_and_shares(launch):
 
 def test_one_that_fails_ends_the_others_and_is_named(launch, monkeypatch, capfd):
     monkeypatch.setattr(launching, "PATIENCE", 0.2)
-    ending = "if index == 1: print('last words \\xff'); sys.exit(5)\ntime.sleep(60)"
+    ending = "if index == 1: os.write(1, b'last words \\xff'); sys.exit(5)\ntime.sleep(60)"
     code, told, said = launch(ending, num_workers=3, max_restarts=1)
     assert code == 5 and len(told) == 6
     assert said == ["worker 1 ended with exit code 5; restart 1 of at most 1"]

@@ -111,6 +111,7 @@ def test_a_worker_that_is_gone_ends_all_with_its_name(monkeypatch, victim):
     told = sorted(ends.get(timeout=5) for _ in range(2))
     assert [index for index, *_ in told] == [index for index in range(3) if index != victim]
     assert all(f"worker {victim} of 3" in line and code == 5 for _, line, code in told)
+    assert sorted(tidied.get(timeout=5) for _ in range(2)) == [index for index, *_ in told]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
