@@ -322,7 +322,6 @@ def test_a_profile_of_steps_that_will_not_be_is_refused(tmp_path):
 
 def test_a_launcher_starts_afresh_once(tmp_path, monkeypatch, capsys):
     config = dataclasses.replace(QUICK, max_steps=1, fresh=True, train_dir=str(tmp_path))
-    run(config)
     monkeypatch.setenv(LAUNCH, "one")
     run(config)
     assert "is complete" not in capsys.readouterr().out

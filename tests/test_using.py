@@ -335,7 +335,7 @@ def test_another_net_than_was_trained_is_refused(run, tmp_path):
         trained.open_run(copy, f"{tmp_path / 'nets.py'}:net").load("raw", "float32")
 
 
-@pytest.mark.parametrize("strategy", ["towers", "mirrored"])
+@pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
 def test_with_synchronized_norms_two_towers_are_one(own_net, tmp_path, strategy):
     (tmp_path / "nets.py").write_text(NET.replace("Dropout(0.2)", "Activation('tanh')"))
     found = []

@@ -95,7 +95,7 @@ def test_and_so_with_mirrored_variables(towers, examples):
     [
         {"variable_placement": "least_loaded"},
         pytest.param({"variable_placement": "round_robin", "batch_statistics": "synchronized"}, marks=pytest.mark.slow),
-        {"parallelism": "model"},
+        pytest.param({"parallelism": "model"}, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_traced_is_what_tensorflow_sends(towers, examples, settings):

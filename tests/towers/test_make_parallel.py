@@ -216,7 +216,7 @@ def data():
     return x, np.sin(x).sum(1, keepdims=True)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_fit_evaluate_and_predict_are_the_originals(towers, data, count):
     plain, wrapped = mlp(), mlp()
     parallel = make_parallel_model(wrapped, towers(count))

@@ -75,7 +75,9 @@ def assert_close(found, expected, rtol):
         assert np.linalg.norm(np.subtract(value, witness)) <= rtol * np.linalg.norm(witness)
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "speednet96" else ()) for name in NETS]
+)
 @pytest.mark.parametrize(("dtype", "rtol"), [("float64", 1e-12)])
 def test_stages_compute_what_the_whole_model_does(name, dtype, rtol):
     model = net(name, dtype)

@@ -167,6 +167,7 @@ def test_stages_equal_one_device(towers, batches, witness, stages, parts):
         assert variable.device.endswith(home.lstrip("/"))
 
 
+@pytest.mark.slow
 def test_stages_have_their_variables_for_every_size_of_image(towers):
     """A net that leaves the size open is cut for the run's images, where its variables live as where it computes."""
     config = TrainConfig(model="speednet94", parallelism="model", num_gpus=4, image_size=64, batch_size=8)

@@ -24,7 +24,7 @@ NET = {
 WAYS = [
     {},
     {"strategy": "mirrored"},
-    {"batch_statistics": "synchronized", "optimizer": "adamw"},
+    pytest.param({"batch_statistics": "synchronized", "optimizer": "adamw"}, marks=pytest.mark.slow),
     {"micro_batches": 2, "optimizer": "muon", "variable_placement": "round_robin"},
 ]
 

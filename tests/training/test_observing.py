@@ -115,7 +115,7 @@ def test_a_close_up_is_of_the_step_it_is_of(towers, examples, count, settings):
         assert spread.counts.sum() == output.shape.num_elements()
 
 
-@pytest.mark.parametrize("strategy", ["towers", "mirrored"])
+@pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
 def test_looking_changes_no_bit(towers, examples, strategy):
     digests = set()
     for look in (True, False):

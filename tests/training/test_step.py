@@ -116,7 +116,7 @@ def test_metrics_are_of_all_towers_and_losses_of_the_final_one(towers, examples)
 
 
 @pytest.mark.parametrize("model", ["cifarnet", "speednet93", "resnet20"])
-@pytest.mark.parametrize("policy", ["cpu", "round_robin", "least_loaded"])
+@pytest.mark.parametrize("policy", ["cpu", "round_robin", pytest.param("least_loaded", marks=pytest.mark.slow)])
 def test_everything_is_where_it_should_be(towers, examples, model, policy):
     """Read from the traced graph of four devices: variables, forward, backward, averaging, updates."""
     crop = 24 if model == "cifarnet" else 0
@@ -189,7 +189,7 @@ def test_statistics_are_the_mean_of_the_towers_and_frozen_filters_stay(towers, e
     assert float(tf.reduce_max(tf.abs(state.model.get_layer("group1_norm1").moving_mean.value))) > 0
 
 
-@pytest.mark.parametrize("strategy", ["towers", "mirrored"])
+@pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
 def test_what_rests_gets_no_gradient_and_changes_nothing_else(towers, examples, strategy):
     """After its epochs the whitening's bias rests, and the backward pass ends at the convolution after it."""
     settings = {"model": "speednet93", "crop": 0, "whitening_images": 200, "whitening_epochs": 0.1}
