@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cifar_towers.benchmark.report import COLOURS, align
+from cifar_towers.benchmark.report import COLOURS, align, publish_text
 from cifar_towers.benchmark.variations import NO_EXCHANGE
-from cifar_towers.reporting import records
 
 if TYPE_CHECKING:
     from cifar_towers.benchmark.growth import Point, Row, Series
@@ -61,7 +60,7 @@ def publish(
     conclusion = conclude(facts, series, rows)
     lacking = "\n".join(f"left out: {point.told()}: {why}" for point, why in left_out.items())
     files = f"in {directory}: growth.txt, growth.json, growth.png"
-    text = "\n\n".join(filter(None, [_title(facts), table(series, rows), lacking, files, conclusion]))
+    parts = [part for part in (_title(facts), table(series, rows), lacking, files, conclusion) if part]
     told = {
         "rows": [
             {"varied": one.varied, "size": size, **row.point._asdict(), **_figures(row)}
@@ -73,10 +72,8 @@ def publish(
         "memory_mb_by_batch": memory and memory._asdict(),
         "conclusion": conclusion,
     }
-    records.write_json(directory / "growth.json", {**facts, **told})
-    records.write_whole(directory / "growth.txt", text + "\n")
     (directory / "growth.png").write_bytes(plot(series, rows, facts))
-    print(f"\n{text}")
+    publish_text(directory, "growth", {**facts, **told}, parts)
 
 
 def lines_of_batch(series: Sequence["Series"], rows: Mapping["Point", "Row"]) -> tuple[Line | None, Line | None]:

@@ -30,7 +30,7 @@ def publish(directory: Path, facts: Mapping, rows: Sequence["Row"]) -> None:
     files = f"in {directory}: benchmark.txt, benchmark.json, benchmark.png, index.html"
     picture = plot(rows, facts)
     told = {"rows": [_as_json(row) for row in rows], "conclusion": conclude(rows, facts)}
-    _write(directory, "benchmark", facts | told, [_title(facts), table(rows), files, conclude(rows, facts)])
+    publish_text(directory, "benchmark", facts | told, [_title(facts), table(rows), files, conclude(rows, facts)])
     records.write_whole(directory / "index.html", page(_title(facts), rows, facts, picture))
     (directory / "benchmark.png").write_bytes(picture)
 
@@ -51,7 +51,7 @@ def publish_prediction(
         "link_gb_per_s": link_gb_per_s,
         "predictions": [p._asdict() for p in predictions],
     }
-    _write(directory, "prediction", facts | told, parts)
+    publish_text(directory, "prediction", facts | told, parts)
 
 
 def _title(facts: Mapping) -> str:
@@ -65,7 +65,8 @@ def _as_json(row: "Row") -> dict:
     return dataclasses.asdict(row) | {"variation": row.variation._asdict(), "median": row.median}
 
 
-def _write(directory: Path, name: str, told: Mapping, parts: Sequence[str]) -> None:
+def publish_text(directory: Path, name: str, told: Mapping, parts: Sequence[str]) -> None:
+    """Prints the parts of a report, and writes them to name.txt and what it tells to name.json."""
     text = "\n\n".join(parts)
     directory.mkdir(parents=True, exist_ok=True)
     records.write_json(directory / f"{name}.json", told)

@@ -105,8 +105,8 @@ def _training(config: SpeedrunConfig, precision: str) -> Callable[[int], float]:
 
     def visit(steps: int) -> float:
         changes = {"image_sides": "", "max_steps": steps + 1, "tta": 0, "eval_every_epochs": 0.0, "seeds": ""}
-        changes |= {"profile_steps": ""}
         changes |= {
+            "profile_steps": "",
             "precision": precision,
             "fresh": True,
             "train_dir": str(config.directory / "side-by-side" / precision),

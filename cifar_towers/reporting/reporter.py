@@ -327,7 +327,7 @@ class _NoSummaries:
 
 
 def every_so_often(step: int, period: int) -> bool:
-    """Whether `period`, which is not 0, divides the step."""
+    """Whether this is a step of one in every `period`; none is where that is 0."""
     return period > 0 and step % period == 0
 
 
