@@ -361,11 +361,10 @@ class TrainConfig(DeviceConfig):
             raise UsageError(f"batch_size={self.batch_size} cannot be shared by {what}; {near} can")
         return self.batch_size // towers
 
-    def length(self, steps_per_epoch: int) -> tuple[int, int]:
-        """Steps that the schedules are laid over, and the step that the run ends after, which max_steps may bring
-        forward."""
+    def length(self, steps_per_epoch: int) -> schedules.Length:
+        """The run's, which max_steps may end early."""
         total = math.ceil(self.epochs * steps_per_epoch) or self.max_steps
-        return total, min(total, self.max_steps or total)
+        return schedules.Length(steps_per_epoch, total, min(total, self.max_steps or total))
 
     def varied(self, **changes) -> "TrainConfig":
         """The recipe alone, with other values for some settings."""

@@ -88,11 +88,11 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
 
 def count_work(config: TrainConfig, towers: Sequence[Tower], computed_in: str, train: Split, batches: Batches) -> Work:
     """The operations of a recipe's run, counted in its step as one tower makes it, once for each kind of step."""
-    total, last = config.length(batches.steps_per_epoch)
-    side_at = schedules.Sides(config.image_sides, config.image_size).at(total, batches.steps_per_epoch)
+    length = config.length(batches.steps_per_epoch)
+    side_at = schedules.Sides(config.image_sides, config.image_size).at(length)
     alone = config.varied(**ONE_TOWER)
-    training = setup.make_training(alone, towers[:1], computed_in, train, batches.steps_per_epoch, total)
-    steps = Counter(Kind(side_at(step), tuple(training.state.optimizer.rates(step))) for step in range(last))
+    training = setup.make_training(alone, towers[:1], computed_in, train, length)
+    steps = Counter(Kind(side_at(step), tuple(training.state.optimizer.rates(step))) for step in range(length.last))
     batch = batches.stream(0, 1).element_spec
     counted = {}
     for kind in steps:

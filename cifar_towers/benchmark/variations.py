@@ -96,7 +96,7 @@ def build(config: BenchmarkConfig, variation: Variation, towers: Sequence[Tower]
         training = _training(config, towers, batches, train)
         step, rates = training.train_step, training.state.optimizer.rates(0)
         variables = tuple(variable_bytes(training.state.model))
-    side = largest_side(config)
+    side = schedules.Sides(config.image_sides, config.image_size).largest()
     with tf.device(HOST):
         rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
         batch = batches.at(0)
@@ -122,11 +122,6 @@ def variable_bytes(model: keras.Model) -> list[VariableBytes]:
     return found
 
 
-def largest_side(config: TrainConfig) -> int:
-    """The side of the images that most of a recipe's work is done on."""
-    return schedules.Sides(config.image_sides, config.image_size).largest()
-
-
 def _timed(call: Callable, stream: Iterator | None, steps: int) -> Iterator[tuple[float, float]]:
     for _ in range(steps):
         start = time.perf_counter()
@@ -137,8 +132,7 @@ def _timed(call: Callable, stream: Iterator | None, steps: int) -> Iterator[tupl
 
 
 def _training(config: TrainConfig, towers: list[Tower], batches: Batches, train: Split) -> setup.Training:
-    total_steps = max(1, round(config.epochs * batches.steps_per_epoch))
-    return setup.make_training(config, towers, config.precision, train, batches.steps_per_epoch, total_steps)
+    return setup.make_training(config, towers, config.precision, train, config.length(batches.steps_per_epoch))
 
 
 def _steps_apart(config: TrainConfig, towers: list[Tower], batches: Batches, train: Split):

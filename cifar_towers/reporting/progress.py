@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from cifar_towers.training.schedules import Length
+
 
 class Status(NamedTuple):
     """What a line tells: of one step, or as means of an epoch."""
@@ -34,11 +36,11 @@ class _Console(Console):
 class Progress:
     """Shows training as it goes, unless `quiet`; `console` decides by itself whether a person is looking."""
 
-    def __init__(self, total_steps: int, steps_per_epoch: int, console: Console | None = None, quiet: bool = False):
+    def __init__(self, length: Length, console: Console | None = None, quiet: bool = False):
         self.console = console or _Console(
             highlight=False, soft_wrap=True, quiet=quiet, force_terminal=False if quiet else None
         )
-        self._total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
+        self._length = length
         self._live: Live | None = None
         self._started: tuple[float, int] | None = None
 
@@ -68,21 +70,21 @@ class Progress:
             self._live = None
 
     def _facts(self, status: Status) -> str:
-        epoch, epochs = (step / self._steps_per_epoch for step in (status.step, self._total_steps))
+        epoch, epochs = (step / self._length.steps_per_epoch for step in (status.step, self._length.last))
         speed = f"{status.images_per_sec:,.0f} images/s" if status.images_per_sec else "compiling"
         return (
-            f"epoch {epoch:5.2f}/{epochs:.2f}  step {status.step}/{self._total_steps}  loss {status.loss:.4f}  "
+            f"epoch {epoch:5.2f}/{epochs:.2f}  step {status.step}/{self._length.last}  loss {status.loss:.4f}  "
             f"accuracy {100 * status.accuracy:5.2f} %  rate {status.rate:.4g}  {speed}{self._remaining(status.step)}"
         )
 
     def _remaining(self, step: int) -> str:
         started, first = self._started or (0.0, step)
-        if step <= first or step >= self._total_steps:
+        if step <= first or step >= self._length.last:
             return ""
-        seconds = (time.monotonic() - started) / (step - first) * (self._total_steps - step)
+        seconds = (time.monotonic() - started) / (step - first) * (self._length.last - step)
         return f"  {int(seconds) // 60}:{int(seconds) % 60:02d} left"
 
     def _bar(self, step: int, width: int = 20) -> str:
-        done = (step - 1) % self._steps_per_epoch + 1
-        filled = min(width, round(width * done / self._steps_per_epoch))
+        done = (step - 1) % self._length.steps_per_epoch + 1
+        filled = min(width, round(width * done / self._length.steps_per_epoch))
         return "━" * filled + "╺" * (width - filled)

@@ -21,6 +21,7 @@ from cifar_towers.towers.placement import short_device
 from cifar_towers.towers.stages import layer_costs
 from cifar_towers.training import directory, observing
 from cifar_towers.training.health import Health
+from cifar_towers.training.schedules import Length
 from cifar_towers.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -48,17 +49,15 @@ class Reporter:
         towers: Sequence[Tower],
         precision: str,
         state: TrainState,
-        steps_per_epoch: int,
-        last_step: int,
+        length: Length,
         clock: Clock,
         quiet: bool = False,
     ):
         self.config, self.dataset, self.banner, self.clock = config, dataset, banner, clock
         self.devices, self.towers, self.precision, self.state = devices, towers, precision, state
-        self.steps_per_epoch, self.last_step = steps_per_epoch, last_step
+        self.length, self.quiet = length, quiet
         self.directory = config.directory
-        self.quiet = quiet
-        self.progress = Progress(last_step, steps_per_epoch, quiet=quiet)
+        self.progress = Progress(length, quiet=quiet)
         self.say = self.progress.say
         self._usage = Usage(devices)
         self._layers = [layer.name for layer in observing.watched_layers(state.model)]
@@ -78,8 +77,8 @@ class Reporter:
             f"{self.precision}; {self._shared_out()}"
         )
         self.say(
-            f"{self.dataset.name}: {len(self.dataset.train.labels):,} training images; {self.last_step} steps of "
-            f"{config.batch_size}, {self.steps_per_epoch} an epoch; writing to {self.directory}"
+            f"{self.dataset.name}: {len(self.dataset.train.labels):,} training images; {self.length.last} steps of "
+            f"{config.batch_size}, {self.length.steps_per_epoch} an epoch; writing to {self.directory}"
         )
 
     def begin(self, step: int) -> None:
@@ -130,7 +129,7 @@ class Reporter:
 
     def looks_at(self, step: int) -> bool:
         """Whether the step that makes `step` of them is to be looked at closely."""
-        return every_so_often(step, self.config.summary_every_steps) or step == self.last_step
+        return every_so_often(step, self.config.summary_every_steps) or step == self.length.last
 
     def step(self, step: int, metrics, rates: Mapping[str, float], side: int, health: Health) -> None:
         """After `step` steps, of which `metrics` is the last's; rates by parameter group."""
@@ -145,7 +144,7 @@ class Reporter:
         self.metrics.write(
             kind="train",
             step=step,
-            epoch=step / self.steps_per_epoch,
+            epoch=step / self.length.steps_per_epoch,
             loss=metrics.loss,
             accuracy=metrics.accuracy,
             images_per_sec=speed,
@@ -187,7 +186,7 @@ class Reporter:
             numbers = {"count": score.count, "accuracy": score.accuracy, "loss": score.loss}
             numbers["confusion"] = score.confusion.tolist()
             found.append({"split": name, "weights": weights, "tta": level} | numbers)
-            self.metrics.write(kind="eval", step=step, epoch=step / self.steps_per_epoch, **found[-1])
+            self.metrics.write(kind="eval", step=step, epoch=step / self.length.steps_per_epoch, **found[-1])
             which = _which(**found[-1])
             self.summaries.evaluation(step, which, score)
         if self.quiet:

@@ -13,6 +13,7 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import HOST, PLACEMENTS
 from cifar_towers.training import setup
+from cifar_towers.training.schedules import Length
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ IMAGES = 16  # a tower and step: few, so that what is exchanged weighs most
 STEPS, SAME = 7, 0.03  # timed steps of each placement; times as near as this count as equal, and the plainer one wins
 
 
-def fastest_placement(config: TrainConfig, towers: list[Tower], computed_in: str, train: Split) -> str:
+def fastest_placement(config: TrainConfig, towers: list[Tower], computed_in: str, train: Split, length: Length) -> str:
     """One of `PLACEMENTS`: whose step over a small batch took least time, in the median of interleaved steps.
 
     It takes as long as tracing the step three times. `scripts/benchmark.py` does the same at full size.
@@ -38,7 +39,7 @@ def fastest_placement(config: TrainConfig, towers: list[Tower], computed_in: str
             batch_size=min(config.batch_size, IMAGES * len(towers) * config.micro_batches),
         )
         batches = Batches(train, small.batch_size, small.seed, small.flip)
-        training = setup.make_training(small, towers, computed_in, train, batches.steps_per_epoch, total_steps=100)
+        training = setup.make_training(small, towers, computed_in, train, length)
         rates = {name: tf.constant(0.0) for name in training.state.optimizer.rates(0)}
         steps[placement] = (training.train_step, batches.at(0), rates)
         training.train_step(*steps[placement][1:])  # traces

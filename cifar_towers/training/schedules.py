@@ -11,6 +11,14 @@ from typing import NamedTuple
 from cifar_towers.errors import UsageError
 
 
+class Length(NamedTuple):
+    """How long a run is, in steps: an epoch, what the schedules are laid over, and the step that it ends after."""
+
+    steps_per_epoch: int
+    total: int
+    last: int
+
+
 class Points(NamedTuple):
     """Values at places of a run; `relative[i]` says whether place i is a fraction of it or an epoch."""
 
@@ -18,16 +26,16 @@ class Points(NamedTuple):
     relative: tuple[bool, ...]
     values: tuple[float, ...]
 
-    def steps(self, total_steps: int, steps_per_epoch: int) -> list[float]:
+    def steps(self, length: Length) -> list[float]:
         """The places in steps.
 
         Raises:
           UsageError: epochs and percents that do not rise for a run of this length.
         """
-        lengths = [total_steps if relative else steps_per_epoch for relative in self.relative]
-        steps = [place * length for place, length in zip(self.places, lengths, strict=True)]
+        units = [length.total if relative else length.steps_per_epoch for relative in self.relative]
+        steps = [place * unit for place, unit in zip(self.places, units, strict=True)]
         if steps != sorted(steps):
-            raise UsageError(f"a schedule's places fall on steps {steps} of {total_steps}, which do not rise")
+            raise UsageError(f"a schedule's places fall on steps {steps} of {length.total}, which do not rise")
         return steps
 
 
@@ -84,13 +92,13 @@ class Sides:
         """The side that most of a run's work is done on."""
         return int(max(self.points.values))
 
-    def at(self, total_steps: int, steps_per_epoch: int) -> Callable[[int], int]:
+    def at(self, length: Length) -> Callable[[int], int]:
         """The function step -> side of a run of this length.
 
         Raises:
           UsageError: as `Points.steps`.
         """
-        places = self.points.steps(total_steps, steps_per_epoch)
+        places = self.points.steps(length)
         return lambda step: int(staircase(step, places, self.points.values, before=self._full))
 
 

@@ -127,7 +127,7 @@ def _own_model(config: TrainConfig, computed_in: str, traits: Traits) -> keras.M
     return model
 
 
-def make_loss_fn(config: TrainConfig, model: keras.Model):
+def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, list[str]]:
     """The tower's loss, with the weight losses that belong to the net; and the names of its terms."""
     decays = WEIGHT_DECAYS if config.model == "cifarnet" else {}
     paths = [variable.path for variable in model.trainable_variables]
@@ -138,16 +138,16 @@ def make_loss_fn(config: TrainConfig, model: keras.Model):
     return make_loss(config.label_smoothing, weight_losses), [*terms, "total_loss"]
 
 
-def make_optimizer(config: TrainConfig, model: keras.Model, steps_per_epoch: int, total_steps: int) -> Optimizer:
+def make_optimizer(config: TrainConfig, model: keras.Model, length: schedules.Length) -> Optimizer:
     """The groups of a recipe: kernels, biases (with norm shifts), head, and the bias of a whitening layer.
 
     Weight decay takes the same fraction of every weight a step: a group with another rate gets the coefficient that
     makes rate x coefficient the same.
     """
     kind, points = schedules.parse_rate(config.learning_rate_schedule)
-    places = points.steps(total_steps, steps_per_epoch)
+    places = points.steps(length)
     shape = {"linear": schedules.linear, "step": schedules.staircase}[kind]
-    whitening_steps = math.ceil(config.whitening_epochs * steps_per_epoch)
+    whitening_steps = math.ceil(config.whitening_epochs * length.steps_per_epoch)
 
     def group(name, variables, peak, factor, rule, until=math.inf):
         decay = config.weight_decay * config.learning_rate / peak if peak else 0.0
@@ -157,7 +157,7 @@ def make_optimizer(config: TrainConfig, model: keras.Model, steps_per_epoch: int
         return Momentum(variables, config.momentum, config.nesterov, weight_decay)
 
     def muon(variables, weight_decay):
-        return Muon(variables, config.muon_momentum, total_steps, weight_decay)
+        return Muon(variables, config.muon_momentum, length.total, weight_decay)
 
     def adamw(variables, weight_decay):
         return AdamW(variables, weight_decay=weight_decay)
@@ -198,8 +198,7 @@ def make_training(
     towers: list[Tower],
     computed_in: str,
     train: Split,
-    steps_per_epoch: int,
-    total_steps: int,
+    length: schedules.Length,
     strategy: tf.distribute.Strategy | None = None,
 ) -> Training:
     """State and step as the flags say: shared variables or mirrored ones, on towers or in stages.
@@ -213,7 +212,7 @@ def make_training(
 
     def state_in(scope):
         with scope:
-            return make_state(config, computed_in, train, steps_per_epoch, total_steps)
+            return make_state(config, computed_in, train, length)
 
     split_over, devices = towers, [tower.device for tower in towers]
     options = {"micro_batches": config.micro_batches, "batch_statistics": config.batch_statistics}
@@ -242,12 +241,14 @@ def make_training(
     return Training(state, step, split_over)
 
 
-def make_state(config: TrainConfig, computed_in: str, train: Split, steps_per_epoch: int, total_steps: int):
+def make_state(
+    config: TrainConfig, computed_in: str, train: Split, length: schedules.Length
+) -> tuple[TrainState, Callable]:
     """(state, loss function): everything with variables, placed as the scope around says."""
     model = make_model(config, computed_in, train.traits, train)
     loss_fn, terms = make_loss_fn(config, model)
-    optimizer = make_optimizer(config, model, steps_per_epoch, total_steps)
-    state = TrainState(model, optimizer, terms, total_steps, config.ema_decay, config.lookahead, precision=computed_in)
+    optimizer = make_optimizer(config, model, length)
+    state = TrainState(model, optimizer, terms, length.total, config.ema_decay, config.lookahead, precision=computed_in)
     return state, loss_fn
 
 

@@ -87,26 +87,25 @@ class Trainer:
         self.config = config
         self._compare_notes()
         self.batches = self._make_batches()
-        self.steps_per_epoch = self.batches.steps_per_epoch
-        self.total_steps, self.last_step = config.length(self.steps_per_epoch)
+        self.length = config.length(self.batches.steps_per_epoch)
         self.config = config = self._with_placement(config)
         self.state, self.train_step, self.towers = setup.make_training(
-            config, towers, self.precision, dataset.train, self.steps_per_epoch, self.total_steps, strategy
+            config, towers, self.precision, dataset.train, self.length, strategy
         )
         augmentation = setup.make_augmentation(config, dataset.traits)
         self.evaluate = make_evaluator(self.state.model, self.here, augmentation, team)
         self.reporter = Reporter(
-            config, dataset, source.banner, self.here, self.towers, self.precision, self.state, self.steps_per_epoch,
-            self.last_step, clock, quiet=not team.chief,
+            config, dataset, source.banner, self.here, self.towers, self.precision, self.state, self.length, clock,
+            quiet=not team.chief,
         )  # fmt: skip
         self.say = self.reporter.say
         window = parse_window(config.profile_steps)
-        if window and window[0] >= self.last_step:
+        if window and window[0] >= self.length.last:
             raise UsageError(
-                f"profile_steps={config.profile_steps}: this run ends with step {self.last_step}; give earlier steps"
+                f"profile_steps={config.profile_steps}: this run ends with step {self.length.last}; give earlier steps"
             )
         self.profile = Window(self.directory, *window) if window and team.chief else None
-        self.side_at = schedules.Sides(config.image_sides, config.image_size).at(self.total_steps, self.steps_per_epoch)
+        self.side_at = schedules.Sides(config.image_sides, config.image_size).at(self.length)
         self.traced: set[tuple] = set()  # sides of the images, and groups of variables that move
         self.health = health.Health(config.max_bad_steps)
         every, keep = config.checkpoint_every_steps, config.keep_checkpoints
@@ -128,7 +127,8 @@ class Trainer:
     def _run(self) -> dict:
         self.reporter.introduce()
         first_step = self._resume()
-        done = self.team.from_chief(lambda: directory.finished(self.directory, self.config, first_step, self.last_step))
+        last = self.length.last
+        done = self.team.from_chief(lambda: directory.finished(self.directory, self.config, first_step, last))
         if done:
             self.say(f"{self.directory} is complete at step {first_step}: {told(done['evaluations'][-1])}")
             return done
@@ -166,7 +166,7 @@ class Trainer:
                 scores = scores or self._evaluate(step, tta=0, final=False)
                 if self._reached_target(step, scores):
                     return step
-            for batch in self.batches.stream(first_step, self.last_step):
+            for batch in self.batches.stream(first_step, self.length.last):
                 self.clock.charge("input")
                 side = self.side_at(step)
                 rates = self.state.optimizer.rates(step, self.health.rate_factor)
@@ -179,9 +179,9 @@ class Trainer:
                 self.clock.charge("report")
                 if self._at_evaluation(step):
                     scores = self._evaluate(step, tta=0, final=False)
-                if step % self.steps_per_epoch == 0 or step == self.last_step:
+                if step % self.length.steps_per_epoch == 0 or step == self.length.last:
                     self.reporter.end_epoch(step, rates, scores)
-                if not self.health.in_a_row and step < self.last_step and self.keeper.due(step, bool(scores)):
+                if not self.health.in_a_row and step < self.length.last and self.keeper.due(step, bool(scores)):
                     self._save(step, scores)
                 if self._reached_target(step, scores):
                     break
@@ -417,12 +417,14 @@ class Trainer:
         found = None if config.fresh else directory.newest(self.directory, config, self.dataset)
         facts = found[1] if found else {}
         placement = facts.get("variable_placement")
-        if found and directory.finished(self.directory, config, facts["step"], self.last_step):
+        if found and directory.finished(self.directory, config, facts["step"], self.length.last):
             placement = "cpu"  # nothing will be trained
         elif placement in PLACEMENTS and facts["towers"] == len(self.devices):
             log.info("variable placement %s: as the run began", placement)
         else:
-            placement = choosing.fastest_placement(config, self.devices, self.precision, self.dataset.train)
+            placement = choosing.fastest_placement(
+                config, self.devices, self.precision, self.dataset.train, self.length
+            )
         return dataclasses.replace(config, variable_placement=placement)
 
     def _make_batches(self) -> Batches:
@@ -477,5 +479,5 @@ class Trainer:
 
     def _at_evaluation(self, step: int) -> bool:
         every = self.config.eval_every_epochs
-        steps = max(1, round(every * self.steps_per_epoch)) if every else 0
-        return every_so_often(step, steps) and 0 < step < self.last_step
+        steps = max(1, round(every * self.length.steps_per_epoch)) if every else 0
+        return every_so_often(step, steps) and 0 < step < self.length.last

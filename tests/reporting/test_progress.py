@@ -3,12 +3,13 @@ import io
 from rich.console import Console
 
 from cifar_towers.reporting.progress import Progress, Status
+from cifar_towers.training.schedules import Length
 
 
 def shown(terminal):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200, highlight=False, soft_wrap=True)
-    progress = Progress(20, 10, console)
+    progress = Progress(Length(10, 20, 20), console)
     for step in range(1, 11):
         progress.step(Status(step, 2.0, 0.25, 0.1, 1234.5))
     progress.epoch(Status(10, 1.5, 0.5, 0.1, 1234.5), ["test 60.00 %"])

@@ -20,6 +20,7 @@ from cifar_towers.towers.cost import (
 from cifar_towers.towers.placement import PLACEMENTS
 from cifar_towers.towers.transfers import transfers
 from cifar_towers.training import setup
+from cifar_towers.training.schedules import Length
 
 EXAMPLE_BYTES = 32 * 32 * 3 + 8 + 1 + 2 * 4  # image, label, flip and window; nothing else is drawn here
 BATCH = 10  # shared unequally by four
@@ -38,7 +39,7 @@ def traced(towers, examples, **settings):
     settings = {"shift": 2, "flip": "random", "brightness": 0.0, "contrast": 0.0, "cutout": 0} | settings
     config = TrainConfig(**{"crop": crop, "batch_size": BATCH, "whitening_images": 20} | settings)
     batches = Batches(examples, BATCH, 0)
-    state, step, _ = setup.make_training(config, towers, "float32", examples, batches.steps_per_epoch, 10)
+    state, step, _ = setup.make_training(config, towers, "float32", examples, Length(batches.steps_per_epoch, 10, 10))
     arguments = batches.at(0), {name: tf.constant(0.1) for name in state.optimizer.rates(0)}
     return state, lambda: step(*arguments), step.get_concrete_function(*arguments)
 

@@ -12,6 +12,7 @@ from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.towers import split_batch
 from cifar_towers.training import observing, setup
 from cifar_towers.training.observing import Distribution
+from cifar_towers.training.schedules import Length
 
 SETTINGS = {"model": "cifarnet", "crop": 24, "shift": 0, "standardize": "image", "batch_size": 24, "learning_rate": 0.1}
 
@@ -24,7 +25,11 @@ def examples():
 def made(towers, examples, **settings):
     config = TrainConfig(**SETTINGS | settings)
     batches = Batches(examples, config.batch_size, 0, config.flip)
-    return config, batches, setup.make_training(config, towers, "float32", examples, batches.steps_per_epoch, 100)
+    return (
+        config,
+        batches,
+        setup.make_training(config, towers, "float32", examples, Length(batches.steps_per_epoch, 100, 100)),
+    )
 
 
 def one_step(training, batch, look=True):

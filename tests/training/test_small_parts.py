@@ -14,7 +14,7 @@ from cifar_towers.training.precision import LossScale
 def rate(text, step, total=200, epoch=20):
     kind, points = schedules.parse_rate(text)
     shape = {"linear": schedules.linear, "step": schedules.staircase}[kind]
-    return shape(step, points.steps(total, epoch), points.values)
+    return shape(step, points.steps(schedules.Length(epoch, total, total)), points.values)
 
 
 @pytest.mark.parametrize(("step", "expected"), [(0, 0.2), (23, 0.6), (46, 1.0), (123, 0.535), (200, 0.07), (300, 0.07)])
@@ -28,11 +28,11 @@ def test_a_staircase_in_epochs(step, expected):
 
 
 def test_sides_of_images_step_by_step():
-    side_at = schedules.Sides("0=24,50%=28,3=32", 32).at(total_steps=8, steps_per_epoch=2)
+    side_at = schedules.Sides("0=24,50%=28,3=32", 32).at(schedules.Length(steps_per_epoch=2, total=8, last=8))
     assert [side_at(step) for step in range(8)] == [24, 24, 24, 24, 28, 28, 32, 32]
     late, whole = schedules.Sides("25%=20", 32), schedules.Sides("", 32)
-    assert [late.at(8, 2)(step) for step in (1, 2)] == [32, 20] and late.largest() == 20
-    assert [whole.at(8, 2)(step) for step in (0, 7)] == [32, 32] and whole.largest() == 32
+    assert [late.at(schedules.Length(2, 8, 8))(step) for step in (1, 2)] == [32, 20] and late.largest() == 20
+    assert [whole.at(schedules.Length(2, 8, 8))(step) for step in (0, 7)] == [32, 32] and whole.largest() == 32
 
 
 @pytest.mark.parametrize("text", ["cosine:0=1", "linear:", "linear:0", "step:3=x", "linear:5=1,2=0", "linear:-1=0"])

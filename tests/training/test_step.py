@@ -14,6 +14,7 @@ from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import tower_devices
 from cifar_towers.training import setup
 from cifar_towers.training.mirrored import make_strategy
+from cifar_towers.training.schedules import Length
 
 CIFARNET = {
     "model": "cifarnet",
@@ -39,7 +40,7 @@ def trained(towers, examples, precision, steps, nudge=0.0, **settings):
     """The state after `steps` steps, and the metrics of the last."""
     config = TrainConfig(**{**CIFARNET, **settings})
     batches = Batches(examples, config.batch_size, config.seed, config.flip)
-    state, step, _ = setup.make_training(config, towers, precision, examples, batches.steps_per_epoch, 100)
+    state, step, _ = setup.make_training(config, towers, precision, examples, Length(batches.steps_per_epoch, 100, 100))
     for weight in state.weights:
         weight.assign(weight * (1 + nudge))
     for batch in batches.stream(0, steps):
@@ -123,7 +124,9 @@ def test_everything_is_where_it_should_be(towers, examples, model, policy):
     whitening = {"whitening_images": 20, "whitening_epochs": 1}
     config = TrainConfig(model=model, crop=crop, batch_size=8, variable_placement=policy, **whitening)
     batches = Batches(examples, 8, 0)
-    state, step, _ = setup.make_training(config, towers(4), "float32", examples, batches.steps_per_epoch, 10)
+    state, step, _ = setup.make_training(
+        config, towers(4), "float32", examples, Length(batches.steps_per_epoch, 10, 10)
+    )
     rates = {name: tf.constant(0.1) for name in state.optimizer.rates(0)}
     function = step.get_concrete_function(batches.at(0), rates)
     made = function.graph.get_operations()
@@ -197,7 +200,9 @@ def test_what_rests_gets_no_gradient_and_changes_nothing_else(towers, examples, 
     batches = Batches(examples, config.batch_size, 0)
     weights, backward = [], []
     for rests in (False, True):
-        state, step, _ = setup.make_training(config, towers(2), "float32", examples, batches.steps_per_epoch, 100)
+        state, step, _ = setup.make_training(
+            config, towers(2), "float32", examples, Length(batches.steps_per_epoch, 100, 100)
+        )
         assert "whitening" in state.optimizer.rates(1) and "whitening" not in state.optimizer.rates(2)
         rates = {name: tf.constant(rate, tf.float32) for name, rate in state.optimizer.rates(2).items()}
         if not rests:
@@ -248,7 +253,9 @@ def test_float16_trains_with_a_loss_scale(towers, examples):
 def test_float16_overflows_under_mirrored_variables_and_the_scale_shrinks(towers, examples):
     config = TrainConfig(**CIFARNET, strategy="mirrored")
     batches = Batches(examples, config.batch_size, 0)
-    state, step, _ = setup.make_training(config, towers(2), "float16", examples, batches.steps_per_epoch, 100)
+    state, step, _ = setup.make_training(
+        config, towers(2), "float16", examples, Length(batches.steps_per_epoch, 100, 100)
+    )
     state.loss_scale.scale.assign(2.0**120)  # no gradient survives that in float16
     before = state.digest()
     metrics = step(batches.at(0), {name: tf.constant(0.1) for name in state.optimizer.rates(0)})
