@@ -4,15 +4,15 @@ import dataclasses
 import itertools
 import math
 import os
-import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import tensorflow as tf
 
 from cifar_towers.benchmark import growth_report
-from cifar_towers.benchmark.runner import VISIT_SECONDS, circumstances, make_directory, open_worker
+from cifar_towers.benchmark.growth_points import Point, Row, Series
+from cifar_towers.benchmark.publishing import circumstances, make_directory
+from cifar_towers.benchmark.runner import VISIT_SECONDS, open_worker
 from cifar_towers.benchmark.variations import Variation
 from cifar_towers.errors import DataError, RunError, UsageError
 from cifar_towers.program_configs import BenchmarkConfig
@@ -24,47 +24,6 @@ TOWERS = (1, 2, 4, 8, 16)
 MODELS = ("cifarnet", "speednet93", "resnet20", "speednet94", "resnet56", "speednet95", "speednet96")  # by their work
 MODEL_BATCH_SIZE = 256
 FEWEST_STEPS, PATIENCE = 3, 30.0  # as many steps are timed, if they take no longer than that many seconds
-
-
-class Point(NamedTuple):
-    """What a process measures."""
-
-    model: str
-    batch_size: int  # of all towers together
-    towers: int
-
-    def told(self) -> str:
-        """`speednet94, batch of 1,536, 2 towers`."""
-        return f"{self.model}, batch of {self.batch_size:,}, {self.towers} tower{'s' * (self.towers > 1)}"
-
-
-class Series(NamedTuple):
-    """Points that differ in one thing, the small ones first, and how large each is: a model by its place."""
-
-    varied: str  # batch size, towers or model
-    sizes: tuple[int, ...]
-    points: tuple[Point, ...]
-
-
-@dataclasses.dataclass
-class Row:
-    """What was measured of a point."""
-
-    point: Point
-    start_seconds: float  # from the start of the process until its towers are open and its data is loaded
-    compile_seconds: float  # by which the first step, with all that is made for it, takes longer than the second
-    step_seconds: list[float]
-    memory_mb: float  # 0: not known
-
-    @property
-    def median(self) -> float:
-        """Seconds a step."""
-        return statistics.median(self.step_seconds)
-
-    @property
-    def images_per_sec(self) -> float:
-        """Of the median step."""
-        return self.point.batch_size / self.median
 
 
 def run(config: BenchmarkConfig) -> None:

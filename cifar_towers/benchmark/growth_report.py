@@ -1,17 +1,15 @@
 """What was measured of growth, as a table, a sentence, JSON and a plot."""
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure
 
-from cifar_towers.benchmark.report import COLOURS, align, publish_text
+from cifar_towers.benchmark.growth_points import Line, Point, Row, Series, fit
+from cifar_towers.benchmark.publishing import align, png, publish_text, title
+from cifar_towers.benchmark.report import COLOURS
 from cifar_towers.benchmark.variations import NO_EXCHANGE
-
-if TYPE_CHECKING:
-    from cifar_towers.benchmark.growth import Point, Row, Series
 
 HEADINGS = (
     "varied", "model", "batch", "towers", "a step", "fastest-slowest", "n", "images/s", "memory", "start", "compile",
@@ -19,48 +17,17 @@ HEADINGS = (
 MEASURED, COMPILING, STARTING = COLOURS["towers"], COLOURS["mirrored"], COLOURS[NO_EXCHANGE]
 
 
-class Line(NamedTuple):
-    """start + slope x size, through n points by least squares."""
-
-    start: float
-    slope: float
-    off: float  # the most that a point is off the line, as a share of the point
-    n: int
-
-    def at(self, size):
-        """The value there, or the values."""
-        return self.start + self.slope * size
-
-    def told(self, unit: str, scale: float = 1.0) -> str:
-        """`100 ms + 2 ms x batch` for values in 1/scale of the unit, and how true that is where it may not be."""
-        sign = "-" if self.slope < 0 else "+"
-        line = f"{scale * self.start:,.0f} {unit} {sign} {scale * abs(self.slope):.3g} {unit} x batch"
-        return f"{line} (at most {100 * self.off:.0f} % off)" if self.n > 2 else line
-
-
-def fit(sizes: Sequence[float], values: Sequence[float]) -> Line | None:
-    """The line with the least squares; None where fewer than two points are known (a value of 0 is not)."""
-    known = np.array([(size, value) for size, value in zip(sizes, values, strict=True) if value], float)
-    if len(known) < 2:
-        return None
-    at, seen = known.T
-    slope, start = np.polyfit(at, seen, 1)
-    return Line(float(start), float(slope), float(np.max(np.abs(start + slope * at - seen) / seen)), len(known))
-
-
 def publish(
     directory: Path,
     facts: Mapping,
-    series: Sequence["Series"],
-    rows: Mapping["Point", "Row"],
-    left_out: Mapping["Point", str],
+    series: Sequence[Series],
+    rows: Mapping[Point, Row],
+    left_out: Mapping[Point, str],
 ) -> None:
     """Prints table, what was left out, and conclusion; writes growth.json, growth.txt, growth.png."""
     time, memory = lines_of_batch(series, rows)
     conclusion = conclude(facts, series, rows)
     lacking = "\n".join(f"left out: {point.told()}: {why}" for point, why in left_out.items())
-    files = f"in {directory}: growth.txt, growth.json, growth.png"
-    parts = [part for part in (_title(facts), table(series, rows), lacking, files, conclusion) if part]
     told = {
         "rows": [
             {"varied": one.varied, "size": size, **row.point._asdict(), **_figures(row)}
@@ -73,17 +40,18 @@ def publish(
         "conclusion": conclusion,
     }
     (directory / "growth.png").write_bytes(plot(series, rows, facts))
-    publish_text(directory, "growth", {**facts, **told}, parts)
+    parts = [_title(facts), table(series, rows), lacking]
+    publish_text(directory, "growth", {**facts, **told}, parts, ["growth.png"], conclusion)
 
 
-def lines_of_batch(series: Sequence["Series"], rows: Mapping["Point", "Row"]) -> tuple[Line | None, Line | None]:
+def lines_of_batch(series: Sequence[Series], rows: Mapping[Point, Row]) -> tuple[Line | None, Line | None]:
     """Seconds and MB of a step, by batch size."""
     found = [row for _, row in _measured(series[0], rows)]
     sizes = [row.point.batch_size for row in found]
     return fit(sizes, [row.median for row in found]), fit(sizes, [row.memory_mb for row in found])
 
 
-def conclude(facts: Mapping, series: Sequence["Series"], rows: Mapping["Point", "Row"]) -> str:
+def conclude(facts: Mapping, series: Sequence[Series], rows: Mapping[Point, Row]) -> str:
     """What the figures say, in one line."""
     batches, towers, models = ([row for _, row in _measured(one, rows)] for one in series)
     time, memory = lines_of_batch(series, rows)
@@ -108,13 +76,13 @@ def conclude(facts: Mapping, series: Sequence["Series"], rows: Mapping["Point", 
     return f"{text[0].upper()}{text[1:]}."
 
 
-def table(series: Sequence["Series"], rows: Mapping["Point", "Row"]) -> str:
+def table(series: Sequence[Series], rows: Mapping[Point, Row]) -> str:
     """Aligned text, a point a line, by what is varied; a point of two series stands in both."""
     found = [(one.varied, row) for one in series for _, row in _measured(one, rows)]
     return align([HEADINGS, *(_cells(varied, row) for varied, row in found)], left=(0, 1))
 
 
-def _cells(varied: str, row: "Row") -> list[str]:
+def _cells(varied: str, row: Row) -> list[str]:
     model, batch_size, towers = row.point
     low, high = min(row.step_seconds), max(row.step_seconds)
     return [
@@ -132,14 +100,11 @@ def _cells(varied: str, row: "Row") -> list[str]:
     ]
 
 
-def plot(series: Sequence["Series"], rows: Mapping["Point", "Row"], facts: Mapping) -> bytes:
+def plot(series: Sequence[Series], rows: Mapping[Point, Row], facts: Mapping) -> bytes:
     """PNG: a column for each thing that is varied; images/s, memory, and seconds before the first step."""
-    from matplotlib import pyplot as plt
-
     shown = [one for one in series if _measured(one, rows)]
-    figure, panels = plt.subplots(
-        3, len(shown), figsize=(4.4 * len(shown), 8.4), squeeze=False, sharex="col", layout="constrained"
-    )
+    figure = Figure((4.4 * len(shown), 8.4), layout="constrained")
+    panels = figure.subplots(3, len(shown), squeeze=False, sharex="col")
     time, memory_line = lines_of_batch(series, rows)
     for one, (speed, memory, start) in zip(shown, panels.T, strict=True):
         sizes, found = zip(*_measured(one, rows), strict=True)
@@ -173,10 +138,7 @@ def plot(series: Sequence["Series"], rows: Mapping["Point", "Row"], facts: Mappi
         if panel.get_legend_handles_labels()[0]:
             panel.legend(frameon=False, loc=place)
     figure.suptitle(f"{facts['recipe']}, {facts['precision']}; {facts['processor']}, {facts['date']}")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=120, facecolor="white")
-    plt.close(figure)
-    return buffer.getvalue()
+    return png(figure)
 
 
 def _draw(panel, sizes, values, colour: str, label: str, bars: bool) -> None:
@@ -186,7 +148,7 @@ def _draw(panel, sizes, values, colour: str, label: str, bars: bool) -> None:
         panel.plot(sizes, values, color=colour, label=label, marker="o", markersize=4)
 
 
-def _headline(one: "Series", facts: Mapping) -> str:
+def _headline(one: Series, facts: Mapping) -> str:
     """What all points of a series have in common."""
     model, batch_size, towers = one.points[0]
     on = f"{towers} tower{'s' * (towers > 1)}"
@@ -198,23 +160,20 @@ def _headline(one: "Series", facts: Mapping) -> str:
 
 
 def _title(facts: Mapping) -> str:
-    return (
-        f"{facts['recipe']}: {facts['model']} and others, {facts['precision']}, {facts['dataset']}; "
-        f"{facts['processor']}, {facts['cores']} cores, {facts['devices']} {facts['kind']}; {facts['date']}, "
-        f"{facts['minutes']:.0f} min"
-    )
+    told = title(facts, f"{facts['model']} and others", facts["precision"], facts["dataset"])
+    return f"{told}, {facts['minutes']:.0f} min"
 
 
-def _measured(one: "Series", rows: Mapping["Point", "Row"]) -> list[tuple[int, "Row"]]:
+def _measured(one: Series, rows: Mapping[Point, Row]) -> list[tuple[int, Row]]:
     """(size, row) of those points of a series that could be had."""
     return [(size, rows[point]) for size, point in zip(one.sizes, one.points, strict=True) if point in rows]
 
 
-def _until_first_step(row: "Row") -> float:
+def _until_first_step(row: Row) -> float:
     return row.start_seconds + row.compile_seconds
 
 
-def _figures(row: "Row") -> dict:
+def _figures(row: Row) -> dict:
     return {
         "step_seconds": row.step_seconds,
         "median": row.median,

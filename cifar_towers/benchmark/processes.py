@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
-from cifar_towers import programs
+from cifar_towers import starting
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError
 from cifar_towers.reporting import records
@@ -42,7 +42,7 @@ def train_command(config: TrainConfig) -> list[str]:
     given = {
         f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default
     }
-    return [sys.executable, programs.script("train.py"), *(f"--{name}={value}" for name, value in given.items())]
+    return [sys.executable, starting.script("train.py"), *(f"--{name}={value}" for name, value in given.items())]
 
 
 @contextlib.contextmanager

@@ -1,50 +1,43 @@
 """What was measured, as a table, a sentence, JSON, a plot and a page."""
 
-import base64
 import dataclasses
 import html
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import matplotlib
+from matplotlib.figure import Figure
 
+from cifar_towers.benchmark.publishing import align, png, publish_text, title
+from cifar_towers.benchmark.rounds import Row
 from cifar_towers.benchmark.variations import KERAS, NO_EXCHANGE, UNPLACED
-from cifar_towers.reporting import records
+from cifar_towers.reporting import markup, records
 from cifar_towers.reporting.profile import PARTS
-from cifar_towers.towers.cost import Prediction, predict_table
+from cifar_towers.towers.cost import Prediction
 from cifar_towers.towers.placement import PLACEMENTS
-
-if TYPE_CHECKING:
-    from cifar_towers.benchmark.runner import Row
-
-matplotlib.use("Agg")
 
 WAITS, LOSES, SAME = 0.05, 0.05, 0.02  # shares above which a bottleneck is named, below which two rates are the same
 COLOURS = {"towers": "#0072b2", "mirrored": "#d55e00", NO_EXCHANGE: "#999999", KERAS: "#009e73"}  # told apart by all
 
 
-def publish(directory: Path, facts: Mapping, rows: Sequence["Row"]) -> None:
+def publish(directory: Path, facts: Mapping, rows: Sequence[Row]) -> None:
     """Prints table and conclusion, and writes benchmark.json, benchmark.txt, benchmark.png and index.html."""
-    files = f"in {directory}: benchmark.txt, benchmark.json, benchmark.png, index.html"
-    picture = plot(rows, facts)
-    told = {"rows": [_as_json(row) for row in rows], "conclusion": conclude(rows, facts)}
-    publish_text(directory, "benchmark", facts | told, [_title(facts), table(rows), files, conclude(rows, facts)])
-    records.write_whole(directory / "index.html", page(_title(facts), rows, facts, picture))
+    picture, conclusion = plot(rows, facts), conclude(rows, facts)
     (directory / "benchmark.png").write_bytes(picture)
+    records.write_whole(directory / "index.html", page(rows, facts, picture))
+    told = {"rows": [_as_json(row) for row in rows], "conclusion": conclusion}
+    files = ("benchmark.png", "index.html")
+    publish_text(directory, "benchmark", facts | told, [_title(facts), table(rows)], files, conclusion)
 
 
 def publish_prediction(
-    directory: Path, facts: Mapping, row: "Row", predictions: Sequence[Prediction], link_gb_per_s: float
+    directory: Path, facts: Mapping, row: Row, predictions: Sequence[Prediction], link_gb_per_s: float
 ) -> None:
     """Prints what was measured of one tower and what follows for more, and writes prediction.json, prediction.txt."""
     links = f"links of {link_gb_per_s:g} GB/s each way, nothing at the same time"
     parts = [
         _title(facts),
         table([row]),
-        f"On GPUs as fast as one tower here, {links}:\n{predict_table(predictions)}",
-        f"in {directory}: prediction.txt, prediction.json",
+        f"On GPUs as fast as one tower here, {links}:\n{prediction_table(predictions)}",
     ]
     told = {
         "measured": _as_json(row),
@@ -55,40 +48,25 @@ def publish_prediction(
 
 
 def _title(facts: Mapping) -> str:
-    return (
-        f"{facts['recipe']}: {facts['model']}, batches of {facts['batch_size']:,}, {facts['dataset']}; "
-        f"{facts['processor']}, {facts['cores']} cores, {facts['devices']} {facts['kind']}; {facts['date']}"
-    )
+    return title(facts, facts["model"], f"batches of {facts['batch_size']:,}", facts["dataset"])
 
 
-def _as_json(row: "Row") -> dict:
+def prediction_table(rows: Sequence[Prediction]) -> str:
+    """Aligned text, a number of devices and a way a line; times in milliseconds."""
+    lines = [("variables", "devices", "batch", "compute ms", "transfer ms", "step ms", "images/s", "efficiency")]
+    for way, count, batch, *times, rate, efficiency in rows:
+        told = [f"{1000 * seconds:.2f}" for seconds in times]
+        lines.append((way, str(count), f"{batch:,}", *told, f"{rate:,.0f}", f"{efficiency:.1%}"))
+    return align(lines, left=(0,))
+
+
+def _as_json(row: Row) -> dict:
     return dataclasses.asdict(row) | {"variation": row.variation._asdict(), "median": row.median}
 
 
-def publish_text(directory: Path, name: str, told: Mapping, parts: Sequence[str]) -> None:
-    """Prints the parts of a report, and writes them to name.txt and what it tells to name.json."""
-    text = "\n\n".join(parts)
-    directory.mkdir(parents=True, exist_ok=True)
-    records.write_json(directory / f"{name}.json", told)
-    records.write_whole(directory / f"{name}.txt", text + "\n")
-    print(f"\n{text}")
-
-
-def table(rows: Sequence["Row"]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Aligned text, a variation a line, the fastest of a precision first."""
     return align([HEADINGS, *(_cells(row) for row in _sorted(rows))], left=(0, 1, 2, 4))
-
-
-def align(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    """Lines of as many cells each, under each other; the columns `left` from the left, the others from the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
 
 
 HEADINGS = (
@@ -97,7 +75,7 @@ HEADINGS = (
 )  # fmt: skip
 
 
-def _cells(row: "Row") -> list[str]:
+def _cells(row: Row) -> list[str]:
     variation, (low, high) = row.variation, row.quartiles
     shares = [f"{100 * row.shares[part]:.1f} %" if row.shares else "-" for part in PARTS]
     return [
@@ -117,7 +95,7 @@ def _cells(row: "Row") -> list[str]:
     ]
 
 
-def conclude(rows: Sequence["Row"], facts: Mapping) -> str:
+def conclude(rows: Sequence[Row], facts: Mapping) -> str:
     """One sentence: what bounds this machine, and which flags to use."""
     ours = [row for row in rows if row.variation.strategy in ("towers", "mirrored") and row.variation.input != "stream"]
     top = max(row.median for row in ours)
@@ -141,7 +119,7 @@ def _flags(variation) -> str:
     return " ".join([*flags, f"--variable_placement={variation.placement}"])
 
 
-def _bound(best: "Row", rows: Sequence["Row"], facts: Mapping) -> str:
+def _bound(best: Row, rows: Sequence[Row], facts: Mapping) -> str:
     """Input, exchange, too small a batch per tower, or compute, with the figures that say so."""
     alike = [row for row in rows if row.variation.precision == best.variation.precision]
     for row in alike:
@@ -168,20 +146,17 @@ def _bound(best: "Row", rows: Sequence["Row"], facts: Mapping) -> str:
     return f"compute ({busy:.0f} % of the work is forward and backward)"
 
 
-def _sorted(rows: Sequence["Row"]) -> list["Row"]:
+def _sorted(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (row.variation.precision, -row.median))
 
 
-def plot(rows: Sequence["Row"], facts: Mapping) -> bytes:
+def plot(rows: Sequence[Row], facts: Mapping) -> bytes:
     """PNG: a panel a precision, a bar a variation with its quartiles; a line where one tower stands."""
-    from matplotlib import pyplot as plt
-
     precisions = sorted({row.variation.precision for row in rows})
     tallest = max(sum(row.variation.precision == precision for row in rows) for precision in precisions)
     top = max(row.quartiles[1] for row in rows)
-    figure, panels = plt.subplots(
-        1, len(precisions), figsize=(7.2 * len(precisions), 1.6 + 0.3 * tallest), squeeze=False, layout="constrained"
-    )
+    figure = Figure((7.2 * len(precisions), 1.6 + 0.3 * tallest), layout="constrained")
+    panels = figure.subplots(1, len(precisions), squeeze=False)
     for panel, precision in zip(panels[0], precisions, strict=True):
         shown = [row for row in _sorted(rows) if row.variation.precision == precision]
         shown.sort(key=lambda row: (row.variation.towers, -row.median))
@@ -205,37 +180,20 @@ def plot(rows: Sequence["Row"], facts: Mapping) -> bytes:
         panel.set_title(precision)
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{facts['recipe']}, batches of {facts['batch_size']:,}; {facts['processor']}, {facts['date']}")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=120, facecolor="white")
-    plt.close(figure)
-    return buffer.getvalue()
+    return png(figure)
 
 
-def page(title: str, rows: Sequence["Row"], facts: Mapping, picture: bytes) -> str:
+def page(rows: Sequence[Row], facts: Mapping, picture: bytes) -> str:
     """One HTML file with everything in it."""
-    lines = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) + "</tr>" for row in _sorted(rows)
-    )
-    heads = "".join(f"<th>{html.escape(heading)}</th>" for heading in HEADINGS)
-    encoded = base64.b64encode(picture).decode()
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>
-:root {{ color-scheme: light dark }}
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem }}
-img {{ max-width: 100%; background: white }} .wide {{ overflow-x: auto }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 12px }}
-td, th {{ padding: .2rem .4rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884 }}
-td:nth-child(-n+3), th:nth-child(-n+3) {{ text-align: left }}
-</style></head><body>
-<h1>{html.escape(title)}</h1>
-<p><strong>{html.escape(conclude(rows, facts))}</strong></p>
-<img alt="images a second of every variation" src="data:image/png;base64,{encoded}">
-<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>
-<p>{html.escape(READING)}</p>
-<p>{html.escape(packages)}; {facts["minutes"]:.0f} minutes of measuring.</p>
-</body></html>
-"""
+    body = [
+        f"<p><strong>{html.escape(conclude(rows, facts))}</strong></p>\n",
+        markup.picture(picture, "images a second of every variation"),
+        markup.table(HEADINGS, map(_cells, _sorted(rows)), left=3),
+        f"<p>{html.escape(READING)}</p>\n",
+        f"<p>{html.escape(packages)}; {facts['minutes']:.0f} minutes of measuring.</p>\n",
+    ]
+    return markup.document(_title(facts), "", "".join(body))
 
 
 READING = (

@@ -1,51 +1,28 @@
 """The measurement: every variation in turn, round after round, so that a machine's moods fall on all of them alike."""
 
-import dataclasses
 import math
 import multiprocessing
 import random
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import date
 
 import tensorflow as tf
 
-from cifar_towers import programs
+from cifar_towers import starting
 from cifar_towers.benchmark import report
-from cifar_towers.benchmark.rounds import OverRounds
+from cifar_towers.benchmark.publishing import circumstances, make_directory
+from cifar_towers.benchmark.rounds import Row
 from cifar_towers.benchmark.variations import Variation, grid
-from cifar_towers.config import TrainConfig
 from cifar_towers.data.batches import PREFETCHED
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.program_configs import BenchmarkConfig
-from cifar_towers.reporting import records
 from cifar_towers.settings import split_names
 from cifar_towers.towers import cost
 from cifar_towers.training import precision
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 15
 VISIT_SECONDS = 2.0  # a visit to a variation makes as many steps as take about this long
-
-
-@dataclasses.dataclass
-class Row(OverRounds):
-    """What was measured of one variation. `images_per_sec` holds one number a round."""
-
-    variation: Variation
-    compile_seconds: float = 0.0
-    step_seconds: float = 0.0  # of one step after the first, to plan by
-    images_per_sec: list[float] = dataclasses.field(default_factory=list)
-    waits: list[float] = dataclasses.field(default_factory=list)  # a round: share of the time waiting for input
-    memory_mb: float = 0.0
-    shares: dict[str, float] = dataclasses.field(default_factory=dict)
-    efficiency: float = 0.0  # images/s over those of one tower and the devices there are
-
-    @property
-    def waiting(self) -> float:
-        """Share of the time in which the step waited for its input."""
-        return statistics.median(self.waits)
 
 
 def run(config: BenchmarkConfig) -> None:
@@ -78,26 +55,6 @@ def run(config: BenchmarkConfig) -> None:
         report.publish(config.directory, facts, rows)
 
 
-def make_directory(config: TrainConfig) -> None:
-    """The place for what is written, before anything is measured."""
-    try:
-        config.directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"train_dir={config.directory} cannot be made: {error.strerror}") from error
-
-
-def circumstances(config: TrainConfig, dataset: str) -> dict:
-    """What was measured, on what, and when."""
-    return {
-        "recipe": config.name,
-        "model": config.model,
-        "batch_size": config.batch_size,
-        "dataset": dataset,
-        "date": date.today().isoformat(),
-        **records.machine(),
-    }
-
-
 def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[Variation]]:
     """Numbers of towers, and what to measure."""
     gpus = len(tf.config.list_physical_devices("GPU"))
@@ -127,7 +84,7 @@ def open_worker(config: BenchmarkConfig, count: int):
     """A process with `count` towers, as a function that sends an order, if one is given, and returns the answer."""
     spawn = multiprocessing.get_context("spawn")  # TensorFlow does not survive a fork
     connection, theirs = spawn.Pipe()
-    process = spawn.Process(target=programs.serve_benchmark, args=(config, count, theirs), daemon=True)
+    process = spawn.Process(target=starting.serve_benchmark, args=(config, count, theirs), daemon=True)
     process.start()
     theirs.close()
 

@@ -8,10 +8,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from cifar_towers import programs
+from cifar_towers import starting
 from cifar_towers.benchmark import processes
 from cifar_towers.benchmark.peers import FED
 from cifar_towers.benchmark.rounds import OverRounds
@@ -37,6 +38,14 @@ class Contestant(OverRounds):
     images_per_sec: list[float] = dataclasses.field(default_factory=list)
 
 
+class Entry(NamedTuple):
+    """A contestant with what makes so many steps of it and tells their images/s, and how many make a visit."""
+
+    contestant: Contestant
+    visit: Callable[[int], float]
+    steps: int
+
+
 def run(
     config: SpeedrunConfig, precisions: Sequence[str], batches: Batches, augmentation: Augmentation
 ) -> tuple[list[Contestant], dict[str, str]]:
@@ -45,8 +54,6 @@ def run(
     Ours are trainings by `scripts/train.py`, input, summaries and all. Peers make steps over `FED` of the same
     batches. All are on full images, and every first step is left out.
     """
-    towers = config.num_gpus or CPU_TOWERS_BY_DEFAULT
-    visits: list[tuple[Contestant, Callable[[int], float], int]] = []
     left_out: dict[str, str] = {}
 
     def leave_out(name: str, precision: str, error: RunError) -> None:
@@ -56,37 +63,27 @@ def run(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_batches(folder / "batches.npz", batches, augmentation)
-        for precision in precisions:
-            visit = _training(config, precision)
-            rate = visit(PLANNED_BY)
-            visits.append((Contestant(OURS, precision, config.batch_size), visit, _steps(config.batch_size / rate)))
-            print(f"{OURS}, {precision}: a step {config.batch_size / rate:.2f} s", flush=True)
+        entries = [_enter_ours(config, precision) for precision in precisions]
         for name in _peers(config):
             for precision in _precisions_of(name, precisions):
-                images = config.batch_size * (towers if name == "tutorial" else 1)
-                command = [*_command(name, config, towers), f"--model={config.model}", f"--precision={precision}"]
-                command += [f"--batch_size={config.batch_size}", f"--data={folder / 'batches.npz'}"]
                 try:
-                    ask = stack.enter_context(processes.peer(command))
-                    (step,) = ask(1)
+                    entries.append(_enter_peer(config, name, precision, folder / "batches.npz", stack))
                 except RunError as error:
                     leave_out(name, precision, error)
-                    continue
-                visits.append((Contestant(name, precision, images), _asking(ask, images), _steps(step)))
-                print(f"{name}, {precision}: a step {step:.2f} s", flush=True)
         for number in range(config.rounds):
             print(f"round {number + 1}/{config.rounds}", flush=True)
-            order = list(visits)
+            order = list(entries)
             random.Random(number).shuffle(order)
-            for contestant, visit, steps in order:
+            for entry in order:
+                contestant = entry.contestant
                 try:
-                    contestant.images_per_sec.append(visit(steps))
+                    contestant.images_per_sec.append(entry.visit(entry.steps))
                 except RunError as error:  # as where memory has become short; the others go on
                     if contestant.name == OURS:
                         raise
                     leave_out(contestant.name, contestant.precision, error)
-                    visits.remove((contestant, visit, steps))
-    return [contestant for contestant, _, _ in visits], left_out
+                    entries.remove(entry)
+    return [entry.contestant for entry in entries], left_out
 
 
 def write_batches(path: Path, batches: Batches, augmentation: Augmentation) -> None:
@@ -98,6 +95,28 @@ def write_batches(path: Path, batches: Batches, augmentation: Augmentation) -> N
         labels=np.concatenate([batch.labels for batch in first]),
         raw=np.concatenate([batch.images for batch in first]),
     )
+
+
+def _enter_ours(config: SpeedrunConfig, precision: str) -> Entry:
+    visit = _training(config, precision)
+    return _entry(Contestant(OURS, precision, config.batch_size), visit, config.batch_size / visit(PLANNED_BY))
+
+
+def _enter_peer(config: SpeedrunConfig, name: str, precision: str, data: Path, stack: ExitStack) -> Entry:
+    """A peer whose process has made its first step, and ends with `stack`."""
+    towers = config.num_gpus or CPU_TOWERS_BY_DEFAULT
+    images = config.batch_size * (towers if name == "tutorial" else 1)
+    command = [*_command(name, config, towers), f"--model={config.model}", f"--precision={precision}"]
+    command += [f"--batch_size={config.batch_size}", f"--data={data}"]
+    ask = stack.enter_context(processes.peer(command))
+    (step,) = ask(1)
+    return _entry(Contestant(name, precision, images), _asking(ask, images), step)
+
+
+def _entry(contestant: Contestant, visit: Callable[[int], float], seconds: float) -> Entry:
+    """Of one whose step takes so many seconds."""
+    print(f"{contestant.name}, {contestant.precision}: a step {seconds:.2f} s", flush=True)
+    return Entry(contestant, visit, max(LEAST_STEPS, math.ceil(VISIT_SECONDS / seconds)))
 
 
 def _training(config: SpeedrunConfig, precision: str) -> Callable[[int], float]:
@@ -121,10 +140,6 @@ def _asking(ask: Callable[[int], list[float]], images: int) -> Callable[[int], f
     return lambda steps: images * steps / sum(ask(steps + 1)[1:])
 
 
-def _steps(seconds: float) -> int:
-    return max(LEAST_STEPS, math.ceil(VISIT_SECONDS / seconds))
-
-
 def _peers(config: SpeedrunConfig) -> list[str]:
     return split_names(config.peers) or [name for name, models in PEERS.items() if config.model in models]
 
@@ -137,12 +152,12 @@ def _precisions_of(name: str, precisions: Sequence[str]) -> list[str]:
 
 def _command(name: str, config: SpeedrunConfig, towers: int) -> list[str]:
     """How a peer is started, without what all are told."""
-    pytorch = [config.peer_python or sys.executable, programs.script("peers/pytorch_step.py")]
-    keras = [sys.executable, programs.script("peers/keras_fit.py")]
+    pytorch = [config.peer_python or sys.executable, starting.script("peers/pytorch_step.py")]
+    keras = [sys.executable, starting.script("peers/keras_fit.py")]
     return {
         "pytorch": pytorch,
         "pytorch-compiled": [*pytorch, "--compile"],
         "keras": keras,
         "keras-mirrored": [*keras, f"--mirrored={towers}"],
-        "tutorial": [sys.executable, programs.script("peers/tutorial_graph.py"), f"--towers={towers}"],
+        "tutorial": [sys.executable, starting.script("peers/tutorial_graph.py"), f"--towers={towers}"],
     }[name]

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from cifar_towers.benchmark import ceilings, operations, processes, side_by_side, standings
 from cifar_towers.benchmark.ceilings import Ceilings
-from cifar_towers.benchmark.runner import circumstances, make_directory
+from cifar_towers.benchmark.publishing import circumstances, make_directory
 from cifar_towers.benchmark.standings import Finish
 from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.data import sources

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cifar_towers.benchmark.ceilings import Ceilings
-from cifar_towers.benchmark.report import align
+from cifar_towers.benchmark.publishing import align, publish_text, title
 from cifar_towers.benchmark.side_by_side import OURS, Contestant
-from cifar_towers.reporting import records
 from cifar_towers.reporting.clock import TRAINING
 
 
@@ -89,24 +88,18 @@ def tally(finishes: Sequence[Finish], work: int, timed_work: int, target: float)
 
 def publish_race(folder: Path, facts: Mapping, race: Mapping) -> None:
     """Prints what the seeds came to, and writes it to race.json and race.txt."""
-    _publish(folder, "race", facts, dict(race), race_text(facts, race))
+    publish_text(folder, "race", {**facts, **race}, [_title(facts), race_text(facts, race)])
 
 
 def publish_side_by_side(folder: Path, facts: Mapping, rows: Sequence[Contestant], left_out: Mapping[str, str]) -> None:
     """Prints who was how fast, and writes it to side_by_side.json and side_by_side.txt."""
     as_json = [dataclasses.asdict(row) | {"median": row.median, "quartiles": row.quartiles} for row in rows]
-    told = {"contestants": as_json, "left_out": dict(left_out)}
-    _publish(folder, "side_by_side", facts, told, rows_text(facts, rows, left_out))
+    told = {**facts, "contestants": as_json, "left_out": dict(left_out)}
+    publish_text(folder, "side_by_side", told, [_title(facts), rows_text(facts, rows, left_out)])
 
 
-def _publish(folder: Path, name: str, facts: Mapping, told: Mapping, text: str) -> None:
-    title = (
-        f"{facts['recipe']}: {facts['model']}, batches of {facts['batch_size']:,}, {facts['dataset']}, "
-        f"{facts['precision']}; {facts['processor']}, {facts['cores']} cores; {facts['date']}"
-    )
-    records.write_json(folder / f"{name}.json", {**facts, **told})
-    records.write_whole(folder / f"{name}.txt", f"{title}\n\n{text}\n")
-    print(f"\n{title}\n\n{text}\n\nwritten to {folder}: {name}.txt, {name}.json\n", flush=True)
+def _title(facts: Mapping) -> str:
+    return title(facts, facts["model"], f"batches of {facts['batch_size']:,}", facts["dataset"], facts["precision"])
 
 
 def race_text(facts: Mapping, race: Mapping) -> str:

@@ -158,19 +158,6 @@ def predict(
     return [one._replace(efficiency=one.images_per_sec / (one.num_towers * alone)) for one in steps]
 
 
-def predict_table(rows: Sequence[Prediction]) -> str:
-    """The rows as text, in aligned columns; times in milliseconds."""
-    lines = [("variables", "devices", "batch", "compute ms", "transfer ms", "step ms", "images/s", "efficiency")]
-    for way, count, batch, *times, rate, efficiency in rows:
-        told = [f"{1000 * seconds:.2f}" for seconds in times]
-        lines.append((way, str(count), f"{batch:,}", *told, f"{rate:,.0f}", f"{efficiency:.1%}"))
-    first, *rest = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([f"{way:{first}}", *(f"{cell:>{width}}" for cell, width in zip(cells, rest, strict=True))])
-        for way, *cells in lines
-    )
-
-
 def _shared(variables: Sequence[VariableBytes], way: str, towers: Sequence[str], gradient_device: str) -> list[Traffic]:
     read, gather, scatter = Counter(), Counter(), Counter()
     for (size, role), home in zip(variables, _homes(variables, way, towers), strict=True):

@@ -8,7 +8,7 @@ import protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from cifar_towers.programs import import_tensorflow
+from cifar_towers.starting import import_tensorflow
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ import math
 import matplotlib.image
 import pytest
 
-from cifar_towers.benchmark import growth, growth_report
-from cifar_towers.benchmark.growth import Point, Row, Series
+from cifar_towers.benchmark import growth, growth_points, growth_report
+from cifar_towers.benchmark.growth_points import Point, Row, Series
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.program_configs import BenchmarkConfig
 
@@ -29,25 +29,25 @@ def rows_of(*points):
 
 
 def test_the_fit_of_exact_data():
-    line = growth_report.fit([8, 16, 64], [0.1 + 0.002 * size for size in (8, 16, 64)])
+    line = growth_points.fit([8, 16, 64], [0.1 + 0.002 * size for size in (8, 16, 64)])
     assert (line.start, line.slope) == pytest.approx((0.1, 0.002)) and line.off < 1e-9 and line.n == 3
     assert line.at(1000) == pytest.approx(2.1)
 
 
 def test_the_fit_tells_how_far_off_it_is():
     """Least squares through (0, 1), (1, 1), (2, 4): 0.5 + 1.5 x, which is 0.5 off the first, 1 off the second."""
-    line = growth_report.fit([0, 1, 2], [1, 1, 4])
+    line = growth_points.fit([0, 1, 2], [1, 1, 4])
     assert line == pytest.approx((0.5, 1.5, 1.0, 3))
 
 
 def test_a_line_is_told_with_its_sign_and_how_true_it_is_where_it_may_not_be():
-    assert growth_report.Line(0.1, 0.002, 0.034, 7).told("ms", 1000) == "100 ms + 2 ms x batch (at most 3 % off)"
-    assert growth_report.Line(769.4, -0.542, 0.0, 2).told("MB") == "769 MB - 0.542 MB x batch"
+    assert growth_points.Line(0.1, 0.002, 0.034, 7).told("ms", 1000) == "100 ms + 2 ms x batch (at most 3 % off)"
+    assert growth_points.Line(769.4, -0.542, 0.0, 2).told("MB") == "769 MB - 0.542 MB x batch"
 
 
 def test_the_fit_passes_over_what_is_not_known():
-    assert growth_report.fit([1, 2, 3], [5.0, 0.0, 9.0]) == pytest.approx((3.0, 2.0, 0.0, 2))
-    assert growth_report.fit([1, 2], [0.0, 9.0]) is None
+    assert growth_points.fit([1, 2, 3], [5.0, 0.0, 9.0]) == pytest.approx((3.0, 2.0, 0.0, 2))
+    assert growth_points.fit([1, 2], [0.0, 9.0]) is None
 
 
 def test_the_plan_varies_one_thing_at_a_time():

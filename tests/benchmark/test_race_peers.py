@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from cifar_towers import programs
+from cifar_towers import starting
 from cifar_towers.benchmark import processes, side_by_side
 from cifar_towers.data import synthetic
 from cifar_towers.data.augment import Augmentation
@@ -31,7 +31,7 @@ def data(tmp_path_factory):
 def command(program, data, *flags, batch_size=16):
     return [
         sys.executable,
-        programs.script(f"peers/{program}"),
+        starting.script(f"peers/{program}"),
         f"--data={data}",
         f"--batch_size={batch_size}",
         *flags,

@@ -4,9 +4,11 @@ import matplotlib.image
 import pytest
 
 from cifar_towers.benchmark import report
-from cifar_towers.benchmark.runner import Row, set_efficiency
+from cifar_towers.benchmark.rounds import Row
+from cifar_towers.benchmark.runner import set_efficiency
 from cifar_towers.benchmark.variations import KERAS, NO_EXCHANGE, UNPLACED, Variation, grid
 from cifar_towers.reporting.profile import PARTS
+from cifar_towers.towers.cost import VariableBytes, predict
 
 FACTS = {
     "recipe": "mine", "model": "cifarnet", "batch_size": 256, "dataset": "synthetic", "processor": "Abacus <1>",
@@ -94,6 +96,14 @@ def test_the_table_is_aligned_and_sorted_and_tells_quartiles():
     assert "114-126" in lines[1] and "120.0 %" in lines[1] and "60.0 %" in lines[1]
     keras = next(line for line in lines if line.split()[1] == "keras")
     assert "15-25" in keras
+
+
+def test_the_table_of_predictions_is_aligned():
+    rows = predict(0.008, [VariableBytes(10**6)], 1024, 10**4, 10.0, ways=["cpu", "ring"])
+    lines = report.prediction_table(rows).splitlines()
+    assert len(lines) == 1 + 2 * 7 and len(set(map(len, lines))) == 1
+    assert lines[0].split()[:3] == ["variables", "devices", "batch"]
+    assert lines[8].split() == ["ring", "1", "1,024", "8.00", "1.02", "9.02", "113,475", "100.0%"]
 
 
 def test_what_is_published(tmp_path, capsys):

@@ -14,7 +14,6 @@ from cifar_towers.towers.cost import (
     VariableBytes,
     link_loads,
     predict,
-    predict_table,
     step_bytes,
 )
 from cifar_towers.towers.placement import PLACEMENTS
@@ -222,14 +221,6 @@ def test_latency_by_hand():
 def test_the_largest_shard_is_waited_for():
     (row,) = predict(1.0, NET, 10, 0, 1.0, num_towers=[4], ways=["ring"])
     assert row.compute_seconds == pytest.approx(0.3)
-
-
-def test_the_table_is_aligned():
-    rows = predict(0.008, [VariableBytes(10**6)], 1024, 10**4, 10.0, ways=["cpu", "ring"])
-    lines = predict_table(rows).splitlines()
-    assert len(lines) == 1 + 2 * 7 and len(set(map(len, lines))) == 1
-    assert lines[0].split()[:3] == ["variables", "devices", "batch"]
-    assert lines[8].split() == ["ring", "1", "1,024", "8.00", "1.02", "9.02", "113,475", "100.0%"]
 
 
 def test_wrong_values_speak():
