@@ -4,7 +4,7 @@ CONFIG ?= speed94
 NUM_GPUS ?= 0
 ARGS ?=
 BIN := .venv/bin
-NVIDIA := $(wildcard /proc/driver/nvidia/version)
+NVIDIA := $(wildcard /proc/driver/nvidia/version /usr/lib/wsl/lib/libcuda.so.1)
 comma := ,
 EXTRAS := $(if $(NVIDIA),dev$(comma)gpu,dev)
 

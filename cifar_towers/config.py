@@ -345,8 +345,8 @@ class TrainConfig(DeviceConfig):
             return None
         return find_members(self.workers, self.worker_index, os.environ)
 
-    def tower_batch_size(self, num_devices: int) -> int:
-        """Examples of each step on each tower.
+    def tower_batch_size(self, num_devices: int, by_default: bool = False) -> int:
+        """Examples of each step on each tower; if so many devices were taken `by_default`, fewer may be named.
 
         Raises:
           UsageError: the towers and their micro-batches cannot have equal shares.
@@ -358,7 +358,9 @@ class TrainConfig(DeviceConfig):
             near = " and ".join(str(size) for size in (low, low + shares) if size)
             what = f"{towers} tower{'s' * (towers > 1)}"
             what += f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
-            raise UsageError(f"batch_size={self.batch_size} cannot be shared by {what}; {near} can")
+            fitting = [n for n in range(1, towers) if not self.batch_size % (n * self.micro_batches)]
+            fewer = f", or give --num_gpus={fitting[-1]}" if fitting and by_default else ""
+            raise UsageError(f"batch_size={self.batch_size} cannot be shared by {what}; {near} can{fewer}")
         return self.batch_size // towers
 
     def length(self, steps_per_epoch: int) -> schedules.Length:

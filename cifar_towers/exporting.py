@@ -80,6 +80,7 @@ def export(config: ExportConfig) -> bool:
     _refuse_to_replace(place, kind)
     source = sources.find(config.dataset or run.facts["dataset"], config.data_dir) if config.check else None
     towers = setup.open_towers(config)
+    tf.config.experimental.enable_tensor_float_32_execution(False)  # a GPU's ten bits are not what is held against
     weights = run.choose_weights(config.weights)
     net = run.load(weights, "float32")
     some = _test_images(source, run, config.check) if source else None

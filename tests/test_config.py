@@ -203,3 +203,8 @@ def test_max_steps_is_of_the_recipe_where_the_schedules_are_laid_over_it():
     assert "max_steps" in recipe_of(dataclasses.replace(by_epochs, lookahead=True))
     assert "max_steps" not in recipe_of(by_epochs)
     assert "max_steps" not in recipe_of(TrainConfig(epochs=8, max_steps=100))
+
+
+def test_a_batch_that_all_gpus_cannot_share_says_how_many_can():
+    with pytest.raises(UsageError, match="1024 cannot be shared by 7 towers; 1022 and 1029 can, or give --num_gpus=4$"):
+        TrainConfig(batch_size=1024).tower_batch_size(7, by_default=True)

@@ -412,6 +412,15 @@ def test_a_placement_found_by_measuring_is_kept(tmp_path, caplog):
     assert f"variable placement {chosen}: as the run began" in caplog.messages
 
 
+def test_too_little_memory_is_one_line_that_says_what_helps(tmp_path, monkeypatch):
+    def train(*_):
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor\nwith shape [1024,64]")
+
+    monkeypatch.setattr(trainer.Trainer, "_train", train)
+    with pytest.raises(UsageError, match=r"^OOM when allocating tensor with shape \[1024,64\]: .*--micro_batches=4 "):
+        run(dataclasses.replace(QUICK, train_dir=str(tmp_path / "run"), micro_batches=2))
+
+
 def test_what_this_machine_cannot_have_is_said_before_training(tmp_path):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path / "run"), num_gpus=2)
     with pytest.raises(UsageError, match="all_reduce=nccl joins GPUs, and not each of the 2 towers has one"):

@@ -36,7 +36,7 @@ def run(config: BenchmarkConfig) -> None:
     make_directory(config)
     with open_worker(config, 1) as ask:  # downloads the data if need be, and has all files read once
         found = ask()
-    gpus = len(tf.config.list_physical_devices("GPU"))
+    gpus = len(tf.config.get_visible_devices("GPU"))
     computed_in, _ = precision.choose(config.precision, found["kind"])
     series = plan(config, gpus or CPU_TOWERS_BY_DEFAULT)
     rows, left_out = _measure(config, series, computed_in, start, math.inf if gpus else _machine_memory_mb())

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.reporting import records
+from cifar_towers.towers.devices import gpu_names
 
 
 def make_directory(config: TrainConfig) -> None:
@@ -33,6 +34,7 @@ def circumstances(config: TrainConfig, dataset: str) -> dict:
         "dataset": dataset,
         "date": date.today().isoformat(),
         **records.machine(),
+        "gpus": gpu_names(),
     }
 
 
@@ -40,6 +42,7 @@ def title(facts: Mapping, *what: str) -> str:
     """`speed94: speednet94, batches of 1,024; Abacus, 2 cores, 1 CPU; 2026-01-01`."""
     machine = [facts["processor"], f"{facts['cores']} cores"]
     machine += [f"{facts['devices']} {facts['kind']}"] if "kind" in facts else []
+    machine += sorted(set(facts.get("gpus", ())))
     return f"{facts['recipe']}: {', '.join(what)}; {', '.join(machine)}; {facts['date']}"
 
 

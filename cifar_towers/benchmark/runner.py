@@ -57,14 +57,15 @@ def run(config: BenchmarkConfig) -> None:
 
 def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[Variation]]:
     """Numbers of towers, and what to measure."""
-    gpus = len(tf.config.list_physical_devices("GPU"))
+    gpus = len(tf.config.get_visible_devices("GPU"))
     asked = split_names(config.precisions)
-    default = [precision.choose(config.precision, "GPU" if gpus else "CPU")[0], "float32"]
+    device = "GPU" if gpus else "CPU"
+    default = [precision.choose(config.precision, device)[0], *precision.native_halves(device), "float32"]
     precisions = list(dict.fromkeys(asked or default))
     if config.predict:
-        return (1,), [Variation("towers", "cpu", 1, precisions[0])]
+        return (1,), [Variation("towers", "round_robin" if gpus else "cpu", 1, precisions[0])]
     counts = config.tower_counts or tuple(n for n in _doubled(gpus or 4) if config.batch_size % n == 0)
-    return counts, grid(counts, precisions, config.peers)
+    return counts, grid(counts, precisions, config.peers, on_gpus=bool(gpus))
 
 
 def _predict(config: BenchmarkConfig, row: Row, workers: dict) -> list[cost.Prediction]:
@@ -123,7 +124,8 @@ def _prepare(variations: list[Variation], workers: dict) -> list[Row]:
 
 
 def _measure(rows: list[Row], workers: dict, config: BenchmarkConfig, start: float) -> None:
-    """Rounds of short visits to every variation, in another order each time, for as long as there is time."""
+    """Rounds of short visits to every variation, in another order each time, for as long as there is time. A row whose
+    steps cannot be made any more is taken out."""
     visit_seconds = min(VISIT_SECONDS, 60 * config.minutes / (FEWEST_ROUNDS * len(rows)))
     visits = [(row, max(1, math.ceil(visit_seconds / row.step_seconds))) for row in rows]
     # batches that were made ahead while others were measured tell nothing of the input
@@ -135,8 +137,14 @@ def _measure(rows: list[Row], workers: dict, config: BenchmarkConfig, start: flo
     for number in range(rounds):
         print(f"round {number + 1}/{rounds}, about {round_seconds:.0f} s", flush=True)
         random.Random(number).shuffle(visits)
-        for row, steps in visits:
-            told = workers[row.variation.towers](("run", row.variation, steps + 1))
+        for row, steps in list(visits):
+            try:
+                told = workers[row.variation.towers](("run", row.variation, steps + 1))
+            except UsageError as error:  # as where memory has become short; the others go on
+                print(f"left out: {row.variation.towers} x {row.variation.told()}: {error}", flush=True)
+                visits.remove((row, steps))
+                rows.remove(row)
+                continue
             seconds = told["seconds"][1:]  # the first finds the memory as another left it
             row.images_per_sec.append(config.batch_size * len(seconds) / sum(seconds))
             row.waits.append(sum(told["waiting"][1:]) / sum(seconds))
@@ -144,8 +152,11 @@ def _measure(rows: list[Row], workers: dict, config: BenchmarkConfig, start: flo
 
 
 def set_efficiency(rows: list[Row], devices: dict) -> None:
-    """Images/s against those of one tower with the same precision, times the devices that K towers really have."""
-    one = {row.variation.precision: row.median for row in _alike(rows, towers=1, strategy="towers", input="constant")}
+    """Images/s against those of one tower with the same precision, where its variables are best placed, times the
+    devices that K towers really have."""
+    one: dict[str, float] = {}
+    for row in _alike(rows, towers=1, strategy="towers", input="constant"):
+        one[row.variation.precision] = max(row.median, one.get(row.variation.precision, 0.0))
     for row in rows:
         if row.variation.precision in one:
             ideal = one[row.variation.precision] * devices[row.variation.towers]["physical"]

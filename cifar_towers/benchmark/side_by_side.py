@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from cifar_towers import starting
 from cifar_towers.benchmark import processes
@@ -104,7 +105,7 @@ def _enter_ours(config: SpeedrunConfig, precision: str) -> Entry:
 
 def _enter_peer(config: SpeedrunConfig, name: str, precision: str, data: Path, stack: ExitStack) -> Entry:
     """A peer whose process has made its first step, and ends with `stack`."""
-    towers = config.num_gpus or CPU_TOWERS_BY_DEFAULT
+    towers = _towers(config)
     images = config.batch_size * (towers if name == "tutorial" else 1)
     command = [*_command(name, config, towers), f"--model={config.model}", f"--precision={precision}"]
     command += [f"--batch_size={config.batch_size}", f"--data={data}"]
@@ -141,7 +142,13 @@ def _asking(ask: Callable[[int], list[float]], images: int) -> Callable[[int], f
 
 
 def _peers(config: SpeedrunConfig) -> list[str]:
-    return split_names(config.peers) or [name for name, models in PEERS.items() if config.model in models]
+    known = [name for name, models in PEERS.items() if config.model in models]
+    return split_names(config.peers) or [name for name in known if name != "keras-mirrored" or _towers(config) > 1]
+
+
+def _towers(config: SpeedrunConfig) -> int:
+    """How many ours has, and the peers that have some."""
+    return config.num_gpus or len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
 
 
 def _precisions_of(name: str, precisions: Sequence[str]) -> list[str]:

@@ -104,7 +104,9 @@ def count_work(config: TrainConfig, towers: Sequence[Tower], computed_in: str, t
 def _finishes(config: SpeedrunConfig, computed_in: str) -> list[Finish]:
     """One training a seed, and the machine's ceilings before, between and after them."""
     finishes = []
-    before = ceilings.measure(computed_in)
+    gpus = len(tf.config.get_visible_devices("GPU"))
+    used = min(config.num_gpus or gpus, gpus) or 1
+    before = ceilings.measure(computed_in, gpus=used)
     for seed in parse_seeds(config.seeds):
         train_dir = config.directory / f"seed{seed}"
         changes = {"seed": seed, "seeds": "", "train_dir": str(train_dir), "eval_every_epochs": 0.0}
@@ -114,7 +116,7 @@ def _finishes(config: SpeedrunConfig, computed_in: str) -> list[Finish]:
         result = processes.train(wanted)
         reused = result == earlier
         if not reused:
-            after = ceilings.measure(computed_in)
+            after = ceilings.measure(computed_in, gpus=used)
             records.write_json(train_dir / CEILINGS, {"measured": [before, after]})
             before = after
         measured = records.read_json_if_any(train_dir / CEILINGS).get("measured", [])

@@ -39,8 +39,9 @@ class Variation(NamedTuple):
         return ", ".join(part for part in parts if part not in ("", "constant"))
 
 
-def grid(counts: Sequence[int], precisions: Sequence[str], with_peers: bool) -> list[Variation]:
-    """All that is worth measuring, without what is the same: placements for one tower, one mirrored replica.
+def grid(counts: Sequence[int], precisions: Sequence[str], with_peers: bool, on_gpus: bool = False) -> list[Variation]:
+    """All that is worth measuring, without what is the same: placements for one tower on the CPU, or on its GPU or
+    not; one mirrored replica.
 
     The first precision is measured in every way, with the recipe's own input for the most towers, which ask most of
     it; the others for the fewest and the most towers, on the CPU and mirrored. The peer stands beside the most.
@@ -48,7 +49,7 @@ def grid(counts: Sequence[int], precisions: Sequence[str], with_peers: bool) -> 
     fewest, most = counts[0], counts[-1]
     found = []
     for count in counts:
-        placements = PLACEMENTS if count > 1 else ("cpu",)
+        placements = PLACEMENTS if count > 1 else ("cpu", "round_robin") if on_gpus else ("cpu",)
         found += [Variation("towers", placement, count, precisions[0]) for placement in placements]
         if count > 1:
             found.append(Variation("mirrored", UNPLACED, count, precisions[0]))

@@ -52,7 +52,7 @@ class _Worker:
     def introduce(self) -> dict:
         """What the towers are."""
         kind = "GPU" if "GPU" in self.towers[0].device else "CPU"
-        physical = len(tf.config.list_physical_devices(kind)) if kind == "GPU" else 1
+        physical = len(tf.config.get_visible_devices(kind)) if kind == "GPU" else 1
         return {"kind": kind, "physical": min(physical, len(self.towers)), "dataset": self.dataset}
 
     def build(self, variation: Variation) -> tuple[float, float]:

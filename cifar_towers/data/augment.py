@@ -75,9 +75,9 @@ def random_window(images: tf.Tensor, place: tf.Tensor, side: int, pad: int = 0, 
         mode = {"reflect": "REFLECT", "zeros": "CONSTANT"}[fill]
         images = tf.pad(images, [[0, 0], [pad, pad], [pad, pad], [0, 0]], mode)
     choices = images.shape[1] - side + 1
-    corner = tf.cast(place * choices, tf.int32)
-    rows = corner[:, :1] + tf.range(side)
-    columns = corner[:, 1:] + tf.range(side)
+    corner = tf.cast(place * choices, tf.int64)  # not int32, which TensorFlow keeps in the host's memory
+    rows = corner[:, :1] + tf.range(side, dtype=tf.int64)
+    columns = corner[:, 1:] + tf.range(side, dtype=tf.int64)
     flat = tf.reshape(images, [images.shape[0], -1, images.shape[3]])
     pixels = rows[:, :, None] * images.shape[2] + columns[:, None, :]
     return tf.gather(flat, pixels, batch_dims=1)
@@ -104,8 +104,9 @@ def cutout(images: tf.Tensor, place: tf.Tensor, size: int) -> tf.Tensor:
     Source: T. DeVries and G. Taylor, "Improved Regularization ... with Cutout", arXiv 1708.04552.
     """
     height, width = images.shape[1:3]
-    corner = tf.cast(place * [height - size + 1, width - size + 1], tf.int32)
-    rows, columns = tf.range(height) - corner[:, :1], tf.range(width) - corner[:, 1:]
+    corner = tf.cast(place * [height - size + 1, width - size + 1], tf.int64)
+    rows = tf.range(height, dtype=tf.int64) - corner[:, :1]
+    columns = tf.range(width, dtype=tf.int64) - corner[:, 1:]
     blank = ((rows >= 0) & (rows < size))[:, :, None] & ((columns >= 0) & (columns < size))[:, None, :]
     return tf.where(blank[..., None], tf.zeros_like(images), images)
 

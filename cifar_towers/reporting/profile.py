@@ -23,7 +23,7 @@ PLUGINS = "xprof", "tensorboard_plugin_profile"  # the module that shows traces 
 
 
 class Work(NamedTuple):
-    """One operation's run, or on a GPU one of its kernels."""
+    """One operation's run, or one of its kernels on a GPU."""
 
     name: str  # its name in the graph
     kind: str  # as `Conv2D`
@@ -156,8 +156,9 @@ class Window:
         profile = read(trace)
         steps = f"steps {self._traced[0]} to {self._traced[-1]}" if self._traced[1:] else f"step {self._traced[0]}"
         clock, spent = (1e3 * seconds / profile.steps for seconds in (profile.seconds, profile.total))
-        added = "kernels, all GPUs' added up" if profile.on_gpu else "operations, all towers' and threads' added up"
-        told = f"profile of {steps}: a step takes {clock:.1f} ms, with {spent:.1f} ms of {added}\n{profile.table()}\n"
+        added = "kernels and host operations" if profile.on_gpu else "operations, all towers' and threads'"
+        told = f"profile of {steps}: a step takes {clock:.1f} ms, with {spent:.1f} ms of {added} added up\n"
+        told += f"{profile.table()}\n"
         told += f"trace of {trace.stat().st_size / 1e6:.1f} MB in {trace.parent}; to see it in TensorBoard's Profile: "
         seen = any(importlib.util.find_spec(plugin) for plugin in PLUGINS)
         return told + (f"tensorboard --logdir={self._logs.parent}" if seen else "pip install xprof")
@@ -180,7 +181,7 @@ def part_of(name: str) -> str:
 
 
 def read(trace: Path) -> Profile:
-    """A trace file's operations: the kernels on the GPUs if there are any, else what the host's threads did.
+    """A trace file's operations: the kernels on the GPUs, and what the host's threads did beside launching them.
 
     What began between marked steps, as an evaluation, is left out; a trace without marks is taken as one step.
     """
@@ -191,7 +192,8 @@ def read(trace: Path) -> Profile:
     gpus = [plane for plane in space.planes if plane.name.startswith("/device:GPU")]
     steps = sorted(step for plane in host for step in _steps(plane))
     kernels = [work for plane in gpus for work in _on_gpu(plane)]
-    found = kernels or [work for plane in host for work in _on_host(plane)]
+    launched = {work.name for _, work in kernels}
+    found = kernels + [(at, work) for plane in host for at, work in _on_host(plane) if work.name not in launched]
     work = [work for start, work in found if _within(steps, start)]
     return Profile(len(steps) or 1, sum(end - start for start, end in steps) / 1e12, work, bool(kernels))
 

@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -115,11 +115,12 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def environment(towers, precision: str, data_digests: Mapping[str, str]) -> dict:
+def environment(towers, precision: str, data_digests: Mapping[str, str], gpus: Sequence[str] = ()) -> dict:
     """Where a run ran: versions, processor, devices, code and data."""
     return machine() | {
         "towers": [{"name": tower.name, "device": tower.device} for tower in towers],
         "precision": precision,
+        "gpus": list(gpus),
         "data_sha256": dict(data_digests),
     }
 

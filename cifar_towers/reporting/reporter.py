@@ -17,6 +17,7 @@ from cifar_towers.reporting.clock import Clock
 from cifar_towers.reporting.progress import Progress, Status
 from cifar_towers.reporting.usage import Usage
 from cifar_towers.towers import Tower, device_table
+from cifar_towers.towers.devices import gpu_names
 from cifar_towers.towers.placement import short_device
 from cifar_towers.towers.stages import layer_costs
 from cifar_towers.training import directory, observing
@@ -274,7 +275,7 @@ class Reporter:
 
     def _environment(self) -> dict:
         """Where the run runs, on what, and what it is made of."""
-        environment = records.environment(self.towers, self.precision, self.dataset.digests())
+        environment = records.environment(self.towers, self.precision, self.dataset.digests(), gpu_names())
         environment["synthetic_data"] = self.banner
         environment["class_names"] = list(self.dataset.traits.class_names)
         environment["variables"] = [

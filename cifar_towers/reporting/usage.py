@@ -16,8 +16,9 @@ class Usage:
         self._nvml = _nvml() if self._gpus else None
 
     def __call__(self) -> dict[str, float]:
-        """Tag -> value: `memory/host_mb`, `memory/GPU:0_mb`, `gpu_utilisation/0` in percent, one for each GPU."""
-        found = {f"memory/{gpu}_mb": tf.config.experimental.get_memory_info(gpu)["current"] / 1e6 for gpu in self._gpus}
+        """Tag -> value: `memory/host_mb` now, `memory/GPU:0_mb` at its most so far, `gpu_utilisation/0` in percent, for
+        each GPU of the machine."""
+        found = {f"memory/{gpu}_mb": tf.config.experimental.get_memory_info(gpu)["peak"] / 1e6 for gpu in self._gpus}
         if resident := host_memory_mb():
             found["memory/host_mb"] = resident
         return found | self._utilisation()

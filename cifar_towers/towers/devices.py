@@ -15,7 +15,7 @@ import tensorflow as tf
 log = logging.getLogger(__name__)
 
 CPU_TOWERS_BY_DEFAULT = 2
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+NVIDIA_DRIVERS = Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/libcuda.so.1")  # the latter: Windows' own
 
 
 class Tower(NamedTuple):
@@ -60,7 +60,7 @@ def make_towers(
       ValueError: GPUs are missing and soft placement is off, or the devices cannot be divided.
       RuntimeError: TensorFlow is already running with too few devices.
     """
-    gpus = tf.config.list_physical_devices("GPU")
+    gpus = tf.config.get_visible_devices("GPU")
     plan = plan_devices(num_towers, len(gpus), soft_placement)
     prepare_devices(
         plan,
@@ -81,7 +81,7 @@ def prepare_devices(
     threads_per_op: int = 0,
 ) -> None:
     """Tells TensorFlow how to open the devices of a plan, the arguments being those of `make_towers`; opens none."""
-    gpus = tf.config.list_physical_devices("GPU")
+    gpus = tf.config.get_visible_devices("GPU")
     try:
         tf.config.set_soft_device_placement(soft_placement)
         _set_threads(plan, threads_per_op)
@@ -124,10 +124,11 @@ def _open(plan: DevicePlan) -> list[Tower]:
         )
     if plan.note:
         log.info(plan.note)
-    if plan.kind == "CPU" and NVIDIA_DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if plan.kind == "CPU" and not hidden and any(driver.exists() for driver in NVIDIA_DRIVERS):
         log.warning(
             "an NVIDIA driver is here, but TensorFlow finds no GPU: it may lack its CUDA packages, which "
-            "pip install 'tensorflow[and-cuda]' brings"
+            "pip install 'tensorflow[and-cuda]' brings; with TF_CPP_MIN_LOG_LEVEL=0 it says what is wrong"
         )
     return [Tower(i, f"/{plan.kind}:{i}") for i in range(count)]
 
@@ -164,10 +165,10 @@ def _divide_gpus(gpus, plan: DevicePlan, growth: bool, limit_mb: int) -> None:
 
 
 def _gpu_memory_mb(index: int) -> int:
-    """Nine tenths of a GPU's memory, as its driver tells it."""
+    """Nine tenths of a GPU's free memory, as its driver tells it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[index] if index < len(visible) and visible[index] else str(index)
-    query = ["nvidia-smi", f"--id={name}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", f"--id={name}", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
         return int(answer.stdout) * 9 // 10
@@ -176,6 +177,12 @@ def _gpu_memory_mb(index: int) -> int:
             f"several towers on /GPU:{index} need a share of its memory, and the driver does not tell its size; "
             "set gpu_memory_limit_mb"
         ) from error
+
+
+def gpu_names() -> list[str]:
+    """What the GPUs that can be used here are called, as `NVIDIA A100-SXM4-40GB`."""
+    gpus = tf.config.get_visible_devices("GPU")
+    return [tf.config.experimental.get_device_details(gpu).get("device_name", gpu.name) for gpu in gpus]
 
 
 @functools.cache

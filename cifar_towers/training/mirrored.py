@@ -29,7 +29,7 @@ def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distr
       ValueError: NCCL is asked for and the towers do not have a GPU each, or a hierarchical reduction of an odd number.
     """
     own_gpus = all("GPU" in tower.device for tower in towers) and (
-        len(towers) <= len(tf.config.list_physical_devices("GPU"))
+        len(towers) <= len(tf.config.get_visible_devices("GPU"))
     )
     if all_reduce == "nccl" and not own_gpus:
         raise ValueError(
@@ -65,7 +65,7 @@ def make_multi_worker_strategy(
     Raises:
       ValueError: a worker is to have more towers than TensorFlow lets it have, or GPUs that are not there.
     """
-    gpus = len(tf.config.list_physical_devices("GPU"))
+    gpus = len(tf.config.get_visible_devices("GPU"))
     if num_gpus > max(gpus, 1):
         have = f"{gpus} GPUs" if gpus else "no GPU, and a worker's CPU is one tower"
         raise ValueError(f"num_gpus={num_gpus}: this worker has {have}; start more workers instead")

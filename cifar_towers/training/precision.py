@@ -5,6 +5,7 @@ import tensorflow as tf
 from cifar_towers.towers.devices import processor_features
 from cifar_towers.towers.placement import HOST, pinned
 
+BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # of processors
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "float64": "float64"}
 
 
@@ -16,14 +17,23 @@ def choose(precision: str, device: str) -> tuple[str, str]:
     """
     if precision != "auto":
         return precision, "as asked"
+    native = native_halves(device)
     if "GPU" in device:
-        capability = tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[0])
-        native = capability.get("compute_capability", (0, 0)) >= (8, 0)
-        return ("bfloat16", "the GPU computes it natively") if native else ("float32", "the GPU has no bfloat16")
-    native = processor_features() & {"avx512_bf16", "amx_bf16", "bf16"}
+        if "bfloat16" in native:
+            return "bfloat16", "the GPU computes it natively"
+        return "float32", "the GPU has no bfloat16" + "; --precision=float16 may be faster" * ("float16" in native)
     if native:
-        return "bfloat16", f"the processor has {', '.join(sorted(native))}"
+        return "bfloat16", f"the processor has {', '.join(sorted(processor_features() & BFLOAT16_FEATURES))}"
     return "float32", "the processor has no bfloat16 of its own"
+
+
+def native_halves(device: str) -> tuple[str, ...]:
+    """The types of two bytes that this kind of device computes natively, the best first; of GPUs, the weakest."""
+    if "GPU" not in device:
+        return ("bfloat16",) if processor_features() & BFLOAT16_FEATURES else ()
+    details = map(tf.config.experimental.get_device_details, tf.config.get_visible_devices("GPU"))
+    weakest = min((found.get("compute_capability", (0, 0)) for found in details), default=(0, 0))
+    return ("bfloat16",) if weakest >= (8, 0) else ("float16",) if weakest >= (7, 0) else ()
 
 
 class LossScale:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.towers import Tower, average_gradients, run_on_parts, run_on_towers, run_together, split_batch
+from cifar_towers.towers.placement import HOST
 from cifar_towers.towers.stages import Stage, watched_staged_call
 from cifar_towers.training.health import first_bad
 from cifar_towers.training.observing import CloseUp, Look, look_at_forward, look_at_towers, watched_call
@@ -184,16 +185,17 @@ def metrics(
     tower speaks for the loss terms."""
     close_up = () if seen is None else CloseUp(results[-1].look, alike, *seen)
     with tf.name_scope("metrics"):
-        return StepMetrics(
+        told = StepMetrics(
             loss=_mean([r.losses["cross_entropy"] for r in results]),
             accuracy=tf.add_n([r.correct for r in results]) / examples,
             tower_losses=tf.stack([r.losses["total_loss"] for r in results]),
             losses=results[-1].losses,
             averages=averages,
             bad_tensors=tf.stack([r.bad for r in results]),
-            close_up=close_up,
             **update,
         )
+        with tf.device(HOST):  # a GPU sends them on its own, and is not asked for one after the other
+            return tf.nest.map_structure(tf.identity, told)._replace(close_up=close_up)
 
 
 def combine_statistics(

@@ -49,7 +49,7 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: 
     stop.leave_at_once(NOTHING_DONE)
     strategy, towers = setup.open_cluster(config) if config.members else (None, setup.open_towers(config))
     stop.take_over()  # TensorFlow's server listens for SIGTERM itself
-    config.tower_batch_size(len(towers))
+    config.tower_batch_size(len(towers), by_default=not config.num_gpus)
     source, dataset = sources.load(
         source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto"
     )
@@ -62,7 +62,14 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: 
             own = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{team.index}-", ignore_cleanup_errors=True)
             config = dataclasses.replace(config, train_dir=stack.enter_context(own))
             team.before_end = own.cleanup
-        return Trainer(config, source, dataset, towers, stop, clock, team, strategy).run()
+        try:
+            return Trainer(config, source, dataset, towers, stop, clock, team, strategy).run()
+        except tf.errors.ResourceExhaustedError as error:
+            raise UsageError(
+                f"{' '.join(error.message.split())[:200]}: the memory is too small for this; --micro_batches="
+                f"{2 * config.micro_batches} takes each tower's share in smaller parts, and the same command with it "
+                "goes on from the last checkpoint"
+            ) from error
 
 
 class Trainer:
@@ -171,7 +178,7 @@ class Trainer:
                 side = self.side_at(step)
                 rates = self.state.optimizer.rates(step, self.health.rate_factor)
                 self._profile(Window.before, step)
-                metrics = self._step(batch, rates, side)
+                metrics = self._step(step, batch, rates, side)
                 self._profile(Window.after, step + 1)
                 step, scores = step + 1, []
                 self._judge(step, metrics, batch, rates, side)
@@ -205,10 +212,10 @@ class Trainer:
         )
         return f"{told}: the same command goes on from it"
 
-    def _step(self, batch: Batch, rates: dict[str, float], side: int) -> StepMetrics:
+    def _step(self, step: int, batch: Batch, rates: dict[str, float], side: int) -> StepMetrics:
         variant = side, *rates
         first = variant not in self.traced
-        looked_at = self.reporter.looks_at(int(self.state.step.numpy()) + 1)
+        looked_at = self.reporter.looks_at(step + 1)
         with tf.device(HOST):
             rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
             arguments = batch, rates, side, tf.constant(looked_at)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A net as most people would train it: stock Keras layers and `fit`, mirrored over K logical CPUs if asked to."""
+"""A net as most people would train it: stock Keras layers and `fit`, if asked to mirrored over K GPUs or CPUs."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The same nets' training step in PyTorch, without input: one batch on the CPU, again and again.
+"""The same nets' training step in PyTorch, without input: one batch on the GPU, or else the CPU, again and again.
 
 Source of speednet94 and its optimizers: K. Jordan, arXiv 2404.00498, and the public 2025 CIFAR-10 record.
 """
@@ -136,7 +136,8 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 def make_step(model: nn.Module, images: np.ndarray, labels: np.ndarray, given) -> Callable[[int], Iterator[float]]:
     """A function (steps) -> seconds of each: forward, loss, backward, update."""
     bfloat16 = given.precision == "bfloat16"
-    model = model.to(memory_format=torch.channels_last)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model.to(device, memory_format=torch.channels_last)
     if bfloat16 and not given.autocast:  # weights too, as the records have them in half precision; norms stay float32
         model.to(torch.bfloat16)
         for module in model.modules():
@@ -150,14 +151,14 @@ def make_step(model: nn.Module, images: np.ndarray, labels: np.ndarray, given) -
     else:
         optimizers = [torch.optim.SGD(model.parameters(), 0.01, 0.9, weight_decay=2e-4, fused=True)]
     batch = torch.from_numpy(images).permute(0, 3, 1, 2)  # the NHWC bytes as they are, which is channels_last
-    batch = batch.to(torch.bfloat16 if bfloat16 else torch.float32)
-    targets = torch.from_numpy(labels)
+    batch = batch.to(device, torch.bfloat16 if bfloat16 else torch.float32)
+    targets = torch.from_numpy(labels).to(device)
     forward = torch.compile(model) if given.compile else model
 
     def run(steps: int) -> Iterator[float]:
         for _ in range(steps):
             start = time.perf_counter()
-            with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16 and given.autocast):
+            with torch.autocast(device, torch.bfloat16, enabled=bfloat16 and given.autocast):
                 logits = forward(batch)
             loss = F.cross_entropy(logits.float(), targets, label_smoothing=0.09)
             loss.backward()

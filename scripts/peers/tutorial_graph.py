@@ -25,7 +25,9 @@ EXAMPLES, EPOCHS_PER_DECAY = 50_000, 350
 def main() -> None:
     """Needs TensorFlow."""
     parser = protocol.parser(__doc__)
-    parser.add_argument("--towers", type=int, default=2, help="towers on logical CPUs, each with --batch_size images")
+    parser.add_argument(
+        "--towers", type=int, default=2, help="towers on GPUs or logical CPUs, each with --batch_size images"
+    )
     given = parser.parse_args()
     if (given.model, given.precision) != ("cifarnet", "float32"):
         protocol.leave("the tutorial has one net in one precision; give --model=cifarnet --precision=float32")
@@ -35,7 +37,8 @@ def main() -> None:
 
     with tf.Graph().as_default(), tf.device("/cpu:0"):
         batches = batch_queue(tf.compat.v1, data["raw"], data["labels"], given.batch_size, given.towers)
-        train, loss = training_graph(tf.compat.v1, batches, given.towers)
+        kind = "gpu" if tf.config.get_visible_devices("GPU") else "cpu"
+        train, loss = training_graph(tf.compat.v1, batches, [f"/{kind}:{tower}" for tower in range(given.towers)])
         options = tf.compat.v1.ConfigProto(allow_soft_placement=True, device_count={"CPU": given.towers})
         with tf.compat.v1.Session(config=options) as session:
             session.run(tf.compat.v1.global_variables_initializer())
@@ -67,17 +70,17 @@ def batch_queue(v1, raw, labels, batch_size: int, towers: int):
     return queue
 
 
-def training_graph(v1, batches, towers: int):
-    """(the operation that makes a step, the last tower's loss)."""
+def training_graph(v1, batches, devices: list[str]):
+    """(the operation that makes a step, the last tower's loss), a tower a device."""
     count = v1.train.get_or_create_global_step()
     rate = v1.train.exponential_decay(
         0.1, count, EPOCHS_PER_DECAY * EXAMPLES // batches.shapes[0][0], 0.1, staircase=True
     )
     optimizer = v1.train.GradientDescentOptimizer(rate)
     gradients_of_towers = []
-    for tower in range(towers):
+    for tower, device in enumerate(devices):
         with (
-            v1.device(f"/cpu:{tower}"),
+            v1.device(device),
             v1.name_scope(f"tower_{tower}") as scope,
             v1.variable_scope("net", reuse=tower > 0),
         ):

@@ -1,12 +1,15 @@
 import json
+import time
 
 import matplotlib.image
 import pytest
 
-from cifar_towers.benchmark import report
+from cifar_towers.benchmark import report, runner
 from cifar_towers.benchmark.rounds import Row
 from cifar_towers.benchmark.runner import set_efficiency
 from cifar_towers.benchmark.variations import KERAS, NO_EXCHANGE, UNPLACED, Variation, grid
+from cifar_towers.errors import UsageError
+from cifar_towers.program_configs import BenchmarkConfig
 from cifar_towers.reporting.profile import PARTS
 from cifar_towers.towers.cost import VariableBytes, predict
 
@@ -137,3 +140,28 @@ def test_the_grid_leaves_out_what_is_the_same():
         Variation("towers", "cpu", 1, "float32"),
         Variation("towers", "cpu", 1, "float32", "stream"),
     ]
+
+
+def test_a_gpu_of_its_own_is_another_place_than_the_cpu_for_one_tower():
+    found = [v.placement for v in grid((1,), ("float32",), with_peers=False, on_gpus=True) if v.input == "constant"]
+    assert found == ["cpu", "round_robin"]
+    rows = [row("towers", "cpu", 1, [50]), row("towers", "round_robin", 1, [100]), row("towers", "cpu", 2, [150])]
+    set_efficiency(rows, {1: {"physical": 1}, 2: {"physical": 2}})
+    assert [each.efficiency for each in rows] == [0.5, 1.0, 0.75]
+
+
+def test_a_visit_that_fails_leaves_out_its_row_alone(capsys):
+    """As where memory has become short."""
+    rows = [row("towers", placement, 2, []) for placement in ("cpu", "round_robin")]
+    for each in rows:
+        each.waits = []
+
+    def ask(order):
+        if order[1].placement == "cpu" and rows[0].images_per_sec:
+            raise UsageError("OOM when allocating")
+        return {"seconds": [9.0, *[0.1] * (order[2] - 1)], "waiting": [0.0] * order[2], "memory_mb": 1.0}
+
+    runner._measure(rows, {2: ask}, BenchmarkConfig(batch_size=100, minutes=0.01), time.monotonic())
+    (left,) = rows
+    assert left.variation.placement == "round_robin" and left.images_per_sec == [pytest.approx(1000)] * 3
+    assert "left out: 2 x towers, cpu: OOM when allocating" in capsys.readouterr().out

@@ -127,3 +127,13 @@ def test_an_example_is_augmented_alike_wherever_it_is(images):
         whole = everything.train(tf.constant(images), drawn, side).numpy()
         part = everything.train(tf.constant(images[2:5]), drawn_for_part, side)
         np.testing.assert_allclose(part, whole[2:5], rtol=0, atol=rounding)
+
+
+def test_no_large_whole_numbers_that_a_gpu_would_leave_to_the_host(images):
+    """TensorFlow's GPU kernels for int32 work in the host's memory, so a tower would wait for it."""
+    augmentation = Augmentation(shift=2, cutout=12, brightness=8.0, contrast=0.1)
+    function = tf.function(augmentation.train, autograph=False).get_concrete_function(images, draws(6), 24)
+    shapes = [
+        output.shape for op in function.graph.get_operations() for output in op.outputs if output.dtype == tf.int32
+    ]
+    assert shapes and max(shape.num_elements() for shape in shapes) < 32 * 32

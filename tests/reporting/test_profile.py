@@ -230,7 +230,8 @@ def test_a_directory_that_is_removed_meanwhile_is_made_again(tmp_path, count):
 def test_kernels_of_a_gpu_belong_to_their_operations(tmp_path):
     space = xplane_pb2.XSpace()
     host, gpu = space.planes.add(name="/host:CPU"), space.planes.add(name="/device:GPU:0")
-    for plane, names in ((host, ["train", "tower_0/x:Launch"]), (gpu, ["sgemm_128", "copy"])):
+    on_host = ["train", "tower_0/dense/MatMul:MatMul", "apply/Mul:Mul"]
+    for plane, names in ((host, on_host), (gpu, ["sgemm_128", "copy"])):
         for number, name in enumerate(names, start=1):
             plane.event_metadata[number].name = name
         for number, name in enumerate(["step_num", "tf_op", "tower_0/dense/MatMul:MatMul"], start=1):
@@ -239,11 +240,13 @@ def test_kernels_of_a_gpu_belong_to_their_operations(tmp_path):
     for start in (1_000, 9_000):  # picoseconds; the second kernel runs between the steps
         mark = thread.events.add(metadata_id=1, offset_ps=start, duration_ps=3_000)
         mark.stats.add(metadata_id=1, int64_value=7)
-    thread.events.add(metadata_id=2, offset_ps=1_500, duration_ps=10)
+    thread.events.add(metadata_id=2, offset_ps=1_500, duration_ps=10)  # launches a kernel
+    thread.events.add(metadata_id=3, offset_ps=1_600, duration_ps=20)  # is done by the host
     for start in (500, 4_000, 8_500):
         kernel = stream.events.add(metadata_id=1, offset_ps=start, duration_ps=2_000)
         kernel.stats.add(metadata_id=2, ref_value=3)
     stream.events.add(metadata_id=2, offset_ps=600, duration_ps=10)
     (tmp_path / "x.xplane.pb").write_bytes(space.SerializeToString())
     found = read(tmp_path / "x.xplane.pb")
-    assert found == Profile(2, pytest.approx(6e-9), [Work("tower_0/dense/MatMul", "MatMul", 2e-9)] * 2, on_gpu=True)
+    work = [Work("tower_0/dense/MatMul", "MatMul", 2e-9)] * 2 + [Work("apply/Mul", "Mul", 2e-11)]
+    assert found == Profile(2, pytest.approx(6e-9), work, on_gpu=True)

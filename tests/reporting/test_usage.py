@@ -37,8 +37,8 @@ def test_gpus(nvml):
     found = Usage([Tower(0, "/GPU:0"), Tower(1, "/GPU:1")])()
     assert found.pop("memory/host_mb") > 100
     assert found == {
-        "memory/GPU:0_mb": 5000,
-        "memory/GPU:1_mb": 5000,
+        "memory/GPU:0_mb": 6000,
+        "memory/GPU:1_mb": 6000,
         "gpu_utilisation/0": 90,
         "gpu_utilisation/1": 91,
     }

@@ -34,7 +34,7 @@ def test_missing_gpus_are_spoken_of():
 
 @pytest.mark.parametrize(("visible", "warned"), [(None, True), ("0,1", True), ("", False), ("-1", False)])
 def test_a_driver_without_its_packages_is_spoken_of(monkeypatch, tmp_path, caplog, visible, warned):
-    monkeypatch.setattr("cifar_towers.towers.devices.NVIDIA_DRIVER", tmp_path)
+    monkeypatch.setattr("cifar_towers.towers.devices.NVIDIA_DRIVERS", (tmp_path / "none", tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -109,6 +109,24 @@ def test_auto_precision_reads_the_processor(monkeypatch, features, expected):
     assert precision.choose("float16", "/CPU:0")[0] == "float16"
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "native", "chosen"),
+    [
+        ([(8, 0)], ("bfloat16",), "bfloat16"),
+        ([(9, 0), (7, 5)], ("float16",), "float32"),  # by the weakest
+        ([(6, 1)], (), "float32"),
+    ],
+)
+def test_auto_precision_asks_the_gpus(monkeypatch, capabilities, native, chosen):
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: capabilities)
+    monkeypatch.setattr(
+        tf.config.experimental, "get_device_details", lambda capability: {"compute_capability": capability}
+    )
+    assert precision.native_halves("/GPU:0") == native
+    found, why = precision.choose("auto", "/GPU:0")
+    assert found == chosen and ("--precision=float16 may be faster" in why) == (native == ("float16",))
+
+
 def test_loss_scale_halves_on_overflow_and_grows_after_many_good_steps():
     scale = LossScale("float16")
     for finite, scale_then, good_then in ((True, 1, 1), (False, 1 / 2, 0), (False, 1 / 4, 0), (True, 1 / 4, 1)):
