@@ -190,10 +190,10 @@ def report(stop: StopRequest) -> None:
         told = f"{unknown[0]!r} is no flag of it;" if unknown else "which runs?"
         raise UsageError(f"{told} write: report.py runs/one [runs/other ...] [--out=FILE]")
     stop.leave_at_once("nothing was written")
-    from cifar_towers.reporting import report
+    from cifar_towers.reporting import records, report
 
     outs = [argument.removeprefix("--out=") for argument in given if argument.startswith("--out=")]
-    default = Path(runs[0] if len(runs) == 1 else "", "report.html")
+    default = Path(runs[0] if len(runs) == 1 else "", records.REPORT)
     print(report.write([Path(run) for run in runs], Path(outs[-1]) if outs else default))
 
 

@@ -8,7 +8,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.program_configs import BenchmarkConfig, EvaluateConfig, ExportConfig, SpeedrunConfig
 from cifar_towers.settings import help_text, parse_command_line
-from cifar_towers.training.directory import recipe_of
+from cifar_towers.training.run_directory import recipe_of
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.cfg"))
 

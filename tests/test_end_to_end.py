@@ -20,7 +20,7 @@ from cifar_towers.data.batches import Batches
 from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError
 from cifar_towers.program_configs import EvaluateConfig
 from cifar_towers.reporting import pictures
-from cifar_towers.signals import LAUNCH, StopRequest
+from cifar_towers.signals import LAUNCH_VARIABLE, StopRequest
 from cifar_towers.training import checkpoints, health, seeds, trainer
 
 QUICK = TrainConfig(
@@ -322,12 +322,12 @@ def test_a_profile_of_steps_that_will_not_be_is_refused(tmp_path):
 
 def test_a_launcher_starts_afresh_once(tmp_path, monkeypatch, capsys):
     config = dataclasses.replace(QUICK, max_steps=1, fresh=True, train_dir=str(tmp_path))
-    monkeypatch.setenv(LAUNCH, "one")
+    monkeypatch.setenv(LAUNCH_VARIABLE, "one")
     run(config)
     assert "is complete" not in capsys.readouterr().out
     run(config)
     assert "is complete at step 1" in capsys.readouterr().out
-    monkeypatch.setenv(LAUNCH, "another")
+    monkeypatch.setenv(LAUNCH_VARIABLE, "another")
     run(config)
     assert "is complete" not in capsys.readouterr().out
 

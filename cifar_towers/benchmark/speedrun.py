@@ -21,7 +21,7 @@ from cifar_towers.program_configs import SpeedrunConfig
 from cifar_towers.reporting import records
 from cifar_towers.settings import split_names
 from cifar_towers.towers import Tower
-from cifar_towers.training import directory, schedules, setup
+from cifar_towers.training import schedules, setup
 from cifar_towers.training.precision import choose
 
 CEILINGS = "ceilings.json"  # in a seed's directory: what was measured before and after it
@@ -110,7 +110,7 @@ def _finishes(config: SpeedrunConfig, computed_in: str) -> list[Finish]:
         changes = {"seed": seed, "seeds": "", "train_dir": str(train_dir), "eval_every_epochs": 0.0}
         wanted = config.varied(**changes)
         _check_settings(train_dir, wanted)
-        earlier = {} if config.fresh else records.read_json_if_any(train_dir / directory.RESULT)
+        earlier = {} if config.fresh else records.read_json_if_any(train_dir / records.RESULT)
         result = processes.train(wanted)
         reused = result == earlier
         if not reused:
@@ -118,7 +118,7 @@ def _finishes(config: SpeedrunConfig, computed_in: str) -> list[Finish]:
             records.write_json(train_dir / CEILINGS, {"measured": [before, after]})
             before = after
         measured = records.read_json_if_any(train_dir / CEILINGS).get("measured", [])
-        environment = records.read_json_if_any(train_dir / directory.ENVIRONMENT)
+        environment = records.read_json_if_any(train_dir / records.ENVIRONMENT)
         finishes.append(
             Finish(
                 seed=seed,
@@ -138,7 +138,7 @@ def _check_settings(train_dir: Path, wanted: TrainConfig) -> None:
     """Refuses a run of other settings: a training may go on with other towers, a race may not."""
     if wanted.fresh:
         return
-    theirs = records.read_json_if_any(train_dir / directory.CONFIG)
+    theirs = records.read_json_if_any(train_dir / records.CONFIG)
     passed_over = {"recipe", "train_dir", "data_dir", "fresh"}
     differing = [
         f"{name} {theirs[name]} -> {value}"

@@ -1,4 +1,4 @@
-"""The files of a run that other programs read: config.json, environment.json, metrics.jsonl."""
+"""The files of a run that other programs read: their names, and how they are read and written."""
 
 import contextlib
 import json
@@ -15,7 +15,9 @@ import numpy as np
 
 log = logging.getLogger(__name__)
 
-METRICS = "metrics.jsonl"
+CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
+RESULT, ROLLBACKS, MISTAKES, REPORT = "result.json", "rollbacks.json", "mistakes.png", "report.html"
+FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, MISTAKES, REPORT)
 PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 
 

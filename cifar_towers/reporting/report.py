@@ -262,7 +262,7 @@ def _mistakes(run: Run) -> str:
     from PIL import Image
 
     try:
-        png = (run.directory / "mistakes.png").read_bytes()
+        png = (run.directory / records.MISTAKES).read_bytes()
         with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
             image.load()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):

@@ -19,7 +19,7 @@ from cifar_towers.reporting.usage import Usage
 from cifar_towers.towers import Tower, device_table
 from cifar_towers.towers.placement import short_device
 from cifar_towers.towers.stages import layer_costs
-from cifar_towers.training import directory, observing
+from cifar_towers.training import observing, run_directory
 from cifar_towers.training.health import Health
 from cifar_towers.training.schedules import Length
 from cifar_towers.training.state import TrainState
@@ -88,10 +88,10 @@ class Reporter:
         self.go_back(step)
         settings = dataclasses.asdict(self.config)
         environment = self._environment()
-        for name, content in ((directory.CONFIG, settings), (directory.ENVIRONMENT, environment)):
+        for name, content in ((records.CONFIG, settings), (records.ENVIRONMENT, environment)):
             with records.going_on(self.directory / name):
                 records.write_json(self.directory / name, content)
-        shown = directory.recipe_of(self.config) | {"seed": self.config.seed, "towers": len(self.towers)}
+        shown = run_directory.recipe_of(self.config) | {"seed": self.config.seed, "towers": len(self.towers)}
         shown |= {"strategy": self.config.strategy, "precision": self.precision, "dataset": self.dataset.name}
         texts = {
             "run/recipe": _table(("setting", "value"), settings.items()),
@@ -199,8 +199,8 @@ class Reporter:
         sheet = pictures.contact_sheet(
             split.images[score.mistakes.examples], captions, f"surest mistakes, {which}, step {step}"
         )
-        with records.going_on(self.directory / directory.MISTAKES):
-            (self.directory / directory.MISTAKES).write_bytes(pictures.png(sheet))
+        with records.going_on(self.directory / records.MISTAKES):
+            (self.directory / records.MISTAKES).write_bytes(pictures.png(sheet))
         self.summaries.failures(step, which, score, split, names, sheet)
         return found
 
@@ -208,8 +208,8 @@ class Reporter:
 
     def result(self, result: dict) -> None:
         """Writes and says what the run came to."""
-        with records.going_on(self.directory / directory.RESULT):
-            records.write_json(self.directory / directory.RESULT, result)
+        with records.going_on(self.directory / records.RESULT):
+            records.write_json(self.directory / records.RESULT, result)
         final = {f"accuracy/{_which(**score)}": score["accuracy"] for score in result["evaluations"]}
         final |= {"images_per_sec": result["images_per_sec"], "training_seconds": self.clock.training_seconds}
         self.summaries.end(result["step"], final)

@@ -23,10 +23,10 @@ from cifar_towers.reporting import records
 from cifar_towers.reporting.clock import Clock
 from cifar_towers.reporting.profile import Window
 from cifar_towers.reporting.reporter import Reporter, every_so_often, told
-from cifar_towers.signals import LAUNCH, NOTHING_DONE, StopRequest
+from cifar_towers.signals import LAUNCH_VARIABLE, NOTHING_DONE, StopRequest
 from cifar_towers.towers import Tower, run_on_parts, split_batch
 from cifar_towers.towers.placement import HOST, PLACEMENTS
-from cifar_towers.training import choosing, directory, health, schedules, setup
+from cifar_towers.training import choosing, health, run_directory, schedules, setup
 from cifar_towers.training.keeper import Keeper
 from cifar_towers.training.mirrored import towers_here
 from cifar_towers.training.observing import Look
@@ -55,7 +55,7 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: 
     )
     if source.banner and not config.train_dir:  # leaves the directory of the real run free for when there is CIFAR-10
         config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
-    if config.fresh and directory.cleared_by(config.directory, os.environ.get(LAUNCH, "")):
+    if config.fresh and run_directory.cleared_by(config.directory, os.environ.get(LAUNCH_VARIABLE, "")):
         config = dataclasses.replace(config, fresh=False)  # what is there is of the start before this one
     with contextlib.ExitStack() as stack:
         if not team.chief:
@@ -128,7 +128,7 @@ class Trainer:
         self.reporter.introduce()
         first_step = self._resume()
         last = self.length.last
-        done = self.team.from_chief(lambda: directory.finished(self.directory, self.config, first_step, last))
+        done = self.team.from_chief(lambda: run_directory.finished(self.directory, self.config, first_step, last))
         if done:
             self.say(f"{self.directory} is complete at step {first_step}: {told(done['evaluations'][-1])}")
             return done
@@ -303,8 +303,8 @@ class Trainer:
             raise error
         good_until = int(self.state.step.numpy()) - self.health.in_a_row
         self.health.roll_back(error)
-        with records.going_on(self.directory / directory.ROLLBACKS):  # a checkpoint will know it only later
-            records.write_json(self.directory / directory.ROLLBACKS, {"rollbacks": self.health.rollbacks})
+        with records.going_on(self.directory / records.ROLLBACKS):  # a checkpoint will know it only later
+            records.write_json(self.directory / records.ROLLBACKS, {"rollbacks": self.health.rollbacks})
         step = self.team.from_chief(lambda: self.keeper.go_back(good_until))
         if step is None:
             raise error
@@ -352,7 +352,7 @@ class Trainer:
             return True
         facts = {
             "accuracy": next((score["accuracy"] for score in reversed(scores)), None),
-            "recipe": directory.recipe_of(self.config),
+            "recipe": run_directory.recipe_of(self.config),
             "dataset": self.dataset.name,
             "traits": self.dataset.traits._asdict(),
             **{f"{name}_sha256": digest for name, digest in self.dataset.digests().items()},
@@ -414,10 +414,10 @@ class Trainer:
         """`config` with `variable_placement=auto` settled: as the run began on as many towers, or by measuring."""
         if config.variable_placement != "auto":
             return config
-        found = None if config.fresh else directory.newest(self.directory, config, self.dataset)
+        found = None if config.fresh else run_directory.newest(self.directory, config, self.dataset)
         facts = found[1] if found else {}
         placement = facts.get("variable_placement")
-        if found and directory.finished(self.directory, config, facts["step"], self.length.last):
+        if found and run_directory.finished(self.directory, config, facts["step"], self.length.last):
             placement = "cpu"  # nothing will be trained
         elif placement in PLACEMENTS and facts["towers"] == len(self.devices):
             log.info("variable placement %s: as the run began", placement)
@@ -439,7 +439,7 @@ class Trainer:
         """Makes the directory ready and restores its newest checkpoint; the number of updates done."""
         if self.config.fresh:
             try:
-                directory.clear(self.directory, os.environ.get(LAUNCH, ""))
+                run_directory.clear(self.directory, os.environ.get(LAUNCH_VARIABLE, ""))
             except OSError as error:
                 raise UsageError(
                     f"{self.directory} cannot be cleared: {error.strerror}; give another --train_dir"
@@ -450,14 +450,14 @@ class Trainer:
             return 0
         self._share_state()
         self.clock.resume(facts["seconds"], facts["images"])
-        rolled_back = self.team.from_chief(lambda: records.read_json_if_any(self.directory / directory.ROLLBACKS))
+        rolled_back = self.team.from_chief(lambda: records.read_json_if_any(self.directory / records.ROLLBACKS))
         self.health.resume(facts, rolled_back)
         self.say(f"going on from step {facts['step']}, saved with {facts['towers']} towers in {facts['precision']}")
         return facts["step"]
 
     def _restore(self) -> dict | None:
         """Gives the state the values of the newest checkpoint; what was saved with it."""
-        found = directory.newest(self.directory, self.config, self.dataset)
+        found = run_directory.newest(self.directory, self.config, self.dataset)
         if not found:
             return None
         checkpoint, facts = found
