@@ -101,6 +101,35 @@ class ExportConfig(RunDataConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class CompareConfig:
+    """Which runs to compare."""
+
+    exit_codes: ClassVar[str] = "0 the same, 1 not, 2 usage, 3 data, 130 and 143 interrupted"
+
+    runs: tuple[str, ...] = setting((), REST, "two runs' directories")
+
+    def __post_init__(self):
+        if len(self.runs) != 2:
+            raise UsageError("which two runs? write: compare_runs.py runs/one runs/other")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportConfig:
+    """Which runs to write a page about, and where to."""
+
+    exit_codes: ClassVar[str] = "0 done, 2 usage, 130 and 143 interrupted, 1 a bug or no room to write the page"
+
+    out: str = setting(
+        "", "Report", "where to; by default report.html in the directory of one run, and here for several"
+    )
+    runs: tuple[str, ...] = setting((), REST, "runs' directories")
+
+    def __post_init__(self):
+        if not self.runs:
+            raise UsageError("which runs? write: report.py runs/one [runs/other ...] [--out=FILE]")
+
+
+@dataclasses.dataclass(frozen=True)
 class BenchmarkConfig(TrainConfig):
     """A recipe, and how to measure its step. Placement, strategy and number of towers are what is varied."""
 

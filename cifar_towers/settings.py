@@ -66,7 +66,9 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
     Raises:
       UsageError: stray arguments, unknown flags, values of a wrong type, out of range or at odds with each other.
     """
-    leave_if_help_is_asked(argv, help_text(config_class, description))
+    if any(argument in ("-h", "-help", "--help", "--helpfull") for argument in argv[1:]):
+        print(help_text(config_class, description))
+        sys.exit(0)
     values = _flags_of(config_class)
     try:
         stray = values(argv)[1:]
@@ -81,13 +83,6 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
     if "recipe" in given and not given["recipe"]:
         given["recipe"] = Path(_last_flagfile(argv)).stem
     return config_class(**given)
-
-
-def leave_if_help_is_asked(argv: Sequence[str], text: str) -> None:
-    """Ends the program with the help, if that is what its arguments say."""
-    if any(argument in ("-h", "-help", "--help", "--helpfull") for argument in argv[1:]):
-        print(text)
-        sys.exit(0)
 
 
 def help_text(config_class: type, description: str) -> str:
