@@ -67,7 +67,7 @@ def _checkpoints(one: Path, other: Path) -> tuple[bool, str] | None:
     names = [{path.name: path for path in checkpoints.saved(run)} for run in (one, other)]
     common = sorted(names[0].keys() & names[1].keys())
     for name in common:
-        values = [checkpoints.read_all(of_one[name]) for of_one in names]
+        values = [checkpoints.read(of_one[name]) for of_one in names]
         if values[0].keys() != values[1].keys():
             odd = sorted(values[0].keys() ^ values[1].keys())
             return False, f"checkpoints: {name} has other variables, among them {', '.join(odd[:3])}"

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from cifar_towers.config import MODELS, DeviceConfig, TrainConfig, check_dataset, check_model
 from cifar_towers.errors import UsageError
-from cifar_towers.settings import REST, check_limits, default_of, parse_names, setting
+from cifar_towers.settings import REST, check_limits, parse_names, setting
 
 PEERS = {  # of the race, and the nets each of them has
     "pytorch": ("speednet94", "resnet20"),
@@ -166,7 +166,7 @@ class BenchmarkConfig(TrainConfig):
         parse_names("precisions", self.precisions, ("float32", "bfloat16", "float16"))
         varied = ("strategy", "variable_placement", "parallelism", "num_gpus")
         for name in varied:
-            if getattr(self, name) != default_of(TrainConfig, name):
+            if getattr(self, name) != getattr(TrainConfig, name):
                 raise UsageError(f"{name} is not for the benchmark, which varies {', '.join(varied)} itself; leave it")
 
     def _check_towers(self) -> None:

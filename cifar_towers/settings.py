@@ -100,10 +100,6 @@ def help_text(config_class: type, description: str) -> str:
     return "\n\n".join([description, *body, files, f"Exit codes: {config_class.exit_codes}."])
 
 
-def default_of(config_class: type, name: str) -> Any:
-    return config_class.__dataclass_fields__[name].default
-
-
 def _flagged(config_class: type) -> list[dataclasses.Field]:
     """The settings that have a flag."""
     return [field for field in dataclasses.fields(config_class) if field.metadata["group"] != REST]

@@ -56,7 +56,7 @@ class Run(NamedTuple):
         variables = [*model.trainable_variables, *model.non_trainable_variables]
         prefix = "ema" if weights == "ema" else "model"
         names = [f"{prefix}.{variable.path.replace('/', '.')}" for variable in variables]
-        for variable, value in zip(variables, checkpoints.read_values(self.checkpoint, names), strict=True):
+        for variable, value in zip(variables, checkpoints.read(self.checkpoint, names).values(), strict=True):
             if variable.shape != value.shape:
                 raise UsageError(
                     f"{self.checkpoint} has {variable.path} of shape {value.shape}, model={self.config.model} makes it "

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from signal import SIGTERM
 
@@ -294,18 +293,6 @@ def test_a_killed_run_goes_on_in_one_curve(tmp_path):
         ("result", "final/images_per_sec", [20]),
     ):
         assert [event.step for event in events_of(tmp_path / part).Tensors(tag)] == steps
-
-
-def test_without_tensorboard_a_run_goes_on_and_says_so_once(tmp_path, monkeypatch, caplog):
-    for module in ("summaries", "events", "values", "projector"):
-        monkeypatch.delitem(sys.modules, f"cifar_towers.reporting.{module}", raising=False)
-    for module in {name for name in sys.modules if name.split(".")[0] == "tensorboard"}:
-        monkeypatch.setitem(sys.modules, module, None)
-    result = run(dataclasses.replace(QUICK, max_steps=2, train_dir=str(tmp_path)))
-    assert result["step"] == 2 and (tmp_path / "mistakes.png").exists()
-    told = [record.getMessage() for record in caplog.records if "tensorboard" in record.getMessage()]
-    assert len(told) == 1 and told[0].endswith("-m pip install tensorboard")
-    assert not list(tmp_path.rglob("*tfevents*"))
 
 
 def test_a_profile_is_written_and_told(tmp_path, capsys):

@@ -345,7 +345,7 @@ def test_with_synchronized_norms_two_towers_are_one(own_net, tmp_path, strategy)
             train_dir=str(tmp_path / f"on{count}"),
         )  # fmt: skip
         train(config)
-        values = checkpoints.read_all(checkpoints.newest(tmp_path / f"on{count}"))
+        values = checkpoints.read(checkpoints.newest(tmp_path / f"on{count}"))
         found.append({name: value for name, value in values.items() if name.startswith("model.")})
     for name, value in found[0].items():
         np.testing.assert_allclose(found[1][name], value, atol=2e-5 * max(1e-3, abs(value).max()), err_msg=name)

@@ -1,10 +1,8 @@
 """What a run tells of itself: to the terminal, in the files of its directory, and in TensorBoard."""
 
 import dataclasses
-import logging
 import math
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,6 +13,7 @@ from cifar_towers.evaluation import Score
 from cifar_towers.reporting import pictures, records
 from cifar_towers.reporting.clock import Clock
 from cifar_towers.reporting.progress import Progress, Status
+from cifar_towers.reporting.summaries import Summaries
 from cifar_towers.reporting.usage import Usage
 from cifar_towers.towers import Tower, device_table
 from cifar_towers.towers.placement import short_device
@@ -23,8 +22,6 @@ from cifar_towers.training import observing, run_directory
 from cifar_towers.training.health import Health
 from cifar_towers.training.schedules import Length
 from cifar_towers.training.state import TrainState
-
-log = logging.getLogger(__name__)
 
 SCALARS_PER_SUMMARY = 10  # how many times as often scalars and records come as whole summaries
 NOISE_MEMORY = 0.9  # of the averages that the gradient noise scale is a ratio of
@@ -84,7 +81,7 @@ class Reporter:
     def begin(self, step: int) -> None:
         """Opens the files, which hold nothing of after `step`, and writes into them what the run is."""
         self.metrics = records.Metrics(self.directory)
-        self.summaries = _NoSummaries() if self.quiet else _make_summaries(self.config, self.towers)
+        self.summaries = _NoSummaries() if self.quiet else Summaries(self.directory, self.towers)
         self.go_back(step)
         settings = dataclasses.asdict(self.config)
         environment = self._environment()
@@ -307,19 +304,8 @@ def _which(split: str, weights: str, tta: int, **_) -> str:
     return f"{split}/{weights}" + (f"_tta{tta}" if tta else "")
 
 
-def _make_summaries(config: TrainConfig, towers: Sequence[Tower]):
-    try:
-        from cifar_towers.reporting.summaries import Summaries
-    except ImportError as error:
-        log.warning(
-            "no event files for TensorBoard (%s); for these: %s -m pip install tensorboard", error, sys.executable
-        )
-        return _NoSummaries()
-    return Summaries(config.directory, towers)
-
-
 class _NoSummaries:
-    """Stands in where another process writes them, or `tensorboard` is not installed: takes all, writes nothing."""
+    """Stands in where another process writes them: takes all, writes nothing."""
 
     def __getattr__(self, name):
         return lambda *_, **__: None

@@ -9,7 +9,7 @@ import tensorflow as tf
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.towers import Tower, average_gradients, run_on_parts, run_on_towers, run_together, split_batch
-from cifar_towers.towers.stages import Stage, watched_staged_call
+from cifar_towers.towers.stages import Stage, staged_call
 from cifar_towers.training.health import first_bad
 from cifar_towers.training.observing import CloseUp, Look, look_at_forward, look_at_towers, watched_call
 from cifar_towers.training.state import TrainState
@@ -145,7 +145,7 @@ def make_tower_fn(
 
 def _staged(stages: Sequence[Stage], model) -> Callable:
     """`watched_call` for a model cut in stages, which has no losses of its own."""
-    call = watched_staged_call(stages, model)
+    call = staged_call(stages, model)
 
     def forward(weights, statistics, images):
         logits, new_statistics, activations = call(weights, statistics, images)

@@ -76,7 +76,7 @@ def weights(train_dir):
 
 
 def last_values(train_dir):
-    return checkpoints.read_all(checkpoints.newest(train_dir))
+    return checkpoints.read(checkpoints.newest(train_dir))
 
 
 def test_two_workers_come_to_what_two_towers_come_to(flags, tmp_path):
