@@ -58,16 +58,11 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
     """Trains the seeds that are not yet trained, then runs the side-by-side; prints and writes both."""
     make_directory(config)
     towers = setup.open_towers(config.varied(**ONE_TOWER))  # all cores for one operation, as the ceilings want it
-    source, dataset = sources.load(
-        source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto"
-    )
+    source, dataset = setup.load_data(config, source)
     if source.banner:
         print(source.banner)
     config = dataclasses.replace(config, dataset=dataset.name)
-    try:
-        batches = Batches(dataset.train, config.batch_size, config.seed, config.flip)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    batches = setup.make_batches(config, dataset.train)
     computed_in, _ = choose(config.precision, towers[0].device)
     facts = circumstances(config, dataset.name) | {
         "precision": computed_in,

@@ -43,9 +43,7 @@ class _Worker:
         self.config = config
         self.towers = setup.open_towers(config.varied(num_gpus=towers))
         source = sources.find(config.dataset, config.data_dir)
-        _, dataset = sources.load(
-            source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto"
-        )
+        _, dataset = setup.load_data(config, source)
         self.train, self.dataset = dataset.train, dataset.name
         self.built: dict[Variation, Built] = {}
 

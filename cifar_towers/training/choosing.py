@@ -8,7 +8,6 @@ import time
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import Split
 from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import HOST, PLACEMENTS
@@ -38,7 +37,7 @@ def fastest_placement(config: TrainConfig, towers: list[Tower], computed_in: str
             variable_placement=placement,
             batch_size=min(config.batch_size, IMAGES * len(towers) * config.micro_batches),
         )
-        batches = Batches(train, small.batch_size, small.seed, small.flip)
+        batches = setup.make_batches(small, train)
         training = setup.make_training(small, towers, computed_in, train, length)
         rates = {name: tf.constant(0.0) for name in training.state.optimizer.rates(0)}
         steps[placement] = (training.train_step, batches.at(0), rates)

@@ -15,7 +15,7 @@ from cifar_towers import storage
 from cifar_towers.cluster.team import Team, alone
 from cifar_towers.config import TrainConfig, parse_window
 from cifar_towers.data import sources
-from cifar_towers.data.batches import Batch, Batches
+from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError
 from cifar_towers.evaluation import make_evaluator
@@ -50,9 +50,7 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: 
     strategy, towers = setup.open_cluster(config) if config.members else (None, setup.open_towers(config))
     stop.take_over()  # TensorFlow's server listens for SIGTERM itself
     config.tower_batch_size(len(towers))
-    source, dataset = sources.load(
-        source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto"
-    )
+    source, dataset = setup.load_data(config, source)
     if source.banner and not config.train_dir:  # leaves the directory of the real run free for when there is CIFAR-10
         config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
     if config.fresh and run_directory.cleared_by(config.directory, os.environ.get(LAUNCH_VARIABLE, "")):
@@ -86,7 +84,8 @@ class Trainer:
         self.precision = setup.choose_precision(config.precision, self.here)
         self.config = config
         self._compare_notes()
-        self.batches = self._make_batches()
+        count = config.batch_size * len(self.here) // len(towers)
+        self.batches = setup.make_batches(config, dataset.train, rows=(team.index * count, count))
         self.length = config.length(self.batches.steps_per_epoch)
         self.config = config = self._with_placement(config)
         self.state, self.train_step, self.towers = setup.make_training(
@@ -426,14 +425,6 @@ class Trainer:
                 config, self.devices, self.precision, self.dataset.train, self.length
             )
         return dataclasses.replace(config, variable_placement=placement)
-
-    def _make_batches(self) -> Batches:
-        try:
-            count = self.config.batch_size * len(self.here) // len(self.devices)
-            rows = self.team.index * count, count
-            return Batches(self.dataset.train, self.config.batch_size, self.config.seed, self.config.flip, rows)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
 
     def _resume(self) -> int:
         """Makes the directory ready and restores its newest checkpoint; the number of updates done."""
