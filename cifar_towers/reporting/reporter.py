@@ -115,12 +115,15 @@ class Reporter:
         """Drops what is on record of the steps after `step`."""
         self._epoch = []
         self.metrics.keep(lambda record: record["step"] <= step)
-        evaluated = step if self.metrics.evaluations(step) else step - 1
-        self.summaries.keep(step, evaluated)
+        self.summaries.keep(step, step if self.evaluated(step) else step - 1)
+
+    def evaluated(self, step: int) -> list[dict]:
+        """What is on record of the evaluations after `step`, as `evaluation` returned it."""
+        return self.metrics.evaluations(step)
 
     def drop_evaluation(self, step: int) -> None:
         """Drops what is on record of an evaluation after `step` that is to be made again."""
-        if self.metrics.evaluations(step):
+        if self.evaluated(step):
             self.metrics.keep(lambda record: (record["kind"], record["step"]) != ("eval", step))
             self.summaries.keep(step, step - 1)
 
@@ -203,8 +206,25 @@ class Reporter:
 
     # The end -----------------------------------------------------------------------------------------------------
 
-    def result(self, result: dict) -> None:
-        """Writes and says what the run came to."""
+    def came_to(self, result: Mapping) -> None:
+        """Says what the run came to, before anything that can fail."""
+        self.progress.pause()
+        for score in result["evaluations"]:
+            self.say(told(score))
+        spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result["seconds"].items())
+        self.say(
+            f"step {result['step']}: {spent}; {result['images_per_sec']:,.0f} images/s; "
+            f"weights sha256 {result['weights_sha256'][:16]}"
+        )
+        if self.banner:
+            self.say(self.banner)
+
+    def result(self, result: Mapping) -> None:
+        """Writes what the run came to, and says what went wrong on the way."""
+        if result["failed_saves"]:
+            self.say(f"{result['failed_saves']} checkpoints could not be saved when they were due")
+        if result["bad_steps"]:
+            self.say(f"{result['bad_steps']} steps made no update, {result['rollbacks']} rollbacks")
         with records.going_on(self.directory / records.RESULT):
             records.write_json(self.directory / records.RESULT, result)
         final = {f"accuracy/{_which(**score)}": score["accuracy"] for score in result["evaluations"]}
