@@ -22,7 +22,7 @@ LOOKS = 0.02  # seconds between looks at the memory
 
 
 def serve(config: BenchmarkConfig, towers: int, connection: Connection) -> None:
-    """Answers ("build" | "run" | "profile", ...) until it gets nothing."""
+    """Answers ("build" | "run" | "profile" | "exchanged", ...) until it gets nothing."""
     try:
         worker = _Worker(config, towers)
         connection.send(worker.introduce())

@@ -22,6 +22,7 @@ from cifar_towers.training import observing, run_directory
 from cifar_towers.training.health import Health
 from cifar_towers.training.schedules import Length
 from cifar_towers.training.state import TrainState
+from cifar_towers.training.step import StepMetrics
 
 SCALARS_PER_SUMMARY = 10  # how many times as often scalars and records come as whole summaries
 NOISE_MEMORY = 0.9  # of the averages that the gradient noise scale is a ratio of
@@ -131,7 +132,7 @@ class Reporter:
         """Whether the step that makes `step` of them is to be looked at closely."""
         return every_so_often(step, self.config.summary_every_steps) or step == self.length.last
 
-    def step(self, step: int, metrics, rates: Mapping[str, float], side: int, health: Health) -> None:
+    def step(self, step: int, metrics: StepMetrics, rates: Mapping[str, float], side: int, health: Health) -> None:
         """After `step` steps, of which `metrics` is the last's; rates by parameter group."""
         self._epoch.append(metrics)
         rate, speed = next(iter(rates.values())), self.clock.recent_rate()
@@ -239,7 +240,7 @@ class Reporter:
 
     # Parts -------------------------------------------------------------------------------------------------------
 
-    def _alike(self, metrics) -> dict:
+    def _alike(self, metrics: StepMetrics) -> dict:
         """How alike the towers are in a step that was looked at: for the record."""
         norms, cosines = metrics.close_up.towers.T
         norms = norms / metrics.close_up.loss_scale
@@ -257,7 +258,7 @@ class Reporter:
         signal, noise = self._noise
         return alike | {"gradient_noise_scale": noise / signal if signal > 0 else None}
 
-    def _close_up(self, step: int, metrics, alike: dict) -> None:
+    def _close_up(self, step: int, metrics: StepMetrics, alike: dict) -> None:
         """What the step that was looked at adds for TensorBoard; nothing where its numbers are no numbers."""
         self.summaries.towers(step, alike["towers"])
         if not metrics.finite:

@@ -130,7 +130,7 @@ def describe(metrics, towers: Sequence, terms: Sequence[str], weights: Sequence[
     """Which numbers of a step were not finite, in words, as `total_loss of tower_1 is not finite`.
 
     Args:
-      metrics: the step's, on the host.
+      metrics: the step's `StepMetrics`, on the host.
       terms, weights: names of the loss terms and of the trained variables. moved: of what the update assigns.
     """
     names = [*terms, *(f"the gradient of {name}" for name in reversed(weights))]

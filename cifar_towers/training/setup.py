@@ -208,8 +208,9 @@ def make_optimizer(config: TrainConfig, model: keras.Model, length: schedules.Le
 
 
 class Training(NamedTuple):
-    """What a run works with: its state, the function (batch, rates, side) -> metrics that moves it, and its towers,
-    which are one where the devices hold stages."""
+    """What a run works with: its state; the function (batch, rates, side, look) -> metrics that moves it, which on a
+    cluster also takes `asked`, as `make_mirrored_step` says; and its towers, which are one where the devices hold
+    stages."""
 
     state: TrainState
     train_step: Callable

@@ -36,10 +36,13 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: 
     chief alone has a directory that stays.
 
     Returns:
-      The content of result.json: `step`, `seconds` by activity, `images_per_sec`, `weights_sha256`, and `evaluations`.
+      The content of result.json: `step`; `reached`, the accuracy that met the target, or 0; `dataset`; `seconds` by
+      activity; `images_per_sec`; `weights_sha256`; how many `failed_saves`, `bad_steps` and `rollbacks` there were; and
+      the records of the last `evaluations`.
 
     Raises:
       UsageError, DataError, DivergedError, Interrupted: see `cifar_towers.errors`.
+      RunError: the last step could not be saved, or the run cannot go back to a checkpoint.
     """
     clock, team = Clock(), team or alone()
     stop.leave_at_once(NOTHING_DONE)
