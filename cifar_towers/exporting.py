@@ -22,7 +22,7 @@ from cifar_towers import trained
 from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Split
-from cifar_towers.errors import RunError, UsageError
+from cifar_towers.errors import RunError, UsageError, reason
 from cifar_towers.evaluation import make_classifier, softmax
 from cifar_towers.models.plain import plain
 from cifar_towers.program_configs import ExportConfig
@@ -140,8 +140,7 @@ def _check(kind: Format, path: Path, own: np.ndarray, split: Split) -> str:
 
 
 def _told(error: Exception) -> str:
-    reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {reason}"
+    return f"{type(error).__name__}: {reason(error, 300)}"
 
 
 def fit(images: tf.Tensor, side: int) -> tf.Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 from cifar_towers.data import cache, prepared
 from cifar_towers.data.dataset import CLASSES, Split
 from cifar_towers.data.network import reachable
-from cifar_towers.errors import DataError
+from cifar_towers.errors import DataError, reason
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +134,8 @@ def _from_tfds(directory: Path, name: str) -> Split:
         batches = builder.as_dataset(split=name, shuffle_files=False, batch_size=1000, read_config=config)
         return _to_split(tfds.as_numpy(batches))
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"CIFAR-10's {name} split in {directory} cannot be read ({type(error).__name__}: {reason}); "
+            f"CIFAR-10's {name} split in {directory} cannot be read ({type(error).__name__}: {reason(error, 300)}); "
             "delete the copy and let it be prepared again"
         ) from error
 

@@ -14,7 +14,7 @@ from cifar_towers import storage
 from cifar_towers.data import images
 from cifar_towers.data.dataset import Split, Traits, moments
 from cifar_towers.data.network import reachable
-from cifar_towers.errors import DataError, RunError, UsageError
+from cifar_towers.errors import DataError, RunError, UsageError, reason
 
 log = logging.getLogger(__name__)
 
@@ -79,15 +79,15 @@ def _builder(tfds, name: str, directory: Path):
     except Exception as error:
         unknown = isinstance(error, tfds.core.DatasetNotFoundError)
         if copy.exists():
-            reason = "dataset_info.json or features.json is missing" if unknown else _reason(error)
-            told = f"dataset={name} cannot be read from {copy} ({reason}); if the name is right, {MEND}"
+            why = "dataset_info.json or features.json is missing" if unknown else _reason(error)
+            told = f"dataset={name} cannot be read from {copy} ({why}); if the name is right, {MEND}"
             raise DataError(told) from error
         nowhere = f"TensorFlow Datasets has none of this name, nor has {directory}"
         raise UsageError(f"dataset={name}: {nowhere if unknown else _reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {reason(error, 300)}"
 
 
 def _feature(info, kind: type) -> str | None:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers import storage
-from cifar_towers.errors import DataError, UsageError
+from cifar_towers.errors import DataError, UsageError, reason
 
 DIRECTORY, PREFIX, FACTS = "checkpoints", "state", "facts.json"
 
@@ -148,8 +148,7 @@ def _refuse_other_variables(checkpoint: Path, prefix: str, variables: Mapping[st
 
 
 def _damaged(checkpoint: Path, error: Exception) -> DataError:
-    reason = " ".join(str(error).split())[:200]
-    return DataError(f"{checkpoint} is damaged ({reason}); the next start sets it aside")
+    return DataError(f"{checkpoint} is damaged ({reason(error)}); the next start sets it aside")
 
 
 def read(checkpoint: Path, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
