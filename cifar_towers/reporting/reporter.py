@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from cifar_towers import storage
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import Dataset, Split
 from cifar_towers.evaluation import Score
@@ -201,7 +202,7 @@ class Reporter:
             split.images[score.mistakes.examples], captions, f"surest mistakes, {which}, step {step}"
         )
         with records.going_on(self.directory / records.MISTAKES):
-            (self.directory / records.MISTAKES).write_bytes(pictures.png(sheet))
+            storage.write_whole(self.directory / records.MISTAKES, pictures.png(sheet))
         self.summaries.failures(step, which, score, split, names, sheet)
         return found
 
