@@ -8,7 +8,7 @@ import numpy as np
 
 from cifar_towers.errors import UsageError
 from cifar_towers.reporting import records
-from cifar_towers.training import checkpoints, directory
+from cifar_towers.training import checkpoints
 
 # What differs between any two runs, and tells nothing of why they part.
 INCIDENTAL = {"train_dir", "command", "fresh", "seeds", "data_dir", "recipe"}
@@ -26,11 +26,11 @@ def compare(one: Path, other: Path) -> tuple[bool, str]:
       UsageError: one of them is not a run's directory. DataError: a checkpoint that both have is damaged.
     """
     for run in (one, other):
-        if not (run / directory.CONFIG).exists():
-            raise UsageError(f"{run} holds no {directory.CONFIG}; give two runs' directories, as runs/speed94-seed0")
+        if not (run / records.CONFIG).exists():
+            raise UsageError(f"{run} holds no {records.CONFIG}; give two runs' directories, as runs/speed94-seed0")
     causes = [
         f"{kind} differ: {told}"
-        for kind, name in (("settings", directory.CONFIG), ("circumstances", directory.ENVIRONMENT))
+        for kind, name in (("settings", records.CONFIG), ("circumstances", records.ENVIRONMENT))
         if (told := _differences(records.read_json_if_any(one / name), records.read_json_if_any(other / name)))
     ]
     same, findings = [], []
@@ -67,7 +67,7 @@ def _checkpoints(one: Path, other: Path) -> tuple[bool, str] | None:
     names = [{path.name: path for path in checkpoints.saved(run)} for run in (one, other)]
     common = sorted(names[0].keys() & names[1].keys())
     for name in common:
-        values = [checkpoints.read_all(of_one[name]) for of_one in names]
+        values = [checkpoints.read(of_one[name]) for of_one in names]
         if values[0].keys() != values[1].keys():
             odd = sorted(values[0].keys() ^ values[1].keys())
             return False, f"checkpoints: {name} has other variables, among them {', '.join(odd[:3])}"
@@ -95,7 +95,7 @@ def _distance(one: np.ndarray, other: np.ndarray) -> float:
 
 def _ends(one: Path, other: Path) -> tuple[bool, str] | None:
     """Of the results: whether they ended at one step with the same weights."""
-    results = [records.read_json_if_any(run / directory.RESULT) for run in (one, other)]
+    results = [records.read_json_if_any(run / records.RESULT) for run in (one, other)]
     if not all(results) or results[0]["step"] != results[1]["step"]:
         return None
     digests = [result["weights_sha256"] for result in results]

@@ -10,6 +10,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def reason(error: BaseException, most: int = 200) -> str:
+    """What any exception says, on one line of at most so many characters. Of an `OSError` it is the system's words
+    alone: the message around them names the file."""
+    return " ".join(str(getattr(error, "strerror", None) or error).split())[:most]
+
+
 class RunError(Exception):
     """A foreseen end of a run; `exit_code` is what the process returns."""
 

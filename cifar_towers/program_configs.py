@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from cifar_towers.config import MODELS, DeviceConfig, TrainConfig, check_dataset, check_model
 from cifar_towers.errors import UsageError
-from cifar_towers.settings import REST, check_limits, default_of, parse_names, setting
+from cifar_towers.settings import REST, check_limits, parse_names, setting
 
 PEERS = {  # of the race, and the nets each of them has
     "pytorch": ("speednet94", "resnet20"),
@@ -101,6 +101,35 @@ class ExportConfig(RunDataConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class CompareConfig:
+    """Which runs to compare."""
+
+    exit_codes: ClassVar[str] = "0 the same, 1 not, 2 usage, 3 data, 130 and 143 interrupted"
+
+    runs: tuple[str, ...] = setting((), REST, "two runs' directories")
+
+    def __post_init__(self):
+        if len(self.runs) != 2:
+            raise UsageError("which two runs? write: compare_runs.py runs/one runs/other")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportConfig:
+    """Which runs to write a page about, and where to."""
+
+    exit_codes: ClassVar[str] = "0 done, 2 usage, 130 and 143 interrupted, 1 a bug or no room to write the page"
+
+    out: str = setting(
+        "", "Report", "where to; by default report.html in the directory of one run, and here for several"
+    )
+    runs: tuple[str, ...] = setting((), REST, "runs' directories")
+
+    def __post_init__(self):
+        if not self.runs:
+            raise UsageError("which runs? write: report.py runs/one [runs/other ...] [--out=FILE]")
+
+
+@dataclasses.dataclass(frozen=True)
 class BenchmarkConfig(TrainConfig):
     """A recipe, and how to measure its step. Placement, strategy and number of towers are what is varied."""
 
@@ -137,7 +166,7 @@ class BenchmarkConfig(TrainConfig):
         parse_names("precisions", self.precisions, ("float32", "bfloat16", "float16"))
         varied = ("strategy", "variable_placement", "parallelism", "num_gpus")
         for name in varied:
-            if getattr(self, name) != default_of(TrainConfig, name):
+            if getattr(self, name) != getattr(TrainConfig, name):
                 raise UsageError(f"{name} is not for the benchmark, which varies {', '.join(varied)} itself; leave it")
 
     def _check_towers(self) -> None:

@@ -10,16 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cifar_towers.config import TrainConfig, parse_seeds, shared_settings
-from cifar_towers.errors import Interrupted, RunError, UsageError, one_line
+from cifar_towers.errors import Interrupted, RunError, one_line
 from cifar_towers.program_configs import (
     BenchmarkConfig,
+    CompareConfig,
     EvaluateConfig,
     ExportConfig,
     LaunchConfig,
     PredictConfig,
+    ReportConfig,
     SpeedrunConfig,
 )
-from cifar_towers.settings import Config, leave_if_help_is_asked, parse_command_line
+from cifar_towers.settings import Config, parse_command_line
 from cifar_towers.signals import StopRequest
 from cifar_towers.starting import import_tensorflow, script
 
@@ -156,19 +158,16 @@ def export(stop: StopRequest) -> int:
 @_program
 def compare_runs(stop: StopRequest) -> int:
     """`compare_runs.py`: says whether two runs are the same. Exit code 0 if so, 1 if not, as `diff`."""
-    leave_if_help_is_asked(
-        sys.argv,
+    config = _begin(
+        CompareConfig,
+        stop,
+        "nothing was changed",
         "Says whether two runs are the same to the bit, and where and why they part.\n\n"
-        "  compare_runs.py runs/one runs/other\n\nExit codes: 0 the same, 1 not, 2 usage, 3 data.",
+        "  compare_runs.py runs/one runs/other",
     )
-    directories = sys.argv[1:]
-    if len(directories) != 2 or any(argument.startswith("-") for argument in directories):
-        raise UsageError("which two runs? write: compare_runs.py runs/one runs/other")
-    stop.leave_at_once("nothing was changed")
-    import_tensorflow()
     from cifar_towers import comparing
 
-    same, told = comparing.compare(*map(Path, directories))
+    same, told = comparing.compare(*map(Path, config.runs))
     print(told)
     return 0 if same else 1
 
@@ -176,25 +175,20 @@ def compare_runs(stop: StopRequest) -> int:
 @_program
 def report(stop: StopRequest) -> None:
     """`report.py`: writes one HTML page about some runs."""
-    leave_if_help_is_asked(
+    config = parse_command_line(
+        ReportConfig,
         sys.argv,
         "Writes one HTML page about some runs, for somebody without TensorBoard: all it shows is in it.\n\n"
         "  report.py runs/one [runs/other ...] [--out=FILE]\n\n"
         "Runs that differ in nothing but the seed are shown as their mean, with a band from the lowest to the\n"
-        "highest. By default the page of one run is report.html in its directory, of several report.html here.\n\n"
-        "Exit codes: 0 done, 2 usage, 130 and 143 interrupted, 1 a bug or no room to write the page.",
+        "highest.",
     )
-    given, runs = sys.argv[1:], [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-    unknown = [argument for argument in given if argument.startswith("-") and not argument.startswith("--out=")]
-    if unknown or not runs:
-        told = f"{unknown[0]!r} is no flag of it;" if unknown else "which runs?"
-        raise UsageError(f"{told} write: report.py runs/one [runs/other ...] [--out=FILE]")
     stop.leave_at_once("nothing was written")
-    from cifar_towers.reporting import report
+    from cifar_towers.reporting import records, report
 
-    outs = [argument.removeprefix("--out=") for argument in given if argument.startswith("--out=")]
-    default = Path(runs[0] if len(runs) == 1 else "", "report.html")
-    print(report.write([Path(run) for run in runs], Path(outs[-1]) if outs else default))
+    runs = [Path(run) for run in config.runs]
+    default = Path(runs[0] if len(runs) == 1 else "", records.REPORT)
+    print(report.write(runs, Path(config.out or default)))
 
 
 @_program

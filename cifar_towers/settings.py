@@ -66,7 +66,9 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
     Raises:
       UsageError: stray arguments, unknown flags, values of a wrong type, out of range or at odds with each other.
     """
-    leave_if_help_is_asked(argv, help_text(config_class, description))
+    if any(argument in ("-h", "-help", "--help", "--helpfull") for argument in argv[1:]):
+        print(help_text(config_class, description))
+        sys.exit(0)
     values = _flags_of(config_class)
     try:
         stray = values(argv)[1:]
@@ -83,13 +85,6 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
     return config_class(**given)
 
 
-def leave_if_help_is_asked(argv: Sequence[str], text: str) -> None:
-    """Ends the program with the help, if that is what its arguments say."""
-    if any(argument in ("-h", "-help", "--help", "--helpfull") for argument in argv[1:]):
-        print(text)
-        sys.exit(0)
-
-
 def help_text(config_class: type, description: str) -> str:
     """All flags under the names of their groups, with their defaults."""
     groups: dict[str, list[str]] = {}
@@ -103,10 +98,6 @@ def help_text(config_class: type, description: str) -> str:
     body = [f"{group}:\n" + "\n".join(lines) for group, lines in groups.items()]
     files = "Files:\n  --flagfile\n      take flags from a file, one a line; flags after it win"
     return "\n\n".join([description, *body, files, f"Exit codes: {config_class.exit_codes}."])
-
-
-def default_of(config_class: type, name: str) -> Any:
-    return config_class.__dataclass_fields__[name].default
 
 
 def _flagged(config_class: type) -> list[dataclasses.Field]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from cifar_towers.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LAUNCH = "CIFAR_TOWERS_LAUNCH"  # in the environment of a launcher and of what it starts: a name for all of it
+LAUNCH_VARIABLE = "CIFAR_TOWERS_LAUNCH"  # in the environment of a launcher and of what it starts: a name for all of it
 NOTHING_DONE = "before the first step; nothing to save"
 ONE = 0.1  # seconds within which several are one: `timeout` signals a process, and then its group
 ONE_UNDER_LAUNCHER = 1.0  # the same where a launcher passes on what all of its group may have got already
@@ -123,7 +123,7 @@ class StopRequest:
             if number not in SIGNALS:
                 continue
             if first:
-                if time.monotonic() - first > (ONE_UNDER_LAUNCHER if LAUNCH in os.environ else ONE):
+                if time.monotonic() - first > (ONE_UNDER_LAUNCHER if LAUNCH_VARIABLE in os.environ else ONE):
                     os._exit(128 + number)
                 continue
             time.sleep(ONE / 2)  # by then it leaves, if it can

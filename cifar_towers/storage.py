@@ -1,8 +1,10 @@
-"""Directories that are on disk whole or not at all, and can prove it. Knows nothing of TensorFlow or of training.
+"""Files and directories that are on disk whole or not at all, and directories that can prove it. Knows nothing of
+TensorFlow or of training.
 
-How one is committed: its files are written into `.tmp-...`, a manifest of their sizes and SHA-256 beside them; files
-and directory are synced; then it is renamed into place and the parent is synced. A process that is killed, or a machine
-that loses power, at any moment leaves the old state or the new one, and names that `sweep` knows to remove.
+How a directory is committed: its files are written into `.tmp-...`, a manifest of their sizes and SHA-256 beside them;
+files and directory are synced; then it is renamed into place and the parent is synced. A process that is killed, or a
+machine that loses power, at any moment leaves the old state or the new one, and names that `sweep` knows to remove. A
+file that `write_whole` replaces is not synced.
 """
 
 import contextlib
@@ -53,6 +55,23 @@ def commit(final: Path, write: Callable[[Path], None]) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replaces a file in one step, so that nobody finds half of it.
+
+    Raises:
+      OSError: it could not be written; what was there before stays, and nothing is left of it.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        if isinstance(content, str):
+            temporary.write_text(content)
+        else:
+            temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def damage(directory: Path) -> str:

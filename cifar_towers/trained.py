@@ -16,7 +16,7 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Traits
 from cifar_towers.errors import UsageError
 from cifar_towers.reporting import records
-from cifar_towers.training import checkpoints, directory, setup
+from cifar_towers.training import checkpoints, setup
 
 
 class Run(NamedTuple):
@@ -56,7 +56,7 @@ class Run(NamedTuple):
         variables = [*model.trainable_variables, *model.non_trainable_variables]
         prefix = "ema" if weights == "ema" else "model"
         names = [f"{prefix}.{variable.path.replace('/', '.')}" for variable in variables]
-        for variable, value in zip(variables, checkpoints.read_values(self.checkpoint, names), strict=True):
+        for variable, value in zip(variables, checkpoints.read(self.checkpoint, names).values(), strict=True):
             if variable.shape != value.shape:
                 raise UsageError(
                     f"{self.checkpoint} has {variable.path} of shape {value.shape}, model={self.config.model} makes it "
@@ -87,11 +87,11 @@ def open_run(train_dir: Path, model: str = "") -> Run:
     of_devices = ("Towers", "Cluster")  # how it was trained, which is nothing to how it is used
     known = {field.name for field in dataclasses.fields(TrainConfig) if field.metadata["group"] not in of_devices}
     try:
-        settings = records.read_json(train_dir / directory.CONFIG)
+        settings = records.read_json(train_dir / records.CONFIG)
         config = TrainConfig(**{name: value for name, value in settings.items() if name in known})
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{train_dir / directory.CONFIG}, which says what was trained, cannot be read: {error}"
+            f"{train_dir / records.CONFIG}, which says what was trained, cannot be read: {error}"
         ) from None
     facts = checkpoints.read_facts(checkpoint)
     check_dataset(facts["dataset"])  # as strictly as one on the command line

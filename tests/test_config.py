@@ -6,9 +6,16 @@ import pytest
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
-from cifar_towers.program_configs import BenchmarkConfig, EvaluateConfig, ExportConfig, SpeedrunConfig
+from cifar_towers.program_configs import (
+    BenchmarkConfig,
+    CompareConfig,
+    EvaluateConfig,
+    ExportConfig,
+    ReportConfig,
+    SpeedrunConfig,
+)
 from cifar_towers.settings import help_text, parse_command_line
-from cifar_towers.training.directory import recipe_of
+from cifar_towers.training.run_directory import recipe_of
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.cfg"))
 
@@ -194,6 +201,21 @@ def test_usage_errors_of_an_evaluation(argument, told):
 def test_evaluation_needs_a_run():
     with pytest.raises(UsageError, match="which run"):
         parse_command_line(EvaluateConfig, ["evaluate.py"], "")
+
+
+@pytest.mark.parametrize("flag", [["--out=page.html"], ["--out", "page.html"]])
+def test_a_flag_may_stand_before_or_after_the_runs(flag):
+    runs = ["runs/one", "runs/other"]
+    for arguments in ([*flag, *runs], [*runs, *flag]):
+        found = parse_command_line(ReportConfig, ["report.py", *arguments], "")
+        assert found == ReportConfig("page.html", tuple(runs))
+
+
+def test_a_comparison_is_of_two_runs():
+    for runs in ([], ["one"], ["one", "other", "third"]):
+        with pytest.raises(UsageError, match="which two runs"):
+            parse_command_line(CompareConfig, ["compare_runs.py", *runs], "")
+    assert parse_command_line(CompareConfig, ["compare_runs.py", "one", "one"], "").runs == ("one", "one")
 
 
 def test_max_steps_is_of_the_recipe_where_the_schedules_are_laid_over_it():

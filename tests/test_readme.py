@@ -11,13 +11,14 @@ from cifar_towers.program_configs import (
     ExportConfig,
     LaunchConfig,
     PredictConfig,
+    ReportConfig,
     SpeedrunConfig,
 )
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = README + "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("benchmark", "cluster", "faults"))
-OTHERS = {"build", "job", "long", "only", "out"}  # flags of docker, sbatch, tests.faults and report.py, to a hyphen
+OTHERS = {"build", "job", "long", "only"}  # flags of docker, sbatch and tests.faults, to a hyphen
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
 NUMBER = r"-?\d[\d,]*\.?\d*"
@@ -42,7 +43,7 @@ def test_examples_run_as_printed(code, capsys):
 
 
 def test_every_flag_target_and_file_it_names_exists():
-    configs = (BenchmarkConfig, EvaluateConfig, ExportConfig, LaunchConfig, PredictConfig, SpeedrunConfig)
+    configs = (BenchmarkConfig, EvaluateConfig, ExportConfig, LaunchConfig, PredictConfig, ReportConfig, SpeedrunConfig)
     known = {"flagfile", "help"}.union(*(config.__dataclass_fields__ for config in configs))
     flags = set(re.findall(r"--([a-z_]+)", PAGES)) - OTHERS
     assert {flag for flag in flags if flag not in known and flag.removeprefix("no") not in known} == set()

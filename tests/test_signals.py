@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.signals import LAUNCH
+from cifar_towers.signals import LAUNCH_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 CHILD = """
@@ -81,7 +81,7 @@ def test_two_signals_are_one_however_long_it_takes_to_say_so():
 
 def test_what_a_launcher_passes_on_is_not_a_second_one(monkeypatch):
     """Whose group, as at Ctrl-C, has got the signal already."""
-    monkeypatch.setenv(LAUNCH, "0")
+    monkeypatch.setenv(LAUNCH_VARIABLE, "0")
     found, out, _ = Child(BUSY).signalled(signal.SIGINT, 0.1, 0.4)
     assert found == 130 and "left" in out
 

@@ -33,6 +33,15 @@ def test_what_was_committed_is_there_and_undamaged(tmp_path):
     assert [path.name for path in directory.parent.iterdir()] == ["step-2"]
 
 
+def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
+    path = tmp_path / "file"
+    storage.write_whole(path, "one")
+    storage.write_whole(path, b"two")
+    with pytest.raises(UnicodeEncodeError):
+        storage.write_whole(path, "\udc80")
+    assert path.read_bytes() == b"two" and list(tmp_path.iterdir()) == [path]
+
+
 def test_an_error_leaves_nothing(tmp_path):
     def full(directory):
         write(directory)

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from cifar_towers import exporting, predicting, scoring, trained
+from cifar_towers import export_formats, exporting, predicting, scoring, trained
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import images, sources, synthetic
 from cifar_towers.errors import DataError, UsageError
@@ -132,10 +132,10 @@ def test_resizing_by_matrices_is_resizing_by_pillow():
     random = np.random.default_rng(0)
     for height, width in ((32, 32), (50, 70), (71, 40), (20, 24), (300, 301)):
         levels = random.integers(0, 256, (height, width, 3), np.uint8)
-        found = exporting.fit(tf.constant(levels[None], tf.float32), 32)[0].numpy()
+        found = export_formats.fit(tf.constant(levels[None], tf.float32), 32)[0].numpy()
         np.testing.assert_allclose(found, images.fit(Image.fromarray(levels), 32), atol=1.01)  # Pillow rounds twice
     np.testing.assert_array_equal(
-        exporting.fit(tf.constant(SMALL[0].images[:2], tf.float32), 32), SMALL[0].images[:2].astype("f4")
+        export_formats.fit(tf.constant(SMALL[0].images[:2], tf.float32), 32), SMALL[0].images[:2].astype("f4")
     )
 
 
@@ -164,7 +164,7 @@ BODIES = {
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_what_is_exported_answers_where_this_package_is_not(run, tmp_path, capsys, kind):
-    place = tmp_path / exporting.FORMATS[kind].name
+    place = tmp_path / export_formats.FORMATS[kind].name
     assert exporting.export(ExportConfig(train_dir=str(run), num_gpus=1, format=kind, out=str(place), check=200))
     out = capsys.readouterr().out
     assert "checked on 200 test images" in out and "ema weights" in out
@@ -214,7 +214,7 @@ def test_a_failed_check_keeps_the_earlier_export_and_the_failed_one(run, earlier
 
     def export_opened_by(function):
         monkeypatch.setitem(
-            exporting.FORMATS, "saved_model", exporting.Format("saved_model", (), write, function, True)
+            export_formats.FORMATS, "saved_model", export_formats.Format("saved_model", (), write, function, True)
         )
         return exporting.export(ExportConfig(train_dir=str(run), out=str(earlier), check=50))
 
@@ -345,7 +345,7 @@ def test_with_synchronized_norms_two_towers_are_one(own_net, tmp_path, strategy)
             train_dir=str(tmp_path / f"on{count}"),
         )  # fmt: skip
         train(config)
-        values = checkpoints.read_all(checkpoints.newest(tmp_path / f"on{count}"))
+        values = checkpoints.read(checkpoints.newest(tmp_path / f"on{count}"))
         found.append({name: value for name, value in values.items() if name.startswith("model.")})
     for name, value in found[0].items():
         np.testing.assert_allclose(found[1][name], value, atol=2e-5 * max(1e-3, abs(value).max()), err_msg=name)

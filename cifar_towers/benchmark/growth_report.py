@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from cifar_towers import storage
 from cifar_towers.benchmark.growth_points import Line, Point, Row, Series, fit
 from cifar_towers.benchmark.publishing import align, png, publish_text, title
 from cifar_towers.benchmark.report import COLOURS
@@ -39,7 +40,7 @@ def publish(
         "memory_mb_by_batch": memory and memory._asdict(),
         "conclusion": conclusion,
     }
-    (directory / "growth.png").write_bytes(plot(series, rows, facts))
+    storage.write_whole(directory / "growth.png", plot(series, rows, facts))
     parts = [_title(facts), table(series, rows), lacking]
     publish_text(directory, "growth", {**facts, **told}, parts, ["growth.png"], conclusion)
 

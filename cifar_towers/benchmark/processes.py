@@ -13,7 +13,6 @@ from cifar_towers import starting
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError
 from cifar_towers.reporting import records
-from cifar_towers.training.directory import RESULT
 
 
 def train(config: TrainConfig, quiet: bool = False) -> dict:
@@ -34,7 +33,7 @@ def train(config: TrainConfig, quiet: bool = False) -> dict:
         if code:
             told = _last_line(said) if quiet else "its last words are above"
             raise RunError(f"the training in {config.directory} ended with {code} ({told}); the same command goes on")
-    return records.read_json(config.directory / RESULT)
+    return records.read_json(config.directory / records.RESULT)
 
 
 def train_command(config: TrainConfig) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from cifar_towers import storage
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.reporting import records
@@ -70,7 +71,7 @@ def publish_text(
     text = "\n\n".join(part for part in (*parts, files, conclusion) if part)
     directory.mkdir(parents=True, exist_ok=True)
     records.write_json(directory / f"{name}.json", told)
-    records.write_whole(directory / f"{name}.txt", text + "\n")
+    storage.write_whole(directory / f"{name}.txt", text + "\n")
     print(f"\n{text}", flush=True)
 
 

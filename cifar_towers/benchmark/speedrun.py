@@ -21,7 +21,7 @@ from cifar_towers.program_configs import SpeedrunConfig
 from cifar_towers.reporting import records
 from cifar_towers.settings import split_names
 from cifar_towers.towers import Tower
-from cifar_towers.training import directory, schedules, setup
+from cifar_towers.training import schedules, setup
 from cifar_towers.training.precision import choose
 
 CEILINGS = "ceilings.json"  # in a seed's directory: what was measured before and after it
@@ -58,16 +58,11 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
     """Trains the seeds that are not yet trained, then runs the side-by-side; prints and writes both."""
     make_directory(config)
     towers = setup.open_towers(config.varied(**ONE_TOWER))  # all cores for one operation, as the ceilings want it
-    source, dataset = sources.load(
-        source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto"
-    )
+    source, dataset = setup.load_data(config, source)
     if source.banner:
         print(source.banner)
     config = dataclasses.replace(config, dataset=dataset.name)
-    try:
-        batches = Batches(dataset.train, config.batch_size, config.seed, config.flip)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    batches = setup.make_batches(config, dataset.train)
     computed_in, _ = choose(config.precision, towers[0].device)
     facts = circumstances(config, dataset.name) | {
         "precision": computed_in,
@@ -112,7 +107,7 @@ def _finishes(config: SpeedrunConfig, computed_in: str) -> list[Finish]:
         changes = {"seed": seed, "seeds": "", "train_dir": str(train_dir), "eval_every_epochs": 0.0}
         wanted = config.varied(**changes)
         _check_settings(train_dir, wanted)
-        earlier = {} if config.fresh else records.read_json_if_any(train_dir / directory.RESULT)
+        earlier = {} if config.fresh else records.read_json_if_any(train_dir / records.RESULT)
         result = processes.train(wanted)
         reused = result == earlier
         if not reused:
@@ -120,7 +115,7 @@ def _finishes(config: SpeedrunConfig, computed_in: str) -> list[Finish]:
             records.write_json(train_dir / CEILINGS, {"measured": [before, after]})
             before = after
         measured = records.read_json_if_any(train_dir / CEILINGS).get("measured", [])
-        environment = records.read_json_if_any(train_dir / directory.ENVIRONMENT)
+        environment = records.read_json_if_any(train_dir / records.ENVIRONMENT)
         finishes.append(
             Finish(
                 seed=seed,
@@ -140,7 +135,7 @@ def _check_settings(train_dir: Path, wanted: TrainConfig) -> None:
     """Refuses a run of other settings: a training may go on with other towers, a race may not."""
     if wanted.fresh:
         return
-    theirs = records.read_json_if_any(train_dir / directory.CONFIG)
+    theirs = records.read_json_if_any(train_dir / records.CONFIG)
     passed_over = {"recipe", "train_dir", "data_dir", "fresh"}
     differing = [
         f"{name} {theirs[name]} -> {value}"

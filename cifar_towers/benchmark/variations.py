@@ -86,7 +86,7 @@ def build(config: BenchmarkConfig, variation: Variation, towers: Sequence[Tower]
     else:
         changes |= {"variable_placement": variation.placement.replace(UNPLACED, "cpu"), "all_reduce": "auto"}
     config = config.varied(**changes)
-    batches = Batches(train, config.batch_size, config.seed, config.flip)
+    batches = setup.make_batches(config, train)
     if variation.strategy == KERAS:
         model = setup.make_model(config, variation.precision, train.traits, train)
         return Built(peers.keras_fit(model, towers, setup.make_augmentation(config, train.traits), batches), None)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from cifar_towers.benchmark.variations import Built, Variation, build
 from cifar_towers.data import sources
-from cifar_towers.errors import RunError, UsageError
+from cifar_towers.errors import RunError, UsageError, reason
 from cifar_towers.program_configs import BenchmarkConfig
 from cifar_towers.reporting.profile import shares_of_step
 from cifar_towers.reporting.usage import host_memory_mb
@@ -22,7 +22,7 @@ LOOKS = 0.02  # seconds between looks at the memory
 
 
 def serve(config: BenchmarkConfig, towers: int, connection: Connection) -> None:
-    """Answers ("build" | "run" | "profile", ...) until it gets nothing."""
+    """Answers ("build" | "run" | "profile" | "exchanged", ...) until it gets nothing."""
     try:
         worker = _Worker(config, towers)
         connection.send(worker.introduce())
@@ -31,7 +31,7 @@ def serve(config: BenchmarkConfig, towers: int, connection: Connection) -> None:
             try:
                 connection.send(getattr(worker, name)(*arguments))
             except (ValueError, tf.errors.OpError) as error:  # what this machine cannot do, as too little memory
-                connection.send(UsageError(" ".join(str(error).split())[:200]))
+                connection.send(UsageError(reason(error)))
     except RunError as error:
         connection.send(error)
     except EOFError:  # the process that asks has gone
@@ -43,9 +43,7 @@ class _Worker:
         self.config = config
         self.towers = setup.open_towers(config.varied(num_gpus=towers))
         source = sources.find(config.dataset, config.data_dir)
-        _, dataset = sources.load(
-            source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto"
-        )
+        _, dataset = setup.load_data(config, source)
         self.train, self.dataset = dataset.train, dataset.name
         self.built: dict[Variation, Built] = {}
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cifar_towers.cluster.members import TALK_OFFSET
 from cifar_towers.errors import DataError, DivergedError, UsageError
-from cifar_towers.signals import LAUNCH
+from cifar_towers.signals import LAUNCH_VARIABLE
 
 FINAL = (0, UsageError.exit_code, DataError.exit_code, DivergedError.exit_code)  # another start would end the same
 PATIENCE = 10.0  # seconds for the others to end once one has failed; then they are killed
@@ -36,7 +36,7 @@ def launch(
       max_restarts: how often to start again what a lost worker or a signal to one of them has ended.
       asked: the signal that came to this process, or 0: it is passed on, and then nothing is started again.
     """
-    os.environ[LAUNCH] = uuid.uuid4().hex
+    os.environ[LAUNCH_VARIABLE] = uuid.uuid4().hex
     for restart in range(max_restarts + 1):
         codes = _run(command, num_workers, asked)
         first_failed = next((worker for worker, code in codes.items() if code), None)

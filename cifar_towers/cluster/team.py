@@ -16,7 +16,7 @@ from typing import Any
 from cifar_towers.cluster import wire
 from cifar_towers.cluster.members import Members
 from cifar_towers.cluster.rollcall import SILENCE, Connections, first_difference, meet
-from cifar_towers.errors import Interrupted, LostError, RunError, UsageError, one_line, printable
+from cifar_towers.errors import Interrupted, LostError, RunError, UsageError, one_line, printable, reason
 
 BEAT = 1.0  # seconds between signs of life
 GRACE = 3.0  # seconds for the main thread to end by itself when another worker has ended: to save, to close its files
@@ -203,6 +203,6 @@ def joined(members: Members, settings: Mapping[str, Any], seconds: float) -> Ite
     except Exception as error:
         if type(error).__module__.startswith("tensorflow"):
             team.wait_for_news()
-        team.abandon(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", 1)
+        team.abandon(f"{type(error).__name__}: {reason(error, 300)}", 1)
         raise
     team.part()

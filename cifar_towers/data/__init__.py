@@ -1,1 +1,2 @@
-"""CIFAR-10, or a synthetic set of its shape, as arrays in memory; batches of it; augmentation."""
+"""CIFAR-10, other sets of TensorFlow Datasets, a folder of pictures or a synthetic set, as arrays in memory; batches of
+them; augmentation."""

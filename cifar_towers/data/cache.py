@@ -13,6 +13,7 @@ import numpy as np
 
 from cifar_towers import storage
 from cifar_towers.data.dataset import Split
+from cifar_towers.errors import reason
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +63,7 @@ def save(name: str, split: Split) -> None:
             if ours:
                 _write(final, split)
     except UNUSABLE as error:
-        reason = getattr(error, "strerror", None) or error
-        log.info("%s cannot be kept for the next start (%s), which decodes it again", name, reason)
+        log.info("%s cannot be kept for the next start (%s), which decodes it again", name, reason(error))
 
 
 def _write(final: Path, split: Split) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from cifar_towers.data import cache, prepared
 from cifar_towers.data.dataset import CLASSES, Split
 from cifar_towers.data.network import reachable
-from cifar_towers.errors import DataError
+from cifar_towers.errors import DataError, reason
 
 log = logging.getLogger(__name__)
 
@@ -118,25 +118,18 @@ def _decoded(name: str) -> str:
 
 def _from_tfds(directory: Path, name: str) -> Split:
     """A split of the prepared copy, prepared before if need be."""
-    import tensorflow_datasets as tfds  # takes seconds to import, and reads TFDS_DATA_DIR as it does
+    tfds = prepared.quiet_tfds()
 
-    tfds.disable_progress_bar()
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    def make_builder():
+        return tfds.builder(BUILDER.replace("/", ":"), data_dir=str(directory))
+
     try:
-        if not is_prepared(directory):
-            with prepared.alone_in(directory):
-                if not is_prepared(directory):  # another process has, in the meantime
-                    log.info("preparing CIFAR-10 (170 MB) in %s", directory)
-                    tfds.builder("cifar10:3.0.2", data_dir=str(directory)).download_and_prepare()
-        builder = tfds.builder("cifar10:3.0.2", data_dir=str(directory))
-        # one file after the other: the stored order is the one the digests are of
-        config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
-        batches = builder.as_dataset(split=name, shuffle_files=False, batch_size=1000, read_config=config)
-        return _to_split(tfds.as_numpy(batches))
+        builder = prepared.whole(make_builder, "CIFAR-10 (170 MB)", directory)
+        # the stored order is the one the digests are of
+        return _to_split(prepared.in_stored_order(tfds, builder, name, batch_size=1000))
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"CIFAR-10's {name} split in {directory} cannot be read ({type(error).__name__}: {reason}); "
+            f"CIFAR-10's {name} split in {directory} cannot be read ({type(error).__name__}: {reason(error, 300)}); "
             "delete the copy and let it be prepared again"
         ) from error
 

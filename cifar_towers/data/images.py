@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from cifar_towers.errors import reason
+
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
 MOST_PIXELS, MOST_BYTES = 25_000_000, 20_000_000
@@ -66,7 +68,7 @@ def read(path: Path, side: int) -> np.ndarray:
     except PictureError:
         raise
     except OSError as error:
-        raise PictureError(f"cannot be read: {error.strerror or error}") from error
+        raise PictureError(f"cannot be read: {reason(error)}") from error
 
 
 def fit(image: Image.Image, side: int) -> np.ndarray:
@@ -140,8 +142,7 @@ def _decode(file, side: int) -> np.ndarray:
     except Image.DecompressionBombError as error:
         raise PictureError(f"declares far more than {MOST_PIXELS // 1_000_000} megapixels, the most") from error
     except Exception as error:
-        reason = " ".join(str(error).split())[:100] or type(error).__name__
-        raise PictureError(f"is damaged: {reason}") from error
+        raise PictureError(f"is damaged: {reason(error, 100) or type(error).__name__}") from error
     for turn in TURNS.get(orientation, []):
         levels = np.array(Image.fromarray(levels).transpose(turn))
     return levels

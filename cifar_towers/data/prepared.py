@@ -3,8 +3,9 @@
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -14,7 +15,7 @@ from cifar_towers import storage
 from cifar_towers.data import images
 from cifar_towers.data.dataset import Split, Traits, moments
 from cifar_towers.data.network import reachable
-from cifar_towers.errors import DataError, RunError, UsageError
+from cifar_towers.errors import DataError, RunError, UsageError, reason
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +30,7 @@ def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
     Raises:
       UsageError: no such data set, or none of images with one of several classes each. DataError: it cannot be had.
     """
-    import tensorflow_datasets as tfds  # takes seconds to import, and reads TFDS_DATA_DIR as it does
-
-    tfds.disable_progress_bar()
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    tfds = quiet_tfds()
     builder = _builder(tfds, name, directory)
     picture, label = (_feature(builder.info, kind) for kind in (tfds.features.Image, tfds.features.ClassLabel))
     if not picture or not label:
@@ -42,11 +40,7 @@ def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
     try:
         if not builder.is_prepared():
             _refuse_if_unreachable(name, directory, builder)
-            with alone_in(directory):
-                builder = _builder(tfds, name, directory)
-                if not builder.is_prepared():  # another process has, in the meantime
-                    log.info("preparing %s in %s", name, directory)
-                    builder.download_and_prepare()
+            builder = whole(lambda: _builder(tfds, name, directory), name, directory)
         parts = _parts(name, builder)
         arrays = [_read(tfds, builder, part, picture, label, side) for part in parts]
     except RunError:
@@ -58,8 +52,36 @@ def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
     return train, test
 
 
+def quiet_tfds() -> ModuleType:
+    """TensorFlow Datasets without its bars and notes. Importing it takes seconds, and it reads TFDS_DATA_DIR then."""
+    import tensorflow_datasets as tfds
+
+    tfds.disable_progress_bar()
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    return tfds
+
+
+def whole(make_builder: Callable, name: str, directory: Path):
+    """The builder that `make_builder()` makes of a data set that stands prepared in TFDS's directory: prepared by now,
+    by this process or by one that does so already."""
+    builder = make_builder()
+    if not builder.is_prepared():
+        with _alone_in(directory):
+            builder = make_builder()
+            if not builder.is_prepared():  # another process has, in the meantime
+                log.info("preparing %s in %s", name, directory)
+                builder.download_and_prepare()
+    return builder
+
+
+def in_stored_order(tfds: ModuleType, builder, part: str, batch_size: int | None = None) -> Iterable[dict]:
+    """The examples of a part of a prepared set as arrays, file after file; in batches, if so many are given."""
+    config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
+    return tfds.as_numpy(builder.as_dataset(split=part, shuffle_files=False, batch_size=batch_size, read_config=config))
+
+
 @contextlib.contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
+def _alone_in(directory: Path) -> Iterator[None]:
     """Waits until no other process prepares a data set there, as two would both do it, and one fail; where locks are
     not to be had, goes on without."""
     with contextlib.ExitStack() as stack:
@@ -79,15 +101,15 @@ def _builder(tfds, name: str, directory: Path):
     except Exception as error:
         unknown = isinstance(error, tfds.core.DatasetNotFoundError)
         if copy.exists():
-            reason = "dataset_info.json or features.json is missing" if unknown else _reason(error)
-            told = f"dataset={name} cannot be read from {copy} ({reason}); if the name is right, {MEND}"
+            why = "dataset_info.json or features.json is missing" if unknown else _reason(error)
+            told = f"dataset={name} cannot be read from {copy} ({why}); if the name is right, {MEND}"
             raise DataError(told) from error
         nowhere = f"TensorFlow Datasets has none of this name, nor has {directory}"
         raise UsageError(f"dataset={name}: {nowhere if unknown else _reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {reason(error, 300)}"
 
 
 def _feature(info, kind: type) -> str | None:
@@ -116,9 +138,8 @@ def _refuse_if_unreachable(name: str, directory: Path, builder) -> None:
 
 
 def _read(tfds, builder, part: str, picture: str, label: str, side: int) -> tuple[np.ndarray, np.ndarray]:
-    config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)  # in the stored order
     decoded, labels = [], []
-    for example in tfds.as_numpy(builder.as_dataset(split=part, shuffle_files=False, read_config=config)):
+    for example in in_stored_order(tfds, builder, part):
         levels = example[picture]
         if example[label] < 0:
             raise UsageError(

@@ -11,7 +11,7 @@ from cifar_towers.models.layers import BatchNorm, Conv2D, PadChannels, logits_dt
 def resnet(
     side: int = 32, dtype: str = "float32", num_classes: int = 10, *, depth: int = 20, width: int = 16
 ) -> keras.Model:
-    """[B, side, side, 3] normalised images -> [B, num_classes] float32 logits.
+    """[B, side, side, 3] normalised images -> [B, num_classes] logits, float32 or wider.
 
     Args:
       depth: 6n + 2 layers: 20, 32, 44, 56, 110.

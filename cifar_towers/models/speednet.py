@@ -27,7 +27,7 @@ def speednet(
     residual: bool = False,
     whitening: np.ndarray | None = None,
 ) -> keras.Model:
-    """[B, side, side, 3] normalised images -> [B, num_classes] float32 logits; any side of 18 or more if None.
+    """[B, side, side, 3] normalised images -> [B, num_classes] logits, float32 or wider; any side from 18 if None.
 
     Args:
       widths: channels of the three groups.

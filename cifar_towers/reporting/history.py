@@ -103,7 +103,7 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
 
 
 def _read(directory: Path, name: str) -> Run:
-    objects = [records.read_json_if_any(directory / f"{of}.json") for of in ("config", "environment", "result")]
+    objects = [records.read_json_if_any(directory / of) for of in (records.CONFIG, records.ENVIRONMENT, records.RESULT)]
     try:
         told = [record for record in records.read(directory / records.METRICS) if isinstance(record["step"], int)]
     except OSError as error:

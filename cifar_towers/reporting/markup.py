@@ -37,10 +37,13 @@ def _element(tag: str, cell: str | tuple[str, str], words: bool, more: str) -> s
 
 
 def folded(summary: str, inside: str) -> str:
+    """What is seen when its summary, which is escaped here, is clicked."""
     return f"<details><summary>{html.escape(summary)}</summary>\n{inside}</details>\n"
 
 
 def picture(png: bytes, alt: str, caption: str = "") -> str:
+    """A PNG file's bytes as a picture under its caption, if it has one; `alt` says what there is to see. Both texts are
+    escaped here."""
     encoded = base64.b64encode(png).decode()
     told = f"<figcaption>{html.escape(caption)}</figcaption>\n" if caption else ""
     return f'<figure>{told}<img alt="{html.escape(alt)}" src="data:image/png;base64,{encoded}"></figure>\n'

@@ -150,32 +150,15 @@ def lines(curves: Mapping[str, tuple], title: str, x_label: str, y_label: str) -
     )  # fmt: skip
     axes.margins(x=0.01)
     axes.grid(color=GRID, linewidth=0.8)
-    _finish(axes, x_label)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)
+    axes.xaxis.set_major_formatter(_number)
+    axes.set_xlabel(x_label, size=10)
     counted = all(np.asarray(x).dtype.kind in "iu" for x, *_ in curves.values())  # no half epochs
     axes.xaxis.get_major_locator().set_params(integer=counted)
     axes.yaxis.set_major_formatter(_number)
     axes.set_ylabel(y_label, size=10)
-    return _drawn(axes.figure)
-
-
-def bars(values: Mapping[str, float | tuple], title: str, x_label: str) -> np.ndarray:
-    """Bars {name: value or (value, low, high)} from top to bottom, the value at the end of each, `-` for none."""
-    triples = np.array([np.broadcast_to(value, 3) for value in values.values()], float).reshape(-1, 3)
-    middles = np.nan_to_num(triples[:, 0])
-    lows, highs = np.where(np.isnan(triples[:, 1:].T), middles, triples[:, 1:].T)
-    axes = _axes(6.4, 0.3 * max(1, len(values)), title)
-    places = np.arange(len(values))
-    axes.barh(places, middles, color=STROKES[0][0], height=0.72)
-    axes.hlines(places, lows, highs, INK, linewidth=1.5)
-    behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}  # no line of the grid
-    for place, (text, high) in enumerate(zip(_alike(triples[:, 0]), highs, strict=True)):
-        axes.annotate(text, (high, place), (5, 0), textcoords="offset points", va="center", size=9, bbox=behind)
-    axes.set_yticks(places, list(values))
-    axes.set_ylim(len(values) - 0.4, -0.6)
-    axes.set_xlim(0, 1.02 * max(highs, default=0) or 1)
-    axes.grid(axis="x", color=GRID, linewidth=0.8)
-    _finish(axes, x_label)
-    axes.tick_params(axis="y", length=0)
     return _drawn(axes.figure)
 
 
@@ -218,15 +201,6 @@ def _key(axes: Axes, left: float, name: str, colours: Colormap, power: float, pe
     key.set_title(f"{name}, % of the true class", size=8, color=MUTED, loc="left", pad=3)
 
 
-def _finish(axes: Axes, x_label: str) -> None:
-    """The frame that lines and bars share."""
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=9)
-    axes.xaxis.set_major_formatter(_number)
-    axes.set_xlabel(x_label, size=10)
-
-
 def _drawn(figure: Figure) -> np.ndarray:
     """[height, width, 3] with everything that the figure holds, its size or not."""
     for text in figure.findobj(Text):
@@ -264,12 +238,3 @@ def _percent(share: float) -> str:
 
 def _number(value: float, _place: int = 0) -> str:
     return f"{value:,.10g}"
-
-
-def _alike(values: np.ndarray) -> list[str]:
-    """Values [n] as text with equally many decimals, as few as tell four digits of the largest; `-` for none."""
-    most = max(np.abs(values[np.isfinite(values)]), default=0)
-    places = max(0, 3 - math.floor(math.log10(most))) if most else 0
-    while places and all(f"{value:.{places}f}"[-1] in "0n" for value in values):
-        places -= 1
-    return ["-" if math.isnan(value) else f"{value:,.{places}f}" for value in values]

@@ -1,6 +1,5 @@
 """What TensorBoard's projector shows: which examples lie close to each other in a layer's output, and why."""
 
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from tensorboard.plugins.projector.metadata import PROJECTOR_FILENAME
 from tensorboard.plugins.projector.projector_config_pb2 import EmbeddingInfo, ProjectorConfig, SpriteMetadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from cifar_towers import storage
 from cifar_towers.reporting import pictures
 
 FEATURES, METADATA, SPRITE, EVENTS = "features.tsv", "metadata.tsv", "sprite.png", "events.out.tfevents.0.projector"
@@ -51,12 +51,12 @@ def write(directory: Path, features: np.ndarray, images: np.ndarray, columns: Ma
         sprite=SpriteMetadata(image_path=SPRITE, single_image_dim=[side, side]),
     )
     directory.mkdir(parents=True, exist_ok=True)
-    _replace(directory / FEATURES, _table([f"{number:.6g}" for number in row] for row in features.tolist()))
+    storage.write_whole(directory / FEATURES, _table([f"{number:.6g}" for number in row] for row in features.tolist()))
     facts = [columns, *zip(*columns.values(), strict=True)]
-    _replace(directory / METADATA, _table([" ".join(str(fact).split()) for fact in row] for row in facts))
-    _replace(directory / SPRITE, pictures.png(pictures.sprite(images, side)))
+    storage.write_whole(directory / METADATA, _table([" ".join(str(fact).split()) for fact in row] for row in facts))
+    storage.write_whole(directory / SPRITE, pictures.png(pictures.sprite(images, side)))
     config = text_format.MessageToString(ProjectorConfig(embeddings=[embedding]))
-    _replace(directory / PROJECTOR_FILENAME, config.encode())
+    storage.write_whole(directory / PROJECTOR_FILENAME, config.encode())
     if not list(directory.glob("*tfevents*")):
         with (directory / EVENTS).open("wb") as file:
             RecordWriter(file).write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
@@ -81,10 +81,3 @@ def describe(
 def _table(rows: Iterable[Iterable[str]]) -> bytes:
     """Values with tabs between them, a row a line."""
     return "".join("\t".join(row) + "\n" for row in rows).encode()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Replaces a file in one step, so that nobody finds half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""The files of a run that other programs read: config.json, environment.json, metrics.jsonl."""
+"""The files of a run that other programs read: their names, and how they are read and written."""
 
 import contextlib
 import json
@@ -13,9 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
+from cifar_towers import storage
+from cifar_towers.errors import reason
+
 log = logging.getLogger(__name__)
 
-METRICS = "metrics.jsonl"
+CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
+RESULT, ROLLBACKS, MISTAKES, REPORT = "result.json", "rollbacks.json", "mistakes.png", "report.html"
+FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, MISTAKES, REPORT)
 PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 
 
@@ -30,7 +35,7 @@ class Metrics:
         """Drops all records but those that are wanted, as the later ones when a run goes back to a checkpoint."""
         with self._going_on():
             kept = [record for record in read(self._path) if wanted(record)]
-            write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+            storage.write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def evaluations(self, step: int) -> list[dict]:
         """What is on record of the evaluations after `step`: their `split`, `weights`, `tta`, `accuracy` and so on."""
@@ -61,8 +66,7 @@ class GoingOn:
             yield
         except self._errors as error:
             if not self._said:
-                reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
-                log.warning("%s cannot be written (%s); the run goes on without it", self._path, reason)
+                log.warning("%s cannot be written (%s); the run goes on without it", self._path, reason(error))
             self._said = True
 
 
@@ -105,14 +109,7 @@ def read(path: Path) -> Iterator[dict]:
 
 def write_json(path: Path, value: Mapping) -> None:
     """Writes an object, whole or not at all."""
-    write_whole(path, json.dumps(value, indent=1, default=str) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replaces a file in one step, so that nobody finds half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    storage.write_whole(path, json.dumps(value, indent=1, default=str) + "\n")
 
 
 def environment(towers, precision: str, data_digests: Mapping[str, str], gpus: Sequence[str] = ()) -> dict:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from cifar_towers import storage
 from cifar_towers.errors import RunError
 from cifar_towers.reporting import markup, records
 from cifar_towers.reporting.clock import TRAINING
@@ -62,7 +63,7 @@ def write(directories: Sequence[Path], out: Path) -> Path:
         raise RunError(f"{out} cannot be written: it is there, and no file; name one with --out=FILE")
     text = page(runs).encode("ascii", "xmlcharrefreplace").decode()  # whatever the locale
     try:
-        records.write_whole(out, text)
+        storage.write_whole(out, text)
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}; name another place with --out=FILE") from None
     return out
@@ -262,7 +263,7 @@ def _mistakes(run: Run) -> str:
     from PIL import Image
 
     try:
-        png = (run.directory / "mistakes.png").read_bytes()
+        png = (run.directory / records.MISTAKES).read_bytes()
         with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
             image.load()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):

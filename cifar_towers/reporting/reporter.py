@@ -1,31 +1,30 @@
 """What a run tells of itself: to the terminal, in the files of its directory, and in TensorBoard."""
 
 import dataclasses
-import logging
 import math
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from cifar_towers import storage
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import Dataset, Split
 from cifar_towers.evaluation import Score
 from cifar_towers.reporting import pictures, records
 from cifar_towers.reporting.clock import Clock
 from cifar_towers.reporting.progress import Progress, Status
+from cifar_towers.reporting.summaries import Summaries
 from cifar_towers.reporting.usage import Usage
 from cifar_towers.towers import Tower, device_table
 from cifar_towers.towers.devices import gpu_names
 from cifar_towers.towers.placement import short_device
 from cifar_towers.towers.stages import layer_costs
-from cifar_towers.training import directory, observing
+from cifar_towers.training import observing, run_directory
 from cifar_towers.training.health import Health
 from cifar_towers.training.schedules import Length
 from cifar_towers.training.state import TrainState
-
-log = logging.getLogger(__name__)
+from cifar_towers.training.step import StepMetrics
 
 SCALARS_PER_SUMMARY = 10  # how many times as often scalars and records come as whole summaries
 NOISE_MEMORY = 0.9  # of the averages that the gradient noise scale is a ratio of
@@ -85,14 +84,14 @@ class Reporter:
     def begin(self, step: int) -> None:
         """Opens the files, which hold nothing of after `step`, and writes into them what the run is."""
         self.metrics = records.Metrics(self.directory)
-        self.summaries = _NoSummaries() if self.quiet else _make_summaries(self.config, self.towers)
+        self.summaries = _NoSummaries() if self.quiet else Summaries(self.directory, self.towers)
         self.go_back(step)
         settings = dataclasses.asdict(self.config)
         environment = self._environment()
-        for name, content in ((directory.CONFIG, settings), (directory.ENVIRONMENT, environment)):
+        for name, content in ((records.CONFIG, settings), (records.ENVIRONMENT, environment)):
             with records.going_on(self.directory / name):
                 records.write_json(self.directory / name, content)
-        shown = directory.recipe_of(self.config) | {"seed": self.config.seed, "towers": len(self.towers)}
+        shown = run_directory.recipe_of(self.config) | {"seed": self.config.seed, "towers": len(self.towers)}
         shown |= {"strategy": self.config.strategy, "precision": self.precision, "dataset": self.dataset.name}
         texts = {
             "run/recipe": _table(("setting", "value"), settings.items()),
@@ -119,12 +118,15 @@ class Reporter:
         """Drops what is on record of the steps after `step`."""
         self._epoch = []
         self.metrics.keep(lambda record: record["step"] <= step)
-        evaluated = step if self.metrics.evaluations(step) else step - 1
-        self.summaries.keep(step, evaluated)
+        self.summaries.keep(step, step if self.evaluated(step) else step - 1)
+
+    def evaluated(self, step: int) -> list[dict]:
+        """What is on record of the evaluations after `step`, as `evaluation` returned it."""
+        return self.metrics.evaluations(step)
 
     def drop_evaluation(self, step: int) -> None:
         """Drops what is on record of an evaluation after `step` that is to be made again."""
-        if self.metrics.evaluations(step):
+        if self.evaluated(step):
             self.metrics.keep(lambda record: (record["kind"], record["step"]) != ("eval", step))
             self.summaries.keep(step, step - 1)
 
@@ -132,7 +134,7 @@ class Reporter:
         """Whether the step that makes `step` of them is to be looked at closely."""
         return every_so_often(step, self.config.summary_every_steps) or step == self.length.last
 
-    def step(self, step: int, metrics, rates: Mapping[str, float], side: int, health: Health) -> None:
+    def step(self, step: int, metrics: StepMetrics, rates: Mapping[str, float], side: int, health: Health) -> None:
         """After `step` steps, of which `metrics` is the last's; rates by parameter group."""
         self._epoch.append(metrics)
         rate, speed = next(iter(rates.values())), self.clock.recent_rate()
@@ -200,17 +202,34 @@ class Reporter:
         sheet = pictures.contact_sheet(
             split.images[score.mistakes.examples], captions, f"surest mistakes, {which}, step {step}"
         )
-        with records.going_on(self.directory / directory.MISTAKES):
-            (self.directory / directory.MISTAKES).write_bytes(pictures.png(sheet))
+        with records.going_on(self.directory / records.MISTAKES):
+            storage.write_whole(self.directory / records.MISTAKES, pictures.png(sheet))
         self.summaries.failures(step, which, score, split, names, sheet)
         return found
 
     # The end -----------------------------------------------------------------------------------------------------
 
-    def result(self, result: dict) -> None:
-        """Writes and says what the run came to."""
-        with records.going_on(self.directory / directory.RESULT):
-            records.write_json(self.directory / directory.RESULT, result)
+    def came_to(self, result: Mapping) -> None:
+        """Says what the run came to, before anything that can fail."""
+        self.progress.pause()
+        for score in result["evaluations"]:
+            self.say(told(score))
+        spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result["seconds"].items())
+        self.say(
+            f"step {result['step']}: {spent}; {result['images_per_sec']:,.0f} images/s; "
+            f"weights sha256 {result['weights_sha256'][:16]}"
+        )
+        if self.banner:
+            self.say(self.banner)
+
+    def result(self, result: Mapping) -> None:
+        """Writes what the run came to, and says what went wrong on the way."""
+        if result["failed_saves"]:
+            self.say(f"{result['failed_saves']} checkpoints could not be saved when they were due")
+        if result["bad_steps"]:
+            self.say(f"{result['bad_steps']} steps made no update, {result['rollbacks']} rollbacks")
+        with records.going_on(self.directory / records.RESULT):
+            records.write_json(self.directory / records.RESULT, result)
         final = {f"accuracy/{_which(**score)}": score["accuracy"] for score in result["evaluations"]}
         final |= {"images_per_sec": result["images_per_sec"], "training_seconds": self.clock.training_seconds}
         self.summaries.end(result["step"], final)
@@ -223,7 +242,7 @@ class Reporter:
 
     # Parts -------------------------------------------------------------------------------------------------------
 
-    def _alike(self, metrics) -> dict:
+    def _alike(self, metrics: StepMetrics) -> dict:
         """How alike the towers are in a step that was looked at: for the record."""
         norms, cosines = metrics.close_up.towers.T
         norms = norms / metrics.close_up.loss_scale
@@ -241,7 +260,7 @@ class Reporter:
         signal, noise = self._noise
         return alike | {"gradient_noise_scale": noise / signal if signal > 0 else None}
 
-    def _close_up(self, step: int, metrics, alike: dict) -> None:
+    def _close_up(self, step: int, metrics: StepMetrics, alike: dict) -> None:
         """What the step that was looked at adds for TensorBoard; nothing where its numbers are no numbers."""
         self.summaries.towers(step, alike["towers"])
         if not metrics.finite:
@@ -308,19 +327,8 @@ def _which(split: str, weights: str, tta: int, **_) -> str:
     return f"{split}/{weights}" + (f"_tta{tta}" if tta else "")
 
 
-def _make_summaries(config: TrainConfig, towers: Sequence[Tower]):
-    try:
-        from cifar_towers.reporting.summaries import Summaries
-    except ImportError as error:
-        log.warning(
-            "no event files for TensorBoard (%s); for these: %s -m pip install tensorboard", error, sys.executable
-        )
-        return _NoSummaries()
-    return Summaries(config.directory, towers)
-
-
 class _NoSummaries:
-    """Stands in where another process writes them, or `tensorboard` is not installed: takes all, writes nothing."""
+    """Stands in where another process writes them: takes all, writes nothing."""
 
     def __getattr__(self, name):
         return lambda *_, **__: None

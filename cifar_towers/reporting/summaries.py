@@ -81,7 +81,7 @@ class Summaries:
 
     def images(self, step: int, tag: str, images: np.ndarray, labels: Sequence[str]) -> None:
         """A row of images [n, height, width, 3] of uint8 over their labels."""
-        self._train.write(step, [values.image(tag, pictures.labelled(images, labels)[None])])
+        self._train.write(step, [values.image(tag, pictures.labelled(images, labels))])
 
     def activations(self, step: int, layers: Sequence[str], rows: np.ndarray) -> None:
         """How each layer's output is spread: [L, 34], as `observing.count` makes them."""
@@ -122,8 +122,8 @@ class Summaries:
         """
         matrix = pictures.confusion_matrix(score.confusion, class_names, f"{which}, step {step}")
         name_of_split = which.partition("/")[0]
-        shown = [values.image(f"confusion/{name_of_split}", matrix[None])]
-        shown.append(values.image(f"mistakes/{name_of_split}", mistakes[None]))
+        shown = [values.image(f"confusion/{name_of_split}", matrix)]
+        shown.append(values.image(f"mistakes/{name_of_split}", mistakes))
         for name, accuracy in zip(class_names, score.per_class(), strict=True):
             shown.append(values.scalar(f"class_accuracy/{name_of_split}/{name}", accuracy))
         if np.isfinite(score.probabilities).all():
@@ -139,7 +139,7 @@ class Summaries:
     def end(self, step: int, scalars: Mapping[str, float]) -> None:
         """What the run came to, for the table of runs."""
         self._result.write(step, [values.scalar(f"final/{tag}", value) for tag, value in scalars.items()])
-        self._result.write(step, [values.hparams_end(True)])
+        self._result.write(step, [values.hparams_end()])
 
     def keep(self, trained: int, evaluated: int) -> None:
         """Drops what was written of later steps, as a run does that goes back: of training, and of evaluations."""

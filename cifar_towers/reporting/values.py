@@ -36,10 +36,10 @@ def text(tag: str, markdown: str) -> Summary.Value:
     return text_pb(tag, markdown).value[0]
 
 
-def image(tag: str, images: np.ndarray) -> Summary.Value:
-    """Images [n, height, width, 3] of uint8, side by side under one tag."""
-    height, width = images.shape[1:3]
-    content = [str(width).encode(), str(height).encode(), *map(pictures.png, images)]
+def image(tag: str, shown: np.ndarray) -> Summary.Value:
+    """An image [height, width, 3] of uint8."""
+    height, width = shown.shape[:2]
+    content = [str(width).encode(), str(height).encode(), pictures.png(shown)]
     return _value(tag, images_metadata.create_summary_metadata(None, None), np.array(content, object))
 
 
@@ -99,10 +99,9 @@ def hparams(settings: Mapping[str, bool | int | float | str]) -> Summary.Value:
     return hparams_pb(settings, trial_id="").value[0]
 
 
-def hparams_end(success: bool) -> Summary.Value:
-    """That the run ends now, for good: TensorBoard keeps the first that a run has."""
-    status = api_pb2.STATUS_SUCCESS if success else api_pb2.STATUS_FAILURE
-    ended = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
+def hparams_end() -> Summary.Value:
+    """That the run ends now, for good and well: TensorBoard keeps the first that a run has."""
+    ended = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
     data = plugin_data_pb2.HParamsPluginData(session_end_info=ended)
     return Summary.Value(
         tag=sessions.SESSION_END_INFO_TAG, metadata=sessions.create_summary_metadata(data), tensor=sessions.NULL_TENSOR

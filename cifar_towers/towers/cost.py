@@ -1,7 +1,7 @@
 """For machines we do not have: what one synchronous step sends between devices, and how long that would take.
 
 `step_bytes` derives it from a model's variables alone, and `predict` turns it into times and efficiencies of many
-devices. The tests hold the bytes to those that `transfers` counts in traced steps.
+devices. The tests hold the bytes to those that cross in traced steps.
 """
 
 import itertools
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cifar_towers.towers.placement import HOST, PLACEMENTS
-from cifar_towers.towers.transfers import Traffic
 
 # Shared variables placed by a policy, or a copy on every device and an all-reduce: through one device, or in a ring.
 WAYS = (*PLACEMENTS, "one_device", "ring")
+Traffic = Counter[tuple[str, str]]  # (source device, destination device) -> bytes
 
 
 class VariableBytes(NamedTuple):

@@ -101,6 +101,7 @@ def share(tensors: Any, towers: Sequence[Tower]) -> list[Shard]:
 
 
 def on_each_tower(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: list[Shard]) -> list[Any]:
+    """What `fn(tower, tensors)` gives for each tower's shard, on its device and under its name."""
     return [
         keep_on(tower.device, tower.name, functools.partial(fn, tower))(shard.tensors)
         for tower, shard in zip(towers, shards, strict=True)
@@ -125,6 +126,11 @@ def join(structures: list[Any], shards: list[Shard]) -> Any:
 
 
 def as_towers(towers: int | Sequence[Tower]) -> list[Tower]:
+    """So many towers on the devices of this machine, or those that are given.
+
+    Raises:
+      ValueError: there are none.
+    """
     towers = make_towers(towers) if isinstance(towers, int) else list(towers)
     if not towers:
         raise ValueError("no towers to run on; give their number or a list from make_towers")

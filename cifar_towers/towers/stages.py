@@ -51,7 +51,7 @@ def cut_in_stages(
       devices: such as `["/GPU:0", "/GPU:1"]`, in the order of the stages; one may serve several.
       open_size: what sizes the model leaves open (a speednet's side) are taken for when costs are estimated; the
         stages leave them open.
-      watched: names of layers whose outputs `watched_staged_call` is to give.
+      watched: names of layers whose outputs `staged_call` is to give.
 
     Raises:
       ValueError: a model without a graph of layers, with several inputs or outputs or with a layer that is called
@@ -77,16 +77,10 @@ def staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, A
     for another part of the batch. Keras masks do not pass from stage to stage.
 
     Returns:
-      (weights, statistics, [B, ...] images) -> ([B, ...] logits, new statistics), with lists of tensors in the order
-      of `model.trainable_variables` and `model.non_trainable_variables`. A statistic that did not change comes back
-      as the tensor it was; one that did carries no gradient.
+      (weights, statistics, [B, ...] images) -> ([B, ...] logits, new statistics, outputs of the `watched` layers), with
+      lists of tensors in the order of `model.trainable_variables` and `model.non_trainable_variables`. A statistic
+      that did not change comes back as the tensor it was; one that did carries no gradient, nor do the outputs.
     """
-    call = watched_staged_call(stages, model)
-    return lambda *arguments: call(*arguments)[:2]
-
-
-def watched_staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, Any, tf.Tensor], tuple]:
-    """`staged_call` whose result has a third part: the outputs of the `watched` layers, which carry no gradient."""
     weights_of = _positions(model.trainable_variables, [s.model.trainable_variables for s in stages])
     statistics_of = _positions(model.non_trainable_variables, [s.model.non_trainable_variables for s in stages])
 

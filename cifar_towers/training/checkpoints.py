@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers import storage
-from cifar_towers.errors import DataError, UsageError
+from cifar_towers.errors import DataError, UsageError, reason
 
 DIRECTORY, PREFIX, FACTS = "checkpoints", "state", "facts.json"
 
@@ -148,38 +148,26 @@ def _refuse_other_variables(checkpoint: Path, prefix: str, variables: Mapping[st
 
 
 def _damaged(checkpoint: Path, error: Exception) -> DataError:
-    reason = " ".join(str(error).split())[:200]
-    return DataError(f"{checkpoint} is damaged ({reason}); the next start sets it aside")
+    return DataError(f"{checkpoint} is damaged ({reason(error)}); the next start sets it aside")
 
 
-def read_values(checkpoint: Path, names: Sequence[str]) -> list[np.ndarray]:
-    """The values that were saved under these lasting names.
+def read(checkpoint: Path, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """The values by the lasting names they were saved under: of these names, or all.
 
     Raises:
       UsageError: naming the first that is not there. DataError: the checkpoint is damaged.
     """
     try:
         reader = tf.train.load_checkpoint(str(checkpoint / PREFIX))
-        missing = next((name for name in names if not reader.has_tensor(_key(name))), None)
-        values = [] if missing else [reader.get_tensor(_key(name)) for name in names]
+        there = {_name(key): key for key in reader.get_variable_to_shape_map() if _SUFFIX in key}
+        names = there if names is None else names
+        missing = next((name for name in names if name not in there), None)
+        values = {} if missing else {name: reader.get_tensor(there[name]) for name in names}
     except (tf.errors.OpError, OSError, ValueError) as error:
         raise _damaged(checkpoint, error) from error
     if missing:
         raise UsageError(f"{checkpoint} has no variable {missing}; it is of another model")
     return values
-
-
-def read_all(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Every value by the lasting name it was saved under.
-
-    Raises:
-      DataError: the checkpoint is damaged.
-    """
-    try:
-        reader = tf.train.load_checkpoint(str(checkpoint / PREFIX))
-        return {_name(key): reader.get_tensor(key) for key in reader.get_variable_to_shape_map() if _SUFFIX in key}
-    except (tf.errors.OpError, OSError, ValueError) as error:
-        raise _damaged(checkpoint, error) from error
 
 
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"

@@ -1,4 +1,4 @@
-"""Choosing by measuring: the variable placement that is fastest here."""
+"""Where a run that leaves it open has its variables: as it began, or where measuring says they are fastest here."""
 
 import dataclasses
 import logging
@@ -8,17 +8,36 @@ import time
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.data.batches import Batches
-from cifar_towers.data.dataset import Split
+from cifar_towers.data.dataset import Dataset, Split
 from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import HOST, PLACEMENTS
-from cifar_towers.training import setup
+from cifar_towers.training import run_directory, setup
 from cifar_towers.training.schedules import Length
 
 log = logging.getLogger(__name__)
 
 IMAGES = 16  # a tower and step: few, so that what is exchanged weighs most
 STEPS, SAME = 7, 0.03  # timed steps of each placement; times as near as this count as equal, and the plainer one wins
+
+
+def settle(config: TrainConfig, towers: list[Tower], computed_in: str, dataset: Dataset, length: Length) -> TrainConfig:
+    """`config` with `variable_placement=auto` settled: as the run began on as many towers, or by measuring.
+
+    Raises:
+      UsageError, DataError: as `run_directory.newest` does.
+    """
+    if config.variable_placement != "auto":
+        return config
+    found = None if config.fresh else run_directory.newest(config.directory, config, dataset)
+    facts = found[1] if found else {}
+    placement = facts.get("variable_placement")
+    if found and run_directory.finished(config.directory, config, facts["step"], length.last):
+        placement = "cpu"  # nothing will be trained
+    elif placement in PLACEMENTS and facts["towers"] == len(towers):
+        log.info("variable placement %s: as the run began", placement)
+    else:
+        placement = fastest_placement(config, towers, computed_in, dataset.train, length)
+    return dataclasses.replace(config, variable_placement=placement)
 
 
 def fastest_placement(config: TrainConfig, towers: list[Tower], computed_in: str, train: Split, length: Length) -> str:
@@ -38,7 +57,7 @@ def fastest_placement(config: TrainConfig, towers: list[Tower], computed_in: str
             variable_placement=placement,
             batch_size=min(config.batch_size, IMAGES * len(towers) * config.micro_batches),
         )
-        batches = Batches(train, small.batch_size, small.seed, small.flip)
+        batches = setup.make_batches(small, train)
         training = setup.make_training(small, towers, computed_in, train, length)
         rates = {name: tf.constant(0.0) for name in training.state.optimizer.rates(0)}
         steps[placement] = (training.train_step, batches.at(0), rates)

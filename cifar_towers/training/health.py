@@ -1,12 +1,16 @@
 """Whether a run's numbers are finite, where the first that is not came from, and when enough is enough."""
 
+import contextlib
 from collections.abc import Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from cifar_towers.data.augment import Augmentation
+from cifar_towers.data.batches import Batch
 from cifar_towers.errors import DivergedError
+from cifar_towers.towers import Tower, run_on_parts
 
 MOST_ROLLBACKS = 8  # then the rates are 1/256 of the recipe's, and it is not the rates
 
@@ -44,6 +48,21 @@ def first_bad_tensor(model: keras.Model, images: tf.Tensor) -> str:
     ]
     outputs, _ = until_each.stateless_call(*variables, images, training=True)
     return next((f"the output of {layer.name}" for layer, out in zip(layers, outputs) if not _finite(out)), "")
+
+
+def find_bad(
+    model: keras.Model, augmentation: Augmentation, tower: Tower, shard: Batch, side: int, micro_batches: int
+) -> str:
+    """What in a tower's forward pass over its shard, in images of this side, is first not finite: an addition to what
+    `describe` says, empty if all is, or if that cannot be found out."""
+
+    def look(part):
+        return first_bad_tensor(model, augmentation.train(part.images, part.draws, side))
+
+    found = []
+    with contextlib.suppress(tf.errors.OpError, ValueError), tf.device(tower.device):  # as where memory is short
+        found = [first for first in run_on_parts(look, shard, micro_batches, in_turn=False) if first]
+    return f"; first of its tensors: {found[0]}" if found else ""
 
 
 def _finite(tensor) -> bool:
@@ -111,7 +130,7 @@ def describe(metrics, towers: Sequence, terms: Sequence[str], weights: Sequence[
     """Which numbers of a step were not finite, in words, as `total_loss of tower_1 is not finite`.
 
     Args:
-      metrics: the step's, on the host.
+      metrics: the step's `StepMetrics`, on the host.
       terms, weights: names of the loss terms and of the trained variables. moved: of what the update assigns.
     """
     names = [*terms, *(f"the gradient of {name}" for name in reversed(weights))]

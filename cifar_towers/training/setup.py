@@ -1,4 +1,4 @@
-"""From settings to parts: towers, model, optimizer, state. Below here, functions take plain values."""
+"""From settings to parts: towers, data, model, optimizer, state. Below here, functions take plain values."""
 
 import logging
 import math
@@ -10,8 +10,10 @@ import tensorflow as tf
 from keras.src.utils import naming  # clear_session, which does it too, ends the graph that is being made
 
 from cifar_towers.config import DeviceConfig, TrainConfig
+from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
-from cifar_towers.data.dataset import Split, Traits, in_parts
+from cifar_towers.data.batches import Batches
+from cifar_towers.data.dataset import Dataset, Split, Traits, in_parts
 from cifar_towers.errors import UsageError
 from cifar_towers.models import MODELS, own
 from cifar_towers.models.cifarnet import WEIGHT_DECAYS
@@ -73,6 +75,27 @@ def choose_precision(setting: str, towers: list[Tower]) -> str:
     chosen, reason = precision.choose(setting, towers[0].device)
     log.info("precision %s: %s", chosen, reason)
     return chosen
+
+
+def load_data(config: TrainConfig, source: sources.Source) -> tuple[sources.Source, Dataset]:
+    """The data of a run as its settings say, and the source they really came from.
+
+    Raises:
+      DataError, UsageError: as `sources.load` does.
+    """
+    return sources.load(source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto")
+
+
+def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None = None) -> Batches:
+    """The batches of a run over `train`; of each, the `rows` (first, count) that are made here, or all.
+
+    Raises:
+      UsageError: a batch is more than there are examples.
+    """
+    try:
+        return Batches(train, config.batch_size, config.seed, config.flip, rows)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def make_augmentation(config: TrainConfig, traits: Traits) -> Augmentation:
@@ -185,8 +208,9 @@ def make_optimizer(config: TrainConfig, model: keras.Model, length: schedules.Le
 
 
 class Training(NamedTuple):
-    """What a run works with: its state, the function (batch, rates, side) -> metrics that moves it, and its towers,
-    which are one where the devices hold stages."""
+    """What a run works with: its state; the function (batch, rates, side, look) -> metrics that moves it, which on a
+    cluster also takes `asked`, as `make_mirrored_step` says; and its towers, which are one where the devices hold
+    stages."""
 
     state: TrainState
     train_step: Callable

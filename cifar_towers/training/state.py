@@ -71,7 +71,7 @@ class TrainState:
         rates: dict[str, tf.Tensor],
         finite: tf.Tensor,
         look: tf.Tensor | None = None,
-    ):
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor | None]:
         """One step: the weights move, their averages follow, the step counts on.
 
         Nothing moves unless the towers' numbers were `finite` and all that variables are to become is so too; then only

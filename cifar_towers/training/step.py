@@ -10,20 +10,21 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.towers import Tower, average_gradients, run_on_parts, run_on_towers, run_together, split_batch
 from cifar_towers.towers.placement import HOST
-from cifar_towers.towers.stages import Stage, watched_staged_call
+from cifar_towers.towers.stages import Stage, staged_call
 from cifar_towers.training.health import first_bad
 from cifar_towers.training.observing import CloseUp, Look, look_at_forward, look_at_towers, watched_call
 from cifar_towers.training.state import TrainState
 
 
 class TowerResult(NamedTuple):
-    """What one tower hands over: scalars {term: loss}, N x (gradient, variable), new statistics (None where one did
-    not change), examples it got right. A part of a shard has gradients alone."""
+    """What one tower hands over of its shard. A part of a shard has no `bad`."""
 
-    losses: dict[str, tf.Tensor]
-    gradients: list
-    statistics: list[tf.Tensor | None]
-    correct: tf.Tensor
+    losses: dict[str, tf.Tensor]  # scalars by term
+    gradients: list  # N x (gradient, variable)
+    statistics: list[tf.Tensor | None]  # new values; None where one did not change
+    correct: tf.Tensor  # examples it got right
+    # The first that is not finite: its index in the losses and, after them, the gradients from the last to the first,
+    # or -1.
     bad: tf.Tensor | None = None
     look: Look | None = None
 
@@ -146,7 +147,7 @@ def make_tower_fn(
 
 def _staged(stages: Sequence[Stage], model) -> Callable:
     """`watched_call` for a model cut in stages, which has no losses of its own."""
-    call = watched_staged_call(stages, model)
+    call = staged_call(stages, model)
 
     def forward(weights, statistics, images):
         logits, new_statistics, activations = call(weights, statistics, images)
@@ -162,7 +163,7 @@ def all_finite(results: Sequence[TowerResult]) -> tf.Tensor:
 
 def apply_update(
     state: TrainState, gradients: list, statistics: list, rates: dict, losses: dict, finite: tf.Tensor, look=None
-):
+) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor], tuple[tf.Tensor, tf.Tensor] | None]:
     """Moves the state by mean gradients: ({`gradient_norm`, `finite`, `bad_update`}, averages of the losses, what
     `look_at_update` says and the loss scale, if it was asked for)."""
     scale = state.loss_scale.value()

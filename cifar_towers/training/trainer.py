@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from cifar_towers import storage
 from cifar_towers.cluster.team import Team, alone
 from cifar_towers.config import TrainConfig, parse_window
 from cifar_towers.data import sources
-from cifar_towers.data.batches import Batch, Batches
+from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError
 from cifar_towers.evaluation import make_evaluator
@@ -23,16 +22,13 @@ from cifar_towers.reporting import records
 from cifar_towers.reporting.clock import Clock
 from cifar_towers.reporting.profile import Window
 from cifar_towers.reporting.reporter import Reporter, every_so_often, told
-from cifar_towers.signals import LAUNCH, NOTHING_DONE, StopRequest
-from cifar_towers.towers import Tower, run_on_parts, split_batch
-from cifar_towers.towers.placement import HOST, PLACEMENTS
-from cifar_towers.training import choosing, directory, health, schedules, setup
+from cifar_towers.signals import LAUNCH_VARIABLE, NOTHING_DONE, StopRequest
+from cifar_towers.towers import Tower, split_batch
+from cifar_towers.towers.placement import HOST
+from cifar_towers.training import choosing, health, run_directory, schedules, setup, together
 from cifar_towers.training.keeper import Keeper
 from cifar_towers.training.mirrored import towers_here
-from cifar_towers.training.observing import Look
 from cifar_towers.training.step import StepMetrics
-
-log = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: Team | None = None) -> dict:
@@ -40,22 +36,23 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: 
     chief alone has a directory that stays.
 
     Returns:
-      The content of result.json: `step`, `seconds` by activity, `images_per_sec`, `weights_sha256`, and `evaluations`.
+      The content of result.json: `step`; `reached`, the accuracy that met the target, or 0; `dataset`; `seconds` by
+      activity; `images_per_sec`; `weights_sha256`; how many `failed_saves`, `bad_steps` and `rollbacks` there were; and
+      the records of the last `evaluations`.
 
     Raises:
       UsageError, DataError, DivergedError, Interrupted: see `cifar_towers.errors`.
+      RunError: the last step could not be saved, or the run cannot go back to a checkpoint.
     """
     clock, team = Clock(), team or alone()
     stop.leave_at_once(NOTHING_DONE)
     strategy, towers = setup.open_cluster(config) if config.members else (None, setup.open_towers(config))
     stop.take_over()  # TensorFlow's server listens for SIGTERM itself
     config.tower_batch_size(len(towers), by_default=not config.num_gpus)
-    source, dataset = sources.load(
-        source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto"
-    )
+    source, dataset = setup.load_data(config, source)
     if source.banner and not config.train_dir:  # leaves the directory of the real run free for when there is CIFAR-10
         config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
-    if config.fresh and directory.cleared_by(config.directory, os.environ.get(LAUNCH, "")):
+    if config.fresh and run_directory.cleared_by(config.directory, os.environ.get(LAUNCH_VARIABLE, "")):
         config = dataclasses.replace(config, fresh=False)  # what is there is of the start before this one
     with contextlib.ExitStack() as stack:
         if not team.chief:
@@ -86,21 +83,20 @@ class Trainer:
         team: Team,
         strategy: tf.distribute.Strategy | None = None,
     ):
-        self.source, self.dataset, self.devices = source, dataset, towers
-        self.stop, self.clock, self.team = stop, clock, team
+        self.dataset, self.stop, self.clock, self.team = dataset, stop, clock, team
         self.here = towers_here(strategy, towers) if strategy else towers
         self.directory = config.directory
         self.precision = setup.choose_precision(config.precision, self.here)
-        self.config = config
-        self._compare_notes()
-        self.batches = self._make_batches()
+        together.compare_notes(team, dataset, self.precision, len(self.here))
+        count = config.batch_size * len(self.here) // len(towers)
+        self.batches = setup.make_batches(config, dataset.train, rows=(team.index * count, count))
         self.length = config.length(self.batches.steps_per_epoch)
-        self.config = config = self._with_placement(config)
+        self.config = config = choosing.settle(config, towers, self.precision, dataset, self.length)
         self.state, self.train_step, self.towers = setup.make_training(
             config, towers, self.precision, dataset.train, self.length, strategy
         )
-        augmentation = setup.make_augmentation(config, dataset.traits)
-        self.evaluate = make_evaluator(self.state.model, self.here, augmentation, team)
+        self.augmentation = setup.make_augmentation(config, dataset.traits)
+        self.evaluate = make_evaluator(self.state.model, self.here, self.augmentation, team)
         self.reporter = Reporter(
             config, dataset, source.banner, self.here, self.towers, self.precision, self.state, self.length, clock,
             quiet=not team.chief,
@@ -135,7 +131,7 @@ class Trainer:
         self.reporter.introduce()
         first_step = self._resume()
         last = self.length.last
-        done = self.team.from_chief(lambda: directory.finished(self.directory, self.config, first_step, last))
+        done = self.team.from_chief(lambda: run_directory.finished(self.directory, self.config, first_step, last))
         if done:
             self.say(f"{self.directory} is complete at step {first_step}: {told(done['evaluations'][-1])}")
             return done
@@ -169,7 +165,7 @@ class Trainer:
         scores: list[dict] = []
         try:
             if self._at_evaluation(step):  # a signal may have come before it, in it, or right after it
-                scores = self.team.from_chief(lambda: self.reporter.metrics.evaluations(step))
+                scores = self.team.from_chief(lambda: self.reporter.evaluated(step))
                 scores = scores or self._evaluate(step, tta=0, final=False)
                 if self._reached_target(step, scores):
                     return step
@@ -236,18 +232,10 @@ class Trainer:
         return metrics
 
     def _hear_others(self, metrics: StepMetrics) -> StepMetrics:
-        """What the towers of other workers add: whether to stop, and to a step that was looked at."""
-        if self.team.size == 1:
-            return metrics
-        self.stop.agree(int(metrics.asked))
-        if not metrics.close_up:
-            return metrics
-        final = self.team.index == self.team.size - 1
-        look = list(metrics.close_up.look) if final else None
-        brought = self.team.gather({"towers": metrics.close_up.towers, "look": look})
-        towers = np.concatenate([one["towers"] for one in brought])
-        close_up = metrics.close_up._replace(look=Look(*brought[-1]["look"]), towers=towers)
-        return metrics._replace(close_up=close_up)
+        """What the other workers add: whether to stop, and to a step that was looked at what their towers say."""
+        if self.team.size > 1:
+            self.stop.agree(int(metrics.asked))
+        return together.with_others(self.team, metrics)
 
     def _profile(self, what: Callable, *step: int) -> None:
         """Lets the profile, if there is to be one, begin or end; what it says is said."""
@@ -288,21 +276,11 @@ class Trainer:
         bad = [tower for tower, index in zip(self.towers, metrics.bad_tensors, strict=True) if index >= 0]
         if not bad:
             return ""
-        found = self._find_bad(bad[0], batch, side) if bad[0] in self.here else ""
+        here, found = [tower for tower in self.towers if tower in self.here], ""
+        if bad[0] in here:
+            shard = split_batch(batch, here)[here.index(bad[0])]
+            found = health.find_bad(self.state.model, self.augmentation, bad[0], shard, side, self.config.micro_batches)
         return next(filter(None, self.team.gather(found)), "")
-
-    def _find_bad(self, tower: Tower, batch: Batch, side: int) -> str:
-        here = [each for each in self.towers if each in self.here]
-        shard = split_batch(batch, here)[here.index(tower)]
-        augment = setup.make_augmentation(self.config, self.dataset.traits).train
-
-        def look(part):
-            return health.first_bad_tensor(self.state.model, augment(part.images, part.draws, side))
-
-        found = []
-        with contextlib.suppress(tf.errors.OpError, ValueError), tf.device(tower.device):  # as where memory is short
-            found = [first for first in run_on_parts(look, shard, self.config.micro_batches, in_turn=False) if first]
-        return f"; first of its tensors: {found[0]}" if found else ""
 
     def _roll_back(self, error: DivergedError) -> int:
         """Goes back to the checkpoint before the bad steps, if the run is to; the step it is of."""
@@ -310,12 +288,12 @@ class Trainer:
             raise error
         good_until = int(self.state.step.numpy()) - self.health.in_a_row
         self.health.roll_back(error)
-        with records.going_on(self.directory / directory.ROLLBACKS):  # a checkpoint will know it only later
-            records.write_json(self.directory / directory.ROLLBACKS, {"rollbacks": self.health.rollbacks})
+        with records.going_on(self.directory / records.ROLLBACKS):  # a checkpoint will know it only later
+            records.write_json(self.directory / records.ROLLBACKS, {"rollbacks": self.health.rollbacks})
         step = self.team.from_chief(lambda: self.keeper.go_back(good_until))
         if step is None:
             raise error
-        self._share_state()
+        together.share_state(self.team, self.state)
         self.reached = 0.0
         self.reporter.go_back(step)
         self.say(str(error))
@@ -359,7 +337,7 @@ class Trainer:
             return True
         facts = {
             "accuracy": next((score["accuracy"] for score in reversed(scores)), None),
-            "recipe": directory.recipe_of(self.config),
+            "recipe": run_directory.recipe_of(self.config),
             "dataset": self.dataset.name,
             "traits": self.dataset.traits._asdict(),
             **{f"{name}_sha256": digest for name, digest in self.dataset.digests().items()},
@@ -386,67 +364,31 @@ class Trainer:
         self._reached_target(step, scores)
         digest = self.state.digest()
         self.team.agree({"weights, as sha256,": digest})
-        speed = self.clock.rate()
         result = {
             "step": step,
             "reached": self.reached,
             "dataset": self.dataset.name,
             "seconds": {name: round(spent, 3) for name, spent in self.clock.seconds.items()},
-            "images_per_sec": speed,
+            "images_per_sec": self.clock.rate(),
             "weights_sha256": digest,
             "failed_saves": self.keeper.failed_saves,
             "bad_steps": self.health.bad_steps,
             "rollbacks": self.health.rollbacks,
             "evaluations": scores,
         }
-        self.reporter.progress.pause()
-        for score in scores:
-            self.say(told(score))
-        spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.clock.seconds.items())
-        self.say(f"step {step}: {spent}; {speed:,.0f} images/s; weights sha256 {digest[:16]}")
-        if self.source.banner:
-            self.say(self.source.banner)
+        self.reporter.came_to(result)
         if not saved and not self._save(step):  # a last try: evaluation took a while
             raise RunError(f"step {step}, the last, could not be saved; make room, and the same command goes on")
-        if self.keeper.failed_saves:
-            self.say(f"{self.keeper.failed_saves} checkpoints could not be saved when they were due")
-        if self.health.bad_steps:
-            self.say(f"{self.health.bad_steps} steps made no update, {self.health.rollbacks} rollbacks")
         self.reporter.result(result)
         return result
 
     # The start --------------------------------------------------------------------------------------------------
 
-    def _with_placement(self, config: TrainConfig) -> TrainConfig:
-        """`config` with `variable_placement=auto` settled: as the run began on as many towers, or by measuring."""
-        if config.variable_placement != "auto":
-            return config
-        found = None if config.fresh else directory.newest(self.directory, config, self.dataset)
-        facts = found[1] if found else {}
-        placement = facts.get("variable_placement")
-        if found and directory.finished(self.directory, config, facts["step"], self.length.last):
-            placement = "cpu"  # nothing will be trained
-        elif placement in PLACEMENTS and facts["towers"] == len(self.devices):
-            log.info("variable placement %s: as the run began", placement)
-        else:
-            placement = choosing.fastest_placement(
-                config, self.devices, self.precision, self.dataset.train, self.length
-            )
-        return dataclasses.replace(config, variable_placement=placement)
-
-    def _make_batches(self) -> Batches:
-        try:
-            count = self.config.batch_size * len(self.here) // len(self.devices)
-            rows = self.team.index * count, count
-            return Batches(self.dataset.train, self.config.batch_size, self.config.seed, self.config.flip, rows)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-
     def _resume(self) -> int:
         """Makes the directory ready and restores its newest checkpoint; the number of updates done."""
         if self.config.fresh:
             try:
-                directory.clear(self.directory, os.environ.get(LAUNCH, ""))
+                run_directory.clear(self.directory, os.environ.get(LAUNCH_VARIABLE, ""))
             except OSError as error:
                 raise UsageError(
                     f"{self.directory} cannot be cleared: {error.strerror}; give another --train_dir"
@@ -455,34 +397,21 @@ class Trainer:
         facts = self.team.from_chief(self._restore)
         if not facts:
             return 0
-        self._share_state()
+        together.share_state(self.team, self.state)
         self.clock.resume(facts["seconds"], facts["images"])
-        rolled_back = self.team.from_chief(lambda: records.read_json_if_any(self.directory / directory.ROLLBACKS))
+        rolled_back = self.team.from_chief(lambda: records.read_json_if_any(self.directory / records.ROLLBACKS))
         self.health.resume(facts, rolled_back)
         self.say(f"going on from step {facts['step']}, saved with {facts['towers']} towers in {facts['precision']}")
         return facts["step"]
 
     def _restore(self) -> dict | None:
         """Gives the state the values of the newest checkpoint; what was saved with it."""
-        found = directory.newest(self.directory, self.config, self.dataset)
+        found = run_directory.newest(self.directory, self.config, self.dataset)
         if not found:
             return None
         checkpoint, facts = found
         self.keeper.restore(checkpoint)
         return facts
-
-    def _share_state(self) -> None:
-        """Gives all workers the chief's values."""
-        if self.team.size > 1:
-            variables = self.state.named_variables()
-            values = self.team.from_chief(lambda: {name: v.numpy() for name, v in variables.items()})
-            for name, value in {} if self.team.chief else values.items():
-                variables[name].assign(value)
-
-    def _compare_notes(self) -> None:
-        """Makes sure that all workers have the same data and compute alike."""
-        data = {f"{name} images, as sha256,": getattr(self.dataset, name).digest for name in ("train", "test")}
-        self.team.agree({"precision": self.precision, "towers": len(self.here), **data})
 
     def _at_evaluation(self, step: int) -> bool:
         every = self.config.eval_every_epochs

@@ -9,13 +9,13 @@ import time
 import pytest
 
 from cifar_towers.cluster import launching
-from cifar_towers.signals import LAUNCH
+from cifar_towers.signals import LAUNCH_VARIABLE
 
 PROGRAM = f"""
 import os, sys, time
 index = next((int(a.split("=")[1]) for a in sys.argv if a.startswith("--worker_index")), 0)
 with open(sys.argv[1], "a") as file:
-    print(index, os.environ["{LAUNCH}"], len(os.sched_getaffinity(0)), *sys.argv[2:], file=file)
+    print(index, os.environ["{LAUNCH_VARIABLE}"], len(os.sched_getaffinity(0)), *sys.argv[2:], file=file)
 starts = sum(line.startswith(str(index)) for line in open(sys.argv[1]))
 """
 
@@ -24,7 +24,7 @@ starts = sum(line.startswith(str(index)) for line in open(sys.argv[1]))
 def launch(tmp_path, monkeypatch):
     """launch(ends as, workers, restarts) -> (exit code, what each start was told, what the launcher said)."""
 
-    monkeypatch.setenv(LAUNCH, "")  # and so as it was afterwards
+    monkeypatch.setenv(LAUNCH_VARIABLE, "")  # and so as it was afterwards
 
     def run(ending, num_workers=0, max_restarts=3, asked=lambda: 0):
         said, log = [], tmp_path / "log"

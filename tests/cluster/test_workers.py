@@ -18,7 +18,7 @@ from cifar_towers.data import sources
 from cifar_towers.reporting import records
 from cifar_towers.settings import parse_command_line
 from cifar_towers.signals import StopRequest
-from cifar_towers.training import checkpoints, directory, trainer
+from cifar_towers.training import checkpoints, trainer
 from cifar_towers.training.mirrored import make_multi_worker_strategy
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -76,7 +76,7 @@ def weights(train_dir):
 
 
 def last_values(train_dir):
-    return checkpoints.read_all(checkpoints.newest(train_dir))
+    return checkpoints.read(checkpoints.newest(train_dir))
 
 
 def test_two_workers_come_to_what_two_towers_come_to(flags, tmp_path):
@@ -146,7 +146,7 @@ def test_what_was_rolled_back_is_rolled_back_on_all(flags, tmp_path):
     """A run that was lost between going back and the next checkpoint, which the chief alone knows of."""
     flags = [*flags, "--rollback_on_divergence"]
     launch(2, tmp_path, *flags)
-    records.write_json(tmp_path / directory.ROLLBACKS, {"rollbacks": 1})
+    records.write_json(tmp_path / records.ROLLBACKS, {"rollbacks": 1})
     launch(2, tmp_path, *flags, "--max_steps=6")  # all have the same weights in the end, or it fails
     assert records.read_json(tmp_path / "result.json")["rollbacks"] == 1
 

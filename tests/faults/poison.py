@@ -114,7 +114,7 @@ def _before_step(steps: set[int], do, prepare=lambda poisons: None) -> None:
 def _not_finite(directory: Path) -> str:
     """The first value in any checkpoint that is not finite, by step and name."""
     for checkpoint in checkpoints.saved(directory):
-        for name, value in checkpoints.read_all(checkpoint).items():
+        for name, value in checkpoints.read(checkpoint).items():
             if not np.isfinite(value).all():
                 return f"{checkpoint.name} {name}"
     return ""

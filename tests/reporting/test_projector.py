@@ -10,6 +10,7 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.projector.projector_plugin import ProjectorPlugin
 from werkzeug.test import Client
 
+from cifar_towers import storage
 from cifar_towers.reporting import pictures, projector
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -88,12 +89,12 @@ def test_files_are_replaced_whole_and_the_run_is_seen_last(tmp_path, monkeypatch
         order.append(path.name)
         temporary.rename(path)
 
-    monkeypatch.setattr(projector.os, "replace", replace)
+    monkeypatch.setattr(storage.os, "replace", replace)
     projector.write(tmp_path, *state(5))
     assert order == FILES and all((tmp_path / name).read_bytes() != before[name] for name in FILES)
     assert len(list(tmp_path.iterdir())) == len(FILES) + 1  # and one event file
 
-    monkeypatch.setattr(projector.os, "replace", lambda *paths: 1 / 0)
+    monkeypatch.setattr(storage.os, "replace", lambda *paths: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         projector.write(tmp_path / "new", *state(4))
     assert not list((tmp_path / "new").glob("*tfevents*"))

@@ -17,9 +17,9 @@ from cifar_towers.towers.cost import (
     step_bytes,
 )
 from cifar_towers.towers.placement import PLACEMENTS
-from cifar_towers.towers.transfers import transfers
 from cifar_towers.training import setup
 from cifar_towers.training.schedules import Length
+from tests.towers.transfers import transfers
 
 EXAMPLE_BYTES = 32 * 32 * 3 + 8 + 1 + 2 * 4  # image, label, flip and window; nothing else is drawn here
 BATCH = 10  # shared unequally by four

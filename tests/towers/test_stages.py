@@ -60,7 +60,7 @@ def with_gradients(call, model, images, in_graph=True):
     def run(weights, statistics, images):
         with tf.GradientTape() as tape:
             tape.watch(weights)
-            logits, new = call(weights, statistics, images)
+            logits, new = call(weights, statistics, images)[:2]
             loss = tf.reduce_sum(tf.cast(logits, upstream.dtype) * upstream)
         same[:] = [value is old for value, old in zip(new, statistics, strict=True)]
         return logits, new, tape.gradient(loss, weights)
@@ -186,7 +186,7 @@ def graph_of_parts(model, stages, parts):
             with tf.device("/CPU:0"), tf.name_scope(f"part_{part}"):
                 with tf.GradientTape() as tape:
                     tape.watch(weights)
-                    logits, new = call(weights, statistics, shard)
+                    logits, new = call(weights, statistics, shard)[:2]
                     loss = tf.reduce_sum(logits)
                 results.append((tape.gradient(loss, weights), new))
         return results

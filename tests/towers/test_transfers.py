@@ -1,7 +1,7 @@
 import pytest
 import tensorflow as tf
 
-from cifar_towers.towers.transfers import transfers
+from tests.towers.transfers import transfers
 
 
 def test_each_tensor_travels_once_to_each_device():

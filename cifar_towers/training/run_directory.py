@@ -10,15 +10,13 @@ from cifar_towers.errors import DataError, UsageError
 from cifar_towers.reporting import records
 from cifar_towers.training import checkpoints
 
-CONFIG, ENVIRONMENT, RESULT, ROLLBACKS = "config.json", "environment.json", "result.json", "rollbacks.json"
-MISTAKES, REPORT, LAUNCH = "mistakes.png", "report.html", ".launch"
+LAUNCH = ".launch"  # the file that holds the name of the launch that cleared it
 
 # What may change between one start of a run and the next; all else is its recipe.
 NOT_RECIPE = {"recipe", "train_dir", "fresh", "seeds", "max_steps", "target_accuracy", "dataset", "data_dir"}
 NOT_RECIPE |= {"max_bad_steps", "rollback_on_divergence"}
 NOT_RECIPE_GROUPS = {"Towers", "Cluster", "Reporting"}
-WRITTEN = (checkpoints.DIRECTORY, "train", "eval", "result", "projector_*", "tower_*", records.METRICS)
-WRITTEN += (CONFIG, ENVIRONMENT, RESULT, ROLLBACKS, MISTAKES, REPORT, LAUNCH)
+WRITTEN = (checkpoints.DIRECTORY, "train", "eval", "result", "projector_*", "tower_*", *records.FILES, LAUNCH)
 
 
 def newest(directory: Path, config: TrainConfig, dataset: Dataset) -> tuple[Path, dict] | None:
@@ -52,7 +50,7 @@ def newest(directory: Path, config: TrainConfig, dataset: Dataset) -> tuple[Path
 
 def finished(directory: Path, config: TrainConfig, step: int, last_step: int) -> dict | None:
     """The result of a run that has nothing left to do: at its last step, or at the target it was asked for."""
-    result = records.read_json_if_any(directory / RESULT)
+    result = records.read_json_if_any(directory / records.RESULT)
     if not result:  # the checkpoint tells the rest
         return None
     at_end = step >= last_step or 0 < config.target_accuracy <= result["reached"]
@@ -79,7 +77,7 @@ def clear(directory: Path, launch: str = "") -> None:
     Raises:
       OSError: something cannot be removed or written.
     """
-    if any((directory / name).exists() for name in (CONFIG, checkpoints.DIRECTORY)):
+    if any((directory / name).exists() for name in (records.CONFIG, checkpoints.DIRECTORY)):
         for path in (path for name in WRITTEN for path in directory.glob(name)):
             if path.is_dir():
                 shutil.rmtree(path)

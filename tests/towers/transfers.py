@@ -1,12 +1,9 @@
 """What crosses between devices in one call of a traced function."""
 
-from collections import Counter
-
 import tensorflow as tf
 
+from cifar_towers.towers.cost import Traffic
 from cifar_towers.towers.placement import HOST, short_device
-
-Traffic = Counter[tuple[str, str]]  # (source device, destination device) -> bytes
 
 
 def transfers(function, *, scalars: bool = True, default: str = HOST) -> Traffic:
@@ -32,7 +29,7 @@ def transfers(function, *, scalars: bool = True, default: str = HOST) -> Traffic
         has no device, so that what is inside may run anywhere.
     """
     where = _devices(function, default)
-    crossed: Traffic = Counter()
+    crossed = Traffic()
     for op, source in where.items():
         for tensor in op.outputs:
             used_on = {where.get(consumer, "") for consumer in tensor.consumers()} - {source, ""}
