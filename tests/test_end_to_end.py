@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from signal import SIGTERM
 
@@ -13,7 +14,7 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cifar_towers import comparing, scoring, storage
+from cifar_towers import comparing, programs, scoring, storage
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import cifar10, sources, synthetic
 from cifar_towers.data.batches import Batches
@@ -294,6 +295,21 @@ def stop_and_go_on(config, at, uninterrupted):
     same, told = comparing.compare(uninterrupted[0], config.directory)
     assert same and "records: the same at all 20 common steps, the last 20" in told
     assert "to the bit at step-00000020" in told and "weights after step 20: the same to the bit" in told
+
+
+def test_what_differs_between_two_runs_is_told(tmp_path, tiny_run, monkeypatch, capsys):
+    changed = shutil.copytree(tiny_run[0], tmp_path / "changed")
+    metrics, result = changed / "metrics.jsonl", changed / "result.json"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    next(line for line in lines if line["kind"] == "train" and line["step"] == 7)["loss"] += 1e-6
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result.write_text(json.dumps(json.loads(result.read_text()) | {"weights_sha256": "0" * 64}))
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # as the program would leave it set
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py", str(tiny_run[0]), str(changed)])
+    assert programs.compare_runs.__wrapped__(StopRequest()) == 1  # the exit code
+    told = capsys.readouterr().out
+    assert "records: the same until step 6, different at step 7: loss " in told
+    assert "to the bit at step-00000009" in told and "weights after step 20: different" in told
 
 
 class Killed(BaseException):

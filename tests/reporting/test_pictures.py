@@ -281,7 +281,7 @@ def test_a_png_holds_the_array():
 
 
 def test_threads_draw_what_one_draws():
-    names = ["ten classes", "mistakes", "curves", "classes"]
+    names = ["ten classes", "mistakes", "curves", "three classes"]
     alone = [drawn(name)[0] for name in names]
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda name: DRAWN[name](), names))
