@@ -5,11 +5,12 @@ import tempfile
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as the programs do
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # here, and in the programs that tests start
 
 import pytest
-import tensorflow as tf
+from PIL import Image
 
-from cifar_towers.towers import make_towers
+from cifar_towers.data import synthetic
 
 MOST_TOWERS = 8
 
@@ -19,11 +20,28 @@ def pytest_configure(config):
         cache = tempfile.TemporaryDirectory(prefix="cifar_towers-tests-")
         os.environ["XDG_CACHE_HOME"] = cache.name
         config.add_cleanup(cache.cleanup)
-    tf.config.set_visible_devices([], "GPU")
-    make_towers(MOST_TOWERS)
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # not where others run the tests
+        from cifar_towers.towers import make_towers
+
+        make_towers(MOST_TOWERS)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def towers():
     """towers(k): k towers on the logical CPU devices."""
+    from cifar_towers.towers import make_towers
+
     return make_towers
+
+
+@pytest.fixture(scope="session")
+def small_folder(tmp_path_factory):
+    """What `--dataset` is for programs that are started: 160 + 40 pictures, which are read in no time."""
+    root = tmp_path_factory.mktemp("pictures")
+    for name, count, stream in (("train", 160, 0), ("test", 40, 1)):
+        split = synthetic.make(count, 0, stream)
+        for index, (image, label) in enumerate(zip(split.images, split.labels, strict=True)):
+            place = root / name / synthetic.CLASSES[label]
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(place / f"{index}.png")
+    return f"folder:{root}"

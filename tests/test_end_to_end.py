@@ -1,6 +1,7 @@
 """Whole runs on the synthetic set: what they reach, write, and go on from."""
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -12,7 +13,7 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cifar_towers import comparing, scoring, storage
+from cifar_towers import comparing, programs, scoring, storage
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import cifar10, sources, synthetic
 from cifar_towers.data.batches import Batches
@@ -25,7 +26,8 @@ from cifar_towers.training import checkpoints, health, seeds, trainer
 QUICK = TrainConfig(
     model="speednet93",
     dataset="synthetic",
-    crop=20,
+    image_size=20,
+    image_sides="0=18,50%=20",
     shift=0,
     batch_size=200,
     epochs=2,
@@ -44,13 +46,25 @@ QUICK = TrainConfig(
     ema_decay=0.5,
 )
 STEPS = 20
+TINY = dataclasses.replace(  # where any net would do
+    QUICK,
+    model=f"{Path(__file__).parent / 'nets.py'}:tiny",
+    image_sides="",
+    learning_rate=0.1,
+    bias_learning_rate=0.0,
+    whitening_learning_rate=0.0,
+)
+
+
+@functools.cache
+def small(seed=0):
+    return synthetic.make(2000, 0, 0), synthetic.make(500, 0, 1)
 
 
 @pytest.fixture(autouse=True)
 def small_set(monkeypatch):
     """2,000 + 500 images instead of 10,000 + 2,000; what takes seconds to draw is drawn in `one_run` alone."""
-    small = synthetic.make(2000, 0, 0), synthetic.make(500, 0, 1)
-    monkeypatch.setattr(synthetic, "load", lambda seed=0: small)
+    monkeypatch.setattr(synthetic, "load", small)
     for picture in ("confusion_matrix", "contact_sheet"):
         monkeypatch.setattr(pictures, picture, lambda *_: np.zeros([8, 8, 3], np.uint8))
 
@@ -68,15 +82,23 @@ def records_of(train_dir, kind):
 def one_run(tmp_path_factory):
     """A finished run on two towers, for the tests that only look at it."""
     directory = tmp_path_factory.mktemp("runs") / "one"
+    config = dataclasses.replace(QUICK, num_gpus=2, tta=2, log_device_placement=True, checkpoint_every_steps=9)
+    return directory, run_on_small_set(dataclasses.replace(config, train_dir=str(directory)))
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory):
+    """The same of the tiny net, for those that do not look at the net."""
+    directory = tmp_path_factory.mktemp("runs") / "tiny"
+    config = dataclasses.replace(TINY, num_gpus=2, checkpoint_every_steps=9)
+    return directory, run_on_small_set(dataclasses.replace(config, train_dir=str(directory)))
+
+
+def run_on_small_set(config):
+    """For fixtures that are made before `small_set` is."""
     with pytest.MonkeyPatch.context() as patch:
-        small = synthetic.make(2000, 0, 0), synthetic.make(500, 0, 1)
-        patch.setattr(synthetic, "load", lambda seed=0: small)
-        result = run(
-            dataclasses.replace(
-                QUICK, num_gpus=2, train_dir=str(directory), tta=2, log_device_placement=True, checkpoint_every_steps=9
-            )
-        )
-    return directory, result
+        patch.setattr(synthetic, "load", small)
+        return run(config)
 
 
 @pytest.mark.slow
@@ -95,6 +117,7 @@ def test_records(one_run):
     train = records_of(directory, "train")
     assert [r["step"] for r in train] == list(range(1, 21))  # ten times as often as whole summaries, or each step
     assert {"step", "epoch", "loss", "accuracy", "images_per_sec", "learning_rate"} <= set(train[0])
+    assert [r["image_side"] for r in train] == [18] * 10 + [20] * 10
     assert train[9]["epoch"] == 1.0 and train[-1]["loss"] < train[0]["loss"]
     final = [r for r in records_of(directory, "eval") if r["step"] == STEPS]
     assert [(r["split"], r["weights"], r["tta"], r["count"]) for r in final] == [
@@ -251,19 +274,41 @@ class StopAt(StopRequest):
         super().check()
 
 
-@pytest.mark.parametrize("at", [pytest.param(3, marks=pytest.mark.slow), 13])
-def test_stopped_and_continued_equals_uninterrupted_to_the_bit(tmp_path, one_run, at):
-    config = dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path / "run"))
+def test_stopped_and_continued_equals_uninterrupted_to_the_bit(tmp_path, tiny_run):
+    stop_and_go_on(dataclasses.replace(TINY, num_gpus=2, train_dir=str(tmp_path / "run")), 13, tiny_run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [3, 13])
+def test_a_whitened_net_stopped_and_continued_equals_uninterrupted_to_the_bit(tmp_path, one_run, at):
+    stop_and_go_on(dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path / "run")), at, one_run)
+
+
+def stop_and_go_on(config, at, uninterrupted):
     with pytest.raises(Interrupted, match=f"saved step {at}:") as caught:
         run(config, StopAt(at))
     assert caught.value.exit_code == 143
-    result = run(config)
-    assert result["weights_sha256"] == one_run[1]["weights_sha256"]
-    steps = [r["step"] for r in records_of(tmp_path / "run", "train")]
+    assert run(config)["weights_sha256"] == uninterrupted[1]["weights_sha256"]
+    steps = [r["step"] for r in records_of(config.directory, "train")]
     assert steps == sorted(set(steps))
-    same, told = comparing.compare(one_run[0], tmp_path / "run")
+    same, told = comparing.compare(uninterrupted[0], config.directory)
     assert same and "records: the same at all 20 common steps, the last 20" in told
     assert "to the bit at step-00000020" in told and "weights after step 20: the same to the bit" in told
+
+
+def test_what_differs_between_two_runs_is_told(tmp_path, tiny_run, monkeypatch, capsys):
+    changed = shutil.copytree(tiny_run[0], tmp_path / "changed")
+    metrics, result = changed / "metrics.jsonl", changed / "result.json"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    next(line for line in lines if line["kind"] == "train" and line["step"] == 7)["loss"] += 1e-6
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result.write_text(json.dumps(json.loads(result.read_text()) | {"weights_sha256": "0" * 64}))
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # as the program would leave it set
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py", str(tiny_run[0]), str(changed)])
+    assert programs.compare_runs.__wrapped__(StopRequest()) == 1  # the exit code
+    told = capsys.readouterr().out
+    assert "records: the same until step 6, different at step 7: loss " in told
+    assert "to the bit at step-00000009" in told and "weights after step 20: different" in told
 
 
 class Killed(BaseException):
@@ -296,19 +341,20 @@ def test_a_killed_run_goes_on_in_one_curve(tmp_path):
 
 
 def test_a_profile_is_written_and_told(tmp_path, capsys):
-    run(dataclasses.replace(QUICK, max_steps=4, profile_steps="1:3", train_dir=str(tmp_path)))
+    run(dataclasses.replace(TINY, max_steps=4, profile_steps="1:3", train_dir=str(tmp_path)))
     assert len(list((tmp_path / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) == 1
     told = capsys.readouterr().out
-    assert "profile of steps 1 to 2: a step takes" in told and "Conv2DBackpropInput" in told
+    assert "profile of steps 1 to 2: a step takes" in told and "Conv2DBackpropFilter" in told
 
 
 def test_a_profile_of_steps_that_will_not_be_is_refused(tmp_path):
     with pytest.raises(UsageError, match="profile_steps=4:6: this run ends with step 4"):
-        run(dataclasses.replace(QUICK, max_steps=4, profile_steps="4:6", train_dir=str(tmp_path)))
+        run(dataclasses.replace(TINY, max_steps=4, profile_steps="4:6", train_dir=str(tmp_path)))
 
 
 def test_a_launcher_starts_afresh_once(tmp_path, monkeypatch, capsys):
-    config = dataclasses.replace(QUICK, max_steps=1, fresh=True, train_dir=str(tmp_path))
+    config = dataclasses.replace(TINY, max_steps=1, fresh=True, train_dir=str(tmp_path))
+    (tmp_path / "notes.txt").write_text("mine")
     monkeypatch.setenv(LAUNCH_VARIABLE, "one")
     run(config)
     assert "is complete" not in capsys.readouterr().out
@@ -317,6 +363,7 @@ def test_a_launcher_starts_afresh_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(LAUNCH_VARIABLE, "another")
     run(config)
     assert "is complete" not in capsys.readouterr().out
+    assert (tmp_path / "notes.txt").read_text() == "mine"  # what is not a run's own is kept
 
 
 @pytest.mark.slow
@@ -409,10 +456,16 @@ def test_too_little_memory_is_one_line_that_says_what_helps(tmp_path, monkeypatc
 
 
 def test_what_this_machine_cannot_have_is_said_before_training(tmp_path):
-    config = dataclasses.replace(QUICK, train_dir=str(tmp_path / "run"), num_gpus=2)
+    config = dataclasses.replace(TINY, train_dir=str(tmp_path / "run"), num_gpus=2)
     with pytest.raises(UsageError, match="all_reduce=nccl joins GPUs, and not each of the 2 towers has one"):
         run(dataclasses.replace(config, strategy="mirrored", all_reduce="nccl"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be made: Not a directory"):
+        run(dataclasses.replace(TINY, train_dir=str(tmp_path / "file" / "run")))
 
 
 @pytest.fixture
@@ -435,8 +488,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(saved_run
     assert (directory / "checkpoints/damaged-step-00000020").is_dir()
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_never_starts_again_by_itself(saved_run):
-    directory, config = saved_run
+def test_a_run_whose_checkpoints_are_all_damaged_never_starts_again_by_itself(tmp_path, tiny_run):
+    directory = shutil.copytree(tiny_run[0], tmp_path / "copy")
+    config = dataclasses.replace(TINY, num_gpus=2, train_dir=str(directory))
     for checkpoint in checkpoints.saved(directory):
         (checkpoint / "facts.json").unlink()
     for _ in range(2):  # the second time they have other names
@@ -480,14 +534,14 @@ def test_only_a_last_save_that_fails_is_an_error(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(storage, "commit", full)
     with pytest.raises(RunError, match="step 2, the last, could not be saved; make room"):
-        run(dataclasses.replace(QUICK, train_dir=str(tmp_path), max_steps=2))
+        run(dataclasses.replace(TINY, train_dir=str(tmp_path), max_steps=2))
     assert "test " in capsys.readouterr().out  # the score is told all the same
 
 
 def test_records_that_cannot_be_written_do_not_end_a_run(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "train").write_text("in the way of the event files")
-    assert run(dataclasses.replace(QUICK, train_dir=str(tmp_path), max_steps=2))["step"] == 2
+    assert run(dataclasses.replace(TINY, train_dir=str(tmp_path), max_steps=2))["step"] == 2
     assert len([line for line in caplog.messages if "the run goes on without" in line]) == 2
 
 
@@ -537,7 +591,7 @@ def poison(monkeypatch):
     return of
 
 
-DIM = dataclasses.replace(QUICK, brightness=1e-30, num_gpus=2)  # poison goes in through the brightness
+DIM = dataclasses.replace(TINY, brightness=1e-30, num_gpus=2)  # poison goes in through the brightness
 
 
 def all_finite(train_dir):
@@ -549,10 +603,14 @@ def all_finite(train_dir):
 
 
 def test_a_bad_batch_costs_its_update_and_nothing_else(tmp_path, poison, capsys):
-    poison({4, 5, 9})
+    poison({4, 5, 20})
     result = run(dataclasses.replace(DIM, train_dir=str(tmp_path), checkpoint_every_steps=1, summary_every_steps=1))
     assert result["step"] == STEPS and result["bad_steps"] == 3 and all_finite(tmp_path)
-    assert result["evaluations"][0]["accuracy"] > 0.6
+    good, bad = (checkpoints.read_all(checkpoint) for checkpoint in checkpoints.saved(tmp_path)[-2:])
+    assert (good.pop("step"), bad.pop("step")) == (19, 20)
+    for name, value in good.items():
+        if not name.startswith("ema"):  # averages follow what has not moved
+            np.testing.assert_array_equal(bad[name], value, err_msg=name)
     told = capsys.readouterr().out
     assert (
         "step 5 made no update (2 in a row, 3 end the run): cross_entropy of tower_1 is not finite; "
@@ -560,7 +618,7 @@ def test_a_bad_batch_costs_its_update_and_nothing_else(tmp_path, poison, capsys)
     ) in told
     assert "3 steps made no update" in told
     lost = [r["step"] for r in records_of(tmp_path, "train") if r["loss"] is None]
-    assert lost == [4, 5, 9]
+    assert lost == [4, 5, 20]
 
 
 @pytest.mark.slow
@@ -584,7 +642,7 @@ def test_a_stop_between_bad_steps_does_not_reset_their_count(tmp_path, poison):
 
 
 def test_a_rate_that_is_too_large_is_left_out_of_every_checkpoint(tmp_path):
-    config = dataclasses.replace(QUICK, train_dir=str(tmp_path), learning_rate=1e38, checkpoint_every_steps=1)
+    config = dataclasses.replace(TINY, train_dir=str(tmp_path), learning_rate=1e38, checkpoint_every_steps=1)
     with pytest.raises(DivergedError, match=r"made no update \(3 in a row.*--fresh with a smaller --learning_rate"):
         run(config)
     assert all_finite(tmp_path)
@@ -612,7 +670,7 @@ def test_a_run_rolls_back_to_smaller_rates(tmp_path, poison, monkeypatch, capsys
 
 
 def test_the_target_ends_a_run(tmp_path, capsys):
-    config = dataclasses.replace(QUICK, train_dir=str(tmp_path), target_accuracy=0.1, eval_every_epochs=0.2)
+    config = dataclasses.replace(TINY, train_dir=str(tmp_path), target_accuracy=0.05, eval_every_epochs=0.2)
 
     class StopAtTheEnd(StopRequest):
         def leave_at_once(self, message):
@@ -628,7 +686,7 @@ def test_the_target_ends_a_run(tmp_path, capsys):
 
 
 def test_validation_is_held_out_and_test_is_left_for_the_end(tmp_path):
-    run(dataclasses.replace(QUICK, train_dir=str(tmp_path), validation_examples=500, max_steps=8, epochs=2))
+    run(dataclasses.replace(TINY, train_dir=str(tmp_path), validation_examples=500, max_steps=8))
     scores = records_of(tmp_path, "eval")
     assert {r["split"] for r in scores if r["step"] < 8} == {"validation"}
     assert {r["split"] for r in scores if r["step"] == 8} == {"validation", "test"}
@@ -648,10 +706,8 @@ def test_an_auto_run_without_cifar10_wears_a_banner(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(cifar10, "reachable", lambda host, timeout: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    config = dataclasses.replace(QUICK, dataset="auto", data_dir=str(tmp_path / "none"), max_steps=1)
+    config = dataclasses.replace(TINY, dataset="auto", data_dir=str(tmp_path / "none"), max_steps=1)
     trainer.train(config, sources.find("auto", config.data_dir), StopRequest())
     assert capsys.readouterr().out.count("SYNTHETIC DATA, NOT CIFAR-10") == 2
-    assert (
-        "SYNTHETIC"
-        in json.loads((tmp_path / "runs/speednet93-synthetic-seed0/environment.json").read_text())["synthetic_data"]
-    )
+    environment = json.loads((tmp_path / "runs/tiny-synthetic-seed0/environment.json").read_text())
+    assert "SYNTHETIC" in environment["synthetic_data"]

@@ -12,7 +12,7 @@ from cifar_towers.signals import LAUNCH_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 CHILD = """
-import sys, time, threading
+import hashlib, sys, time, threading
 sys.path.insert(0, ROOT)
 from cifar_towers.errors import Interrupted
 from cifar_towers.signals import StopRequest
@@ -32,7 +32,7 @@ except Interrupted as error:
     print("left", flush=True)
     sys.exit(error.exit_code)
 """
-BUSY = "end = time.monotonic() + 2\n    while time.monotonic() < end: pass"
+BUSY = "hashlib.pbkdf2_hmac('sha256', b'', b'', {}_000_000)"  # in C, as TensorFlow's steps: 2 take a second or so
 
 
 class Child:
@@ -56,25 +56,25 @@ class Child:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_in_a_step_waits_for_its_end_and_says_so(number, code):
-    found, out, _ = Child(BUSY).signalled(number, 0.2)
+    found, out, _ = Child(BUSY.format(2)).signalled(number, 0.2)
     assert found == code and "saves after this step and leaves; again: leaves at once" in out
     assert out.endswith("left\n") and "nothing" not in out
 
 
 def test_a_second_signal_does_not_wait():
-    found, out, seconds = Child(BUSY).signalled(signal.SIGTERM, 0.1, 0.3)
+    found, out, seconds = Child(BUSY.format(6)).signalled(signal.SIGTERM, 0.1, 0.3)
     assert found == 143 and "left" not in out and seconds < 1
 
 
 def test_two_signals_at_once_are_one():
     """As of `timeout`, which signals a process and then its group."""
     for _ in range(3):
-        found, out, _ = Child(BUSY).signalled(signal.SIGTERM, 0.1, 0.002)
+        found, out, _ = Child(BUSY.format(2)).signalled(signal.SIGTERM, 0.1, 0.002)
         assert found == 143 and "left" in out
 
 
 def test_two_signals_are_one_however_long_it_takes_to_say_so():
-    slow = "stop.announce = lambda line: (time.sleep(0.3), print(line, flush=True))\n    " + BUSY
+    slow = "stop.announce = lambda line: (time.sleep(0.3), print(line, flush=True))\n    " + BUSY.format(2)
     found, out, _ = Child(slow).signalled(signal.SIGTERM, 0.1, 0.25)
     assert found == 143 and "left" in out
 
@@ -82,7 +82,7 @@ def test_two_signals_are_one_however_long_it_takes_to_say_so():
 def test_what_a_launcher_passes_on_is_not_a_second_one(monkeypatch):
     """Whose group, as at Ctrl-C, has got the signal already."""
     monkeypatch.setenv(LAUNCH_VARIABLE, "0")
-    found, out, _ = Child(BUSY).signalled(signal.SIGINT, 0.1, 0.4)
+    found, out, _ = Child(BUSY.format(2)).signalled(signal.SIGINT, 0.1, 0.4)
     assert found == 130 and "left" in out
 
 
@@ -95,4 +95,4 @@ DESTROYED = "class Slow:\n            def __del__(self): time.sleep(30)\n       
 def test_what_may_be_broken_off_is(broken_off):
     """Whatever a library that was in the middle makes of it."""
     found, out, seconds = Child(broken_off=broken_off).signalled(signal.SIGTERM, 0.5)
-    assert found == 143 and out.endswith("left\n") and seconds < 1
+    assert found == 143 and out.endswith("left\n") and seconds < 10

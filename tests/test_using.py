@@ -51,8 +51,9 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Some of the test images as files, and one that is none."""
-    (tmp_path / "pictures").mkdir()
+    """Some of the test images as files, one that is none, and one in a subfolder, which nobody asks for."""
+    (tmp_path / "pictures" / "more").mkdir(parents=True)
+    Image.fromarray(SMALL[1].images[5]).save(tmp_path / "pictures" / "more" / "5.png")
     for index in range(5):
         Image.fromarray(SMALL[1].images[index]).save(tmp_path / "pictures" / f"{index}.png")
     (tmp_path / "pictures" / "3a.png").write_bytes(b"no picture")
@@ -64,7 +65,9 @@ def folder(tmp_path):
 
 def test_pictures_get_the_probabilities_that_evaluation_gives(run, folder, capsys):
     with pytest.raises(DataError, match=r"1 of 6 pictures could not be read: .*3a.png") as caught:
-        predicting.predict(PredictConfig(train_dir=str(run), num_gpus=2, json=True, pictures=(str(folder),)))
+        predicting.predict(
+            PredictConfig(train_dir=str(run), num_gpus=2, precision="float32", json=True, pictures=(str(folder),))
+        )
     assert caught.value.exit_code == 3
     out, err = capsys.readouterr()
     answers = [json.loads(line) for line in out.splitlines()]
@@ -143,45 +146,44 @@ ELSEWHERE = """
 import sys
 sys.modules["cifar_towers"] = None  # it is not installed there
 import numpy as np
-images = np.load(sys.argv[2])
-{body}
-np.savez(sys.argv[3], probabilities=answer["probabilities"], names=np.array(answer["class_name"]).astype(str))
+images = np.load("images.npy")
 """
 BODIES = {
     "saved_model": "import tensorflow as tf\n"
-    "serve = tf.saved_model.load(sys.argv[1]).signatures['serving_default']\n"
+    "serve = tf.saved_model.load(path).signatures['serving_default']\n"
     "answer = {name: tensor.numpy() for name, tensor in serve(images=tf.constant(images)).items()}",
-    "keras": "import keras\n"
-    "answer = {name: np.array(t) for name, t in keras.models.load_model(sys.argv[1])(images).items()}",
+    "keras": "import keras\nanswer = keras.models.load_model(path)(images)",
     "litert": "from ai_edge_litert.interpreter import Interpreter\n"
-    "answer = Interpreter(sys.argv[1]).get_signature_runner()(images=images)",
+    "answer = Interpreter(path).get_signature_runner()(images=images)",
     "onnx": "import onnxruntime\n"
-    "session = onnxruntime.InferenceSession(sys.argv[1])\n"
+    "session = onnxruntime.InferenceSession(path)\n"
     "names = [output.name for output in session.get_outputs()]\n"
     "answer = dict(zip(names, session.run(names, {session.get_inputs()[0].name: images})))",
 }
+KEPT = "np.savez({kind!r}, **{{n: np.array(v).astype(str if 'class' in n else float) for n, v in answer.items()}})"
 
 
-@pytest.mark.parametrize("kind", BODIES)
-def test_what_is_exported_answers_where_this_package_is_not(run, tmp_path, capsys, kind):
-    place = tmp_path / export_formats.FORMATS[kind].name
-    assert exporting.export(ExportConfig(train_dir=str(run), num_gpus=1, format=kind, out=str(place), check=200))
-    out = capsys.readouterr().out
-    assert "checked on 200 test images" in out and "ema weights" in out
+@pytest.mark.parametrize("kinds", [("saved_model", "keras"), ("litert",), ("onnx",)], ids="-".join)
+def test_what_is_exported_answers_where_this_package_is_not(run, tmp_path, capsys, kinds):
+    program = ELSEWHERE
+    for kind in kinds:
+        place = tmp_path / export_formats.FORMATS[kind].name
+        assert exporting.export(ExportConfig(train_dir=str(run), num_gpus=1, format=kind, out=str(place), check=200))
+        out = capsys.readouterr().out
+        assert "checked on 200 test images" in out and "ema weights" in out
+        program += f"path = {str(place)!r}\n{BODIES[kind]}\n{KEPT.format(kind=kind)}\n"
     np.save(tmp_path / "images.npy", np.pad(SMALL[1].images[:6], [(0, 0), (0, 0), (4, 4), (0, 0)]))
-    program = ELSEWHERE.format(body=BODIES[kind])
-    subprocess.run(
-        [sys.executable, "-c", program, place, tmp_path / "images.npy", tmp_path / "answer.npz"],
-        check=True, capture_output=True, cwd=tmp_path,
-    )  # fmt: skip
-    found = np.load(tmp_path / "answer.npz")
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=tmp_path)
     opened = trained.open_run(run)
     logits = opened.load("ema", "float32")(
         opened.augmentation.evaluate(tf.constant(SMALL[1].images[:6])), training=False
     )
     expected = tf.nn.softmax(logits).numpy()
-    np.testing.assert_allclose(found["probabilities"], expected, atol=1e-5)
-    assert found["names"].tolist() == [synthetic.CLASSES[index] for index in expected.argmax(1)]
+    for kind in kinds:
+        found = np.load(tmp_path / f"{kind}.npz")
+        np.testing.assert_allclose(found["probabilities"], expected, atol=1e-5)
+        assert found["class_name"].tolist() == [synthetic.CLASSES[index] for index in expected.argmax(1)]
+        assert kind == "keras" or found["class_names"].tolist() == list(synthetic.CLASSES)
 
 
 def test_what_is_there_is_replaced_only_by_its_like(run, tmp_path):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
 from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
@@ -215,7 +215,7 @@ def _drawn(figure: Figure) -> np.ndarray:
 
 def _width(texts: Sequence[str], size: float) -> int:
     """Pixels that the longest text takes."""
-    renderer, font = FigureCanvasAgg(Figure(dpi=DPI)).get_renderer(), FontProperties(size=size)
+    renderer, font = RendererAgg(1, 1, DPI), FontProperties(size=size)
     return math.ceil(max(renderer.get_text_width_height_descent(text, font, False)[0] for text in texts))
 
 

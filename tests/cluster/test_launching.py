@@ -60,7 +60,11 @@ def test_workers_get_their_places_and_shares(launch):
 
 def test_one_that_fails_ends_the_others_and_is_named(launch, monkeypatch, capfd):
     monkeypatch.setattr(launching, "PATIENCE", 0.2)
-    ending = "if index == 1: os.write(1, b'last words \\xff'); sys.exit(5)\ntime.sleep(60)"
+    ending = """
+if index == 1:
+    while len(open(sys.argv[1]).readlines()) % 3: time.sleep(0.01)  # until all have begun
+    os.write(1, b'last words \\xff'); sys.exit(5)
+time.sleep(60)"""
     code, told, said = launch(ending, num_workers=3, max_restarts=1)
     assert code == 5 and len(told) == 6
     assert said == ["worker 1 ended with exit code 5; restart 1 of at most 1"]

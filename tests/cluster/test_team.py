@@ -118,11 +118,11 @@ def test_a_worker_that_is_gone_ends_all_with_its_name(monkeypatch, victim):
 def test_a_worker_that_is_silent_ends_all_with_its_name(monkeypatch, victim):
     monkeypatch.setattr(team, "GRACE", 0.1)
     monkeypatch.setattr(team, "BEAT", 0.1)
-    monkeypatch.setattr(rollcall, "SILENCE", 0.5)
+    monkeypatch.setattr(rollcall, "SILENCE", 2.0)
     ends = queue.SimpleQueue()
     teams = make_teams(free_addresses(3), ends)
     teams[victim]._send = lambda *_: None  # its connections stay, and nothing comes from it
-    told = [ends.get(timeout=5) for _ in range(2)]
+    told = [ends.get(timeout=20) for _ in range(2)]
     lines = [line for index, line, _ in told if index != victim]
     assert lines and all(f"worker {victim} of 3" in line and "nothing was heard" in line for line in lines)
 

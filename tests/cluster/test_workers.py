@@ -22,24 +22,20 @@ from cifar_towers.training import checkpoints, trainer
 from cifar_towers.training.mirrored import make_multi_worker_strategy
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-FLAGS = ("--dataset=synthetic", "--batch_size=24", "--precision=float32", "--threads_per_op=1", "--eval_every_epochs=0")
-NET = """
-import keras
-
-def net(side, num_classes):
-    x = images = keras.Input((side, side, 3))
-    x = keras.layers.Conv2D(8, 5, strides=4, activation="silu")(x)
-    x = keras.layers.BatchNormalization()(x)
-    x = keras.layers.Dropout(0.2, seed=1)(keras.layers.Flatten()(x))
-    return keras.Model(images, keras.layers.Dense(num_classes)(x))
-"""
+NET = Path(__file__).parents[1] / "nets.py"
 
 
 @pytest.fixture
-def flags(tmp_path):
+def shared(small_folder):
+    """Flags of all runs here."""
+    flags = "--batch_size=24 --precision=float32 --threads_per_op=1 --epochs=1000 --eval_every_epochs=0"
+    return [f"--dataset={small_folder}", *flags.split()]
+
+
+@pytest.fixture
+def flags(shared):
     """Those of a run of a small net with everything that draws, follows and averages."""
-    (tmp_path / "net.py").write_text(NET)
-    return [*FLAGS, f"--model={tmp_path / 'net.py'}:net", "--ema_decay=0.5", "--max_steps=4", "--summary_every_steps=2"]
+    return [*shared, f"--model={NET}:tiny", "--ema_decay=0.5", "--max_steps=4", "--summary_every_steps=2"]
 
 
 def start(script, *arguments, **environment):
@@ -83,7 +79,8 @@ def test_two_workers_come_to_what_two_towers_come_to(flags, tmp_path):
     """Within rounding, as the towers here share the cores in another way; the bits are looked at below."""
     launch(2, tmp_path / "workers", *flags)
     given = ["train.py", *flags, "--num_gpus=2", f"--train_dir={tmp_path / 'towers'}"]
-    trainer.train(parse_command_line(TrainConfig, given, ""), sources.find("synthetic"), StopRequest())
+    config = parse_command_line(TrainConfig, given, "")
+    trainer.train(config, sources.find(config.dataset), StopRequest())
     theirs, mine = last_values(tmp_path / "workers"), last_values(tmp_path / "towers")
     assert theirs.keys() == mine.keys()
     for name, value in mine.items():
@@ -116,7 +113,7 @@ def test_two_workers_come_to_the_weights_of_two_towers(flags, tmp_path):
     ours, others = (records.read_json(tmp_path / name / "result.json")["evaluations"] for name in ("workers", "towers"))
     for one, other in zip(ours, others, strict=True):
         assert one.pop("loss") == pytest.approx(other.pop("loss"))
-        assert one == other and one["count"] == 2000
+        assert one == other and one["count"] == 40
     lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("workers", "towers")]
     for one, other in zip(*(map(json.loads, each) for each in lines), strict=True):
         for name in ("kind", "step", "accuracy", "count", "confusion"):
@@ -126,10 +123,10 @@ def test_two_workers_come_to_the_weights_of_two_towers(flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_from_workers_to_towers_and_back(tmp_path):
+def test_a_checkpoint_goes_from_workers_to_towers_and_back(shared, tmp_path):
     """With a net that has no norms, how many share a batch makes no difference but rounding."""
     changing, straight = tmp_path / "changing", tmp_path / "straight"
-    flags = [*FLAGS, "--model=cifarnet", "--ema_decay=0.5", "--learning_rate=0.01"]
+    flags = [*shared, "--model=cifarnet", "--ema_decay=0.5", "--learning_rate=0.01"]
     launch(3, changing, *flags, "--max_steps=4")
     assert run("train.py", *flags, "--num_gpus=2", "--max_steps=8", f"--train_dir={changing}")[0] == 0
     launch(2, changing, *flags, "--max_steps=12")
@@ -177,7 +174,7 @@ def test_each_way_to_tell_who_the_workers_are(flags, tmp_path, way):
 @pytest.mark.slow
 def test_a_signal_to_one_worker_saves_and_ends_all(flags, tmp_path):
     addresses = ",".join(free_addresses(2))
-    flags = [*flags, "--max_steps=4000", "--epochs=60", "--strategy=multi_worker", f"--workers={addresses}"]
+    flags = [*flags, "--max_steps=4000", "--strategy=multi_worker", f"--workers={addresses}"]
     given = [*flags, "--checkpoint_every_steps=10", f"--train_dir={tmp_path / 'run'}"]
     workers = [start("train.py", *given, f"--worker_index={index}") for index in range(2)]
     wait_for(tmp_path / "run" / "checkpoints" / "step-00000010", workers[0])

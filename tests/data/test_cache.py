@@ -1,6 +1,5 @@
 """Decoded splits kept between starts: a small set stands in for CIFAR-10, its digests for the known ones."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -125,27 +124,31 @@ def test_a_full_disk_leaves_no_part_of_a_file(decoded, prepared, monkeypatch):
     assert are_right(cifar10.load(prepared)) and files() == []
 
 
-def keep(directory, together):
-    os.environ["XDG_CACHE_HOME"] = directory
-    together.wait()
-    began = False
-    for _ in range(20):
-        cache.save("small", SMALL["train"])
-        found = cache.load("small", SMALL["train"].digest)  # would remove one that is not whole
-        assert found or not began, "a file that stood is gone"
-        began = began or found is not None
+KEEP = """
+import sys
+from cifar_towers.data import cache, synthetic
+split, began = synthetic.make(200, 0, 0), False
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(20):
+    cache.save("small", split)
+    found = cache.load("small", split.digest)  # would remove one that is not whole
+    assert found or not began, "a file that stood is gone"
+    began = began or found is not None
+"""
 
 
 def test_processes_that_keep_at_once_find_whole_files(monkeypatch, tmp_path):
-    fork = multiprocessing.get_context("fork")
-    together = fork.Barrier(4)
-    processes = [fork.Process(target=keep, args=(str(tmp_path), together)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0] * 4
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    processes = [subprocess.Popen([sys.executable, "-c", KEEP], **pipes) for _ in range(4)]
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 4
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        process.communicate(timeout=60)
+    assert [process.returncode for process in processes] == [0] * 4
     assert [path.name for path in files()] == ["small"]
     assert cache.load("small", SMALL["train"].digest)
 

@@ -1,8 +1,6 @@
 import contextlib
 import os
 import socket
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,10 +50,8 @@ def test_behind_a_proxy_nobody_is_asked(no_proxy, monkeypatch, variable, through
 
 
 def test_missing_cifar10_says_what_to_put_where(offline, tmp_path):
-    started = time.monotonic()
     with pytest.raises(DataError, match=r"put cifar-10-binary.tar.gz into .*downloads/manual"):
         sources.find("cifar10", str(tmp_path))
-    assert time.monotonic() - started < 5
 
 
 def test_auto_takes_the_synthetic_set_under_a_banner(offline, tmp_path):
@@ -125,10 +121,21 @@ def test_verify_counts_and_digest():
         cifar10.verify("test", split_of([1000] * 10))
 
 
-@pytest.mark.skipif(
-    not cifar10.is_prepared(Path(os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")).expanduser()),
-    reason="no prepared CIFAR-10 on this machine",
+prepared = pytest.mark.skipif(
+    not cifar10.is_prepared(cifar10.tfds_directory()), reason="no prepared CIFAR-10 on this machine"
 )
+
+
+@prepared
+def test_the_real_test_images():
+    """Decoded in file order: counts, digest and pixels are those that are published."""
+    test = cifar10.read_split(cifar10.tfds_directory(), "test")
+    assert test.digest == cifar10.DIGESTS["test"] and (test.class_counts() == 1000).all()
+    np.testing.assert_allclose(test.images.mean((0, 1, 2)) / 255, [0.4942, 0.4851, 0.4504], atol=1e-3)
+
+
+@prepared
+@pytest.mark.slow
 def test_the_real_thing():
     _, data = sources.load(sources.find("cifar10"), validation_examples=5000)
     assert [len(s.labels) for s in (data.train, data.validation, data.test)] == [45_000, 5_000, 10_000]

@@ -525,12 +525,13 @@ def test_what_is_no_run(tmp_path):
 
 def test_where_the_page_cannot_be_written(tmp_path, drawn):
     run = make_run(tmp_path / "run", last_step=66)
-    places = [tmp_path, tmp_path / "none" / "page.html", Path("/dev/null"), run / "config.json" / "page.html"]
+    os.mkfifo(tmp_path / "pipe")
+    places = [tmp_path, tmp_path / "none" / "page.html", tmp_path / "pipe", run / "config.json" / "page.html"]
     for out in (*places, tmp_path / ("n" * 253)):  # the last is a file's name, but the unfinished one's is too long
         with pytest.raises(RunError, match="cannot be written: .*--out=FILE") as error:
             report.write([run], out)
         assert error.value.exit_code == 1 and "\n" not in str(error.value)
-    assert {path.name for path in tmp_path.iterdir()} == {"run"} and Path("/dev/null").is_char_device()
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "pipe"} and (tmp_path / "pipe").is_fifo()
 
 
 def start(*arguments, cwd):

@@ -1,5 +1,6 @@
 """Bytes by hand, bytes of traced steps, and bytes that TensorFlow really sends; times by arithmetic."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -51,13 +52,12 @@ def variables_of(model):
     return [VariableBytes(v.value.shape.num_elements() * 4, role_of.get(id(v), "statistic")) for v in born]
 
 
-SETUPS = [(model, placement) for model in ("cifarnet", "resnet20") for placement in PLACEMENTS]
-LONG = [setup for setup in SETUPS if setup[0] == "resnet20" and setup[1] != "least_loaded"]
+SETUPS = [*itertools.product(("cifarnet", "resnet20"), PLACEMENTS, (2, 4))]
+QUICK = [("cifarnet", placement, 4) for placement in PLACEMENTS] + [("resnet20", "least_loaded", 2)]
 
 
-@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(
-    ("model", "placement"), [pytest.param(*s, marks=[pytest.mark.slow] if s in LONG else []) for s in SETUPS]
+    ("model", "placement", "count"), [pytest.param(*s, marks=() if s in QUICK else pytest.mark.slow) for s in SETUPS]
 )
 def test_the_model_is_what_a_traced_step_sends(towers, examples, model, placement, count):
     state, _, function = traced(towers(count), examples, model=model, variable_placement=placement)

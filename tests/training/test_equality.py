@@ -1,6 +1,7 @@
 """However variables are placed and gradients combined: the step is that of one device.
 
-The witness is a plain `tf.GradientTape` on one device, with momentum by hand. The first test prints the table.
+The witness is a plain `tf.GradientTape` on one device, with momentum by hand. The first test prints the table: each
+placement, strategy and number of towers once, and all of them together where there is time.
 """
 
 import keras
@@ -18,14 +19,16 @@ from cifar_towers.towers.stages import cut_in_stages, stage_placement
 from cifar_towers.training import setup
 from cifar_towers.training.mirrored import make_mirrored_step, make_strategy
 from cifar_towers.training.optimizers import Group, Momentum, Optimizer
+from cifar_towers.training.schedules import Length
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import make_train_step
 
 STEPS, BATCH, RATE, MOMENTUM, BOUND = 20, 48, 0.1, 0.9, 1e-4
 AUGMENTATION = Augmentation(shift=2, brightness=8.0)
 PLACEMENTS = ("cpu", "round_robin", "least_loaded")
-ROWS = [("towers", "cpu", 1), *(("towers", placement, count) for placement in PLACEMENTS for count in (2, 4))]
-ROWS += [("mirrored", "a copy each", count) for count in (1, 2, 4)]
+SOME = [("towers", "cpu", 1), ("towers", "round_robin", 2), ("towers", "least_loaded", 4), ("mirrored", "auto", 2)]
+ALL = [("towers", "cpu", 1), *(("towers", placement, count) for placement in PLACEMENTS for count in (2, 4))]
+ALL += [*(("mirrored", "auto", count) for count in (1, 2, 4)), ("mirrored", "hierarchical", 4)]
 
 
 def small_net(synchronized=False):
@@ -62,16 +65,16 @@ def make_state(synchronized=False):
     return TrainState(model, Optimizer([Group("all", rule, lambda step: RATE)]), ["cross_entropy", "total_loss"], STEPS)
 
 
-def combined(strategy, placement, towers, batches, **options):
-    """The net's variables after all steps, the way it is asked for."""
+def combined(strategy, how, towers, batches, **options):
+    """The net's variables after all steps; `how` is where they are placed, or how mirrored ones are reduced."""
     synchronized = options.get("batch_statistics") == "synchronized"
     if strategy == "mirrored":
-        mirrored = make_strategy(towers)
+        mirrored = make_strategy(towers, how)
         with mirrored.scope():
             state = make_state(synchronized)
         step = make_mirrored_step(mirrored, state, towers, loss_fn, AUGMENTATION, **options)
     else:
-        with variable_placement(placement, towers):
+        with variable_placement(how, towers):
             state = make_state(synchronized)
         step = make_train_step(state, towers, loss_fn, AUGMENTATION, **options)
     return after_steps(state, step, batches)
@@ -122,32 +125,40 @@ def largest_difference(one, other):
     return max(np.max(np.abs(one[path] - other[path])) / np.max(np.abs(one[path])) for path in one)
 
 
-def test_every_placement_and_strategy_equals_one_device(towers, batches, witness, capsys):
+@pytest.mark.parametrize("rows", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_every_placement_and_strategy_equals_one_device(towers, batches, witness, capsys, rows):
     """`synchronized` equals the whole batch on one device, `mean` the same batch in K parts, which batch norm sees."""
     lines = []
-    for strategy, placement, count in ROWS:
+    for strategy, how, count in rows:
         by_mean, by_all = (
-            combined(strategy, placement, towers(count), batches, batch_statistics=how)
-            for how in ("mean", "synchronized")
+            combined(strategy, how, towers(count), batches, batch_statistics=statistics)
+            for statistics in ("mean", "synchronized")
         )
         row = (
             largest_difference(witness(1), by_all),
             largest_difference(witness(count), by_mean),
             largest_difference(witness(1), by_mean),
         )
-        lines.append(f"{strategy:9} {placement:13} {count:6}  {row[0]:12.1e}  {row[1]:17.1e}  {row[2]:19.1e}")
+        lines.append(f"{strategy:9} {how:13} {count:6}  {row[0]:12.1e}  {row[1]:17.1e}  {row[2]:19.1e}")
         assert row[0] < BOUND and row[1] < BOUND, lines[-1]
         assert count == 1 or row[2] > BOUND  # otherwise this net could not tell a tower's statistics from the batch's
     with capsys.disabled():
         print(f"\nlargest relative difference of weights and statistics after {STEPS} float32 steps from one device")
-        print(f"{'strategy':9} {'placement':13} towers  synchronized  mean, as K parts  mean, as the batch")
+        print(f"{'strategy':9} {'how':13} towers  synchronized  mean, as K parts  mean, as the batch")
         print("\n".join(lines))
 
 
-@pytest.mark.parametrize(("count", "parts"), [(1, 4), (2, 2)])
-@pytest.mark.parametrize("strategy", ["towers", "mirrored"])
-def test_towers_times_micro_batches_is_what_counts(towers, batches, witness, strategy, count, parts):
-    found = combined(strategy, "cpu", towers(count), batches, micro_batches=parts)
+@pytest.mark.parametrize(
+    ("strategy", "how", "count", "parts"),
+    [
+        ("towers", "cpu", 1, 4),
+        ("towers", "cpu", 2, 2),
+        pytest.param("mirrored", "auto", 1, 4, marks=pytest.mark.slow),
+        ("mirrored", "auto", 2, 2),
+    ],
+)
+def test_towers_times_micro_batches_is_what_counts(towers, batches, witness, strategy, how, count, parts):
+    found = combined(strategy, how, towers(count), batches, micro_batches=parts)
     assert largest_difference(witness(4), found) < BOUND
 
 
@@ -172,18 +183,24 @@ def test_stages_have_their_variables_for_every_size_of_image(towers):
     """A net that leaves the size open is cut for the run's images, where its variables live as where it computes."""
     config = TrainConfig(model="speednet94", parallelism="model", num_gpus=4, image_size=64, batch_size=8)
     _, data = sources.load(sources.find("synthetic"), side=64)
-    training = setup.make_training(config, towers(4), "float32", data.train, 1, 1)
+    training = setup.make_training(config, towers(4), "float32", data.train, Length(1, 1, 1))
     stages = cut_in_stages(training.state.model, [tower.device for tower in towers(4)], open_size=64)
     for stage in stages:
         assert {variable.value.device[-5:] for variable in stage.model.variables} == {stage.device[-5:]}
 
 
-@pytest.mark.parametrize("device", ["", "/CPU:0"])
-def test_the_final_towers_statistics(towers, batches, device):
-    """The weights do not depend on whose moving statistics are kept; the statistics do."""
+@pytest.fixture(scope="module")
+def mean_and_mirrored(towers, batches):
+    """The variables after three steps, with the mean of the towers' statistics, and with the final tower's."""
     mean = combined("towers", "round_robin", towers(2), batches[:3], batch_statistics="mean")
+    return mean, combined("mirrored", "auto", towers(2), batches[:3], batch_statistics="final")
+
+
+@pytest.mark.parametrize("device", ["", "/CPU:0"])
+def test_the_final_towers_statistics(towers, batches, mean_and_mirrored, device):
+    """The weights do not depend on whose moving statistics are kept; the statistics do."""
+    mean, mirrored = mean_and_mirrored
     final = combined("towers", "round_robin", towers(2), batches[:3], batch_statistics="final", gradient_device=device)
-    mirrored = combined("mirrored", "", towers(2), batches[:3], batch_statistics="final")
     np.testing.assert_allclose(final["conv0/kernel"], mean["conv0/kernel"], rtol=1e-5, atol=1e-7)
     assert np.abs(final["norm1/moving_mean"] - mean["norm1/moving_mean"]).max() > 1e-4
     assert largest_difference(final, mirrored) < 1e-5

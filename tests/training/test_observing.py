@@ -35,7 +35,7 @@ def made(towers, examples, **settings):
 def one_step(training, batch, look=True):
     rates = training.state.optimizer.rates(0)
     rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
-    return training.train_step(batch, rates, 32, None if look is None else tf.constant(look))
+    return training.train_step(batch, rates, 32, tf.constant(look))
 
 
 @pytest.mark.parametrize(
@@ -131,11 +131,6 @@ def test_looking_changes_no_bit(towers, examples, strategy):
         assert metrics.close_up.update.numpy().any() == look
         assert metrics.close_up.look.activations.numpy().any() == look
     assert len(digests) == 1
-
-
-def test_a_step_that_nobody_looks_at_has_nothing_of_it(towers, examples):
-    _, batches, training = made(towers(2), examples)
-    assert one_step(training, batches.at(0), None).close_up == ()
 
 
 def test_a_number_that_is_not_finite_is_looked_at_without_harm(towers, examples):
