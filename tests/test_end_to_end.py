@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from signal import SIGTERM
 
