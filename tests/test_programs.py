@@ -146,7 +146,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, tiny, number, cod
     command = [
         "train.py",
         *tiny,
-        f"--max_steps={4000 if number == signal.SIGINT else 400}",
+        f"--max_steps={4000 if number == signal.SIGINT else 60}",
         f"--train_dir={tmp_path}",
         "--num_gpus=2",
         "--summary_every_steps=1",
@@ -235,16 +235,16 @@ def test_a_benchmark_from_start_to_sentence(tmp_path, tiny):
 
 @pytest.mark.slow
 def test_a_prediction_from_one_tower(tmp_path, tiny):
-    flags = ["--predict", "--link_gb_per_s=2", "--precisions=float32", "--minutes=0", f"--train_dir={tmp_path}"]
-    code, out, err = finish(start("benchmark.py", *tiny, *flags))
+    flags = ["--batch_size=160", "--predict", "--link_gb_per_s=2", "--precisions=float32", "--minutes=0"]
+    code, out, err = finish(start("benchmark.py", *tiny, *flags, f"--train_dir={tmp_path}"))
     assert code == 0, err
     told = json.loads((tmp_path / "prediction.json").read_text())
     assert not (tmp_path / "benchmark.json").exists()
     rows = {(row["way"], row["num_towers"]): row for row in told["predictions"]}
     assert {count for _, count in rows} == {1, 2, 4, 8, 16, 32, 64}
-    assert rows["ring", 1]["compute_seconds"] == pytest.approx(40 / told["measured"]["median"])
-    # the host sends 40 examples; each device sends half of 1,068,298 four-byte weights to the other, twice
-    assert rows["ring", 2]["transfer_seconds"] == pytest.approx((1068298 * 4 + 40 * 3105) / 2e9, rel=0.01)
+    assert rows["ring", 1]["compute_seconds"] == pytest.approx(160 / told["measured"]["median"])
+    # the host sends 160 examples; each device sends half of 1,068,298 four-byte weights to the other, twice
+    assert rows["ring", 2]["transfer_seconds"] == pytest.approx((1068298 * 4 + 160 * 3105) / 2e9, rel=0.01)
     assert "ring" in out and "efficiency" in out
 
 

@@ -22,7 +22,16 @@ from cifar_towers.training import checkpoints, trainer
 from cifar_towers.training.mirrored import make_multi_worker_strategy
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-NET = Path(__file__).parents[1] / "nets.py"
+NET = """
+import keras
+
+def net(side, num_classes):
+    x = images = keras.Input((side, side, 3))
+    x = keras.layers.Conv2D(8, 5, strides=4, activation="silu")(x)
+    x = keras.layers.BatchNormalization()(x)
+    x = keras.layers.Dropout(0.2, seed=1)(keras.layers.Flatten()(x))
+    return keras.Model(images, keras.layers.Dense(num_classes)(x))
+"""
 
 
 @pytest.fixture
@@ -33,9 +42,16 @@ def shared(small_folder):
 
 
 @pytest.fixture
-def flags(shared):
+def flags(shared, tmp_path):
     """Those of a run of a small net with everything that draws, follows and averages."""
-    return [*shared, f"--model={NET}:tiny", "--ema_decay=0.5", "--max_steps=4", "--summary_every_steps=2"]
+    (tmp_path / "net.py").write_text(NET)
+    return [
+        *shared,
+        f"--model={tmp_path / 'net.py'}:net",
+        "--ema_decay=0.5",
+        "--max_steps=4",
+        "--summary_every_steps=2",
+    ]
 
 
 def start(script, *arguments, **environment):
