@@ -607,7 +607,7 @@ def test_a_bad_batch_costs_its_update_and_nothing_else(tmp_path, poison, capsys)
     poison({4, 5, 20})
     result = run(dataclasses.replace(DIM, train_dir=str(tmp_path), checkpoint_every_steps=1, summary_every_steps=1))
     assert result["step"] == STEPS and result["bad_steps"] == 3 and all_finite(tmp_path)
-    good, bad = (checkpoints.read_all(checkpoint) for checkpoint in checkpoints.saved(tmp_path)[-2:])
+    good, bad = (checkpoints.read(checkpoint) for checkpoint in checkpoints.saved(tmp_path)[-2:])
     assert (good.pop("step"), bad.pop("step")) == (19, 20)
     for name, value in good.items():
         if not name.startswith("ema"):  # averages follow what has not moved
