@@ -117,7 +117,7 @@ def evaluate(stop: StopRequest) -> None:
         "nothing was changed",
         "Scores the newest checkpoint of a run.\n\n  evaluate.py --train_dir=runs/speed94-seed0 --tta=2",
     )
-    from cifar_towers import scoring
+    from cifar_towers.using import scoring
 
     print(scoring.evaluate_checkpoint(config))
 
@@ -134,7 +134,7 @@ def predict(stop: StopRequest) -> None:
         "JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels and 20 MB (WebP: 16 megapixels). The net sees the central\n"
         "square, upright, over white where it is transparent, resized to what it was trained on.",
     )
-    from cifar_towers import predicting
+    from cifar_towers.using import predicting
 
     predicting.predict(config)
 
@@ -150,7 +150,7 @@ def export(stop: StopRequest) -> int:
         "after it: uint8 pictures of any size in, probabilities and names of classes out.\n\n"
         "  export.py --train_dir=runs/speed94-seed0 --format=saved_model",
     )
-    from cifar_towers import exporting
+    from cifar_towers.using import exporting
 
     return 0 if exporting.export(config) else 1
 
@@ -165,7 +165,7 @@ def compare_runs(stop: StopRequest) -> int:
         "Says whether two runs are the same to the bit, and where and why they part.\n\n"
         "  compare_runs.py runs/one runs/other",
     )
-    from cifar_towers import comparing
+    from cifar_towers.using import comparing
 
     same, told = comparing.compare(*map(Path, config.runs))
     print(told)

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cifar_towers import comparing, programs, scoring, storage
+from cifar_towers import programs, storage
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import cifar10, sources, synthetic
 from cifar_towers.data.batches import Batches
@@ -23,6 +23,7 @@ from cifar_towers.program_configs import EvaluateConfig
 from cifar_towers.reporting import pictures
 from cifar_towers.signals import LAUNCH_VARIABLE, StopRequest
 from cifar_towers.training import checkpoints, health, seeds, trainer
+from cifar_towers.using import comparing, scoring
 
 QUICK = TrainConfig(
     model="speednet93",

@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from cifar_towers import export_formats, exporting, predicting, scoring, trained
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import images, sources, synthetic
 from cifar_towers.errors import DataError, UsageError
@@ -20,6 +19,7 @@ from cifar_towers.program_configs import EvaluateConfig, ExportConfig, PredictCo
 from cifar_towers.reporting import pictures
 from cifar_towers.signals import StopRequest
 from cifar_towers.training import checkpoints, trainer
+from cifar_towers.using import export_formats, exporting, predicting, scoring, trained
 
 SMALL = synthetic.make(400, 0, 0), synthetic.make(200, 0, 1)
 CONFIG = TrainConfig(

@@ -10,16 +10,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers import trained
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import RunError, UsageError, reason
 from cifar_towers.evaluation import make_classifier, softmax
-from cifar_towers.export_formats import FORMATS, Deployed, Format
 from cifar_towers.models.plain import plain
 from cifar_towers.program_configs import ExportConfig
 from cifar_towers.towers import Tower
 from cifar_towers.training import setup
+from cifar_towers.using import trained
+from cifar_towers.using.export_formats import FORMATS, Deployed, Format
 
 AGREE = 1e-4  # largest difference of a probability that rounding explains
 AT_ONCE = 250  # images of the check

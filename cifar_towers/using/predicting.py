@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from cifar_towers import trained
 from cifar_towers.data import images
 from cifar_towers.errors import DataError, printable
 from cifar_towers.evaluation import make_classifier, softmax
 from cifar_towers.program_configs import PredictConfig
 from cifar_towers.training import setup
+from cifar_towers.using import trained
 
 AT_ONCE = 256  # pictures that the net gets at a time
 TOLD = 3  # classes that are told of each

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from cifar_towers import trained
 from cifar_towers.data import sources
 from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation import Score, make_evaluator
 from cifar_towers.program_configs import EvaluateConfig
 from cifar_towers.training import setup
+from cifar_towers.using import trained
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> str:

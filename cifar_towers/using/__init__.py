@@ -1,0 +1,1 @@
+"""What is done with a run that has been trained: scoring, predicting, exporting, comparing."""
