@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
 from cifar_towers import starting
 from cifar_towers.benchmark import processes
@@ -147,8 +146,8 @@ def _peers(config: SpeedrunConfig) -> list[str]:
 
 
 def _towers(config: SpeedrunConfig) -> int:
-    """How many ours has, and the peers that have some."""
-    return config.num_gpus or len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
+    """How many ours has, and the peers that have some; where there are GPUs, the config names their number."""
+    return config.num_gpus or CPU_TOWERS_BY_DEFAULT
 
 
 def _precisions_of(name: str, precisions: Sequence[str]) -> list[str]:

@@ -21,6 +21,7 @@ from cifar_towers.program_configs import SpeedrunConfig
 from cifar_towers.reporting import records
 from cifar_towers.settings import split_names
 from cifar_towers.towers import Tower
+from cifar_towers.towers.devices import gpu_names
 from cifar_towers.training import schedules, setup
 from cifar_towers.training.precision import choose
 
@@ -57,6 +58,8 @@ class Work(NamedTuple):
 def run(config: SpeedrunConfig, source: sources.Source) -> None:
     """Trains the seeds that are not yet trained, then runs the side-by-side; prints and writes both."""
     make_directory(config)
+    gpus = gpu_names()  # before one tower is opened, which hides those that it does not use
+    config = dataclasses.replace(config, num_gpus=config.num_gpus or len(gpus))
     towers = setup.open_towers(config.varied(**ONE_TOWER))  # all cores for one operation, as the ceilings want it
     source, dataset = setup.load_data(config, source)
     if source.banner:
@@ -65,13 +68,15 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
     batches = setup.make_batches(config, dataset.train)
     computed_in, _ = choose(config.precision, towers[0].device)
     facts = circumstances(config, dataset.name) | {
+        "gpus": gpus,
         "precision": computed_in,
         "tta": config.tta,
         "target": config.target,
     }
     if config.seeds:
         work = count_work(config, towers, computed_in, dataset.train, batches)
-        race = standings.tally(_finishes(config, computed_in), work.total(), work.total(less=1), config.target)
+        finishes = _finishes(config, computed_in, min(config.num_gpus, len(gpus)) or 1)
+        race = standings.tally(finishes, work.total(), work.total(less=1), config.target)
         race |= {"operations": work.by_type(), "steps": sum(work.steps.values())}
         standings.publish_race(config.directory, facts, race)
     if config.rounds:
@@ -96,12 +101,10 @@ def count_work(config: TrainConfig, towers: Sequence[Tower], computed_in: str, t
     return Work(dict(steps), counted)
 
 
-def _finishes(config: SpeedrunConfig, computed_in: str) -> list[Finish]:
-    """One training a seed, and the machine's ceilings before, between and after them."""
+def _finishes(config: SpeedrunConfig, computed_in: str, gpus: int = 1) -> list[Finish]:
+    """One training a seed, and the ceilings of the machine, of so many of its GPUs, before, between and after them."""
     finishes = []
-    gpus = len(tf.config.get_visible_devices("GPU"))
-    used = min(config.num_gpus or gpus, gpus) or 1
-    before = ceilings.measure(computed_in, gpus=used)
+    before = ceilings.measure(computed_in, gpus=gpus)
     for seed in parse_seeds(config.seeds):
         train_dir = config.directory / f"seed{seed}"
         changes = {"seed": seed, "seeds": "", "train_dir": str(train_dir), "eval_every_epochs": 0.0}
@@ -111,7 +114,7 @@ def _finishes(config: SpeedrunConfig, computed_in: str) -> list[Finish]:
         result = processes.train(wanted)
         reused = result == earlier
         if not reused:
-            after = ceilings.measure(computed_in, gpus=used)
+            after = ceilings.measure(computed_in, gpus=gpus)
             records.write_json(train_dir / CEILINGS, {"measured": [before, after]})
             before = after
         measured = records.read_json_if_any(train_dir / CEILINGS).get("measured", [])

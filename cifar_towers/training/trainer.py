@@ -16,7 +16,7 @@ from cifar_towers.config import TrainConfig, parse_window
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
-from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError
+from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError, reason
 from cifar_towers.evaluation import make_evaluator
 from cifar_towers.reporting import records
 from cifar_towers.reporting.clock import Clock
@@ -63,7 +63,7 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: 
             return Trainer(config, source, dataset, towers, stop, clock, team, strategy).run()
         except tf.errors.ResourceExhaustedError as error:
             raise UsageError(
-                f"{' '.join(error.message.split())[:200]}: the memory is too small for this; --micro_batches="
+                f"{reason(error)}: the memory is too small for this; --micro_batches="
                 f"{2 * config.micro_batches} takes each tower's share in smaller parts, and the same command with it "
                 "goes on from the last checkpoint"
             ) from error
