@@ -115,7 +115,10 @@ def _read(directory: Path, name: str) -> Run:
     return Run(name, directory, *objects, training, evaluations)
 
 
-def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
+Groups = Mapping[str, Sequence[Run]]  # runs that differ in nothing but the seed, by what they are called together
+
+
+def grouped(runs: Sequence[Run]) -> Groups:
     """Runs that differ in nothing but the seed, by the recipe's name and what tells it from others of that name."""
     alike: dict[str, list[Run]] = {}
     for run in runs:
@@ -167,3 +170,8 @@ def shortened(text: str, most: int) -> str:
     """On one line of at most so many characters, all of which a picture can hold."""
     text = " ".join(text.encode(errors="replace").decode().split())
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def seeds_of(group: Sequence[Run]) -> str:
+    """`seeds 0, 1`."""
+    return f"seed{'s' * (len(group) > 1)} {', '.join(as_text(run.config.get('seed')) for run in group)}"

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.reporting import history, pictures, report
+from cifar_towers.reporting import history, pictures, report, report_pictures
 
 ROOT = Path(__file__).parents[2]
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -304,15 +304,15 @@ def test_a_curve_is_the_mean_with_a_band_over_the_seeds(tmp_path, drawn):
 
 
 def test_where_a_run_ends_the_others_go_on():
-    x, y, low, high = report.curve([{1.0: 2.0, 2.0: 6.0}, {1.0: 4.0}, {}])
+    x, y, low, high = report_pictures.curve([{1.0: 2.0, 2.0: 6.0}, {1.0: 4.0}, {}])
     assert [list(column) for column in (x, y, low, high)] == [[1, 2], [3, 6], [2, 6], [4, 6]]
-    assert [len(column) for column in report.curve([{}], 3)] == [0, 0]
+    assert [len(column) for column in report_pictures.curve([{}], 3)] == [0, 0]
 
 
 def test_neighbours_of_a_long_curve_are_averaged_and_no_evaluation_is(tmp_path, drawn):
     runs = [{float(epoch): float(epoch**2 + run) for epoch in range(10)} for run in range(3)]
     del runs[2][9.0]
-    x, y, low, high = report.curve(runs, 5)
+    x, y, low, high = report_pictures.curve(runs, 5)
     assert x.tolist() == [0.5, 2.5, 4.5, 6.5, 8.5]
     assert low.tolist() == [0.5, 6.5, 20.5, 42.5, 66.0]  # the last of the run that has but one of the two
     assert (
