@@ -27,6 +27,7 @@ MODELS = (
     "speednet94",
     "speednet95",
     "speednet96",
+    "speednet_proxy",
 )
 BUILT_IN = ("cifar10", "synthetic", "auto")
 FOLDER = "folder:"  # what the name of a data set in a folder begins with
@@ -186,6 +187,13 @@ class TrainConfig(DeviceConfig):
         high=256,
     )
     batch_size: int = setting(1536, "Data", "examples a step, all towers together", low=1)
+    hardest_of: int = setting(
+        0,
+        "Data",
+        "draw so many examples a step, and train on the batch_size of them that a small net beside has the highest "
+        "losses on; 0: train on all that are drawn",
+        low=0,
+    )
     flip: str = setting(
         "alternating",
         "Data",
@@ -285,6 +293,11 @@ class TrainConfig(DeviceConfig):
         if self.num_gpus or self.members:
             self.tower_batch_size(max(self.num_gpus, 1) * (self.members.size if self.members else 1))
         self._check_towers()
+        if 0 < self.hardest_of <= self.batch_size:
+            raise UsageError(
+                f"hardest_of={self.hardest_of} is no more than batch_size={self.batch_size}, which is what is kept of "
+                "these; give more, or 0"
+            )
         if self.crop and not (18 <= self.crop <= self.image_size):
             raise UsageError(
                 f"crop={self.crop} is not a side from 18 to {self.image_size} pixels, or 0 for the whole image"
@@ -335,6 +348,11 @@ class TrainConfig(DeviceConfig):
             raise UsageError(
                 f"{' and '.join(given)}: for a cluster alone; give --strategy=multi_worker too, or leave it"
             )
+        if self.hardest_of and (self.strategy != "towers" or self.parallelism == "model"):
+            what = "parallelism" if self.strategy == "towers" else "strategy"
+            raise UsageError(
+                f"hardest_of={self.hardest_of} is for towers that share the batch; leave {what}={getattr(self, what)}"
+            )
         if self.members and self.seeds:
             raise UsageError("a cluster trains one run and ends; give one seed at a time")
 
@@ -353,15 +371,22 @@ class TrainConfig(DeviceConfig):
         """
         towers = num_devices if self.parallelism == "data" else 1
         shares = towers * self.micro_batches
-        if self.batch_size % shares:
-            low = self.batch_size // shares * shares
-            near = " and ".join(str(size) for size in (low, low + shares) if size)
-            what = f"{towers} tower{'s' * (towers > 1)}"
-            what += f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
-            fitting = [n for n in range(1, towers) if not self.batch_size % (n * self.micro_batches)]
-            fewer = f", or give --num_gpus={fitting[-1]}" if fitting and by_default else ""
-            raise UsageError(f"batch_size={self.batch_size} cannot be shared by {what}; {near} can{fewer}")
+        for name, shared in (("batch_size", self.batch_size), ("hardest_of", self.hardest_of)):
+            if shared % shares:
+                low, least = shared // shares * shares, self.batch_size if name == "hardest_of" else 0
+                near = " and ".join(str(size) for size in (low, low + shares) if size > least)
+                what = f"{towers} tower{'s' * (towers > 1)}"
+                what += f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
+                both = math.gcd(self.batch_size, self.hardest_of)
+                fitting = [n for n in range(1, towers) if not both % (n * self.micro_batches)]
+                fewer = f", or give --num_gpus={fitting[-1]}" if fitting and by_default else ""
+                raise UsageError(f"{name}={shared} cannot be shared by {what}; {near} can{fewer}")
         return self.batch_size // towers
+
+    @property
+    def drawn(self) -> int:
+        """Examples that a step draws; it trains on `batch_size` of them."""
+        return self.hardest_of or self.batch_size
 
     def length(self, steps_per_epoch: int) -> schedules.Length:
         """The run's, which max_steps may end early."""

@@ -161,6 +161,11 @@ class BenchmarkConfig(TrainConfig):
             raise UsageError(f"towers={self.towers} is not for growth, which chooses its own; leave one of them")
         if self.growth and self.precisions:
             raise UsageError(f"precisions={self.precisions} is not for growth; give one, as precision")
+        if self.hardest_of:
+            raise UsageError(
+                f"hardest_of={self.hardest_of} is not for the benchmark, which measures a net's step and not how its "
+                "examples are found; give --hardest_of=0"
+            )
         for count in self.tower_counts:
             self.tower_batch_size(count)
         parse_names("precisions", self.precisions, ("float32", "bfloat16", "float16"))

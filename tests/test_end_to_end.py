@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 from signal import SIGTERM
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -387,6 +388,26 @@ def test_every_optimizers_slots_survive_a_stop(tmp_path, settings):
     assert run(parts)["weights_sha256"] == run(whole)["weights_sha256"]
 
 
+def test_a_run_on_the_hardest_examples_is_stopped_continued_and_shown(tmp_path, capsys):
+    config = dataclasses.replace(TINY, num_gpus=2, max_steps=4, batch_size=50, hardest_of=200)
+    whole, parts = (dataclasses.replace(config, train_dir=str(tmp_path / name)) for name in ("whole", "parts"))
+    with pytest.raises(Interrupted):
+        run(parts, StopAt(2))
+    assert run(parts)["weights_sha256"] == run(whole)["weights_sha256"]
+    assert "4 steps of 50, the hardest of 200, 10 an epoch" in capsys.readouterr().out
+    one, other = (checkpoints.read(checkpoints.newest(c.directory)) for c in (whole, parts))
+    for name in ("proxy.model.head.kernel", "proxy.optimizer.kernels.momentum.0", "proxy.step"):
+        np.testing.assert_array_equal(one[name], other[name])
+    shown = EventAccumulator(str(whole.directory / "train")).Reload()
+    assert {"proxy/loss", "proxy/accuracy"} <= set(shown.Tags()["tensors"])
+    graph = shown.Graph()
+    names = [node.name for node in graph.node]
+    assert len(set(names)) == len(names)
+    drawn = ("proxy/tower_1/gradients/", "tower_1/gradients/", "hardest/", "variables/proxy/head/kernel")
+    assert all(any(name.startswith(box) for name in names) for box in drawn)
+    assert not any(name.startswith("gradient_tape") for name in names)
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_towers(tmp_path, capsys):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path))
@@ -621,6 +642,19 @@ def test_a_bad_batch_costs_its_update_and_nothing_else(tmp_path, poison, capsys)
     assert "3 steps made no update" in told
     lost = [r["step"] for r in records_of(tmp_path, "train") if r["loss"] is None]
     assert lost == [4, 5, 20]
+
+
+@pytest.mark.slow
+def test_a_bad_batch_is_told_of_the_net_that_met_it(tmp_path, poison, monkeypatch, capsys):
+    """Whether the poison is picked is nobody's choice: here it never is, and the proxy alone has met it."""
+    monkeypatch.setattr(tf.math, "top_k", lambda losses, count, sorted: SimpleNamespace(indices=tf.range(count)))
+    poison({2})
+    result = run(dataclasses.replace(DIM, train_dir=str(tmp_path), max_steps=3, batch_size=50, hardest_of=200))
+    assert result["bad_steps"] == 1 and all_finite(tmp_path)
+    assert (
+        "step 2 made no update (1 in a row, 3 end the run): proxy: cross_entropy of tower_1 is not finite; "
+        "first of its tensors: the images"
+    ) in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ def circumstances(config: TrainConfig, dataset: str) -> dict:
         "recipe": config.name,
         "model": config.model,
         "batch_size": config.batch_size,
+        "hardest_of": config.hardest_of,
         "dataset": dataset,
         "date": date.today().isoformat(),
         **records.machine(),

@@ -14,7 +14,6 @@ from cifar_towers.benchmark.publishing import circumstances, make_directory
 from cifar_towers.benchmark.standings import Finish
 from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.data import sources
-from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import UsageError
 from cifar_towers.program_configs import SpeedrunConfig
@@ -65,7 +64,6 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
     if source.banner:
         print(source.banner)
     config = dataclasses.replace(config, dataset=dataset.name)
-    batches = setup.make_batches(config, dataset.train)
     computed_in, _ = choose(config.precision, towers[0].device)
     facts = circumstances(config, dataset.name) | {
         "gpus": gpus,
@@ -74,7 +72,7 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
         "target": config.target,
     }
     if config.seeds:
-        work = count_work(config, towers, computed_in, dataset.train, batches)
+        work = count_work(config, towers, computed_in, dataset.train)
         finishes = _finishes(config, computed_in, min(config.num_gpus, len(gpus)) or 1)
         race = standings.tally(finishes, work.total(), work.total(less=1), config.target)
         race |= {"operations": work.by_type(), "steps": sum(work.steps.values())}
@@ -82,12 +80,15 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
     if config.rounds:
         asked = split_names(config.precisions)
         precisions = list(dict.fromkeys(asked or [computed_in, "float32"]))
-        rows, left_out = side_by_side.run(config, precisions, batches, setup.make_augmentation(config, dataset.traits))
-        standings.publish_side_by_side(config.directory, facts, rows, left_out)
+        steps = dataclasses.replace(config, hardest_of=0)  # a step is compared, not how its examples are found
+        batches = setup.make_batches(steps, dataset.train)
+        rows, left_out = side_by_side.run(steps, precisions, batches, setup.make_augmentation(config, dataset.traits))
+        standings.publish_side_by_side(config.directory, facts | {"hardest_of": 0}, rows, left_out)
 
 
-def count_work(config: TrainConfig, towers: Sequence[Tower], computed_in: str, train: Split, batches: Batches) -> Work:
+def count_work(config: TrainConfig, towers: Sequence[Tower], computed_in: str, train: Split) -> Work:
     """The operations of a recipe's run, counted in its step as one tower makes it, once for each kind of step."""
+    batches = setup.make_batches(config, train)
     length = config.length(batches.steps_per_epoch)
     side_at = schedules.Sides(config.image_sides, config.image_size).at(length)
     alone = config.varied(**ONE_TOWER)

@@ -99,7 +99,9 @@ def publish_side_by_side(folder: Path, facts: Mapping, rows: Sequence[Contestant
 
 
 def _title(facts: Mapping) -> str:
-    return title(facts, facts["model"], f"batches of {facts['batch_size']:,}", facts["dataset"], facts["precision"])
+    batches = f"batches of {facts['batch_size']:,}"
+    batches += f", the hardest of {facts['hardest_of']:,}" if facts["hardest_of"] else ""
+    return title(facts, facts["model"], batches, facts["dataset"], facts["precision"])
 
 
 def race_text(facts: Mapping, race: Mapping) -> str:

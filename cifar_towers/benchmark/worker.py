@@ -14,7 +14,7 @@ from cifar_towers.benchmark.variations import Built, Variation, build
 from cifar_towers.data import sources
 from cifar_towers.errors import RunError, UsageError, reason
 from cifar_towers.program_configs import BenchmarkConfig
-from cifar_towers.reporting.profile import shares_of_step
+from cifar_towers.reporting.profile import profiled
 from cifar_towers.reporting.usage import host_memory_mb
 from cifar_towers.training import setup
 
@@ -80,7 +80,7 @@ class _Worker:
     def profile(self, variation: Variation) -> dict[str, float]:
         """Shares of a step's work, of all towers together."""
         call = self.built[variation].call
-        return shares_of_step(call) if call else {}
+        return profiled(call).shares() if call else {}
 
 
 class _Memory:

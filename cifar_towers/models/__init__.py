@@ -16,4 +16,5 @@ MODELS: dict[str, Callable] = {
     "speednet96": partial(
         speednet, widths=(128, 384, 512), convs=3, kept=0.9, head_std=None, logit_divisor=9, residual=True
     ),
+    "speednet_proxy": partial(speednet, widths=(32, 64, 64), kept=0.9, head_std=None, logit_divisor=9),
 }

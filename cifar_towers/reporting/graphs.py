@@ -8,7 +8,7 @@ from tensorflow.core.framework.graph_pb2 import GraphDef
 # Names of operations, and of the boxes they are drawn in. A tower's backward pass belongs to the tower; what stands
 # alone is gathered, as TensorBoard sets boxes aside when there are many.
 BOXES = (
-    (r"gradient_tape/(tower_\d+)/(.+)", r"\1/gradients/\2"),
+    (r"gradient_tape/((?:proxy/)?tower_\d+)/(.+)", r"\1/gradients/\2"),
     (r"((?:batch|rates|look)(?:_\d+)?)", r"inputs/\1"),
     (r"((?:Identity|NoOp)(?:_\d+)?)", r"results/\1"),
     (r"([^/]+)", r"step/\1"),

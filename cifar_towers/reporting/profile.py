@@ -44,10 +44,11 @@ class Profile(NamedTuple):
         return sum(work.seconds for work in self.work)
 
     def shares(self) -> dict[str, float]:
-        """Part of the step -> share of the work."""
+        """Part of the step -> share of the work; the proxy, where there is one, is a part of its own."""
         seconds = dict.fromkeys(PARTS, 0.0)
         for work in self.work:
-            seconds[part_of(work.name)] += work.seconds
+            part = part_of(work.name)
+            seconds[part] = seconds.get(part, 0.0) + work.seconds
         total = self.total or 1.0
         return {part: spent / total for part, spent in seconds.items()}
 
@@ -84,11 +85,6 @@ def profiled(call: Callable[[], Any]) -> Profile:
         finally:
             tf.profiler.experimental.stop()
         return read(next(Path(directory).rglob("*.xplane.pb")))
-
-
-def shares_of_step(call: Callable[[], Any]) -> dict[str, float]:
-    """Part of the step -> share of its work: thread or device time of operations, all towers together."""
-    return profiled(call).shares()
 
 
 class Window:
@@ -171,6 +167,8 @@ def part_of(name: str) -> str:
     'backward'
     """
     scopes = name.split("/")
+    if name.removeprefix("gradient_tape/").startswith("proxy/"):  # and no layer of that name
+        return "proxy"
     if any(scope.startswith(AVERAGING) for scope in scopes):
         return "average"
     if any(scope.startswith(APPLYING) for scope in scopes):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,7 +10,7 @@ from cifar_towers import storage
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import Dataset, Split
 from cifar_towers.evaluation import Score
-from cifar_towers.reporting import pictures, records
+from cifar_towers.reporting import pictures, records, texts
 from cifar_towers.reporting.clock import Clock
 from cifar_towers.reporting.progress import Progress, Status
 from cifar_towers.reporting.summaries import Summaries
@@ -21,6 +20,7 @@ from cifar_towers.towers.devices import gpu_names
 from cifar_towers.towers.placement import short_device
 from cifar_towers.towers.stages import layer_costs
 from cifar_towers.training import observing, run_directory
+from cifar_towers.training.hardest import PROXY
 from cifar_towers.training.health import Health
 from cifar_towers.training.schedules import Length
 from cifar_towers.training.state import TrainState
@@ -76,9 +76,10 @@ class Reporter:
             f"{config.name} seed {config.seed}: {config.model}, {parameters:,} trained parameters, "
             f"{self.precision}; {self._shared_out()}"
         )
+        hardest = f", the hardest of {config.hardest_of}" if config.hardest_of else ""
         self.say(
             f"{self.dataset.name}: {len(self.dataset.train.labels):,} training images; {self.length.last} steps of "
-            f"{config.batch_size}, {self.length.steps_per_epoch} an epoch; writing to {self.directory}"
+            f"{config.batch_size}{hardest}, {self.length.steps_per_epoch} an epoch; writing to {self.directory}"
         )
 
     def begin(self, step: int) -> None:
@@ -93,18 +94,7 @@ class Reporter:
                 records.write_json(self.directory / name, content)
         shown = run_directory.recipe_of(self.config) | {"seed": self.config.seed, "towers": len(self.towers)}
         shown |= {"strategy": self.config.strategy, "precision": self.precision, "dataset": self.dataset.name}
-        texts = {
-            "run/recipe": _table(("setting", "value"), settings.items()),
-            "run/command": f"```\n{shlex.join(environment['command'])}\n```",
-            "run/environment": _table(("of", "is"), _flat(environment)),
-            "run/model": _model_table(environment["model"]),
-            "run/variables": _table(
-                ("variable", "shape", "bytes", "device"), [v.values() for v in environment["variables"]]
-            ),
-        }
-        if self.banner:
-            texts["run/data"] = self.banner
-        self.summaries.begin(step, shown, texts)
+        self.summaries.begin(step, shown, texts.of_run(settings, environment, self.banner))
 
     def graph(self, function) -> None:
         """Draws the traced step, and says where it went if that was asked for."""
@@ -163,6 +153,8 @@ class Reporter:
         scalars |= {f"losses/{term}": loss for term, loss in metrics.averages.items()}
         scalars |= {f"learning_rate/{name}": value for name, value in rates.items()}
         scalars |= {"health/bad_steps": health.bad_steps, "health/rollbacks": health.rollbacks}
+        if metrics.picked:
+            scalars |= {f"{PROXY}/{name}": getattr(metrics.picked.proxy, name) for name in ("loss", "accuracy")}
         if speed:
             scalars |= {"speed/images_per_sec": speed, "speed/step_seconds": self.config.batch_size / speed}
             scalars |= {"speed/input_wait": self.clock.recent_wait()}
@@ -253,7 +245,7 @@ class Reporter:
                 "cosine": cosines.tolist(),
             }
         }
-        if len(norms) == 1 or not metrics.finite:
+        if len(norms) == 1 or not metrics.finite or metrics.picked:  # the estimate is for examples drawn at random
             return alike
         estimates = observing.noise_scale(norms, float(metrics.gradient_norm), self.config.batch_size)
         self._noise = NOISE_MEMORY * self._noise + (1 - NOISE_MEMORY) * np.array(estimates)
@@ -337,37 +329,3 @@ class _NoSummaries:
 def every_so_often(step: int, period: int) -> bool:
     """Whether this is a step of one in every `period`; none is where that is 0."""
     return period > 0 and step % period == 0
-
-
-def _table(head: Sequence[str], rows) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def _model_table(layers: Sequence[Mapping]) -> str:
-    if not layers:
-        return "not made of a graph of layers"
-    rows = [
-        (row["name"], row["kind"], " x ".join(map(str, row["output"])), f"{row['parameters']:,}", f"{row['flops']:,}")
-        for row in layers
-    ]
-    parameters, flops = (sum(row[what] for row in layers) for what in ("parameters", "flops"))
-    rows.append(("**all**", "", "", f"**{parameters:,}**", f"**{flops:,}**"))
-    return _table(("layer", "kind", "output", "parameters", "FLOPs of one image, forward"), rows)
-
-
-def _flat(environment: Mapping) -> list[tuple[str, object]]:
-    """What of the environment is short enough for a table."""
-    rows = []
-    for name, value in environment.items():
-        if name in ("variables", "model", "command") or not value:
-            continue
-        if isinstance(value, dict):
-            value = ", ".join(f"{key} {content}" for key, content in value.items())
-        elif name == "towers":
-            value = ", ".join(f"{tower['name']} on {tower['device']}" for tower in value)
-        elif isinstance(value, list):
-            value = ", ".join(map(str, value))
-        rows.append((name, value))
-    return rows

@@ -1,6 +1,6 @@
 """Towers: copies of one computation on several devices that meet once a step.
 
-Nothing here knows of images, models, settings or files; the folder can be lifted into another project.
+Nothing here knows of images, settings, files or any one model; the folder can be lifted into another project.
 """
 
 from cifar_towers.towers.devices import Tower, make_towers

@@ -55,6 +55,7 @@ def fastest_placement(config: TrainConfig, towers: list[Tower], computed_in: str
             config,
             num_gpus=len(towers),
             variable_placement=placement,
+            hardest_of=0,
             batch_size=min(config.batch_size, IMAGES * len(towers) * config.micro_batches),
         )
         batches = setup.make_batches(small, train)

@@ -8,12 +8,12 @@ OWN = "model_losses"
 
 
 def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
-    """Mean softmax cross entropy of logits [B, C] against labels [B], spread by `smoothing` over all C classes."""
+    """[B] softmax cross entropy of logits [B, C] against labels [B], spread by `smoothing` over all C classes."""
     if logits.dtype.size == 2:  # a net of the user's own may end in a half type
         logits = tf.cast(logits, tf.float32)
     classes = logits.shape[-1]
     targets = (1 - smoothing) * tf.one_hot(labels, classes, dtype=logits.dtype) + smoothing / classes
-    return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(targets, logits))
+    return tf.nn.softmax_cross_entropy_with_logits(targets, logits)
 
 
 def make_loss(smoothing: float = 0.0, weight_losses: Mapping[str, tuple[int, float]] | None = None) -> Callable:
@@ -29,7 +29,7 @@ def make_loss(smoothing: float = 0.0, weight_losses: Mapping[str, tuple[int, flo
     def loss(
         labels: tf.Tensor, logits: tf.Tensor, weights: Sequence[tf.Tensor], own: Sequence[tf.Tensor] = ()
     ) -> dict[str, tf.Tensor]:
-        terms = {"cross_entropy": cross_entropy(labels, logits, smoothing)}
+        terms = {"cross_entropy": tf.reduce_mean(cross_entropy(labels, logits, smoothing))}
         for layer, (index, factor) in (weight_losses or {}).items():
             terms[f"{layer}/weight_loss"] = factor * tf.nn.l2_loss(weights[index])
         if own:

@@ -1,5 +1,6 @@
 """From settings to parts: towers, data, model, optimizer, state. Below here, functions take plain values."""
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -22,13 +23,13 @@ from cifar_towers.models.speednet import whitening_kernel
 from cifar_towers.towers import Tower, make_towers, variable_placement
 from cifar_towers.towers.placement import HOST
 from cifar_towers.towers.stages import cut_in_stages, stage_placement
-from cifar_towers.training import precision, schedules
-from cifar_towers.training.losses import OWN, make_loss
+from cifar_towers.training import hardest, precision, schedules
+from cifar_towers.training.losses import OWN, cross_entropy, make_loss
 from cifar_towers.training.mirrored import make_mirrored_step, make_multi_worker_strategy, make_strategy
 from cifar_towers.training.observing import watched_layers
 from cifar_towers.training.optimizers import AdamW, Group, Momentum, Muon, Optimizer
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import make_train_step
+from cifar_towers.training.step import make_train_step, make_update
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +93,10 @@ def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None
     Raises:
       UsageError: a batch is more than there are examples.
     """
+    if config.hardest_of > len(train.labels):
+        raise UsageError(f"hardest_of={config.hardest_of} is more than the {len(train.labels)} training examples")
     try:
-        return Batches(train, config.batch_size, config.seed, config.flip, rows)
+        return Batches(train, config.drawn, config.seed, config.flip, rows)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -255,14 +258,29 @@ def make_training(
                 raise ValueError("parallelism=model cannot train a net that adds losses of its own, as regularizers do")
             watched = [layer.name for layer in watched_layers(state.model)]
             stages = cut_in_stages(state.model, devices, open_size=side, watched=watched)
-            step = make_train_step(state, split_over, loss_fn, augmentation, stages=stages, **options)
+            step = make_train_step(make_update(state, split_over, loss_fn, augmentation, stages=stages, **options))
         else:
-            state, loss_fn = state_in(variable_placement(config.variable_placement, towers))
-            device = HOST if config.gradient_device == "cpu" else ""
-            step = make_train_step(state, towers, loss_fn, augmentation, gradient_device=device, **options)
+            options["gradient_device"] = HOST if config.gradient_device == "cpu" else ""
+            with variable_placement(config.variable_placement, towers):
+                state, loss_fn = make_state(config, computed_in, train, length)
+                update = make_update(state, towers, loss_fn, augmentation, **options)
+                if config.hardest_of:
+                    with tf.name_scope(hardest.PROXY):
+                        state.proxy, loss_fn = make_state(proxy_config(config), computed_in, train, length)
+                    options["example_loss"] = functools.partial(cross_entropy, smoothing=config.label_smoothing)
+                    proxy_update = make_update(state.proxy, towers, loss_fn, augmentation, **options)
+                    update = hardest.on_hardest(update, proxy_update, config.batch_size)
+            step = make_train_step(update)
     except ValueError as error:
         raise UsageError(str(error)) from error
     return Training(state, step, split_over)
+
+
+def proxy_config(config: TrainConfig) -> TrainConfig:
+    """The recipe of the net that picks the hardest examples for `config`'s: the same, on all, without averages."""
+    return config.varied(
+        model="speednet_proxy", batch_size=config.hardest_of, hardest_of=0, ema_decay=0.0, lookahead=False
+    )
 
 
 def make_state(

@@ -26,6 +26,7 @@ class TrainState:
       step: updates done.
       weights: N trained variables. statistics: the model's other variables, frozen filters among them.
       seeds: for each of the statistics, whether it is what a layer draws random numbers from.
+      proxy: the state of a smaller net that moves beside this one, and is saved and restored with it; as a rule None.
       moved_names: what `apply` assigns, in its order, by the groups that have a rate, once it has been traced.
     """
 
@@ -40,6 +41,7 @@ class TrainState:
         precision: str = "float32",
     ):
         self.model, self.optimizer = model, optimizer
+        self.proxy: TrainState | None = None
         self.moved_names: dict[frozenset[str], list[str]] = {}
         with pinned(HOST):
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
@@ -124,6 +126,8 @@ class TrainState:
         named |= {f"optimizer.{name}": v for name, v in self.optimizer.slots().items()}
         named |= {f"loss_average.{term.replace('/', '.')}": v for term, v in self.loss_averages.sums.items()}
         named |= {f"loss_scale.{name}": v for name, v in self.loss_scale.variables.items()}
+        if self.proxy:
+            named |= {f"proxy.{name}": v for name, v in self.proxy.named_variables().items()}
         return named | {"loss_average.weight": self.loss_averages.weight, "step": self.step}
 
     def not_finite(self) -> str:

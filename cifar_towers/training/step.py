@@ -27,6 +27,7 @@ class TowerResult(NamedTuple):
     # or -1.
     bad: tf.Tensor | None = None
     look: Look | None = None
+    example_losses: tf.Tensor | tuple[()] = ()  # of each example in turn, if there was an `example_loss`
 
 
 class StepMetrics(NamedTuple):
@@ -43,9 +44,34 @@ class StepMetrics(NamedTuple):
     bad_update: tf.Tensor  # index in the state's `moved_names` of the first that was not, or -1
     close_up: CloseUp | tuple[()] = ()  # if the step was called with a `look`
     asked: tf.Tensor | tuple[()] = ()  # the largest number that any process of a cluster was asked for
+    example_losses: tf.Tensor | tuple[()] = ()  # [B], if the step was made with an `example_loss`
+    picked: "Picked | tuple[()]" = ()  # what of the batch was trained on, if it was not all
 
 
-def make_train_step(
+class Picked(NamedTuple):
+    """What of a batch was trained on, and who said so."""
+
+    rows: tf.Tensor  # [count] in the batch, rising
+    proxy: StepMetrics  # of the step that the net which picked them made on the whole batch
+
+
+def make_train_step(update: Callable[..., StepMetrics]) -> Callable[..., StepMetrics]:
+    """The function (batch, rates, side, look) -> metrics that a run calls: an update of `make_update` as one graph.
+
+    `rates` are those of the optimizer's groups that move; no gradient is taken for the others. `side` is the Python
+    number of pixels the images are shrunk to, 0: none. Each set of groups and each side is traced once. `look` is a
+    tensor that says whether the step is looked at closely; without it there is no `close_up`, and nothing of it in the
+    graph.
+    """
+
+    @tf.function(autograph=False)
+    def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 0, look=None) -> StepMetrics:
+        return update(batch, rates, side, look)
+
+    return train_step
+
+
+def make_update(
     state: TrainState,
     towers: Sequence[Tower],
     loss_fn: Callable,
@@ -55,13 +81,9 @@ def make_train_step(
     batch_statistics: str = "mean",
     gradient_device: str = "",
     stages: Sequence[Stage] = (),
+    example_loss: Callable | None = None,
 ) -> Callable[..., StepMetrics]:
-    """The function (batch, rates, side, look) -> metrics that moves `state` by one step.
-
-    `rates` are those of the optimizer's groups that move; no gradient is taken for the others. `side` is the Python
-    number of pixels the images are shrunk to, 0: none. Each set of groups and each side is traced once. `look` is a
-    tensor that says whether the step is looked at closely; without it there is no `close_up`, and nothing of it in the
-    graph.
+    """The function (batch, rates, side, look) -> metrics that moves `state` by one step; see `make_train_step`.
 
     Args:
       micro_batches: parts that each tower takes its shard in.
@@ -69,12 +91,12 @@ def make_train_step(
         where the towers meet on the way and all have the same.
       gradient_device: where gradients are averaged; beside each variable if empty.
       stages: the model cut over several devices, for one tower; they work on different parts at the same time.
+      example_loss: (labels, logits) -> [B] losses, for the metrics; none are there if None.
     """
-    tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches, stages)
+    tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches, stages, example_loss)
     run = run_together if batch_statistics == "synchronized" else run_on_towers
 
-    @tf.function(autograph=False)
-    def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 0, look=None) -> StepMetrics:
+    def update(batch: Batch, rates: dict[str, tf.Tensor], side: int = 0, look=None) -> StepMetrics:
         shards = split_batch(batch, towers)
         looks = [None] * (len(towers) - 1) + [look]  # at the final tower
         on_tower = functools.partial(tower_fn, side, tuple(rates))
@@ -86,10 +108,10 @@ def make_train_step(
         gradients = state.loss_scale.unscale(gradients)
         homes = [variable.device for variable in state.statistics]
         statistics = combine_statistics([r.statistics for r in results], batch_statistics, homes)
-        update = apply_update(state, gradients, statistics, rates, results[-1].losses, all_finite(results), look)
-        return metrics(results, *update, alike, batch.labels.shape[0])
+        told = apply_update(state, gradients, statistics, rates, results[-1].losses, all_finite(results), look)
+        return metrics(results, *told, alike, batch.labels.shape[0])
 
-    return train_step
+    return update
 
 
 def make_tower_fn(
@@ -98,6 +120,7 @@ def make_tower_fn(
     augmentation: Augmentation,
     micro_batches: int = 1,
     stages: Sequence[Stage] = (),
+    example_loss: Callable | None = None,
 ) -> Callable[..., TowerResult]:
     """The function (side, groups, tower, (shard, look)) -> result that each tower runs: it takes the gradients of the
     variables in these of the optimizer's groups. It only reads."""
@@ -119,7 +142,8 @@ def make_tower_fn(
         moved = zip(new_statistics, statistics, state.seeds, strict=True)
         changed = [None if seed or new is old else new for new, old, seed in moved]
         seen = None if look is None else look_at_forward(look, images, part.labels, activations)
-        return TowerResult(losses, gradients, changed, count_correct(part.labels, logits), look=seen)
+        correct, each = count_correct(part.labels, logits), example_loss(part.labels, logits) if example_loss else ()
+        return TowerResult(losses, gradients, changed, correct, look=seen, example_losses=each)
 
     def on_tower(side: int, groups: Sequence[str], tower: Tower, shard_and_look: tuple) -> TowerResult:
         shard, look = shard_and_look
@@ -140,6 +164,7 @@ def make_tower_fn(
                 [*(tower.device for _ in losses), *homes],
             ),
             look=results[-1].look,
+            example_losses=_joined(results),
         )
 
     return on_tower
@@ -193,6 +218,7 @@ def metrics(
             losses=results[-1].losses,
             averages=averages,
             bad_tensors=tf.stack([r.bad for r in results]),
+            example_losses=_joined(results),
             **update,
         )
         with tf.device(HOST):  # a GPU sends them on its own, and is not asked for one after the other
@@ -216,6 +242,12 @@ def combine_statistics(
                 averaged = of_one[-1] is not None and of_one[-1].dtype.is_floating
                 combined.append(_mean(of_one) if averaged else of_one[-1])
     return combined
+
+
+def _joined(results: Sequence[TowerResult]) -> tf.Tensor | tuple[()]:
+    """The losses of all their examples in turn, where there are some."""
+    losses = [r.example_losses for r in results]
+    return () if isinstance(losses[0], tuple) else tf.concat(losses, 0)
 
 
 def _mean(values: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -25,9 +25,10 @@ from cifar_towers.reporting.reporter import Reporter, every_so_often, told
 from cifar_towers.signals import LAUNCH_VARIABLE, NOTHING_DONE, StopRequest
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.placement import HOST
-from cifar_towers.training import choosing, health, run_directory, schedules, setup, together
+from cifar_towers.training import choosing, hardest, health, run_directory, schedules, setup, together
 from cifar_towers.training.keeper import Keeper
 from cifar_towers.training.mirrored import towers_here
+from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import StepMetrics
 
 
@@ -88,7 +89,7 @@ class Trainer:
         self.directory = config.directory
         self.precision = setup.choose_precision(config.precision, self.here)
         together.compare_notes(team, dataset, self.precision, len(self.here))
-        count = config.batch_size * len(self.here) // len(towers)
+        count = config.drawn * len(self.here) // len(towers)
         self.batches = setup.make_batches(config, dataset.train, rows=(team.index * count, count))
         self.length = config.length(self.batches.steps_per_epoch)
         self.config = config = choosing.settle(config, towers, self.precision, dataset, self.length)
@@ -250,17 +251,22 @@ class Trainer:
         Raises:
           DivergedError: there were too many of these in a row.
         """
-        if metrics.finite:
+        state, who = self.state, ""
+        if metrics.finite and metrics.picked and not metrics.picked.proxy.finite:
+            state, who, metrics = self.state.proxy, f"{hardest.PROXY}: ", metrics.picked.proxy
+        elif metrics.finite:
             return self.health.good()
+        elif metrics.picked:
+            batch = hardest.take(batch, metrics.picked.rows)
         overflowed = np.isfinite(metrics.tower_losses).all() and (metrics.bad_tensors >= 0).any()
-        if overflowed and self.state.loss_scale.can_shrink():
+        if overflowed and state.loss_scale.can_shrink():
             return
-        weights = [v.name.removesuffix(":0") for v in self.state.weights]
-        what = health.describe(
-            metrics, self.towers, list(metrics.losses), weights, self.state.moved_names[frozenset(rates)]
+        weights = [v.name.removesuffix(":0") for v in state.weights]
+        what = who + health.describe(
+            metrics, self.towers, list(metrics.losses), weights, state.moved_names[frozenset(rates)]
         )
         try:
-            self.say(self.health.bad(step, what + self._where_from(metrics, batch, side)))
+            self.say(self.health.bad(step, what + self._where_from(state, metrics, batch, side)))
         except DivergedError as error:
             if self.config.rollback_on_divergence:
                 raise
@@ -270,7 +276,7 @@ class Trainer:
                 "rates, or --fresh with a smaller --learning_rate or --precision=float32"
             ) from error
 
-    def _where_from(self, metrics: StepMetrics, batch: Batch, side: int) -> str:
+    def _where_from(self, state: TrainState, metrics: StepMetrics, batch: Batch, side: int) -> str:
         """The first tensor of the bad tower's forward pass that is not finite; the step has changed nothing, so it
         can be taken again."""
         bad = [tower for tower, index in zip(self.towers, metrics.bad_tensors, strict=True) if index >= 0]
@@ -279,7 +285,7 @@ class Trainer:
         here, found = [tower for tower in self.towers if tower in self.here], ""
         if bad[0] in here:
             shard = split_batch(batch, here)[here.index(bad[0])]
-            found = health.find_bad(self.state.model, self.augmentation, bad[0], shard, side, self.config.micro_batches)
+            found = health.find_bad(state.model, self.augmentation, bad[0], shard, side, self.config.micro_batches)
         return next(filter(None, self.team.gather(found)), "")
 
     def _roll_back(self, error: DivergedError) -> int:

@@ -7,11 +7,11 @@ from cifar_towers.benchmark import ceilings, processes, side_by_side, speedrun
 from cifar_towers.benchmark.speedrun import Kind, Work
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources, synthetic
-from cifar_towers.data.batches import Batches
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.program_configs import SpeedrunConfig
 from cifar_towers.reporting import records
 from cifar_towers.settings import parse_command_line
+from cifar_towers.training import setup
 
 TINY = {"dataset": "synthetic", "model": "cifarnet", "crop": 24, "shift": 0, "batch_size": 40, "precision": "float32"}
 
@@ -37,7 +37,7 @@ def test_work_is_counted_for_each_kind_of_step(towers):
     """Ten steps, 30 % of them on smaller images; the whitening is trained in the first two."""
     train = synthetic.make(80, seed=0, stream=0)
     config = SpeedrunConfig(model="speednet93", batch_size=8, epochs=1, image_sides="0=20,30%=32", whitening_epochs=0.2)
-    work = speedrun.count_work(config, towers(2), "float32", train, Batches(train, 8, 0))
+    work = speedrun.count_work(config, towers(2), "float32", train)
     rest = ("kernels", "biases", "head")
     first, small, large = Kind(20, (*rest, "whitening")), Kind(20, rest), Kind(32, rest)
     assert work.steps == {first: 2, small: 1, large: 7}
@@ -45,6 +45,16 @@ def test_work_is_counted_for_each_kind_of_step(towers):
     assert 0.3 < totals[small] / totals[large] < (20 / 32) ** 2
     # the gradient to the images of the first convolution after the whitening: 19 x 19, 24 -> 64 channels
     assert totals[first] - totals[small] == 8 * 2 * 19 * 19 * 24 * 9 * 64
+
+
+def test_the_work_of_picking_is_counted(towers):
+    """Eight of sixteen: the net's work on eight and the proxy's on sixteen, though a step is one function."""
+    train = synthetic.make(80, seed=0, stream=0)
+    both = SpeedrunConfig(model="speednet93", batch_size=8, hardest_of=16, epochs=1, whitening_epochs=0)
+    apart = both.varied(hardest_of=0), setup.proxy_config(both)
+    one, two, three = (speedrun.count_work(config, towers(1), "float32", train) for config in (both, *apart))
+    assert one.steps == three.steps and sum(two.steps.values()) == 2 * sum(one.steps.values())
+    assert one.total() == two.total() // 2 + three.total()
 
 
 def test_a_run_of_other_settings_is_refused(tmp_path):

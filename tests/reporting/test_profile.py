@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from cifar_towers.reporting import profile
-from cifar_towers.reporting.profile import PARTS, Profile, Window, Work, part_of, profiled, read, shares_of_step
+from cifar_towers.reporting.profile import PARTS, Profile, Window, Work, part_of, profiled, read
 from cifar_towers.towers import average_gradients, run_on_towers, split_batch
 
 
@@ -23,6 +23,7 @@ from cifar_towers.towers import average_gradients, run_on_towers, split_batch
         ("apply/Mul", "apply"),
         ("weight_averages/sub", "apply"),
         ("split_batch/split", "other"),
+        ("gradient_tape/proxy/tower_0/MatMul", "proxy"),
     ],
 )
 def test_parts_of_the_step(name, part):
@@ -98,7 +99,7 @@ def test_a_profile_knows_the_work(step):
     assert 0 < sum(work.seconds for work in products) < 20 * took
     compiled = [work for work in found.work if work.kind == "XLA"]
     assert len(compiled) == 2 and all(part_of(work.name) == "forward" and work.seconds > 0 for work in compiled)
-    shares = shares_of_step(lambda: step(x))
+    shares = profiled(lambda: step(x)).shares()
     assert tuple(shares) == PARTS and sum(shares.values()) == pytest.approx(1)
     assert shares["forward"] > 0.05 and shares["backward"] > 0.05 and shares["average"] > 0 and shares["apply"] > 0
 

@@ -21,7 +21,7 @@ from cifar_towers.training.mirrored import make_mirrored_step, make_strategy
 from cifar_towers.training.optimizers import Group, Momentum, Optimizer
 from cifar_towers.training.schedules import Length
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import make_train_step
+from cifar_towers.training.step import make_train_step, make_update
 
 STEPS, BATCH, RATE, MOMENTUM, BOUND = 20, 48, 0.1, 0.9, 1e-4
 AUGMENTATION = Augmentation(shift=2, brightness=8.0)
@@ -76,7 +76,7 @@ def combined(strategy, how, towers, batches, **options):
     else:
         with variable_placement(how, towers):
             state = make_state(synchronized)
-        step = make_train_step(state, towers, loss_fn, AUGMENTATION, **options)
+        step = make_train_step(make_update(state, towers, loss_fn, AUGMENTATION, **options))
     return after_steps(state, step, batches)
 
 
@@ -168,7 +168,7 @@ def test_stages_equal_one_device(towers, batches, witness, stages, parts):
     with stage_placement(small_net, devices):
         state = make_state()
     cut = cut_in_stages(state.model, devices)
-    step = make_train_step(state, towers(1), loss_fn, AUGMENTATION, micro_batches=parts, stages=cut)
+    step = make_train_step(make_update(state, towers(1), loss_fn, AUGMENTATION, micro_batches=parts, stages=cut))
     assert largest_difference(witness(parts), after_steps(state, step, batches)) < BOUND
     homes = {stage.device: {v.path for v in stage.model.variables} for stage in cut}
     for path, variable in zip(
