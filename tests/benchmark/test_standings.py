@@ -7,8 +7,8 @@ from cifar_towers.benchmark.standings import Finish
 from cifar_towers.reporting import records
 
 FACTS = {
-    "recipe": "mine", "model": "speednet94", "batch_size": 1536, "dataset": "cifar10", "precision": "float32",
-    "processor": "Abacus", "cores": 2, "tta": 2, "target": 0.94, "date": "2026-01-01",
+    "recipe": "mine", "model": "speednet94", "batch_size": 1536, "hardest_of": 0, "dataset": "cifar10",
+    "precision": "float32", "processor": "Abacus", "cores": 2, "tta": 2, "target": 0.94, "date": "2026-01-01",
 }  # fmt: skip
 
 
@@ -68,14 +68,16 @@ def test_the_accuracy_is_of_the_averaged_weights_on_test():
 
 def test_what_is_published(tmp_path, capsys):
     race = told(FINISHES) | {"operations": {"MatMul": 6_000_000_000_000, "Conv2D": 12_000_000_000_000}, "steps": 256}
-    standings.publish_race(tmp_path, FACTS, race)
+    standings.publish_race(tmp_path, FACTS | {"hardest_of": 3072}, race)
     first = capsys.readouterr().out
+    assert "speednet94, batches of 1,536, the hardest of 3,072, cifar10, float32; Abacus" in first
     assert "Seconds to 94.00 %: 150.0 s of training (mean 94.10 %, std 0.20, n=3)" in first
     assert "18,000 GFLOP in 256 steps (Conv2D 66.7 %, MatMul 33.3 %)" in first
     assert "A run at it takes 150.0 s; training ran at 50.0 % of it." in first
     assert "* run by an earlier command: seed 2 (revision abc)" in first and "\n2*  " in first
     standings.publish_side_by_side(tmp_path, FACTS, ROWS, {"tutorial, float32": "no net"})
     second = capsys.readouterr().out
+    assert "batches of 1,536, cifar10" in second
     lines = {line.split()[0]: line.split() for line in second.splitlines() if " float32 " in line and "-" in line}
     assert lines["cifar_towers"][1:] == ["float32", "310", "305-315", "3", "-"]
     assert lines["pytorch"][1:] == ["float32", "155", "152-178", "3", "2.00"]
