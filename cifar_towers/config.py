@@ -370,18 +370,22 @@ class TrainConfig(DeviceConfig):
           UsageError: the towers and their micro-batches cannot have equal shares.
         """
         towers = num_devices if self.parallelism == "data" else 1
-        shares = towers * self.micro_batches
-        for name, shared in (("batch_size", self.batch_size), ("hardest_of", self.hardest_of)):
-            if shared % shares:
-                low, least = shared // shares * shares, self.batch_size if name == "hardest_of" else 0
-                near = " and ".join(str(size) for size in (low, low + shares) if size > least)
-                what = f"{towers} tower{'s' * (towers > 1)}"
-                what += f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
-                both = math.gcd(self.batch_size, self.hardest_of)
-                fitting = [n for n in range(1, towers) if not both % (n * self.micro_batches)]
-                fewer = f", or give --num_gpus={fitting[-1]}" if fitting and by_default else ""
-                raise UsageError(f"{name}={shared} cannot be shared by {what}; {near} can{fewer}")
+        for name, least in (("batch_size", 0), ("hardest_of", self.batch_size)):
+            if getattr(self, name) % (towers * self.micro_batches):
+                raise UsageError(self._not_shared(name, least, towers, by_default))
         return self.batch_size // towers
+
+    def _not_shared(self, name: str, least: int, towers: int, by_default: bool) -> str:
+        """That a size cannot be shared by the towers, which sizes above `least` can, and by how many this one can."""
+        size, shares = getattr(self, name), towers * self.micro_batches
+        low = size // shares * shares
+        near = " and ".join(str(size) for size in (low, low + shares) if size > least)
+        what = f"{towers} tower{'s' * (towers > 1)}"
+        what += f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
+        both = math.gcd(self.batch_size, self.hardest_of)
+        fitting = [n for n in range(1, towers) if not both % (n * self.micro_batches)]
+        fewer = f", or give --num_gpus={fitting[-1]}" if fitting and by_default else ""
+        return f"{name}={size} cannot be shared by {what}; {near} can{fewer}"
 
     @property
     def drawn(self) -> int:

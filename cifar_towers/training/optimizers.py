@@ -163,5 +163,5 @@ def _zeros_like(variable: tf.Variable, name: str) -> tf.Variable:
 
 def follower(variable: tf.Variable, what: str, value: tf.Tensor) -> tf.Variable:
     """A variable that lives beside another and is named after it: `conv1/kernel/momentum`."""
-    with tf.name_scope(""), pinned(variable.device):
+    with tf.name_scope(""), pinned(variable.device):  # the variable's name has its scopes in it already
         return tf.Variable(value, trainable=False, name=f"{variable.name.removesuffix(':0')}/{what}")

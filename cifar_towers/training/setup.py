@@ -266,9 +266,11 @@ def make_training(
                 update = make_update(state, towers, loss_fn, augmentation, **options)
                 if config.hardest_of:
                     with tf.name_scope(hardest.PROXY):
-                        state.proxy, loss_fn = make_state(proxy_config(config), computed_in, train, length)
-                    options["example_loss"] = functools.partial(cross_entropy, smoothing=config.label_smoothing)
-                    proxy_update = make_update(state.proxy, towers, loss_fn, augmentation, **options)
+                        state.proxy, proxy_loss = make_state(proxy_config(config), computed_in, train, length)
+                    each = functools.partial(cross_entropy, smoothing=config.label_smoothing)
+                    proxy_update = make_update(
+                        state.proxy, towers, proxy_loss, augmentation, example_loss=each, **options
+                    )
                     update = hardest.on_hardest(update, proxy_update, config.batch_size)
             step = make_train_step(update)
     except ValueError as error:
