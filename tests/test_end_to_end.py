@@ -341,6 +341,11 @@ def test_a_killed_run_goes_on_in_one_curve(tmp_path):
         ("result", "final/images_per_sec", [20]),
     ):
         assert [event.step for event in events_of(tmp_path / part).Tensors(tag)] == steps
+    run(dataclasses.replace(config, train_dir=str(tmp_path / "whole")))
+    scales = [
+        [r.get("gradient_noise_scale") for r in records_of(path, "train")] for path in (tmp_path, tmp_path / "whole")
+    ]
+    assert scales[0] == scales[1] and any(scales[0])  # an average that goes on where it was
 
 
 def test_a_profile_is_written_and_told(tmp_path, capsys):

@@ -96,8 +96,11 @@ def read(path: Path) -> Iterator[Event]:
 
 
 def _replace(path: Path, events: Sequence[Event]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with tf.io.TFRecordWriter(str(temporary)) as writer:
-        for event in events:
-            writer.write(event.SerializeToString())
-    os.replace(temporary, path)
+    temporary = path.with_name(".kept.tmp")  # TensorBoard reads whatever has `tfevents` in its name
+    try:
+        with tf.io.TFRecordWriter(str(temporary)) as writer:
+            for event in events:
+                writer.write(event.SerializeToString())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

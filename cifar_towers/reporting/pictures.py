@@ -22,6 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 DPI = 120
 MARGIN = 0.15  # inches of paper around everything
 PAPER, INK, MUTED, GRID, NOTHING = "white", "black", "#555555", "#dddddd", "#d0d0d0"
+MOST_CLASSES = 200  # of a confusion matrix that is drawn: a cell takes 15 pixels at least
 ERROR_POWER = 0.4  # what confusions are raised to before they are coloured: 1 % is seen beside 50 %
 STROKES = (  # told apart by all, in colour or by their dashes, and on white paper
     ("#0072b2", "-"),

@@ -37,10 +37,10 @@ class Metrics:
             kept = [record for record in read(self._path) if wanted(record)]
             storage.write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
 
-    def evaluations(self, step: int) -> list[dict]:
-        """What is on record of the evaluations after `step`: their `split`, `weights`, `tta`, `accuracy` and so on."""
+    def of(self, kind: str) -> list[dict]:
+        """The records of one kind, `train` or `eval`."""
         with self._going_on():
-            return [record for record in read(self._path) if (record["kind"], record["step"]) == ("eval", step)]
+            return [record for record in read(self._path) if record["kind"] == kind]
         return []
 
     def write(self, **record) -> None:

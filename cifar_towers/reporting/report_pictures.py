@@ -22,7 +22,6 @@ CURVES = (  # key of the training records, title, axis, unit of the axis in unit
 )
 POINTS = 120  # of a curve, at most
 TOGETHER = 8  # curves that a picture tells apart
-MOST_CLASSES = 1000  # of a confusion matrix that is drawn
 
 
 def curves(groups: Groups) -> str:
@@ -118,12 +117,14 @@ def confusions(groups: Groups) -> list[str]:
 
 
 def _counts(score: Mapping) -> list[np.ndarray]:
-    """The confusion matrix [C, C] of a score, if it has one."""
+    """The confusion matrix [C, C] of a score, if it has one that can be drawn."""
+    from cifar_towers.reporting import pictures
+
     try:
         counts = np.array(score.get("confusion"), np.int64)
     except (TypeError, ValueError, OverflowError):
         return []
-    square = counts.ndim == 2 and 1 < len(counts) == counts.shape[1] <= MOST_CLASSES
+    square = counts.ndim == 2 and 1 < len(counts) == counts.shape[1] <= pictures.MOST_CLASSES
     return [counts] if square and counts.min() >= 0 else []
 
 

@@ -109,10 +109,14 @@ class Reporter:
         self._epoch = []
         self.metrics.keep(lambda record: record["step"] <= step)
         self.summaries.keep(step, step if self.evaluated(step) else step - 1)
+        self._noise = np.zeros(2)
+        for record in self.metrics.of("train"):
+            if "gradient_noise_scale" in record:
+                self._noise_scale(record["towers"]["gradient_norm"], record["gradient_norm"])
 
     def evaluated(self, step: int) -> list[dict]:
         """What is on record of the evaluations after `step`, as `evaluation` returned it."""
-        return self.metrics.evaluations(step)
+        return [record for record in self.metrics.of("eval") if record["step"] == step]
 
     def drop_evaluation(self, step: int) -> None:
         """Drops what is on record of an evaluation after `step` that is to be made again."""
@@ -179,7 +183,8 @@ class Reporter:
         found = []
         for name, weights, level, score in scores:
             numbers = {"count": score.count, "accuracy": score.accuracy, "loss": score.loss}
-            numbers["confusion"] = score.confusion.tolist()
+            if len(score.confusion) <= pictures.MOST_CLASSES:
+                numbers["confusion"] = score.confusion.tolist()
             found.append({"split": name, "weights": weights, "tta": level} | numbers)
             self.metrics.write(kind="eval", step=step, epoch=step / self.length.steps_per_epoch, **found[-1])
             which = _which(**found[-1])
@@ -247,10 +252,15 @@ class Reporter:
         }
         if len(norms) == 1 or not metrics.finite or metrics.picked:  # the estimate is for examples drawn at random
             return alike
-        estimates = observing.noise_scale(norms, float(metrics.gradient_norm), self.config.batch_size)
+        return alike | {"gradient_noise_scale": self._noise_scale(norms.tolist(), float(metrics.gradient_norm))}
+
+    def _noise_scale(self, norms: Sequence[float], mean_norm: float) -> float | None:
+        """The gradient noise scale of the steps looked at until now, of which the last had these norms of the towers'
+        gradients [K] and of their mean; None as long as it cannot be told."""
+        estimates = observing.noise_scale(norms, mean_norm, self.config.batch_size)
         self._noise = NOISE_MEMORY * self._noise + (1 - NOISE_MEMORY) * np.array(estimates)
         signal, noise = self._noise
-        return alike | {"gradient_noise_scale": noise / signal if signal > 0 else None}
+        return noise / signal if signal > 0 else None
 
     def _close_up(self, step: int, metrics: StepMetrics, alike: dict) -> None:
         """What the step that was looked at adds for TensorBoard; nothing where its numbers are no numbers."""

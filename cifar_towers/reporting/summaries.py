@@ -115,15 +115,16 @@ class Summaries:
     def failures(
         self, step: int, which: str, score: Score, split: Split, class_names: Sequence[str], mistakes: np.ndarray
     ) -> None:
-        """Where a score over `split` fails: each class's accuracy and precision-recall curve, the confusion matrix, the
-        picture of its mistakes, and how the examples lie to each other before the last layer.
+        """Where a score over `split` fails: each class's accuracy and precision-recall curve, the confusion matrix
+        where it can be drawn, the picture of mistakes, and how the examples lie to each other before the last layer.
 
         Tags have the split alone, so that the last evaluation, with test-time augmentation, goes on where others ended.
         """
-        matrix = pictures.confusion_matrix(score.confusion, class_names, f"{which}, step {step}")
         name_of_split = which.partition("/")[0]
-        shown = [values.image(f"confusion/{name_of_split}", matrix)]
-        shown.append(values.image(f"mistakes/{name_of_split}", mistakes))
+        shown = [values.image(f"mistakes/{name_of_split}", mistakes)]
+        if len(class_names) <= pictures.MOST_CLASSES:
+            matrix = pictures.confusion_matrix(score.confusion, class_names, f"{which}, step {step}")
+            shown.append(values.image(f"confusion/{name_of_split}", matrix))
         for name, accuracy in zip(class_names, score.per_class(), strict=True):
             shown.append(values.scalar(f"class_accuracy/{name_of_split}/{name}", accuracy))
         if np.isfinite(score.probabilities).all():
@@ -143,7 +144,9 @@ class Summaries:
 
     def keep(self, trained: int, evaluated: int) -> None:
         """Drops what was written of later steps, as a run does that goes back: of training, and of evaluations."""
-        for path in self._train_dir.glob("tower_*"):
+        for events in self._towers:
+            events.close()  # its file is replaced
+        for path in self._train_dir.glob("tower_*"):  # there may have been more of them
             Events(path).keep(trained)
         self._train.keep(trained)
         self._eval.keep(evaluated)

@@ -167,7 +167,7 @@ def _count(values: tf.Tensor) -> tf.Tensor:
     return tf.concat([tf.stack([low, high, zeros, tf.norm(values)]), tf.cast(counts, tf.float32)], 0)
 
 
-def noise_scale(tower_norms: np.ndarray, mean_norm: float, batch_size: int) -> tuple[float, float]:
+def noise_scale(tower_norms: Sequence[float], mean_norm: float, batch_size: int) -> tuple[float, float]:
     """Estimates (squared norm of the true gradient, trace of the covariance of one example's) from one step.
 
     Their ratio, each averaged over steps before, is the simple noise scale: the batch size at which a step is as much

@@ -1,12 +1,17 @@
 import os
 import shutil
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from cifar_towers.data.dataset import Split
+from cifar_towers.evaluation import Score
 from cifar_towers.reporting import values
 from cifar_towers.reporting.events import PATTERN, Events, read
+from cifar_towers.reporting.summaries import Summaries
+from cifar_towers.towers import Tower
 
 
 def steps_in(directory):
@@ -43,6 +48,35 @@ def test_a_run_that_goes_back_has_one_curve(tmp_path):
     write(again, [6, 7])
     again.flush()
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_towers_have_one_curve_after_a_rollback(tmp_path):
+    """Within one process, whether what is dropped had reached the disk or not."""
+    summaries = Summaries(tmp_path, [Tower(index, "/CPU:0") for index in range(2)])
+    for flushed in (True, False):
+        for step in (1, 2, 3, 4):
+            summaries.towers(step, {"loss": [0.5, 0.25]})
+        if flushed:
+            summaries.flush()
+        summaries.keep(2 if flushed else 0, 0)
+    for step in (1, 2):
+        summaries.towers(step, {"loss": [0.5, 0.25]})
+    summaries.flush()
+    for name in ("tower_0", "tower_1"):
+        loaded = EventAccumulator(str(tmp_path / name)).Reload()
+        assert [event.step for event in loaded.Tensors("towers/loss")] == [1, 2]
+        assert not list((tmp_path / name).glob(".*"))
+
+
+def test_of_a_thousand_classes_each_has_its_accuracy_and_no_cell(tmp_path):
+    names = [f"class {index}" for index in range(1000)]
+    labels = np.arange(2000) % 1000
+    split = Split(np.zeros((2000, 18, 18, 3), np.uint8), labels)
+    score = Score(2000, 2000, 0.1, np.diag(np.full(1000, 2)), None, np.full((2000, 1000), np.nan, np.float32))
+    summaries = Summaries(tmp_path, [])
+    summaries.failures(7, "test/raw", score, split, names, np.zeros((18, 18, 3), np.uint8))
+    tags = EventAccumulator(str(tmp_path / "eval")).Reload().Tags()["tensors"]
+    assert sorted(tags) == sorted(["mistakes/test", *(f"class_accuracy/test/{name}" for name in names)])
 
 
 def test_a_file_that_was_cut_short_is_read_up_to_there(tmp_path):

@@ -379,6 +379,11 @@ def test_what_is_missing_is_left_out(tmp_path, drawn, without):
         (run / without).unlink()
     for page in (read(run), read(run, other)):
         assert page.column("run", "run") == "run"
+    whole, page = read(other), read(run)
+    gone = {"mistakes.png": "mistakes", "train": "training loss", "eval": "no TTA, by epoch"}
+    for what in gone.values():
+        assert any(what in image["alt"] for image in whole.images), what
+        assert any(what in image["alt"] for image in page.images) == (what != gone.get(without)), what
 
 
 def test_records_alone_are_enough(tmp_path, drawn):

@@ -18,7 +18,7 @@ def test_a_resumed_run_drops_the_records_after_its_step(tmp_path):
     metrics.write(kind="train", step=11)
     metrics.write(kind="eval", step=11, accuracy=np.float32(np.nan))
     assert [record["step"] for record in records.read(tmp_path / "metrics.jsonl")] == [5, 10, 11, 11]
-    assert metrics.evaluations(11) == [{"kind": "eval", "step": 11, "accuracy": None}]
+    assert metrics.of("eval") == [{"kind": "eval", "step": 11, "accuracy": None}]
 
 
 def test_a_record_that_was_cut_short_takes_no_other_with_it(tmp_path, monkeypatch):
