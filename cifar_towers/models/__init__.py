@@ -11,10 +11,10 @@ MODELS: dict[str, Callable] = {
     "cifarnet": cifarnet,
     **{f"resnet{depth}": partial(resnet, depth=depth) for depth in (20, 32, 44, 56, 110)},
     "speednet93": partial(speednet, widths=(64, 128, 128), head_std=None, logit_divisor=9),
-    "speednet94": partial(speednet, widths=(64, 256, 256), later_activation="silu", kept=0.5566, logit_divisor=256),
+    "speednet94": partial(speednet, widths=(64, 256, 256), later_activation="silu", momentum=0.5566, logit_divisor=256),
     "speednet95": partial(speednet, widths=(128, 384, 384), head_std=None, logit_divisor=9),
     "speednet96": partial(
-        speednet, widths=(128, 384, 512), convs=3, kept=0.9, head_std=None, logit_divisor=9, residual=True
+        speednet, widths=(128, 384, 512), convs=3, momentum=0.9, head_std=None, logit_divisor=9, residual=True
     ),
-    "speednet_proxy": partial(speednet, widths=(32, 64, 64), kept=0.9, head_std=None, logit_divisor=9),
+    "speednet_proxy": partial(speednet, widths=(32, 64, 64), momentum=0.9, head_std=None, logit_divisor=9),
 }

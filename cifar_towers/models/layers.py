@@ -7,8 +7,6 @@ import tensorflow as tf
 from cifar_towers.models import kernels
 from cifar_towers.towers import count_towers, mean_over_towers
 
-FUSED_EPSILON = 1.001e-5  # the least that TensorFlow's fused batch norm uses, whatever smaller it is asked for
-
 
 def logits_dtype(dtype: str) -> str:
     """What the logits of a net of compute policy `dtype` are for the loss: float32 at least."""
@@ -32,24 +30,17 @@ class BatchNorm(keras.layers.Layer):
     `stateless_call`; the moving variance gets the unbiased one of the batch.
 
     Args:
-      kept: fraction of the moving statistics that each update keeps.
+      momentum: fraction of the moving statistics that each update keeps.
       scale: train a factor per channel as well as a shift; fixed at 1 otherwise.
-      epsilon: added to the variance, at least `FUSED_EPSILON`.
       synchronized: normalise by the moments of the whole batch, not of the tower's shard. The towers meet three times
         a layer, twice forward and once backward, to average two vectors of C numbers.
     """
 
-    def __init__(
-        self,
-        kept: float = 0.9,
-        scale: bool = True,
-        epsilon: float = FUSED_EPSILON,
-        synchronized: bool = False,
-        **kwargs,
-    ):
+    epsilon = 1.001e-5  # added to the variance; TensorFlow's fused operation takes no smaller one
+
+    def __init__(self, momentum: float = 0.9, scale: bool = True, synchronized: bool = False, **kwargs):
         super().__init__(**kwargs)
-        self.kept, self.scale, self.epsilon = kept, scale, max(epsilon, FUSED_EPSILON)
-        self.synchronized = synchronized
+        self.momentum, self.scale, self.synchronized = momentum, scale, synchronized
 
     def build(self, input_shape):
         channels = (input_shape[-1],)
@@ -70,12 +61,12 @@ class BatchNorm(keras.layers.Layer):
             normalised, mean, variance = _synchronized_batch_norm(inputs, gamma, beta, self.epsilon)
         else:
             normalised, mean, variance = tf.compat.v1.nn.fused_batch_norm(inputs, gamma, beta, epsilon=self.epsilon)
-        self.moving_mean.assign(self.kept * self.moving_mean + (1 - self.kept) * mean)
-        self.moving_variance.assign(self.kept * self.moving_variance + (1 - self.kept) * variance)
+        self.moving_mean.assign(self.momentum * self.moving_mean + (1 - self.momentum) * mean)
+        self.moving_variance.assign(self.momentum * self.moving_variance + (1 - self.momentum) * variance)
         return normalised
 
     def get_config(self):
-        fields = {"kept": self.kept, "scale": self.scale, "epsilon": self.epsilon, "synchronized": self.synchronized}
+        fields = {"momentum": self.momentum, "scale": self.scale, "synchronized": self.synchronized}
         return super().get_config() | fields
 
 
@@ -143,27 +134,14 @@ class LocalResponseNorm(keras.layers.Layer):
     `tf.nn.local_response_normalization` in every float type, on every device, at the speed of a 1x1 convolution.
     """
 
-    def __init__(self, radius=4, bias=1.0, alpha=0.001 / 9, beta=0.75, **kwargs):
-        super().__init__(**kwargs)
-        self.radius, self.bias, self.alpha, self.beta = radius, bias, alpha, beta
+    radius, bias, alpha, beta = 4, 1.0, 0.001 / 9, 0.75  # the tutorial's
 
     def call(self, inputs):
         channels = np.arange(inputs.shape[-1])
         near = np.abs(channels[:, None] - channels[None, :]) <= self.radius
         squares = tf.tensordot(tf.square(inputs), tf.constant(self.alpha * near, inputs.dtype), 1)
-        return inputs * _power(self.bias + squares, -self.beta)
-
-    def get_config(self):
-        fields = {"radius": self.radius, "bias": self.bias, "alpha": self.alpha, "beta": self.beta}
-        return super().get_config() | fields
-
-
-def _power(x, exponent):
-    """x ** exponent; the -3/4 of the classic net from two roots, which processors have and powers they have not."""
-    if exponent != -0.75:
-        return tf.pow(x, exponent)
-    root = tf.math.rsqrt(x)
-    return root * tf.sqrt(root)
+        root = tf.math.rsqrt(self.bias + squares)
+        return inputs * (root * tf.sqrt(root))  # to the -3/4: processors have roots, and no powers
 
 
 @keras.saving.register_keras_serializable("cifar_towers")

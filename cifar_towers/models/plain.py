@@ -45,7 +45,7 @@ def _convolution(layer: Conv2D | Whitening) -> Made:
 
 def _batch_norm(layer: BatchNorm) -> Made:
     made = keras.layers.BatchNormalization(
-        momentum=layer.kept, epsilon=layer.epsilon, scale=layer.scale, **_common(layer)
+        momentum=layer.momentum, epsilon=layer.epsilon, scale=layer.scale, **_common(layer)
     )
     weights = [layer.gamma] if layer.scale else []
     weights += [layer.beta, layer.moving_mean, layer.moving_variance]

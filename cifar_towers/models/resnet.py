@@ -8,14 +8,11 @@ import keras
 from cifar_towers.models.layers import BatchNorm, Conv2D, PadChannels, logits_dtype
 
 
-def resnet(
-    side: int = 32, dtype: str = "float32", num_classes: int = 10, *, depth: int = 20, width: int = 16
-) -> keras.Model:
+def resnet(side: int = 32, dtype: str = "float32", num_classes: int = 10, *, depth: int = 20) -> keras.Model:
     """[B, side, side, 3] normalised images -> [B, num_classes] logits, float32 or wider.
 
     Args:
       depth: 6n + 2 layers: 20, 32, 44, 56, 110.
-      width: channels of the first stage; the second and third have two and four times as many.
 
     Raises:
       ValueError: a depth that is not 6n + 2.
@@ -25,12 +22,12 @@ def resnet(
         raise ValueError(f"resnet depth={depth} is not 6n + 2; 20, 32, 44, 56 and 110 are")
     options = {"dtype": dtype}
     images = keras.Input((side, side, 3))
-    x = _conv_norm(images, width, 1, "stem", options)
+    x = _conv_norm(images, 16, 1, "stem", options)
     x = keras.layers.ReLU(name="stem_relu", **options)(x)
     for stage in range(3):
         for block in range(blocks):
             stride = 2 if stage > 0 and block == 0 else 1
-            x = _block(x, width * 2**stage, stride, f"stage{stage + 1}_block{block + 1}", options)
+            x = _block(x, 16 * 2**stage, stride, f"stage{stage + 1}_block{block + 1}", options)
     x = keras.layers.GlobalAveragePooling2D(name="pool", **options)(x)
     logits = keras.layers.Dense(num_classes, kernel_initializer="he_normal", name="head", dtype=logits_dtype(dtype))(x)
     return keras.Model(images, logits, name=f"resnet{depth}")
@@ -49,4 +46,4 @@ def _conv_norm(x, channels, stride, name, options):
     x = Conv2D(
         channels, 3, stride, "same", use_bias=False, kernel_initializer="he_normal", name=f"{name}_conv", **options
     )(x)
-    return BatchNorm(kept=0.9, name=f"{name}_norm", **options)(x)
+    return BatchNorm(momentum=0.9, name=f"{name}_norm", **options)(x)

@@ -21,7 +21,7 @@ def speednet(
     widths: Sequence[int] = (64, 256, 256),
     convs: int = 2,
     later_activation: str = "gelu",
-    kept: float = 0.6,
+    momentum: float = 0.6,
     head_std: float | None = 1.0,
     logit_divisor: float = 256.0,
     residual: bool = False,
@@ -33,7 +33,7 @@ def speednet(
       widths: channels of the three groups.
       convs: convolutions in each group.
       later_activation: `gelu` or `silu` in the groups; the one after the whitening is GELU.
-      kept: fraction of the moving statistics each step keeps.
+      momentum: of the batch norms: the fraction of the moving statistics that each step keeps.
       head_std: standard deviation the head's weights start with; uniform +-1/sqrt(fan_in) if None.
       logit_divisor: what the head's output is divided by.
       residual: add each group's first activation to what its last norm gives.
@@ -45,7 +45,7 @@ def speednet(
     x = Whitening(frozen, name="whitening", **options)(images)
     x = Activation("gelu", name="whitening_gelu", **options)(x)
     for group, width in enumerate(widths, 1):
-        x = _group(x, width, convs, later_activation, kept, residual, f"group{group}", options)
+        x = _group(x, width, convs, later_activation, momentum, residual, f"group{group}", options)
     x = keras.layers.GlobalMaxPooling2D(name="pool", **options)(x)
     head = keras.layers.Dense(
         num_classes, use_bias=False, kernel_initializer=_head_initializer(head_std), name="head", **options
@@ -54,7 +54,7 @@ def speednet(
     return keras.Model(images, logits, name="speednet")
 
 
-def _group(x, width, convs, activation, kept, residual, name, options):
+def _group(x, width, convs, activation, momentum, residual, name, options):
     """conv, pool, then `convs` times norm and activation with a convolution between each two."""
     first = x
     for index in range(1, convs + 1):
@@ -69,7 +69,7 @@ def _group(x, width, convs, activation, kept, residual, name, options):
         )(x)
         if index == 1:
             x = keras.layers.MaxPooling2D(2, name=f"{name}_pool", **options)(x)
-        x = BatchNorm(kept, scale=False, name=f"{name}_norm{index}", **options)(x)
+        x = BatchNorm(momentum, scale=False, name=f"{name}_norm{index}", **options)(x)
         if index == convs and residual:
             x = keras.layers.Add(name=f"{name}_add", **options)([x, first])
         x = Activation(activation, name=f"{name}_{activation}{index}", **options)(x)
@@ -94,34 +94,28 @@ class Whitening(keras.layers.Conv2D):
 class IdentityFirst(keras.initializers.Initializer):
     """Uniform +-1/sqrt(fan_in), with the first C_in filters passing their channel's centre pixel on as it is."""
 
-    def __init__(self, seed: int | None = None):
-        self.seed = seed
-
     def __call__(self, shape, dtype=None):
         height, width, channels_in, filters = shape
-        kernel = np.array(_uniform(self.seed)(shape, dtype="float32"))
+        kernel = np.array(_uniform()(shape, dtype="float32"))
         passed = min(channels_in, filters)
         kernel[..., :passed] = 0
         kernel[height // 2, width // 2, range(passed), range(passed)] = 1
         return keras.ops.convert_to_tensor(kernel, dtype)
-
-    def get_config(self):
-        return {"seed": self.seed}
 
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class ScaledUniform(keras.initializers.Initializer):
     """Uniform, scaled so that the weights drawn have the standard deviation `std` to the last digit."""
 
-    def __init__(self, std: float, seed: int | None = None):
-        self.std, self.seed = std, seed
+    def __init__(self, std: float):
+        self.std = std
 
     def __call__(self, shape, dtype=None):
-        kernel = np.array(_uniform(self.seed)(shape, dtype="float32"))
+        kernel = np.array(_uniform()(shape, dtype="float32"))
         return keras.ops.convert_to_tensor(kernel * self.std / kernel.std(ddof=1), dtype)
 
     def get_config(self):
-        return {"std": self.std, "seed": self.seed}
+        return {"std": self.std}
 
 
 def whitening_kernel(parts: Iterable[np.ndarray], epsilon: float = 5e-4) -> np.ndarray:
@@ -152,9 +146,9 @@ def _patches(images: np.ndarray) -> np.ndarray:
     return np.stack(corners, axis=3).reshape(-1, 12).astype(np.float64)
 
 
-def _uniform(seed: int | None = None):
+def _uniform():
     """Uniform on +-1/sqrt(fan_in)."""
-    return keras.initializers.VarianceScaling(1 / 3, mode="fan_in", distribution="uniform", seed=seed)
+    return keras.initializers.VarianceScaling(1 / 3, mode="fan_in", distribution="uniform")
 
 
 def _head_initializer(std: float | None):

@@ -47,21 +47,20 @@ class AdamW:
     Source: I. Loshchilov and F. Hutter, arXiv 1711.05101.
     """
 
-    EPSILON = 1e-8
+    BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 
-    def __init__(self, variables, beta1: float = 0.9, beta2: float = 0.999, weight_decay: float = 0.0):
-        self.variables = list(variables)
-        self.beta1, self.beta2, self.weight_decay = beta1, beta2, weight_decay
+    def __init__(self, variables, weight_decay: float = 0.0):
+        self.variables, self.weight_decay = list(variables), weight_decay
         self.slots = {name: [_zeros_like(v, name) for v in self.variables] for name in ("mean", "square")}
 
     def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> Moves:
         """One variable and its two averages after a step; `step` counts from 0 and corrects the first steps' bias."""
         variable, mean, square = self.variables[index], self.slots["mean"][index], self.slots["square"][index]
         count = tf.cast(step + 1, variable.dtype)
-        new_mean = self.beta1 * mean + (1 - self.beta1) * gradient
-        new_square = self.beta2 * square + (1 - self.beta2) * tf.square(gradient)
-        unbiased_mean = new_mean / (1 - tf.pow(tf.constant(self.beta1, count.dtype), count))
-        unbiased_square = new_square / (1 - tf.pow(tf.constant(self.beta2, count.dtype), count))
+        new_mean = self.BETA1 * mean + (1 - self.BETA1) * gradient
+        new_square = self.BETA2 * square + (1 - self.BETA2) * tf.square(gradient)
+        unbiased_mean = new_mean / (1 - tf.pow(tf.constant(self.BETA1, count.dtype), count))
+        unbiased_square = new_square / (1 - tf.pow(tf.constant(self.BETA2, count.dtype), count))
         direction = unbiased_mean / (tf.sqrt(unbiased_square) + self.EPSILON) + self.weight_decay * variable
         moved = variable - tf.cast(rate, variable.dtype) * direction
         return [(mean, new_mean), (square, new_square), (variable, moved)]
@@ -93,17 +92,18 @@ class Muon:
         return [(buffer, moved), (variable, scale * variable - rate_here * direction)]
 
 
-def orthogonalize(kernel: tf.Tensor, iterations: int = 3) -> tf.Tensor:
+def orthogonalize(kernel: tf.Tensor) -> tf.Tensor:
     """Brings the singular values of [..., C_out], seen as a [rest, C_out] matrix, near to 1.
 
-    Newton-Schulz steps X <- a X + (b A + c A A) X with A = X X^T, from X = kernel / |kernel|, on the shorter side.
+    Three Newton-Schulz steps X <- a X + (b A + c A A) X with A = X X^T, from X = kernel / |kernel|, on the shorter
+    side.
     """
     a, b, c = 3.4576, -4.7391, 2.0843
     matrix = tf.reshape(kernel, [-1, kernel.shape[-1]])
     tall = matrix.shape[0] > matrix.shape[1]
     x = tf.transpose(matrix) if tall else matrix
     x /= tf.norm(x) + 1e-7
-    for _ in range(iterations):
+    for _ in range(3):
         gram = tf.matmul(x, x, transpose_b=True)
         x = a * x + tf.matmul(b * gram + c * tf.matmul(gram, gram), x)
     return tf.reshape(tf.transpose(x) if tall else x, kernel.shape)

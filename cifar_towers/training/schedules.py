@@ -121,6 +121,6 @@ def parse_points(setting: str, text: str) -> Points:
         raise UsageError(f"{setting}: {text!r} is not a list of place=value, none below 0, as 0=1,100%=0") from None
     for kind in (True, False):
         same_kind = [place for place, percent in zip(places, relative, strict=True) if percent is kind]
-        if same_kind != sorted(set(same_kind)) or any(place < 0 for place in same_kind):
+        if same_kind != sorted(set(same_kind)):
             raise UsageError(f"{setting}: the places of {text!r} must rise, from 0")
     return Points(tuple(places), tuple(relative), tuple(values))

@@ -3,14 +3,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.models.layers import COMPILED, FUSED_EPSILON, BatchNorm, LocalResponseNorm, PadChannels
+from cifar_towers.models.layers import COMPILED, BatchNorm, LocalResponseNorm, PadChannels
 
 
 def test_batch_norm_by_arithmetic():
     x = np.random.default_rng(0).normal(3, 2, (8, 5, 5, 4)).astype("f4")
-    layer = BatchNorm(kept=0.6)
+    layer = BatchNorm(momentum=0.6)
     y, (mean, variance) = trained(layer, x)
-    np.testing.assert_allclose(y, (x - x.mean((0, 1, 2))) / np.sqrt(x.var((0, 1, 2)) + FUSED_EPSILON), atol=1e-4)
+    np.testing.assert_allclose(y, (x - x.mean((0, 1, 2))) / np.sqrt(x.var((0, 1, 2)) + layer.epsilon), atol=1e-4)
     np.testing.assert_allclose(mean, 0.4 * x.mean((0, 1, 2)), rtol=1e-5)
     np.testing.assert_allclose(variance, 0.6 + 0.4 * x.var((0, 1, 2), ddof=1), rtol=1e-4)
 
@@ -73,6 +73,6 @@ def test_pad_channels_is_shortcut_a():
 
 
 def test_layers_survive_a_round_trip_through_their_config():
-    for layer in (BatchNorm(0.5, scale=False), LocalResponseNorm(radius=2), PadChannels(8, 2)):
+    for layer in (BatchNorm(0.5, scale=False), LocalResponseNorm(), PadChannels(8, 2)):
         again = keras.layers.deserialize(keras.layers.serialize(layer))
         assert again.get_config() == layer.get_config()
