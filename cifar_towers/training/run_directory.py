@@ -1,9 +1,11 @@
 """A run's directory: what is in it, whose it is, and whether the run in it is done."""
 
+import contextlib
 import dataclasses
 import shutil
 from pathlib import Path
 
+from cifar_towers import storage
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError
@@ -16,7 +18,16 @@ LAUNCH = ".launch"  # the file that holds the name of the launch that cleared it
 NOT_RECIPE = {"recipe", "train_dir", "fresh", "seeds", "max_steps", "target_accuracy", "dataset", "data_dir"}
 NOT_RECIPE |= {"max_bad_steps", "rollback_on_divergence"}
 NOT_RECIPE_GROUPS = {"Towers", "Cluster", "Reporting"}
-WRITTEN = (checkpoints.DIRECTORY, "train", "eval", "result", "projector_*", "tower_*", *records.FILES, LAUNCH)
+# What a run writes, file by file in directories whose names others may use as well, which go when nothing is left.
+SHARED = (checkpoints.DIRECTORY, "train/plugins", "train", "eval", "result", "tower_*")
+WRITTEN = (
+    *(f"{checkpoints.DIRECTORY}/{name}*" for name in ("step-", storage.DAMAGED, storage.TEMPORARY, storage.TRASH)),
+    *(f"{name}/events.out.tfevents.*" for name in ("train", "eval", "result", "tower_*")),
+    "train/plugins/profile",
+    "projector_*",
+    *records.FILES,
+    LAUNCH,
+)
 
 
 def newest(directory: Path, config: TrainConfig, dataset: Dataset) -> tuple[Path, dict] | None:
@@ -83,6 +94,9 @@ def clear(directory: Path, launch: str = "") -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+        for path in (path for name in SHARED for path in directory.glob(name)):
+            with contextlib.suppress(OSError):
+                path.rmdir()
     if launch:
         (directory / LAUNCH).write_text(launch)
 
