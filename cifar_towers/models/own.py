@@ -173,6 +173,13 @@ def adds_losses(model: keras.Model, side: int) -> bool:
     return bool(found)
 
 
+def call_of(model: Functional, layer: keras.layers.Layer):
+    """The first call of a layer in a model's graph: `input_tensors` and `output_tensors`. `layer.output` is of its
+    first call anywhere, as in the graph of a backbone whose layers the model calls again."""
+    ours = {id(node) for nodes in model._nodes_by_depth.values() for node in nodes}
+    return next(node for node in layer._inbound_nodes if id(node) in ours)
+
+
 def synchronize(model: keras.Model) -> None:
     """Lets Keras's own batch norms normalise by the moments of the whole batch, not of the tower's shard."""
     for layer in _layers(model):

@@ -10,6 +10,7 @@ import tensorflow as tf
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.errors import DivergedError
+from cifar_towers.models.own import call_of
 from cifar_towers.towers import Tower, run_on_parts
 
 MOST_ROLLBACKS = 8  # then the rates are 1/256 of the recipe's, and it is not the rates
@@ -42,12 +43,12 @@ def first_bad_tensor(model: keras.Model, images: tf.Tensor) -> str:
     if not _finite(images):
         return "the images"
     layers = [layer for layer in model.layers if not isinstance(layer, (keras.layers.InputLayer, keras.Model))]
-    until_each = keras.Model(model.input, [layer.output for layer in layers])
+    until_each = keras.Model(model.input, [call_of(model, layer).output_tensors for layer in layers])
     variables = [
         [v.value for v in kind] for kind in (until_each.trainable_variables, until_each.non_trainable_variables)
     ]
     outputs, _ = until_each.stateless_call(*variables, images, training=True)
-    return next((f"the output of {layer.name}" for layer, out in zip(layers, outputs) if not _finite(out)), "")
+    return next((f"the output of {layer.name}" for layer, of in zip(layers, outputs) if not all(map(_finite, of))), "")
 
 
 def find_bad(

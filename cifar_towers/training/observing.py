@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.models import layers
+from cifar_towers.models.own import call_of
 
 BUCKETS = 30
 EXAMPLES = 64  # of the final tower's shard, whose activations are counted
@@ -73,7 +74,11 @@ def watched_call(model: keras.Model) -> Callable:
     """`model.stateless_call` in training, that also gives each watched layer's output:
     (weights, statistics, images) -> (logits, new statistics, [losses that the net adds], [outputs])."""
     watched = watched_layers(model)
-    whole = keras.Model(model.input, [model.output, *(layer.output for layer in watched)]) if watched else model
+    whole = (
+        keras.Model(model.input, [model.output, *(call_of(model, layer).output_tensors[0] for layer in watched)])
+        if watched
+        else model
+    )
 
     def call(weights, statistics, images):
         outputs, new_statistics, losses = whole.stateless_call(

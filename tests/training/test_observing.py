@@ -10,7 +10,7 @@ from cifar_towers.data import synthetic
 from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.towers import split_batch
-from cifar_towers.training import observing, setup
+from cifar_towers.training import health, observing, setup
 from cifar_towers.training.observing import Distribution
 from cifar_towers.training.schedules import Length
 
@@ -131,6 +131,29 @@ def test_looking_changes_no_bit(towers, examples, strategy):
         assert metrics.close_up.update.numpy().any() == look
         assert metrics.close_up.look.activations.numpy().any() == look
     assert len(digests) == 1
+
+
+def test_layers_of_a_backbone_that_the_net_calls_again_are_looked_at_in_the_net():
+    """`layer.output` of each is in the backbone's graph, which the net's input does not reach."""
+    keras.utils.set_random_seed(0)
+    into = keras.Input([8, 8, 3])
+    backbone = keras.Model(into, keras.layers.ReLU(name="relu")(keras.layers.Conv2D(4, 3, name="convolution")(into)))
+    images = keras.Input([18, 18, 3])
+    x = images
+    for layer in backbone.layers[1:]:
+        x = layer(x)
+    model = keras.Model(images, keras.layers.Dense(10, name="head")(keras.layers.GlobalAveragePooling2D()(x)))
+    given = tf.random.stateless_uniform([2, 18, 18, 3], (0, 1)) - 0.5
+    variables = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
+    logits, _, _, seen = observing.watched_call(model)(*variables, given)
+    assert [layer.name for layer in observing.watched_layers(model)] == ["relu", "head"]
+    np.testing.assert_allclose(seen[0], tf.nn.relu(model.get_layer("convolution")(given)), rtol=1e-6)
+    np.testing.assert_array_equal(seen[1], logits)
+    assert health.first_bad_tensor(model, given) == ""
+    assert health.first_bad_tensor(model, given * np.inf) == "the images"
+    convolution = model.get_layer("convolution")
+    convolution.kernel.assign(1e10 * convolution.kernel)
+    assert health.first_bad_tensor(model, given * 1e35) == "the output of convolution"
 
 
 def test_a_number_that_is_not_finite_is_looked_at_without_harm(towers, examples):
