@@ -67,7 +67,8 @@ class DeviceConfig:
     num_gpus: int = setting(
         0,
         "Towers",
-        "how many towers; 0: one for each GPU, or two on the CPU where there is none (a worker of a cluster: one)",
+        "how many towers; 0: one for each GPU, or two on the CPU where there is none, or as many of these as can share "
+        "the batch evenly (a worker of a cluster: one)",
         low=0,
         high=1024,
     )
@@ -85,6 +86,10 @@ class DeviceConfig:
 
     def __post_init__(self):
         check_limits(self)
+
+    def towers_on(self, devices: int) -> tuple[int, str]:
+        """How many towers to have where there are so many devices and no number was asked for; why no more."""
+        return devices, ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,6 +312,11 @@ class TrainConfig(DeviceConfig):
         if self.cutout > (self.crop or self.image_size):
             side = self.crop or self.image_size
             raise UsageError(f"cutout={self.cutout} is larger than the {side} pixels of the image it would blank")
+        own_data = Path(self.dataset.removeprefix(FOLDER)) if self.dataset.startswith(FOLDER) else None
+        if own_data and self.directory.absolute().is_relative_to(own_data.absolute()):
+            raise UsageError(
+                f"train_dir={self.directory} is in {self.dataset}, whose folders are classes; give one outside of it"
+            )
         if self.target_accuracy and not self.eval_every_epochs:
             raise UsageError("target_accuracy is looked for at evaluations; give eval_every_epochs too")
         if self.seeds and self.seed:
@@ -363,29 +373,43 @@ class TrainConfig(DeviceConfig):
             return None
         return find_members(self.workers, self.worker_index, os.environ)
 
-    def tower_batch_size(self, num_devices: int, by_default: bool = False) -> int:
-        """Examples of each step on each tower; if so many devices were taken `by_default`, fewer may be named.
+    def towers_on(self, devices: int) -> tuple[int, str]:
+        """The most that can share the batch evenly, if any can; why no more."""
+        why = self._uneven(devices)
+        even = [towers for towers in range(1, devices) if not self._uneven(towers)]
+        return (even[-1], why) if why and even and self.parallelism == "data" else (devices, "")
+
+    def tower_batch_size(self, num_devices: int) -> int:
+        """Examples of each step on each tower.
 
         Raises:
           UsageError: the towers and their micro-batches cannot have equal shares.
         """
         towers = num_devices if self.parallelism == "data" else 1
-        for name, least in (("batch_size", 0), ("hardest_of", self.batch_size)):
-            if getattr(self, name) % (towers * self.micro_batches):
-                raise UsageError(self._not_shared(name, least, towers, by_default))
+        if uneven := self._uneven(towers):
+            raise UsageError(uneven)
         return self.batch_size // towers
 
-    def _not_shared(self, name: str, least: int, towers: int, by_default: bool) -> str:
-        """That a size cannot be shared by the towers, which sizes above `least` can, and by how many this one can."""
-        size, shares = getattr(self, name), towers * self.micro_batches
-        low = size // shares * shares
-        near = " and ".join(str(size) for size in (low, low + shares) if size > least)
-        what = f"{towers} tower{'s' * (towers > 1)}"
-        what += f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
-        both = math.gcd(self.batch_size, self.hardest_of)
-        fitting = [n for n in range(1, towers) if not both % (n * self.micro_batches)]
-        fewer = f", or give --num_gpus={fitting[-1]}" if fitting and by_default else ""
-        return f"{name}={size} cannot be shared by {what}; {near} can{fewer}"
+    def with_less_memory(self, num_devices: int) -> str:
+        """The flags that take a tower's share of the batch in parts half as large or less; empty if it has none."""
+        share = self.tower_batch_size(num_devices)
+        both = math.gcd(share, self.hardest_of * share // self.batch_size)
+        parts = [parts for parts in range(2 * self.micro_batches, both + 1) if not both % parts]
+        apart = " --batch_statistics=mean" if self.batch_statistics == "synchronized" else ""
+        return f"--micro_batches={parts[0]}{apart}" if parts else ""
+
+    def _uneven(self, towers: int) -> str:
+        """Which size these towers cannot share evenly, and which near it they can; empty if they can."""
+        shares = towers * self.micro_batches
+        for name, least in (("batch_size", 0), ("hardest_of", self.batch_size)):
+            size = getattr(self, name)
+            if size % shares:
+                low = size // shares * shares
+                near = " and ".join(str(size) for size in (low, low + shares) if size > least)
+                what = f"{towers} tower{'s' * (towers > 1)}"
+                what += f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
+                return f"{name}={size} cannot be shared by {what}; {near} can"
+        return ""
 
     @property
     def drawn(self) -> int:

@@ -10,7 +10,9 @@ import tensorflow as tf
 from cifar_towers.cluster.team import Team, alone
 from cifar_towers.data.augment import Augmentation, views
 from cifar_towers.data.dataset import Split, in_parts
+from cifar_towers.models.own import call_of
 from cifar_towers.towers import Tower, run_on_towers, split_batch
+from cifar_towers.towers.placement import HOST
 
 AT_ONCE = 2000 * 32 * 32  # pixels of a batch
 MOST_MISTAKES = 32
@@ -121,7 +123,7 @@ def _with_features(model: keras.Model) -> Callable:
     head = [layer for layer in model.layers if layer.weights][-1]
     whole = None
     if not isinstance(head, keras.Model):
-        features = keras.layers.Flatten(name="features_before_last_layer")(head.input)
+        features = keras.layers.Flatten(name="features_before_last_layer")(call_of(model, head).input_tensors[0])
         whole = keras.Model(model.input, [model.output, features])
 
     def call(weights, statistics, images):
@@ -161,4 +163,5 @@ def _even_batches(images: np.ndarray, towers: int):
     for start in range(0, len(images), size):
         batch = images[start : start + size]
         filler = np.zeros((size - len(batch), *batch.shape[1:]), batch.dtype)
-        yield tf.constant(np.concatenate([batch, filler]) if len(filler) else batch)
+        with tf.device(HOST):
+            yield tf.constant(np.concatenate([batch, filler]) if len(filler) else batch)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.config import TrainConfig
+from cifar_towers.config import DeviceConfig, TrainConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.program_configs import (
     BenchmarkConfig,
@@ -227,6 +227,42 @@ def test_max_steps_is_of_the_recipe_where_the_schedules_are_laid_over_it():
     assert "max_steps" not in recipe_of(TrainConfig(epochs=8, max_steps=100))
 
 
-def test_a_batch_that_all_gpus_cannot_share_says_how_many_can():
-    with pytest.raises(UsageError, match="1024 cannot be shared by 7 towers; 1022 and 1029 can, or give --num_gpus=4$"):
-        TrainConfig(batch_size=1024).tower_batch_size(7, by_default=True)
+def test_as_many_towers_by_default_as_can_share_the_batch():
+    why = "batch_size=1024 cannot be shared by 7 towers; 1022 and 1029 can"
+    assert TrainConfig(batch_size=1024).towers_on(7) == (4, why)
+    assert TrainConfig(batch_size=1024).towers_on(8) == (8, "")
+    assert TrainConfig(batch_size=1000, hardest_of=1500).towers_on(8)[0] == 5
+    assert TrainConfig(batch_size=1001, micro_batches=2).towers_on(2) == (
+        2,
+        "",
+    )  # not one can: the number asked for is told
+    assert TrainConfig(batch_size=1024, parallelism="model").towers_on(7) == (7, "")
+    assert DeviceConfig().towers_on(7) == (7, "")
+    with pytest.raises(UsageError, match=f"{why}$"):
+        TrainConfig(batch_size=1024, num_gpus=7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags"),
+    [
+        ({"batch_size": 1024}, "--micro_batches=2"),
+        ({"batch_size": 1000, "micro_batches": 2}, "--micro_batches=5"),  # 250 a tower
+        ({"batch_size": 1024, "batch_statistics": "synchronized"}, "--micro_batches=2 --batch_statistics=mean"),
+        ({"batch_size": 20, "hardest_of": 60}, "--micro_batches=5"),
+        ({"batch_size": 1024, "micro_batches": 256}, ""),
+    ],
+)
+def test_what_takes_less_memory_is_allowed(settings, flags):
+    config = TrainConfig(**settings)
+    assert config.with_less_memory(4) == flags
+    given = dict(flag.removeprefix("--").split("=") for flag in flags.split())
+    given |= {"micro_batches": int(given["micro_batches"])} if given else {}
+    smaller = dataclasses.replace(config, num_gpus=4, **given)
+    assert smaller.micro_batches >= 2 * config.micro_batches or not flags
+
+
+def test_a_run_cannot_write_among_the_classes_of_its_data():
+    for train_dir in ("photos", "photos/run", "./photos"):
+        with pytest.raises(UsageError, match=r"train_dir=\S* is in folder:photos, whose folders are classes"):
+            TrainConfig(dataset="folder:photos", train_dir=train_dir)
+    TrainConfig(dataset="folder:photos", train_dir="photos-run")

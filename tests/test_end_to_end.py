@@ -23,7 +23,7 @@ from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError,
 from cifar_towers.program_configs import EvaluateConfig
 from cifar_towers.reporting import pictures
 from cifar_towers.signals import LAUNCH_VARIABLE, StopRequest
-from cifar_towers.training import checkpoints, health, seeds, trainer
+from cifar_towers.training import checkpoints, health, run_directory, seeds, trainer
 from cifar_towers.using import comparing, scoring
 
 QUICK = TrainConfig(
@@ -483,6 +483,25 @@ def test_too_little_memory_is_one_line_that_says_what_helps(tmp_path, monkeypatc
         run(dataclasses.replace(QUICK, train_dir=str(tmp_path / "run"), micro_batches=2))
 
 
+def test_an_operation_that_cannot_be_deterministic_is_told_in_a_line(tmp_path, monkeypatch):
+    def train(*_):
+        raise tf.errors.UnimplementedError(None, None, "A deterministic GPU implementation of X is not available.")
+
+    monkeypatch.setattr(trainer.Trainer, "_train", train)
+    monkeypatch.setattr(tf.config.experimental, "enable_op_determinism", lambda: None)
+    with pytest.raises(UsageError, match="^A deterministic GPU implementation of X .*: leave --deterministic"):
+        run(dataclasses.replace(QUICK, train_dir=str(tmp_path / "one"), deterministic=True))
+    with pytest.raises(tf.errors.UnimplementedError):
+        run(dataclasses.replace(QUICK, train_dir=str(tmp_path / "other")))
+
+
+def test_a_batch_that_not_all_can_share_is_trained_on_by_as_many_as_can(tmp_path, caplog):
+    caplog.set_level("INFO")
+    run(dataclasses.replace(TINY, num_gpus=0, batch_size=51, max_steps=1, train_dir=str(tmp_path)))
+    assert "1 of 2 towers: batch_size=51 cannot be shared by 2 towers; 50 and 52 can" in caplog.text
+    assert len(json.loads((tmp_path / "environment.json").read_text())["towers"]) == 1
+
+
 def test_what_this_machine_cannot_have_is_said_before_training(tmp_path):
     config = dataclasses.replace(TINY, train_dir=str(tmp_path / "run"), num_gpus=2)
     with pytest.raises(UsageError, match="all_reduce=nccl joins GPUs, and not each of the 2 towers has one"):
@@ -586,11 +605,17 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
 @pytest.mark.slow
 def test_fresh_starts_again_and_keeps_what_is_not_its_own(tmp_path):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path), max_steps=3)
-    (tmp_path / "notes.txt").write_text("mine")
+    mine = [tmp_path / name for name in ("notes.txt", "train/cat/1.png", "result/table.csv", "checkpoints/best.h5")]
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
     first = run(config)
     again = run(dataclasses.replace(config, fresh=True))
     assert again["weights_sha256"] == first["weights_sha256"]
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert [path.read_text() for path in mine] == ["mine"] * len(mine)
+    run_directory.clear(tmp_path)
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted([*mine, tmp_path / ".lock"])
+    assert not (tmp_path / "eval").exists()
 
 
 @pytest.mark.slow

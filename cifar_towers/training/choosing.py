@@ -60,8 +60,9 @@ def fastest_placement(config: TrainConfig, towers: list[Tower], computed_in: str
         )
         batches = setup.make_batches(small, train)
         training = setup.make_training(small, towers, computed_in, train, length)
-        rates = {name: tf.constant(0.0) for name in training.state.optimizer.rates(0)}
-        steps[placement] = (training.train_step, batches.at(0), rates)
+        with tf.device(HOST):
+            rates = {name: tf.constant(0.0) for name in training.state.optimizer.rates(0)}
+            steps[placement] = (training.train_step, batches.at(0), rates)
         training.train_step(*steps[placement][1:])  # traces
     seconds: dict[str, list[float]] = {placement: [] for placement in steps}
     for _ in range(STEPS):

@@ -21,6 +21,7 @@ from cifar_towers.models.cifarnet import WEIGHT_DECAYS
 from cifar_towers.models.layers import BatchNorm
 from cifar_towers.models.speednet import whitening_kernel
 from cifar_towers.towers import Tower, make_towers, variable_placement
+from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
 from cifar_towers.towers.placement import HOST
 from cifar_towers.towers.stages import cut_in_stages, stage_placement
 from cifar_towers.training import hardest, precision, schedules
@@ -37,12 +38,20 @@ WHITENED_AT_ONCE = 5000 * 32 * 32  # pixels, whose patches take a hundred bytes 
 
 
 def open_towers(config: DeviceConfig) -> list[Tower]:
-    """The towers a config asks for.
+    """The towers a config asks for; where it names no number, as many as can share its batch, and says if these are
+    fewer than there might be.
 
     Raises:
       UsageError: this machine cannot have them.
     """
-    return _open(config, lambda **options: make_towers(config.num_gpus, **options))
+    count = config.num_gpus
+    if not count:
+        devices = len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
+        fitting, why = config.towers_on(devices)
+        if why:
+            count = fitting
+            log.info(f"{fitting} of {devices} towers: {why}")
+    return _open(config, lambda **options: make_towers(count, **options))
 
 
 def open_cluster(config: TrainConfig) -> tuple[tf.distribute.Strategy, list[Tower]]:

@@ -49,7 +49,7 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: 
     stop.leave_at_once(NOTHING_DONE)
     strategy, towers = setup.open_cluster(config) if config.members else (None, setup.open_towers(config))
     stop.take_over()  # TensorFlow's server listens for SIGTERM itself
-    config.tower_batch_size(len(towers), by_default=not config.num_gpus)
+    config.tower_batch_size(len(towers))
     source, dataset = setup.load_data(config, source)
     if source.banner and not config.train_dir:  # leaves the directory of the real run free for when there is CIFAR-10
         config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
@@ -63,11 +63,16 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: 
         try:
             return Trainer(config, source, dataset, towers, stop, clock, team, strategy).run()
         except tf.errors.ResourceExhaustedError as error:
-            raise UsageError(
-                f"{reason(error)}: the memory is too small for this; --micro_batches="
-                f"{2 * config.micro_batches} takes each tower's share in smaller parts, and the same command with it "
-                "goes on from the last checkpoint"
-            ) from error
+            smaller = config.with_less_memory(len(towers))
+            advice = "a smaller --batch_size, which is another run, may fit"
+            if smaller:
+                advice = f"the same command with {smaller} takes each tower's share in smaller parts, and goes on from "
+                advice += "the last checkpoint"
+            raise UsageError(f"{reason(error)}: the memory is too small for this; {advice}") from error
+        except tf.errors.UnimplementedError as error:
+            if not config.deterministic:
+                raise
+            raise UsageError(f"{reason(error)}: leave --deterministic, or what it cannot be had with") from error
 
 
 class Trainer:
@@ -260,7 +265,7 @@ class Trainer:
             batch = hardest.take(batch, metrics.picked.rows)
         overflowed = np.isfinite(metrics.tower_losses).all() and (metrics.bad_tensors >= 0).any()
         if overflowed and state.loss_scale.can_shrink():
-            return
+            return self.health.good() if who else None  # of a proxy that overflowed the net itself has moved
         weights = [v.name.removesuffix(":0") for v in state.weights]
         what = who + health.describe(
             metrics, self.towers, list(metrics.losses), weights, state.moved_names[frozenset(rates)]
