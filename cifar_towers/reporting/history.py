@@ -11,10 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.reporting import records
 
-OF_ONE_RUN = {"seed", "seeds", "train_dir", "data_dir", "fresh", "dataset"}  # what may differ between runs of a group
+# What may differ between runs of a group: which run it is, how its workers meet, what is reported of it.
+OF_ONE_RUN = {"seed", "seeds", "train_dir", "data_dir", "fresh", "dataset"}
+OF_ONE_RUN |= {f.name for f in dataclasses.fields(TrainConfig) if f.metadata["group"] in ("Cluster", "Reporting")} - {
+    "tta"
+}
 SYNTHETIC = "SYNTHETIC DATA, NOT CIFAR-10: these accuracies say nothing about CIFAR-10."
 
 

@@ -465,6 +465,7 @@ def test_runs_of_one_recipe_with_other_settings_are_groups_of_their_own(tmp_path
     make_run(tmp_path / "e", seed=3, batch_size=512)
     change(tmp_path / "e", "environment.json", synthetic_data="SYNTHETIC DATA, NOT CIFAR-10")
     make_run(tmp_path / "f", seed=4, batch_size=512, data_dir="/elsewhere", dataset="auto", fresh=True)
+    change(tmp_path / "f", "config.json", workers="127.0.0.1:5000,127.0.0.1:5001", profile_steps="1:2")
     runs = history.read_runs([tmp_path / name for name in "abcdef"])
     groups = {name: [run.name for run in group] for name, group in history.grouped(runs).items()}
     assert sorted(groups.values()) == [["a"], ["b", "c", "f"], ["d"], ["e"]]
