@@ -312,6 +312,13 @@ def test_what_differs_between_two_runs_is_told(tmp_path, tiny_run, monkeypatch, 
     told = capsys.readouterr().out
     assert "records: the same until step 6, different at step 7: loss " in told
     assert "to the bit at step-00000009" in told and "weights after step 20: different" in told
+    result.write_text("[1, 2]")
+    told = comparing.compare(tiny_run[0], changed)[1]
+    assert f"{tiny_run[0]} ended at step 20, {changed} has not ended: only what both have is compared" in told
+    metrics.unlink()
+    shutil.rmtree(changed / "checkpoints")
+    same, told = comparing.compare(tiny_run[0], changed)
+    assert not same and "they have no step in common: nothing can be said" in told
 
 
 class Killed(BaseException):

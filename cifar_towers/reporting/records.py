@@ -89,9 +89,10 @@ def read_json(path: Path) -> dict:
 def read_json_if_any(path: Path) -> dict:
     """The object in a JSON file; an empty one if there is none, or not a whole one."""
     try:
-        return read_json(path)
+        found = read_json(path)
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read(path: Path) -> Iterator[dict]:

@@ -11,7 +11,7 @@ from cifar_towers.reporting import records
 from cifar_towers.training import checkpoints
 
 # What differs between any two runs, and tells nothing of why they part.
-INCIDENTAL = {"train_dir", "command", "fresh", "seeds", "data_dir", "recipe"}
+INCIDENTAL = {"train_dir", "command", "fresh", "seeds", "data_dir", "recipe", "workers", "worker_index"}
 LISTED = 8  # entries of a list that is told whole
 COMPARED = ("loss", "accuracy", "gradient_norm", "learning_rate")
 
@@ -36,10 +36,10 @@ def compare(one: Path, other: Path) -> tuple[bool, str]:
     same, findings = [], []
     for compared in (_records(one, other), _checkpoints(one, other), _ends(one, other)):
         if compared:
-            same.append(compared[0])
+            same += [compared[0]] if compared[0] is not None else []
             findings.append(compared[1])
-    if not findings:
-        findings = ["they have no step in common: nothing can be said"]
+    if not same:
+        findings.insert(0, "they have no step in common: nothing can be said")
     return all(same) and bool(same), "\n".join([*(causes or ["settings and circumstances are the same"]), *findings])
 
 
@@ -93,15 +93,21 @@ def _distance(one: np.ndarray, other: np.ndarray) -> float:
     return max(float(apart), 5e-324) if np.isfinite(apart) else float("inf")  # a zero's sign is a difference too
 
 
-def _ends(one: Path, other: Path) -> tuple[bool, str] | None:
-    """Of the results: whether they ended at one step with the same weights."""
+def _ends(one: Path, other: Path) -> tuple[bool | None, str] | None:
+    """Of the results: whether they ended at one step with the same weights; None if that cannot be said."""
     results = [records.read_json_if_any(run / records.RESULT) for run in (one, other)]
-    if not all(results) or results[0]["step"] != results[1]["step"]:
+    steps, digests = ([result.get(key) for result in results] for key in ("step", "weights_sha256"))
+    if steps[0] != steps[1]:
+        told = [
+            f"{run} ended at step {step}" if step else f"{run} has not ended"
+            for run, step in zip((one, other), steps, strict=True)
+        ]
+        return None, f"{', '.join(told)}: only what both have is compared"
+    if not all(digests):
         return None
-    digests = [result["weights_sha256"] for result in results]
     same = digests[0] == digests[1]
     told = f"the same to the bit, sha256 {digests[0][:16]}" if same else "different"
-    return same, f"weights after step {results[0]['step']}: {told}"
+    return same, f"weights after step {steps[0]}: {told}"
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> str:
