@@ -312,8 +312,7 @@ class TrainConfig(DeviceConfig):
         if self.cutout > (self.crop or self.image_size):
             side = self.crop or self.image_size
             raise UsageError(f"cutout={self.cutout} is larger than the {side} pixels of the image it would blank")
-        own_data = Path(self.dataset.removeprefix(FOLDER)) if self.dataset.startswith(FOLDER) else None
-        if own_data and self.directory.absolute().is_relative_to(own_data.absolute()):
+        if self.folder and self.directory.absolute().is_relative_to(self.folder.absolute()):
             raise UsageError(
                 f"train_dir={self.directory} is in {self.dataset}, whose folders are classes; give one outside of it"
             )
@@ -439,8 +438,14 @@ class TrainConfig(DeviceConfig):
     @property
     def directory(self) -> Path:
         """`train_dir`, or its default."""
-        own_data = "" if self.dataset in BUILT_IN else "-" + re.sub(r"\W+", "-", Path(self.dataset).name).strip("-")
+        data = (self.folder or Path(self.dataset)).name
+        own_data = "" if self.dataset in BUILT_IN else "-" + re.sub(r"\W+", "-", data).strip("-")
         return Path(self.train_dir or f"runs/{self.name}{own_data}-seed{self.seed}")
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of pictures that is trained on, if it is one."""
+        return Path(self.dataset.removeprefix(FOLDER)) if self.dataset.startswith(FOLDER) else None
 
 
 def shared_settings(config: TrainConfig) -> dict[str, Any]:

@@ -22,7 +22,8 @@ EXPORTS = ("saved_model", "keras", "litert", "onnx")
 class TrainedConfig(DeviceConfig):
     """What of a run is used."""
 
-    train_dir: str = setting("", "Run", "the run whose newest checkpoint is taken")
+    train_dir: str = setting("", "Run", "the run that trained it")
+    step: int = setting(0, "Run", "which of its checkpoints, by the step; 0: the newest", low=0)
     weights: str = setting(
         "auto",
         "Run",
@@ -104,7 +105,7 @@ class ExportConfig(RunDataConfig):
 class CompareConfig:
     """Which runs to compare."""
 
-    exit_codes: ClassVar[str] = "0 the same, 1 not, 2 usage, 3 data, 130 and 143 interrupted"
+    exit_codes: ClassVar[str] = "0 what both have is the same, 1 not, 2 usage, 3 data, 130 and 143 interrupted"
 
     runs: tuple[str, ...] = setting((), REST, "two runs' directories")
 

@@ -266,3 +266,5 @@ def test_a_run_cannot_write_among_the_classes_of_its_data():
         with pytest.raises(UsageError, match=r"train_dir=\S* is in folder:photos, whose folders are classes"):
             TrainConfig(dataset="folder:photos", train_dir=train_dir)
     TrainConfig(dataset="folder:photos", train_dir="photos-run")
+    for dataset in ("folder:photos", "folder:/data/photos/"):
+        assert TrainConfig(dataset=dataset).directory == Path("runs/speednet94-photos-seed0")

@@ -25,6 +25,7 @@ SMALL = synthetic.make(400, 0, 0), synthetic.make(200, 0, 1)
 CONFIG = TrainConfig(
     num_gpus=2, dataset="synthetic", model="cifarnet", crop=24, shift=0, batch_size=100, epochs=2, precision="float32",
     learning_rate=0.05, momentum=0.0, ema_decay=0.5, summary_every_steps=0, eval_every_epochs=0.0,
+    checkpoint_every_steps=5,
 )  # fmt: skip
 
 
@@ -245,6 +246,33 @@ def test_an_export_whose_replacement_is_broken_off_stays(earlier):
     with pytest.raises(FileNotFoundError):
         exporting._put(earlier.with_name("nowhere"), earlier)
     assert (earlier / "saved_model.pb").read_text() == "earlier"
+
+
+def test_an_older_checkpoint_is_used_by_its_step(run, tmp_path, capsys):
+    steps = [int(path.name.removeprefix("step-")) for path in checkpoints.saved(run)]
+    assert len(steps) > 1 and trained.open_run(run).facts["step"] == steps[-1]
+    told = scoring.evaluate_checkpoint(EvaluateConfig(train_dir=str(run), step=steps[0], json=True))
+    assert json.loads(told)["step"] == steps[0]
+    there = ", ".join(map(str, steps))
+    with pytest.raises(UsageError, match=f"has no checkpoint of step 999; those it has are of: {there}$"):
+        trained.open_run(run, step=999)
+    copy = shutil.copytree(run, tmp_path / "copy")
+    (checkpoints.path_of(copy, steps[0]) / "facts.json").write_text("{}")
+    with pytest.raises(DataError, match="is damaged .*; give another --step$"):
+        trained.open_run(copy, step=steps[0])
+
+
+def test_without_data_an_export_can_be_left_unchecked(run, tmp_path, capsys, monkeypatch):
+    def find(*_):
+        raise DataError("no CIFAR-10 here")
+
+    monkeypatch.setattr(sources, "find", find)
+    config = ExportConfig(train_dir=str(run), out=str(tmp_path / "net"))
+    with pytest.raises(
+        DataError, match="^the export is checked on test images, and no CIFAR-10 here; --check=0 leaves"
+    ):
+        exporting.export(config)
+    assert exporting.export(dataclasses.replace(config, check=0)) and "not checked" in capsys.readouterr().out
 
 
 def test_a_package_that_is_missing_is_named(run, monkeypatch):

@@ -77,6 +77,22 @@ def newest(train_dir: Path) -> Path | None:
     return None
 
 
+def of_step(train_dir: Path, step: int) -> Path:
+    """The checkpoint of a step.
+
+    Raises:
+      UsageError: there is none; the message names those that are there. DataError: it is damaged.
+    """
+    checkpoint = path_of(train_dir, step)
+    if not checkpoint.exists():
+        steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in saved(train_dir)) or "none"
+        raise UsageError(f"{train_dir} has no checkpoint of step {step}; those it has are of: {steps}")
+    wrong = damage(checkpoint)
+    if wrong:
+        raise DataError(f"{checkpoint} is damaged ({wrong}); give another --step")
+    return checkpoint
+
+
 def tidy(train_dir: Path) -> list[str]:
     """Removes what killed saves left, and sets damaged checkpoints aside; says of each of these what is wrong."""
     storage.sweep(train_dir / DIRECTORY)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
-from cifar_towers.errors import RunError, UsageError, reason
+from cifar_towers.errors import DataError, RunError, UsageError, reason
 from cifar_towers.evaluation import make_classifier, softmax
 from cifar_towers.models.plain import plain
 from cifar_towers.program_configs import ExportConfig
@@ -34,10 +34,10 @@ def export(config: ExportConfig) -> bool:
     """
     kind = FORMATS[config.format]
     _require(config.format, kind.needs)
-    run = trained.open_run(Path(config.train_dir), config.model)
+    run = trained.open_run(Path(config.train_dir), config.model, config.step)
     place = Path(config.out) if config.out else run.directory / "export" / kind.name
     _refuse_to_replace(place, kind)
-    source = sources.find(config.dataset or run.facts["dataset"], config.data_dir) if config.check else None
+    source = _source(config, run) if config.check else None
     towers = setup.open_towers(config)
     tf.config.experimental.enable_tensor_float_32_execution(False)  # a GPU's ten bits are not what is held against
     weights = run.choose_weights(config.weights)
@@ -63,6 +63,13 @@ def export(config: ExportConfig) -> bool:
         earlier = f"; {place} is the earlier one" if place.exists() else ""
         print(f"{stands} {wrong}: do not use it{earlier}", file=sys.stderr)
     return not wrong
+
+
+def _source(config: ExportConfig, run: trained.Run) -> sources.Source:
+    try:
+        return sources.find(config.dataset or run.facts["dataset"], config.data_dir)
+    except DataError as error:
+        raise DataError(f"the export is checked on test images, and {error}; --check=0 leaves that out") from None
 
 
 def _test_images(source: sources.Source, run: trained.Run, count: int) -> Split:

@@ -27,7 +27,7 @@ def predict(config: PredictConfig) -> None:
     Raises:
       UsageError: there is no such run or set of weights. DataError: at the end, if some could not be read.
     """
-    run = trained.open_run(Path(config.train_dir), config.model)
+    run = trained.open_run(Path(config.train_dir), config.model, config.step)
     expanded = list(_expand(config.pictures))
     towers = setup.open_towers(config)
     model = run.load(run.choose_weights(config.weights), setup.choose_precision(config.precision, towers))

@@ -18,7 +18,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
       UsageError: there is no such run, split or set of weights. DataError: the run's data cannot be had, or has other
         classes by now, or other images and it was not said that these shall be scored.
     """
-    run = trained.open_run(Path(config.train_dir), config.model)
+    run = trained.open_run(Path(config.train_dir), config.model, config.step)
     source = sources.find(config.dataset or run.facts["dataset"], config.data_dir)
     towers = setup.open_towers(config)  # before anything else that uses TensorFlow
     _, dataset = sources.load(source, run.config.validation_examples, run.traits.side)

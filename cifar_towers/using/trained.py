@@ -1,4 +1,4 @@
-"""What a run has trained, on any machine: its net rebuilt from its settings, with the weights of its newest checkpoint.
+"""What a run has trained, on any machine: its net rebuilt from its settings, with the weights of a checkpoint.
 
 Nothing in a run's directory is executed, nor what a file in it names; a net of the user's own is made by the function
 that the user names.
@@ -20,7 +20,7 @@ from cifar_towers.training import checkpoints, setup
 
 
 class Run(NamedTuple):
-    """A run's newest checkpoint, and what was trained in it."""
+    """A run's checkpoint, and what was trained in it."""
 
     directory: Path
     checkpoint: Path
@@ -72,16 +72,19 @@ def variables_of(model: keras.Model) -> tuple[list, list]:
     return [variable.value for variable in weights], [variable.value for variable in statistics]
 
 
-def open_run(train_dir: Path, model: str = "") -> Run:
-    """The newest undamaged checkpoint of a run.
+def open_run(train_dir: Path, model: str = "", step: int = 0) -> Run:
+    """A checkpoint of a run.
 
     Args:
       model: where the function stands that makes the run's net, if it is the user's own.
+      step: which checkpoint; 0 for the newest that is undamaged.
 
     Raises:
-      UsageError: there is no such run, or it has another net. DataError: all its checkpoints are damaged.
+      UsageError: there is no such run or checkpoint, or it has another net. DataError: it is damaged, or all are.
     """
     checkpoint = checkpoints.newest(train_dir)
+    if checkpoint and step:
+        checkpoint = checkpoints.of_step(train_dir, step)
     if not checkpoint:
         raise UsageError(f"no checkpoint in {train_dir}; runs that have some stand in runs/ as a rule")
     of_devices = ("Towers", "Cluster")  # how it was trained, which is nothing to how it is used
