@@ -1,12 +1,14 @@
-"""What the README says is so, and what docs/scale.md computes."""
+"""What the README and docs/ say is so."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from cifar_towers.config import TrainConfig
 from cifar_towers.program_configs import (
     BenchmarkConfig,
+    CompareConfig,
     EvaluateConfig,
     ExportConfig,
     LaunchConfig,
@@ -16,9 +18,20 @@ from cifar_towers.program_configs import (
 )
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-PAGES = README + "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("benchmark", "cluster", "faults"))
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, PAGES = FILES[0].read_text(), "".join(path.read_text() for path in FILES)
 OTHERS = {"build", "job", "long", "only"}  # flags of docker, sbatch and tests.faults, to a hyphen
+CONFIGS = {
+    "train.py": TrainConfig,
+    "benchmark.py": BenchmarkConfig,
+    "evaluate.py": EvaluateConfig,
+    "export.py": ExportConfig,
+    "launch.py": LaunchConfig,
+    "predict.py": PredictConfig,
+    "report.py": ReportConfig,
+    "speedrun.py": SpeedrunConfig,
+    "compare_runs.py": CompareConfig,
+}
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
 NUMBER = r"-?\d[\d,]*\.?\d*"
@@ -28,7 +41,7 @@ NUMBER = r"-?\d[\d,]*\.?\d*"
     "code", [pytest.param(code, marks=pytest.mark.slow if "41,157,101" in code else ()) for code in EXAMPLES]
 )
 def test_examples_run_as_printed(code, capsys):
-    """What a block prints is what the comments at its end say, numbers to the last digit but one; the large perceptron
+    """What a block prints is what the comments at its end say, numbers to a part in a thousand; the large perceptron
     learns the same on one tower and on two."""
     exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
@@ -43,14 +56,37 @@ def test_examples_run_as_printed(code, capsys):
 
 
 def test_every_flag_target_and_file_it_names_exists():
-    configs = (BenchmarkConfig, EvaluateConfig, ExportConfig, LaunchConfig, PredictConfig, ReportConfig, SpeedrunConfig)
-    known = {"flagfile", "help"}.union(*(config.__dataclass_fields__ for config in configs))
-    flags = set(re.findall(r"--([a-z_]+)", PAGES)) - OTHERS
+    known = {"flagfile", "help"}.union(*(config.__dataclass_fields__ for config in CONFIGS.values()))
+    flags = set(re.findall(r"--([a-z][a-z0-9_]+)", PAGES)) - OTHERS
     assert {flag for flag in flags if flag not in known and flag.removeprefix("no") not in known} == set()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"(?:`|^)make ([a-z-]+)", PAGES, re.M)) <= targets
-    for path in re.findall(r"\b(?:cifar_towers|configs|scripts)/[\w/.]*\w", PAGES):
+    for path in re.findall(r"\b(?:cifar_towers|configs|scripts|docs|tests)/[\w/.-]*\w", PAGES):
         assert (ROOT / path).exists(), path
+
+
+def test_every_command_gives_its_program_flags_that_it_has():
+    commands = re.findall(r"python scripts/(\w+\.py)([^`#\n]*)", PAGES)
+    assert {name for name, _ in commands} == set(CONFIGS)
+    for name, arguments in commands:
+        own, _, of_train = arguments.partition(" -- ")
+        for config, text in ((CONFIGS[name], own), (TrainConfig, of_train)):
+            known = {"flagfile", "help", *config.__dataclass_fields__}
+            given = re.findall(r"--([a-z][a-z0-9_]*)", text)
+            assert [flag for flag in given if flag not in known and flag.removeprefix("no") not in known] == [], name
+
+
+@pytest.mark.parametrize("page", FILES, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        titles = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if anchor else []
+        anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+        assert not anchor or anchor in anchors, link
 
 
 def test_the_tables_of_docs_scale_are_what_its_lines_print(capsys):
