@@ -21,7 +21,7 @@ from cifar_towers.data import cifar10, sources, synthetic
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError
 from cifar_towers.program_configs import EvaluateConfig
-from cifar_towers.reporting import pictures
+from cifar_towers.reporting import pictures, reporter
 from cifar_towers.signals import LAUNCH_VARIABLE, StopRequest
 from cifar_towers.training import checkpoints, health, run_directory, seeds, trainer
 from cifar_towers.using import comparing, scoring
@@ -756,6 +756,16 @@ def test_the_target_ends_a_run(tmp_path, capsys):
     assert capsys.readouterr().out.count("reached ") == 2
     scores = [(r["step"], r["weights"]) for r in records_of(tmp_path, "eval")]
     assert scores == [(2, "raw"), (2, "ema")]
+
+
+@pytest.mark.parametrize("share", [1e-9, 1e9])
+def test_pictures_of_evaluations_take_their_share_of_the_time_and_the_last_is_drawn(tmp_path, monkeypatch, share):
+    monkeypatch.setattr(reporter, "DRAWING_SHARE", share)
+    run(dataclasses.replace(TINY, train_dir=str(tmp_path), max_steps=8, eval_every_epochs=0.2, validation_examples=0))
+    evaluated = events_of(tmp_path / "eval")
+    steps = list(values_of(evaluated, "class_accuracy/test/chequered ring"))
+    assert len(steps) == 4
+    assert list(values_of(evaluated, "mistakes/test")) == (steps if share > 1 else [steps[0], steps[-1]])
 
 
 def test_validation_is_held_out_and_test_is_left_for_the_end(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -27,6 +28,7 @@ from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import StepMetrics
 
 SCALARS_PER_SUMMARY = 10  # how many times as often scalars and records come as whole summaries
+DRAWING_SHARE = 0.02  # of the time, that pictures of evaluations may take
 NOISE_MEMORY = 0.9  # of the averages that the gradient noise scale is a ratio of
 
 
@@ -64,6 +66,7 @@ class Reporter:
         self._weights = [variable.path for variable in state.model.trainable_variables]
         self._noise = np.zeros(2)  # averages of signal and noise over the steps that were looked at
         self._epoch: list = []
+        self._drawn, self._drawing = -math.inf, 0.0  # when an evaluation was last drawn, and the seconds it took
 
     # The start ---------------------------------------------------------------------------------------------------
 
@@ -177,9 +180,12 @@ class Reporter:
         self.progress.epoch(status, [told(score) for score in scores])
         self._epoch = []
 
-    def evaluation(self, step: int, scores: Sequence[tuple[str, str, int, Score]], splits: Mapping[str, Split]) -> list:
-        """Records and shows scores after `step`: (split, weights, level of test-time augmentation, score); the last
-        of them is shown in all detail. As records, which are returned."""
+    def evaluation(
+        self, step: int, scores: Sequence[tuple[str, str, int, Score]], splits: Mapping[str, Split], final: bool
+    ) -> list[dict]:
+        """Records and shows scores after `step`: (split, weights, level of test-time augmentation, score); of the last
+        of them each class too, and pictures, if this is the `final` evaluation or drawing them takes little of the
+        time. As records, which are returned."""
         found = []
         for name, weights, level, score in scores:
             numbers = {"count": score.count, "accuracy": score.accuracy, "loss": score.loss}
@@ -192,16 +198,12 @@ class Reporter:
         if self.quiet:
             return found
         split, names = splits[name], self.dataset.traits.class_names
-        captions = [
-            f"{names[predicted]} {100 * confidence:.0f} %\nis {names[split.labels[example]]}"
-            for example, predicted, confidence in zip(*score.mistakes, strict=True)
-        ]
-        sheet = pictures.contact_sheet(
-            split.images[score.mistakes.examples], captions, f"surest mistakes, {which}, step {step}"
-        )
-        with records.going_on(self.directory / records.MISTAKES):
-            storage.write_whole(self.directory / records.MISTAKES, pictures.png(sheet))
-        self.summaries.failures(step, which, score, split, names, sheet)
+        self.summaries.classes(step, which, score, split, names)
+        start = time.monotonic()
+        if final or start - self._drawn >= self._drawing / DRAWING_SHARE:
+            self._draw(step, which, score, split, names)
+            self._drawn = time.monotonic()
+            self._drawing = self._drawn - start
         return found
 
     # The end -----------------------------------------------------------------------------------------------------
@@ -272,6 +274,19 @@ class Reporter:
         self.summaries.images(step, "input/augmented", self._levels(look.images), labels)
         self.summaries.activations(step, self._layers, look.activations)
         self.summaries.update(step, self._weights, metrics.close_up.update)
+
+    def _draw(self, step: int, which: str, score: Score, split: Split, names: Sequence[str]) -> None:
+        """What a score fails at, as pictures: in TensorBoard, and the surest mistakes in a file of their own."""
+        captions = [
+            f"{names[predicted]} {100 * confidence:.0f} %\nis {names[split.labels[example]]}"
+            for example, predicted, confidence in zip(*score.mistakes, strict=True)
+        ]
+        sheet = pictures.contact_sheet(
+            split.images[score.mistakes.examples], captions, f"surest mistakes, {which}, step {step}"
+        )
+        with records.going_on(self.directory / records.MISTAKES):
+            storage.write_whole(self.directory / records.MISTAKES, pictures.png(sheet))
+        self.summaries.failures(step, which, score, split, names, sheet)
 
     def _levels(self, images: np.ndarray) -> np.ndarray:
         """[n, side, side, 3] as the net sees them -> levels 0..255, the colours they had or, where each image is

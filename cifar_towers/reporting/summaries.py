@@ -112,19 +112,12 @@ class Summaries:
         told = {"accuracy": score.accuracy, "loss": score.loss}
         self._eval.write(step, [values.scalar(f"{name}/{which}", value) for name, value in told.items()])
 
-    def failures(
-        self, step: int, which: str, score: Score, split: Split, class_names: Sequence[str], mistakes: np.ndarray
-    ) -> None:
-        """Where a score over `split` fails: each class's accuracy and precision-recall curve, the confusion matrix
-        where it can be drawn, the picture of mistakes, and how the examples lie to each other before the last layer.
+    def classes(self, step: int, which: str, score: Score, split: Split, class_names: Sequence[str]) -> None:
+        """Each class's accuracy and precision-recall curve in a score over `split`.
 
         Tags have the split alone, so that the last evaluation, with test-time augmentation, goes on where others ended.
         """
-        name_of_split = which.partition("/")[0]
-        shown = [values.image(f"mistakes/{name_of_split}", mistakes)]
-        if len(class_names) <= pictures.MOST_CLASSES:
-            matrix = pictures.confusion_matrix(score.confusion, class_names, f"{which}, step {step}")
-            shown.append(values.image(f"confusion/{name_of_split}", matrix))
+        name_of_split, shown = which.partition("/")[0], []
         for name, accuracy in zip(class_names, score.per_class(), strict=True):
             shown.append(values.scalar(f"class_accuracy/{name_of_split}/{name}", accuracy))
         if np.isfinite(score.probabilities).all():
@@ -132,8 +125,21 @@ class Summaries:
                 shown.append(
                     values.pr_curve(f"precision_recall/{name_of_split}/{name}", split.labels == index, probability)
                 )
-            if score.features is not None and np.isfinite(score.features).all():
-                self._embedding(step, score, split, class_names)
+        self._eval.write(step, shown)
+        self._eval.flush()
+
+    def failures(
+        self, step: int, which: str, score: Score, split: Split, class_names: Sequence[str], mistakes: np.ndarray
+    ) -> None:
+        """Pictures of where a score over `split` fails: the confusion matrix where it can be drawn, the mistakes, and
+        how the examples lie to each other before the last layer. Tags as those of `classes`."""
+        name_of_split = which.partition("/")[0]
+        shown = [values.image(f"mistakes/{name_of_split}", mistakes)]
+        if len(class_names) <= pictures.MOST_CLASSES:
+            matrix = pictures.confusion_matrix(score.confusion, class_names, f"{which}, step {step}")
+            shown.append(values.image(f"confusion/{name_of_split}", matrix))
+        if score.features is not None and np.isfinite(score.features).all() and np.isfinite(score.probabilities).all():
+            self._embedding(step, score, split, class_names)
         self._eval.write(step, shown)
         self._eval.flush()
 

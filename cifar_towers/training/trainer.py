@@ -338,7 +338,7 @@ class Trainer:
                 with self.stop.at_once():
                     levels = self.evaluate(split, *values, tta)
                 scored += [(name, weights, level, score) for level, score in levels.items()]
-        found = self.reporter.evaluation(step, scored, splits)
+        found = self.reporter.evaluation(step, scored, splits, final)
         self.clock.charge("evaluate")
         return found
 
