@@ -126,7 +126,7 @@ def environment(towers, precision: str, data_digests: Mapping[str, str], gpus: S
 def machine() -> dict:
     """What a program runs on: command, versions, processor, code."""
     return {
-        "command": sys.argv,
+        "command": ["python", *sys.argv] if sys.argv[0].endswith(".py") else sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": _processor(),

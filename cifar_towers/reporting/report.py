@@ -210,7 +210,6 @@ def _commands(runs: Sequence[Run]) -> str:
     lines = []
     for of, command in _shared(runs, lambda run: as_list(run.environment.get("command"))):
         words = [as_text(word) for word in command]
-        words = ["python", *words] if words[0].endswith(".py") else words
         lines.append(f"{f'<p>{html.escape(of)}</p>' if of else ''}<pre>{html.escape(shlex.join(words))}</pre>\n")
     again = "<p>Where a finished run stands, nothing is repeated: name another <code>--train_dir</code>.</p>\n"
     return "".join(lines) + again if lines else ""

@@ -43,7 +43,13 @@ def make_run(directory, recipe="speed94", seed=0, *, towers=2, finished=True, la
     packages = {"tensorflow": "2.21.0", "keras": "3.15.1", "numpy": "2.4.6"}
     layers = [("whiten", "Conv2D", 24, 672), ("conv_1", "Conv2D", 64, 13824), ("head", "Dense", 10, 640)]
     environment = {
-        "command": ["scripts/train.py", f"--flagfile=configs/{recipe}.cfg", f"--seed={seed}", "--data_dir=/a b"],
+        "command": [
+            "python",
+            "scripts/train.py",
+            f"--flagfile=configs/{recipe}.cfg",
+            f"--seed={seed}",
+            "--data_dir=/a b",
+        ],
         "python": "3.11.2",
         "platform": "Linux-6.1",
         "processor": "AMD EPYC",

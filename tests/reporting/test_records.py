@@ -21,6 +21,12 @@ def test_a_resumed_run_drops_the_records_after_its_step(tmp_path):
     assert metrics.of("eval") == [{"kind": "eval", "step": 11, "accuracy": None}]
 
 
+def test_the_command_can_be_typed_again(monkeypatch):
+    for typed, told in (("scripts/train.py", ["python", "scripts/train.py", "--seed=3"]), ("cifar-towers-train", None)):
+        monkeypatch.setattr("sys.argv", [typed, "--seed=3"])
+        assert records.machine()["command"] == (told or [typed, "--seed=3"])
+
+
 def test_a_record_that_was_cut_short_takes_no_other_with_it(tmp_path, monkeypatch):
     metrics = records.Metrics(tmp_path)
     metrics.write(kind="train", step=1)
