@@ -681,6 +681,22 @@ def test_a_bad_batch_costs_its_update_and_nothing_else(tmp_path, poison, capsys)
     assert lost == [4, 5, 20]
 
 
+@pytest.mark.parametrize(
+    ("settings", "tower"),
+    [
+        ({"strategy": "mirrored"}, "tower_1"),
+        ({"micro_batches": 2}, "tower_1"),
+        ({"parallelism": "model", "micro_batches": 4, "model": "cifarnet"}, "tower_0"),
+    ],
+)
+def test_where_a_bad_batch_went_wrong_is_found_however_it_is_shared(tmp_path, poison, capsys, settings, tower):
+    poison({2})
+    result = run(dataclasses.replace(DIM, train_dir=str(tmp_path), max_steps=3, **settings))
+    assert result["bad_steps"] == 1 and all_finite(tmp_path)
+    told = capsys.readouterr().out
+    assert f" of {tower} is not finite; first of its tensors: the images" in told
+
+
 @pytest.mark.slow
 def test_a_bad_batch_is_told_of_the_net_that_met_it(tmp_path, poison, monkeypatch, capsys):
     """Whether the poison is picked is nobody's choice: here it never is, and the proxy alone has met it."""
