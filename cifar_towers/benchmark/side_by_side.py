@@ -25,6 +25,7 @@ from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
 
 OURS = "cifar_towers"
 VISIT_SECONDS, LEAST_STEPS = 15.0, 8  # a visit is about this long, and has this many steps at least
+ON_ALL_DEVICES = ("keras-mirrored", "tutorial")  # the peers that are not on one alone
 PLANNED_BY = 3  # steps of the training that tells how long a step takes
 
 
@@ -35,6 +36,7 @@ class Contestant(OverRounds):
     name: str
     precision: str
     images: int  # of a step
+    devices: int  # GPUs that it computes on; without GPUs the machine's CPU, which is one for all
     images_per_sec: list[float] = dataclasses.field(default_factory=list)
 
 
@@ -47,11 +49,12 @@ class Entry(NamedTuple):
 
 
 def run(
-    config: SpeedrunConfig, precisions: Sequence[str], batches: Batches, augmentation: Augmentation
+    config: SpeedrunConfig, devices: int, precisions: Sequence[str], batches: Batches, augmentation: Augmentation
 ) -> tuple[list[Contestant], dict[str, str]]:
     """Rounds of visits to all who can run; and who was left out, with the reason.
 
-    Ours are trainings by `scripts/train.py`, input, summaries and all. Peers make steps over `FED` of the same
+    Ours are trainings by `scripts/train.py`, input, summaries and all; on several `devices` there are also some on one
+    of them, as some peers have one. Peers make steps over `FED` of the same
     batches. All are on full images, and every first step is left out.
     """
     left_out: dict[str, str] = {}
@@ -63,11 +66,12 @@ def run(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_batches(folder / "batches.npz", batches, augmentation)
-        entries = [_enter_ours(config, precision) for precision in precisions]
+        ours = {1: dataclasses.replace(config, num_gpus=1), devices: config}
+        entries = [_enter_ours(each, count, precision) for precision in precisions for count, each in ours.items()]
         for name in _peers(config):
             for precision in _precisions_of(name, precisions):
                 try:
-                    entries.append(_enter_peer(config, name, precision, folder / "batches.npz", stack))
+                    entries.append(_enter_peer(config, devices, name, precision, folder / "batches.npz", stack))
                 except RunError as error:
                     leave_out(name, precision, error)
         for number in range(config.rounds):
@@ -97,12 +101,12 @@ def write_batches(path: Path, batches: Batches, augmentation: Augmentation) -> N
     )
 
 
-def _enter_ours(config: SpeedrunConfig, precision: str) -> Entry:
+def _enter_ours(config: SpeedrunConfig, devices: int, precision: str) -> Entry:
     visit = _training(config, precision)
-    return _entry(Contestant(OURS, precision, config.batch_size), visit, config.batch_size / visit(PLANNED_BY))
+    return _entry(Contestant(OURS, precision, config.batch_size, devices), visit, config.batch_size / visit(PLANNED_BY))
 
 
-def _enter_peer(config: SpeedrunConfig, name: str, precision: str, data: Path, stack: ExitStack) -> Entry:
+def _enter_peer(config: SpeedrunConfig, devices: int, name: str, precision: str, data: Path, stack: ExitStack) -> Entry:
     """A peer whose process has made its first step, and ends with `stack`."""
     towers = _towers(config)
     images = config.batch_size * (towers if name == "tutorial" else 1)
@@ -110,12 +114,14 @@ def _enter_peer(config: SpeedrunConfig, name: str, precision: str, data: Path, s
     command += [f"--batch_size={config.batch_size}", f"--data={data}"]
     ask = stack.enter_context(processes.peer(command))
     (step,) = ask(1)
-    return _entry(Contestant(name, precision, images), _asking(ask, images), step)
+    devices = devices if name in ON_ALL_DEVICES else 1
+    return _entry(Contestant(name, precision, images, devices), _asking(ask, images), step)
 
 
 def _entry(contestant: Contestant, visit: Callable[[int], float], seconds: float) -> Entry:
     """Of one whose step takes so many seconds."""
-    print(f"{contestant.name}, {contestant.precision}: a step {seconds:.2f} s", flush=True)
+    on = f"{contestant.devices} device{'s' * (contestant.devices > 1)}"
+    print(f"{contestant.name}, {contestant.precision}, {on}: a step {seconds:.2f} s", flush=True)
     return Entry(contestant, visit, max(LEAST_STEPS, math.ceil(VISIT_SECONDS / seconds)))
 
 

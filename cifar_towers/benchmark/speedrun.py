@@ -59,6 +59,7 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
     make_directory(config)
     gpus = gpu_names()  # before one tower is opened, which hides those that it does not use
     config = dataclasses.replace(config, num_gpus=config.num_gpus or len(gpus))
+    devices = min(config.num_gpus, len(gpus)) or 1
     towers = setup.open_towers(config.varied(**ONE_TOWER))  # all cores for one operation, as the ceilings want it
     source, dataset = setup.load_data(config, source)
     if source.banner:
@@ -73,7 +74,7 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
     }
     if config.seeds:
         work = count_work(config, towers, computed_in, dataset.train)
-        finishes = _finishes(config, computed_in, min(config.num_gpus, len(gpus)) or 1)
+        finishes = _finishes(config, computed_in, devices)
         race = standings.tally(finishes, work.total(), work.total(less=1), config.target)
         race |= {"operations": work.by_type(), "steps": sum(work.steps.values())}
         standings.publish_race(config.directory, facts, race)
@@ -82,7 +83,8 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
         precisions = list(dict.fromkeys(asked or [computed_in, "float32"]))
         steps = dataclasses.replace(config, hardest_of=0)  # a step is compared, not how its examples are found
         batches = setup.make_batches(steps, dataset.train)
-        rows, left_out = side_by_side.run(steps, precisions, batches, setup.make_augmentation(config, dataset.traits))
+        augmentation = setup.make_augmentation(config, dataset.traits)
+        rows, left_out = side_by_side.run(steps, devices, precisions, batches, augmentation)
         standings.publish_side_by_side(config.directory, facts | {"hardest_of": 0}, rows, left_out)
 
 

@@ -174,13 +174,14 @@ def _shares(race: Mapping) -> str:
 
 def rows_text(facts: Mapping, rows: Sequence[Contestant], left_out: Mapping[str, str]) -> str:
     """The side-by-side as a table, and how to read it."""
-    ours = {row.precision: row.median for row in rows if row.name == OURS}
-    lines = [["contestant", "precision", "images/s", "quartiles", "n", "ours/theirs"]]
+    ours = {(row.precision, row.devices): row.median for row in rows if row.name == OURS}
+    lines = [["contestant", "precision", "devices", "images/s", "quartiles", "n", "ours/theirs"]]
     for row in sorted(rows, key=lambda row: (row.precision, -row.median)):
         low, high = row.quartiles
-        ratio = "-" if row.name == OURS else f"{ours[row.precision] / row.median:.2f}"
+        ratio = "-" if row.name == OURS else f"{ours[row.precision, row.devices] / row.median:.2f}"
         spread_of = f"{low:,.0f}-{high:,.0f}"
-        lines.append([row.name, row.precision, f"{row.median:,.0f}", spread_of, str(len(row.images_per_sec)), ratio])
+        n = str(len(row.images_per_sec))
+        lines.append([row.name, row.precision, str(row.devices), f"{row.median:,.0f}", spread_of, n, ratio])
     notes = [READING.format(OURS), *(f"Left out: {who}: {why}" for who, why in left_out.items())]
     return "\n\n".join([align(lines, left=(0,)), "\n".join([*notes, *_published(facts, rows)])])
 
@@ -203,6 +204,6 @@ def _published(facts: Mapping, rows: Sequence[Contestant]) -> list[str]:
 READING = (
     "Medians over n rounds, each of which visits all in another order. {0} is a whole training by scripts/train.py on "
     "full images, with input and summaries, without its compiling step; peers take bare steps over the same "
-    "batches (the tutorial with its own input). TF_ENABLE_ONEDNN_OPTS is the same for all of TensorFlow; every process "
-    "has all cores."
+    "batches (the tutorial with its own input). Devices are GPUs, or the one CPU; ours/theirs is between equal numbers "
+    "of them. TF_ENABLE_ONEDNN_OPTS is the same for all of TensorFlow; every process has all cores."
 )

@@ -113,6 +113,22 @@ def test_a_peer_that_is_lost_costs_the_others_nothing(tmp_path, monkeypatch):
     visits = {"keras": 2, "tutorial": 4}
     monkeypatch.setattr(side_by_side, "_command", lambda name, *_: [sys.executable, "-c", script.format(visits[name])])
     batches = Batches(synthetic.make(64, seed=0, stream=0), 16, seed=0)
-    rows, left_out = side_by_side.run(config, ["float32"], batches, Augmentation(crop=24))
+    rows, left_out = side_by_side.run(config, 1, ["float32"], batches, Augmentation(crop=24))
     assert {row.name: len(row.images_per_sec) for row in rows} == {"cifar_towers": 3, "tutorial": 3}
     assert left_out == {"keras, float32": "full"}
+
+
+def test_on_several_devices_ours_is_measured_on_one_of_them_too(tmp_path, monkeypatch):
+    """As Keras without a strategy is; mirrored, it has all."""
+    config = SpeedrunConfig(
+        dataset="synthetic", model="cifarnet", batch_size=16, num_gpus=4, rounds=1,
+        peers="keras,keras-mirrored", crop=24, shift=0, train_dir=str(tmp_path),
+    )  # fmt: skip
+    monkeypatch.setattr(side_by_side, "_training", lambda config, precision: lambda steps: 100.0 * config.num_gpus)
+    script = "print('ready', flush=True); [print([0.5] * int(input()), flush=True) for _ in range(2)]"
+    monkeypatch.setattr(side_by_side, "_command", lambda *_: [sys.executable, "-c", script])
+    batches = Batches(synthetic.make(64, seed=0, stream=0), 16, seed=0)
+    rows, _ = side_by_side.run(config, 4, ["float32"], batches, Augmentation(crop=24))
+    assert [(row.name, row.devices, row.median) for row in rows] == [
+        ("cifar_towers", 1, 100.0), ("cifar_towers", 4, 400.0), ("keras", 1, 32.0), ("keras-mirrored", 4, 32.0),
+    ]  # fmt: skip
