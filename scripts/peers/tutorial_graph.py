@@ -40,6 +40,7 @@ def main() -> None:
         kind = "gpu" if tf.config.get_visible_devices("GPU") else "cpu"
         train, loss = training_graph(tf.compat.v1, batches, [f"/{kind}:{tower}" for tower in range(given.towers)])
         options = tf.compat.v1.ConfigProto(allow_soft_placement=True, device_count={"CPU": given.towers})
+        options.gpu_options.allow_growth = True  # the others of the race want memory too
         with tf.compat.v1.Session(config=options) as session:
             session.run(tf.compat.v1.global_variables_initializer())
             coordinator = tf.train.Coordinator()
