@@ -98,7 +98,7 @@ def _cells(row: Row) -> list[str]:
 
 def conclude(rows: Sequence[Row], facts: Mapping) -> str:
     """One sentence: what bounds this machine, and which flags to use."""
-    ours = [row for row in rows if row.variation.strategy in ("towers", "mirrored") and row.variation.input != "stream"]
+    ours = [row for row in rows if row.variation.trains]
     top = max(row.median for row in ours)
     # of those that are as good as the fastest, the plainest: shared variables, on the CPU, few towers
     same = [row for row in ours if row.median >= (1 - SAME) * top]
@@ -143,7 +143,9 @@ def _bound(best: Row, rows: Sequence[Row], facts: Mapping) -> str:
             f"too small a batch per tower ({share} images: {most.variation.towers} towers that never meet reach "
             f"{100 * most.efficiency:.0f} % of what their devices do with a whole batch)"
         )
-    busy = 100 * (best.shares.get("forward", 0) + best.shares.get("backward", 0))
+    if not best.shares:
+        return "compute"
+    busy = 100 * (best.shares["forward"] + best.shares["backward"])
     return f"compute ({busy:.0f} % of the work is forward and backward)"
 
 

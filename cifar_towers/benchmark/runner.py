@@ -4,8 +4,9 @@ import math
 import multiprocessing
 import random
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.connection import Connection
 
 import tensorflow as tf
 
@@ -36,12 +37,10 @@ def run(config: BenchmarkConfig) -> None:
             workers[count] = stack.enter_context(open_worker(config, count))
             devices[count] = workers[count]()
         rows = _prepare(variations, workers)
-        if not rows:
-            raise UsageError("nothing could be measured; the lines above say why")
+        _refuse_without_runs(rows)
         _measure(rows, workers, config, start)
-        for row in rows:
-            if row.variation.strategy in ("towers", "mirrored") and row.variation.input == "constant":
-                row.shares = workers[row.variation.towers](("profile", row.variation))
+        _refuse_without_runs(rows)
+        _profile(rows, workers)
         predictions = _predict(config, rows[0], workers) if config.predict else []
     set_efficiency(rows, devices)
     facts = circumstances(config, devices[counts[0]]["dataset"]) | {
@@ -85,27 +84,54 @@ def open_worker(config: BenchmarkConfig, count: int):
     """A process with `count` towers, as a function that sends an order, if one is given, and returns the answer."""
     spawn = multiprocessing.get_context("spawn")  # TensorFlow does not survive a fork
     connection, theirs = spawn.Pipe()
+    ask = asking(connection, count)
     process = spawn.Process(target=starting.serve_benchmark, args=(config, count, theirs), daemon=True)
     process.start()
     theirs.close()
+    try:
+        yield ask
+        with suppress(ConnectionError):  # it has ended by itself
+            connection.send(None)
+        process.join(10)
+    finally:  # after an error or a signal it may be in the middle of a step
+        process.terminate()
+
+
+def asking(connection: Connection, count: int) -> Callable:
+    """A function that sends an order, if one is given, to the process of `count` towers, and returns the answer.
+
+    Raises:
+      RunError: that is the answer, or the process has ended.
+    """
 
     def ask(order: tuple | None = None):
         try:
             if order:
                 connection.send(order)
             answer = connection.recv()
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             raise RunError(f"the process of {count} towers has ended; its last words are above") from None
         if isinstance(answer, RunError):
             raise answer
         return answer
 
-    try:
-        yield ask
-        connection.send(None)
-        process.join(10)
-    finally:  # after an error or a signal it may be in the middle of a step
-        process.terminate()
+    return ask
+
+
+def _refuse_without_runs(rows: list[Row]) -> None:
+    """Raises a UsageError where no way to train is left."""
+    if not any(row.variation.trains for row in rows):
+        raise UsageError("nothing could be measured; the lines above say why")
+
+
+def _profile(rows: list[Row], workers: dict) -> None:
+    """Adds the shares of a step; a row whose step cannot be profiled has none."""
+    for row in rows:
+        if row.variation.trains:
+            try:
+                row.shares = workers[row.variation.towers](("profile", row.variation))
+            except RunError as error:
+                print(f"no shares: {row.variation.towers} x {row.variation.told()}: {error}", flush=True)
 
 
 def _prepare(variations: list[Variation], workers: dict) -> list[Row]:
@@ -115,7 +141,7 @@ def _prepare(variations: list[Variation], workers: dict) -> list[Row]:
         told = f"compiling {number}/{len(variations)}: {variation.towers} x {variation.told()}, {variation.precision}"
         try:
             compiling, step = workers[variation.towers](("build", variation))
-        except UsageError as error:
+        except RunError as error:
             print(f"{told}: left out: {error}", flush=True)
             continue
         print(f"{told}: {compiling:.0f} s, a step {step:.2f} s", flush=True)
@@ -140,7 +166,7 @@ def _measure(rows: list[Row], workers: dict, config: BenchmarkConfig, start: flo
         for row, steps in list(visits):
             try:
                 told = workers[row.variation.towers](("run", row.variation, steps + 1))
-            except UsageError as error:  # as where memory has become short; the others go on
+            except RunError as error:  # as where memory has become short; the others go on
                 print(f"left out: {row.variation.towers} x {row.variation.told()}: {error}", flush=True)
                 visits.remove((row, steps))
                 rows.remove(row)

@@ -33,6 +33,11 @@ class Variation(NamedTuple):
     precision: str
     input: str = "constant"  # the same batch again and again, or the recipe's `stream`
 
+    @property
+    def trains(self) -> bool:
+        """Whether it is the step of a run, on a constant batch: of these one is recommended."""
+        return self.strategy in ("towers", "mirrored") and self.input == "constant"
+
     def told(self) -> str:
         """For a table or a plot: `towers, cpu, stream`."""
         parts = [self.strategy, self.placement if self.placement != UNPLACED else "", self.input]

@@ -22,19 +22,21 @@ LOOKS = 0.02  # seconds between looks at the memory
 
 
 def serve(config: BenchmarkConfig, towers: int, connection: Connection) -> None:
-    """Answers ("build" | "run" | "profile" | "exchanged", ...) until it gets nothing."""
+    """Answers ("build" | "run" | "profile" | "exchanged", ...) until it gets nothing; a UsageError is the answer to an
+    order that fails, as it may where memory is short."""
     try:
         worker = _Worker(config, towers)
         connection.send(worker.introduce())
         while order := connection.recv():
             name, *arguments = order
             try:
-                connection.send(getattr(worker, name)(*arguments))
-            except (ValueError, tf.errors.OpError) as error:  # what this machine cannot do, as too little memory
-                connection.send(UsageError(reason(error)))
+                answer = getattr(worker, name)(*arguments)
+            except Exception as error:  # whatever it is, it is of one variation, and the others go on
+                answer = UsageError(reason(error) or type(error).__name__)
+            connection.send(answer)
     except RunError as error:
         connection.send(error)
-    except EOFError:  # the process that asks has gone
+    except (EOFError, ConnectionError):  # the process that asks has gone
         return
 
 

@@ -1,16 +1,21 @@
 import json
+import multiprocessing
+import threading
 import time
+from types import SimpleNamespace
 
 import matplotlib.image
 import pytest
 
-from cifar_towers.benchmark import report, runner
+from cifar_towers import starting
+from cifar_towers.benchmark import report, runner, worker
 from cifar_towers.benchmark.rounds import Row
 from cifar_towers.benchmark.runner import set_efficiency
-from cifar_towers.benchmark.variations import KERAS, NO_EXCHANGE, UNPLACED, Variation, grid
-from cifar_towers.errors import UsageError
+from cifar_towers.benchmark.variations import KERAS, NO_EXCHANGE, UNPLACED, Built, Variation, grid
+from cifar_towers.errors import RunError, UsageError
 from cifar_towers.program_configs import BenchmarkConfig
 from cifar_towers.reporting.profile import PARTS
+from cifar_towers.towers import Tower
 from cifar_towers.towers.cost import VariableBytes, predict
 
 FACTS = {
@@ -165,3 +170,67 @@ def test_a_visit_that_fails_leaves_out_its_row_alone(capsys):
     (left,) = rows
     assert left.variation.placement == "round_robin" and left.images_per_sec == [pytest.approx(1000)] * 3
     assert "left out: 2 x towers, cpu: OOM when allocating" in capsys.readouterr().out
+
+
+class Worker(worker._Worker):
+    """As it is without its towers and data."""
+
+    def __init__(self, config, towers):
+        self.config, self.train, self.dataset = config, None, "none"
+        self.towers, self.built = [Tower(0, "/CPU:0")], {}
+
+
+def test_a_variation_that_fails_in_any_way_costs_the_others_nothing(monkeypatch, capsys):
+    """One cannot be built, and one cannot be profiled; in the end the process has gone."""
+
+    def build(config, variation, towers, train):
+        if variation.strategy == "mirrored":
+            raise NotImplementedError
+        failing = variation.placement == "round_robin"
+        call = (lambda: 1 / 0) if failing else (lambda: None)
+        return Built(lambda steps: iter([(0.1, 0.0)] * steps), call)
+
+    monkeypatch.setattr(worker, "_Worker", Worker)
+    monkeypatch.setattr(worker, "build", build)
+    monkeypatch.setattr(worker, "profiled", lambda call: SimpleNamespace(shares=lambda: {"step": call()}))
+    config = BenchmarkConfig(batch_size=100, minutes=0.01)
+    connection, theirs = multiprocessing.Pipe()
+    serving = threading.Thread(target=worker.serve, args=(config, 2, theirs))
+    serving.start()
+    ask = runner.asking(connection, 2)
+    assert ask()["dataset"] == "none"
+    variations = [Variation("towers", "cpu", 2, "float32"), Variation("mirrored", UNPLACED, 2, "float32")]
+    variations.append(Variation("towers", "round_robin", 2, "float32"))
+    rows = runner._prepare(variations, {2: ask})
+    runner._measure(rows, {2: ask}, config, time.monotonic())
+    runner._profile(rows, {2: ask})
+    assert [(row.variation.placement, row.shares, row.images_per_sec) for row in rows] == [
+        ("cpu", {"step": None}, [pytest.approx(1000)] * 3),
+        ("round_robin", {}, [pytest.approx(1000)] * 3),
+    ]
+    told = capsys.readouterr().out
+    assert "2 x mirrored, float32: left out: NotImplementedError" in told
+    assert "no shares: 2 x towers, round_robin: division by zero" in told
+    connection.send(None)
+    serving.join(10)
+    theirs.close()
+    with pytest.raises(RunError, match="the process of 2 towers has ended"):
+        ask(("run", variations[0], 1))
+
+
+def test_a_conclusion_without_shares_tells_none():
+    rows = measured()
+    for each in rows:
+        each.shares = {}
+    assert "is bound by compute: use --num_gpus=1" in report.conclude(rows, FACTS)
+
+
+def test_without_any_way_to_train_nothing_is_told():
+    with pytest.raises(UsageError, match="nothing could be measured"):
+        runner._refuse_without_runs([row(KERAS, UNPLACED, 2, [])])
+
+
+def test_a_process_that_ended_by_itself_is_no_error_at_the_end(monkeypatch):
+    monkeypatch.setattr(starting, "serve_benchmark", slice)  # takes what that takes, and ends
+    with runner.open_worker(BenchmarkConfig(), 2) as ask, pytest.raises(RunError, match="the process of 2 towers has"):
+        ask()
