@@ -11,6 +11,7 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
 from cifar_towers.models.layers import LocalResponseNorm, PadChannels
 from cifar_towers.models.plain import MADE, Made, as_it_is, rebuild
+from cifar_towers.models.speednet import Whitening
 from cifar_towers.towers import Tower
 
 FED = 3  # different batches, fed again and again
@@ -67,8 +68,18 @@ def fit_arrays(
 
 
 def stock(model: keras.Model) -> keras.Model:
-    """A copy of `model` to train, of the layers as Keras ships them; what it has none for is as most would write it."""
-    return rebuild(model, MADE | {LocalResponseNorm: _local_response_norm, PadChannels: as_it_is})
+    """A copy of `model` to train, of the layers as Keras ships them; what it has none for is as most would write it.
+
+    A whitening rests, bias and all, as it does in most of a run.
+    """
+    made = {Whitening: _resting, LocalResponseNorm: _local_response_norm, PadChannels: as_it_is}
+    return rebuild(model, MADE | made)
+
+
+def _resting(layer: Whitening) -> Made:
+    made, weights = MADE[Whitening](layer)
+    made.trainable = False
+    return made, weights
 
 
 def _local_response_norm(layer: LocalResponseNorm) -> Made:

@@ -200,11 +200,11 @@ def page(rows: Sequence[Row], facts: Mapping, picture: bytes) -> str:
 
 
 READING = (
-    "Every variation makes the same update from the same batch of the recipe's size. Images/s are the median over n "
-    "rounds, each of which visits all variations in a new order, after compilation. 'no exchange' are towers with "
-    "variables of their own that never meet, which is the most that towers could reach; 'stream' prepares the recipe's "
-    "batches while the step runs, the rest repeats one batch. Efficiency is images/s over those of one tower, times "
-    "the devices there really are. The shares are of the step's work, as TensorFlow's profiler saw it on one step, all "
-    "towers together; 'waiting' is the share of time in which the step waited for its input; memory is the most that "
-    "the process, or the first GPU, held."
+    "Every variation makes the same update from the same batch of the recipe's size, as in the middle of a run. "
+    "Images/s are the median over n rounds, each of which visits all variations in a new order, after compilation. 'no "
+    "exchange' are towers with variables of their own that never meet, which is the most that towers could reach; "
+    "'stream' prepares the recipe's batches while the step runs, the rest repeats one batch. Efficiency is images/s "
+    "over those of one tower, times the devices there really are. The shares are of the step's work, as TensorFlow's "
+    "profiler saw it on one step, all towers together; 'waiting' is the share of time in which the step waited for its "
+    "input; memory is the most that the process, or the first GPU, held."
 )

@@ -131,6 +131,7 @@ def _training(config: SpeedrunConfig, precision: str) -> Callable[[int], float]:
     def visit(steps: int) -> float:
         changes = {"image_sides": "", "max_steps": steps + 1, "tta": 0, "eval_every_epochs": 0.0, "seeds": ""}
         changes |= {
+            "whitening_epochs": 0.0,  # its bias rests, as it does in most of a run
             "profile_steps": "",
             "precision": precision,
             "fresh": True,

@@ -203,7 +203,8 @@ def _published(facts: Mapping, rows: Sequence[Contestant]) -> list[str]:
 
 READING = (
     "Medians over n rounds, each of which visits all in another order. {0} is a whole training by scripts/train.py on "
-    "full images, with input and summaries, without its compiling step; peers take bare steps over the same "
-    "batches (the tutorial with its own input). Devices are GPUs, or the one CPU; ours/theirs is between equal numbers "
-    "of them. TF_ENABLE_ONEDNN_OPTS is the same for all of TensorFlow; every process has all cores."
+    "full images, with input and summaries, without its compiling step; peers take bare steps over the same batches "
+    "(the tutorial with its own input). All take the step that most of a run has, after the bias of a whitening has "
+    "come to rest. Devices are GPUs, or the one CPU; ours/theirs is between equal numbers of them. "
+    "TF_ENABLE_ONEDNN_OPTS is the same for all of TensorFlow; every process has all cores."
 )

@@ -100,7 +100,7 @@ def build(config: BenchmarkConfig, variation: Variation, towers: Sequence[Tower]
         step, rates = _steps_apart(config, towers, batches, train)
     else:
         training = _training(config, towers, batches, train)
-        step, rates = training.train_step, training.state.optimizer.rates(0)
+        step, rates = training.train_step, _usual_rates(training, config, batches)
         variables = tuple(variable_bytes(training.state.model))
     side = schedules.Sides(config.image_sides, config.image_size).largest()
     with tf.device(HOST):
@@ -154,4 +154,9 @@ def _steps_apart(config: TrainConfig, towers: list[Tower], batches: Batches, tra
         shards = split_batch(batch, towers)
         return [training.train_step(shard, rates, side) for training, shard in zip(trainings, shards, strict=True)]
 
-    return step, trainings[0].state.optimizer.rates(0)
+    return step, _usual_rates(trainings[0], alone, batches)
+
+
+def _usual_rates(training: setup.Training, config: TrainConfig, batches: Batches) -> dict[str, float]:
+    """Those of the middle of the run, where what is trained for some epochs alone, as a whitening's bias, rests."""
+    return training.state.optimizer.rates(config.length(batches.steps_per_epoch).last // 2)

@@ -1,18 +1,26 @@
 """The peers' programs, as the race and as a user starts them."""
 
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from cifar_towers import starting
 from cifar_towers.benchmark import processes, side_by_side
+from cifar_towers.benchmark.peers import stock
+from cifar_towers.benchmark.variations import NO_EXCHANGE, UNPLACED, Variation, build
+from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import RunError
-from cifar_towers.program_configs import SpeedrunConfig
+from cifar_towers.models import MODELS
+from cifar_towers.program_configs import BenchmarkConfig, SpeedrunConfig
+from cifar_towers.training import setup
 
 PEERS = {
     "keras_fit.py": ("--model=cifarnet", "--precision=float32"),
@@ -132,3 +140,64 @@ def test_on_several_devices_ours_is_measured_on_one_of_them_too(tmp_path, monkey
     assert [(row.name, row.devices, row.median) for row in rows] == [
         ("cifar_towers", 1, 100.0), ("cifar_towers", 4, 400.0), ("keras", 1, 32.0), ("keras-mirrored", 4, 32.0),
     ]  # fmt: skip
+
+
+def test_ours_takes_the_step_after_the_whitening_has_come_to_rest(tmp_path, monkeypatch):
+    trained = []
+
+    def train(config, quiet):
+        trained.append(config)
+        return {"images_per_sec": 5.0}
+
+    monkeypatch.setattr(processes, "train", train)
+    config = SpeedrunConfig(dataset="synthetic", num_gpus=2, train_dir=str(tmp_path))
+    assert side_by_side._training(config, "bfloat16")(8) == 5.0
+    (given,) = trained
+    assert (given.whitening_epochs, given.max_steps, given.precision) == (0, 9, "bfloat16")
+
+
+def moved(model):
+    """How many numbers a step of ours moves, in the side-by-side and in the middle of a recipe's run."""
+    train = synthetic.make(200, seed=0, stream=0)
+    found = set()
+    for epochs in (0, 3):
+        config = TrainConfig(model=model, batch_size=20, epochs=10, whitening_epochs=epochs, optimizer="momentum")
+        length = config.length(10)
+        optimizer = setup.make_state(config, "float32", train, length)[0].optimizer
+        step = length.last // 2 if epochs else 0
+        found.add(sum(variable.shape.num_elements() for variable in optimizer.moving(optimizer.rates(step))))
+    (count,) = found
+    return count
+
+
+@pytest.mark.parametrize("model", ["speednet94", "resnet20"])
+def test_keras_trains_as_many_numbers_as_ours(model):
+    copy = stock(MODELS[model](side=32))
+    assert sum(variable.shape.num_elements() for variable in copy.trainable_variables) == moved(model)
+
+
+@pytest.mark.parametrize("model", ["speednet94", "resnet20"])
+def test_pytorch_trains_as_many_numbers_as_ours(monkeypatch, model):
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(Path(starting.script("peers/pytorch_step.py")).parent))
+    peer = importlib.import_module("pytorch_step")
+    with torch.no_grad():
+        net = peer.Speednet94(torch.rand(4, 3, 32, 32)) if model == "speednet94" else peer.Resnet20()
+    assert sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad) == moved(model)
+
+
+@pytest.mark.parametrize(("strategy", "steps"), [("towers", 1), (NO_EXCHANGE, 2)])
+def test_the_benchmark_measures_the_step_that_most_of_a_run_has(towers, monkeypatch, strategy, steps):
+    """The whitening is trained for the first of ten epochs."""
+    rates = []
+    make = setup.make_training
+
+    def make_training(*arguments):
+        training = make(*arguments)
+        return training._replace(train_step=lambda batch, given, side: rates.append(set(given)) or tf.constant(0.0))
+
+    monkeypatch.setattr(setup, "make_training", make_training)
+    config = BenchmarkConfig(model="speednet93", batch_size=20, epochs=10, whitening_epochs=1, optimizer="momentum")
+    variation = Variation(strategy, UNPLACED, 2, "float32")
+    list(build(config, variation, towers(2), synthetic.make(200, seed=0, stream=0)).run(1))
+    assert rates == [{"kernels", "biases", "head"}] * steps

@@ -12,7 +12,7 @@ from cifar_towers.models.plain import plain
     ("copied", "name"),
     [
         *((plain, name) for name in ("cifarnet", "resnet20", "speednet94", "speednet96")),
-        *((stock, name) for name in ("cifarnet", "resnet20")),
+        *((stock, name) for name in ("cifarnet", "resnet20", "speednet94")),
     ],
 )
 def test_stock_layers_compute_the_same(copied, name):
