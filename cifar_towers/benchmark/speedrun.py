@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from cifar_towers.training import schedules, setup
 from cifar_towers.training.precision import choose
 
 CEILINGS = "ceilings.json"  # in a seed's directory: what was measured before and after it
+MACHINE = ("processor", "cores", "gpus", "precision", "onednn")  # what of environment.json a race is not over
 ONE_TOWER = {"num_gpus": 1, "strategy": "towers", "parallelism": "data", "micro_batches": 1, "all_reduce": "auto"}
 ONE_TOWER |= {"variable_placement": "cpu", "gradient_device": "variable", "seeds": ""}
 
@@ -74,7 +75,7 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
     }
     if config.seeds:
         work = count_work(config, towers, computed_in, dataset.train)
-        finishes = _finishes(config, computed_in, devices)
+        finishes = _finishes(config, facts | {"gpus": gpus[: config.num_gpus]}, devices)
         race = standings.tally(finishes, work.total(), work.total(less=1), config.target)
         race |= {"operations": work.by_type(), "steps": sum(work.steps.values())}
         standings.publish_race(config.directory, facts, race)
@@ -104,20 +105,24 @@ def count_work(config: TrainConfig, towers: Sequence[Tower], computed_in: str, t
     return Work(dict(steps), counted)
 
 
-def _finishes(config: SpeedrunConfig, computed_in: str, gpus: int = 1) -> list[Finish]:
-    """One training a seed, and the ceilings of the machine, of so many of its GPUs, before, between and after them."""
+def _finishes(config: SpeedrunConfig, facts: Mapping, devices: int) -> list[Finish]:
+    """One training a seed, and the ceilings of the machine, of so many of its devices, before, between and after them.
+
+    Args:
+      facts: where they train, as their environment.json has it.
+    """
     finishes = []
-    before = ceilings.measure(computed_in, gpus=gpus)
+    before = ceilings.measure(facts["precision"], gpus=devices)
     for seed in parse_seeds(config.seeds):
         train_dir = config.directory / f"seed{seed}"
         changes = {"seed": seed, "seeds": "", "train_dir": str(train_dir), "eval_every_epochs": 0.0}
         wanted = config.varied(**changes)
-        _check_settings(train_dir, wanted)
+        _check_settings(train_dir, wanted, facts)
         earlier = {} if config.fresh else records.read_json_if_any(train_dir / records.RESULT)
         result = processes.train(wanted)
         reused = result == earlier
         if not reused:
-            after = ceilings.measure(computed_in, gpus=gpus)
+            after = ceilings.measure(facts["precision"], gpus=devices)
             records.write_json(train_dir / CEILINGS, {"measured": [before, after]})
             before = after
         measured = records.read_json_if_any(train_dir / CEILINGS).get("measured", [])
@@ -137,8 +142,8 @@ def _finishes(config: SpeedrunConfig, computed_in: str, gpus: int = 1) -> list[F
     return finishes
 
 
-def _check_settings(train_dir: Path, wanted: TrainConfig) -> None:
-    """Refuses a run of other settings: a training may go on with other towers, a race may not."""
+def _check_settings(train_dir: Path, wanted: TrainConfig, facts: Mapping) -> None:
+    """Refuses a run of other settings or on another machine: a training may go on with other towers, a race may not."""
     if wanted.fresh:
         return
     theirs = records.read_json_if_any(train_dir / records.CONFIG)
@@ -147,6 +152,10 @@ def _check_settings(train_dir: Path, wanted: TrainConfig) -> None:
         f"{name} {theirs[name]} -> {value}"
         for name, value in dataclasses.asdict(wanted).items()
         if name in theirs and name not in passed_over and value not in (theirs[name], "auto")
+    ]
+    there = records.read_json_if_any(train_dir / records.ENVIRONMENT)
+    differing += [
+        f"{name} {there[name]} -> {facts[name]}" for name in MACHINE if name in there and there[name] != facts[name]
     ]
     if differing:
         raise UsageError(

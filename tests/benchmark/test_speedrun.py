@@ -14,6 +14,7 @@ from cifar_towers.settings import parse_command_line
 from cifar_towers.training import setup
 
 TINY = {"dataset": "synthetic", "model": "cifarnet", "crop": 24, "shift": 0, "batch_size": 40, "precision": "float32"}
+HERE = {"processor": "Abacus", "cores": 2, "gpus": ["A100"], "precision": "float32", "onednn": "1"}
 
 
 def test_a_training_is_given_the_settings_it_should_have():
@@ -61,9 +62,30 @@ def test_a_run_of_other_settings_is_refused(tmp_path):
     config = SpeedrunConfig(**TINY, num_gpus=2).varied(seeds="", train_dir=str(tmp_path))
     records.write_json(tmp_path / "config.json", dataclasses.asdict(config) | {"num_gpus": 1, "data_dir": "elsewhere"})
     with pytest.raises(UsageError, match=r"of other settings \(num_gpus 1 -> 2\); give those"):
-        speedrun._check_settings(tmp_path, config)
-    speedrun._check_settings(tmp_path, dataclasses.replace(config, num_gpus=1))
-    speedrun._check_settings(tmp_path, dataclasses.replace(config, fresh=True))
+        speedrun._check_settings(tmp_path, config, HERE)
+    speedrun._check_settings(tmp_path, dataclasses.replace(config, num_gpus=1), HERE)
+    speedrun._check_settings(tmp_path, dataclasses.replace(config, fresh=True), HERE)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"processor": "Difference Engine"}, "processor Difference Engine -> Abacus"),
+        ({"cores": 64, "gpus": []}, r"cores 64 -> 2, gpus \[\] -> \['A100'\]"),
+        ({"precision": "bfloat16"}, "precision bfloat16 -> float32"),
+        ({"onednn": "0"}, "onednn 0 -> 1"),
+    ],
+)
+def test_a_run_on_another_machine_is_refused(tmp_path, other, told):
+    config = SpeedrunConfig(**TINY).varied(seeds="", train_dir=str(tmp_path))
+    records.write_json(tmp_path / "config.json", dataclasses.asdict(config))
+    same = HERE | {"git_revision": "another", "command": ["other"]}
+    records.write_json(tmp_path / "environment.json", same)
+    speedrun._check_settings(tmp_path, config, HERE)
+    records.write_json(tmp_path / "environment.json", same | other)
+    with pytest.raises(UsageError, match=rf"of other settings \({told}\); give those, another --train_dir"):
+        speedrun._check_settings(tmp_path, config, HERE)
+    speedrun._check_settings(tmp_path, dataclasses.replace(config, fresh=True), HERE)
 
 
 def test_a_training_that_fails_is_told_with_its_last_words(tmp_path, monkeypatch):
