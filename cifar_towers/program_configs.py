@@ -203,7 +203,11 @@ class SpeedrunConfig(TrainConfig):
 
     seeds: str = setting("0,1,2,3,4", "Run", "seeds to train, one after another; empty: only the side-by-side")
     target: float = setting(
-        0.94, "Race", "the fraction that the mean test accuracy, with the recipe's TTA, is to reach", low=0, high=1
+        0.0,
+        "Race",
+        "the fraction that the mean test accuracy, with the recipe's TTA, is to reach; 0: none",
+        low=0,
+        high=1,
     )
     rounds: int = setting(
         3,

@@ -209,13 +209,13 @@ def benchmark(stop: StopRequest) -> None:
 
 @_program
 def speedrun(stop: StopRequest) -> None:
-    """`speedrun.py`: times a recipe to its target over seeds, and its step beside others'."""
+    """`speedrun.py`: times a recipe over seeds, to a target if one is given, and its step beside others'."""
     config = parse_command_line(
         SpeedrunConfig,
         sys.argv,
         "Times a recipe over seeds, each in a process of its own, against what this machine could do; and its step\n"
         "beside others'. The same command goes on where it stopped. Runs are not evaluated on the way.\n\n"
-        "  speedrun.py --flagfile=configs/speed94.cfg --seeds=0,1,2",
+        "  speedrun.py --flagfile=configs/speed94.cfg --target=0.94 --seeds=0,1,2",
     )
     stop.leave_at_once("the seeds that are done are kept; the same command goes on")
     source = _find_data(config)

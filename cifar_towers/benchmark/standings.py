@@ -61,6 +61,7 @@ def tally(finishes: Sequence[Finish], work: int, timed_work: int, target: float)
     Args:
       work: operations of a run.
       timed_work: without those of the steps that were booked as compilation.
+      target: the mean accuracy that is to be reached; 0: none.
     """
     rates = [measured.convolution for finish in finishes for measured in finish.ceilings]
     training = [finish.step_seconds for finish in finishes]
@@ -77,7 +78,7 @@ def tally(finishes: Sequence[Finish], work: int, timed_work: int, target: float)
         "training": spread(training),
         **of_activity,
         "images_per_sec": spread([finish.images_per_sec for finish in finishes]),
-        "seconds_to_target": statistics.mean(training) if reached["mean"] >= target else None,
+        "seconds_to_target": statistics.mean(training) if reached["mean"] >= target > 0 else None,
         "work": work,
         "ceilings": [measured._asdict() for finish in finishes for measured in finish.ceilings],
         "ceiling": ceiling,
@@ -140,13 +141,15 @@ def _conclusion(facts: Mapping, race: Mapping) -> str:
     mean, deviation, n = race["accuracy"].values()
     told = f"mean {100 * mean:.2f} %, " + (f"std {100 * deviation:.2f}, " if deviation is not None else "") + f"n={n}"
     seconds, compiling = race["training"]["mean"], race["compile"]["mean"]
-    if race["seconds_to_target"] is None:
-        reached = f"not reached: {told}, after {seconds:,.1f} s of training"
+    verdict = f"Seconds to {100 * facts['target']:.2f} %"
+    if not facts["target"]:
+        verdict = f"Accuracy: {told}, after {seconds:,.1f} s of training"
+    elif race["seconds_to_target"] is None:
+        verdict += f": not reached: {told}, after {seconds:,.1f} s of training"
     else:
-        reached = f"{race['seconds_to_target']:,.1f} s of training ({told})"
+        verdict += f": {race['seconds_to_target']:,.1f} s of training ({told})"
     lines = [
-        f"Seconds to {100 * facts['target']:.2f} %: {reached}; apart from them {compiling:,.1f} s of compilation, "
-        "which hold the first step of each kind.",
+        f"{verdict}; apart from them {compiling:,.1f} s of compilation, which hold the first step of each kind.",
         _shares(race),
     ]
     if race["ceiling"]:

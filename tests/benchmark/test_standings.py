@@ -50,6 +50,14 @@ def test_a_target_that_is_not_reached_and_one_seed_alone():
     assert "mean 93.90 %, n=1" in text and "\nstd" not in text
 
 
+def test_without_a_target_there_is_no_verdict():
+    race = told(FINISHES, target=0.0)
+    assert race["seconds_to_target"] is None
+    text = standings.race_text(FACTS | {"target": 0.0}, race | {"operations": {"Conv2D": race["work"]}, "steps": 9})
+    assert "Accuracy: mean 94.10 %, std 0.20, n=3, after 150.0 s of training; apart from them 20.0 s" in text
+    assert "reached" not in text and "Seconds to" not in text
+
+
 def test_a_race_whose_ceilings_were_lost_says_nothing_of_them():
     lost = [Finish(**{**vars(each), "ceilings": []}) for each in FINISHES]
     race = told(lost) | {"operations": {}, "steps": 1}
