@@ -56,7 +56,8 @@ def spread(values: Sequence[float]) -> dict:
 
 
 def tally(finishes: Sequence[Finish], work: int, timed_work: int, target: float) -> dict:
-    """A race in numbers.
+    """A race in numbers. Its `whole_training` is mean seconds of all steps: those of the timed ones, with as much for
+    the first of each kind as their operations take at that rate.
 
     Args:
       work: operations of a run.
@@ -71,14 +72,16 @@ def tally(finishes: Sequence[Finish], work: int, timed_work: int, target: float)
     }
     reached = spread([finish.accuracy for finish in finishes])
     ceiling = statistics.mean(rates) if rates else None
+    whole = statistics.mean(training) * (work / timed_work if timed_work else 1.0)
     return {
         "seeds": [dataclasses.asdict(finish) | {"step_seconds": finish.step_seconds} for finish in finishes],
         "accuracy": reached,
         "plain_accuracy": spread([finish.plain_accuracy for finish in finishes]),
         "training": spread(training),
+        "whole_training": whole,
         **of_activity,
         "images_per_sec": spread([finish.images_per_sec for finish in finishes]),
-        "seconds_to_target": statistics.mean(training) if reached["mean"] >= target > 0 else None,
+        "seconds_to_target": whole if reached["mean"] >= target > 0 else None,
         "work": work,
         "ceilings": [measured._asdict() for finish in finishes for measured in finish.ceilings],
         "ceiling": ceiling,
@@ -140,16 +143,17 @@ def race_text(facts: Mapping, race: Mapping) -> str:
 def _conclusion(facts: Mapping, race: Mapping) -> str:
     mean, deviation, n = race["accuracy"].values()
     told = f"mean {100 * mean:.2f} %, " + (f"std {100 * deviation:.2f}, " if deviation is not None else "") + f"n={n}"
-    seconds, compiling = race["training"]["mean"], race["compile"]["mean"]
+    seconds, compiling = race["whole_training"], race["compile"]["mean"]
     verdict = f"Seconds to {100 * facts['target']:.2f} %"
     if not facts["target"]:
         verdict = f"Accuracy: {told}, after {seconds:,.1f} s of training"
     elif race["seconds_to_target"] is None:
         verdict += f": not reached: {told}, after {seconds:,.1f} s of training"
     else:
-        verdict += f": {race['seconds_to_target']:,.1f} s of training ({told})"
+        verdict += f": {seconds:,.1f} s of training ({told})"
     lines = [
-        f"{verdict}; apart from them {compiling:,.1f} s of compilation, which hold the first step of each kind.",
+        f"{verdict}, in which the first step of each kind counts as the others do; apart from them {compiling:,.1f} s "
+        "of compilation.",
         _shares(race),
     ]
     if race["ceiling"]:

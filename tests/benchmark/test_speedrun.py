@@ -113,7 +113,8 @@ def test_a_race_from_start_to_standings(tmp_path, monkeypatch, capfd):
         result = json.loads((tmp_path / f"seed{seed}" / "result.json").read_text())
         assert race["seeds"][seed]["accuracy"] == result["evaluations"][-1]["accuracy"] and result["step"] == 3
         assert race["seeds"][seed]["seconds"] == result["seconds"]
-    assert race["seconds_to_target"] == race["training"]["mean"] > 0 and 0 < race["fraction_of_ceiling"] < 1
+    assert 0 < race["seconds_to_target"] == pytest.approx(3 / 2 * race["training"]["mean"])
+    assert 0 < race["fraction_of_ceiling"] < 1
     assert {row["name"]: len(row["images_per_sec"]) for row in beside["contestants"]} == {
         "cifar_towers": 1, "keras": 1, "tutorial": 1,
     }  # fmt: skip

@@ -29,12 +29,19 @@ def told(finishes, target=0.94):
     return standings.tally(finishes, work=18_000_000_000_000, timed_work=9_000_000_000_000, target=target)
 
 
+def test_the_seconds_to_the_target_are_those_of_all_steps():
+    """Of 200 operations 160 are of timed steps, which take 150 s."""
+    race = standings.tally(FINISHES, work=200, timed_work=160, target=0.94)
+    assert race["training"]["mean"] == 150 and race["seconds_to_target"] == race["whole_training"] == 187.5
+    assert standings.tally(FINISHES, work=200, timed_work=0, target=0.94)["seconds_to_target"] == 150
+
+
 def test_means_deviations_and_the_share_of_the_ceiling():
     race = told(FINISHES)
     assert [seed["step_seconds"] for seed in race["seeds"]] == [100, 200, 150]
     assert race["accuracy"] == {"mean": pytest.approx(0.941), "std": pytest.approx(0.002), "n": 3}
     assert race["training"] == {"mean": 150, "std": 50, "n": 3}
-    assert race["seconds_to_target"] == 150 and race["compile"]["mean"] == 20 and race["save"]["mean"] == 0
+    assert race["seconds_to_target"] == 300 and race["compile"]["mean"] == 20 and race["save"]["mean"] == 0
     assert race["ceiling"] == 120 and race["limit_seconds"] == pytest.approx(150)
     assert race["fraction_of_ceiling"] == pytest.approx(9e12 / 150 / 120e9)
 
@@ -43,7 +50,7 @@ def test_a_target_that_is_not_reached_and_one_seed_alone():
     race = told(FINISHES, target=0.9411)
     assert race["seconds_to_target"] is None
     text = standings.race_text(FACTS | {"target": 0.9411}, race | {"operations": {"Conv2D": race["work"]}, "steps": 9})
-    assert "Seconds to 94.11 %: not reached: mean 94.10 %, std 0.20, n=3, after 150.0 s of training" in text
+    assert "Seconds to 94.11 %: not reached: mean 94.10 %, std 0.20, n=3, after 300.0 s of training" in text
     alone = told(FINISHES[:1])
     assert alone["accuracy"]["std"] is None
     text = standings.race_text(FACTS, alone | {"operations": {"Conv2D": alone["work"]}, "steps": 9})
@@ -54,7 +61,8 @@ def test_without_a_target_there_is_no_verdict():
     race = told(FINISHES, target=0.0)
     assert race["seconds_to_target"] is None
     text = standings.race_text(FACTS | {"target": 0.0}, race | {"operations": {"Conv2D": race["work"]}, "steps": 9})
-    assert "Accuracy: mean 94.10 %, std 0.20, n=3, after 150.0 s of training; apart from them 20.0 s" in text
+    assert "Accuracy: mean 94.10 %, std 0.20, n=3, after 300.0 s of training, in which the first step" in text
+    assert "apart from them 20.0 s of compilation" in text
     assert "reached" not in text and "Seconds to" not in text
 
 
@@ -79,7 +87,7 @@ def test_what_is_published(tmp_path, capsys):
     standings.publish_race(tmp_path, FACTS | {"hardest_of": 3072}, race)
     first = capsys.readouterr().out
     assert "speednet94, batches of 1,536, the hardest of 3,072, cifar10, float32; Abacus" in first
-    assert "Seconds to 94.00 %: 150.0 s of training (mean 94.10 %, std 0.20, n=3)" in first
+    assert "Seconds to 94.00 %: 300.0 s of training (mean 94.10 %, std 0.20, n=3)" in first
     assert "18,000 GFLOP in 256 steps (Conv2D 66.7 %, MatMul 33.3 %)" in first
     assert "A run at it takes 150.0 s; training ran at 50.0 % of it." in first
     assert "* run by an earlier command: seed 2 (revision abc)" in first and "\n2*  " in first
