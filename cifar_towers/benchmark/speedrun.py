@@ -15,7 +15,7 @@ from cifar_towers.benchmark.standings import Finish
 from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import UsageError, reason
 from cifar_towers.program_configs import SpeedrunConfig
 from cifar_towers.reporting import records
 from cifar_towers.settings import split_names
@@ -90,7 +90,11 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
 
 
 def count_work(config: TrainConfig, towers: Sequence[Tower], computed_in: str, train: Split) -> Work:
-    """The operations of a recipe's run, counted in its step as one tower makes it, once for each kind of step."""
+    """The operations of a recipe's run, counted in its step as one tower makes it, once for each kind of step.
+
+    Raises:
+      UsageError: the graph of the step does not tell them.
+    """
     batches = setup.make_batches(config, train)
     length = config.length(batches.steps_per_epoch)
     side_at = schedules.Sides(config.image_sides, config.image_size).at(length)
@@ -101,7 +105,12 @@ def count_work(config: TrainConfig, towers: Sequence[Tower], computed_in: str, t
     counted = {}
     for kind in steps:
         rates = dict.fromkeys(kind.moving, tf.TensorSpec([], tf.float32))
-        counted[kind] = operations.count(training.train_step.get_concrete_function(batch, rates, kind.side))
+        function = training.train_step.get_concrete_function(batch, rates, kind.side)
+        try:
+            counted[kind] = operations.count(function)
+        except ValueError as error:
+            why = f"model={config.model} cannot be raced, as its operations cannot be counted ({reason(error)})"
+            raise UsageError(f"{why}; --seeds= runs the side-by-side alone") from error
     return Work(dict(steps), counted)
 
 

@@ -58,6 +58,21 @@ def test_the_work_of_picking_is_counted(towers):
     assert one.total() == two.total() // 2 + three.total()
 
 
+def test_a_net_whose_operations_cannot_be_counted(towers, tmp_path):
+    (tmp_path / "loops.py").write_text(
+        "import keras, tensorflow as tf\n"
+        "class Loop(keras.layers.Dense):\n"
+        "    def call(self, x):\n"
+        "        turn = lambda x: [tf.matmul(x, tf.ones([10, 10]))]\n"
+        "        return tf.while_loop(lambda x: x[0, 0] < 1, turn, [super().call(x)])[0]\n"
+        "def net(side, num_classes):\n"
+        "    return keras.Sequential([keras.Input((side, side, 3)), keras.layers.Flatten(), Loop(num_classes)])\n"
+    )
+    config = SpeedrunConfig(model=f"{tmp_path}/loops.py:net", optimizer="momentum", batch_size=8, epochs=1)
+    with pytest.raises(UsageError, match=r"model=.*loops.py:net cannot be raced, .*how often the loop .*--seeds= runs"):
+        speedrun.count_work(config, towers(1), "float32", synthetic.make(80, seed=0, stream=0))
+
+
 def test_a_run_of_other_settings_is_refused(tmp_path):
     config = SpeedrunConfig(**TINY, num_gpus=2).varied(seeds="", train_dir=str(tmp_path))
     records.write_json(tmp_path / "config.json", dataclasses.asdict(config) | {"num_gpus": 1, "data_dir": "elsewhere"})
