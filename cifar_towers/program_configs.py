@@ -162,6 +162,10 @@ class BenchmarkConfig(TrainConfig):
             raise UsageError(f"towers={self.towers} is not for growth, which chooses its own; leave one of them")
         if self.growth and self.precisions:
             raise UsageError(f"precisions={self.precisions} is not for growth; give one, as precision")
+        if not self.gpu_memory_growth:
+            raise UsageError(
+                "gpu_memory_growth is needed by the benchmark, whose processes share the GPUs; leave it on"
+            )
         if self.hardest_of:
             raise UsageError(
                 f"hardest_of={self.hardest_of} is not for the benchmark, which measures a net's step and not how its "

@@ -104,6 +104,7 @@ def test_usage_errors_are_one_line(arguments, told):
         (["--growth", "--predict"], "growth and predict are two different measurements; give one"),
         (["--strategy=mirrored"], "strategy is not for the benchmark, which varies strategy, variable_placement"),
         (["--num_gpus=2"], "num_gpus is not for the benchmark"),
+        (["--nogpu_memory_growth"], "gpu_memory_growth is needed by the benchmark, whose processes share the GPUs"),
     ],
 )
 def test_usage_errors_of_the_benchmark(arguments, told):

@@ -27,7 +27,7 @@ from cifar_towers.training.precision import choose
 CEILINGS = "ceilings.json"  # in a seed's directory: what was measured before and after it
 MACHINE = ("processor", "cores", "gpus", "precision", "onednn")  # what of environment.json a race is not over
 ONE_TOWER = {"num_gpus": 1, "strategy": "towers", "parallelism": "data", "micro_batches": 1, "all_reduce": "auto"}
-ONE_TOWER |= {"variable_placement": "cpu", "gradient_device": "variable", "seeds": ""}
+ONE_TOWER |= {"variable_placement": "cpu", "gradient_device": "variable", "gpu_memory_growth": True, "seeds": ""}
 
 
 class Kind(NamedTuple):

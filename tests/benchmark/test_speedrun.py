@@ -73,6 +73,10 @@ def test_a_net_whose_operations_cannot_be_counted(towers, tmp_path):
         speedrun.count_work(config, towers(1), "float32", synthetic.make(80, seed=0, stream=0))
 
 
+def test_the_process_of_the_race_takes_a_gpus_memory_as_it_needs_it():
+    assert SpeedrunConfig(**TINY, gpu_memory_growth=False).varied(**speedrun.ONE_TOWER).gpu_memory_growth
+
+
 def test_a_run_of_other_settings_is_refused(tmp_path):
     config = SpeedrunConfig(**TINY, num_gpus=2).varied(seeds="", train_dir=str(tmp_path))
     records.write_json(tmp_path / "config.json", dataclasses.asdict(config) | {"num_gpus": 1, "data_dir": "elsewhere"})
