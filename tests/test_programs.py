@@ -225,7 +225,7 @@ def test_a_benchmark_from_start_to_sentence(tmp_path, tiny):
     }
     for row in rows.values():
         assert len(row["images_per_sec"]) == 3 and min(row["images_per_sec"]) > 1
-        assert row["memory_mb"] > 100 and row["compile_seconds"] > row["median"] ** -1
+        assert row["compile_seconds"] > row["median"] ** -1
     shares = rows["towers", "cpu", "constant"]["shares"]
     assert shares["forward"] > 0.1 and shares["backward"] > 0.2 and 0 < shares["apply"] < 0.5
     assert rows["no exchange", "-", "constant"]["shares"] == {}

@@ -72,7 +72,7 @@ def table(rows: Sequence[Row]) -> str:
 
 HEADINGS = (
     "precision", "strategy", "placement", "towers", "input", "images/s", "quartiles", "n", "efficiency", "forward",
-    "backward", "average", "apply", "other", "waiting", "memory", "compile",
+    "backward", "average", "apply", "other", "waiting", "compile",
 )  # fmt: skip
 
 
@@ -91,7 +91,6 @@ def _cells(row: Row) -> list[str]:
         f"{100 * row.efficiency:.1f} %" if row.efficiency else "-",
         *shares,
         f"{100 * row.waiting:.1f} %" if variation.input == "stream" else "-",
-        f"{row.memory_mb:,.0f} MB" if row.memory_mb else "-",
         f"{row.compile_seconds:.0f} s",
     ]
 
@@ -206,5 +205,5 @@ READING = (
     "'stream' prepares the recipe's batches while the step runs, the rest repeats one batch. Efficiency is images/s "
     "over those of one tower, times the devices there really are. The shares are of the step's work, as TensorFlow's "
     "profiler saw it on one step, all towers together; 'waiting' is the share of time in which the step waited for its "
-    "input; memory is the most that the process, or the first GPU, held."
+    "input."
 )

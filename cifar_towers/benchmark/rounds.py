@@ -34,7 +34,6 @@ class Row(OverRounds):
     step_seconds: float = 0.0  # of one step after the first, to plan by
     images_per_sec: list[float] = dataclasses.field(default_factory=list)
     waits: list[float] = dataclasses.field(default_factory=list)  # a round: share of the time waiting for input
-    memory_mb: float = 0.0
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
     efficiency: float = 0.0  # images/s over those of one tower and the devices there are
 

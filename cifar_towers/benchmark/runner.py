@@ -174,7 +174,6 @@ def _measure(rows: list[Row], workers: dict, config: BenchmarkConfig, start: flo
             seconds = told["seconds"][1:]  # the first finds the memory as another left it
             row.images_per_sec.append(config.batch_size * len(seconds) / sum(seconds))
             row.waits.append(sum(told["waiting"][1:]) / sum(seconds))
-            row.memory_mb = max(row.memory_mb, told["memory_mb"])
 
 
 def set_efficiency(rows: list[Row], devices: dict) -> None:

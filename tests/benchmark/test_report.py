@@ -28,7 +28,7 @@ DEVICES = {1: {"physical": 1}, 2: {"physical": 1}}
 def row(strategy, placement, towers, rates, precision="float32", input="constant", waiting=0.0):
     shares = {} if strategy == KERAS else dict(zip(PARTS, (0.3, 0.6, 0.05, 0.04, 0.01), strict=True))
     variation = Variation(strategy, placement, towers, precision, input)
-    return Row(variation, 3.0, 0.1, rates, waits=[waiting], memory_mb=500.0, shares=shares)
+    return Row(variation, 3.0, 0.1, rates, waits=[waiting], shares=shares)
 
 
 def measured(**rates):
@@ -164,7 +164,7 @@ def test_a_visit_that_fails_leaves_out_its_row_alone(capsys):
     def ask(order):
         if order[1].placement == "cpu" and rows[0].images_per_sec:
             raise UsageError("OOM when allocating")
-        return {"seconds": [9.0, *[0.1] * (order[2] - 1)], "waiting": [0.0] * order[2], "memory_mb": 1.0}
+        return {"seconds": [9.0, *[0.1] * (order[2] - 1)], "waiting": [0.0] * order[2]}
 
     runner._measure(rows, {2: ask}, BenchmarkConfig(batch_size=100, minutes=0.01), time.monotonic())
     (left,) = rows
