@@ -154,9 +154,7 @@ def _measure(rows: list[Row], workers: dict, config: BenchmarkConfig, start: flo
     steps cannot be made any more is taken out."""
     visit_seconds = min(VISIT_SECONDS, 60 * config.minutes / (FEWEST_ROUNDS * len(rows)))
     visits = [(row, max(1, math.ceil(visit_seconds / row.step_seconds))) for row in rows]
-    # batches that were made ahead while others were measured tell nothing of the input
-    visits = [(row, steps + PREFETCHED * (row.variation.input == "stream")) for row, steps in visits]
-    round_seconds = sum((steps + 1) * row.step_seconds for row, steps in visits)
+    round_seconds = sum((_passed_over(row) + steps) * row.step_seconds for row, steps in visits)
     profiling = 2 * sum(row.step_seconds for row in rows)
     left = 60 * config.minutes - (time.monotonic() - start) - profiling
     rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(left / round_seconds)))
@@ -165,15 +163,21 @@ def _measure(rows: list[Row], workers: dict, config: BenchmarkConfig, start: flo
         random.Random(number).shuffle(visits)
         for row, steps in list(visits):
             try:
-                told = workers[row.variation.towers](("run", row.variation, steps + 1))
+                told = workers[row.variation.towers](("run", row.variation, _passed_over(row) + steps))
             except RunError as error:  # as where memory has become short; the others go on
                 print(f"left out: {row.variation.towers} x {row.variation.told()}: {error}", flush=True)
                 visits.remove((row, steps))
                 rows.remove(row)
                 continue
-            seconds = told["seconds"][1:]  # the first finds the memory as another left it
+            seconds, waiting = (told[name][_passed_over(row) :] for name in ("seconds", "waiting"))
             row.images_per_sec.append(config.batch_size * len(seconds) / sum(seconds))
-            row.waits.append(sum(told["waiting"][1:]) / sum(seconds))
+            row.waits.append(sum(waiting) / sum(seconds))
+
+
+def _passed_over(row: Row) -> int:
+    """A visit's first steps that do not count: one, which finds the memory as another left it, and those on batches
+    that were made ahead while others were measured, which tell nothing of the input."""
+    return 1 + PREFETCHED * (row.variation.input == "stream")
 
 
 def set_efficiency(rows: list[Row], devices: dict) -> None:

@@ -234,3 +234,15 @@ def test_a_process_that_ended_by_itself_is_no_error_at_the_end(monkeypatch):
     monkeypatch.setattr(starting, "serve_benchmark", slice)  # takes what that takes, and ends
     with runner.open_worker(BenchmarkConfig(), 2) as ask, pytest.raises(RunError, match="the process of 2 towers has"):
         ask()
+
+
+def test_batches_that_were_made_ahead_tell_nothing_of_the_input():
+    """Two of them are there at once, and each later one makes the step wait for 0.3 s."""
+    rows = [Row(Variation("towers", "cpu", 2, "float32", "stream"), 3.0, 0.4)]
+
+    def ask(order):
+        steps = order[2] - 3
+        return {"seconds": [9.0, 0.1, 0.1, *[0.4] * steps], "waiting": [0.0, 0.0, 0.0, *[0.3] * steps]}
+
+    runner._measure(rows, {2: ask}, BenchmarkConfig(batch_size=100, minutes=0.01), time.monotonic())
+    assert rows[0].images_per_sec == [pytest.approx(250)] * 3 and rows[0].waiting == pytest.approx(0.75)
