@@ -67,17 +67,18 @@ def _as_json(row: Row) -> dict:
 
 def table(rows: Sequence[Row]) -> str:
     """Aligned text, a variation a line, the fastest of a precision first."""
-    return align([HEADINGS, *(_cells(row) for row in _sorted(rows))], left=(0, 1, 2, 4))
+    return align([_headings(rows), *(_cells(row) for row in _sorted(rows))], left=(0, 1, 2, 4))
 
 
-HEADINGS = (
-    "precision", "strategy", "placement", "towers", "input", "images/s", "quartiles", "n", "efficiency", "forward",
-    "backward", "average", "apply", "other", "waiting", "compile",
-)  # fmt: skip
+def _headings(rows: Sequence[Row]) -> tuple[str, ...]:
+    return (
+        "precision", "strategy", "placement", "towers", "input", "images/s", rows[0].spread_of, "n", "efficiency",
+        "forward", "backward", "average", "apply", "other", "waiting", "compile",
+    )  # fmt: skip
 
 
 def _cells(row: Row) -> list[str]:
-    variation, (low, high) = row.variation, row.quartiles
+    variation, (low, high) = row.variation, row.spread
     shares = [f"{100 * row.shares[part]:.1f} %" if row.shares else "-" for part in PARTS]
     return [
         variation.precision,
@@ -87,7 +88,7 @@ def _cells(row: Row) -> list[str]:
         variation.input,
         f"{row.median:,.0f}",
         f"{low:,.0f}-{high:,.0f}",
-        str(len(row.images_per_sec)),
+        row.n,
         f"{100 * row.efficiency:.1f} %" if row.efficiency else "-",
         *shares,
         f"{100 * row.waiting:.1f} %" if variation.input == "stream" else "-",
@@ -153,17 +154,17 @@ def _sorted(rows: Sequence[Row]) -> list[Row]:
 
 
 def plot(rows: Sequence[Row], facts: Mapping) -> bytes:
-    """PNG: a panel a precision, a bar a variation with its quartiles; a line where one tower stands."""
+    """PNG: a panel a precision, a bar a variation with its spread; a line where one tower stands."""
     precisions = sorted({row.variation.precision for row in rows})
     tallest = max(sum(row.variation.precision == precision for row in rows) for precision in precisions)
-    top = max(row.quartiles[1] for row in rows)
+    top = max(row.spread[1] for row in rows)
     figure = Figure((7.2 * len(precisions), 1.6 + 0.3 * tallest), layout="constrained")
     panels = figure.subplots(1, len(precisions), squeeze=False)
     for panel, precision in zip(panels[0], precisions, strict=True):
         shown = [row for row in _sorted(rows) if row.variation.precision == precision]
         shown.sort(key=lambda row: (row.variation.towers, -row.median))
         for place, row in enumerate(shown):
-            low, high = row.quartiles
+            low, high = row.spread
             errors = [[row.median - low], [high - row.median]]
             panel.barh(
                 place, row.median, xerr=errors, color=COLOURS[row.variation.strategy], ecolor="#444444", height=0.75,
@@ -178,7 +179,7 @@ def plot(rows: Sequence[Row], facts: Mapping) -> bytes:
         one = [row.median for row in shown if row.efficiency and row.variation[:3] == ("towers", "cpu", 1)]
         if one:
             panel.axvline(one[0], color="#222222", linestyle=":", linewidth=1)
-        panel.set_xlabel("images/s, median and quartiles; dotted: one tower")
+        panel.set_xlabel(f"images/s, median and {rows[0].spread_of}; dotted: one tower")
         panel.set_title(precision)
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{facts['recipe']}, batches of {facts['batch_size']:,}; {facts['processor']}, {facts['date']}")
@@ -191,7 +192,7 @@ def page(rows: Sequence[Row], facts: Mapping, picture: bytes) -> str:
     body = [
         f"<p><strong>{html.escape(conclude(rows, facts))}</strong></p>\n",
         markup.picture(picture, "images a second of every variation"),
-        markup.table(HEADINGS, map(_cells, _sorted(rows)), left=3),
+        markup.table(_headings(rows), map(_cells, _sorted(rows)), left=3),
         f"<p>{html.escape(READING)}</p>\n",
         f"<p>{html.escape(packages)}; {facts['minutes']:.0f} minutes of measuring.</p>\n",
     ]
@@ -200,10 +201,10 @@ def page(rows: Sequence[Row], facts: Mapping, picture: bytes) -> str:
 
 READING = (
     "Every variation makes the same update from the same batch of the recipe's size, as in the middle of a run. "
-    "Images/s are the median over n rounds, each of which visits all variations in a new order, after compilation. 'no "
-    "exchange' are towers with variables of their own that never meet, which is the most that towers could reach; "
-    "'stream' prepares the recipe's batches while the step runs, the rest repeats one batch. Efficiency is images/s "
-    "over those of one tower, times the devices there really are. The shares are of the step's work, as TensorFlow's "
-    "profiler saw it on one step, all towers together; 'waiting' is the share of time in which the step waited for its "
-    "input."
+    "Images/s are the median over rounds, each of which visits all variations in a new order, after compilation; n is "
+    "rounds x timed steps of a visit. 'no exchange' are towers with variables of their own that never meet, which is "
+    "the most that towers could reach; 'stream' prepares the recipe's batches while the step runs, the rest repeats "
+    "one batch. Efficiency is images/s over those of one tower, times the devices there really are. The shares are of "
+    "the step's work, as TensorFlow's profiler saw it on one step, all towers together; 'waiting' is the share of time "
+    "in which the step waited for its input."
 )

@@ -22,7 +22,7 @@ from cifar_towers.settings import split_names
 from cifar_towers.towers import cost
 from cifar_towers.training import precision
 
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 15
+FEWEST_ROUNDS, MOST_ROUNDS, FEWEST_STEPS = 3, 15, 3
 VISIT_SECONDS = 2.0  # a visit to a variation makes as many steps as take about this long
 
 
@@ -153,20 +153,22 @@ def _measure(rows: list[Row], workers: dict, config: BenchmarkConfig, start: flo
     """Rounds of short visits to every variation, in another order each time, for as long as there is time. A row whose
     steps cannot be made any more is taken out."""
     visit_seconds = min(VISIT_SECONDS, 60 * config.minutes / (FEWEST_ROUNDS * len(rows)))
-    visits = [(row, max(1, math.ceil(visit_seconds / row.step_seconds))) for row in rows]
-    round_seconds = sum((_passed_over(row) + steps) * row.step_seconds for row, steps in visits)
+    for row in rows:
+        row.steps = max(FEWEST_STEPS, math.ceil(visit_seconds / row.step_seconds))
+    visits = list(rows)
+    round_seconds = sum((_passed_over(row) + row.steps) * row.step_seconds for row in visits)
     profiling = 2 * sum(row.step_seconds for row in rows)
     left = 60 * config.minutes - (time.monotonic() - start) - profiling
     rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(left / round_seconds)))
     for number in range(rounds):
         print(f"round {number + 1}/{rounds}, about {round_seconds:.0f} s", flush=True)
         random.Random(number).shuffle(visits)
-        for row, steps in list(visits):
+        for row in list(visits):
             try:
-                told = workers[row.variation.towers](("run", row.variation, _passed_over(row) + steps))
+                told = workers[row.variation.towers](("run", row.variation, _passed_over(row) + row.steps))
             except RunError as error:  # as where memory has become short; the others go on
                 print(f"left out: {row.variation.towers} x {row.variation.told()}: {error}", flush=True)
-                visits.remove((row, steps))
+                visits.remove(row)
                 rows.remove(row)
                 continue
             seconds, waiting = (told[name][_passed_over(row) :] for name in ("seconds", "waiting"))

@@ -37,15 +37,15 @@ class Contestant(OverRounds):
     precision: str
     images: int  # of a step
     devices: int  # GPUs that it computes on; without GPUs the machine's CPU, which is one for all
+    steps: int  # of a visit
     images_per_sec: list[float] = dataclasses.field(default_factory=list)
 
 
 class Entry(NamedTuple):
-    """A contestant with what makes so many steps of it and tells their images/s, and how many make a visit."""
+    """A contestant with what makes so many steps of it and tells their images/s."""
 
     contestant: Contestant
     visit: Callable[[int], float]
-    steps: int
 
 
 def run(
@@ -81,7 +81,7 @@ def run(
             for entry in order:
                 contestant = entry.contestant
                 try:
-                    contestant.images_per_sec.append(entry.visit(entry.steps))
+                    contestant.images_per_sec.append(entry.visit(contestant.steps))
                 except RunError as error:  # as where memory has become short; the others go on
                     if contestant.name == OURS:
                         raise
@@ -103,7 +103,8 @@ def write_batches(path: Path, batches: Batches, augmentation: Augmentation) -> N
 
 def _enter_ours(config: SpeedrunConfig, devices: int, precision: str) -> Entry:
     visit = _training(config, precision)
-    return _entry(Contestant(OURS, precision, config.batch_size, devices), visit, config.batch_size / visit(PLANNED_BY))
+    seconds = config.batch_size / visit(PLANNED_BY)
+    return Entry(_contestant(OURS, precision, config.batch_size, devices, seconds), visit)
 
 
 def _enter_peer(config: SpeedrunConfig, devices: int, name: str, precision: str, data: Path, stack: ExitStack) -> Entry:
@@ -115,14 +116,13 @@ def _enter_peer(config: SpeedrunConfig, devices: int, name: str, precision: str,
     ask = stack.enter_context(processes.peer(command))
     (step,) = ask(1)
     devices = devices if name in ON_ALL_DEVICES else 1
-    return _entry(Contestant(name, precision, images, devices), _asking(ask, images), step)
+    return Entry(_contestant(name, precision, images, devices, step), _asking(ask, images))
 
 
-def _entry(contestant: Contestant, visit: Callable[[int], float], seconds: float) -> Entry:
-    """Of one whose step takes so many seconds."""
-    on = f"{contestant.devices} device{'s' * (contestant.devices > 1)}"
-    print(f"{contestant.name}, {contestant.precision}, {on}: a step {seconds:.2f} s", flush=True)
-    return Entry(contestant, visit, max(LEAST_STEPS, math.ceil(VISIT_SECONDS / seconds)))
+def _contestant(name: str, precision: str, images: int, devices: int, seconds: float) -> Contestant:
+    """One whose step takes so many seconds."""
+    print(f"{name}, {precision}, {devices} device{'s' * (devices > 1)}: a step {seconds:.2f} s", flush=True)
+    return Contestant(name, precision, images, devices, max(LEAST_STEPS, math.ceil(VISIT_SECONDS / seconds)))
 
 
 def _training(config: SpeedrunConfig, precision: str) -> Callable[[int], float]:

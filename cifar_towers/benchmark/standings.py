@@ -97,7 +97,7 @@ def publish_race(folder: Path, facts: Mapping, race: Mapping) -> None:
 
 def publish_side_by_side(folder: Path, facts: Mapping, rows: Sequence[Contestant], left_out: Mapping[str, str]) -> None:
     """Prints who was how fast, and writes it to side_by_side.json and side_by_side.txt."""
-    as_json = [dataclasses.asdict(row) | {"median": row.median, "quartiles": row.quartiles} for row in rows]
+    as_json = [dataclasses.asdict(row) | {"median": row.median, row.spread_of: row.spread} for row in rows]
     told = {**facts, "contestants": as_json, "left_out": dict(left_out)}
     publish_text(folder, "side_by_side", told, [_title(facts), rows_text(facts, rows, left_out)])
 
@@ -182,13 +182,12 @@ def _shares(race: Mapping) -> str:
 def rows_text(facts: Mapping, rows: Sequence[Contestant], left_out: Mapping[str, str]) -> str:
     """The side-by-side as a table, and how to read it."""
     ours = {(row.precision, row.devices): row.median for row in rows if row.name == OURS}
-    lines = [["contestant", "precision", "devices", "images/s", "quartiles", "n", "ours/theirs"]]
+    lines = [["contestant", "precision", "devices", "images/s", rows[0].spread_of, "n", "ours/theirs"]]
     for row in sorted(rows, key=lambda row: (row.precision, -row.median)):
-        low, high = row.quartiles
+        low, high = row.spread
         ratio = "-" if row.name == OURS else f"{ours[row.precision, row.devices] / row.median:.2f}"
-        spread_of = f"{low:,.0f}-{high:,.0f}"
-        n = str(len(row.images_per_sec))
-        lines.append([row.name, row.precision, str(row.devices), f"{row.median:,.0f}", spread_of, n, ratio])
+        rates = [f"{row.median:,.0f}", f"{low:,.0f}-{high:,.0f}"]
+        lines.append([row.name, row.precision, str(row.devices), *rates, row.n, ratio])
     notes = [READING.format(OURS), *(f"Left out: {who}: {why}" for who, why in left_out.items())]
     return "\n\n".join([align(lines, left=(0,)), "\n".join([*notes, *_published(facts, rows)])])
 
@@ -209,9 +208,9 @@ def _published(facts: Mapping, rows: Sequence[Contestant]) -> list[str]:
 
 
 READING = (
-    "Medians over n rounds, each of which visits all in another order. {0} is a whole training by scripts/train.py on "
-    "full images, with input and summaries, without its compiling step; peers take bare steps over the same batches "
-    "(the tutorial with its own input). All take the step that most of a run has, after the bias of a whitening has "
-    "come to rest. Devices are GPUs, or the one CPU; ours/theirs is between equal numbers of them. "
-    "TF_ENABLE_ONEDNN_OPTS is the same for all of TensorFlow; every process has all cores."
+    "Medians over rounds, each of which visits all in another order; n is rounds x timed steps of a visit. {0} is a "
+    "whole training by scripts/train.py on full images, with input and summaries, without its compiling step; peers "
+    "take bare steps over the same batches (the tutorial with its own input). All take the step that most of a run "
+    "has, after the bias of a whitening has come to rest. Devices are GPUs, or the one CPU; ours/theirs is between "
+    "equal numbers of them. TF_ENABLE_ONEDNN_OPTS is the same for all of TensorFlow; every process has all cores."
 )

@@ -28,7 +28,7 @@ DEVICES = {1: {"physical": 1}, 2: {"physical": 1}}
 def row(strategy, placement, towers, rates, precision="float32", input="constant", waiting=0.0):
     shares = {} if strategy == KERAS else dict(zip(PARTS, (0.3, 0.6, 0.05, 0.04, 0.01), strict=True))
     variation = Variation(strategy, placement, towers, precision, input)
-    return Row(variation, 3.0, 0.1, rates, waits=[waiting], shares=shares)
+    return Row(variation, 3.0, 0.1, 4, rates, waits=[waiting], shares=shares)
 
 
 def measured(**rates):
@@ -97,13 +97,15 @@ def test_one_tower_that_is_fastest_because_several_wait_for_each_other():
     assert "bound by the exchange between towers (47 % slower than 2 towers that never meet): use --num_gpus=1" in told
 
 
-def test_the_table_is_aligned_and_sorted_and_tells_quartiles():
+def test_the_table_is_aligned_and_sorted_and_tells_the_spread():
     lines = report.table(measured(cpu=120)).splitlines()
     assert len(set(map(len, lines))) == 1
     assert [line.split()[1] for line in lines[1:3]] == ["towers", "towers"]
-    assert "114-126" in lines[1] and "120.0 %" in lines[1] and "60.0 %" in lines[1]
+    assert "min-max" in lines[0] and "108-132  3 x 4" in lines[1] and "120.0 %" in lines[1] and "60.0 %" in lines[1]
     keras = next(line for line in lines if line.split()[1] == "keras")
-    assert "15-25" in keras
+    assert "10-30" in keras
+    quartered = report.table([row("towers", "cpu", 1, [10, 50, 30, 20, 40])]).splitlines()
+    assert "quartiles" in quartered[0] and "20-40  5 x 4" in quartered[1]
 
 
 def test_the_table_of_predictions_is_aligned():
@@ -168,7 +170,11 @@ def test_a_visit_that_fails_leaves_out_its_row_alone(capsys):
 
     runner._measure(rows, {2: ask}, BenchmarkConfig(batch_size=100, minutes=0.01), time.monotonic())
     (left,) = rows
-    assert left.variation.placement == "round_robin" and left.images_per_sec == [pytest.approx(1000)] * 3
+    assert (
+        left.steps == 3
+        and left.variation.placement == "round_robin"
+        and left.images_per_sec == [pytest.approx(1000)] * 3
+    )
     assert "left out: 2 x towers, cpu: OOM when allocating" in capsys.readouterr().out
 
 

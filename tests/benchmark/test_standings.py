@@ -19,9 +19,9 @@ def finish(seed, accuracy, train, convolution, reused=False):
 
 FINISHES = [finish(0, 0.939, 95.0, 100.0), finish(1, 0.941, 195.0, 120.0), finish(2, 0.943, 145.0, 140.0, reused=True)]
 ROWS = [
-    Contestant("cifar_towers", "float32", 1536, 1, [300.0, 320.0, 310.0]),
-    Contestant("pytorch", "float32", 1536, 1, [155.0, 150.0, 200.0]),
-    Contestant("keras", "float32", 1536, 1, [310.0]),
+    Contestant("cifar_towers", "float32", 1536, 1, 8, [300.0, 320.0, 310.0]),
+    Contestant("pytorch", "float32", 1536, 1, 9, [155.0, 150.0, 200.0]),
+    Contestant("keras", "float32", 1536, 1, 8, [310.0] * 3),
 ]
 
 
@@ -95,10 +95,12 @@ def test_what_is_published(tmp_path, capsys):
     second = capsys.readouterr().out
     assert "batches of 1,536, cifar10" in second
     lines = {line.split()[0]: line.split() for line in second.splitlines() if " float32 " in line and "-" in line}
-    assert lines["cifar_towers"][1:] == ["float32", "1", "310", "305-315", "3", "-"]
-    assert lines["pytorch"][1:] == ["float32", "1", "155", "152-178", "3", "2.00"]
-    assert lines["keras"][1:] == ["float32", "1", "310", "310-310", "1", "1.00"]
+    assert lines["cifar_towers"][1:] == ["float32", "1", "310", "300-320", "3", "x", "8", "-"]
+    assert lines["pytorch"][1:] == ["float32", "1", "155", "150-200", "3", "x", "9", "2.00"]
+    assert lines["keras"][1:] == ["float32", "1", "310", "310-310", "3", "x", "8", "1.00"]
     assert "243 steps of 1,536 at the 155 images/s of pytorch, float32, take 2,408 s" in second
+    heads = next(line.split() for line in second.splitlines() if line.startswith("contestant"))
+    assert heads[3:6] == ["images/s", "min-max", "n"]
     assert "Left out: tutorial, float32: no net" in second and "Seconds to" not in second
     assert "Seconds to 94.00 %" in (tmp_path / "race.txt").read_text()
     assert "take 2,408 s" in (tmp_path / "side_by_side.txt").read_text()
@@ -106,12 +108,21 @@ def test_what_is_published(tmp_path, capsys):
     assert records.read_json(tmp_path / "side_by_side.json")["contestants"][1]["median"] == 155
 
 
+def test_from_five_rounds_on_quartiles_are_told(tmp_path):
+    row = Contestant("cifar_towers", "float32", 1536, 1, 8, [100.0, 500.0, 300.0, 200.0, 400.0])
+    heads, line, *_ = (line.split() for line in standings.rows_text(FACTS, [row], {}).splitlines())
+    assert heads[4] == "quartiles" and line[4:8] == ["200-400", "5", "x", "8"]
+    standings.publish_side_by_side(tmp_path, FACTS, [row], {})
+    (told,) = records.read_json(tmp_path / "side_by_side.json")["contestants"]
+    assert told["quartiles"] == [200, 400] and told["steps"] == 8
+
+
 def test_only_equal_numbers_of_devices_are_compared():
     rows = [
-        Contestant("cifar_towers", "float32", 1536, 4, [1000.0]),
-        Contestant("cifar_towers", "float32", 1536, 1, [300.0]),
-        Contestant("keras-mirrored", "float32", 1536, 4, [500.0]),
-        Contestant("pytorch", "float32", 1536, 1, [600.0]),
+        Contestant("cifar_towers", "float32", 1536, 4, 8, [1000.0]),
+        Contestant("cifar_towers", "float32", 1536, 1, 8, [300.0]),
+        Contestant("keras-mirrored", "float32", 1536, 4, 8, [500.0]),
+        Contestant("pytorch", "float32", 1536, 1, 8, [600.0]),
     ]
     lines = [line.split() for line in standings.rows_text(FACTS, rows, {}).splitlines()[:5]]
     assert lines[0][2] == "devices"
