@@ -11,13 +11,12 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
-from cifar_towers.cluster.members import TALK_OFFSET
+from cifar_towers.cluster.members import HIGHEST_PORT, TALK_OFFSET
 from cifar_towers.errors import DataError, DivergedError, UsageError
 from cifar_towers.signals import LAUNCH_VARIABLE
 
 FINAL = (0, UsageError.exit_code, DataError.exit_code, DivergedError.exit_code)  # another start would end the same
 PATIENCE = 10.0  # seconds for the others to end once one has failed; then they are killed
-HIGHEST_PORT = 2**16 - 1 - TALK_OFFSET
 Started = tuple[subprocess.Popen, threading.Thread | None]  # a process, and who reads what it says
 
 

@@ -12,6 +12,7 @@ from cifar_towers.errors import LostError, UsageError
 
 RETRY = 0.2  # seconds between two tries to find or reach another worker
 TALK_OFFSET = 100  # from a worker's port, which is TensorFlow's, to the one that worker 0 talks with the others at
+HIGHEST_PORT = 2**16 - 1 - TALK_OFFSET  # of a worker
 SLURM_PORTS = 20_000  # what jobs under Slurm take their ports from, and how many there are
 WAYS = "give --workers=host:port,... and --worker_index, or set TF_CONFIG, or start it with srun"
 
@@ -88,14 +89,13 @@ def split_address(address: str) -> tuple[str, int]:
     """
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    highest = 2**16 - 1 - TALK_OFFSET
     try:
         named = bool(host.encode("idna")) and not re.search(r"[\s/]", host)
     except UnicodeError:  # a part of the name is empty or too long
         named = False
-    if not (colon and named and re.fullmatch(r"\d+", port) and 0 < int(port) <= highest):
+    if not (colon and named and re.fullmatch(r"\d+", port) and 0 < int(port) <= HIGHEST_PORT):
         raise UsageError(
-            f"workers: {address!r} is not a host:port with a port up to {highest}; "
+            f"workers: {address!r} is not a host:port with a port up to {HIGHEST_PORT}; "
             "write --workers=10.0.0.1:5000,10.0.0.2:5000"
         )
     return host, int(port)
