@@ -34,7 +34,6 @@ def fit_arrays(
     images: np.ndarray,
     labels: np.ndarray,
     batch_size: int,
-    jit_compile: bool | str = "auto",
 ) -> Callable[[int], Iterator[float]]:
     """`fit` of a stock copy of `model` on the same images again and again, under MirroredStrategy where there are
     several towers.
@@ -48,7 +47,6 @@ def fit_arrays(
         copy.compile(
             keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            jit_compile=jit_compile,
         )
     data = tf.data.Dataset.from_tensor_slices((images, labels)).batch(batch_size, drop_remainder=True)
     data = data.cache().repeat().prefetch(2)

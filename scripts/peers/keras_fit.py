@@ -15,7 +15,6 @@ def main() -> None:
     """Needs what the project needs."""
     parser = protocol.parser(__doc__)
     parser.add_argument("--mirrored", type=int, default=1, help="replicas under MirroredStrategy; 1: no strategy")
-    parser.add_argument("--compile", action="store_true", help="jit_compile=True; by default Keras decides")
     given = parser.parse_args()
     data = protocol.load(given.data, given.batch_size)
     import_tensorflow()
@@ -35,7 +34,6 @@ def main() -> None:
         data["images"],
         data["labels"],
         given.batch_size,
-        given.compile or "auto",
     )
     protocol.serve(run, given.batch_size, given.steps)
 
