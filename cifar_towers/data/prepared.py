@@ -25,7 +25,8 @@ MEND = "put a good copy there, or delete it and let it be prepared again"
 def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
     """Train and test as arrays of side x side pixels, from the central square of each image.
 
-    What tests is `test`, else `validation`, else the last fifth of `train`.
+    What tests is `test`, or where there is none or its images have no classes `validation`, or where there is none
+    either the last fifth of `train`.
 
     Raises:
       UsageError: no such data set, or none of images with one of several classes each. DataError: it cannot be had.
@@ -41,15 +42,15 @@ def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
         if not builder.is_prepared():
             _refuse_if_unreachable(name, directory, builder)
             builder = whole(lambda: _builder(tfds, name, directory), name, directory)
-        parts = _parts(name, builder)
-        arrays = [_read(tfds, builder, part, picture, label, side) for part in parts]
+        parts = _parts(name, builder, lambda part: next(iter(in_stored_order(tfds, builder, part)))[label] >= 0)
+        # the test first: it is small, and the more likely to lack classes
+        test, train = (_read(tfds, builder, part, picture, label, side) for part in reversed(parts))
     except RunError:
         raise
     except Exception as error:
         raise DataError(f"{name} in {directory} cannot be read ({_reason(error)}); {MEND}") from error
-    traits = Traits(tuple(builder.info.features[label].names), side, *moments(arrays[0][0]))
-    train, test = (Split(*array, traits) for array in arrays)
-    return train, test
+    traits = Traits(tuple(builder.info.features[label].names), side, *moments(train[0]))
+    return Split(*train, traits), Split(*test, traits)
 
 
 def quiet_tfds() -> ModuleType:
@@ -119,11 +120,14 @@ def _feature(info, kind: type) -> str | None:
     return next(iter(named or names), None) if named or len(names) == 1 else None
 
 
-def _parts(name: str, builder) -> tuple[str, str]:
+def _parts(name: str, builder, labelled: Callable[[str], bool]) -> tuple[str, str]:
+    """What is trained on, and what is tested on: `validation` for a `test` whose first image is not `labelled`."""
     splits = builder.info.splits
     if "train" not in splits:
         raise UsageError(f"dataset={name} has no split to train on; it has {', '.join(splits)}")
     named = next((split for split in ("test", "validation") if split in splits), None)
+    if named == "test" and "validation" in splits and not labelled("test"):
+        named = "validation"
     return ("train", named) if named else ("train[:80%]", "train[80%:]")
 
 

@@ -237,10 +237,22 @@ def test_a_local_builder_is_read_as_any_other(tmp_path):
     assert (len(data.train.labels), len(data.test.labels)) == (24, 6)
 
 
+def test_where_the_test_has_no_classes_the_validation_is_tested_on(tmp_path):
+    prepare(tmp_path, train=np.arange(9) % 3, test=[-1, -1, -1], validation=[2, 1])
+    _, data = sources.load(sources.find("shapes", str(tmp_path)))
+    assert sorted(data.test.labels) == [1, 2] and sorted(data.train.labels) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("names", "labels", "told"),
     [
         ("xyz", {"train": [0, 1, 2], "test": [0, -1]}, r"its split test has images without a class \(label -1\)"),
+        ("xyz", {"train": [0, -1], "test": [-1, -1]}, r"its split test has images without a class \(label -1\)"),
+        (
+            "xyz",
+            {"train": [0, 1], "test": [-1, -1], "validation": [0, -1]},
+            r"its split validation has images without a class \(label -1\)",
+        ),
         ("x", {"train": [0, 0, 0]}, "dataset=shapes has one class; two are the fewest"),
     ],
 )
