@@ -54,8 +54,8 @@ def run(
     """Rounds of visits to all who can run; and who was left out, with the reason.
 
     Ours are trainings by `scripts/train.py`, input, summaries and all; on several `devices` there are also some on one
-    of them, as some peers have one. Peers make steps over `FED` of the same
-    batches. All are on full images, and every first step is left out.
+    of them, as some peers have one. Peers make steps over `FED` of the same batches. All are on full images, and every
+    first step is left out.
     """
     left_out: dict[str, str] = {}
 

@@ -59,7 +59,8 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
     """Trains the seeds that are not yet trained, then runs the side-by-side; prints and writes both."""
     make_directory(config)
     gpus = gpu_names()  # before one tower is opened, which hides those that it does not use
-    config = dataclasses.replace(config, num_gpus=config.num_gpus or len(gpus))
+    by_default = config.towers_on(len(gpus))[0] if gpus else 0
+    config = dataclasses.replace(config, num_gpus=config.num_gpus or by_default)
     devices = min(config.num_gpus, len(gpus)) or 1
     towers = setup.open_towers(config.varied(**ONE_TOWER))  # all cores for one operation, as the ceilings want it
     source, dataset = setup.load_data(config, source)
