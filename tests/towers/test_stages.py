@@ -29,7 +29,7 @@ def widened(model):
         options = {"name": layer.name, "dtype": "float64"}
         if "norm" in layer.name:
             return keras.layers.BatchNormalization(
-                momentum=layer.kept, scale=layer.scale, epsilon=layer.epsilon, **options
+                momentum=layer.momentum, scale=layer.scale, epsilon=layer.epsilon, **options
             )
         initializer = {"kernel_initializer": "zeros"} if layer.name == "head" else {}
         return type(layer).from_config(layer.get_config() | initializer | options)
