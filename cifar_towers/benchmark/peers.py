@@ -29,11 +29,7 @@ def keras_fit(
 
 
 def fit_arrays(
-    model: keras.Model,
-    towers: Sequence[Tower],
-    images: np.ndarray,
-    labels: np.ndarray,
-    batch_size: int,
+    model: keras.Model, towers: Sequence[Tower], images: np.ndarray, labels: np.ndarray, batch_size: int
 ) -> Callable[[int], Iterator[float]]:
     """`fit` of a stock copy of `model` on the same images again and again, under MirroredStrategy where there are
     several towers.
@@ -72,6 +68,11 @@ def stock(model: keras.Model) -> keras.Model:
     """
     made = {Whitening: _resting, LocalResponseNorm: _local_response_norm, PadChannels: as_it_is}
     return rebuild(model, MADE | made)
+
+
+def count_trained(model: keras.Model) -> int:
+    """How many numbers the steps of a `stock` copy of `model` train, and of the net itself where a whitening rests."""
+    return sum(variable.shape.num_elements() for variable in stock(model).trainable_variables)
 
 
 def _resting(layer: Whitening) -> Made:

@@ -45,11 +45,12 @@ def train_command(config: TrainConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def peer(command: Sequence[str]) -> Iterator[Callable[[int], list[float]]]:
+def peer(command: Sequence[str], trained: int) -> Iterator[Callable[[int], list[float]]]:
     """A peer's process as a function (steps) -> seconds of each, once it is ready; see scripts/peers/protocol.py.
 
     Raises:
-      RunError: it cannot run, or has ended; the message holds its last words.
+      RunError: it cannot run, or has ended; the message holds its last words. Or its steps train more or fewer numbers
+        than are to be `trained`.
     """
     with tempfile.TemporaryFile("w+") as said:
         try:
@@ -71,7 +72,9 @@ def peer(command: Sequence[str]) -> Iterator[Callable[[int], list[float]]]:
             return json.loads(answer())
 
         try:
-            answer()  # `ready`
+            _, found = answer().split()
+            if int(found) != trained:
+                raise RunError(f"it trains {int(found):,} numbers where ours trains {trained:,}: another net")
             yield run
         finally:
             process.terminate()

@@ -49,13 +49,18 @@ class Entry(NamedTuple):
 
 
 def run(
-    config: SpeedrunConfig, devices: int, precisions: Sequence[str], batches: Batches, augmentation: Augmentation
+    config: SpeedrunConfig,
+    devices: int,
+    precisions: Sequence[str],
+    batches: Batches,
+    augmentation: Augmentation,
+    trained: int,
 ) -> tuple[list[Contestant], dict[str, str]]:
     """Rounds of visits to all who can run; and who was left out, with the reason.
 
     Ours are trainings by `scripts/train.py`, input, summaries and all; on several `devices` there are also some on one
-    of them, as some peers have one. Peers make steps over `FED` of the same batches. All are on full images, and every
-    first step is left out.
+    of them, as some peers have one. Peers make steps over `FED` of the same batches. All are on full images, every
+    first step is left out, and a peer whose steps do not train as many numbers as are `trained` in ours is none.
     """
     left_out: dict[str, str] = {}
 
@@ -71,7 +76,9 @@ def run(
         for name in _peers(config):
             for precision in _precisions_of(name, precisions):
                 try:
-                    entries.append(_enter_peer(config, devices, name, precision, folder / "batches.npz", stack))
+                    entries.append(
+                        _enter_peer(config, devices, name, precision, folder / "batches.npz", trained, stack)
+                    )
                 except RunError as error:
                     leave_out(name, precision, error)
         for number in range(config.rounds):
@@ -107,13 +114,15 @@ def _enter_ours(config: SpeedrunConfig, devices: int, precision: str) -> Entry:
     return Entry(_contestant(OURS, precision, config.batch_size, devices, seconds), visit)
 
 
-def _enter_peer(config: SpeedrunConfig, devices: int, name: str, precision: str, data: Path, stack: ExitStack) -> Entry:
+def _enter_peer(
+    config: SpeedrunConfig, devices: int, name: str, precision: str, data: Path, trained: int, stack: ExitStack
+) -> Entry:
     """A peer whose process has made its first step, and ends with `stack`."""
     towers = _towers(config)
     images = config.batch_size * (towers if name == "tutorial" else 1)
     command = [*_command(name, config, towers), f"--model={config.model}", f"--precision={precision}"]
     command += [f"--batch_size={config.batch_size}", f"--data={data}"]
-    ask = stack.enter_context(processes.peer(command))
+    ask = stack.enter_context(processes.peer(command, trained))
     (step,) = ask(1)
     devices = devices if name in ON_ALL_DEVICES else 1
     return Entry(_contestant(name, precision, images, devices, step), _asking(ask, images))

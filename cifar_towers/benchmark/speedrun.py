@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from cifar_towers.benchmark import ceilings, operations, processes, side_by_side, standings
+from cifar_towers.benchmark import ceilings, operations, peers, processes, side_by_side, standings
 from cifar_towers.benchmark.ceilings import Ceilings
 from cifar_towers.benchmark.publishing import circumstances, make_directory
 from cifar_towers.benchmark.standings import Finish
@@ -86,7 +86,8 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
         steps = dataclasses.replace(config, hardest_of=0)  # a step is compared, not how its examples are found
         batches = setup.make_batches(steps, dataset.train)
         augmentation = setup.make_augmentation(config, dataset.traits)
-        rows, left_out = side_by_side.run(steps, devices, precisions, batches, augmentation)
+        trained = peers.count_trained(setup.make_model(steps, "float32", dataset.traits))
+        rows, left_out = side_by_side.run(steps, devices, precisions, batches, augmentation, trained)
         standings.publish_side_by_side(config.directory, facts | {"hardest_of": 0}, rows, left_out)
 
 

@@ -28,14 +28,9 @@ def main() -> None:
     options = {"side": data["images"].shape[1], "dtype": POLICIES[given.precision]}
     if given.model.startswith("speednet"):
         options["whitening"] = whitening_kernel([data["images"]])
-    run = peers.fit_arrays(
-        MODELS[given.model](**options),
-        towers,
-        data["images"],
-        data["labels"],
-        given.batch_size,
-    )
-    protocol.serve(run, given.batch_size, given.steps)
+    model = MODELS[given.model](**options)
+    run = peers.fit_arrays(model, towers, data["images"], data["labels"], given.batch_size)
+    protocol.serve(run, given.batch_size, given.steps, peers.count_trained(model))
 
 
 if __name__ == "__main__":

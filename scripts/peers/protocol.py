@@ -1,8 +1,8 @@
 """How a peer is asked to run: the same few flags, and orders on its standard input. Needs NumPy alone.
 
-A peer warms up, says `ready`, and then for each line with a number makes that many steps and answers with the seconds
-of each, as a JSON list. An empty line, or the end of its input, ends it. With --steps=N it does one such visit by
-itself and prints images/s.
+A peer warms up, says `ready` and how many numbers its steps train, and then for each line with a number makes that
+many steps and answers with the seconds of each, as a JSON list. An empty line, or the end of its input, ends it. With
+--steps=N it does one such visit by itself and prints images/s.
 """
 
 import argparse
@@ -40,16 +40,16 @@ def load(path: Path, batch_size: int) -> dict[str, np.ndarray]:
     return arrays
 
 
-def serve(run: Callable[[int], Iterable[float]], images: int, steps: int) -> None:
-    """Answers until it gets nothing; or makes `steps`. `run(n)` makes n steps of `images` and gives the seconds of
-    each."""
+def serve(run: Callable[[int], Iterable[float]], images: int, steps: int, trained: int) -> None:
+    """Answers until it gets nothing; or makes `steps`. `run(n)` makes n steps of `images`, which train so many numbers,
+    and gives the seconds of each."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     list(run(WARM_UP))
     if steps:
         print(f"{images / statistics.median(run(steps)):,.1f} images/s", file=answers, flush=True)
         return
-    print("ready", file=answers, flush=True)
+    print(f"ready {trained}", file=answers, flush=True)
     for order in iter(sys.stdin.readline, ""):
         if not order.strip():
             return

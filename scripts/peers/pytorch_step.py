@@ -192,7 +192,8 @@ def main() -> None:
         model = Resnet20()
     else:
         protocol.leave(f"--model={given.model} is not one of speednet94, resnet20")
-    protocol.serve(make_step(model, images, labels, given), given.batch_size, given.steps)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    protocol.serve(make_step(model, images, labels, given), given.batch_size, given.steps, trained)
 
 
 if __name__ == "__main__":

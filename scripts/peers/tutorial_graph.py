@@ -52,7 +52,8 @@ def main() -> None:
                     session.run([train, loss])
                     yield time.perf_counter() - start
 
-            protocol.serve(run, given.batch_size * given.towers, given.steps)
+            trained = sum(v.shape.num_elements() for v in tf.compat.v1.trainable_variables())
+            protocol.serve(run, given.batch_size * given.towers, given.steps, trained)
             coordinator.request_stop()
             session.close()  # wakes the threads that wait at a queue
             coordinator.join(threads, stop_grace_period_secs=5, ignore_live_threads=True)

@@ -1,9 +1,7 @@
 """The peers' programs, as the race and as a user starts them."""
 
-import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ import tensorflow as tf
 
 from cifar_towers import starting
 from cifar_towers.benchmark import processes, side_by_side
-from cifar_towers.benchmark.peers import stock
+from cifar_towers.benchmark.peers import count_trained
 from cifar_towers.benchmark.variations import NO_EXCHANGE, UNPLACED, Variation, build
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
@@ -55,7 +53,7 @@ def test_all_get_the_same_batches(data):
 
 @pytest.mark.parametrize("program", PEERS)
 def test_a_peer_makes_as_many_steps_as_it_is_told(data, program):
-    with processes.peer(command(program, data, *PEERS[program])) as ask:
+    with processes.peer(command(program, data, *PEERS[program]), moved("cifarnet", crop=24)) as ask:
         found = [ask(steps) for steps in (3, 1)]
     assert [len(seconds) for seconds in found] == [3, 1]
     assert all(0 < seconds < 60 for seconds in (*found[0], *found[1]))
@@ -77,7 +75,7 @@ def test_a_peer_by_hand(data):
     ],
 )
 def test_what_a_peer_cannot_do_is_one_line(data, program, flags, told):
-    with pytest.raises(RunError, match=told), processes.peer(command(program, data, *flags, batch_size=64)):
+    with pytest.raises(RunError, match=told), processes.peer(command(program, data, *flags, batch_size=64), 7):
         pass
 
 
@@ -90,29 +88,38 @@ def test_without_pytorch_it_says_what_to_install(data):
     _, *arguments = command("pytorch_step.py", data)
     with (
         pytest.raises(RunError, match="PyTorch is missing; type: pip install"),
-        processes.peer([sys.executable, "-c", hidden, *arguments]),
+        processes.peer([sys.executable, "-c", hidden, *arguments], 7),
     ):
         pass
 
 
 def test_a_python_that_is_not_there():
-    with pytest.raises(RunError, match="nowhere/python cannot be started"), processes.peer(["nowhere/python"]):
+    with pytest.raises(RunError, match="nowhere/python cannot be started"), processes.peer(["nowhere/python"], 7):
         pass
 
 
 def test_a_peer_that_ends_between_two_visits():
-    script = "print('ready', flush=True); input(); print([0.1], flush=True); raise SystemExit('out of memory')"
-    with processes.peer([sys.executable, "-c", script]) as ask:
+    script = "print('ready 7', flush=True); input(); print([0.1], flush=True); raise SystemExit('out of memory')"
+    with processes.peer([sys.executable, "-c", script], 7) as ask:
         assert ask(1) == [0.1]
         for _ in range(2):
             with pytest.raises(RunError, match="out of memory"):
                 ask(1)
 
 
+def test_a_peer_with_another_net_is_none():
+    script = "print('ready 797962', flush=True); input()"
+    with (
+        pytest.raises(RunError, match="^it trains 797,962 numbers where ours trains 1,068,298: another net$"),
+        processes.peer([sys.executable, "-c", script], 1068298),
+    ):
+        pass
+
+
 def test_a_peer_that_is_lost_costs_the_others_nothing(tmp_path, monkeypatch):
     """It answers to the step that it is planned by and to the first round."""
     answers = "[print([0.5] * int(input()), flush=True) for _ in range({})]"
-    script = f"print('ready', flush=True); {answers}; raise SystemExit('full')"
+    script = f"print('ready 7', flush=True); {answers}; raise SystemExit('full')"
     config = SpeedrunConfig(
         dataset="synthetic", model="cifarnet", batch_size=16, num_gpus=2, rounds=3, peers="keras,tutorial", crop=24,
         shift=0, train_dir=str(tmp_path),
@@ -121,7 +128,7 @@ def test_a_peer_that_is_lost_costs_the_others_nothing(tmp_path, monkeypatch):
     visits = {"keras": 2, "tutorial": 4}
     monkeypatch.setattr(side_by_side, "_command", lambda name, *_: [sys.executable, "-c", script.format(visits[name])])
     batches = Batches(synthetic.make(64, seed=0, stream=0), 16, seed=0)
-    rows, left_out = side_by_side.run(config, 1, ["float32"], batches, Augmentation(crop=24))
+    rows, left_out = side_by_side.run(config, 1, ["float32"], batches, Augmentation(crop=24), 7)
     assert {row.name: len(row.images_per_sec) for row in rows} == {"cifar_towers": 3, "tutorial": 3}
     assert left_out == {"keras, float32": "full"}
 
@@ -133,10 +140,10 @@ def test_on_several_devices_ours_is_measured_on_one_of_them_too(tmp_path, monkey
         peers="keras,keras-mirrored", crop=24, shift=0, train_dir=str(tmp_path),
     )  # fmt: skip
     monkeypatch.setattr(side_by_side, "_training", lambda config, precision: lambda steps: 100.0 * config.num_gpus)
-    script = "print('ready', flush=True); [print([0.5] * int(input()), flush=True) for _ in range(2)]"
+    script = "print('ready 7', flush=True); [print([0.5] * int(input()), flush=True) for _ in range(2)]"
     monkeypatch.setattr(side_by_side, "_command", lambda *_: [sys.executable, "-c", script])
     batches = Batches(synthetic.make(64, seed=0, stream=0), 16, seed=0)
-    rows, _ = side_by_side.run(config, 4, ["float32"], batches, Augmentation(crop=24))
+    rows, _ = side_by_side.run(config, 4, ["float32"], batches, Augmentation(crop=24), 7)
     assert [(row.name, row.devices, row.median) for row in rows] == [
         ("cifar_towers", 1, 100.0), ("cifar_towers", 4, 400.0), ("keras", 1, 32.0), ("keras-mirrored", 4, 32.0),
     ]  # fmt: skip
@@ -156,12 +163,14 @@ def test_ours_takes_the_step_after_the_whitening_has_come_to_rest(tmp_path, monk
     assert (given.whitening_epochs, given.max_steps, given.precision) == (0, 9, "bfloat16")
 
 
-def moved(model):
+def moved(model, **settings):
     """How many numbers a step of ours moves, in the side-by-side and in the middle of a recipe's run."""
     train = synthetic.make(200, seed=0, stream=0)
     found = set()
     for epochs in (0, 3):
-        config = TrainConfig(model=model, batch_size=20, epochs=10, whitening_epochs=epochs, optimizer="momentum")
+        config = TrainConfig(
+            model=model, batch_size=20, epochs=10, whitening_epochs=epochs, optimizer="momentum", **settings
+        )
         length = config.length(10)
         optimizer = setup.make_state(config, "float32", train, length)[0].optimizer
         step = length.last // 2 if epochs else 0
@@ -172,18 +181,7 @@ def moved(model):
 
 @pytest.mark.parametrize("model", ["speednet94", "resnet20"])
 def test_keras_trains_as_many_numbers_as_ours(model):
-    copy = stock(MODELS[model](side=32))
-    assert sum(variable.shape.num_elements() for variable in copy.trainable_variables) == moved(model)
-
-
-@pytest.mark.parametrize("model", ["speednet94", "resnet20"])
-def test_pytorch_trains_as_many_numbers_as_ours(monkeypatch, model):
-    torch = pytest.importorskip("torch")
-    monkeypatch.syspath_prepend(str(Path(starting.script("peers/pytorch_step.py")).parent))
-    peer = importlib.import_module("pytorch_step")
-    with torch.no_grad():
-        net = peer.Speednet94(torch.rand(4, 3, 32, 32)) if model == "speednet94" else peer.Resnet20()
-    assert sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad) == moved(model)
+    assert count_trained(MODELS[model](side=32)) == moved(model)
 
 
 @pytest.mark.parametrize(("strategy", "steps"), [("towers", 1), (NO_EXCHANGE, 2)])
