@@ -30,7 +30,7 @@ setup: .venv/ready  ## make .venv with all that is needed; other targets do so t
 train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers; CIFAR-10 if it can be had, else a synthetic set
 	@$(BIN)/python scripts/train.py --dataset=auto --flagfile=configs/$(CONFIG).cfg --num_gpus=$(NUM_GPUS) $(ARGS)
 
-evaluate: .venv/ready  ## score the newest checkpoint of a run: ARGS='--train_dir=runs/speed94-seed0 --tta=2'
+evaluate: .venv/ready  ## score a checkpoint of a run: ARGS='--train_dir=runs/speed94-seed0 --tta=2'
 	@$(BIN)/python scripts/evaluate.py $(ARGS)
 
 predict: .venv/ready  ## say what pictures show: ARGS='--train_dir=runs/speed94-seed0 picture.jpg folder/'
@@ -42,7 +42,7 @@ export: .venv/ready  ## write a trained net for use elsewhere: ARGS='--train_dir
 bench: .venv/ready  ## measure placements, strategies and numbers of towers for CONFIG, in 15 minutes
 	@$(BIN)/python scripts/benchmark.py --dataset=auto --flagfile=configs/$(CONFIG).cfg $(ARGS)
 
-speedrun: .venv/ready  ## time CONFIG (speed94: to 94 %) over five seeds, against this machine's limit and beside others' steps (hours)
+speedrun: .venv/ready  ## time CONFIG (speed93 to speed96: to their accuracy) over five seeds, against this machine's limit and beside others' steps (hours)
 	@$(BIN)/python scripts/speedrun.py --dataset=auto --flagfile=configs/$(CONFIG).cfg $(TARGET) $(ARGS)
 
 tensorboard: .venv/ready  ## open runs/ at http://localhost:6006

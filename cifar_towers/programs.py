@@ -115,7 +115,8 @@ def evaluate(stop: StopRequest) -> None:
         EvaluateConfig,
         stop,
         "nothing was changed",
-        "Scores the newest checkpoint of a run.\n\n  evaluate.py --train_dir=runs/speed94-seed0 --tta=2",
+        "Scores a checkpoint of a run, the newest unless --step is given.\n\n"
+        "  evaluate.py --train_dir=runs/speed94-seed0 --tta=2",
     )
     from cifar_towers.using import scoring
 
@@ -129,7 +130,7 @@ def predict(stop: StopRequest) -> None:
         PredictConfig,
         stop,
         "nothing was changed",
-        "Says what pictures show, by the newest checkpoint of a run: the three likeliest classes of each.\n\n"
+        "Says what pictures show, by a checkpoint of a run: the three likeliest classes of each.\n\n"
         "  predict.py --train_dir=runs/speed94-seed0 picture.jpg folder/ *.png\n\n"
         "JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels and 20 MB (WebP: 16 megapixels). The net sees the central\n"
         "square, upright, over white where it is transparent, resized to what it was trained on.",
@@ -146,7 +147,7 @@ def export(stop: StopRequest) -> int:
         ExportConfig,
         stop,
         "what was there before is there still",
-        "Writes the net of a run's newest checkpoint for use elsewhere, with all that is done to a picture before and\n"
+        "Writes the net of a run's checkpoint for use elsewhere, with all that is done to a picture before and\n"
         "after it: uint8 pictures of any size in, probabilities and names of classes out.\n\n"
         "  export.py --train_dir=runs/speed94-seed0 --format=saved_model",
     )

@@ -108,7 +108,7 @@ def _measure_point(recipe: BenchmarkConfig, point: Point, computed_in: str) -> R
         ask()
         starting = time.perf_counter() - began
         first, second = ask(("build", variation))
-        told = ask(("run", variation, steps_timed(second)))
+        told = ask(("run_watched", variation, steps_timed(second)))
     return Row(point, starting, max(0.0, first - second), told["seconds"], told["memory_mb"])
 
 

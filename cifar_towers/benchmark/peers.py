@@ -71,8 +71,9 @@ def stock(model: keras.Model) -> keras.Model:
 
 
 def count_trained(model: keras.Model) -> int:
-    """How many numbers the steps of a `stock` copy of `model` train, and of the net itself where a whitening rests."""
-    return sum(variable.shape.num_elements() for variable in stock(model).trainable_variables)
+    """How many numbers a step over a net, or over its `stock` copy, trains where a whitening rests."""
+    trained = [layer.trainable_variables for layer in model.layers if not isinstance(layer, Whitening)]
+    return sum(variable.shape.num_elements() for variables in trained for variable in variables)
 
 
 def _resting(layer: Whitening) -> Made:

@@ -62,12 +62,12 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
     by_default = config.towers_on(len(gpus))[0] if gpus else 0
     config = dataclasses.replace(config, num_gpus=config.num_gpus or by_default)
     devices = min(config.num_gpus, len(gpus)) or 1
+    computed_in, _ = choose(config.precision, "GPU" if gpus else "CPU")  # as the weakest of them can
     towers = setup.open_towers(config.varied(**ONE_TOWER))  # all cores for one operation, as the ceilings want it
     source, dataset = setup.load_data(config, source)
     if source.banner:
         print(source.banner)
     config = dataclasses.replace(config, dataset=dataset.name)
-    computed_in, _ = choose(config.precision, towers[0].device)
     facts = circumstances(config, dataset.name) | {
         "gpus": gpus,
         "precision": computed_in,
@@ -170,6 +170,6 @@ def _check_settings(train_dir: Path, wanted: TrainConfig, facts: Mapping) -> Non
     ]
     if differing:
         raise UsageError(
-            f"{train_dir} is of other settings ({', '.join(differing)}); "
-            "give those, another --train_dir, or --fresh to run all seeds again"
+            f"{train_dir} is of other settings or another machine ({', '.join(differing)}); "
+            "give those settings, another --train_dir, or --fresh to run all seeds again"
         )

@@ -152,8 +152,8 @@ def _conclusion(facts: Mapping, race: Mapping) -> str:
     else:
         verdict += f": {seconds:,.1f} s of training ({told})"
     lines = [
-        f"{verdict}, in which the first step of each kind counts as the others do; apart from them {compiling:,.1f} s "
-        "of compilation.",
+        f"{verdict}: of its timed steps, and as much for the first of each kind, which is in the {compiling:,.1f} s of "
+        "compilation too.",
         _shares(race),
     ]
     if race["ceiling"]:

@@ -6,6 +6,7 @@ all wait while one works.
 
 import threading
 import time
+import traceback
 from multiprocessing.connection import Connection
 
 import tensorflow as tf
@@ -19,11 +20,12 @@ from cifar_towers.reporting.usage import host_memory_mb
 from cifar_towers.training import setup
 
 LOOKS = 0.02  # seconds between looks at the memory
+EXPECTED = (ValueError, NotImplementedError, MemoryError, tf.errors.OpError)  # what a machine or a net may not have
 
 
 def serve(config: BenchmarkConfig, towers: int, connection: Connection) -> None:
-    """Answers ("build" | "run" | "profile" | "exchanged", ...) until it gets nothing; a UsageError is the answer to an
-    order that fails, as it may where memory is short."""
+    """Answers ("build" | "run" | "run_watched" | "profile" | "exchanged", ...) until it gets nothing; a UsageError is
+    the answer to an order that fails, as it may where memory is short."""
     try:
         worker = _Worker(config, towers)
         connection.send(worker.introduce())
@@ -32,6 +34,8 @@ def serve(config: BenchmarkConfig, towers: int, connection: Connection) -> None:
             try:
                 answer = getattr(worker, name)(*arguments)
             except Exception as error:  # whatever it is, it is of one variation, and the others go on
+                if not isinstance(error, EXPECTED):
+                    traceback.print_exc()
                 answer = UsageError(reason(error) or type(error).__name__)
             connection.send(answer)
     except RunError as error:
@@ -66,14 +70,18 @@ class _Worker:
         return first, second
 
     def run(self, variation: Variation, steps: int) -> dict:
-        """Seconds of each step, seconds of them waiting for input, most memory in use, in MB (0: not known)."""
-        with _Memory(self.towers[0].device) as memory:
-            timed = list(self.built[variation].run(steps))
+        """Seconds of each step, and seconds of them waiting for input."""
+        timed = list(self.built[variation].run(steps))
         return {
             "seconds": [float(seconds) for seconds, _ in timed],
             "waiting": [float(waiting) for _, waiting in timed],
-            "memory_mb": memory.most_mb,
         }
+
+    def run_watched(self, variation: Variation, steps: int) -> dict:
+        """The same, and the most memory in use, in MB (0: not known)."""
+        with _Memory(self.towers[0].device) as memory:
+            told = self.run(variation, steps)
+        return told | {"memory_mb": memory.most_mb}
 
     def exchanged(self, variation: Variation) -> tuple[tuple, int]:
         """The model's variables for the cost model, and the bytes of one example."""

@@ -1,4 +1,4 @@
-"""Scoring a run's newest checkpoint, on any machine."""
+"""Scoring a run's checkpoint, on any machine."""
 
 import json
 from pathlib import Path

@@ -3,13 +3,14 @@
 import subprocess
 import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from cifar_towers import starting
 from cifar_towers.benchmark import processes, side_by_side
-from cifar_towers.benchmark.peers import count_trained
+from cifar_towers.benchmark.peers import count_trained, stock
 from cifar_towers.benchmark.variations import NO_EXCHANGE, UNPLACED, Variation, build
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
@@ -181,7 +182,16 @@ def moved(model, **settings):
 
 @pytest.mark.parametrize("model", ["speednet94", "resnet20"])
 def test_keras_trains_as_many_numbers_as_ours(model):
-    assert count_trained(MODELS[model](side=32)) == moved(model)
+    net = MODELS[model](side=32)
+    numbers = [sum(v.shape.num_elements() for v in each.trainable_variables) for each in (stock(net), net)]
+    assert count_trained(net) == numbers[0] == moved(model)
+    assert numbers[1] - numbers[0] == (24 if model == "speednet94" else 0)  # the whitening's bias
+
+
+def test_what_a_net_of_ones_own_trains_is_counted():
+    images = keras.Input([8, 8, 3])
+    x = keras.layers.Conv2D(3, 1)(images)
+    assert count_trained(keras.Model(images, x + images)) == 12
 
 
 @pytest.mark.parametrize(("strategy", "steps"), [("towers", 1), (NO_EXCHANGE, 2)])

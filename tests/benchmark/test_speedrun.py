@@ -80,7 +80,7 @@ def test_the_process_of_the_race_takes_a_gpus_memory_as_it_needs_it():
 def test_a_run_of_other_settings_is_refused(tmp_path):
     config = SpeedrunConfig(**TINY, num_gpus=2).varied(seeds="", train_dir=str(tmp_path))
     records.write_json(tmp_path / "config.json", dataclasses.asdict(config) | {"num_gpus": 1, "data_dir": "elsewhere"})
-    with pytest.raises(UsageError, match=r"of other settings \(num_gpus 1 -> 2\); give those"):
+    with pytest.raises(UsageError, match=r"of other settings or another machine \(num_gpus 1 -> 2\); give those"):
         speedrun._check_settings(tmp_path, config, HERE)
     speedrun._check_settings(tmp_path, dataclasses.replace(config, num_gpus=1), HERE)
     speedrun._check_settings(tmp_path, dataclasses.replace(config, fresh=True), HERE)

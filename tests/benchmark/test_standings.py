@@ -61,8 +61,8 @@ def test_without_a_target_there_is_no_verdict():
     race = told(FINISHES, target=0.0)
     assert race["seconds_to_target"] is None
     text = standings.race_text(FACTS | {"target": 0.0}, race | {"operations": {"Conv2D": race["work"]}, "steps": 9})
-    assert "Accuracy: mean 94.10 %, std 0.20, n=3, after 300.0 s of training, in which the first step" in text
-    assert "apart from them 20.0 s of compilation" in text
+    assert "Accuracy: mean 94.10 %, std 0.20, n=3, after 300.0 s of training: of its timed steps" in text
+    assert "which is in the 20.0 s of compilation too" in text
     assert "reached" not in text and "Seconds to" not in text
 
 
