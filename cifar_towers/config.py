@@ -32,6 +32,7 @@ MODELS = (
 BUILT_IN = ("cifar10", "synthetic", "auto")
 FOLDER = "folder:"  # what the name of a data set in a folder begins with
 MOST_TRACED = 100  # steps of a profile
+MOST_PARTS = 1024  # of a tower's share of the batch
 
 
 def split_own_model(model: str) -> tuple[str, str] | None:
@@ -131,7 +132,9 @@ class TrainConfig(DeviceConfig):
         "batch norm's: the mean of the towers', the final tower's, or synchronized, of the whole batch",
         choices=("mean", "final", "synchronized"),
     )
-    micro_batches: int = setting(1, "Towers", "parts that each tower takes its share of the batch in", low=1, high=1024)
+    micro_batches: int = setting(
+        1, "Towers", "parts that each tower takes its share of the batch in", low=1, high=MOST_PARTS
+    )
     parallelism: str = setting(
         "data",
         "Towers",
@@ -312,10 +315,6 @@ class TrainConfig(DeviceConfig):
         if self.cutout > (self.crop or self.image_size):
             side = self.crop or self.image_size
             raise UsageError(f"cutout={self.cutout} is larger than the {side} pixels of the image it would blank")
-        if self.folder and self.directory.absolute().is_relative_to(self.folder.absolute()):
-            raise UsageError(
-                f"train_dir={self.directory} is in {self.dataset}, whose folders are classes; give one outside of it"
-            )
         if self.target_accuracy and not self.eval_every_epochs:
             raise UsageError("target_accuracy is looked for at evaluations; give eval_every_epochs too")
         if self.seeds and self.seed:
@@ -393,7 +392,7 @@ class TrainConfig(DeviceConfig):
         """The flags that take a tower's share of the batch in parts half as large or less; empty if it has none."""
         share = self.tower_batch_size(num_devices)
         both = math.gcd(share, self.hardest_of * share // self.batch_size)
-        parts = [parts for parts in range(2 * self.micro_batches, both + 1) if not both % parts]
+        parts = [parts for parts in range(2 * self.micro_batches, min(both, MOST_PARTS) + 1) if not both % parts]
         apart = " --batch_statistics=mean" if self.batch_statistics == "synchronized" else ""
         return f"--micro_batches={parts[0]}{apart}" if parts else ""
 
@@ -438,14 +437,9 @@ class TrainConfig(DeviceConfig):
     @property
     def directory(self) -> Path:
         """`train_dir`, or its default."""
-        data = (self.folder or Path(self.dataset)).name
+        data = os.path.basename(os.path.abspath(self.dataset.removeprefix(FOLDER)))
         own_data = "" if self.dataset in BUILT_IN else "-" + re.sub(r"\W+", "-", data).strip("-")
         return Path(self.train_dir or f"runs/{self.name}{own_data}-seed{self.seed}")
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of pictures that is trained on, if it is one."""
-        return Path(self.dataset.removeprefix(FOLDER)) if self.dataset.startswith(FOLDER) else None
 
 
 def shared_settings(config: TrainConfig) -> dict[str, Any]:

@@ -251,6 +251,7 @@ def test_as_many_towers_by_default_as_can_share_the_batch():
         ({"batch_size": 1024, "batch_statistics": "synchronized"}, "--micro_batches=2 --batch_statistics=mean"),
         ({"batch_size": 20, "hardest_of": 60}, "--micro_batches=5"),
         ({"batch_size": 1024, "micro_batches": 256}, ""),
+        ({"batch_size": 4 * 1031}, ""),  # a prime number of parts, and more than there may be
     ],
 )
 def test_what_takes_less_memory_is_allowed(settings, flags):
@@ -262,10 +263,10 @@ def test_what_takes_less_memory_is_allowed(settings, flags):
     assert smaller.micro_batches >= 2 * config.micro_batches or not flags
 
 
-def test_a_run_cannot_write_among_the_classes_of_its_data():
-    for train_dir in ("photos", "photos/run", "./photos"):
-        with pytest.raises(UsageError, match=r"train_dir=\S* is in folder:photos, whose folders are classes"):
-            TrainConfig(dataset="folder:photos", train_dir=train_dir)
-    TrainConfig(dataset="folder:photos", train_dir="photos-run")
-    for dataset in ("folder:photos", "folder:/data/photos/"):
+def test_a_run_over_pictures_is_named_by_their_folder(tmp_path, monkeypatch):
+    (tmp_path / "photos" / "new").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "photos" / "new")
+    for dataset in ("folder:photos", "folder:/data/photos/", "folder:.."):
         assert TrainConfig(dataset=dataset).directory == Path("runs/speednet94-photos-seed0")
+    assert TrainConfig(dataset="folder:.").directory == Path("runs/speednet94-new-seed0")
+    assert TrainConfig(dataset="svhn_cropped").directory == Path("runs/speednet94-svhn_cropped-seed0")

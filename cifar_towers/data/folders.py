@@ -25,6 +25,12 @@ class Folder(NamedTuple):
     root: Path
     train: dict[str, list[Path]]
     test: dict[str, list[Path]]
+    classes_in: tuple[Path, ...]  # the folders whose subfolders are classes
+
+    def takes(self, path: Path) -> bool:
+        """Whether what is put there would be taken for a class or its pictures, or mixed with them."""
+        path = path.expanduser().resolve()
+        return path == self.root.resolve() or any(path.is_relative_to(place.resolve()) for place in self.classes_in)
 
 
 def find(root: Path) -> Folder:
@@ -59,7 +65,7 @@ def load(folder: Folder, side: int) -> tuple[Split, Split]:
 def _look_through(root: Path) -> Folder:
     test = next((root / name for name in TEST_NAMES if (root / name).is_dir()), None)
     if (root / "train").is_dir() and test:
-        return Folder(root, _classes(root / "train"), _classes(test))
+        return Folder(root, _classes(root / "train"), _classes(test), (root / "train", test))
     classes = _classes(root)
     for name in classes:
         if name.lower() in TRAIN_NAMES and not any(path.parent == root / name for path in classes[name]):
@@ -68,7 +74,7 @@ def _look_through(root: Path) -> Folder:
                 f"beside it, or give --dataset=folder:{root / name}, of which a fifth is kept for the test"
             )
     parts = {name: _split(paths) for name, paths in classes.items()}
-    return Folder(root, *({name: part[at] for name, part in parts.items()} for at in (0, 1)))
+    return Folder(root, *({name: part[at] for name, part in parts.items()} for at in (0, 1)), (root,))
 
 
 def _classes(root: Path) -> dict[str, list[Path]]:

@@ -91,8 +91,10 @@ def load_data(config: TrainConfig, source: sources.Source) -> tuple[sources.Sour
     """The data of a run as its settings say, and the source they really came from.
 
     Raises:
-      DataError, UsageError: as `sources.load` does.
+      DataError, UsageError: as `sources.load` does. UsageError: the run would write among the data.
     """
+    if source.folder and source.folder.takes(config.directory):
+        raise UsageError(f"train_dir={config.directory} is among the pictures of {source.name}; give one outside of it")
     return sources.load(source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto")
 
 

@@ -1,15 +1,18 @@
 """Data sets of one's own: folders of pictures, and TensorFlow Datasets' others."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from PIL import Image
 
+from cifar_towers.config import TrainConfig
 from cifar_towers.data import dataset, folders, prepared, sources, synthetic
 from cifar_towers.data.dataset import Split, Traits, moments
 from cifar_towers.errors import DataError, UsageError
+from cifar_towers.training import setup
 
 SET = synthetic.make(60, 0, 0)
 
@@ -47,6 +50,27 @@ def test_a_folder_that_is_not_split_is_split_alike_everywhere(tmp_path):
         assert len(one.test[name]) == round(0.2 * 6) and len(one.train[name]) == 5
         assert not {*one.train[name]} & {*one.test[name]}
         assert [path.name for path in one.test[name]] == [path.name for path in other.test[name]]
+
+
+def test_a_run_may_not_write_among_the_classes_of_its_data(tmp_path, monkeypatch):
+    for place in ("flat", "split/train", "split/val"):
+        fill(tmp_path / place)
+    (tmp_path / "link").symlink_to(tmp_path / "flat")
+    monkeypatch.chdir(tmp_path)
+    refused = {
+        "flat": ("flat", "flat/run", "./flat/../flat/run", "link/run"),
+        "link": ("flat/run",),
+        "split": ("split", "split/train", "split/train/run", "split/val/run"),
+    }
+    for name, places in refused.items():
+        for place in places:
+            with pytest.raises(
+                UsageError, match=f"train_dir={Path(place)} is among the pictures of folder:.*/{name}; give"
+            ):
+                config = TrainConfig(dataset=f"folder:{name}", train_dir=place)
+                setup.load_data(config, sources.find(config.dataset))
+    assert not folders.find(tmp_path / "flat").takes(tmp_path / "flat-run")
+    assert not folders.find(tmp_path / "split").takes(tmp_path / "split" / "runs" / "one")
 
 
 def test_other_sizes_are_resized(tmp_path):
