@@ -496,7 +496,7 @@ def test_an_operation_that_cannot_be_deterministic_is_told_in_a_line(tmp_path, m
 
     monkeypatch.setattr(trainer.Trainer, "_train", train)
     monkeypatch.setattr(tf.config.experimental, "enable_op_determinism", lambda: None)
-    with pytest.raises(UsageError, match="^A deterministic GPU implementation of X .*: leave --deterministic"):
+    with pytest.raises(UsageError, match="^A deterministic GPU implementation of X .*: train without --deterministic"):
         run(dataclasses.replace(QUICK, train_dir=str(tmp_path / "one"), deterministic=True))
     with pytest.raises(tf.errors.UnimplementedError):
         run(dataclasses.replace(QUICK, train_dir=str(tmp_path / "other")))
@@ -620,9 +620,14 @@ def test_fresh_starts_again_and_keeps_what_is_not_its_own(tmp_path):
     again = run(dataclasses.replace(config, fresh=True))
     assert again["weights_sha256"] == first["weights_sha256"]
     assert [path.read_text() for path in mine] == ["mine"] * len(mine)
+    (tmp_path / "train" / ".kept.tmp").write_text("left by a kill")
     run_directory.clear(tmp_path)
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted([*mine, tmp_path / ".lock"])
     assert not (tmp_path / "eval").exists()
+    others = tmp_path / "train" / "events.out.tfevents.1"
+    others.write_text("of a program that keeps checkpoints/ and train/ too")
+    run_directory.clear(tmp_path)
+    assert others.exists() and all(path.exists() for path in mine)
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ class LocalResponseNorm(keras.layers.Layer):
     `tf.nn.local_response_normalization` in every float type, on every device, at the speed of a 1x1 convolution.
     """
 
-    radius, bias, alpha, beta = 4, 1.0, 0.001 / 9, 0.75  # the tutorial's
+    radius, bias, alpha, beta = 4, 1.0, 0.001 / 9, 0.75  # the tutorial's; `call` has this beta and no other
 
     def call(self, inputs):
         channels = np.arange(inputs.shape[-1])

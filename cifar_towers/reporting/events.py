@@ -14,6 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from cifar_towers.reporting.records import GoingOn
 
 PATTERN = "events.out.tfevents.*"
+CUT = ".kept.tmp"  # a file while it is cut back; TensorBoard reads whatever has `tfevents` in its name
 FLUSHED_EVERY = 10.0  # seconds
 ERRORS = (OSError, tf.errors.OpError)
 _files = itertools.count()
@@ -96,7 +97,7 @@ def read(path: Path) -> Iterator[Event]:
 
 
 def _replace(path: Path, events: Sequence[Event]) -> None:
-    temporary = path.with_name(".kept.tmp")  # TensorBoard reads whatever has `tfevents` in its name
+    temporary = path.with_name(CUT)
     try:
         with tf.io.TFRecordWriter(str(temporary)) as writer:
             for event in events:

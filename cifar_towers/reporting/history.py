@@ -116,7 +116,6 @@ def _read(directory: Path, name: str) -> Run:
     training, evaluations = ([record for record in told if record["kind"] == kind] for kind in ("train", "eval"))
     if not training and not evaluations:
         raise UsageError(f"{directory} holds no records of a run in {records.METRICS}; give one, as runs/speed94-seed0")
-    objects = [found if isinstance(found, dict) else {} for found in objects]
     return Run(name, directory, *objects, training, evaluations)
 
 

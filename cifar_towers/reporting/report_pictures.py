@@ -129,7 +129,7 @@ def _counts(score: Mapping) -> list[np.ndarray]:
 
 
 def mistakes(run: Run) -> str:
-    """The sheet of surest mistakes, if there is a whole one."""
+    """The sheet of most confident mistakes, if there is a whole one."""
     from PIL import Image
 
     try:
@@ -138,5 +138,5 @@ def mistakes(run: Run) -> str:
             image.load()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return ""
-    alt = f"the surest mistakes of {run.name}, each image with the class it was taken for and its own"
+    alt = f"the most confident mistakes of {run.name}, each image with the class it was taken for and its own"
     return markup.picture(png, alt, f"Surest mistakes of {run.name}")

@@ -114,7 +114,7 @@ class Reporter:
         self.summaries.keep(step, step if self.evaluated(step) else step - 1)
         self._noise = np.zeros(2)
         for record in self.metrics.of("train"):
-            if "gradient_noise_scale" in record:
+            if record.get("gradient_noise_scale") is not None:
                 self._noise_scale(record["towers"]["gradient_norm"], record["gradient_norm"])
 
     def evaluated(self, step: int) -> list[dict]:
@@ -259,8 +259,9 @@ class Reporter:
     def _noise_scale(self, norms: Sequence[float], mean_norm: float) -> float | None:
         """The gradient noise scale of the steps looked at until now, of which the last had these norms of the towers'
         gradients [K] and of their mean; None as long as it cannot be told."""
-        estimates = observing.noise_scale(norms, mean_norm, self.config.batch_size)
-        self._noise = NOISE_MEMORY * self._noise + (1 - NOISE_MEMORY) * np.array(estimates)
+        estimates = np.array(observing.noise_scale(norms, mean_norm, self.config.batch_size))
+        if np.isfinite(estimates).all():  # the norm of finite gradients may not be
+            self._noise = NOISE_MEMORY * self._noise + (1 - NOISE_MEMORY) * estimates
         signal, noise = self._noise
         return noise / signal if signal > 0 else None
 
@@ -276,13 +277,13 @@ class Reporter:
         self.summaries.update(step, self._weights, metrics.close_up.update)
 
     def _draw(self, step: int, which: str, score: Score, split: Split, names: Sequence[str]) -> None:
-        """What a score fails at, as pictures: in TensorBoard, and the surest mistakes in a file of their own."""
+        """What a score fails at, as pictures: in TensorBoard, and the most confident mistakes as a file too."""
         captions = [
             f"{names[predicted]} {100 * confidence:.0f} %\nis {names[split.labels[example]]}"
             for example, predicted, confidence in zip(*score.mistakes, strict=True)
         ]
         sheet = pictures.contact_sheet(
-            split.images[score.mistakes.examples], captions, f"surest mistakes, {which}, step {step}"
+            split.images[score.mistakes.examples], captions, f"most confident mistakes, {which}, step {step}"
         )
         with records.going_on(self.directory / records.MISTAKES):
             storage.write_whole(self.directory / records.MISTAKES, pictures.png(sheet))

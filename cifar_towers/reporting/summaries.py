@@ -113,14 +113,15 @@ class Summaries:
         self._eval.write(step, [values.scalar(f"{name}/{which}", value) for name, value in told.items()])
 
     def classes(self, step: int, which: str, score: Score, split: Split, class_names: Sequence[str]) -> None:
-        """Each class's accuracy and precision-recall curve in a score over `split`.
+        """Each class's accuracy in a score over `split`, and of up to `pictures.MOST_CLASSES` their precision-recall
+        curves.
 
         Tags have the split alone, so that the last evaluation, with test-time augmentation, goes on where others ended.
         """
         name_of_split, shown = which.partition("/")[0], []
         for name, accuracy in zip(class_names, score.per_class(), strict=True):
             shown.append(values.scalar(f"class_accuracy/{name_of_split}/{name}", accuracy))
-        if np.isfinite(score.probabilities).all():
+        if len(class_names) <= pictures.MOST_CLASSES and np.isfinite(score.probabilities).all():
             for index, (name, probability) in enumerate(zip(class_names, score.probabilities.T, strict=True)):
                 shown.append(
                     values.pr_curve(f"precision_recall/{name_of_split}/{name}", split.labels == index, probability)

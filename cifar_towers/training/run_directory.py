@@ -10,6 +10,8 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.reporting import records
+from cifar_towers.reporting.events import CUT
+from cifar_towers.reporting.events import PATTERN as EVENTS
 from cifar_towers.training import checkpoints
 
 LAUNCH = ".launch"  # the file that holds the name of the launch that cleared it
@@ -20,13 +22,16 @@ NOT_RECIPE |= {"max_bad_steps", "rollback_on_divergence"}
 NOT_RECIPE_GROUPS = {"Towers", "Cluster", "Reporting"}
 # What a run writes, file by file in directories whose names others may use as well, which go when nothing is left.
 SHARED = (checkpoints.DIRECTORY, "train/plugins", "train", "eval", "result", "tower_*")
+CHECKPOINTS = tuple(
+    f"{checkpoints.DIRECTORY}/{name}*" for name in ("step-", storage.DAMAGED, storage.TEMPORARY, storage.TRASH)
+)
 WRITTEN = (
-    *(f"{checkpoints.DIRECTORY}/{name}*" for name in ("step-", storage.DAMAGED, storage.TEMPORARY, storage.TRASH)),
-    *(f"{name}/events.out.tfevents.*" for name in ("train", "eval", "result", "tower_*")),
+    *CHECKPOINTS,
+    *(f"{name}/{written}" for name in ("train", "eval", "result", "tower_*") for written in (EVENTS, CUT)),
     "train/plugins/profile",
     "projector_*",
-    *records.FILES,
     LAUNCH,
+    *reversed(records.FILES),  # config.json is the last: a run is known by it
 )
 
 
@@ -88,7 +93,7 @@ def clear(directory: Path, launch: str = "") -> None:
     Raises:
       OSError: something cannot be removed or written.
     """
-    if any((directory / name).exists() for name in (records.CONFIG, checkpoints.DIRECTORY)):
+    if any(next(directory.glob(name), None) for name in (records.CONFIG, *CHECKPOINTS)):
         for path in (path for name in WRITTEN for path in directory.glob(name)):
             if path.is_dir():
                 shutil.rmtree(path)

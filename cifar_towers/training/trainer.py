@@ -72,7 +72,9 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: 
         except tf.errors.UnimplementedError as error:
             if not config.deterministic:
                 raise
-            raise UsageError(f"{reason(error)}: leave --deterministic, or what it cannot be had with") from error
+            raise UsageError(
+                f"{reason(error)}: train without --deterministic, or without what has no such form"
+            ) from error
 
 
 class Trainer:

@@ -82,9 +82,7 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> Run:
     Raises:
       UsageError: there is no such run or checkpoint, or it has another net. DataError: it is damaged, or all are.
     """
-    checkpoint = checkpoints.newest(train_dir)
-    if checkpoint and step:
-        checkpoint = checkpoints.of_step(train_dir, step)
+    checkpoint = checkpoints.of_step(train_dir, step) if step else checkpoints.newest(train_dir)
     if not checkpoint:
         raise UsageError(f"no checkpoint in {train_dir}; runs that have some stand in runs/ as a rule")
     of_devices = ("Towers", "Cluster")  # how it was trained, which is nothing to how it is used

@@ -72,7 +72,7 @@ def test_of_a_thousand_classes_each_has_its_accuracy_and_no_cell(tmp_path):
     names = [f"class {index}" for index in range(1000)]
     labels = np.arange(2000) % 1000
     split = Split(np.zeros((2000, 18, 18, 3), np.uint8), labels)
-    score = Score(2000, 2000, 0.1, np.diag(np.full(1000, 2)), None, np.full((2000, 1000), np.nan, np.float32))
+    score = Score(2000, 2000, 0.1, np.diag(np.full(1000, 2)), None, np.full((2000, 1000), 1e-3, np.float32))
     summaries = Summaries(tmp_path, [])
     summaries.classes(7, "test/raw", score, split, names)
     summaries.failures(7, "test/raw", score, split, names, np.zeros((18, 18, 3), np.uint8))
