@@ -244,11 +244,12 @@ def _find_data(config: TrainConfig):
 
 def _run(program: Callable[[StopRequest], int | None]) -> int:
     """Calls a program and turns what it raises into one line and an exit code."""
-    stop = StopRequest().listen()
+    stop = StopRequest()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("cifar_towers").setLevel(logging.INFO)
     try:
         try:
+            stop.listen()  # a signal may come before it returns
             code = program(stop) or 0
             stop.end()
         except Exception as error:

@@ -13,6 +13,7 @@ import pytest
 
 from cifar_towers import programs
 from cifar_towers.errors import DataError, DivergedError, LostError, UsageError, one_line
+from cifar_towers.signals import StopRequest
 
 ROOT = Path(__file__).parents[1]
 SLOW = pytest.mark.slow
@@ -207,6 +208,16 @@ def test_a_signal_before_the_first_step(tmp_path):
     process.send_signal(signal.SIGTERM)
     found, _, err = finish(process)
     assert found == 143 and "Traceback" not in err
+
+
+def test_a_signal_while_the_program_begins_to_listen(monkeypatch, capsys):
+    def listen(stop):
+        stop._on_signal(signal.SIGTERM, None)
+
+    monkeypatch.setattr(StopRequest, "listen", listen)
+    monkeypatch.setattr(StopRequest, "end", lambda stop: None)  # it would have pytest deaf
+    assert programs._run(lambda stop: 0) == 143
+    assert capsys.readouterr().err == "interrupted: before the first step; nothing to save\n"
 
 
 @pytest.mark.slow

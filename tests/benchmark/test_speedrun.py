@@ -102,7 +102,7 @@ def test_a_run_on_another_machine_is_refused(tmp_path, other, told):
     records.write_json(tmp_path / "environment.json", same)
     speedrun._check_settings(tmp_path, config, HERE)
     records.write_json(tmp_path / "environment.json", same | other)
-    with pytest.raises(UsageError, match=rf"of other settings \({told}\); give those, another --train_dir"):
+    with pytest.raises(UsageError, match=rf"of other settings or another machine \({told}\); give those settings, "):
         speedrun._check_settings(tmp_path, config, HERE)
     speedrun._check_settings(tmp_path, dataclasses.replace(config, fresh=True), HERE)
 
