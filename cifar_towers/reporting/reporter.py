@@ -114,7 +114,7 @@ class Reporter:
         self.summaries.keep(step, step if self.evaluated(step) else step - 1)
         self._noise = np.zeros(2)
         for record in self.metrics.of("train"):
-            if record.get("gradient_noise_scale") is not None:
+            if "gradient_noise_scale" in record and record["gradient_norm"] is not None:
                 self._noise_scale(record["towers"]["gradient_norm"], record["gradient_norm"])
 
     def evaluated(self, step: int) -> list[dict]:
