@@ -29,7 +29,6 @@ from cifar_towers.training.step import StepMetrics
 
 SCALARS_PER_SUMMARY = 10  # how many times as often scalars and records come as whole summaries
 DRAWING_SHARE = 0.02  # of the time, that pictures of evaluations may take
-NOISE_MEMORY = 0.9  # of the averages that the gradient noise scale is a ratio of
 
 
 class Reporter:
@@ -64,7 +63,7 @@ class Reporter:
         self._usage = Usage(devices)
         self._layers = [layer.name for layer in observing.watched_layers(state.model)]
         self._weights = [variable.path for variable in state.model.trainable_variables]
-        self._noise = np.zeros(2)  # averages of signal and noise over the steps that were looked at
+        self._noise_scale = observing.NoiseScale(config.batch_size)
         self._epoch: list = []
         self._drawn, self._drawing = -math.inf, 0.0  # when an evaluation was last drawn, and the seconds it took
 
@@ -112,10 +111,10 @@ class Reporter:
         self._epoch = []
         self.metrics.keep(lambda record: record["step"] <= step)
         self.summaries.keep(step, step if self.evaluated(step) else step - 1)
-        self._noise = np.zeros(2)
+        self._noise_scale = observing.NoiseScale(self.config.batch_size)
         for record in self.metrics.of("train"):
             if "gradient_noise_scale" in record and record["gradient_norm"] is not None:
-                self._noise_scale(record["towers"]["gradient_norm"], record["gradient_norm"])
+                self._noise_scale.after(record["towers"]["gradient_norm"], record["gradient_norm"])
 
     def evaluated(self, step: int) -> list[dict]:
         """What is on record of the evaluations after `step`, as `evaluation` returned it."""
@@ -254,16 +253,8 @@ class Reporter:
         }
         if len(norms) == 1 or not metrics.finite or metrics.picked:  # the estimate is for examples drawn at random
             return alike
-        return alike | {"gradient_noise_scale": self._noise_scale(norms.tolist(), float(metrics.gradient_norm))}
-
-    def _noise_scale(self, norms: Sequence[float], mean_norm: float) -> float | None:
-        """The gradient noise scale of the steps looked at until now, of which the last had these norms of the towers'
-        gradients [K] and of their mean; None as long as it cannot be told."""
-        estimates = np.array(observing.noise_scale(norms, mean_norm, self.config.batch_size))
-        if np.isfinite(estimates).all():  # the norm of finite gradients may not be
-            self._noise = NOISE_MEMORY * self._noise + (1 - NOISE_MEMORY) * estimates
-        signal, noise = self._noise
-        return noise / signal if signal > 0 else None
+        scale = self._noise_scale.after(norms.tolist(), float(metrics.gradient_norm))
+        return alike | {"gradient_noise_scale": scale}
 
     def _close_up(self, step: int, metrics: StepMetrics, alike: dict) -> None:
         """What the step that was looked at adds for TensorBoard; nothing where its numbers are no numbers."""

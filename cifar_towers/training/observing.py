@@ -15,6 +15,7 @@ from cifar_towers.models import layers
 from cifar_towers.models.own import call_of
 
 BUCKETS = 30
+NOISE_MEMORY = 0.9  # of the averages that the gradient noise scale is a ratio of
 EXAMPLES = 64  # of the final tower's shard, whose activations are counted
 IMAGES = 16  # of these, that are shown
 NONLINEAR = tuple(
@@ -170,6 +171,22 @@ def _count(values: tf.Tensor) -> tf.Tensor:
     counts = tf.histogram_fixed_width(values, tf.stack([low, end]), BUCKETS)
     zeros = tf.reduce_mean(tf.cast(tf.equal(values, 0.0), tf.float32))
     return tf.concat([tf.stack([low, high, zeros, tf.norm(values)]), tf.cast(counts, tf.float32)], 0)
+
+
+class NoiseScale:
+    """The gradient noise scale of a run in batches of `batch_size`: the ratio of averages over the steps looked at."""
+
+    def __init__(self, batch_size: int):
+        self._batch_size = batch_size
+        self._averages = np.zeros(2)  # of signal and noise
+
+    def after(self, tower_norms: Sequence[float], mean_norm: float) -> float | None:
+        """What it is after one more step, of these norms, as in `noise_scale`; None as long as it cannot be told."""
+        estimates = np.array(noise_scale(tower_norms, mean_norm, self._batch_size))
+        if np.isfinite(estimates).all():  # the norm of finite gradients may not be
+            self._averages = NOISE_MEMORY * self._averages + (1 - NOISE_MEMORY) * estimates
+        signal, noise = self._averages
+        return noise / signal if signal > 0 else None
 
 
 def noise_scale(tower_norms: Sequence[float], mean_norm: float, batch_size: int) -> tuple[float, float]:
