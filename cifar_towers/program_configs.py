@@ -4,8 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import ClassVar
 
-from cifar_towers.config import MODELS, DeviceConfig, TrainConfig, check_dataset, check_model
+from cifar_towers.config import DeviceConfig, TrainConfig
 from cifar_towers.errors import UsageError
+from cifar_towers.names import MODELS, check_dataset, check_model
 from cifar_towers.settings import REST, check_limits, parse_names, setting
 
 PEERS = {  # of the race, and the nets each of them has

@@ -4,10 +4,10 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from cifar_towers.config import BUILT_IN, FOLDER
 from cifar_towers.data import cifar10, folders, images, prepared, synthetic
 from cifar_towers.data.dataset import CIFAR10, Dataset, Split, hold_out
 from cifar_towers.errors import DataError, UsageError, printable
+from cifar_towers.names import BUILT_IN, FOLDER
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import keras
 
-from cifar_towers.config import TrainConfig, check_dataset, split_own_model
+from cifar_towers.config import TrainConfig
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Traits
 from cifar_towers.errors import UsageError
+from cifar_towers.names import check_dataset, split_own_model
 from cifar_towers.reporting import records
 from cifar_towers.training import checkpoints, setup
 
