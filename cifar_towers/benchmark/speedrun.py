@@ -21,7 +21,7 @@ from cifar_towers.reporting import records
 from cifar_towers.settings import split_names
 from cifar_towers.towers import Tower
 from cifar_towers.towers.devices import gpu_names
-from cifar_towers.training import schedules, setup
+from cifar_towers.training import opening, schedules, setup
 from cifar_towers.training.precision import choose
 
 CEILINGS = "ceilings.json"  # in a seed's directory: what was measured before and after it
@@ -63,7 +63,7 @@ def run(config: SpeedrunConfig, source: sources.Source) -> None:
     config = dataclasses.replace(config, num_gpus=config.num_gpus or by_default)
     devices = min(config.num_gpus, len(gpus)) or 1
     computed_in, _ = choose(config.precision, "GPU" if gpus else "CPU")  # as the weakest of them can
-    towers = setup.open_towers(config.varied(**ONE_TOWER))  # all cores for one operation, as the ceilings want it
+    towers = opening.open_towers(config.varied(**ONE_TOWER))  # all cores for one operation, as the ceilings want it
     source, dataset = setup.load_data(config, source)
     if source.banner:
         print(source.banner)

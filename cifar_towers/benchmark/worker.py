@@ -17,7 +17,7 @@ from cifar_towers.errors import RunError, UsageError, reason
 from cifar_towers.program_configs import BenchmarkConfig
 from cifar_towers.reporting.profile import profiled
 from cifar_towers.reporting.usage import host_memory_mb
-from cifar_towers.training import setup
+from cifar_towers.training import opening, setup
 
 LOOKS = 0.02  # seconds between looks at the memory
 EXPECTED = (ValueError, NotImplementedError, MemoryError, tf.errors.OpError)  # what a machine or a net may not have
@@ -47,7 +47,7 @@ def serve(config: BenchmarkConfig, towers: int, connection: Connection) -> None:
 class _Worker:
     def __init__(self, config: BenchmarkConfig, towers: int):
         self.config = config
-        self.towers = setup.open_towers(config.varied(num_gpus=towers))
+        self.towers = opening.open_towers(config.varied(num_gpus=towers))
         source = sources.find(config.dataset, config.data_dir)
         _, dataset = setup.load_data(config, source)
         self.train, self.dataset = dataset.train, dataset.name

@@ -1,8 +1,6 @@
-"""From settings to parts: towers, data, model, optimizer, state. Below here, functions take plain values."""
+"""From settings to parts: data, model, state and step. Below here, functions take plain values."""
 
 import functools
-import logging
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,7 +8,7 @@ import keras
 import tensorflow as tf
 from keras.src.utils import naming  # clear_session, which does it too, ends the graph that is being made
 
-from cifar_towers.config import DeviceConfig, TrainConfig
+from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
@@ -20,71 +18,18 @@ from cifar_towers.models import MODELS, own
 from cifar_towers.models.cifarnet import WEIGHT_DECAYS
 from cifar_towers.models.layers import BatchNorm
 from cifar_towers.models.speednet import whitening_kernel
-from cifar_towers.towers import Tower, make_towers, variable_placement
-from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
+from cifar_towers.towers import Tower, variable_placement
 from cifar_towers.towers.placement import HOST
 from cifar_towers.towers.stages import cut_in_stages, stage_placement
 from cifar_towers.training import hardest, precision, schedules
+from cifar_towers.training.groups import make_optimizer
 from cifar_towers.training.losses import OWN, cross_entropy, make_loss
-from cifar_towers.training.mirrored import make_mirrored_step, make_multi_worker_strategy, make_strategy
+from cifar_towers.training.mirrored import make_mirrored_step, make_strategy
 from cifar_towers.training.observing import watched_layers
-from cifar_towers.training.optimizers import AdamW, Group, Momentum, Muon, Optimizer
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import make_train_step, make_update
 
-log = logging.getLogger(__name__)
-
 WHITENED_AT_ONCE = 5000 * 32 * 32  # pixels, whose patches take a hundred bytes each
-
-
-def open_towers(config: DeviceConfig) -> list[Tower]:
-    """The towers a config asks for; where it names no number, as many as can share its batch, and says if these are
-    fewer than there might be.
-
-    Raises:
-      UsageError: this machine cannot have them.
-    """
-    count = config.num_gpus
-    if not count:
-        devices = len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
-        fitting, why = config.towers_on(devices)
-        if why:
-            count = fitting
-            log.info(f"{fitting} of {devices} towers: {why}")
-    return _open(config, lambda **options: make_towers(count, **options))
-
-
-def open_cluster(config: TrainConfig) -> tuple[tf.distribute.Strategy, list[Tower]]:
-    """The strategy that joins a cluster's workers, and the towers of all of them; waits until all have come here.
-
-    Raises:
-      UsageError: this machine has no devices for its part.
-    """
-    members = config.members
-    return _open(
-        config,
-        lambda **options: make_multi_worker_strategy(
-            members.addresses, members.index, config.num_gpus, config.all_reduce, **options
-        ),
-    )
-
-
-def _open(config: DeviceConfig, make: Callable):
-    """What `make` makes of this machine's devices, set up as the flags say."""
-    if config.deterministic:
-        tf.config.experimental.enable_op_determinism()
-    names = ("soft_placement", "gpu_memory_growth", "gpu_memory_limit_mb", "threads_per_op")
-    try:
-        return make(**{name: getattr(config, name) for name in names})
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-def choose_precision(setting: str, towers: list[Tower]) -> str:
-    """`float32`, `bfloat16` or `float16`; says what it took and why."""
-    chosen, reason = precision.choose(setting, towers[0].device)
-    log.info("precision %s: %s", chosen, reason)
-    return chosen
 
 
 def load_data(config: TrainConfig, source: sources.Source) -> tuple[sources.Source, Dataset]:
@@ -175,52 +120,6 @@ def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, lis
     return make_loss(config.label_smoothing, weight_losses), [*terms, "total_loss"]
 
 
-def make_optimizer(config: TrainConfig, model: keras.Model, length: schedules.Length) -> Optimizer:
-    """The groups of a recipe: kernels, biases (with norm shifts), head, and the bias of a whitening layer.
-
-    Weight decay takes the same fraction of every weight a step: a group with another rate gets the coefficient that
-    makes rate x coefficient the same.
-    """
-    kind, points = schedules.parse_rate(config.learning_rate_schedule)
-    places = points.steps(length)
-    shape = {"linear": schedules.linear, "step": schedules.staircase}[kind]
-    whitening_steps = math.ceil(config.whitening_epochs * length.steps_per_epoch)
-
-    def group(name, variables, peak, factor, rule, until=math.inf):
-        decay = config.weight_decay * config.learning_rate / peak if peak else 0.0
-        return Group(name, rule(variables, weight_decay=decay), lambda step: peak * factor(step), until)
-
-    def momentum(variables, weight_decay):
-        return Momentum(variables, config.momentum, config.nesterov, weight_decay)
-
-    def muon(variables, weight_decay):
-        return Muon(variables, config.muon_momentum, length.total, weight_decay)
-
-    def adamw(variables, weight_decay):
-        return AdamW(variables, weight_decay=weight_decay)
-
-    def recipe_factor(step):
-        return shape(step, places, points.values)
-
-    def whitening_factor(step):
-        return 1 - step / whitening_steps
-
-    kernel_rule = {"momentum": momentum, "muon": muon, "adamw": adamw}[config.optimizer]
-    rest_rule = adamw if config.optimizer == "adamw" else momentum
-    bias_rate = config.bias_learning_rate or config.learning_rate
-    whitening_rate = config.whitening_learning_rate or bias_rate
-    head_rate = config.head_learning_rate or config.learning_rate
-    roles = _roles(model)
-    return Optimizer(
-        [
-            group("kernels", roles["kernels"], config.learning_rate, recipe_factor, kernel_rule),
-            group("biases", roles["biases"], bias_rate, recipe_factor, rest_rule),
-            group("head", roles["head"], head_rate, recipe_factor, rest_rule),
-            group("whitening", roles["whitening"], whitening_rate, whitening_factor, rest_rule, whitening_steps),
-        ]
-    )
-
-
 class Training(NamedTuple):
     """What a run works with: its state; the function (batch, rates, side, look) -> metrics that moves it, which on a
     cluster also takes `asked`, as `make_mirrored_step` says; and its towers, which are one where the devices hold
@@ -305,18 +204,3 @@ def make_state(
     optimizer = make_optimizer(config, model, length)
     state = TrainState(model, optimizer, terms, length.total, config.ema_decay, config.lookahead, precision=computed_in)
     return state, loss_fn
-
-
-def _roles(model: keras.Model) -> dict[str, list]:
-    """Role -> the `tf.Variable`s that have it. The head is the last kernel; vectors count as biases."""
-    head = [v for v in model.trainable_variables if len(v.shape) > 1][-1]
-    roles = {"kernels": [], "biases": [], "head": [], "whitening": []}
-    for variable in model.trainable_variables:
-        if variable.path.startswith("whitening/"):
-            role = "whitening"
-        elif variable is head:
-            role = "head"
-        else:
-            role = "kernels" if len(variable.shape) > 1 else "biases"
-        roles[role].append(variable.value)
-    return roles

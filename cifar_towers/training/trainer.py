@@ -25,7 +25,7 @@ from cifar_towers.reporting.reporter import Reporter, every_so_often, told
 from cifar_towers.signals import LAUNCH_VARIABLE, NOTHING_DONE, StopRequest
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.placement import HOST
-from cifar_towers.training import choosing, hardest, health, run_directory, schedules, setup, together
+from cifar_towers.training import choosing, hardest, health, opening, run_directory, schedules, setup, together
 from cifar_towers.training.keeper import Keeper
 from cifar_towers.training.mirrored import towers_here
 from cifar_towers.training.state import TrainState
@@ -47,7 +47,7 @@ def train(config: TrainConfig, source: sources.Source, stop: StopRequest, team: 
     """
     clock, team = Clock(), team or alone()
     stop.leave_at_once(NOTHING_DONE)
-    strategy, towers = setup.open_cluster(config) if config.members else (None, setup.open_towers(config))
+    strategy, towers = opening.open_cluster(config) if config.members else (None, opening.open_towers(config))
     stop.take_over()  # TensorFlow's server listens for SIGTERM itself
     config.tower_batch_size(len(towers))
     source, dataset = setup.load_data(config, source)
@@ -94,7 +94,7 @@ class Trainer:
         self.dataset, self.stop, self.clock, self.team = dataset, stop, clock, team
         self.here = towers_here(strategy, towers) if strategy else towers
         self.directory = config.directory
-        self.precision = setup.choose_precision(config.precision, self.here)
+        self.precision = opening.choose_precision(config.precision, self.here)
         together.compare_notes(team, dataset, self.precision, len(self.here))
         count = config.drawn * len(self.here) // len(towers)
         self.batches = setup.make_batches(config, dataset.train, rows=(team.index * count, count))

@@ -17,7 +17,7 @@ from cifar_towers.evaluation import make_classifier, softmax
 from cifar_towers.models.plain import plain
 from cifar_towers.program_configs import ExportConfig
 from cifar_towers.towers import Tower
-from cifar_towers.training import setup
+from cifar_towers.training import opening
 from cifar_towers.using import trained
 from cifar_towers.using.export_formats import FORMATS, Deployed, Format
 
@@ -38,7 +38,7 @@ def export(config: ExportConfig) -> bool:
     place = Path(config.out) if config.out else run.directory / "export" / kind.name
     _refuse_to_replace(place, kind)
     source = _source(config, run) if config.check else None
-    towers = setup.open_towers(config)
+    towers = opening.open_towers(config)
     tf.config.experimental.enable_tensor_float_32_execution(False)  # a GPU's ten bits are not what is held against
     weights = run.choose_weights(config.weights)
     net = run.load(weights, "float32")

@@ -12,7 +12,7 @@ from cifar_towers.data import images
 from cifar_towers.errors import DataError, printable
 from cifar_towers.evaluation import make_classifier, softmax
 from cifar_towers.program_configs import PredictConfig
-from cifar_towers.training import setup
+from cifar_towers.training import opening
 from cifar_towers.using import trained
 
 AT_ONCE = 256  # pictures that the net gets at a time
@@ -29,8 +29,8 @@ def predict(config: PredictConfig) -> None:
     """
     run = trained.open_run(Path(config.train_dir), config.model, config.step)
     expanded = list(_expand(config.pictures))
-    towers = setup.open_towers(config)
-    model = run.load(run.choose_weights(config.weights), setup.choose_precision(config.precision, towers))
+    towers = opening.open_towers(config)
+    model = run.load(run.choose_weights(config.weights), opening.choose_precision(config.precision, towers))
     classify = make_classifier(model, towers, run.augmentation)
     size, side, bad = min(AT_ONCE, len(expanded)), run.traits.side, []
     width = max(len(_shown(path)) for path, _ in expanded)

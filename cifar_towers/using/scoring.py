@@ -7,7 +7,7 @@ from cifar_towers.data import sources
 from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation import Score, make_evaluator
 from cifar_towers.program_configs import EvaluateConfig
-from cifar_towers.training import setup
+from cifar_towers.training import opening
 from cifar_towers.using import trained
 
 
@@ -20,7 +20,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
     """
     run = trained.open_run(Path(config.train_dir), config.model, config.step)
     source = sources.find(config.dataset or run.facts["dataset"], config.data_dir)
-    towers = setup.open_towers(config)  # before anything else that uses TensorFlow
+    towers = opening.open_towers(config)  # before anything else that uses TensorFlow
     _, dataset = sources.load(source, run.config.validation_examples, run.traits.side)
     if "traits" in run.facts and dataset.traits.class_names != run.traits.class_names:
         raise DataError(
@@ -37,7 +37,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
             "or give --changed_data to score these"
         )
     kind = run.choose_weights(config.weights)
-    model = run.load(kind, setup.choose_precision(config.precision, towers))
+    model = run.load(kind, opening.choose_precision(config.precision, towers))
     evaluate = make_evaluator(model, towers, run.augmentation)
     score = evaluate(split, *trained.variables_of(model), config.tta)
     told = {"train_dir": str(run.directory), "step": run.facts["step"], "dataset": dataset.name}
