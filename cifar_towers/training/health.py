@@ -1,73 +1,19 @@
-"""Whether a run's numbers are finite, where the first that is not came from, and when enough is enough."""
+"""A run's health: the steps that made no update as a number was not finite, and when enough is enough."""
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-import keras
 import numpy as np
-import tensorflow as tf
 
+from cifar_towers.cluster.team import Team
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.errors import DivergedError
-from cifar_towers.models.own import call_of
-from cifar_towers.towers import Tower, run_on_parts
+from cifar_towers.towers import Tower, split_batch
+from cifar_towers.training import finite, hardest
+from cifar_towers.training.state import TrainState
+from cifar_towers.training.step import StepMetrics
 
 MOST_ROLLBACKS = 8  # then the rates are 1/256 of the recipe's, and it is not the rates
-
-
-def first_bad(tensors: Sequence[tf.Tensor | None], devices: Sequence[str] = ()) -> tf.Tensor:
-    """Index of the first of N tensors that holds a NaN or an infinity, as int32; -1 if none does.
-
-    Each is looked at on its own of N devices, if they are given. None counts as finite, and so do integers.
-    """
-    finite = []
-    for index, tensor in enumerate(tensors):
-        if tensor is None or not tensor.dtype.is_floating:
-            finite.append(tf.constant(True))
-            continue
-        with tf.device(devices[index] if devices else ""):
-            finite.append(tf.reduce_all(tf.math.is_finite(tensor)))
-    finite = tf.stack(finite)
-    return tf.where(tf.reduce_all(finite), -1, tf.argmin(finite, output_type=tf.int32))
-
-
-def first_bad_tensor(model: keras.Model, images: tf.Tensor) -> str:
-    """What in a forward pass of `images` [B, height, width, 3] is first not finite, in words; empty if all is.
-
-    Looks at the model's variables, the images, and the output of each layer in turn, with batch norm over the images.
-    """
-    for variable in model.variables:
-        if variable.dtype.startswith(("float", "bfloat")) and not _finite(variable.value):
-            return f"variable {variable.path}"
-    if not _finite(images):
-        return "the images"
-    layers = [layer for layer in model.layers if not isinstance(layer, (keras.layers.InputLayer, keras.Model))]
-    until_each = keras.Model(model.input, [call_of(model, layer).output_tensors for layer in layers])
-    variables = [
-        [v.value for v in kind] for kind in (until_each.trainable_variables, until_each.non_trainable_variables)
-    ]
-    outputs, _ = until_each.stateless_call(*variables, images, training=True)
-    return next((f"the output of {layer.name}" for layer, of in zip(layers, outputs) if not all(map(_finite, of))), "")
-
-
-def find_bad(
-    model: keras.Model, augmentation: Augmentation, tower: Tower, shard: Batch, side: int, micro_batches: int
-) -> str:
-    """What in a tower's forward pass over its shard, in images of this side, is first not finite: an addition to what
-    `describe` says, empty if all is, or if that cannot be found out."""
-
-    def look(part):
-        return first_bad_tensor(model, augmentation.train(part.images, part.draws, side))
-
-    found = []
-    with contextlib.suppress(tf.errors.OpError, ValueError), tf.device(tower.device):  # as where memory is short
-        found = [first for first in run_on_parts(look, shard, micro_batches, in_turn=False) if first]
-    return f"; first of its tensors: {found[0]}" if found else ""
-
-
-def _finite(tensor) -> bool:
-    return bool(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(tensor))))
 
 
 class Health:
@@ -127,15 +73,58 @@ class Health:
         self.in_a_row, self.rollbacks = 0, self.rollbacks + 1
 
 
-def describe(metrics, towers: Sequence, terms: Sequence[str], weights: Sequence[str], moved: Sequence[str]) -> str:
-    """Which numbers of a step were not finite, in words, as `total_loss of tower_1 is not finite`.
+class Judge:
+    """Judges each step of a run: one that made no update is counted in `health`, and told with where it came from,
+    unless it is float16's loss scale that is being found.
 
     Args:
-      metrics: the step's `StepMetrics`, on the host.
-      terms, weights: names of the loss terms and of the trained variables. moved: of what the update assigns.
+      state, towers: what the step moves, and its towers. here: those of this process, among all of a `team`.
     """
-    names = [*terms, *(f"the gradient of {name}" for name in reversed(weights))]
-    for tower, bad in zip(towers, np.atleast_1d(metrics.bad_tensors), strict=True):
-        if bad >= 0:
-            return f"{names[bad]} of {tower.name} is not finite"
-    return f"the new value of {moved[metrics.bad_update]} is not finite"
+
+    def __init__(
+        self,
+        health: Health,
+        state: TrainState,
+        towers: Sequence[Tower],
+        here: Sequence[Tower],
+        augmentation: Augmentation,
+        micro_batches: int,
+        team: Team,
+        say: Callable[[str], None],
+    ):
+        self._health, self._state, self._towers, self._here = health, state, towers, here
+        self._augmentation, self._micro_batches, self._team, self._say = augmentation, micro_batches, team, say
+
+    def __call__(self, step: int, metrics: StepMetrics, batch: Batch, rates: Mapping[str, float], side: int) -> None:
+        """After `step` steps, of which these are the last's metrics, batch, rates by parameter group, and side.
+
+        Raises:
+          DivergedError: there were too many of these in a row.
+        """
+        state, who = self._state, ""
+        if metrics.finite and metrics.picked and not metrics.picked.proxy.finite:
+            state, who, metrics = self._state.proxy, f"{hardest.PROXY}: ", metrics.picked.proxy
+        elif metrics.finite:
+            return self._health.good()
+        elif metrics.picked:
+            batch = hardest.take(batch, metrics.picked.rows)
+        overflowed = np.isfinite(metrics.tower_losses).all() and (metrics.bad_tensors >= 0).any()
+        if overflowed and state.loss_scale.can_shrink():
+            return self._health.good() if who else None  # of a proxy that overflowed the net itself has moved
+        weights = [v.name.removesuffix(":0") for v in state.weights]
+        what = who + finite.describe(
+            metrics, self._towers, list(metrics.losses), weights, state.moved_names[frozenset(rates)]
+        )
+        self._say(self._health.bad(step, what + self._where_from(state, metrics, batch, side)))
+
+    def _where_from(self, state: TrainState, metrics: StepMetrics, batch: Batch, side: int) -> str:
+        """The first tensor of the bad tower's forward pass that is not finite; the step has changed nothing, so it
+        can be taken again."""
+        bad = [tower for tower, index in zip(self._towers, metrics.bad_tensors, strict=True) if index >= 0]
+        if not bad:
+            return ""
+        here, found = [tower for tower in self._towers if tower in self._here], ""
+        if bad[0] in here:
+            shard = split_batch(batch, here)[here.index(bad[0])]
+            found = finite.find_bad(state.model, self._augmentation, bad[0], shard, side, self._micro_batches)
+        return next(filter(None, self._team.gather(found)), "")

@@ -86,6 +86,20 @@ def recipe_of(config: TrainConfig) -> dict:
     }
 
 
+def facts_of(config: TrainConfig, dataset: Dataset, precision: str, towers: int) -> dict:
+    """What every checkpoint of a run keeps of how it was made."""
+    return {
+        "recipe": recipe_of(config),
+        "dataset": dataset.name,
+        "traits": dataset.traits._asdict(),
+        **{f"{name}_sha256": digest for name, digest in dataset.digests().items()},
+        "precision": precision,
+        "towers": towers,
+        "strategy": config.strategy,
+        "variable_placement": config.variable_placement if config.strategy == "towers" else None,
+    }
+
+
 def clear(directory: Path, launch: str = "") -> None:
     """Removes what a run wrote, and nothing else; nothing at all where no run has been. Leaves the name of a `launch`,
     for what this starts again.

@@ -11,7 +11,7 @@ from cifar_towers.data.batches import Draws
 from cifar_towers.models.own import is_seed
 from cifar_towers.towers.placement import HOST, pinned
 from cifar_towers.training.averages import Lookahead, LossAverages, WeightAverage
-from cifar_towers.training.health import first_bad
+from cifar_towers.training.finite import first_bad
 from cifar_towers.training.observing import look_at_update
 from cifar_towers.training.optimizers import Optimizer
 from cifar_towers.training.precision import LossScale

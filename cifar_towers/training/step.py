@@ -11,7 +11,7 @@ from cifar_towers.data.batches import Batch
 from cifar_towers.towers import Tower, average_gradients, run_on_parts, run_on_towers, run_together, split_batch
 from cifar_towers.towers.placement import HOST
 from cifar_towers.towers.stages import Stage, staged_call
-from cifar_towers.training.health import first_bad
+from cifar_towers.training.finite import first_bad
 from cifar_towers.training.observing import CloseUp, Look, look_at_forward, look_at_towers, watched_call
 from cifar_towers.training.state import TrainState
 

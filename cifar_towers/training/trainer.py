@@ -7,7 +7,6 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from cifar_towers import storage
@@ -23,12 +22,12 @@ from cifar_towers.reporting.clock import Clock
 from cifar_towers.reporting.profile import Window
 from cifar_towers.reporting.reporter import Reporter, every_so_often, told
 from cifar_towers.signals import LAUNCH_VARIABLE, NOTHING_DONE, StopRequest
-from cifar_towers.towers import Tower, split_batch
+from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import HOST
-from cifar_towers.training import choosing, hardest, health, opening, run_directory, schedules, setup, together
+from cifar_towers.training import choosing, opening, run_directory, schedules, setup, together
+from cifar_towers.training.health import Health, Judge
 from cifar_towers.training.keeper import Keeper
 from cifar_towers.training.mirrored import towers_here
-from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import StepMetrics
 
 
@@ -105,6 +104,7 @@ class Trainer:
         )
         self.augmentation = setup.make_augmentation(config, dataset.traits)
         self.evaluate = make_evaluator(self.state.model, self.here, self.augmentation, team)
+        self.facts = run_directory.facts_of(config, dataset, self.precision, len(self.towers))
         self.reporter = Reporter(
             config, dataset, source.banner, self.here, self.towers, self.precision, self.state, self.length, clock,
             quiet=not team.chief,
@@ -118,7 +118,10 @@ class Trainer:
         self.profile = Window(self.directory, *window) if window and team.chief else None
         self.side_at = schedules.Sides(config.image_sides, config.image_size).at(self.length)
         self.traced: set[tuple] = set()  # sides of the images, and groups of variables that move
-        self.health = health.Health(config.max_bad_steps)
+        self.health = Health(config.max_bad_steps)
+        self.judge = Judge(
+            self.health, self.state, self.towers, self.here, self.augmentation, config.micro_batches, team, self.say
+        )
         every, keep = config.checkpoint_every_steps, config.keep_checkpoints
         self.keeper = Keeper(self.directory, self.state, every, keep, self.say)
         self.reached = 0.0  # the accuracy that met the target
@@ -185,7 +188,7 @@ class Trainer:
                 metrics = self._step(step, batch, rates, side)
                 self._profile(Window.after, step + 1)
                 step, scores = step + 1, []
-                self._judge(step, metrics, batch, rates, side)
+                self.judge(step, metrics, batch, rates, side)
                 self.reporter.step(step, metrics, rates, side, self.health)
                 self.clock.charge("report")
                 if self._at_evaluation(step):
@@ -201,10 +204,8 @@ class Trainer:
             self.stop.defer()
             self.reporter.progress.pause()
             raise Interrupted(self.stop.signal, self._leave(step, scores)) from stopped
-        bad = self.state.not_finite()
-        if bad:
-            kept = self.team.from_chief(self.keeper.what_is_kept)
-            raise DivergedError(f"{bad} is not finite after step {step}; {kept}")
+        if bad := self.state.not_finite():
+            raise DivergedError(f"{bad} is not finite after step {step}")
         return step
 
     def _leave(self, step: int, scores: list[dict]) -> str:
@@ -252,53 +253,18 @@ class Trainer:
             self.say(lines)
             self.clock.charge("profile")
 
-    def _judge(self, step: int, metrics: StepMetrics, batch: Batch, rates: dict[str, float], side: int) -> None:
-        """Counts and tells a step that made no update, unless it is float16's loss scale that is being found.
+    def _roll_back(self, error: DivergedError) -> int:
+        """Goes back to the checkpoint before the bad steps; the step it is of.
 
         Raises:
-          DivergedError: there were too many of these in a row.
+          DivergedError: the run is not to, or cannot.
         """
-        state, who = self.state, ""
-        if metrics.finite and metrics.picked and not metrics.picked.proxy.finite:
-            state, who, metrics = self.state.proxy, f"{hardest.PROXY}: ", metrics.picked.proxy
-        elif metrics.finite:
-            return self.health.good()
-        elif metrics.picked:
-            batch = hardest.take(batch, metrics.picked.rows)
-        overflowed = np.isfinite(metrics.tower_losses).all() and (metrics.bad_tensors >= 0).any()
-        if overflowed and state.loss_scale.can_shrink():
-            return self.health.good() if who else None  # of a proxy that overflowed the net itself has moved
-        weights = [v.name.removesuffix(":0") for v in state.weights]
-        what = who + health.describe(
-            metrics, self.towers, list(metrics.losses), weights, state.moved_names[frozenset(rates)]
-        )
-        try:
-            self.say(self.health.bad(step, what + self._where_from(state, metrics, batch, side)))
-        except DivergedError as error:
-            if self.config.rollback_on_divergence:
-                raise
+        if not self.config.rollback_on_divergence:
             kept = self.team.from_chief(self.keeper.what_is_kept)
             raise DivergedError(
                 f"{error}; {kept}: give --rollback_on_divergence to go back to the last good checkpoint at half the "
                 "rates, or --fresh with a smaller --learning_rate or --precision=float32"
             ) from error
-
-    def _where_from(self, state: TrainState, metrics: StepMetrics, batch: Batch, side: int) -> str:
-        """The first tensor of the bad tower's forward pass that is not finite; the step has changed nothing, so it
-        can be taken again."""
-        bad = [tower for tower, index in zip(self.towers, metrics.bad_tensors, strict=True) if index >= 0]
-        if not bad:
-            return ""
-        here, found = [tower for tower in self.towers if tower in self.here], ""
-        if bad[0] in here:
-            shard = split_batch(batch, here)[here.index(bad[0])]
-            found = health.find_bad(state.model, self.augmentation, bad[0], shard, side, self.config.micro_batches)
-        return next(filter(None, self.team.gather(found)), "")
-
-    def _roll_back(self, error: DivergedError) -> int:
-        """Goes back to the checkpoint before the bad steps, if the run is to; the step it is of."""
-        if not self.config.rollback_on_divergence:
-            raise error
         good_until = int(self.state.step.numpy()) - self.health.in_a_row
         self.health.roll_back(error)
         with records.going_on(self.directory / records.ROLLBACKS):  # a checkpoint will know it only later
@@ -348,16 +314,8 @@ class Trainer:
         """Saves the state after `step`, or says why it cannot be; whether it is saved. The chief does, for all."""
         if not self.team.chief:
             return True
-        facts = {
+        facts = self.facts | {
             "accuracy": next((score["accuracy"] for score in reversed(scores)), None),
-            "recipe": run_directory.recipe_of(self.config),
-            "dataset": self.dataset.name,
-            "traits": self.dataset.traits._asdict(),
-            **{f"{name}_sha256": digest for name, digest in self.dataset.digests().items()},
-            "precision": self.precision,
-            "towers": len(self.towers),
-            "strategy": self.config.strategy,
-            "variable_placement": self.config.variable_placement if self.config.strategy == "towers" else None,
             "seconds": self.clock.seconds,
             "images": self.clock.images,
             **self.health.facts(),

@@ -10,7 +10,7 @@ from cifar_towers.data import synthetic
 from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.towers import split_batch
-from cifar_towers.training import health, observing, setup
+from cifar_towers.training import finite, observing, setup
 from cifar_towers.training.observing import Distribution
 from cifar_towers.training.schedules import Length
 
@@ -149,11 +149,11 @@ def test_layers_of_a_backbone_that_the_net_calls_again_are_looked_at_in_the_net(
     assert [layer.name for layer in observing.watched_layers(model)] == ["relu", "head"]
     np.testing.assert_allclose(seen[0], tf.nn.relu(model.get_layer("convolution")(given)), rtol=1e-6)
     np.testing.assert_array_equal(seen[1], logits)
-    assert health.first_bad_tensor(model, given) == ""
-    assert health.first_bad_tensor(model, given * np.inf) == "the images"
+    assert finite.first_bad_tensor(model, given) == ""
+    assert finite.first_bad_tensor(model, given * np.inf) == "the images"
     convolution = model.get_layer("convolution")
     convolution.kernel.assign(1e10 * convolution.kernel)
-    assert health.first_bad_tensor(model, given * 1e35) == "the output of convolution"
+    assert finite.first_bad_tensor(model, given * 1e35) == "the output of convolution"
 
 
 def test_a_number_that_is_not_finite_is_looked_at_without_harm(towers, examples):
