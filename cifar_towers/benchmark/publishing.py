@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from cifar_towers import storage
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
-from cifar_towers.reporting import records
+from cifar_towers.reporting import environment, records
 from cifar_towers.towers.devices import gpu_names
 
 
@@ -35,7 +35,7 @@ def circumstances(config: TrainConfig, dataset: str) -> dict:
         "hardest_of": config.hardest_of,
         "dataset": dataset,
         "date": date.today().isoformat(),
-        **records.machine(),
+        **environment.machine(),
         "gpus": gpu_names(),
     }
 

@@ -3,12 +3,7 @@
 import contextlib
 import json
 import logging
-import os
-import platform
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +16,6 @@ log = logging.getLogger(__name__)
 CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
 RESULT, ROLLBACKS, MISTAKES, REPORT = "result.json", "rollbacks.json", "mistakes.png", "report.html"
 FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, MISTAKES, REPORT)
-PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 
 
 class Metrics:
@@ -111,53 +105,3 @@ def read(path: Path) -> Iterator[dict]:
 def write_json(path: Path, value: Mapping) -> None:
     """Writes an object, whole or not at all."""
     storage.write_whole(path, json.dumps(value, indent=1, default=str) + "\n")
-
-
-def environment(towers, precision: str, data_digests: Mapping[str, str], gpus: Sequence[str] = ()) -> dict:
-    """Where a run ran: versions, processor, devices, code and data."""
-    return machine() | {
-        "towers": [{"name": tower.name, "device": tower.device} for tower in towers],
-        "precision": precision,
-        "gpus": list(gpus),
-        "data_sha256": dict(data_digests),
-    }
-
-
-def machine() -> dict:
-    """What a program runs on: command, versions, processor, code."""
-    return {
-        "command": ["python", *sys.argv] if sys.argv[0].endswith(".py") else sys.argv,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as TensorFlow chooses"),
-        "git_revision": _git_revision(),
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _git_revision() -> str:
-    root = Path(__file__).resolve().parents[2]
-    try:
-        told = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10
-        )
-        return told.stdout.strip() or "unknown"
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"

@@ -11,15 +11,12 @@ from cifar_towers import storage
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import Dataset, Split
 from cifar_towers.evaluation import Score
-from cifar_towers.reporting import pictures, records, texts
+from cifar_towers.reporting import environment, pictures, records, texts
 from cifar_towers.reporting.clock import Clock
 from cifar_towers.reporting.progress import Progress, Status
 from cifar_towers.reporting.summaries import Summaries
 from cifar_towers.reporting.usage import Usage
 from cifar_towers.towers import Tower, device_table
-from cifar_towers.towers.devices import gpu_names
-from cifar_towers.towers.placement import short_device
-from cifar_towers.towers.stages import layer_costs
 from cifar_towers.training import observing, run_directory
 from cifar_towers.training.hardest import PROXY
 from cifar_towers.training.health import Health
@@ -90,13 +87,14 @@ class Reporter:
         self.summaries = _NoSummaries() if self.quiet else Summaries(self.directory, self.towers)
         self.go_back(step)
         settings = dataclasses.asdict(self.config)
-        environment = self._environment()
-        for name, content in ((records.CONFIG, settings), (records.ENVIRONMENT, environment)):
+        side = self.config.crop or self.dataset.traits.side
+        made_of = environment.of_run(self.towers, self.precision, self.dataset, self.banner, self.state, side)
+        for name, content in ((records.CONFIG, settings), (records.ENVIRONMENT, made_of)):
             with records.going_on(self.directory / name):
                 records.write_json(self.directory / name, content)
         shown = run_directory.recipe_of(self.config) | {"seed": self.config.seed, "towers": len(self.towers)}
         shown |= {"strategy": self.config.strategy, "precision": self.precision, "dataset": self.dataset.name}
-        self.summaries.begin(step, shown, texts.of_run(settings, environment, self.banner))
+        self.summaries.begin(step, shown, texts.of_run(settings, made_of, self.banner))
 
     def graph(self, function) -> None:
         """Draws the traced step, and says where it went if that was asked for."""
@@ -300,27 +298,6 @@ class Reporter:
         shared += f"{config.micro_batches} x " if config.micro_batches > 1 else ""
         shared += f"{images} images " + (f"in {len(self.devices)} stages " if config.parallelism == "model" else "")
         return shared + f"on {devices}" + (", mirrored" if config.strategy == "mirrored" else "")
-
-    def _environment(self) -> dict:
-        """Where the run runs, on what, and what it is made of."""
-        environment = records.environment(self.towers, self.precision, self.dataset.digests(), gpu_names())
-        environment["synthetic_data"] = self.banner
-        environment["class_names"] = list(self.dataset.traits.class_names)
-        environment["variables"] = [
-            {
-                "name": name,
-                "shape": v.shape.as_list(),
-                "bytes": v.shape.num_elements() * v.dtype.size,
-                "device": short_device(v.device),
-            }
-            for name, v in self.state.named_variables().items()
-        ]
-        try:
-            layers = layer_costs(self.state.model, open_size=self.config.crop or self.dataset.traits.side)
-        except ValueError:  # a model that cannot be looked into
-            layers = []
-        environment["model"] = [layer._asdict() for layer in layers]
-        return environment
 
 
 def told(score: Mapping) -> str:

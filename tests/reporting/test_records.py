@@ -1,10 +1,8 @@
-import json
 from pathlib import Path
 
 import numpy as np
 
 from cifar_towers.reporting import records
-from cifar_towers.towers import Tower
 
 
 def test_a_resumed_run_drops_the_records_after_its_step(tmp_path):
@@ -19,12 +17,6 @@ def test_a_resumed_run_drops_the_records_after_its_step(tmp_path):
     metrics.write(kind="eval", step=11, accuracy=np.float32(np.nan))
     assert [record["step"] for record in records.read(tmp_path / "metrics.jsonl")] == [5, 10, 11, 11]
     assert metrics.of("eval") == [{"kind": "eval", "step": 11, "accuracy": None}]
-
-
-def test_the_command_can_be_typed_again(monkeypatch):
-    for typed, told in (("scripts/train.py", ["python", "scripts/train.py", "--seed=3"]), ("cifar-towers-train", None)):
-        monkeypatch.setattr("sys.argv", [typed, "--seed=3"])
-        assert records.machine()["command"] == (told or [typed, "--seed=3"])
 
 
 def test_a_record_that_was_cut_short_takes_no_other_with_it(tmp_path, monkeypatch):
@@ -43,14 +35,6 @@ def test_a_record_that_was_cut_short_takes_no_other_with_it(tmp_path, monkeypatc
     metrics.write(kind="train", step=3)
     path.write_bytes(path.read_bytes() + b'\xff\xfe\n{"step": 4}\n[]\n')
     assert [record["step"] for record in records.read(path)] == [1, 3]
-
-
-def test_environment_tells_versions_devices_and_data():
-    told = records.environment([Tower(0, "/CPU:0")], "float32", {"train": "abc"})
-    assert told["packages"]["tensorflow"].startswith("2.")
-    assert told["towers"] == [{"name": "tower_0", "device": "/CPU:0"}]
-    assert told["data_sha256"] == {"train": "abc"} and told["processor"]
-    json.dumps(told)
 
 
 def test_json_is_replaced_whole(tmp_path):
