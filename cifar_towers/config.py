@@ -320,7 +320,8 @@ class TrainConfig(DeviceConfig):
         if self.hardest_of and (self.strategy != "towers" or self.parallelism == "model"):
             what = "parallelism" if self.strategy == "towers" else "strategy"
             raise UsageError(
-                f"hardest_of={self.hardest_of} is for towers that share the batch; leave {what}={getattr(self, what)}"
+                f"hardest_of={self.hardest_of} is for towers that share the batch; leave {what}={getattr(self, what)}, "
+                "or give --hardest_of=0"
             )
         if self.members and self.seeds:
             raise UsageError("a cluster trains one run and ends; give one seed at a time")

@@ -167,11 +167,6 @@ class BenchmarkConfig(TrainConfig):
             raise UsageError(
                 "gpu_memory_growth is needed by the benchmark, whose processes share the GPUs; leave it on"
             )
-        if self.hardest_of:
-            raise UsageError(
-                f"hardest_of={self.hardest_of} is not for the benchmark, which measures a net's step and not how its "
-                "examples are found; give --hardest_of=0"
-            )
         for count in self.tower_counts:
             self.tower_batch_size(count)
         parse_names("precisions", self.precisions, ("float32", "bfloat16", "float16"))

@@ -1,6 +1,7 @@
 """The programs, as `scripts/` and the console commands call them: first all checks, then what is slow."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -201,6 +202,7 @@ def benchmark(stop: StopRequest) -> None:
         "Measures a recipe's step on this machine: placements, strategies, numbers of towers; or how it grows.\n\n"
         "  benchmark.py --flagfile=configs/speed94.cfg --towers=1,2,4",
     )
+    config = dataclasses.replace(config, hardest_of=0)  # a step is measured, not how its examples are found
     stop.leave_at_once("the benchmark ends unfinished; the same command starts it again")
     _find_data(config)
     from cifar_towers.benchmark import growth, runner
