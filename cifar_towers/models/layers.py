@@ -15,9 +15,11 @@ def logits_dtype(dtype: str) -> str:
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class Conv2D(keras.layers.Conv2D):
-    """Keras's, through `kernels.conv2d`."""
+    """Keras's, through `kernels.conv2d` where that has it."""
 
     def convolution_op(self, inputs, kernel):
+        if self.groups > 1 or set(self.dilation_rate) != {1} or len(set(self.strides)) > 1:
+            return super().convolution_op(inputs, kernel)
         # read the variable here, inside Keras's scopes: the gradient is taken outside them
         return kernels.conv2d(inputs, tf.convert_to_tensor(kernel), self.strides[0], self.padding)
 

@@ -20,7 +20,9 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 from tensorflow.python.framework import op_def_registry
 
+from cifar_towers.models.layers import BatchNorm
 from cifar_towers.towers import mean_over_towers
+from cifar_towers.towers.parallel_model import own_step
 
 SEED = "seed_generator_state"  # what Keras calls the variable of a `keras.random.SeedGenerator`
 SEEDED = "for random numbers give it a keras.random.SeedGenerator"
@@ -89,9 +91,15 @@ def make(function: Callable[..., keras.Model], side: int, num_classes: int, poli
             model = function(**{name: value for name, value in offered.items() if name in taken})
             if not isinstance(model, keras.Model):
                 raise ModelError(f"it returns {type(model).__name__}, not a Keras model")
-            if not isinstance(model, Functional):  # sequential or subclassed: a graph of one layer
+            step = own_step(model)
+            if step:
+                raise ModelError(f"it has a {step} of its own, which towers would not run; leave it out")
+            if not isinstance(model, Functional):
                 images = keras.Input((side, side, 3))
-                model = keras.Model(images, model(images), name=model.name)
+                logits = model(images)
+                if type(model) is keras.Sequential:  # is a graph inside; a subclassed model becomes one of one layer
+                    images, logits = model.inputs[0], model.outputs[0]
+                model = keras.Model(images, logits, name=model.name)
         finally:
             keras.config.set_dtype_policy(before)
     except ModelError:
@@ -181,14 +189,18 @@ def call_of(model: Functional, layer: keras.layers.Layer):
 
 
 def synchronize(model: keras.Model) -> None:
-    """Lets Keras's own batch norms normalise by the moments of the whole batch, not of the tower's shard."""
+    """Lets batch norms, Keras's and those made from it and the project's, normalise by the moments of the whole batch,
+    not of the tower's shard."""
     for layer in _layers(model):
-        if type(layer) is keras.layers.BatchNormalization:
-            layer.__class__ = _SynchronizedBatchNormalization
+        kind = type(layer)
+        if isinstance(layer, BatchNorm):
+            layer.synchronized = True
+        elif isinstance(layer, keras.layers.BatchNormalization):
+            layer.__class__ = type(kind.__name__, (_MomentsOfAll, kind), {})
 
 
-class _SynchronizedBatchNormalization(keras.layers.BatchNormalization):
-    """Keras's, whose moments are the towers' together."""
+class _MomentsOfAll:
+    """In front of Keras's batch norm: its moments are the towers' together."""
 
     def _moments(self, inputs, mask):
         local_mean, local_variance = super()._moments(inputs, mask)

@@ -110,14 +110,18 @@ def _is_seed(variable) -> bool:
     return variable.name == "seed_generator_state"
 
 
+def own_step(model: keras.Model) -> str:
+    """The first of the methods that `fit` and its like call and towers do not, which the model's class has changed."""
+    steps = ("train_step", "test_step", "predict_step", "compute_loss")
+    return next((step for step in steps if getattr(type(model), step) is not getattr(keras.Model, step)), "")
+
+
 def _check_model(model: keras.Model) -> None:
     if not model.built:
         raise ValueError(f"model {model.name!r} has no variables yet; build it or call it on a batch first")
-    for step in ("train_step", "test_step", "predict_step", "compute_loss"):
-        if getattr(type(model), step) is not getattr(keras.Model, step):
-            raise ValueError(
-                f"model {model.name!r} has a {step} of its own, which towers would not run; use make_parallel"
-            )
+    step = own_step(model)
+    if step:
+        raise ValueError(f"model {model.name!r} has a {step} of its own, which towers would not run; use make_parallel")
     for layer in model._flatten_layers():
         if getattr(layer, "stateful", False):
             raise ValueError(

@@ -18,7 +18,7 @@ def make_optimizer(config: TrainConfig, model: keras.Model, length: schedules.Le
     kind, points = schedules.parse_rate(config.learning_rate_schedule)
     places = points.steps(length)
     shape = {"linear": schedules.linear, "step": schedules.staircase}[kind]
-    whitening_steps = math.ceil(config.whitening_epochs * length.steps_per_epoch)
+    whitening_steps = math.ceil(schedules.in_steps(config.whitening_epochs, length.steps_per_epoch))
 
     def group(name, variables, peak, factor, rule, until=math.inf):
         decay = config.weight_decay * config.learning_rate / peak if peak else 0.0
@@ -56,8 +56,9 @@ def make_optimizer(config: TrainConfig, model: keras.Model, length: schedules.Le
 
 
 def _roles(model: keras.Model) -> dict[str, list]:
-    """Role -> the `tf.Variable`s that have it. The head is the last kernel; vectors count as biases."""
-    head = [v for v in model.trainable_variables if len(v.shape) > 1][-1]
+    """Role -> the `tf.Variable`s that have it. The head is the last kernel, if any is trained; vectors count as
+    biases."""
+    head = next((v for v in reversed(model.trainable_variables) if len(v.shape) > 1), None)
     roles = {"kernels": [], "biases": [], "head": [], "whitening": []}
     for variable in model.trainable_variables:
         if variable.path.startswith("whitening/"):

@@ -115,7 +115,7 @@ def make_mirrored_step(
         gradients = [gradient for gradient, _ in result.gradients]
         floating = [s if s is not None and s.dtype.is_floating else None for s in result.statistics]
         with tf.name_scope("all_reduce"):  # the replicas meet here
-            gradients, means = _mean(context, gradients, floating if batch_statistics == "mean" else [])
+            gradients, means = _mean(context, gradients, [] if batch_statistics == "final" else floating)
             said = _all_say(context, [*result.losses.values(), result.correct, result.bad, asked], tower, len(towers))
             if batch_statistics == "final":
                 means = _of_final(context, floating, tower, len(towers))

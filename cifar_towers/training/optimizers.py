@@ -54,7 +54,11 @@ class AdamW:
         self.slots = {name: [_zeros_like(v, name) for v in self.variables] for name in ("mean", "square")}
 
     def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> Moves:
-        """One variable and its two averages after a step; `step` counts from 0 and corrects the first steps' bias."""
+        """One variable and its two averages after a step; `step` counts from 0 and corrects the first steps' bias.
+
+        Steps that made no update count too: where the very first are such, as when a loss scale is sought, the next are
+        the shorter for it.
+        """
         variable, mean, square = self.variables[index], self.slots["mean"][index], self.slots["square"][index]
         count = tf.cast(step + 1, variable.dtype)
         new_mean = self.BETA1 * mean + (1 - self.BETA1) * gradient

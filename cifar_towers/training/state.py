@@ -48,6 +48,8 @@ class TrainState:
         self.weights = [v.value for v in model.trainable_variables]
         self.statistics = [v.value for v in model.non_trainable_variables]
         self.seeds = [is_seed(v) for v in model.non_trainable_variables]
+        constrained = (v for v in model.trainable_variables if v.constraint)
+        self._constraints = {id(v.value): v.constraint for v in constrained}
         self.ema = WeightAverage(self.weights + self.statistics, ema_decay)
         self.lookahead = Lookahead(self.weights + self.statistics, total_steps, lookahead)
         self.loss_averages = LossAverages(loss_terms)
@@ -90,7 +92,7 @@ class TrainState:
           what `look_at_update` says of each trained variable or None)
         """
         with tf.name_scope("apply"):
-            moves = self.optimizer.moves(gradients, rates, self.step)
+            moves = [self._constrained(*move) for move in self.optimizer.moves(gradients, rates, self.step)]
             moves += [pair for pair in zip(self.statistics, statistics, strict=True) if pair[1] is not None]
             self.moved_names[frozenset(rates)] = [variable.name.removesuffix(":0") for variable, _ in moves]
             bad = first_bad([value for _, value in moves], [variable.device for variable, _ in moves])
@@ -108,6 +110,14 @@ class TrainState:
         self.loss_scale.adapt(finite)
         self.step.assign_add(1)
         return moves_finite, bad, seen
+
+    def _constrained(self, variable: tf.Variable, value: tf.Tensor) -> tuple[tf.Variable, tf.Tensor]:
+        """A move of the optimizer, within the constraint that a layer of a user's own has put on the variable."""
+        constraint = self._constraints.get(id(variable))
+        if not constraint:
+            return variable, value
+        with tf.device(variable.device):
+            return variable, tf.convert_to_tensor(constraint(value))
 
     def evaluation_weights(self) -> dict[str, tuple[list, list]]:
         """`raw`, and `ema` where one is kept -> (weights, statistics) to evaluate with."""

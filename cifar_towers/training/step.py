@@ -88,7 +88,7 @@ def make_update(
     Args:
       micro_batches: parts that each tower takes its shard in.
       batch_statistics: what becomes of K towers' new statistics: their `mean`, the `final` tower's, or `synchronized`,
-        where the towers meet on the way and all have the same.
+        where the towers meet in the norms on the way, and of what else there is the mean is taken.
       gradient_device: where gradients are averaged; beside each variable if empty.
       stages: the model cut over several devices, for one tower; they work on different parts at the same time.
       example_loss: (labels, logits) -> [B] losses, for the metrics; none are there if None.
@@ -228,12 +228,12 @@ def metrics(
 def combine_statistics(
     tower_statistics: Sequence[Sequence[tf.Tensor | None]], how: str, devices: Sequence[str] = ()
 ) -> list[tf.Tensor | None]:
-    """K lists of the same S statistics -> one: their `mean`, or else the final tower's, as with whole numbers.
-    None where none changed.
+    """K lists of the same S statistics -> one: their mean, or, if that is `how`, the `final` tower's, as with whole
+    numbers. None where none changed.
 
     Each mean is taken on its own of S devices, if they are given: beside the variable, where it is needed next.
     """
-    if how != "mean":
+    if how == "final":
         return list(tower_statistics[-1])
     combined = []
     with tf.name_scope("average_statistics"):

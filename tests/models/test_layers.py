@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.models.layers import COMPILED, BatchNorm, LocalResponseNorm, PadChannels
+from cifar_towers.models.layers import COMPILED, BatchNorm, Conv2D, LocalResponseNorm, PadChannels
 
 
 def test_batch_norm_by_arithmetic():
@@ -76,3 +76,12 @@ def test_layers_survive_a_round_trip_through_their_config():
     for layer in (BatchNorm(0.5, scale=False), LocalResponseNorm(), PadChannels(8, 2)):
         again = keras.layers.deserialize(keras.layers.serialize(layer))
         assert again.get_config() == layer.get_config()
+
+
+@pytest.mark.parametrize("options", [{"dilation_rate": 2}, {"strides": (1, 2)}, {"groups": 3}, {"strides": 2}])
+def test_convolutions_are_keras_own_whatever_they_are_given(options):
+    images = np.random.default_rng(0).normal(size=(2, 9, 9, 3)).astype("f4")
+    ours, theirs = Conv2D(6, 3, **options), keras.layers.Conv2D(6, 3, **options)
+    ours(images), theirs(images)
+    theirs.set_weights(ours.get_weights())
+    np.testing.assert_allclose(ours(images), theirs(images), atol=1e-5)

@@ -6,7 +6,9 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.models import own
+from cifar_towers.models.layers import BatchNorm
 from cifar_towers.models.own import ModelError
+from cifar_towers.towers import run_together, split_batch
 
 L = keras.layers
 
@@ -83,6 +85,11 @@ class Subclassed(keras.Model):
         return self.head(self.flat(x))
 
 
+class Trained(Subclassed):
+    def train_step(self, data):
+        return {}
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -118,6 +125,7 @@ def test_nets_that_towers_can_train(make):
             r"layer pool gives an output of shape \(11, 11, 10\) an image",
         ),
         (lambda: net(L.Flatten(), L.Dense(10, "softmax", name="shares"), head=False), "layer shares ends in softmax"),
+        (lambda: Trained(), "it has a train_step of its own, which towers would not run; leave it out"),
         (lambda: net(side=32), r"expected shape=\(None, 32, 32, 3\)"),
         (lambda: net(L.Flatten(), L.Lambda(lambda x: x[:, :10]), head=False), "it has no weights to train"),
         (lambda: 3, "it returns int, not a Keras model"),
@@ -135,7 +143,7 @@ def test_a_function_is_handed_what_it_asks_for():
         return net(L.Conv2D(width, 3), side=side, classes=num_classes)
 
     model = own.make(mine, 20, 7, "mixed_bfloat16")
-    assert model.output_shape == (None, 7) and model.layers[0].compute_dtype == "bfloat16"
+    assert model.output_shape == (None, 7) and model.layers[1].compute_dtype == "bfloat16"
     assert keras.config.dtype_policy().name == "float32"
 
 
@@ -158,3 +166,44 @@ def test_functions_are_found_in_files_and_modules(tmp_path, monkeypatch):
 def test_what_losses_a_net_adds_is_known():
     assert own.adds_losses(net(L.Conv2D(2, 3, kernel_regularizer="l2")), 24)
     assert not own.adds_losses(net(L.Conv2D(2, 3), L.Dropout(0.1)), 24)
+
+
+class Narrow(L.BatchNormalization):
+    """A norm as users derive it from Keras's."""
+
+
+def test_all_kinds_of_batch_norms_are_synchronized(towers):
+    """Of two towers, on halves with other moments: what each makes of its half is what one makes of the whole."""
+    images = np.random.default_rng(0).normal(size=(8, 6, 6, 3)).astype("f4") * np.repeat([1, 3], 4)[:, None, None, None]
+
+    def outputs(kind, count):
+        keras.utils.set_random_seed(0)
+        model = own.make(lambda: net(kind(name="norm"), side=6), 6, 10, "float32")
+        own.synchronize(model)
+        weights, statistics = (
+            [v.value for v in of] for of in (model.trainable_variables, model.non_trainable_variables)
+        )
+
+        @tf.function(autograph=False)
+        def run():
+            shards = split_batch([tf.constant(images)], towers(count))
+            call = lambda tower, shard: model.stateless_call(weights, statistics, shard[0], training=True)  # noqa: E731
+            results = run_together(call, towers(count), shards)
+            return tf.concat([logits for logits, _ in results], 0), [changed for _, changed in results]
+
+        logits, changed = run()
+        for others in zip(*changed, strict=True):
+            np.testing.assert_allclose(others[0], others[-1], rtol=1e-6)
+        return logits
+
+    for kind in (L.BatchNormalization, Narrow, BatchNorm):
+        np.testing.assert_allclose(outputs(kind, 2), outputs(kind, 1), atol=1e-5, err_msg=kind.__name__)
+
+
+def test_a_sequential_net_can_be_looked_into():
+    """As one of layers: for stages, activations, and the features of the last layer."""
+    mine = net(L.Conv2D(4, 3, name="first"))
+    paths = [variable.path for variable in mine.variables]
+    model = own.make(lambda: mine, 24, 10, "float32")
+    assert [layer.name for layer in model.layers[1:]] == ["first", "flat", "head"]
+    assert [variable.path for variable in model.variables] == paths  # by which checkpoints know them

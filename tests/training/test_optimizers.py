@@ -3,7 +3,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cifar_towers.config import TrainConfig
+from cifar_towers.training.groups import make_optimizer
 from cifar_towers.training.optimizers import AdamW, Group, Momentum, Muon, Optimizer, orthogonalize
+from cifar_towers.training.schedules import Length
+from cifar_towers.training.state import TrainState
 
 
 def assign(moves):
@@ -110,3 +114,24 @@ def test_groups_move_at_their_own_rates_and_none_stays():
     rates = {name: tf.constant(rate) for name, rate in optimizer.rates(1).items()}
     assign(optimizer.moves([(None, c), (tf.constant([1.0]), b), (tf.constant([1.0]), a)], rates, tf.constant(1)))
     np.testing.assert_allclose([a[0], b[0], c[0]], [0.8, 0.5, 1.0])
+
+
+def test_constraints_hold_after_every_update():
+    """As Keras's optimizers have it: the value that is assigned is the constrained one."""
+    images = keras.Input((3,))
+    model = keras.Model(images, keras.layers.Dense(2, kernel_constraint="non_neg", bias_initializer="ones")(images))
+    weights = [v.value for v in model.trainable_variables]
+    state = TrainState(model, Optimizer([Group("all", Momentum(weights), lambda step: 0.5)]), ["total_loss"], 10)
+    before = weights[0].numpy()
+    gradients = [(tf.constant([[1.0, -1.0]] * 3), weights[0]), (tf.constant([8.0, 0.0]), weights[1])]
+    finite, *_ = state.apply(gradients, [], {"all": tf.constant(0.5)}, tf.constant(True))
+    assert finite and (before < 0.5).any()
+    np.testing.assert_allclose(weights[0], np.maximum(before - [0.5, -0.5], 0))
+    np.testing.assert_allclose(weights[1], [-3.0, 1.0])
+
+
+def test_a_net_that_trains_no_kernel_has_no_head():
+    images = keras.Input((3,))
+    normalised = keras.layers.BatchNormalization(name="norm")(keras.layers.Dense(2, trainable=False)(images))
+    optimizer = make_optimizer(TrainConfig(), keras.Model(images, normalised), Length(10, 10, 10))
+    assert list(optimizer.rates(5)) == ["biases"]
