@@ -124,7 +124,7 @@ class TrainConfig(DeviceConfig):
     fresh: bool = setting(False, "Run", "delete what train_dir holds of an earlier run and start again")
     seed: int = setting(0, "Run", "what order, augmentation and first weights follow from", low=0, high=2**31 - 1)
     seeds: str = setting("", "Run", "several seeds, as 0,1,2: one run each, then mean and standard deviation")
-    epochs: float = setting(8.0, "Run", "passes over the training set", low=0)
+    epochs: float = setting(8.0, "Run", "passes over the training set", low=0, high=1e6)
     max_steps: int = setting(0, "Run", "stop after this many steps, whatever the epochs say; 0: no limit", low=0)
     target_accuracy: float = setting(
         0.0, "Run", "stop at the first evaluation, without TTA, that reaches this fraction; 0: never", low=0, high=1
@@ -217,7 +217,9 @@ class TrainConfig(DeviceConfig):
         "Optimizer",
         "factor of the peak rates at epochs or percents of the run, `linear` between them or in a `step` at each",
     )
-    whitening_epochs: float = setting(3.0, "Optimizer", "epochs in which the whitening bias is trained", low=0)
+    whitening_epochs: float = setting(
+        3.0, "Optimizer", "epochs in which the whitening bias is trained", low=0, high=1e6
+    )
     momentum: float = setting(0.9, "Optimizer", "of SGD", low=0, high=0.9999)
     nesterov: bool = setting(False, "Optimizer", "Nesterov's form of momentum")
     muon_momentum: float = setting(0.655, "Optimizer", "of Muon", low=0, high=0.9999)
@@ -378,7 +380,7 @@ class TrainConfig(DeviceConfig):
 
     def length(self, steps_per_epoch: int) -> schedules.Length:
         """The run's, which max_steps may end early."""
-        total = math.ceil(self.epochs * steps_per_epoch) or self.max_steps
+        total = math.ceil(schedules.in_steps(self.epochs, steps_per_epoch)) or self.max_steps
         return schedules.Length(steps_per_epoch, total, min(total, self.max_steps or total))
 
     def varied(self, **changes) -> "TrainConfig":

@@ -18,11 +18,12 @@ def split_batch(batch: Any, towers: Sequence[Tower]) -> list[Any]:
     Raises:
       ValueError: a tensor without a known axis 0, tensors that differ in it, or fewer examples than towers.
     """
-    with tf.name_scope("split_batch"), tf.device(HOST):
+    with tf.name_scope("split_batch"):
         return _split(batch, len(towers), "towers")
 
 
 def _split(batch: Any, count: int, what: str) -> list[Any]:
+    """In host memory: TensorFlow splits whole numbers on no GPU."""
     tensors = tf.nest.flatten(batch)
     sizes = {tensor.shape[0] if tensor.shape.rank else None for tensor in tensors}
     if len(sizes) != 1 or None in sizes:
@@ -31,7 +32,8 @@ def _split(batch: Any, count: int, what: str) -> list[Any]:
     if examples < count:
         raise ValueError(f"{examples} examples cannot be shared by {count} {what}")
     share_sizes = [examples // count + (k < examples % count) for k in range(count)]
-    shares_of = [tf.split(tensor, share_sizes, axis=0) for tensor in tensors]
+    with tf.device(HOST):
+        shares_of = [tf.split(tensor, share_sizes, axis=0) for tensor in tensors]
     return [tf.nest.pack_sequence_as(batch, share) for share in zip(*shares_of, strict=True)]
 
 

@@ -33,10 +33,19 @@ class Points(NamedTuple):
           UsageError: epochs and percents that do not rise for a run of this length.
         """
         units = [length.total if relative else length.steps_per_epoch for relative in self.relative]
-        steps = [place * unit for place, unit in zip(self.places, units, strict=True)]
+        steps = [in_steps(place, unit) for place, unit in zip(self.places, units, strict=True)]
         if steps != sorted(steps):
             raise UsageError(f"a schedule's places fall on steps {steps} of {length.total}, which do not rise")
         return steps
+
+
+def in_steps(place: float, unit: int) -> float:
+    """A place of so many units of steps, without the rounding that would put it after the step it falls on.
+
+    >>> 0.55 * 100 > 55, in_steps(0.55, 100)
+    (True, 55.0)
+    """
+    return round(place * unit, 6)
 
 
 def linear(step: float, steps: list[float], values: tuple[float, ...]) -> float:
@@ -89,8 +98,9 @@ class Sides:
         self._full = full
 
     def largest(self) -> int:
-        """The side that most of a run's work is done on."""
-        return int(max(self.points.values))
+        """Of the images that cost the most."""
+        before = [self._full] if self.points.places[0] > 0 else []
+        return int(max([*self.points.values, *before]))
 
     def at(self, length: Length) -> Callable[[int], int]:
         """The function step -> side of a run of this length.

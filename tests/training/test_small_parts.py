@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.training import precision, schedules
 from cifar_towers.training.averages import Lookahead, LossAverages, WeightAverage
@@ -31,8 +32,15 @@ def test_sides_of_images_step_by_step():
     side_at = schedules.Sides("0=24,50%=28,3=32", 32).at(schedules.Length(steps_per_epoch=2, total=8, last=8))
     assert [side_at(step) for step in range(8)] == [24, 24, 24, 24, 28, 28, 32, 32]
     late, whole = schedules.Sides("25%=20", 32), schedules.Sides("", 32)
-    assert [late.at(schedules.Length(2, 8, 8))(step) for step in (1, 2)] == [32, 20] and late.largest() == 20
+    assert [late.at(schedules.Length(2, 8, 8))(step) for step in (1, 2)] == [32, 20] and late.largest() == 32
     assert [whole.at(schedules.Length(2, 8, 8))(step) for step in (0, 7)] == [32, 32] and whole.largest() == 32
+
+
+def test_a_place_in_percents_is_on_its_step():
+    for percent in range(1, 101):
+        side_at = schedules.Sides(f"{percent}%=24", 32).at(schedules.Length(100, 200, 200))
+        assert [side_at(step) for step in (2 * percent - 1, 2 * percent)] == [32, 24]
+        assert TrainConfig(epochs=percent / 100).length(100).total == percent
 
 
 @pytest.mark.parametrize("text", ["cosine:0=1", "linear:", "linear:0", "step:3=x", "linear:5=1,2=0", "linear:-1=0"])
