@@ -599,6 +599,27 @@ def test_records_that_cannot_be_written_do_not_end_a_run(tmp_path, caplog):
     assert len([line for line in caplog.messages if "the run goes on without" in line]) == 2
 
 
+def test_what_a_run_is_gets_written_as_soon_as_it_can_be(tmp_path, monkeypatch, capsys):
+    """Without config.json nobody could use it: the end of the run tries again, and so does the same command."""
+    config, write = dataclasses.replace(TINY, train_dir=str(tmp_path), max_steps=2), storage.write_whole
+    full = {tmp_path / "config.json"}
+
+    def on_a_full_disk(path, content):
+        if path in full:
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write_whole", on_a_full_disk)
+        result = run(config)
+    assert (tmp_path / "result.json").exists() and not (tmp_path / "config.json").exists()
+    assert run(config)["weights_sha256"] == result["weights_sha256"]
+    assert json.loads((tmp_path / "config.json").read_text())["max_steps"] == 2
+    capsys.readouterr()
+    run(config)
+    assert "is complete at step 2" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path), checkpoint_every_steps=2, keep_checkpoints=1)

@@ -82,6 +82,8 @@ def _processor() -> str:
 
 def _git_revision() -> str:
     root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():  # an installed copy: what is around it is somebody else's
+        return "unknown"
     try:
         told = subprocess.run(
             ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -38,9 +39,8 @@ class Metrics:
         return []
 
     def write(self, **record) -> None:
-        """Appends one record; numbers that are not finite become null, as JSON has none."""
-        record = {name: _plain(value) for name, value in record.items()}
-        line, self._cut = "\n" * self._cut + json.dumps(record) + "\n", True
+        """Appends one record."""
+        line, self._cut = "\n" * self._cut + to_json(record) + "\n", True
         with self._going_on():
             with self._path.open("a") as file:
                 file.write(line)
@@ -69,10 +69,19 @@ def going_on(path: Path):
     return GoingOn(path)()
 
 
+def to_json(value, indent: int | None = None) -> str:
+    """JSON as all parsers read it: numbers that are not finite become null, however deep they stand."""
+    return json.dumps(_plain(value), indent=indent, default=str, allow_nan=False)
+
+
 def _plain(value):
-    if isinstance(value, (float, np.floating)):
-        return float(value) if np.isfinite(value) else None
-    return value
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path) -> dict:
@@ -104,4 +113,4 @@ def read(path: Path) -> Iterator[dict]:
 
 def write_json(path: Path, value: Mapping) -> None:
     """Writes an object, whole or not at all."""
-    storage.write_whole(path, json.dumps(value, indent=1, default=str) + "\n")
+    storage.write_whole(path, to_json(value, indent=1) + "\n")

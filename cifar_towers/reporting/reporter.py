@@ -89,9 +89,8 @@ class Reporter:
         settings = dataclasses.asdict(self.config)
         side = self.config.crop or self.dataset.traits.side
         made_of = environment.of_run(self.towers, self.precision, self.dataset, self.banner, self.state, side)
-        for name, content in ((records.CONFIG, settings), (records.ENVIRONMENT, made_of)):
-            with records.going_on(self.directory / name):
-                records.write_json(self.directory / name, content)
+        self._unwritten = {records.CONFIG: settings, records.ENVIRONMENT: made_of}
+        self._write_what_it_is()
         shown = run_directory.recipe_of(self.config) | {"seed": self.config.seed, "towers": len(self.towers)}
         shown |= {"strategy": self.config.strategy, "precision": self.precision, "dataset": self.dataset.name}
         self.summaries.begin(step, shown, texts.of_run(settings, made_of, self.banner))
@@ -192,6 +191,7 @@ class Reporter:
             self.metrics.write(kind="eval", step=step, epoch=step / self.length.steps_per_epoch, **found[-1])
             which = _which(**found[-1])
             self.summaries.evaluation(step, which, score)
+        self._write_what_it_is()
         if self.quiet:
             return found
         split, names = splits[name], self.dataset.traits.class_names
@@ -224,6 +224,7 @@ class Reporter:
             self.say(f"{result['failed_saves']} checkpoints could not be saved when they were due")
         if result["bad_steps"]:
             self.say(f"{result['bad_steps']} steps made no update, {result['rollbacks']} rollbacks")
+        self._write_what_it_is()
         with records.going_on(self.directory / records.RESULT):
             records.write_json(self.directory / records.RESULT, result)
         final = {f"accuracy/{_which(**score)}": score["accuracy"] for score in result["evaluations"]}
@@ -237,6 +238,13 @@ class Reporter:
         self.summaries.flush()
 
     # Parts -------------------------------------------------------------------------------------------------------
+
+    def _write_what_it_is(self) -> None:
+        """config.json and environment.json, unless they have been written; without them nobody can use the run."""
+        for name, content in list(self._unwritten.items()):
+            with records.going_on(self.directory / name):
+                records.write_json(self.directory / name, content)
+                del self._unwritten[name]
 
     def _alike(self, metrics: StepMetrics) -> dict:
         """How alike the towers are in a step that was looked at: for the record."""

@@ -55,9 +55,13 @@ def saved(train_dir: Path) -> list[Path]:
 def damage(checkpoint: Path) -> str:
     """What is wrong with a checkpoint, in words; empty if it is as it was written, and where."""
     wrong = storage.damage(checkpoint)
-    if not wrong and path_of(checkpoint.parents[1], read_facts(checkpoint)["step"]) != checkpoint:
-        wrong = f"it is of step {read_facts(checkpoint)['step']}"
-    return wrong
+    if wrong:
+        return wrong
+    try:
+        step = read_facts(checkpoint)["step"]
+    except DataError as error:
+        return str(error)
+    return "" if path_of(checkpoint.parents[1], step) == checkpoint else f"it is of step {step}"
 
 
 def newest(train_dir: Path) -> Path | None:
@@ -66,10 +70,13 @@ def newest(train_dir: Path) -> Path | None:
     Raises:
       DataError: there are some, and all are damaged.
     """
-    for checkpoint in reversed(saved(train_dir)):
-        if not damage(checkpoint):
-            return checkpoint
-    if saved(train_dir) or list((train_dir / DIRECTORY).glob(f"{storage.DAMAGED}*")):
+    while there := saved(train_dir):
+        for checkpoint in reversed(there):
+            if not damage(checkpoint):
+                return checkpoint
+        if saved(train_dir) == there:  # else the run goes on, and has removed old ones for new
+            break
+    if there or list((train_dir / DIRECTORY).glob(f"{storage.DAMAGED}*")):
         raise DataError(
             f"every checkpoint in {train_dir / DIRECTORY} is damaged; put a good copy there, "
             "or give --fresh to start again from step 0, or another --train_dir"
@@ -164,6 +171,8 @@ def _refuse_other_variables(checkpoint: Path, prefix: str, variables: Mapping[st
 
 
 def _damaged(checkpoint: Path, error: Exception) -> DataError:
+    if not checkpoint.exists():
+        return DataError(f"{checkpoint} is gone, as its run goes on and keeps newer ones; type the same again")
     return DataError(f"{checkpoint} is damaged ({reason(error)}); the next start sets it aside")
 
 

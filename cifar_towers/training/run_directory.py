@@ -65,9 +65,11 @@ def newest(directory: Path, config: TrainConfig, dataset: Dataset) -> tuple[Path
 
 
 def finished(directory: Path, config: TrainConfig, step: int, last_step: int) -> dict | None:
-    """The result of a run that has nothing left to do: at its last step, or at the target it was asked for."""
-    result = records.read_json_if_any(directory / records.RESULT)
-    if not result:  # the checkpoint tells the rest
+    """The result of a run that has nothing left to do: at its last step, or at the target it was asked for, with all
+    on record that others need to use it."""
+    needed = (records.RESULT, records.CONFIG, records.ENVIRONMENT)
+    result, *others = (records.read_json_if_any(directory / name) for name in needed)
+    if not (result and all(others)):  # the checkpoint tells the rest
         return None
     at_end = step >= last_step or 0 < config.target_accuracy <= result["reached"]
     return result if result["step"] == step and at_end else None

@@ -1,6 +1,5 @@
 """What a trained net says of pictures: the class of each, and how sure it is."""
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from cifar_towers.data import images
 from cifar_towers.errors import DataError, printable
 from cifar_towers.evaluation import make_classifier, softmax
 from cifar_towers.program_configs import PredictConfig
+from cifar_towers.reporting import records
 from cifar_towers.training import opening
 from cifar_towers.using import trained
 
@@ -46,7 +46,7 @@ def predict(config: PredictConfig) -> None:
                 print(f"{_shown(path)} {told[place]}", file=sys.stderr)
             if config.json:
                 answer = {"error": told[place]} if place in told else _best(found[place], run.traits.class_names)
-                print(json.dumps({"picture": os.fspath(path), **answer}))
+                print(records.to_json({"picture": os.fspath(path), **answer}))
             elif place not in told:
                 print(f"{_shown(path):{width}}  {_as_text(_best(found[place], run.traits.class_names))}")
         sys.stdout.flush()

@@ -1,12 +1,12 @@
 """Scoring a run's checkpoint, on any machine."""
 
-import json
 from pathlib import Path
 
 from cifar_towers.data import sources
 from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation import Score, make_evaluator
 from cifar_towers.program_configs import EvaluateConfig
+from cifar_towers.reporting import records
 from cifar_towers.training import opening
 from cifar_towers.using import trained
 
@@ -56,7 +56,7 @@ def _as_json(told: dict, score: Score, class_names) -> str:
         "per_class": dict(zip(class_names, score.per_class().tolist(), strict=True)),
         "confusion": score.confusion.tolist(),
     }
-    return json.dumps(told | numbers)
+    return records.to_json(told | numbers)
 
 
 def _as_table(told: dict, score: Score, class_names) -> str:

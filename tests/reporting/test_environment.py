@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import keras
@@ -9,11 +10,20 @@ from cifar_towers.data.dataset import CIFAR10, Dataset, Split
 from cifar_towers.reporting import environment
 from cifar_towers.towers import Tower
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_the_command_can_be_typed_again(monkeypatch):
     for typed, told in (("scripts/train.py", ["python", "scripts/train.py", "--seed=3"]), ("cifar-towers-train", None)):
         monkeypatch.setattr("sys.argv", [typed, "--seed=3"])
         assert environment.machine()["command"] == (told or [typed, "--seed=3"])
+
+
+def test_no_other_projects_revision_is_told(monkeypatch, tmp_path):
+    """Of an installed copy, which may stand inside of another repository."""
+    assert environment._git_revision() != "unknown" or not (ROOT / ".git").exists()
+    monkeypatch.setattr(environment, "__file__", str(ROOT / "tests" / "a" / "b" / "environment.py"))
+    assert environment._git_revision() == "unknown"
 
 
 def test_a_run_tells_versions_devices_data_and_what_it_trains():

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,16 @@ def test_a_record_that_was_cut_short_takes_no_other_with_it(tmp_path, monkeypatc
     metrics.write(kind="train", step=3)
     path.write_bytes(path.read_bytes() + b'\xff\xfe\n{"step": 4}\n[]\n')
     assert [record["step"] for record in records.read(path)] == [1, 3]
+
+
+def test_json_holds_no_numbers_that_are_not_finite(tmp_path):
+    value = {"a": [np.nan, (1, -np.inf)], "b": {"c": np.float32(np.inf), "d": np.int64(3), "e": Path("x")}, "f": True}
+    told = {"a": [None, [1, None]], "b": {"c": None, "d": 3, "e": "x"}, "f": True}
+    assert json.loads(records.to_json(value)) == told
+    records.write_json(tmp_path / "a.json", value)
+    assert records.read_json(tmp_path / "a.json") == told
+    records.Metrics(tmp_path).write(kind="train", step=1, towers={"loss": [np.nan, 1.0]})
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_json_is_replaced_whole(tmp_path):

@@ -29,6 +29,22 @@ def test_a_checkpoint_under_another_steps_name_is_damaged(tmp_path):
     assert "is damaged (it is of step 2)" in told and checkpoints.newest(tmp_path) == older
 
 
+def test_a_run_that_goes_on_while_it_is_read_is_not_called_damaged(tmp_path, monkeypatch):
+    old = checkpoints.save(tmp_path, 1, variables(), {}, keep=1)
+    look = checkpoints.storage.damage
+
+    def meanwhile(directory):
+        if directory == old and old.exists():
+            checkpoints.save(tmp_path, 2, variables(), {}, keep=1)  # which removes the old one
+        return look(directory)
+
+    monkeypatch.setattr(checkpoints.storage, "damage", meanwhile)
+    assert checkpoints.newest(tmp_path) == checkpoints.path_of(tmp_path, 2)
+    for read in (checkpoints.read, checkpoints.read_facts):
+        with pytest.raises(DataError, match="step-00000001 is gone, as its run goes on and keeps newer ones; type the"):
+            read(old)
+
+
 def test_tensorflow_reads_it(tmp_path):
     path = checkpoints.save(tmp_path, 1, variables(3.0), {}, keep=3)
     reader = tf.train.load_checkpoint(str(path / "state"))
