@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -57,7 +56,6 @@ def script(name: str) -> str:
 
 def serve_benchmark(config: BenchmarkConfig, towers: int, connection: Connection) -> None:
     """What a process of the benchmark runs that has `towers` towers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks, whose end ends this one
     import_tensorflow()
     from cifar_towers.benchmark import worker
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from cifar_towers import storage
 from cifar_towers.benchmark.growth_points import Line, Point, Row, Series, fit
 from cifar_towers.benchmark.publishing import align, png, publish_text, title
 from cifar_towers.benchmark.report import COLOURS
@@ -40,9 +39,9 @@ def publish(
         "memory_mb_by_batch": memory and memory._asdict(),
         "conclusion": conclusion,
     }
-    storage.write_whole(directory / "growth.png", plot(series, rows, facts))
     parts = [_title(facts), table(series, rows), lacking]
-    publish_text(directory, "growth", {**facts, **told}, parts, ["growth.png"], conclusion)
+    more = {"growth.png": plot(series, rows, facts)}
+    publish_text(directory, "growth", {**facts, **told}, parts, more, conclusion)
 
 
 def lines_of_batch(series: Sequence[Series], rows: Mapping[Point, Row]) -> tuple[Line | None, Line | None]:

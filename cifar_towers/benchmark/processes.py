@@ -19,7 +19,7 @@ def train(config: TrainConfig, quiet: bool = False) -> dict:
     """Runs `scripts/train.py` with these settings to its end; the content of its result.json.
 
     Raises:
-      RunError: it ended with another code than 0. UsageError: this is no checkout.
+      RunError: it ended with another code than 0, or without a result. UsageError: this is no checkout.
     """
     with tempfile.TemporaryFile("w+") as said:
         output = {"stdout": said, "stderr": said} if quiet else {}
@@ -33,7 +33,12 @@ def train(config: TrainConfig, quiet: bool = False) -> dict:
         if code:
             told = _last_line(said) if quiet else "its last words are above"
             raise RunError(f"the training in {config.directory} ended with {code} ({told}); the same command goes on")
-    return records.read_json(config.directory / records.RESULT)
+    result = records.read_json_if_any(config.directory / records.RESULT)
+    if not result:
+        raise RunError(
+            f"the training in {config.directory} left no {records.RESULT}; make room, and the same command goes on"
+        )
+    return result
 
 
 def train_command(config: TrainConfig) -> list[str]:

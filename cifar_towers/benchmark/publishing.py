@@ -1,6 +1,7 @@
 """What all reports of measurements have in common: circumstances, a title, aligned text, files, pictures."""
 
 import io
+import types
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 
 from cifar_towers import storage
 from cifar_towers.config import TrainConfig
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import RunError, UsageError, reason
 from cifar_towers.reporting import environment, records
 from cifar_towers.towers.devices import gpu_names
 
@@ -61,19 +62,31 @@ def align(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
 
 
 def publish_text(
-    directory: Path, name: str, told: Mapping, parts: Sequence[str], more: Sequence[str] = (), conclusion: str = ""
+    directory: Path,
+    name: str,
+    told: Mapping,
+    parts: Sequence[str],
+    more: Mapping[str, str | bytes] = types.MappingProxyType({}),
+    conclusion: str = "",
 ) -> None:
     """Prints a report, and writes it to name.txt and what it tells to name.json.
 
     Args:
-      more: files that were written beside these two. conclusion: stands at the end.
+      more: contents of files beside these two. conclusion: stands at the end.
+
+    Raises:
+      RunError: they cannot be written; what was measured has been printed.
     """
     files = f"in {directory}: {', '.join((f'{name}.txt', f'{name}.json', *more))}"
     text = "\n\n".join(part for part in (*parts, files, conclusion) if part)
-    directory.mkdir(parents=True, exist_ok=True)
-    records.write_json(directory / f"{name}.json", told)
-    storage.write_whole(directory / f"{name}.txt", text + "\n")
-    print(f"\n{text}", flush=True)
+    print(f"\n{text}", flush=True)  # first: it may have taken hours
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        records.write_json(directory / f"{name}.json", told)
+        for file, content in {f"{name}.txt": text + "\n", **more}.items():
+            storage.write_whole(directory / file, content)
+    except OSError as error:
+        raise RunError(f"{directory} cannot be written ({reason(error)}); what is above is all there is") from error
 
 
 def png(figure: Figure) -> bytes:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from cifar_towers import storage
 from cifar_towers.benchmark.publishing import align, png, publish_text, title
 from cifar_towers.benchmark.rounds import Row
 from cifar_towers.benchmark.variations import KERAS, NO_EXCHANGE, UNPLACED
@@ -23,11 +22,9 @@ COLOURS = {"towers": "#0072b2", "mirrored": "#d55e00", NO_EXCHANGE: "#999999", K
 def publish(directory: Path, facts: Mapping, rows: Sequence[Row]) -> None:
     """Prints table and conclusion, and writes benchmark.json, benchmark.txt, benchmark.png and index.html."""
     picture, conclusion = plot(rows, facts), conclude(rows, facts)
-    storage.write_whole(directory / "benchmark.png", picture)
-    storage.write_whole(directory / "index.html", page(rows, facts, picture))
     told = {"rows": [_as_json(row) for row in rows], "conclusion": conclusion}
-    files = ("benchmark.png", "index.html")
-    publish_text(directory, "benchmark", facts | told, [_title(facts), table(rows)], files, conclusion)
+    more = {"benchmark.png": picture, "index.html": page(rows, facts, picture)}
+    publish_text(directory, "benchmark", facts | told, [_title(facts), table(rows)], more, conclusion)
 
 
 def publish_prediction(

@@ -3,6 +3,7 @@
 import math
 import multiprocessing
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -86,7 +87,12 @@ def open_worker(config: BenchmarkConfig, count: int):
     connection, theirs = spawn.Pipe()
     ask = asking(connection, count)
     process = spawn.Process(target=starting.serve_benchmark, args=(config, count, theirs), daemon=True)
-    process.start()
+    ctrl_c = {signal.SIGINT}  # is for the process that asks, whose end ends this one
+    signal.pthread_sigmask(signal.SIG_BLOCK, ctrl_c)  # what is started has it blocked too
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ctrl_c)
     theirs.close()
     try:
         yield ask

@@ -138,8 +138,10 @@ def _training(config: SpeedrunConfig, precision: str) -> Callable[[int], float]:
     """A function (steps) -> images/s of a training of so many, and one that compiles before them."""
 
     def visit(steps: int) -> float:
-        changes = {"image_sides": "", "max_steps": steps + 1, "tta": 0, "eval_every_epochs": 0.0, "seeds": ""}
+        epochs = config.epochs and max(config.epochs, steps + 1.0)  # one has a step at least
+        changes = {"epochs": epochs, "max_steps": steps + 1, "image_sides": "", "tta": 0, "eval_every_epochs": 0.0}
         changes |= {
+            "seeds": "",
             "whitening_epochs": 0.0,  # its bias rests, as it does in most of a run
             "profile_steps": "",
             "precision": precision,

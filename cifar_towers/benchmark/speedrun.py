@@ -134,9 +134,11 @@ def _finishes(config: SpeedrunConfig, facts: Mapping, devices: int) -> list[Fini
         reused = result == earlier
         if not reused:
             after = ceilings.measure(facts["precision"], gpus=devices)
-            records.write_json(train_dir / CEILINGS, {"measured": [before, after]})
-            before = after
-        measured = records.read_json_if_any(train_dir / CEILINGS).get("measured", [])
+            measured, before = [before, after], after
+            with records.going_on(train_dir / CEILINGS):
+                records.write_json(train_dir / CEILINGS, {"measured": measured})
+        else:
+            measured = records.read_json_if_any(train_dir / CEILINGS).get("measured", [])
         environment = records.read_json_if_any(train_dir / records.ENVIRONMENT)
         finishes.append(
             Finish(

@@ -181,16 +181,17 @@ class Trainer:
                 if self._reached_target(step, scores):
                     return step
             for batch in self.batches.stream(first_step, self.length.last):
-                self.clock.charge("input")
                 side = self.side_at(step)
                 rates = self.state.optimizer.rates(step, self.health.rate_factor)
+                first = (side, *rates) not in self.traced  # of its kind: it compiles, and is no measure of the others
+                self.clock.charge("compile" if first else "input")
                 self._profile(Window.before, step)
-                metrics = self._step(step, batch, rates, side)
+                metrics = self._step(step, batch, rates, side, first)
                 self._profile(Window.after, step + 1)
                 step, scores = step + 1, []
                 self.judge(step, metrics, batch, rates, side)
                 self.reporter.step(step, metrics, rates, side, self.health)
-                self.clock.charge("report")
+                self.clock.charge("compile" if first else "report")
                 if self._at_evaluation(step):
                     scores = self._evaluate(step, tta=0, final=False)
                 if step % self.length.steps_per_epoch == 0 or step == self.length.last:
@@ -217,9 +218,7 @@ class Trainer:
         )
         return f"{told}: the same command goes on from it"
 
-    def _step(self, step: int, batch: Batch, rates: dict[str, float], side: int) -> StepMetrics:
-        variant = side, *rates
-        first = variant not in self.traced
+    def _step(self, step: int, batch: Batch, rates: dict[str, float], side: int, first: bool) -> StepMetrics:
         looked_at = self.reporter.looks_at(step + 1)
         with tf.device(HOST):
             rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
@@ -237,7 +236,7 @@ class Trainer:
         metrics = self._hear_others(metrics)
         self.clock.charge("compile" if first else "train")
         self.clock.count(0 if first else self.config.batch_size)
-        self.traced.add(variant)
+        self.traced.add((side, *rates))
         return metrics
 
     def _hear_others(self, metrics: StepMetrics) -> StepMetrics:

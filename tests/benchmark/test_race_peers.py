@@ -162,6 +162,9 @@ def test_ours_takes_the_step_after_the_whitening_has_come_to_rest(tmp_path, monk
     assert side_by_side._training(config, "bfloat16")(8) == 5.0
     (given,) = trained
     assert (given.whitening_epochs, given.max_steps, given.precision) == (0, 9, "bfloat16")
+    assert given.length(100).last == 9
+    side_by_side._training(config, "bfloat16")(2500)
+    assert trained[-1].length(48).last == 2501  # also where that is more than the recipe has
 
 
 def moved(model, **settings):

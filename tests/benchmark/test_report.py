@@ -129,6 +129,14 @@ def test_what_is_published(tmp_path, capsys):
     assert picture.shape[1] > 1000 and picture[..., :3].std() > 0.05
 
 
+def test_what_cannot_be_written_is_printed(tmp_path, capsys):
+    rows, place = measured(cpu=120), tmp_path / "file"
+    place.write_text("")
+    with pytest.raises(RunError, match="file cannot be written .*what is above is all there is"):
+        report.publish(place, FACTS, rows)
+    assert report.table(rows) in capsys.readouterr().out
+
+
 def test_the_grid_leaves_out_what_is_the_same():
     found = grid((1, 2, 4), ("bfloat16", "float32"), with_peers=True)
     first, second = ([v for v in found if v.precision == precision] for precision in ("bfloat16", "float32"))
