@@ -222,6 +222,8 @@ class SpeedrunConfig(TrainConfig):
     peer_python: str = setting("", "Race", "the Python that has PyTorch; by default the one that runs this")
 
     def __post_init__(self):
+        if self.seed and self.seeds == SpeedrunConfig.seeds:
+            raise UsageError(f"seed={self.seed} is not for a race, which takes several; write --seeds={self.seed}")
         super().__post_init__()
         parse_names("precisions", self.precisions, ("float32", "bfloat16"))
         for name in parse_names("peers", self.peers, tuple(PEERS)):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cifar_towers.config import TrainConfig, parse_seeds, shared_settings
-from cifar_towers.errors import Interrupted, RunError, one_line
+from cifar_towers.errors import Interrupted, RunError, one_line, reason
 from cifar_towers.program_configs import (
     BenchmarkConfig,
     CompareConfig,
@@ -105,7 +105,7 @@ def launch(stop: StopRequest) -> int:
         config.num_workers,
         config.max_restarts,
         log.info,
-        lambda: stop.asked,
+        stop,
     )
 
 
@@ -121,7 +121,8 @@ def evaluate(stop: StopRequest) -> None:
     )
     from cifar_towers.using import scoring
 
-    print(scoring.evaluate_checkpoint(config))
+    with _answering():
+        print(scoring.evaluate_checkpoint(config))
 
 
 @_program
@@ -138,7 +139,8 @@ def predict(stop: StopRequest) -> None:
     )
     from cifar_towers.using import predicting
 
-    predicting.predict(config)
+    with _answering():
+        predicting.predict(config)
 
 
 @_program
@@ -170,7 +172,8 @@ def compare_runs(stop: StopRequest) -> int:
     from cifar_towers.using import comparing
 
     same, told = comparing.compare(*map(Path, config.runs))
-    print(told)
+    with _answering():
+        print(told)
     return 0 if same else 1
 
 
@@ -190,7 +193,8 @@ def report(stop: StopRequest) -> None:
 
     runs = [Path(run) for run in config.runs]
     default = Path(runs[0] if len(runs) == 1 else "", records.REPORT)
-    print(report.write(runs, Path(config.out or default)))
+    with _answering():
+        print(report.write(runs, Path(config.out or default)))
 
 
 @_program
@@ -233,6 +237,22 @@ def _begin(config_class: type[Config], stop: StopRequest, left: str, description
     stop.leave_at_once(left)
     import_tensorflow()
     return config
+
+
+@contextlib.contextmanager
+def _answering():
+    """Around the printing of what a program was asked for.
+
+    Raises:
+      RunError: nobody will read it, as where the disk that it goes to is full.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has what it wanted
+        raise
+    except OSError as error:
+        raise RunError(f"the answer cannot be written ({reason(error)}); give it another place to go to") from error
 
 
 def _find_data(config: TrainConfig):

@@ -22,11 +22,13 @@ class StopRequest:
 
     Attributes:
       announce: called with a line for the user when a signal comes that has to wait.
+      before_end: called before a second signal ends the process at once.
       asked: the signal that has come, or 0. signal: the same once it counts, or None.
     """
 
     def __init__(self):
         self.announce: Callable[[str], None] = lambda line: None
+        self.before_end: Callable[[], None] = lambda: None
         self.asked, self.signal = 0, None
         self._deferred = self._leaving = self._shared = False
         self._message = NOTHING_DONE
@@ -124,6 +126,8 @@ class StopRequest:
                 continue
             if first:
                 if time.monotonic() - first > (ONE_UNDER_LAUNCHER if LAUNCH_VARIABLE in os.environ else ONE):
+                    with contextlib.suppress(Exception):
+                        self.before_end()
                     os._exit(128 + number)
                 continue
             time.sleep(ONE / 2)  # by then it leaves, if it can

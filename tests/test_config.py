@@ -121,7 +121,8 @@ def test_usage_errors_of_the_benchmark(arguments, told):
         (["--peers=tutorial,keras"], "tutorial has no speednet94"),
         (["--target_accuracy=0.9"], "give --target, the mean's"),
         (["--seeds=", "--rounds=0"], "leave nothing to do"),
-        (["--seed=3"], "seed=3 and seeds=0,1,2,3,4 are both given"),
+        (["--seed=3"], "seed=3 is not for a race, which takes several; write --seeds=3"),
+        (["--epochs=1e308"], "epochs"),
     ],
 )
 def test_usage_errors_of_the_race(arguments, told):

@@ -209,6 +209,22 @@ def test_output_onto_a_full_disk_ends_no_run(tmp_path, tiny):
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 2
 
 
+@pytest.mark.parametrize("stdout", ["full", "closed"])
+def test_an_answer_that_nobody_can_read_is_no_success(stdout):
+    code = "from cifar_towers import programs\n"
+    code += "def body(stop):\n    with programs._answering():\n        print('told')\n"
+    code += "import sys; sys.exit(programs._run(body))"
+    if stdout == "closed":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open("/dev/full", os.O_WRONLY)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(writer)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert ("the answer cannot be written (No space left on device)" in done.stderr) == (stdout == "full")
+
+
 @pytest.mark.slow
 def test_comparing_what_is_no_run(tmp_path):
     assert finish(start("compare_runs.py", "--help"))[0] == 0

@@ -66,6 +66,12 @@ def test_a_second_signal_does_not_wait():
     assert found == 143 and "left" not in out and seconds < 1
 
 
+def test_before_a_second_signal_ends_it_others_are_ended():
+    doing = "stop.before_end = lambda: print('others', flush=True)\n    " + BUSY.format(6)
+    found, out, _ = Child(doing).signalled(signal.SIGTERM, 0.1, 0.3)
+    assert found == 143 and out.endswith("others\n")
+
+
 def test_two_signals_at_once_are_one():
     """As of `timeout`, which signals a process and then its group."""
     for _ in range(3):

@@ -197,6 +197,9 @@ def test_what_is_there_is_replaced_only_by_its_like(run, tmp_path):
         exporting.export(ExportConfig(train_dir=str(run), out=str(tmp_path / "photos")))
     with pytest.raises(UsageError, match="does not end in .keras; write --out=.*net.keras"):
         exporting.export(ExportConfig(train_dir=str(run), format="keras", out=str(tmp_path / "net")))
+    for place in (".", "..", "/"):
+        with pytest.raises(UsageError, match=rf"--out={place} is where others stand; write --out=.*saved_model"):
+            exporting.export(ExportConfig(train_dir=str(run), out=place))
     with pytest.raises(UsageError, match="does not end in .onnx; write --out=model.onnx"):
         exporting.export(ExportConfig(train_dir=str(run), format="onnx", out="."))
 

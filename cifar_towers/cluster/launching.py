@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cifar_towers.cluster.members import HIGHEST_PORT, TALK_OFFSET
 from cifar_towers.errors import DataError, DivergedError, UsageError
-from cifar_towers.signals import LAUNCH_VARIABLE
+from cifar_towers.signals import LAUNCH_VARIABLE, StopRequest
 
 FINAL = (0, UsageError.exit_code, DataError.exit_code, DivergedError.exit_code)  # another start would end the same
 PATIENCE = 10.0  # seconds for the others to end once one has failed; then they are killed
@@ -25,7 +25,7 @@ def launch(
     num_workers: int,
     max_restarts: int,
     say: Callable[[str], None],
-    asked: Callable[[], int],
+    stop: StopRequest,
 ) -> int:
     """Runs a training to its end, on several local workers or as the flags say; the exit code it ends with.
 
@@ -33,13 +33,13 @@ def launch(
       command: a training's; what a worker has to know comes after it.
       num_workers: how many to start here, on the loopback; 0: one process, which may be one of a cluster.
       max_restarts: how often to start again what a lost worker or a signal to one of them has ended.
-      asked: the signal that came to this process, or 0: it is passed on, and then nothing is started again.
+      stop: a signal that comes to this process is passed on, and then nothing is started again; a second one kills.
     """
     os.environ[LAUNCH_VARIABLE] = uuid.uuid4().hex
     for restart in range(max_restarts + 1):
-        codes = _run(command, num_workers, asked)
+        codes = _run(command, num_workers, stop)
         first_failed = next((worker for worker, code in codes.items() if code), None)
-        if first_failed is None or asked() or codes[first_failed] in FINAL:
+        if first_failed is None or stop.asked or codes[first_failed] in FINAL:
             break
         if restart < max_restarts:
             who = f"worker {first_failed}" if num_workers else "it"
@@ -60,10 +60,11 @@ def free_addresses(count: int) -> tuple[str, ...]:
                     return tuple(f"127.0.0.1:{port}" for port in ports)
 
 
-def _run(command: Sequence[str], num_workers: int, asked: Callable[[], int]) -> dict[int, int]:
+def _run(command: Sequence[str], num_workers: int, stop: StopRequest) -> dict[int, int]:
     """Starts all, waits for all; worker -> exit code, in the order in which they ended."""
     workers = _start_all(command, num_workers) if num_workers else [_start(command)]
     processes = [process for process, _ in workers]
+    stop.before_end = lambda: _signal(processes, signal.SIGKILL)  # who asks twice wants none of them left
     codes: dict[int, int] = {}
     passed_on, deadline = 0, float("inf")
     while len(codes) < len(processes):
@@ -72,8 +73,8 @@ def _run(command: Sequence[str], num_workers: int, asked: Callable[[], int]) -> 
                 codes[worker] = code if code >= 0 else 128 - code
                 if code:
                     deadline = min(deadline, time.monotonic() + PATIENCE)
-        if asked() and not passed_on:
-            passed_on = asked()
+        if stop.asked and not passed_on:
+            passed_on = stop.asked
             _signal(processes, passed_on)
         if time.monotonic() > deadline:
             _signal(processes, signal.SIGKILL)

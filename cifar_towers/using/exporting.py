@@ -124,6 +124,8 @@ def _require(name: str, modules: tuple[str, ...]) -> None:
 def _refuse_to_replace(place: Path, kind: Format) -> None:
     """What is replaced is an earlier export, and nothing else."""
     suffix = Path(kind.name).suffix
+    if kind.is_directory and place.name in ("", ".."):
+        raise UsageError(f"--out={place} is where others stand; write --out={place / kind.name}")
     if place.suffix != suffix and not kind.is_directory:
         better = place / kind.name if place.is_dir() else place.with_suffix(suffix)
         raise UsageError(f"--out={place} does not end in {suffix}; write --out={better}")

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from cifar_towers.cluster import launching
-from cifar_towers.signals import LAUNCH_VARIABLE
+from cifar_towers.signals import LAUNCH_VARIABLE, StopRequest
 
 PROGRAM = f"""
 import os, sys, time
@@ -26,10 +26,10 @@ def launch(tmp_path, monkeypatch):
 
     monkeypatch.setenv(LAUNCH_VARIABLE, "")  # and so as it was afterwards
 
-    def run(ending, num_workers=0, max_restarts=3, asked=lambda: 0):
+    def run(ending, num_workers=0, max_restarts=3, stop=None):
         said, log = [], tmp_path / "log"
         command = [sys.executable, "-c", PROGRAM + ending, str(log), "--flag"]
-        code = launching.launch(command, num_workers, max_restarts, said.append, asked)
+        code = launching.launch(command, num_workers, max_restarts, said.append, stop or StopRequest())
         return code, [line.split() for line in log.read_text().splitlines()], said
 
     return run
@@ -72,8 +72,16 @@ time.sleep(60)"""
 
 
 def test_a_signal_to_it_is_passed_on_and_nothing_is_started_again(launch):
-    asked = []
-    threading.Timer(1.0, asked.append, [signal.SIGTERM]).start()
+    stop = StopRequest()
+    threading.Timer(1.0, setattr, [stop, "asked", signal.SIGTERM]).start()
     start = time.monotonic()
-    code, told, said = launch("time.sleep(60)", num_workers=2, asked=lambda: asked[0] if asked else 0)
+    code, told, said = launch("time.sleep(60)", num_workers=2, stop=stop)
     assert code == 143 and len(told) == 2 and not said and time.monotonic() - start < 30
+
+
+def test_a_second_signal_leaves_no_worker_behind(launch):
+    """Not even one that is deaf to the first."""
+    stop = StopRequest()
+    threading.Timer(1.0, lambda: stop.before_end()).start()
+    code, told, _ = launch("time.sleep(60)", num_workers=2, max_restarts=0, stop=stop)
+    assert code == 137 and len(told) == 2
