@@ -13,7 +13,7 @@ EXTRAS := $(if $(NVIDIA),dev$(comma)gpu,dev)
 .DEFAULT_GOAL := help
 
 help:  ## this menu
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1|/' | column -t -s '|'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */|/' | awk -F'|' '{printf "  make %-13s %s\n", $$1, $$2}'
 	@echo
 	@echo "  make train CONFIG=resnet56 NUM_GPUS=4 ARGS='--seed=3'   any flag of scripts/train.py --help"
 
@@ -21,7 +21,7 @@ setup: .venv/ready  ## make .venv with all that is needed; other targets do so t
 
 .venv/ready: setup.cfg pyproject.toml
 	@echo "setting up .venv (a minute or two, once)"
-	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $(PYTHON) -m venv --clear .venv
+	@$(BIN)/python -c 'import pip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@# byte code of what every start imports, and of no more: half of a start's time, where Python may not write it itself
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import keras.src.backend.tensorflow, tensorflow, tensorflow_datasets, tensorboard.main' 2>/dev/null || true
@@ -43,7 +43,7 @@ bench: .venv/ready  ## measure placements, strategies and numbers of towers for 
 	@$(BIN)/python scripts/benchmark.py --dataset=auto --flagfile=configs/$(CONFIG).cfg $(ARGS)
 
 speedrun: .venv/ready  ## time CONFIG (speed93 to speed96: to their accuracy) over five seeds, against this machine's limit and beside others' steps (hours)
-	@$(BIN)/python scripts/speedrun.py --dataset=auto --flagfile=configs/$(CONFIG).cfg $(TARGET) $(ARGS)
+	@$(BIN)/python scripts/speedrun.py --dataset=auto --flagfile=configs/$(CONFIG).cfg --num_gpus=$(NUM_GPUS) $(TARGET) $(ARGS)
 
 tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
 	@$(BIN)/tensorboard --logdir runs --samples_per_plugin=images=50 $(ARGS)
