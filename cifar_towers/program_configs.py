@@ -49,6 +49,8 @@ class TrainedConfig(DeviceConfig):
 class ScoringConfig(TrainedConfig):
     """How a trained net computes."""
 
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes} or no room for the answer"
+
     tta: int = setting(0, "Run", "test-time augmentation: 0, 1 (mirror), 2 (mirror and shifts)", low=0, high=2)
     precision: str = setting("auto", "Run", "what to compute in", choices=("auto", "float32", "bfloat16", "float16"))
 
@@ -106,7 +108,9 @@ class ExportConfig(RunDataConfig):
 class CompareConfig:
     """Which runs to compare."""
 
-    exit_codes: ClassVar[str] = "0 what both have is the same, 1 not, 2 usage, 3 data, 130 and 143 interrupted"
+    exit_codes: ClassVar[str] = (
+        "0 what both have is the same, 1 not or no room to say so, 2 usage, 3 data, 130 and 143 interrupted"
+    )
 
     runs: tuple[str, ...] = setting((), REST, "two runs' directories")
 
