@@ -39,7 +39,8 @@ def check_model(model: str) -> None:
 def check_dataset(dataset: str) -> None:
     """Refuses what names no data set, with a UsageError."""
     known = dataset.startswith(FOLDER) and dataset != FOLDER
-    if not known and not re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", dataset):
+    named = dataset != FOLDER.rstrip(":") and re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", dataset)
+    if not (known or named):
         raise UsageError(
             f"dataset={dataset} is not cifar10, synthetic, auto, {FOLDER}<path> or the name of one of "
             "TensorFlow Datasets, as svhn_cropped"

@@ -37,7 +37,7 @@ def locate(data_dir: str = "", timeout_seconds: float = 3.0) -> Path:
       DataError: no copy, decoded or prepared, no archive to prepare it from, and no way to download one.
     """
     directory = tfds_directory(data_dir)
-    archive = directory / "downloads" / "manual" / ARCHIVE
+    archive = _archive(directory)
     decoded = all(cache.holds(_decoded(name), count) for name, count in SIZES.items())
     if decoded or is_prepared(directory) or archive.exists() or reachable(f"https://{SOURCE_HOST}", timeout_seconds):
         return directory
@@ -58,6 +58,11 @@ def tfds_directory(data_dir: str = "") -> Path:
         return directory.expanduser()
     except RuntimeError as error:
         raise DataError(f"{directory}: that user has no home directory; give --data_dir=<a directory>") from error
+
+
+def _archive(directory: Path) -> Path:
+    """Where TFDS takes what somebody has downloaded for it."""
+    return directory / "downloads" / "manual" / ARCHIVE
 
 
 def is_prepared(directory: Path) -> bool:
@@ -128,9 +133,12 @@ def _from_tfds(directory: Path, name: str) -> Split:
         # the stored order is the one the digests are of
         return _to_split(prepared.in_stored_order(tfds, builder, name, batch_size=1000))
     except Exception as error:
+        mend = "delete the copy and let it be prepared again"
+        if not is_prepared(directory):
+            mend = f"put {ARCHIVE} into {_archive(directory).parent}"
         raise DataError(
             f"CIFAR-10's {name} split in {directory} cannot be read ({type(error).__name__}: {reason(error, 300)}); "
-            "delete the copy and let it be prepared again"
+            f"{mend}"
         ) from error
 
 

@@ -1,6 +1,7 @@
 """A data set of one's own: a folder with a subfolder of pictures for each class."""
 
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,9 @@ import numpy as np
 
 from cifar_towers.data import images
 from cifar_towers.data.dataset import Split, Traits, moments
-from cifar_towers.errors import DataError
+from cifar_towers.errors import DataError, printable
+
+log = logging.getLogger(__name__)
 
 TRAIN_NAMES = ("train", "training")  # of what is no class, unless it has pictures of its own
 TEST_NAMES = ("test", "val", "valid", "validation")  # of the folder beside `train`
@@ -45,7 +48,8 @@ def find(root: Path) -> Folder:
         folder = _look_through(root)
     except (OSError, RuntimeError) as error:  # the second where a user has no home
         where, reason = (getattr(error, name, None) for name in ("filename", "strerror"))
-        raise DataError(f"dataset=folder:{root}: {where or root} cannot be read: {reason or error}") from error
+        told = f"dataset=folder:{root}: {where or root} cannot be read: {reason or error}"
+        raise DataError(f"{told}; if it has moved, say where it is with --dataset=folder:<path>") from error
     _check(folder)
     return folder
 
@@ -57,7 +61,12 @@ def load(folder: Folder, side: int) -> tuple[Split, Split]:
       DataError: naming pictures that cannot be read.
     """
     names = tuple(folder.train)
-    (train, train_labels), (test, test_labels) = (_read(part, names, side) for part in (folder.train, folder.test))
+    (train, train_labels, wrong), (test, test_labels, wrong_too) = (
+        _read(part, names, side) for part in (folder.train, folder.test)
+    )
+    if wrong := [*wrong, *wrong_too]:
+        count = len(train) + len(test)
+        raise DataError(f"{len(wrong)} of {count} pictures cannot be read: {_named(wrong)}; mend or remove them")
     traits = Traits(names, side, *moments(train))
     return Split(train, train_labels, traits), Split(test, test_labels, traits)
 
@@ -83,18 +92,21 @@ def _classes(root: Path) -> dict[str, list[Path]]:
     Raises:
       DataError: naming folders that cannot be read.
     """
-    found, closed = {}, []
+    found, closed, others = {}, [], 0
     for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
         paths = [
             Path(where, name)
             for where, _, names in os.walk(folder, onerror=closed.append)
             for name in names
-            if name.lower().endswith(images.SUFFIXES) and not name.startswith(".")
+            if not name.startswith(".")
         ]
-        found[folder.name] = sorted(paths)
+        found[folder.name] = sorted(path for path in paths if images.is_picture(path))
+        others += len(paths) - len(found[folder.name])
     if closed:
         told = _named([f"{error.filename} ({error.strerror})" for error in closed])
         raise DataError(f"dataset=folder:{root}: folders in it cannot be read: {told}; open or remove them")
+    if others:
+        log.info("%s", printable(f"dataset=folder:{root}: {images.left_out(others)}"))
     return found
 
 
@@ -129,14 +141,13 @@ def _check(folder: Folder) -> None:
             raise DataError(f"{told}: no pictures of {_named(empty)} to {part} on; each class needs some ({kinds})")
 
 
-def _read(part: dict[str, list[Path]], names: Sequence[str], side: int) -> tuple[np.ndarray, np.ndarray]:
+def _read(part: dict[str, list[Path]], names: Sequence[str], side: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Pictures, labels, and what is wrong with those that cannot be read."""
     paths = [(path, label) for label, name in enumerate(names) for path in part[name]]
     paths.sort(key=lambda pair: _hash(pair[0]))  # whatever takes the first examples shall meet all classes
     levels, wrong = images.read_all([path for path, _ in paths], side)
-    if wrong:
-        told = _named([f"{paths[index][0]} {told}" for index, told in wrong.items()])
-        raise DataError(f"{len(wrong)} of {len(paths)} pictures cannot be read: {told}; mend or remove them")
-    return levels, np.array([label for _, label in paths], np.int64)
+    told = [f"{paths[index][0]} {told}" for index, told in wrong.items()]
+    return levels, np.array([label for _, label in paths], np.int64), told
 
 
 def _named(things: Sequence[str]) -> str:

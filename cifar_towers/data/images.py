@@ -34,6 +34,16 @@ class PictureError(Exception):
     """A file that is no picture, or none that is read here; the message is one line without its name."""
 
 
+def is_picture(path: Path) -> bool:
+    """Whether a file's name says that it is of a kind which is read here."""
+    return path.name.lower().endswith(SUFFIXES)
+
+
+def left_out(count: int) -> str:
+    """What is to be said of so many files of other kinds."""
+    return f"{count} file{'s' * (count > 1)} of other kinds left out (pictures are {', '.join(SUFFIXES)})"
+
+
 def read_all(paths: Sequence[Path], side: int, at_once: int | None = None) -> tuple[np.ndarray, dict[int, str]]:
     """[n, side, side, 3] uint8, each as `read` does it, and by their places what is wrong with those that cannot be
     read, which are black; so many `at_once`, each of which may take 235 MB, or one for each processor."""

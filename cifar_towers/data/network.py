@@ -10,12 +10,14 @@ PORTS = {"http": 80, "https": 443, "ftp": 21}
 
 
 def reachable(url: str, timeout_seconds: float = 3.0) -> bool:
-    """Whether a URL's host answers in time, its name's look-up included. Behind a proxy, or where the URL is of no kind
-    that is known here, only a download can tell."""
-    parts = urlsplit(url)
+    """Whether a URL's host, or the proxy on the way to it, answers in time, its name's look-up included. Where that is
+    of no kind that is known here, only a download can tell."""
+    parts, proxies = urlsplit(url), getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if proxy and not proxy_bypass(parts.netloc):
+        parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     port = parts.port or PORTS.get(parts.scheme)
-    proxied = {parts.scheme, "all"} & getproxies().keys() and not proxy_bypass(parts.netloc)
-    if not port or proxied:
+    if not port:
         return True
     answered = threading.Event()
 

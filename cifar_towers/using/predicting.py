@@ -63,10 +63,13 @@ def _expand(given: Sequence[str]) -> Iterator[tuple[Path, str]]:
             yield path, ""
             continue
         try:
-            found = sorted(entry for entry in path.iterdir() if entry.name.lower().endswith(images.SUFFIXES))
+            entries = [entry for entry in path.iterdir() if not entry.name.startswith(".") and not entry.is_dir()]
         except OSError as error:
             yield path, f"cannot be read: {error.strerror}"
             continue
+        found = sorted(filter(images.is_picture, entries))
+        if found and len(found) < len(entries):
+            print(f"{_shown(path)}: {images.left_out(len(entries) - len(found))}", file=sys.stderr)
         if not found:
             yield path, f"holds no pictures ({', '.join(images.SUFFIXES)})"
         yield from ((picture, "") for picture in found)

@@ -143,7 +143,7 @@ def damaged(root):
         ),
         (class_in_another_encoding, r"M\\udcf6we cannot be written down, as it is not in UTF-8; rename it"),
         (damaged, "1 of 2[0-9] pictures cannot be read: .*bad.png is not a JPEG"),
-        (lambda root: None, "No such file or directory"),
+        (lambda root: None, "No such file or directory; if it has moved, say where it is with --dataset=folder:<path>"),
     ],
 )
 def test_folders_that_are_no_data_set_are_told_in_a_line(tmp_path, make, told):
@@ -305,3 +305,20 @@ def test_a_description_that_is_broken_is_told_in_a_line(tmp_path):
         assert "\n" not in str(caught.value)
         (place / file).write_bytes(whole)
     sources.load(sources.find("shapes", str(tmp_path)))
+
+
+def test_all_that_cannot_be_read_is_told_at_once_and_what_is_no_picture_is_counted(tmp_path, caplog):
+    caplog.set_level("INFO", "cifar_towers")
+    for part in ("train", "test"):
+        for name in ("one", "two"):
+            place = tmp_path / part / name
+            place.mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(place / "good.png")
+            (place / "phone.heic").write_bytes(b"")
+        (tmp_path / part / "one" / "bad.png").write_bytes(b"no picture")
+    folder = folders.find(tmp_path)
+    assert [line.partition(": ")[2] for line in caplog.messages] == [
+        "2 files of other kinds left out (pictures are .jpg, .jpeg, .png, .gif, .bmp, .webp)"
+    ] * 2
+    with pytest.raises(DataError, match=r"2 of 6 pictures cannot be read: .*train/one/bad.png .*test/one/bad.png "):
+        folders.load(folder, 8)

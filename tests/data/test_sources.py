@@ -42,11 +42,16 @@ def test_a_host_is_asked_at_the_port_of_its_address(no_proxy, monkeypatch):
 @pytest.mark.parametrize(
     ("variable", "through"), [("http_proxy", "http"), ("HTTPS_PROXY", "https"), ("all_proxy", "http")]
 )
-def test_behind_a_proxy_nobody_is_asked(no_proxy, monkeypatch, variable, through):
-    monkeypatch.setenv(variable, "http://127.0.0.1:1")
-    assert reachable(f"{through}://127.0.0.1:2")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+def test_behind_a_proxy_it_is_the_proxy_that_is_asked(no_proxy, monkeypatch, variable, through):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv(variable, f"127.0.0.1:{server.getsockname()[1]}")
+        assert reachable(f"{through}://127.0.0.1:2")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert not reachable(f"{through}://127.0.0.1:2")
+        monkeypatch.delenv("no_proxy")
     assert not reachable(f"{through}://127.0.0.1:2")
+    monkeypatch.setenv(variable, "socks5://127.0.0.1")  # no port that is known here
+    assert reachable(f"{through}://127.0.0.1:2")
 
 
 def test_missing_cifar10_says_what_to_put_where(offline, tmp_path):
