@@ -26,3 +26,18 @@ def test_a_pipe_gets_one_clean_line_an_epoch():
 def test_a_person_sees_a_line_that_moves():
     text = shown(terminal=True)
     assert "\x1b" in text and "step 10/20" in text
+
+
+def test_what_matters_fits_on_a_narrow_terminal():
+    for width, there, missing in (
+        (200, ["rate", "step", "╺"], []),
+        (80, ["images/s", "left", "accuracy"], ["rate", "…"]),
+        (60, ["loss", "left"], ["rate", "step", "…"]),
+    ):
+        out = io.StringIO()
+        progress = Progress(Length(390, 100_000, 100_000), Console(file=out, force_terminal=True, width=width))
+        for step in (38_219, 38_220):
+            progress.step(Status(step, 1.0722, 0.6234, 0.1, 1876.5))
+        line = progress._line(Status(38_221, 1.0722, 0.6234, 0.1, 1876.5))
+        assert len(line) <= width and all(part in line for part in there) and not any(part in line for part in missing)
+        progress.pause()
