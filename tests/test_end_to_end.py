@@ -257,8 +257,15 @@ def test_scoring_repeats_the_runs_own_score(one_run):
 
 
 def test_scoring_what_is_not_there(one_run, tmp_path):
-    with pytest.raises(UsageError, match="no checkpoint in"):
-        scoring.evaluate_checkpoint(EvaluateConfig(train_dir=str(tmp_path)))
+    beside = f"beside it these have some: .*{one_run[0].name}"
+    begun = shutil.copytree(one_run[0], tmp_path / "begun", ignore=lambda *_: ["checkpoints"])
+    for place, why in (
+        (tmp_path, "no run has been there; give that of a run, as runs/"),
+        (one_run[0].parent / "none", f"it is not there; {beside}"),
+        (begun, "its run has saved none yet; train on"),
+    ):
+        with pytest.raises(UsageError, match=f"no checkpoint in {place}: {why}"):
+            scoring.evaluate_checkpoint(EvaluateConfig(train_dir=str(place)))
     with pytest.raises(UsageError, match="held out no validation"):
         scoring.evaluate_checkpoint(EvaluateConfig(train_dir=str(one_run[0]), split="validation"))
 
@@ -312,6 +319,10 @@ def test_what_differs_between_two_runs_is_told(tmp_path, tiny_run, monkeypatch, 
     told = capsys.readouterr().out
     assert "records: the same until step 6, different at step 7: loss " in told
     assert "to the bit at step-00000009" in told and "weights after step 20: different" in told
+    environment = json.loads((changed / "environment.json").read_text())
+    (changed / "environment.json").write_text(json.dumps(environment | {"variables": environment["variables"][1:]}))
+    count = len(environment["variables"])
+    assert f"variables a list of {count} -> a list of {count - 1}" in comparing.compare(tiny_run[0], changed)[1]
     result.write_text("[1, 2]")
     told = comparing.compare(tiny_run[0], changed)[1]
     assert f"{tiny_run[0]} ended at step 20, {changed} has not ended: only what both have is compared" in told
@@ -530,11 +541,14 @@ def saved_run(tmp_path, one_run):
     return tmp_path, dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path))
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(saved_run, one_run, capsys):
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(saved_run, one_run, capsys, caplog):
     directory, config = saved_run
     damaged = directory / "checkpoints/step-00000020/state.data-00000-of-00001"
     content = damaged.read_bytes()
     damaged.write_bytes(content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
+    scoring.evaluate_checkpoint(EvaluateConfig(train_dir=str(directory)))  # changes nothing, and says so too
+    (passed_over,) = (line for line in caplog.messages if "is damaged" in line)
+    assert "step-00000020 is damaged (" in passed_over and passed_over.endswith("; step-00000018 is taken")
     capsys.readouterr()
     assert run(config)["weights_sha256"] == one_run[1]["weights_sha256"]
     told = capsys.readouterr().out
@@ -551,6 +565,25 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_again_by_itself(tm
         with pytest.raises(DataError, match=r"every checkpoint in .* is damaged; .* --fresh to start again"):
             run(config)
     assert run(dataclasses.replace(config, fresh=True, max_steps=1))["step"] == 1
+
+
+def test_what_is_somebody_elses_is_not_replaced(tmp_path):
+    config = dataclasses.replace(TINY, train_dir=str(tmp_path), max_steps=1)
+    for name, content in (
+        ("config.json", '{"model_type": "bert"}'),
+        ("result.json", "[1]"),
+        ("config.json", "no JSON"),
+    ):
+        (tmp_path / name).write_text(content)
+        for fresh in (False, True):
+            with pytest.raises(
+                UsageError, match=f"{name} is of no run and would be replaced; give another --train_dir"
+            ):
+                run(dataclasses.replace(config, fresh=fresh))
+        assert (tmp_path / name).read_text() == content
+        (tmp_path / name).unlink()
+    (tmp_path / "config.json").write_text("")  # as a power loss may leave it
+    assert run(config)["step"] == 1
 
 
 def test_two_trainers_cannot_share_a_directory(saved_run):

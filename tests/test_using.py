@@ -92,6 +92,14 @@ def test_pictures_get_the_probabilities_that_evaluation_gives(run, folder, capsy
         np.testing.assert_allclose(list(answer["probabilities"].values()), shares[best], atol=1e-5)
 
 
+def test_what_is_no_picture_in_a_folder_is_counted(run, folder, capsys):
+    (folder / "3a.png").unlink()
+    (folder / "phone.heic").write_bytes(b"")
+    predicting.predict(PredictConfig(train_dir=str(run), pictures=(str(folder),)))
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 5 and f"{folder}: 1 file of other kinds left out" in err
+
+
 def test_a_table_names_three_classes_a_picture(run, folder, capsys):
     predicting.predict(
         PredictConfig(train_dir=str(run), tta=2, pictures=(str(folder / "0.png"), str(folder / "4.png")))

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ import tensorflow as tf
 
 from cifar_towers import storage
 from cifar_towers.errors import DataError, UsageError, reason
+
+log = logging.getLogger(__name__)
 
 DIRECTORY, PREFIX, FACTS = "checkpoints", "state", "facts.json"
 
@@ -34,7 +37,8 @@ def save(train_dir: Path, step: int, variables: Mapping[str, tf.Variable], facts
         try:
             tf.train.Checkpoint(**_trackable(variables)).write(str(directory / PREFIX))
         except tf.errors.OpError as error:  # what TensorFlow makes of a full disk
-            raise OSError(None, " ".join(error.message.split())) from error
+            told = re.sub(r"\{\{.*?\}\}", "", error.message)  # without the names of its nodes
+            raise OSError(None, " ".join(told.split())) from error
         (directory / FACTS).write_text(json.dumps({**facts, "step": step}, indent=1))
 
     storage.commit(final, write)
@@ -65,15 +69,22 @@ def damage(checkpoint: Path) -> str:
 
 
 def newest(train_dir: Path) -> Path | None:
-    """The newest checkpoint that is undamaged; None where none was ever made. Changes nothing.
+    """The newest checkpoint that is undamaged; None where none was ever made. Changes nothing, and says which newer
+    ones it passes over.
 
     Raises:
       DataError: there are some, and all are damaged.
     """
     while there := saved(train_dir):
+        told = []
         for checkpoint in reversed(there):
-            if not damage(checkpoint):
+            wrong = damage(checkpoint)
+            if not wrong:
+                for line in told:
+                    log.warning("%s; %s is taken", line, checkpoint.name)
                 return checkpoint
+            if checkpoint.exists():
+                told.append(f"{checkpoint} is damaged ({wrong})")
         if saved(train_dir) == there:  # else the run goes on, and has removed old ones for new
             break
     if there or list((train_dir / DIRECTORY).glob(f"{storage.DAMAGED}*")):

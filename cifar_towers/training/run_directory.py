@@ -9,6 +9,7 @@ from cifar_towers import storage
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError
+from cifar_towers.names import FOLDER
 from cifar_towers.reporting import records
 from cifar_towers.reporting.events import CUT
 from cifar_towers.reporting.events import PATTERN as EVENTS
@@ -35,6 +36,25 @@ WRITTEN = (
 )
 
 
+def refuse_others(directory: Path) -> None:
+    """Holds a directory against being somebody else's, whose files a run's would replace.
+
+    Raises:
+      UsageError: it has a config.json or result.json, no checkpoint, and no config.json of a run.
+    """
+    if any(next(directory.glob(name), None) for name in CHECKPOINTS):
+        return
+    ours = {field.name for field in dataclasses.fields(TrainConfig)}
+    of_a_run = len(ours & records.read_json_if_any(directory / records.CONFIG).keys()) > len(ours) / 2
+    found = [name for name in (records.CONFIG, records.RESULT) if _has_content(directory / name)]
+    if found and not of_a_run:
+        raise UsageError(f"{directory / found[0]} is of no run and would be replaced; give another --train_dir")
+
+
+def _has_content(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
 def newest(directory: Path, config: TrainConfig, dataset: Dataset) -> tuple[Path, dict] | None:
     """The newest undamaged checkpoint and its facts, if there is one.
 
@@ -48,6 +68,8 @@ def newest(directory: Path, config: TrainConfig, dataset: Dataset) -> tuple[Path
     facts = checkpoints.read_facts(checkpoint)
     mine = recipe_of(config) | {"dataset": dataset.name}
     theirs = recipe_of(TrainConfig()) | facts["recipe"] | {"dataset": facts["dataset"]}  # a setting may be newer
+    if all(of["dataset"].startswith(FOLDER) for of in (mine, theirs)):  # it may have moved; what is in it is held below
+        mine["dataset"] = theirs["dataset"]
     common = [name for name in mine if name in theirs]
     differing = [f"{name} {theirs[name]} -> {mine[name]}" for name in common if theirs[name] != mine[name]]
     if differing:

@@ -82,7 +82,7 @@ def parse_rate(text: str) -> tuple[str, Points]:
     kind, _, points = text.partition(":")
     if kind not in ("linear", "step"):
         raise UsageError(f"learning_rate_schedule={text} must begin with linear: or step:, as linear:0=1,100%=0")
-    return kind, parse_points("learning_rate_schedule", points)
+    return kind, parse_points("learning_rate_schedule", points, "0=1,100%=0")
 
 
 class Sides:
@@ -94,7 +94,7 @@ class Sides:
         Raises:
           UsageError: as `parse_points`.
         """
-        self.points = parse_points("image_sides", text or f"0={full}")
+        self.points = parse_points("image_sides", text or f"0={full}", "0=24,45%=32")
         self._full = full
 
     def largest(self) -> int:
@@ -112,7 +112,7 @@ class Sides:
         return lambda step: int(staircase(step, places, self.points.values, before=self._full))
 
 
-def parse_points(setting: str, text: str) -> Points:
+def parse_points(setting: str, text: str, example: str) -> Points:
     """`"0=24,45%=32"` -> points at epoch 0 and at 0.45 of the run.
 
     Raises:
@@ -128,7 +128,7 @@ def parse_points(setting: str, text: str) -> Points:
         if not all(math.isfinite(number) and number >= 0 for number in (*places, *values)):
             raise ValueError
     except ValueError:
-        raise UsageError(f"{setting}: {text!r} is not a list of place=value, none below 0, as 0=1,100%=0") from None
+        raise UsageError(f"{setting}: {text!r} is not a list of place=value, none below 0, as {example}") from None
     for kind in (True, False):
         same_kind = [place for place, percent in zip(places, relative, strict=True) if percent is kind]
         if same_kind != sorted(set(same_kind)):

@@ -133,7 +133,8 @@ class Trainer:
                 storage.make(self.directory)
                 ours = stack.enter_context(storage.locked(self.directory / ".lock"))
             except OSError as error:
-                raise UsageError(f"train_dir={self.directory} cannot be made: {error.strerror}") from error
+                done = "written" if self.directory.is_dir() else "made"
+                raise UsageError(f"train_dir={self.directory} cannot be {done}: {error.strerror}") from error
             if not ours:
                 raise UsageError(f"another process trains in {self.directory}; end it, or give another --train_dir")
             return self._run()
@@ -356,6 +357,7 @@ class Trainer:
 
     def _resume(self) -> int:
         """Makes the directory ready and restores its newest checkpoint; the number of updates done."""
+        run_directory.refuse_others(self.directory)
         if self.config.fresh:
             try:
                 run_directory.clear(self.directory, os.environ.get(LAUNCH_VARIABLE, ""))
@@ -371,7 +373,8 @@ class Trainer:
         self.clock.resume(facts["seconds"], facts["images"])
         rolled_back = self.team.from_chief(lambda: records.read_json_if_any(self.directory / records.ROLLBACKS))
         self.health.resume(facts, rolled_back)
-        self.say(f"going on from step {facts['step']}, saved with {facts['towers']} towers in {facts['precision']}")
+        towers = f"{facts['towers']} tower{'s' * (facts['towers'] > 1)}"
+        self.say(f"going on from step {facts['step']}, saved with {towers} in {facts['precision']}")
         return facts["step"]
 
     def _restore(self) -> dict | None:

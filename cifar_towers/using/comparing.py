@@ -121,5 +121,10 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str =
             odd = sum(one != other for one, other in zip(here, there, strict=True))
             told += [f"{odd} of {len(here)} {prefix}{name}"] if odd else []
         elif here != there:
-            told.append(f"{prefix}{name} {here} -> {there}")
+            told.append(f"{prefix}{name} {_shortly(here)} -> {_shortly(there)}")
     return ", ".join(part for part in told if part)
+
+
+def _shortly(value: Any) -> str:
+    """A value in words; of a long list, as of layers, how many it has."""
+    return f"a list of {len(value)}" if isinstance(value, list) and len(value) > LISTED else str(value)

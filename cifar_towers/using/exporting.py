@@ -1,5 +1,6 @@
 """A trained net as a file for use elsewhere, held against the checkpoint it came from."""
 
+import contextlib
 import importlib
 import itertools
 import shutil
@@ -54,9 +55,10 @@ def export(config: ExportConfig) -> bool:
             wrong = _check(kind, new, own, some) if some else ""
         stands = _keep_aside(new, place) if wrong else _put(new, place)
     except Exception as error:  # converters have errors of all kinds
-        raise RunError(f"{place} cannot be written ({_told(error)})") from error
+        raise RunError(f"{place} cannot be written ({_told(error)}); --out= names another place") from error
     finally:
-        _remove(new)
+        with contextlib.suppress(OSError):  # as where nothing can be written
+            _remove(new)
     told = f"{stands}: {run.directory} at step {run.facts['step']}, {weights} weights, {_size(stands) / 1e6:.1f} MB"
     print(told if some else f"{told}, not checked")
     if wrong:

@@ -19,6 +19,8 @@ from cifar_towers.names import check_dataset, split_own_model
 from cifar_towers.reporting import records
 from cifar_towers.training import checkpoints, setup
 
+MOST_NAMED = 8  # of the runs that a message offers
+
 
 class Run(NamedTuple):
     """A run's checkpoint, and what was trained in it."""
@@ -85,7 +87,7 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> Run:
     """
     checkpoint = checkpoints.of_step(train_dir, step) if step else checkpoints.newest(train_dir)
     if not checkpoint:
-        raise UsageError(f"no checkpoint in {train_dir}; runs that have some stand in runs/ as a rule")
+        raise UsageError(_why_none(train_dir))
     of_devices = ("Towers", "Cluster")  # how it was trained, which is nothing to how it is used
     known = {field.name for field in dataclasses.fields(TrainConfig) if field.metadata["group"] not in of_devices}
     try:
@@ -98,6 +100,17 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> Run:
     facts = checkpoints.read_facts(checkpoint)
     check_dataset(facts["dataset"])  # as strictly as one on the command line
     return Run(train_dir, checkpoint, _agreed(config, model, train_dir), facts, Traits.of(facts.get("traits", {})))
+
+
+def _why_none(train_dir: Path) -> str:
+    """Why a directory has no checkpoint, and which ones beside it have some."""
+    if (train_dir / records.CONFIG).exists():
+        return f"no checkpoint in {train_dir}: its run has saved none yet; train on, and type the same again"
+    told = "no run has been there" if train_dir.is_dir() else "it is not there"
+    others = sorted({path.parents[1].name for path in train_dir.parent.glob(f"*/{checkpoints.DIRECTORY}/step-*")})
+    named = ", ".join(others[:MOST_NAMED]) + ", ..." * (len(others) > MOST_NAMED)
+    give = f"beside it these have some: {named}" if others else "give that of a run, as runs/speed94-seed0"
+    return f"no checkpoint in {train_dir}: {told}; {give}"
 
 
 def _agreed(config: TrainConfig, model: str, train_dir: Path) -> TrainConfig:
