@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cifar_towers.config import TrainConfig, parse_seeds, shared_settings
-from cifar_towers.errors import Interrupted, RunError, one_line, reason
+from cifar_towers.errors import Interrupted, RunError, UsageError, one_line, reason
 from cifar_towers.program_configs import (
     BenchmarkConfig,
     CompareConfig,
@@ -84,13 +84,18 @@ def _cluster(config: TrainConfig):
 @_program
 def launch(stop: StopRequest) -> int:
     """`launch.py`: starts the workers of a cluster on this machine, and all again when one is lost."""
-    config = parse_command_line(
-        LaunchConfig,
-        sys.argv,
-        "Trains on several workers on this machine, a process each, or supervises one; what stands after -- are flags\n"
-        "of train.py. When a worker is lost, all are started again and go on from the last checkpoint.\n\n"
-        "  launch.py --num_workers=2 -- --flagfile=configs/speed94.cfg --train_dir=runs/two-workers",
-    )
+    try:
+        config = parse_command_line(
+            LaunchConfig,
+            sys.argv,
+            "Trains on several workers on this machine, a process each, or supervises one; what stands after -- are\n"
+            "flags of train.py. When a worker is lost, all are started again and go on from the last checkpoint.\n\n"
+            "  launch.py --num_workers=2 -- --flagfile=configs/speed94.cfg --train_dir=runs/two-workers",
+        )
+    except UsageError as error:
+        if "--" in sys.argv:
+            raise
+        raise UsageError(f"{error}; flags of train.py stand after --") from None
     checked = [sys.argv[0], *config.command]
     if config.num_workers:
         workers = ",".join(f"127.0.0.1:{port}" for port in (40_000, *range(1, config.num_workers)))  # as if
@@ -283,6 +288,8 @@ def _run(program: Callable[[StopRequest], int | None]) -> int:
         code = error.exit_code
     except BrokenPipeError:
         code = 1
+    except SystemExit as left:  # --help has been printed
+        code = left.code
     except Exception:
         traceback.print_exc()
         code = 1

@@ -74,7 +74,8 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
         stray = values(argv)[1:]
     except (flags.Error, UnicodeDecodeError) as error:
         told = " ".join(str(error).split()).removeprefix("ERROR:: ")
-        raise UsageError(f"{told}; --help lists the flags") from None
+        listed = "configs/ has the recipes" if "flagfile" in told else "--help lists the flags"
+        raise UsageError(f"{told}; {listed}") from None
     rest = [field.name for field in dataclasses.fields(config_class) if field.metadata["group"] == REST]
     if stray and not rest:
         raise UsageError(f"{stray[0]!r} is not a flag; settings are given as --name=value, and --help lists them")

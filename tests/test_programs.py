@@ -209,6 +209,24 @@ def test_output_onto_a_full_disk_ends_no_run(tmp_path, tiny):
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            [],
+            "launch what? write: launch.py --num_workers=2 -- --flagfile=configs/speed94.cfg; flags of train.py stand",
+        ),
+        (["--num_workers=2", f"--flagfile={ROOT / 'configs/cifarnet.cfg'}"], "flags of train.py stand after --"),
+        (["--num_workers=1", "--", "--seed=1"], "num_workers=1 is no cluster"),
+    ],
+)
+def test_a_launcher_says_where_the_flags_of_a_training_stand(monkeypatch, arguments, told):
+    monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
+    with pytest.raises(UsageError) as caught:
+        programs.launch.__wrapped__(StopRequest())
+    assert told in str(caught.value) and ("stand after --" in str(caught.value)) == ("--" not in arguments)
+
+
 @pytest.mark.parametrize("stdout", ["full", "closed"])
 def test_an_answer_that_nobody_can_read_is_no_success(stdout):
     code = "from cifar_towers import programs\n"
