@@ -412,6 +412,30 @@ def test_a_sequential_net_in_half_precision(own_net, tmp_path, precision):
     assert np.isfinite(result["evaluations"][-1]["loss"])
 
 
+SUBCLASSED = """
+import keras
+
+class Mine(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.flat, self.head = keras.layers.Flatten(), keras.layers.Dense(10)
+
+    def call(self, x):
+        return self.head(self.flat(x))
+
+net = Mine
+"""
+
+
+def test_a_net_that_keras_cannot_make_again_is_told_what_it_lacks(own_net, tmp_path, capsys):
+    (tmp_path / "nets.py").write_text(SUBCLASSED)
+    train(dataclasses.replace(own_net, max_steps=1))
+    use = {"train_dir": own_net.train_dir, "model": own_net.model, "check": 50}
+    assert not exporting.export(ExportConfig(**use, format="keras", out=str(tmp_path / "net.keras")))
+    assert "get_config and **kwargs; saved_model needs neither" in capsys.readouterr().err
+    assert exporting.export(ExportConfig(**use, out=str(tmp_path / "net")))
+
+
 def test_a_net_that_towers_cannot_train_is_refused_in_a_line(own_net, tmp_path):
     (tmp_path / "nets.py").write_text(
         NET.replace("return x + self.shift", "import tensorflow as tf; return x + tf.random.normal([])")

@@ -64,6 +64,11 @@ def export(config: ExportConfig) -> bool:
     if wrong:
         earlier = f"; {place} is the earlier one" if place.exists() else ""
         print(f"{stands} {wrong}: do not use it{earlier}", file=sys.stderr)
+        if config.format == "keras" and _own_layers(net):
+            print(
+                "Keras makes layers of your own again by get_config and **kwargs; saved_model needs neither",
+                file=sys.stderr,
+            )
     return not wrong
 
 
