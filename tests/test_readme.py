@@ -1,5 +1,7 @@
-"""What the README and docs/ say is so."""
+"""What the README, docs/ and the examples in docstrings say is so."""
 
+import doctest
+import importlib
 import re
 from pathlib import Path
 
@@ -33,6 +35,9 @@ CONFIGS = {
     "compare_runs.py": CompareConfig,
 }
 
+MODULES = [
+    path.relative_to(ROOT) for path in sorted((ROOT / "cifar_towers").rglob("*.py")) if ">>> " in path.read_text()
+]
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
 NUMBER = r"-?\d[\d,]*\.?\d*"
 
@@ -97,3 +102,9 @@ def test_the_tables_of_docs_scale_are_what_its_lines_print(capsys):
     for code, table in blocks:
         exec(compile(code, "docs/scale.md", "exec"), names)
         assert capsys.readouterr().out == table
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_examples_in_docstrings_come_to_what_they_say(path):
+    found = doctest.testmod(importlib.import_module(".".join(path.with_suffix("").parts)))
+    assert found.attempted and not found.failed
