@@ -62,3 +62,10 @@ class Interrupted(BaseException):
 def one_line(error: RunError | Interrupted) -> str:
     """What is shown of it, as `usage: ...`."""
     return f"{type(error).__name__.removesuffix('Error').lower()}: {error}"
+
+
+def came_of_a_signal(error: BaseException | None) -> bool:
+    """Whether an error is what others have made of `Interrupted`."""
+    while error and not isinstance(error, Interrupted):
+        error = error.__cause__ or error.__context__
+    return error is not None

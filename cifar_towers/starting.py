@@ -6,7 +6,7 @@ import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import UsageError, came_of_a_signal
 from cifar_towers.program_configs import BenchmarkConfig
 
 
@@ -33,9 +33,10 @@ def import_tensorflow() -> None:
             tf.config.list_physical_devices()
             keras.config.set_image_data_format("channels_last")  # whatever a keras.json in the user's home says
             keras.config.set_floatx("float32")
-        except Exception:
-            notes.seek(0)
-            os.write(terminal, notes.read())
+        except Exception as error:
+            if not came_of_a_signal(error):
+                notes.seek(0)
+                os.write(terminal, notes.read())
             raise
         finally:
             os.dup2(terminal, 2)

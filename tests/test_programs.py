@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers import programs
-from cifar_towers.errors import DataError, DivergedError, LostError, UsageError, one_line
+from cifar_towers import programs, starting
+from cifar_towers.errors import DataError, DivergedError, Interrupted, LostError, UsageError, one_line
 from cifar_towers.signals import StopRequest
 
 ROOT = Path(__file__).parents[1]
@@ -207,6 +207,25 @@ def test_output_onto_a_full_disk_ends_no_run(tmp_path, tiny):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 2
+
+
+@pytest.mark.parametrize("cause", [Interrupted(signal.SIGINT, ""), OSError()])
+def test_notes_of_an_import_are_shown_if_it_fails_and_not_if_it_was_stopped(monkeypatch, capfd, cause):
+    class Keras:
+        @property
+        def config(self):
+            os.write(2, b"a note\n")
+            try:
+                raise cause
+            except BaseException as error:
+                raise ImportError("as libraries have it") from error
+
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    monkeypatch.setitem(sys.modules, "keras", Keras())
+    with pytest.raises(ImportError):
+        starting.import_tensorflow()
+    assert ("a note" in capfd.readouterr().err) == isinstance(cause, OSError)
 
 
 @pytest.mark.parametrize(
