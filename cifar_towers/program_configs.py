@@ -268,10 +268,10 @@ class LaunchConfig:
 
     def __post_init__(self):
         check_limits(self)
-        if not self.command:
-            raise UsageError("launch what? write: launch.py --num_workers=2 -- --flagfile=configs/speed94.cfg")
         if self.num_workers == 1:
             raise UsageError("num_workers=1 is no cluster; give 2 or more, or 0 for one process that is started again")
+        if not self.command:
+            raise UsageError("launch what? write: launch.py --num_workers=2 -- --flagfile=configs/speed94.cfg")
         words = [argument for argument in self.command if not argument.startswith("-")]
         if words:
             raise UsageError(f"{words[0]!r} is not a flag of train.py; write --name=value")

@@ -258,9 +258,10 @@ def test_scoring_repeats_the_runs_own_score(one_run):
 
 def test_scoring_what_is_not_there(one_run, tmp_path):
     beside = f"beside it these have some: .*{one_run[0].name}"
+    (tmp_path / "empty" / "run").mkdir(parents=True)
     begun = shutil.copytree(one_run[0], tmp_path / "begun", ignore=lambda *_: ["checkpoints"])
     for place, why in (
-        (tmp_path, "no run has been there; give that of a run, as runs/"),
+        (tmp_path / "empty" / "run", "no run has been there; give that of a run, as runs/"),
         (one_run[0].parent / "none", f"it is not there; {beside}"),
         (begun, "its run has saved none yet; train on"),
     ):
