@@ -412,6 +412,19 @@ def test_a_sequential_net_in_half_precision(own_net, tmp_path, precision):
     assert np.isfinite(result["evaluations"][-1]["loss"])
 
 
+@pytest.mark.parametrize("strategy", [pytest.param("towers", marks=pytest.mark.slow), "mirrored"])
+def test_a_constraint_holds_under_every_strategy(own_net, tmp_path, strategy):
+    (tmp_path / "nets.py").write_text(SEQUENTIAL.replace("Dense(10)", "Dense(10, kernel_constraint='non_neg')"))
+    train(dataclasses.replace(own_net, strategy=strategy, max_steps=2))
+    values = checkpoints.read(checkpoints.newest(tmp_path / "own"))
+    (head,) = (
+        value
+        for name, value in values.items()
+        if name.startswith("model.") and value.shape[-1:] == (10,) and value.ndim == 2
+    )
+    assert head.min() == 0 < head.max()
+
+
 SUBCLASSED = """
 import keras
 
