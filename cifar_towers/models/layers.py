@@ -128,6 +128,26 @@ def _positions(images) -> float:
     return float(images.shape[0] * images.shape[1] * images.shape[2])
 
 
+def synchronize(model: keras.Model) -> None:
+    """Lets a net's batch norms, this one, Keras's and those made from Keras's, normalise by the moments of the whole
+    batch, not of the tower's shard."""
+    for layer in model._flatten_layers(include_self=False):
+        kind = type(layer)
+        if isinstance(layer, BatchNorm):
+            layer.synchronized = True
+        elif isinstance(layer, keras.layers.BatchNormalization):
+            layer.__class__ = type(kind.__name__, (_MomentsOfAll, kind), {})
+
+
+class _MomentsOfAll:
+    """In front of Keras's batch norm: its moments are the towers' together."""
+
+    def _moments(self, inputs, mask):
+        local_mean, local_variance = super()._moments(inputs, mask)
+        mean = mean_over_towers(local_mean)
+        return mean, mean_over_towers(local_variance + tf.square(local_mean - mean))
+
+
 @keras.saving.register_keras_serializable("cifar_towers")
 class LocalResponseNorm(keras.layers.Layer):
     """x / (bias + alpha * sum of squares over the 2 radius + 1 nearest channels) ** beta.

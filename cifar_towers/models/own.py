@@ -20,8 +20,6 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 from tensorflow.python.framework import op_def_registry
 
-from cifar_towers.models.layers import BatchNorm
-from cifar_towers.towers import mean_over_towers
 from cifar_towers.towers.parallel_model import own_step
 
 SEED = "seed_generator_state"  # what Keras calls the variable of a `keras.random.SeedGenerator`
@@ -186,26 +184,6 @@ def call_of(model: Functional, layer: keras.layers.Layer):
     first call anywhere, as in the graph of a backbone whose layers the model calls again."""
     ours = {id(node) for nodes in model._nodes_by_depth.values() for node in nodes}
     return next(node for node in layer._inbound_nodes if id(node) in ours)
-
-
-def synchronize(model: keras.Model) -> None:
-    """Lets batch norms, Keras's and those made from it and the project's, normalise by the moments of the whole batch,
-    not of the tower's shard."""
-    for layer in _layers(model):
-        kind = type(layer)
-        if isinstance(layer, BatchNorm):
-            layer.synchronized = True
-        elif isinstance(layer, keras.layers.BatchNormalization):
-            layer.__class__ = type(kind.__name__, (_MomentsOfAll, kind), {})
-
-
-class _MomentsOfAll:
-    """In front of Keras's batch norm: its moments are the towers' together."""
-
-    def _moments(self, inputs, mask):
-        local_mean, local_variance = super()._moments(inputs, mask)
-        mean = mean_over_towers(local_mean)
-        return mean, mean_over_towers(local_variance + tf.square(local_mean - mean))
 
 
 def _trace(model: keras.Model, side: int):

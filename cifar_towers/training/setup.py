@@ -16,7 +16,7 @@ from cifar_towers.data.dataset import Dataset, Split, Traits, in_parts
 from cifar_towers.errors import UsageError
 from cifar_towers.models import MODELS, own
 from cifar_towers.models.cifarnet import WEIGHT_DECAYS
-from cifar_towers.models.layers import BatchNorm
+from cifar_towers.models.layers import synchronize
 from cifar_towers.models.speednet import whitening_kernel
 from cifar_towers.towers import Tower, variable_placement
 from cifar_towers.towers.placement import HOST
@@ -79,7 +79,15 @@ def make_model(config: TrainConfig, computed_in: str, traits: Traits, train: Spl
       UsageError: a net of the user's own cannot be made, or towers cannot train it.
     """
     if config.own_model:
-        return _own_model(config, computed_in, traits)
+        model = _own_model(config, computed_in, traits)
+    else:
+        model = _project_model(config, computed_in, traits, train)
+    if config.batch_statistics == "synchronized":
+        synchronize(model)
+    return model
+
+
+def _project_model(config: TrainConfig, computed_in: str, traits: Traits, train: Split | None) -> keras.Model:
     keras.utils.set_random_seed(config.seed)
     options = {"dtype": precision.POLICIES[computed_in], "num_classes": len(traits.class_names)}
     if config.model.startswith("speednet"):
@@ -89,11 +97,7 @@ def make_model(config: TrainConfig, computed_in: str, traits: Traits, train: Spl
             options["whitening"] = whitening_kernel(normalise(images).numpy() for images in parts)
     else:
         options["side"] = config.crop or traits.side
-    model = MODELS[config.model](**options)
-    for layer in model.layers:
-        if isinstance(layer, BatchNorm):
-            layer.synchronized = config.batch_statistics == "synchronized"
-    return model
+    return MODELS[config.model](**options)
 
 
 def _own_model(config: TrainConfig, computed_in: str, traits: Traits) -> keras.Model:
@@ -101,12 +105,9 @@ def _own_model(config: TrainConfig, computed_in: str, traits: Traits) -> keras.M
     keras.utils.set_random_seed(config.seed)
     try:
         function = own.find(*config.own_model)
-        model = own.make(function, config.crop or traits.side, len(traits.class_names), precision.POLICIES[computed_in])
+        return own.make(function, config.crop or traits.side, len(traits.class_names), precision.POLICIES[computed_in])
     except own.ModelError as error:
         raise UsageError(f"model={config.model}: {error}") from error
-    if config.batch_statistics == "synchronized":
-        own.synchronize(model)
-    return model
 
 
 def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, list[str]]:

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.models import own
-from cifar_towers.models.layers import BatchNorm
+from cifar_towers.models.layers import BatchNorm, synchronize
 from cifar_towers.models.own import ModelError
 from cifar_towers.towers import run_together, split_batch
 
@@ -179,7 +179,7 @@ def test_all_kinds_of_batch_norms_are_synchronized(towers):
     def outputs(kind, count):
         keras.utils.set_random_seed(0)
         model = own.make(lambda: net(kind(name="norm"), side=6), 6, 10, "float32")
-        own.synchronize(model)
+        synchronize(model)
         weights, statistics = (
             [v.value for v in of] for of in (model.trainable_variables, model.non_trainable_variables)
         )
