@@ -1,7 +1,6 @@
 """What all reports of measurements have in common: circumstances, a title, aligned text, files, pictures."""
 
 import io
-import types
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -66,7 +65,7 @@ def publish_text(
     name: str,
     told: Mapping,
     parts: Sequence[str],
-    more: Mapping[str, str | bytes] = types.MappingProxyType({}),
+    more: Mapping[str, str | bytes] = {},
     conclusion: str = "",
 ) -> None:
     """Prints a report, and writes it to name.txt and what it tells to name.json.
@@ -79,14 +78,16 @@ def publish_text(
     """
     files = f"in {directory}: {', '.join((f'{name}.txt', f'{name}.json', *more))}"
     text = "\n\n".join(part for part in (*parts, files, conclusion) if part)
-    print(f"\n{text}", flush=True)  # first: it may have taken hours
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        records.write_json(directory / f"{name}.json", told)
-        for file, content in {f"{name}.txt": text + "\n", **more}.items():
-            storage.write_whole(directory / file, content)
-    except OSError as error:
-        raise RunError(f"{directory} cannot be written ({reason(error)}); what is above is all there is") from error
+    try:  # it may have taken hours: what cannot be printed is written all the same, and the other way round
+        print(f"\n{text}", flush=True)
+    finally:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            records.write_json(directory / f"{name}.json", told)
+            for file, content in {f"{name}.txt": text + "\n", **more}.items():
+                storage.write_whole(directory / file, content)
+        except OSError as error:
+            raise RunError(f"{directory} cannot be written ({reason(error)}); what is above is all there is") from error
 
 
 def png(figure: Figure) -> bytes:

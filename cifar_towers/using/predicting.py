@@ -63,13 +63,14 @@ def _expand(given: Sequence[str]) -> Iterator[tuple[Path, str]]:
             yield path, ""
             continue
         try:
-            entries = [entry for entry in path.iterdir() if not entry.name.startswith(".") and not entry.is_dir()]
+            entries = sorted(path.iterdir())
         except OSError as error:
             yield path, f"cannot be read: {error.strerror}"
             continue
-        found = sorted(filter(images.is_picture, entries))
-        if found and len(found) < len(entries):
-            print(f"{_shown(path)}: {images.left_out(len(entries) - len(found))}", file=sys.stderr)
+        found = list(filter(images.is_picture, entries))
+        others = [e for e in entries if not (images.is_picture(e) or e.name.startswith(".") or e.is_dir())]
+        if found and others:
+            print(f"{_shown(path)}: {images.left_out(len(others))}", file=sys.stderr)
         if not found:
             yield path, f"holds no pictures ({', '.join(images.SUFFIXES)})"
         yield from ((picture, "") for picture in found)

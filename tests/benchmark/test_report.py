@@ -137,6 +137,19 @@ def test_what_cannot_be_written_is_printed(tmp_path, capsys):
     assert report.table(rows) in capsys.readouterr().out
 
 
+def test_what_nobody_hears_is_written(tmp_path, monkeypatch):
+    """As of `make bench | head`."""
+
+    def closed(*_, **__):
+        raise BrokenPipeError
+
+    rows = measured(cpu=120)
+    monkeypatch.setattr("builtins.print", closed)
+    with pytest.raises(BrokenPipeError):
+        report.publish(tmp_path, FACTS, rows)
+    assert report.table(rows) in (tmp_path / "benchmark.txt").read_text() and (tmp_path / "benchmark.json").exists()
+
+
 def test_the_grid_leaves_out_what_is_the_same():
     found = grid((1, 2, 4), ("bfloat16", "float32"), with_peers=True)
     first, second = ([v for v in found if v.precision == precision] for precision in ("bfloat16", "float32"))
