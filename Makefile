@@ -9,7 +9,7 @@ NVIDIA := $(wildcard /proc/driver/nvidia/version /usr/lib/wsl/lib/libcuda.so.1)
 comma := ,
 EXTRAS := $(if $(NVIDIA),dev$(comma)gpu,dev)
 
-.PHONY: help setup train test test-long test-browser faults faults-long lint format evaluate predict export bench speedrun tensorboard clean
+.PHONY: help setup train test test-long test-browser faults faults-long compare lint format evaluate predict export bench speedrun tensorboard clean
 .DEFAULT_GOAL := help
 
 help:  ## this menu
@@ -63,6 +63,9 @@ faults: .venv/ready  ## kill runs, cut the power, damage files, fill disks, and 
 
 faults-long: .venv/ready  ## as often as docs/faults.md tells (two hours); goes on where it was stopped
 	@$(BIN)/python -m tests.faults --long $(ARGS)
+
+compare: .venv/ready  ## train small runs at REV and at HEAD: are losses and weights the same to the bit?
+	@$(BIN)/python scripts/compare_revisions.py $(REV) $(ARGS)
 
 lint: .venv/ready  ## what a reader should not have to see
 	@$(BIN)/ruff check .

@@ -1,0 +1,129 @@
+"""The comparison of two revisions: the first difference, renamed flags, usage errors."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.config import TrainConfig
+
+ROOT = Path(__file__).parents[1]
+SPEC = importlib.util.spec_from_file_location("compare_revisions", ROOT / "scripts/compare_revisions.py")
+compare_revisions = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(compare_revisions)
+
+
+@pytest.fixture
+def write_run(tmp_path):
+    """write_run(name, losses, biases): the run that a directory with these values at steps 1, 2, .. holds."""
+
+    def write(name, losses=(2.5, 2.25, float("nan")), biases=(1.0, 0.5, 0.0), weights_sha256="f00d", **variables):
+        train_dir = tmp_path / name
+        for step, bias in enumerate(biases, start=1):
+            kernel = tf.Variable(tf.ones((2, 3)))
+            values = {"kernel": kernel, "bias": tf.Variable(np.full(3, bias, "f4")), **variables}
+            tf.train.Checkpoint(**values).write(str(train_dir / f"checkpoints/step-{step:08d}/state"))
+        records = [
+            {"kind": "train", "step": step, "loss": loss, "gradient_norm": 1.0, "learning_rate": 0.1}
+            for step, loss in enumerate(losses, start=1)
+        ]
+        records.append({"kind": "eval", "step": len(losses), "loss": 2.0, "accuracy": 0.5})
+        (train_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        (train_dir / "result.json").write_text(json.dumps({"weights_sha256": weights_sha256}))
+        return compare_revisions.read_run(train_dir)
+
+    return write
+
+
+def differences(first, second):
+    return tuple(compare_revisions.first_difference(first[kind], second[kind]) for kind in ("losses", "weights"))
+
+
+def test_equal_runs_are_the_same_nan_included(write_run):
+    first, second = write_run("first"), write_run("second")
+    assert differences(first, second) == ("", "")
+    assert sorted(first["losses"]) == sorted(first["weights"]) == ["1", "2", "3"]
+    assert set(first["weights"]["1"]) == {"kernel", "bias"}
+    assert first["losses"]["2"] == {"loss": 2.25, "gradient_norm": 1.0, "learning_rate": 0.1}
+    assert first["losses"]["3"]["evaluation 3"] == [2.0, 0.5]
+
+
+def test_stored_results_are_equal_to_those_just_read(write_run):
+    result = write_run("first")
+    assert differences(result, json.loads(json.dumps(result))) == ("", "")
+
+
+def test_first_step_that_differs_is_named_with_its_value(write_run):
+    first = write_run("first")
+    second = write_run("second", losses=(2.5, 2.2500002, 1.0), biases=(1.0, 0.5, -0.0))
+    assert differences(first, second) == ("from step 2: loss", "from step 3: bias")
+
+
+def test_steps_are_ordered_as_numbers():
+    steps = {str(step): {"loss": 1.0} for step in range(1, 12)}
+    assert compare_revisions.first_difference(steps, steps | {"9": {"loss": 2}, "11": {"loss": 2}}) == (
+        "from step 9: loss"
+    )
+
+
+def test_missing_step_or_variable_differs(write_run):
+    first = write_run("first")
+    assert differences(first, write_run("shorter", losses=(2.5, 2.25), biases=(1.0, 0.5))) == (
+        "from step 2: evaluation 3 only at second",
+        "from step 2: weights_sha256 only at second",
+    )
+    assert differences(first, write_run("larger", moving_mean=tf.Variable(0.0))) == (
+        "",
+        "from step 1: moving_mean only at second",
+    )
+
+
+def test_other_type_or_digest_differs(write_run):
+    first = write_run("first", scale=tf.Variable([0.0, 0.0]))
+    assert differences(first, write_run("type", scale=tf.Variable([0, 0])))[1] == "from step 1: scale"
+    assert differences(first, write_run("shape", scale=tf.Variable([[0.0, 0.0]])))[1] == "from step 1: scale"
+    other = write_run("digest", scale=tf.Variable([0.0, 0.0]), weights_sha256="beef")
+    assert differences(first, other)[1] == "from step 3: weights_sha256"
+
+
+def test_run_without_checkpoints_is_an_error(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\n')
+    with pytest.raises(RuntimeError, match="no checkpoints"):
+        compare_revisions.read_run(tmp_path)
+
+
+def test_flags_take_the_names_that_a_revision_has():
+    flags = ["--hard_example_pool=64", "--image_size_schedule=0=24,40%=32", "--lookahead", "--seed=0"]
+    earlier = ["--hardest_of=64", "--image_sides=0=24,40%=32", "--lookahead", "--seed=0"]
+    names = {"seed", "lookahead"}
+    assert compare_revisions.translate_flags(flags, names | {"hardest_of", "image_sides"}) == earlier
+    assert compare_revisions.translate_flags(flags, names | {"hard_example_pool", "image_size_schedule"}) == flags
+    assert compare_revisions.translate_flags(flags, names) == flags  # so that train.py names the flag it lacks
+
+
+def test_every_flag_of_the_runs_is_one_of_train():
+    known = set(TrainConfig.__dataclass_fields__)
+    for flags in (compare_revisions.COMMON, *compare_revisions.RUNS.values()):
+        names = {flag[2:].partition("=")[0] for flag in compare_revisions.translate_flags(flags.split(), known)}
+        assert names <= known
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: first"),
+        (["no-such-revision"], "argument first: 'no-such-revision' is not a revision of"),
+        (["--", "--all"], "argument first: '--all' is not a revision of"),
+        (["HEAD", "--runs=mirrored,tandem"], "there is no run 'tandem'; the runs are cifarnet-1-tower, "),
+        (["HEAD", "--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_usage_error_is_one_line_and_exits_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        compare_revisions.main(arguments)
+    assert exit.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"compare_revisions.py: {message}") and error.count("\n") == 1
