@@ -46,7 +46,11 @@ RUNS = {  # flags by their newest names
     "resume": "--model=speednet93 --ema_decay=0.9 --lookahead --cutout=4 --num_gpus=1",
 }
 MAX_STEPS = {"resume": (7, 12)}  # one process each, in one train_dir: the second resumes in the middle of an epoch
-EARLIER_NAMES = {  # of renamed flags, by the newest name
+RECORDED = {  # keys, by kind of record
+    "train": ("loss", "gradient_norm", "learning_rate"),
+    "eval": ("loss", "accuracy"),
+}
+EARLIER_NAMES = {  # of renamed flags, by the newest name: what earlier revisions call them
     "max_nonfinite_steps": "max_bad_steps",
     "image_size_schedule": "image_sides",
     "hard_example_pool": "hardest_of",
@@ -195,10 +199,13 @@ def read_run(train_dir: Path) -> dict[str, dict[str, dict]]:
     losses, weights = {}, {}
     for record in map(json.loads, (train_dir / "metrics.jsonl").read_text().splitlines()):
         values = losses.setdefault(str(record["step"]), {})
+        keys = RECORDED.get(record["kind"], ())
+        if missing := set(keys) - record.keys():
+            raise RuntimeError(f"a {record['kind']} record of {train_dir} has no {', '.join(sorted(missing))}")
         if record["kind"] == "train":
-            values |= {name: record[name] for name in ("loss", "gradient_norm", "learning_rate")}
+            values |= {key: record[key] for key in keys}
         elif record["kind"] == "eval":  # several at a step: raw and averaged weights
-            values[f"evaluation {len(values)}"] = [record["loss"], record["accuracy"]]
+            values[f"evaluation {len(values)}"] = [record[key] for key in keys]
     for checkpoint in sorted((train_dir / "checkpoints").glob("step-*")):
         reader = tf.train.load_checkpoint(str(checkpoint / "state"))
         values = weights[str(int(checkpoint.name.removeprefix("step-")))] = {}

@@ -95,6 +95,12 @@ def test_run_without_checkpoints_is_an_error(tmp_path):
         compare_revisions.read_run(tmp_path)
 
 
+def test_record_without_loss_is_an_error(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "total_loss": 2.0, "learning_rate": 0.1}\n')
+    with pytest.raises(RuntimeError, match="a train record of .* has no gradient_norm, loss"):
+        compare_revisions.read_run(tmp_path)
+
+
 def test_flags_take_the_names_that_a_revision_has():
     flags = ["--hard_example_pool=64", "--image_size_schedule=0=24,40%=32", "--lookahead", "--seed=0"]
     earlier = ["--hardest_of=64", "--image_sides=0=24,40%=32", "--lookahead", "--seed=0"]
