@@ -113,8 +113,11 @@ def check_out(commit: str, directory: Path) -> Iterator[Revision]:
     worktree = directory / "worktree"
     git("worktree", "add", "--detach", str(worktree), commit)
     try:
-        flags = re.findall(r"^ +--(?:\[no\])?(\w+)", run_train_program(directory, ["--help"]), re.M)
-        yield Revision(commit, directory, set(flags))
+        try:
+            text = run_train_program(directory, ["--help"])
+        except RuntimeError as error:
+            sys.exit(f"compare_revisions.py: train.py --help fails at {commit[:12]}: {error}")
+        yield Revision(commit, directory, set(re.findall(r"^ +--(?:\[no\])?(\w+)", text, re.M)))
     finally:
         git("worktree", "remove", "--force", str(worktree))
 
