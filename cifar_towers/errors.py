@@ -10,7 +10,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def reason(error: BaseException, most: int = 200) -> str:
+def error_text(error: BaseException, most: int = 200) -> str:
     """What any exception says, on one line of at most so many characters. Of an `OSError` it is the system's words
     alone: the message around them names the file."""
     return " ".join(str(getattr(error, "strerror", None) or error).split())[:most]
@@ -43,7 +43,7 @@ class DivergedError(RunError):
     exit_code = 4
 
 
-class LostError(RunError):
+class WorkerLostError(RunError):
     """A worker of the cluster did not come, or is gone. All end; started again, they go on from the last checkpoint."""
 
     exit_code = 5
@@ -64,7 +64,7 @@ def one_line(error: RunError | Interrupted) -> str:
     return f"{type(error).__name__.removesuffix('Error').lower()}: {error}"
 
 
-def came_of_a_signal(error: BaseException | None) -> bool:
+def caused_by_interrupt(error: BaseException | None) -> bool:
     """Whether an error is what others have made of `Interrupted`."""
     while error and not isinstance(error, Interrupted):
         error = error.__cause__ or error.__context__

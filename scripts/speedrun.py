@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cifar_towers.programs import speedrun
+from cifar_towers.cli.main import speedrun
 
 if __name__ == "__main__":
     speedrun()

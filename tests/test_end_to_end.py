@@ -15,22 +15,26 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cifar_towers import programs, storage
+from cifar_towers import atomic_io, trainer
+from cifar_towers.checkpointing import checkpoint as checkpoints
+from cifar_towers.checkpointing import workdir
+from cifar_towers.cli import main, seeds
+from cifar_towers.cli.shutdown import LAUNCH_VARIABLE, ShutdownHandler
+from cifar_towers.cli.tool_configs import EvaluateConfig
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import cifar10, sources, synthetic
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError
-from cifar_towers.program_configs import EvaluateConfig
-from cifar_towers.reporting import pictures, reporter
-from cifar_towers.signals import LAUNCH_VARIABLE, StopRequest
-from cifar_towers.training import checkpoints, health, run_directory, seeds, trainer
-from cifar_towers.using import comparing, scoring
+from cifar_towers.inference import compare as comparing
+from cifar_towers.inference import evaluate
+from cifar_towers.reporting import figures, run_logger
+from cifar_towers.training import health
 
 QUICK = TrainConfig(
     model="speednet93",
     dataset="synthetic",
     image_size=20,
-    image_sides="0=18,50%=20",
+    image_size_schedule="0=18,50%=20",
     shift=0,
     batch_size=200,
     epochs=2,
@@ -52,7 +56,7 @@ STEPS = 20
 TINY = dataclasses.replace(  # where any net would do
     QUICK,
     model=f"{Path(__file__).parent / 'nets.py'}:tiny",
-    image_sides="",
+    image_size_schedule="",
     learning_rate=0.1,
     bias_learning_rate=0.0,
     whitening_learning_rate=0.0,
@@ -69,11 +73,11 @@ def small_set(monkeypatch):
     """2,000 + 500 images instead of 10,000 + 2,000; what takes seconds to draw is drawn in `one_run` alone."""
     monkeypatch.setattr(synthetic, "load", small)
     for picture in ("confusion_matrix", "contact_sheet"):
-        monkeypatch.setattr(pictures, picture, lambda *_: np.zeros([8, 8, 3], np.uint8))
+        monkeypatch.setattr(figures, picture, lambda *_: np.zeros([8, 8, 3], np.uint8))
 
 
 def run(config, stop=None):
-    return trainer.train(config, sources.find(config.dataset), stop or StopRequest())
+    return trainer.train(config, sources.find(config.dataset), stop or ShutdownHandler())
 
 
 def records_of(train_dir, kind):
@@ -243,7 +247,7 @@ def test_another_recipe_is_refused_by_what_differs(one_run):
 
 def test_scoring_repeats_the_runs_own_score(one_run):
     directory, result = one_run
-    told = scoring.evaluate_checkpoint(
+    told = evaluate.evaluate_checkpoint(
         EvaluateConfig(train_dir=str(directory), weights="ema", tta=2, precision="float32", num_gpus=3, json=True)
     )
     score = json.loads(told)
@@ -252,7 +256,7 @@ def test_scoring_repeats_the_runs_own_score(one_run):
     )
     assert score["interval95"][0] < score["accuracy"] < score["interval95"][1]
     assert sum(map(sum, score["confusion"])) == 500
-    table = scoring.evaluate_checkpoint(EvaluateConfig(train_dir=str(directory), precision="float32"))
+    table = evaluate.evaluate_checkpoint(EvaluateConfig(train_dir=str(directory), precision="float32"))
     assert "chequered ring" in table and "ema weights, TTA 0" in table
 
 
@@ -266,12 +270,12 @@ def test_scoring_what_is_not_there(one_run, tmp_path):
         (begun, "its run has saved none yet; train on"),
     ):
         with pytest.raises(UsageError, match=f"no checkpoint in {place}: {why}"):
-            scoring.evaluate_checkpoint(EvaluateConfig(train_dir=str(place)))
+            evaluate.evaluate_checkpoint(EvaluateConfig(train_dir=str(place)))
     with pytest.raises(UsageError, match="held out no validation"):
-        scoring.evaluate_checkpoint(EvaluateConfig(train_dir=str(one_run[0]), split="validation"))
+        evaluate.evaluate_checkpoint(EvaluateConfig(train_dir=str(one_run[0]), split="validation"))
 
 
-class StopAt(StopRequest):
+class StopAt(ShutdownHandler):
     """A signal that comes while the `at`-th step is being worked on."""
 
     def __init__(self, at):
@@ -316,7 +320,7 @@ def test_what_differs_between_two_runs_is_told(tmp_path, tiny_run, monkeypatch, 
     result.write_text(json.dumps(json.loads(result.read_text()) | {"weights_sha256": "0" * 64}))
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # as the program would leave it set
     monkeypatch.setattr(sys, "argv", ["compare_runs.py", str(tiny_run[0]), str(changed)])
-    assert programs.compare_runs.__wrapped__(StopRequest()) == 1  # the exit code
+    assert main.compare_runs.__wrapped__(ShutdownHandler()) == 1  # the exit code
     told = capsys.readouterr().out
     assert "records: the same until step 6, different at step 7: loss " in told
     assert "to the bit at step-00000009" in told and "weights after step 20: different" in told
@@ -380,7 +384,7 @@ def test_a_profile_of_steps_that_will_not_be_is_refused(tmp_path):
 
 
 def test_a_launcher_starts_afresh_once(tmp_path, monkeypatch, capsys):
-    config = dataclasses.replace(TINY, max_steps=1, fresh=True, train_dir=str(tmp_path))
+    config = dataclasses.replace(TINY, max_steps=1, overwrite=True, train_dir=str(tmp_path))
     (tmp_path / "notes.txt").write_text("mine")
     monkeypatch.setenv(LAUNCH_VARIABLE, "one")
     run(config)
@@ -413,7 +417,7 @@ def test_every_optimizers_slots_survive_a_stop(tmp_path, settings):
 
 
 def test_a_run_on_the_hardest_examples_is_stopped_continued_and_shown(tmp_path, capsys):
-    config = dataclasses.replace(TINY, num_gpus=2, max_steps=4, batch_size=50, hardest_of=200)
+    config = dataclasses.replace(TINY, num_gpus=2, max_steps=4, batch_size=50, hard_example_pool=200)
     whole, parts = (dataclasses.replace(config, train_dir=str(tmp_path / name)) for name in ("whole", "parts"))
     with pytest.raises(Interrupted):
         run(parts, StopAt(2))
@@ -547,7 +551,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(saved_run
     damaged = directory / "checkpoints/step-00000020/state.data-00000-of-00001"
     content = damaged.read_bytes()
     damaged.write_bytes(content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
-    scoring.evaluate_checkpoint(EvaluateConfig(train_dir=str(directory)))  # changes nothing, and says so too
+    evaluate.evaluate_checkpoint(EvaluateConfig(train_dir=str(directory)))  # changes nothing, and says so too
     (passed_over,) = (line for line in caplog.messages if "is damaged" in line)
     assert "step-00000020 is damaged (" in passed_over and passed_over.endswith("; step-00000018 is taken")
     capsys.readouterr()
@@ -563,9 +567,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_again_by_itself(tm
     for checkpoint in checkpoints.saved(directory):
         (checkpoint / "facts.json").unlink()
     for _ in range(2):  # the second time they have other names
-        with pytest.raises(DataError, match=r"every checkpoint in .* is damaged; .* --fresh to start again"):
+        with pytest.raises(DataError, match=r"every checkpoint in .* is damaged; .* --overwrite to start again"):
             run(config)
-    assert run(dataclasses.replace(config, fresh=True, max_steps=1))["step"] == 1
+    assert run(dataclasses.replace(config, overwrite=True, max_steps=1))["step"] == 1
 
 
 def test_what_is_somebody_elses_is_not_replaced(tmp_path):
@@ -576,11 +580,11 @@ def test_what_is_somebody_elses_is_not_replaced(tmp_path):
         ("config.json", "no JSON"),
     ):
         (tmp_path / name).write_text(content)
-        for fresh in (False, True):
+        for overwrite in (False, True):
             with pytest.raises(
                 UsageError, match=f"{name} is of no run and would be replaced; give another --train_dir"
             ):
-                run(dataclasses.replace(config, fresh=fresh))
+                run(dataclasses.replace(config, overwrite=overwrite))
         assert (tmp_path / name).read_text() == content
         (tmp_path / name).unlink()
     (tmp_path / "config.json").write_text("")  # as a power loss may leave it
@@ -590,7 +594,7 @@ def test_what_is_somebody_elses_is_not_replaced(tmp_path):
 def test_two_trainers_cannot_share_a_directory(saved_run):
     directory, config = saved_run
     with (
-        storage.locked(directory / ".lock"),
+        atomic_io.locked(directory / ".lock"),
         pytest.raises(UsageError, match="another process trains in .*; end it, or give another --train_dir"),
     ):
         run(config)
@@ -600,7 +604,7 @@ def test_two_trainers_cannot_share_a_directory(saved_run):
 def test_a_save_that_fails_is_told_and_tried_again(tmp_path, one_run, monkeypatch, capsys):
     """The disk is full for a while: nothing old is lost, and the run ends as if it had not been."""
     config = dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path), checkpoint_every_steps=3)
-    commit, calls = storage.commit, []
+    commit, calls = atomic_io.commit, []
 
     def sometimes_full(final, write):
         calls.append(final.name)
@@ -608,7 +612,7 @@ def test_a_save_that_fails_is_told_and_tried_again(tmp_path, one_run, monkeypatc
             raise OSError(28, "No space left on device")
         commit(final, write)
 
-    monkeypatch.setattr(storage, "commit", sometimes_full)
+    monkeypatch.setattr(atomic_io, "commit", sometimes_full)
     result = run(config)
     assert result["weights_sha256"] == one_run[1]["weights_sha256"] and result["failed_saves"] == 3
     told = capsys.readouterr().out
@@ -620,7 +624,7 @@ def test_only_a_last_save_that_fails_is_an_error(tmp_path, monkeypatch, capsys):
     def full(final, write):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage, "commit", full)
+    monkeypatch.setattr(atomic_io, "commit", full)
     with pytest.raises(RunError, match="step 2, the last, could not be saved; make room"):
         run(dataclasses.replace(TINY, train_dir=str(tmp_path), max_steps=2))
     assert "test " in capsys.readouterr().out  # the score is told all the same
@@ -635,7 +639,7 @@ def test_records_that_cannot_be_written_do_not_end_a_run(tmp_path, caplog):
 
 def test_what_a_run_is_gets_written_as_soon_as_it_can_be(tmp_path, monkeypatch, capsys):
     """Without config.json nobody could use it: the end of the run tries again, and so does the same command."""
-    config, write = dataclasses.replace(TINY, train_dir=str(tmp_path), max_steps=2), storage.write_whole
+    config, write = dataclasses.replace(TINY, train_dir=str(tmp_path), max_steps=2), atomic_io.write_whole
     full = {tmp_path / "config.json"}
 
     def on_a_full_disk(path, content):
@@ -644,7 +648,7 @@ def test_what_a_run_is_gets_written_as_soon_as_it_can_be(tmp_path, monkeypatch, 
         write(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "write_whole", on_a_full_disk)
+        patch.setattr(atomic_io, "write_whole", on_a_full_disk)
         result = run(config)
     assert (tmp_path / "result.json").exists() and not (tmp_path / "config.json").exists()
     assert run(config)["weights_sha256"] == result["weights_sha256"]
@@ -658,7 +662,7 @@ def test_what_a_run_is_gets_written_as_soon_as_it_can_be(tmp_path, monkeypatch, 
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path), checkpoint_every_steps=2, keep_checkpoints=1)
     run(dataclasses.replace(config, eval_every_epochs=0.2))
-    kept = [checkpoints.read_facts(path) for path in checkpoints.saved(tmp_path)]
+    kept = [checkpoints.read_metadata(path) for path in checkpoints.saved(tmp_path)]
     scores = {r["step"]: r["accuracy"] for r in records_of(tmp_path, "eval") if r["weights"] == "ema"}
     best = max((step for step in scores if step < STEPS), key=lambda step: scores[step])
     assert [facts["step"] for facts in kept] == [best, STEPS] and kept[0]["accuracy"] == scores[best]
@@ -672,16 +676,16 @@ def test_fresh_starts_again_and_keeps_what_is_not_its_own(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
     first = run(config)
-    again = run(dataclasses.replace(config, fresh=True))
+    again = run(dataclasses.replace(config, overwrite=True))
     assert again["weights_sha256"] == first["weights_sha256"]
     assert [path.read_text() for path in mine] == ["mine"] * len(mine)
     (tmp_path / "train" / ".kept.tmp").write_text("left by a kill")
-    run_directory.clear(tmp_path)
+    workdir.clear(tmp_path)
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted([*mine, tmp_path / ".lock"])
     assert not (tmp_path / "eval").exists()
     others = tmp_path / "train" / "events.out.tfevents.1"
     others.write_text("of a program that keeps checkpoints/ and train/ too")
-    run_directory.clear(tmp_path)
+    workdir.clear(tmp_path)
     assert others.exists() and all(path.exists() for path in mine)
 
 
@@ -762,7 +766,7 @@ def test_a_bad_batch_is_told_of_the_net_that_met_it(tmp_path, poison, monkeypatc
     """Whether the poison is picked is nobody's choice: here it never is, and the proxy alone has met it."""
     monkeypatch.setattr(tf.math, "top_k", lambda losses, count, sorted: SimpleNamespace(indices=tf.range(count)))
     poison({2})
-    result = run(dataclasses.replace(DIM, train_dir=str(tmp_path), max_steps=3, batch_size=50, hardest_of=200))
+    result = run(dataclasses.replace(DIM, train_dir=str(tmp_path), max_steps=3, batch_size=50, hard_example_pool=200))
     assert result["bad_steps"] == 1 and all_finite(tmp_path)
     assert (
         "step 2 made no update (1 in a row, 3 end the run): proxy: cross_entropy of tower_1 is not finite; "
@@ -777,7 +781,7 @@ def test_too_many_bad_steps_end_a_run_that_can_go_on(tmp_path, poison):
     with pytest.raises(DivergedError, match=r"step 6 .* \(3 in a row.*; step-00000003 is kept: .*--rollback_on"):
         run(config)
     assert all_finite(tmp_path)
-    assert run(dataclasses.replace(config, max_bad_steps=4))["bad_steps"] == 3
+    assert run(dataclasses.replace(config, max_nonfinite_steps=4))["bad_steps"] == 3
 
 
 @pytest.mark.slow
@@ -792,7 +796,7 @@ def test_a_stop_between_bad_steps_does_not_reset_their_count(tmp_path, poison):
 
 def test_a_rate_that_is_too_large_is_left_out_of_every_checkpoint(tmp_path):
     config = dataclasses.replace(TINY, train_dir=str(tmp_path), learning_rate=1e38, checkpoint_every_steps=1)
-    with pytest.raises(DivergedError, match=r"made no update \(3 in a row.*--fresh with a smaller --learning_rate"):
+    with pytest.raises(DivergedError, match=r"made no update \(3 in a row.*--overwrite with a smaller --learning_rate"):
         run(config)
     assert all_finite(tmp_path)
 
@@ -803,7 +807,7 @@ def test_a_run_rolls_back_to_smaller_rates(tmp_path, poison, monkeypatch, capsys
     steps = {7, 8}
     poison(steps)
     config = dataclasses.replace(DIM, train_dir=str(tmp_path), checkpoint_every_steps=2, summary_every_steps=1)
-    config = dataclasses.replace(config, max_bad_steps=2, rollback_on_divergence=True, max_steps=12)
+    config = dataclasses.replace(config, max_nonfinite_steps=2, rollback_on_divergence=True, max_steps=12)
     with pytest.raises(DivergedError, match="step 8 made no update .* 2 rollbacks have not helped"):
         run(config)  # tries it again and again
     rates = [r["learning_rate"] for r in records_of(tmp_path, "train")]
@@ -821,8 +825,8 @@ def test_a_run_rolls_back_to_smaller_rates(tmp_path, poison, monkeypatch, capsys
 def test_the_target_ends_a_run(tmp_path, capsys):
     config = dataclasses.replace(TINY, train_dir=str(tmp_path), target_accuracy=0.05, eval_every_epochs=0.2)
 
-    class StopAtTheEnd(StopRequest):
-        def leave_at_once(self, message):
+    class StopAtTheEnd(ShutdownHandler):
+        def exit_immediately_from_now(self, message):
             if "evaluates it" in message:
                 raise Interrupted(SIGTERM, message)
 
@@ -836,7 +840,7 @@ def test_the_target_ends_a_run(tmp_path, capsys):
 
 @pytest.mark.parametrize("share", [1e-9, 1e9])
 def test_pictures_of_evaluations_take_their_share_of_the_time_and_the_last_is_drawn(tmp_path, monkeypatch, share):
-    monkeypatch.setattr(reporter, "DRAWING_SHARE", share)
+    monkeypatch.setattr(run_logger, "DRAWING_SHARE", share)
     run(dataclasses.replace(TINY, train_dir=str(tmp_path), max_steps=8, eval_every_epochs=0.2, validation_examples=0))
     evaluated = events_of(tmp_path / "eval")
     steps = list(values_of(evaluated, "class_accuracy/test/chequered ring"))
@@ -854,7 +858,7 @@ def test_validation_is_held_out_and_test_is_left_for_the_end(tmp_path):
 @pytest.mark.slow
 def test_seeds_are_repeated_and_averaged(tmp_path, capsys):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path), max_steps=2, seeds="0,1", ema_decay=0.0)
-    seeds.train_seeds(config, (0, 1), sources.find("synthetic"), StopRequest())
+    seeds.train_seeds(config, (0, 1), sources.find("synthetic"), ShutdownHandler())
     results = [json.loads((tmp_path / f"seed{seed}/result.json").read_text()) for seed in (0, 1)]
     values = [100 * result["evaluations"][0]["accuracy"] for result in results]
     expected = f"mean {np.mean(values):.2f} %, std {np.std(values, ddof=1):.2f}, n=2"
@@ -866,7 +870,7 @@ def test_an_auto_run_without_cifar10_wears_a_banner(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     config = dataclasses.replace(TINY, dataset="auto", data_dir=str(tmp_path / "none"), max_steps=1)
-    trainer.train(config, sources.find("auto", config.data_dir), StopRequest())
+    trainer.train(config, sources.find("auto", config.data_dir), ShutdownHandler())
     assert capsys.readouterr().out.count("SYNTHETIC DATA, NOT CIFAR-10") == 2
     environment = json.loads((tmp_path / "runs/tiny-synthetic-seed0/environment.json").read_text())
     assert "SYNTHETIC" in environment["synthetic_data"]

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from cifar_towers import trainer
+from cifar_towers.cli.flags import parse_command_line
+from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import cifar10, sources
-from cifar_towers.settings import parse_command_line
-from cifar_towers.signals import StopRequest
-from cifar_towers.training import trainer
 
 pytestmark = pytest.mark.slow
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -18,7 +18,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 def accuracies(recipe, train_dir, *flags):
     arguments = ["train.py", f"--flagfile={CONFIGS / recipe}.cfg", f"--train_dir={train_dir}", *flags]
     config = parse_command_line(TrainConfig, arguments, "")
-    result = trainer.train(config, sources.find(config.dataset), StopRequest())
+    result = trainer.train(config, sources.find(config.dataset), ShutdownHandler())
     return {(score["weights"], score["tta"]): score["accuracy"] for score in result["evaluations"]}
 
 

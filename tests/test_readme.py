@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.config import TrainConfig
-from cifar_towers.program_configs import (
+from cifar_towers.cli.tool_configs import (
     BenchmarkConfig,
     CompareConfig,
     EvaluateConfig,
@@ -18,6 +17,7 @@ from cifar_towers.program_configs import (
     ReportConfig,
     SpeedrunConfig,
 )
+from cifar_towers.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from cifar_towers.benchmark import growth_report
+from cifar_towers.benchmark.cases import BenchmarkCase
 from cifar_towers.benchmark.growth_points import Point, Row, Series
-from cifar_towers.benchmark.publishing import circumstances, make_directory
+from cifar_towers.benchmark.report_io import circumstances, make_directory
 from cifar_towers.benchmark.runner import VISIT_SECONDS, open_worker
-from cifar_towers.benchmark.variations import Variation
+from cifar_towers.cli.tool_configs import BenchmarkConfig
 from cifar_towers.errors import DataError, RunError, UsageError
-from cifar_towers.program_configs import BenchmarkConfig
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
 from cifar_towers.training import precision
 
@@ -37,13 +37,13 @@ def run(config: BenchmarkConfig) -> None:
     with open_worker(config, 1) as ask:  # downloads the data if need be, and has all files read once
         found = ask()
     gpus = len(tf.config.get_visible_devices("GPU"))
-    computed_in, _ = precision.choose(config.precision, found["kind"])
+    compute_dtype, _ = precision.choose(config.precision, found["kind"])
     series = plan(config, gpus or CPU_TOWERS_BY_DEFAULT)
-    rows, left_out = _measure(config, series, computed_in, start, math.inf if gpus else _machine_memory_mb())
+    rows, left_out = _measure(config, series, compute_dtype, start, math.inf if gpus else _machine_memory_mb())
     if not rows:
         raise UsageError("nothing could be measured; the lines above say why")
     facts = circumstances(config, found["dataset"]) | {
-        "precision": computed_in,
+        "precision": compute_dtype,
         "kind": found["kind"],
         "devices": gpus or 1,
         "minutes": (time.monotonic() - start) / 60,
@@ -71,14 +71,14 @@ def recipe_at(config: BenchmarkConfig, point: Point) -> BenchmarkConfig:
     if config.optimizer == "muon" and not point.model.startswith("speednet"):
         changes["optimizer"] = "momentum"
     if point.model == "cifarnet":
-        changes["image_sides"] = ""
+        changes["image_size_schedule"] = ""
     changed = dataclasses.replace(config, **changes)
     changed.tower_batch_size(point.towers)
     return changed
 
 
 def _measure(
-    config: BenchmarkConfig, series: Sequence[Series], computed_in: str, start: float, memory_mb: float
+    config: BenchmarkConfig, series: Sequence[Series], compute_dtype: str, start: float, memory_mb: float
 ) -> tuple[dict[Point, Row], dict[Point, str]]:
     """What was measured, and why the rest was left out; small batches first."""
     rows, left_out = {}, {}
@@ -89,7 +89,7 @@ def _measure(
         try:
             recipe = recipe_at(config, point)
             check_room(point, series, rows, left, memory_mb)
-            row = rows[point] = _measure_point(recipe, point, computed_in)
+            row = rows[point] = _measure_point(recipe, point, compute_dtype)
         except DataError:
             raise
         except RunError as error:  # what cannot be had, or a process that ended for want of memory
@@ -101,8 +101,8 @@ def _measure(
     return rows, left_out
 
 
-def _measure_point(recipe: BenchmarkConfig, point: Point, computed_in: str) -> Row:
-    variation = Variation("towers", "cpu", point.towers, computed_in)
+def _measure_point(recipe: BenchmarkConfig, point: Point, compute_dtype: str) -> Row:
+    variation = BenchmarkCase("towers", "cpu", point.towers, compute_dtype)
     began = time.perf_counter()
     with open_worker(recipe, point.towers) as ask:
         ask()

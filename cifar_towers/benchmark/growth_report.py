@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from cifar_towers.benchmark.cases import NO_EXCHANGE
 from cifar_towers.benchmark.growth_points import Line, Point, Row, Series, fit
-from cifar_towers.benchmark.publishing import align, png, publish_text, title
 from cifar_towers.benchmark.report import COLOURS
-from cifar_towers.benchmark.variations import NO_EXCHANGE
+from cifar_towers.benchmark.report_io import align, png, publish_text, title
 
 HEADINGS = (
     "varied", "model", "batch", "towers", "a step", "fastest-slowest", "n", "images/s", "memory", "start", "compile",
@@ -141,11 +141,11 @@ def plot(series: Sequence[Series], rows: Mapping[Point, Row], facts: Mapping) ->
     return png(figure)
 
 
-def _draw(panel, sizes, values, colour: str, label: str, bars: bool) -> None:
+def _draw(panel, sizes, values, color: str, label: str, bars: bool) -> None:
     if bars:
-        panel.bar(sizes, values, color=colour, label=label, width=0.75, edgecolor="white")
+        panel.bar(sizes, values, color=color, label=label, width=0.75, edgecolor="white")
     else:
-        panel.plot(sizes, values, color=colour, label=label, marker="o", markersize=4)
+        panel.plot(sizes, values, color=color, label=label, marker="o", markersize=4)
 
 
 def _headline(one: Series, facts: Mapping) -> str:

@@ -9,10 +9,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
-from cifar_towers import starting
+from cifar_towers.cli import tf_import
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError
-from cifar_towers.reporting import records
+from cifar_towers.reporting import jsonl
 
 
 def train(config: TrainConfig, quiet: bool = False) -> dict:
@@ -33,10 +33,10 @@ def train(config: TrainConfig, quiet: bool = False) -> dict:
         if code:
             told = _last_line(said) if quiet else "its last words are above"
             raise RunError(f"the training in {config.directory} ended with {code} ({told}); the same command goes on")
-    result = records.read_json_if_any(config.directory / records.RESULT)
+    result = jsonl.read_json_if_any(config.directory / jsonl.RESULT)
     if not result:
         raise RunError(
-            f"the training in {config.directory} left no {records.RESULT}; make room, and the same command goes on"
+            f"the training in {config.directory} left no {jsonl.RESULT}; make room, and the same command goes on"
         )
     return result
 
@@ -46,7 +46,7 @@ def train_command(config: TrainConfig) -> list[str]:
     given = {
         f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default
     }
-    return [sys.executable, starting.script("train.py"), *(f"--{name}={value}" for name, value in given.items())]
+    return [sys.executable, tf_import.script("train.py"), *(f"--{name}={value}" for name, value in given.items())]
 
 
 @contextlib.contextmanager

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from cifar_towers.benchmark.publishing import align, png, publish_text, title
-from cifar_towers.benchmark.rounds import Row
-from cifar_towers.benchmark.variations import KERAS, NO_EXCHANGE, UNPLACED
+from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED
+from cifar_towers.benchmark.report_io import align, png, publish_text, title
+from cifar_towers.benchmark.round_stats import Row
 from cifar_towers.reporting import markup
-from cifar_towers.reporting.profile import PARTS
-from cifar_towers.towers.cost import Prediction
+from cifar_towers.reporting.profiler import PARTS
+from cifar_towers.towers.communication import Prediction
 from cifar_towers.towers.placement import PLACEMENTS
 
 WAITS, LOSES, SAME = 0.05, 0.05, 0.02  # shares above which a bottleneck is named, below which two rates are the same

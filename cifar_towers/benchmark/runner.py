@@ -11,16 +11,16 @@ from multiprocessing.connection import Connection
 
 import tensorflow as tf
 
-from cifar_towers import starting
 from cifar_towers.benchmark import report
-from cifar_towers.benchmark.publishing import circumstances, make_directory
-from cifar_towers.benchmark.rounds import Row
-from cifar_towers.benchmark.variations import Variation, grid
+from cifar_towers.benchmark.cases import BenchmarkCase, grid
+from cifar_towers.benchmark.report_io import circumstances, make_directory
+from cifar_towers.benchmark.round_stats import Row
+from cifar_towers.cli import tf_import
+from cifar_towers.cli.tool_configs import BenchmarkConfig
+from cifar_towers.config.settings import split_names
 from cifar_towers.data.batches import PREFETCHED
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.program_configs import BenchmarkConfig
-from cifar_towers.settings import split_names
-from cifar_towers.towers import cost
+from cifar_towers.towers import communication
 from cifar_towers.training import precision
 
 FEWEST_ROUNDS, MOST_ROUNDS, FEWEST_STEPS = 3, 15, 3
@@ -55,7 +55,7 @@ def run(config: BenchmarkConfig) -> None:
         report.publish(config.directory, facts, rows)
 
 
-def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[Variation]]:
+def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[BenchmarkCase]]:
     """Numbers of towers, and what to measure."""
     gpus = len(tf.config.get_visible_devices("GPU"))
     asked = split_names(config.precisions)
@@ -63,17 +63,17 @@ def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[Variation]]:
     default = [precision.choose(config.precision, device)[0], *precision.native_halves(device), "float32"]
     precisions = list(dict.fromkeys(asked or default))
     if config.predict:
-        return (1,), [Variation("towers", "round_robin" if gpus else "cpu", 1, precisions[0])]
+        return (1,), [BenchmarkCase("towers", "round_robin" if gpus else "cpu", 1, precisions[0])]
     counts = config.tower_counts or tuple(n for n in _doubled(gpus or 4) if config.batch_size % n == 0)
     return counts, grid(counts, precisions, config.peers, on_gpus=bool(gpus))
 
 
-def _predict(config: BenchmarkConfig, row: Row, workers: dict) -> list[cost.Prediction]:
+def _predict(config: BenchmarkConfig, row: Row, workers: dict) -> list[communication.Prediction]:
     """What the cost model makes of one tower's time."""
     variables, example_bytes = workers[1](("exchanged", row.variation))
     seconds = config.batch_size / row.median
     counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= config.batch_size]
-    return cost.predict(seconds, variables, config.batch_size, example_bytes, config.link_gb_per_s, counts)
+    return communication.predict(seconds, variables, config.batch_size, example_bytes, config.link_gb_per_s, counts)
 
 
 def _doubled(most: int) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ def open_worker(config: BenchmarkConfig, count: int):
     spawn = multiprocessing.get_context("spawn")  # TensorFlow does not survive a fork
     connection, theirs = spawn.Pipe()
     ask = asking(connection, count)
-    process = spawn.Process(target=starting.serve_benchmark, args=(config, count, theirs), daemon=True)
+    process = spawn.Process(target=tf_import.serve_benchmark, args=(config, count, theirs), daemon=True)
     ctrl_c = {signal.SIGINT}  # is for the process that asks, whose end ends this one
     signal.pthread_sigmask(signal.SIG_BLOCK, ctrl_c)  # what is started has it blocked too
     try:
@@ -140,7 +140,7 @@ def _profile(rows: list[Row], workers: dict) -> None:
                 print(f"no shares: {row.variation.towers} x {row.variation.told()}: {error}", flush=True)
 
 
-def _prepare(variations: list[Variation], workers: dict) -> list[Row]:
+def _prepare(variations: list[BenchmarkCase], workers: dict) -> list[Row]:
     """Traces and compiles everything; what this machine cannot do is said and left out."""
     rows = []
     for number, variation in enumerate(variations, 1):

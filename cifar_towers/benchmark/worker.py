@@ -11,13 +11,14 @@ from multiprocessing.connection import Connection
 
 import tensorflow as tf
 
-from cifar_towers.benchmark.variations import Built, Variation, build
+from cifar_towers.benchmark.cases import BenchmarkCase, PreparedCase, build
+from cifar_towers.cli.tool_configs import BenchmarkConfig
 from cifar_towers.data import sources
-from cifar_towers.errors import RunError, UsageError, reason
-from cifar_towers.program_configs import BenchmarkConfig
-from cifar_towers.reporting.profile import profiled
-from cifar_towers.reporting.usage import host_memory_mb
-from cifar_towers.training import opening, setup
+from cifar_towers.errors import RunError, UsageError, error_text
+from cifar_towers.reporting.profiler import profiled
+from cifar_towers.reporting.resource_monitor import host_memory_mb
+from cifar_towers.training import build as setup
+from cifar_towers.training import devices
 
 LOOKS = 0.02  # seconds between looks at the memory
 EXPECTED = (ValueError, NotImplementedError, MemoryError, tf.errors.OpError)  # what a machine or a net may not have
@@ -36,7 +37,7 @@ def serve(config: BenchmarkConfig, towers: int, connection: Connection) -> None:
             except Exception as error:  # whatever it is, it is of one variation, and the others go on
                 if not isinstance(error, EXPECTED):
                     traceback.print_exc()
-                answer = UsageError(reason(error) or type(error).__name__)
+                answer = UsageError(error_text(error) or type(error).__name__)
             connection.send(answer)
     except RunError as error:
         connection.send(error)
@@ -47,11 +48,11 @@ def serve(config: BenchmarkConfig, towers: int, connection: Connection) -> None:
 class _Worker:
     def __init__(self, config: BenchmarkConfig, towers: int):
         self.config = config
-        self.towers = opening.open_towers(config.varied(num_gpus=towers))
+        self.towers = devices.setup_towers(config.replace_recipe(num_gpus=towers))
         source = sources.find(config.dataset, config.data_dir)
         _, dataset = setup.load_data(config, source)
         self.train, self.dataset = dataset.train, dataset.name
-        self.built: dict[Variation, Built] = {}
+        self.built: dict[BenchmarkCase, PreparedCase] = {}
 
     def introduce(self) -> dict:
         """What the towers are."""
@@ -59,7 +60,7 @@ class _Worker:
         physical = len(tf.config.get_visible_devices(kind)) if kind == "GPU" else 1
         return {"kind": kind, "physical": min(physical, len(self.towers)), "dataset": self.dataset}
 
-    def build(self, variation: Variation) -> tuple[float, float]:
+    def build(self, variation: BenchmarkCase) -> tuple[float, float]:
         """Seconds until the first step is done, with tracing and compilation; and of the second."""
         start = time.perf_counter()
         built = build(self.config, variation, self.towers, self.train)
@@ -69,7 +70,7 @@ class _Worker:
         ((second, _),) = self.built[variation].run(1)
         return first, second
 
-    def run(self, variation: Variation, steps: int) -> dict:
+    def run(self, variation: BenchmarkCase, steps: int) -> dict:
         """Seconds of each step, and seconds of them waiting for input."""
         timed = list(self.built[variation].run(steps))
         return {
@@ -77,17 +78,17 @@ class _Worker:
             "waiting": [float(waiting) for _, waiting in timed],
         }
 
-    def run_watched(self, variation: Variation, steps: int) -> dict:
+    def run_watched(self, variation: BenchmarkCase, steps: int) -> dict:
         """The same, and the most memory in use, in MB (0: not known)."""
         with _Memory(self.towers[0].device) as memory:
             told = self.run(variation, steps)
         return told | {"memory_mb": memory.most_mb}
 
-    def exchanged(self, variation: Variation) -> tuple[tuple, int]:
+    def exchanged(self, variation: BenchmarkCase) -> tuple[tuple, int]:
         """The model's variables for the cost model, and the bytes of one example."""
         return self.built[variation].variables, self.built[variation].example_bytes
 
-    def profile(self, variation: Variation) -> dict[str, float]:
+    def profile(self, variation: BenchmarkCase) -> dict[str, float]:
         """Shares of a step's work, of all towers together."""
         call = self.built[variation].call
         return profiled(call).shares() if call else {}

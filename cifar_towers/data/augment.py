@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.data.batches import Draws
+from cifar_towers.data.batches import RandomDraws
 from cifar_towers.data.dataset import CIFAR10
 
 
 class Augmentation(NamedTuple):
-    """What is done to an image before a net sees it; see `TrainConfig` for the units, and `Traits` for the moments."""
+    """What is done to an image before a net sees it; units as in `TrainConfig`, moments as in `DatasetInfo`."""
 
     crop: int = 0
     shift: int = 0
@@ -27,7 +27,7 @@ class Augmentation(NamedTuple):
     mean: tuple[float, ...] = CIFAR10.mean
     deviation: tuple[float, ...] = CIFAR10.deviation
 
-    def train(self, images: tf.Tensor, draws: Draws, side: int = 0) -> tf.Tensor:
+    def train(self, images: tf.Tensor, draws: RandomDraws, side: int = 0) -> tf.Tensor:
         """[B, S, S, 3] uint8 -> [B, side, side, 3] float32, or [B, crop, crop, 3], as a net trains on it; all S pixels
         if neither is given."""
         images = tf.cast(images, tf.float32)  # not later: GPUs cannot pad whole numbers
@@ -40,11 +40,11 @@ class Augmentation(NamedTuple):
                 if self.standardize == "dataset"
                 else tf.reduce_mean(images, [1, 2], keepdims=True)
             )
-            images = colour(images, self.brightness * draws.brightness, 1 + self.contrast * draws.contrast, centre)
-        images = self.normalise(images)
+            images = color(images, self.brightness * draws.brightness, 1 + self.contrast * draws.contrast, centre)
+        images = self.normalize(images)
         if self.cutout:
             images = cutout(images, draws.cutout, self.cutout)
-        return shrink(images, side) if side and not self.crop else images
+        return downsample(images, side) if side and not self.crop else images
 
     def evaluate(self, images: tf.Tensor) -> tf.Tensor:
         """[B, S, S, 3] uint8 -> what the same net is judged on: the central crop, normalised."""
@@ -52,9 +52,9 @@ class Augmentation(NamedTuple):
         if self.crop:
             start = (images.shape[1] - self.crop) // 2
             images = images[:, start : start + self.crop, start : start + self.crop]
-        return self.normalise(images)
+        return self.normalize(images)
 
-    def normalise(self, images: tf.Tensor) -> tf.Tensor:
+    def normalize(self, images: tf.Tensor) -> tf.Tensor:
         """Levels to zero mean and unit deviation, of the data set's channels or of each image.
 
         An image's own deviation counts as at least 1 / sqrt(number of values), as `tf.image.per_image_standardization`.
@@ -93,7 +93,7 @@ def mirror(images: tf.Tensor) -> tf.Tensor:
     return tf.reverse(images, [2])
 
 
-def colour(images: tf.Tensor, brightness: tf.Tensor, contrast: tf.Tensor, centre: tf.Tensor) -> tf.Tensor:
+def color(images: tf.Tensor, brightness: tf.Tensor, contrast: tf.Tensor, centre: tf.Tensor) -> tf.Tensor:
     """Adds `brightness` ([B], in levels), then stretches by `contrast` ([B]) about the colour `centre`."""
     return (images + brightness[:, None, None, None] - centre) * contrast[:, None, None, None] + centre
 
@@ -111,7 +111,7 @@ def cutout(images: tf.Tensor, place: tf.Tensor, size: int) -> tf.Tensor:
     return tf.where(blank[..., None], tf.zeros_like(images), images)
 
 
-def shrink(images: tf.Tensor, side: int) -> tf.Tensor:
+def downsample(images: tf.Tensor, side: int) -> tf.Tensor:
     """[B, H, H, C] -> [B, side, side, C] by area-weighted (antialiased, triangular) resampling of rows and columns."""
     if side == images.shape[1]:
         return images

@@ -10,7 +10,7 @@ from cifar_towers.data.dataset import Split
 PREFETCHED = 2  # batches made ahead of the step, in other threads
 
 
-class Draws(NamedTuple):
+class RandomDraws(NamedTuple):
     """The random numbers of B examples, one row each; `augment` says what they mean."""
 
     flip: tf.Tensor  # [B] bool
@@ -26,7 +26,7 @@ class Batch(NamedTuple):
 
     images: tf.Tensor
     labels: tf.Tensor
-    draws: Draws
+    draws: RandomDraws
 
 
 class Batches:
@@ -65,7 +65,7 @@ class Batches:
         chosen = tf.ensure_shape(order[start : start + self._count], [self._count])
         uniform = tf.random.stateless_uniform([self.batch_size, 7], tf.stack([tf.cast(self.seed, tf.int64), step]))
         uniform = uniform[self._first : self._first + self._count]  # drawn for the batch: they belong to the example
-        draws = Draws(
+        draws = RandomDraws(
             flip=self._flips(chosen, epoch, uniform[:, 6]),
             window=uniform[:, 0:2],
             cutout=uniform[:, 2:4],

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cifar_towers import storage
+from cifar_towers import atomic_io
 from cifar_towers.data.dataset import Split
-from cifar_towers.errors import reason
+from cifar_towers.errors import error_text
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +59,11 @@ def save(name: str, split: Split) -> None:
     try:
         final = directory() / name
         final.parent.mkdir(parents=True, exist_ok=True)
-        with storage.locked(final.parent / ".lock") as ours:
+        with atomic_io.locked(final.parent / ".lock") as ours:
             if ours:
                 _write(final, split)
     except UNUSABLE as error:
-        log.info("%s cannot be kept for the next start (%s), which decodes it again", name, reason(error))
+        log.info("%s cannot be kept for the next start (%s), which decodes it again", name, error_text(error))
 
 
 def _write(final: Path, split: Split) -> None:

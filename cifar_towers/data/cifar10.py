@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cifar_towers.data import cache, prepared
+from cifar_towers.data import cache, tfds_source
+from cifar_towers.data.connectivity import reachable
 from cifar_towers.data.dataset import CLASSES, Split
-from cifar_towers.data.network import reachable
-from cifar_towers.errors import DataError, reason
+from cifar_towers.errors import DataError, error_text
 
 log = logging.getLogger(__name__)
 
@@ -123,22 +123,22 @@ def _decoded(name: str) -> str:
 
 def _from_tfds(directory: Path, name: str) -> Split:
     """A split of the prepared copy, prepared before if need be."""
-    tfds = prepared.quiet_tfds()
+    tfds = tfds_source.import_tfds()
 
     def make_builder():
         return tfds.builder(BUILDER.replace("/", ":"), data_dir=str(directory))
 
     try:
-        builder = prepared.whole(make_builder, "CIFAR-10 (170 MB)", directory)
+        builder = tfds_source.whole(make_builder, "CIFAR-10 (170 MB)", directory)
         # the stored order is the one the digests are of
-        return _to_split(prepared.in_stored_order(tfds, builder, name, batch_size=1000))
+        return _to_split(tfds_source.in_stored_order(tfds, builder, name, batch_size=1000))
     except Exception as error:
         mend = "delete the copy and let it be prepared again"
         if not is_prepared(directory):
             mend = f"put {ARCHIVE} into {_archive(directory).parent}"
         raise DataError(
-            f"CIFAR-10's {name} split in {directory} cannot be read ({type(error).__name__}: {reason(error, 300)}); "
-            f"{mend}"
+            f"CIFAR-10's {name} split in {directory} cannot be read "
+            f"({type(error).__name__}: {error_text(error, 300)}); {mend}"
         ) from error
 
 

@@ -12,7 +12,7 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 COUNTED = 10_000_000  # pixels at a time, each of which takes eight bytes
 
 
-class Traits(NamedTuple):
+class DatasetInfo(NamedTuple):
     """What a net must know of the images it is for; it is kept with every checkpoint."""
 
     class_names: tuple[str, ...] = CLASSES
@@ -21,12 +21,12 @@ class Traits(NamedTuple):
     deviation: tuple[float, ...] = (62.985, 62.0925, 66.708)
 
     @classmethod
-    def of(cls, saved: Mapping) -> "Traits":
+    def of(cls, saved: Mapping) -> "DatasetInfo":
         """From what JSON made of `_asdict()`; what is missing there is CIFAR-10's."""
         return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in saved.items() if name in cls._fields})
 
 
-CIFAR10 = Traits()
+CIFAR10 = DatasetInfo()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Split:
 
     images: np.ndarray
     labels: np.ndarray
-    traits: Traits = CIFAR10
+    info: DatasetInfo = CIFAR10
 
     @functools.cached_property
     def digest(self) -> str:
@@ -46,7 +46,7 @@ class Split:
 
     def class_counts(self) -> np.ndarray:
         """[C] examples of each class."""
-        return np.bincount(self.labels, minlength=len(self.traits.class_names))
+        return np.bincount(self.labels, minlength=len(self.info.class_names))
 
     def take(self, examples: np.ndarray | slice) -> "Split":
         """Some of the examples, by their places."""
@@ -62,9 +62,9 @@ class Dataset(NamedTuple):
     test: Split
 
     @property
-    def traits(self) -> Traits:
+    def info(self) -> DatasetInfo:
         """What a net must know of the images."""
-        return self.train.traits
+        return self.train.info
 
     def digests(self) -> dict[str, str]:
         """Of each split that has examples, by its name."""
@@ -76,7 +76,7 @@ class Dataset(NamedTuple):
         return [name for name, digest in self.digests().items() if facts.get(f"{name}_sha256", digest) != digest]
 
 
-def in_parts(images: np.ndarray, pixels: int) -> Iterator[np.ndarray]:
+def chunks(images: np.ndarray, pixels: int) -> Iterator[np.ndarray]:
     """[n, H, W, C] images in their order, as many at a time as have so many pixels together, but at least one."""
     size = max(1, pixels // (images.shape[1] * images.shape[2]))
     return (images[start : start + size] for start in range(0, len(images), size))
@@ -88,7 +88,7 @@ def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     levels = np.arange(256)
     means, deviations = [], []
     for channel in range(images.shape[3]):
-        parts = in_parts(images[..., channel, None], COUNTED)
+        parts = chunks(images[..., channel, None], COUNTED)
         counts = sum(np.bincount(part.ravel(), minlength=256) for part in parts)
         shares = counts / images[..., channel].size
         mean = float(shares @ levels)
@@ -97,7 +97,7 @@ def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(means), tuple(deviations)
 
 
-def hold_out(train: Split, count: int) -> tuple[Split, Split]:
+def split_validation(train: Split, count: int) -> tuple[Split, Split]:
     """Takes `count` examples out of train, the same ones for every run: (the rest, the held out).
 
     They are the last `count` of one fixed shuffle, so that they do not follow the stored order.

@@ -4,10 +4,11 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from cifar_towers.data import cifar10, folders, images, prepared, synthetic
-from cifar_towers.data.dataset import CIFAR10, Dataset, Split, hold_out
+from cifar_towers.data import cifar10, image_files, synthetic, tfds_source
+from cifar_towers.data import folder as folders
+from cifar_towers.data.dataset import CIFAR10, Dataset, Split, split_validation
 from cifar_towers.errors import DataError, UsageError, printable
-from cifar_towers.names import BUILT_IN, FOLDER
+from cifar_towers.registry import BUILT_IN, FOLDER
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def find(dataset: str, data_dir: str = "") -> Source:
     except DataError as error:
         if dataset == "cifar10":
             raise
-        return _stand_in(error)
+        return synthetic_fallback(error)
 
 
 def load(
@@ -63,31 +64,31 @@ def load(
         except DataError as error:
             if not fall_back or cifar10.is_prepared(source.directory):  # a damaged copy is never papered over
                 raise
-            source = _stand_in(error)
+            source = synthetic_fallback(error)
     elif source.folder:
         train, test = folders.load(source.folder, side)
     elif source.name != "synthetic":
-        train, test = prepared.load(source.name, source.directory, side)
+        train, test = tfds_source.load(source.name, source.directory, side)
     if source.name == "synthetic":
         train, test = synthetic.load()
     if source.name != "cifar10":
         for name, split in (("train", train), ("test", test)):
-            told = f"{len(split.labels)} images of {len(split.traits.class_names)} classes, sha256 {split.digest[:16]}"
+            told = f"{len(split.labels)} images of {len(split.info.class_names)} classes, sha256 {split.digest[:16]}"
             log.info("%s %s: %s", printable(source.name), name, told)
     train, test = (_resized(split, side) for split in (train, test))
     if validation_examples >= len(train.labels):
         raise UsageError(f"validation_examples={validation_examples} leaves none of {len(train.labels)} to train on")
-    kept, held = hold_out(train, validation_examples)
+    kept, held = split_validation(train, validation_examples)
     return source, Dataset(source.name, kept, held, test)
 
 
 def _resized(split: Split, side: int) -> Split:
-    if split.traits.side == side:
+    if split.info.side == side:
         return split
-    return Split(images.fit_all(split.images, side), split.labels, split.traits._replace(side=side))
+    return Split(image_files.fit_all(split.images, side), split.labels, split.info._replace(side=side))
 
 
-def _stand_in(reason: DataError) -> Source:
+def synthetic_fallback(reason: DataError) -> Source:
     return Source(
         "synthetic",
         None,

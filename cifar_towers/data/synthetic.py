@@ -5,7 +5,7 @@ Position, size, turn, colours and noise are drawn at random, so that a net has s
 
 import numpy as np
 
-from cifar_towers.data.dataset import Split, Traits
+from cifar_towers.data.dataset import DatasetInfo, Split
 
 NUM_TRAIN_EXAMPLES = 10_000
 NUM_TEST_EXAMPLES = 2_000
@@ -31,7 +31,7 @@ def make(count: int, seed: int, stream: int) -> Split:
     figure, mark, ground = _colours(random, count)
     painted = np.where(marks[..., None], mark, figure)
     images = np.where(inside[..., None], painted, ground) + random.normal(0, 12, (count, SIDE, SIDE, 3)).astype("f4")
-    return Split(np.clip(images, 0, 255).astype(np.uint8), labels, Traits(CLASSES))
+    return Split(np.clip(images, 0, 255).astype(np.uint8), labels, DatasetInfo(CLASSES))
 
 
 def _turned_grid(random, count):

@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.models import kernels
-from cifar_towers.towers import count_towers, mean_over_towers
+from cifar_towers.models import conv_gradient
+from cifar_towers.towers import all_reduce_mean, num_replicas
 
 
 def logits_dtype(dtype: str) -> str:
@@ -21,7 +21,7 @@ class Conv2D(keras.layers.Conv2D):
         if self.groups > 1 or set(self.dilation_rate) != {1} or len(set(self.strides)) > 1:
             return super().convolution_op(inputs, kernel)
         # read the variable here, inside Keras's scopes: the gradient is taken outside them
-        return kernels.conv2d(inputs, tf.convert_to_tensor(kernel), self.strides[0], self.padding)
+        return conv_gradient.conv2d(inputs, tf.convert_to_tensor(kernel), self.strides[0], self.padding)
 
 
 @keras.saving.register_keras_serializable("cifar_towers")
@@ -59,7 +59,7 @@ class BatchNorm(keras.layers.Layer):
         if not training:
             mean, variance = (tf.convert_to_tensor(v.value) for v in (self.moving_mean, self.moving_variance))
             return _normalise(inputs, gamma, beta, mean, variance, self.epsilon)
-        if self.synchronized and count_towers() > 1:
+        if self.synchronized and num_replicas() > 1:
             normalised, mean, variance = _synchronized_batch_norm(inputs, gamma, beta, self.epsilon)
         else:
             normalised, mean, variance = tf.compat.v1.nn.fused_batch_norm(inputs, gamma, beta, epsilon=self.epsilon)
@@ -89,8 +89,8 @@ def _synchronized_batch_norm(images, gamma, beta, epsilon):
     @tf.custom_gradient
     def norm(images, gamma, beta):
         local_mean, local_variance = _moments(images)
-        mean = mean_over_towers(local_mean)
-        variance = mean_over_towers(local_variance + tf.square(local_mean - mean))
+        mean = all_reduce_mean(local_mean)
+        variance = all_reduce_mean(local_variance + tf.square(local_mean - mean))
 
         def gradient(upstream, *_):
             to_images, to_gamma, to_beta, *_ = tf.raw_ops.FusedBatchNormGradV3(
@@ -103,14 +103,14 @@ def _synchronized_batch_norm(images, gamma, beta, epsilon):
                 epsilon=epsilon,
                 is_training=False,
             )
-            sums = mean_over_towers(tf.stack([to_beta, to_gamma])) / _positions(images)
+            sums = all_reduce_mean(tf.stack([to_beta, to_gamma])) / _positions(images)
             deviation = tf.math.rsqrt(variance + epsilon)
             slope = gamma * tf.square(deviation) * sums[1]
             shift = gamma * deviation * sums[0] - slope * mean
             through_moments = tf.cast(tf.cast(images, tf.float32) * slope + shift, images.dtype)
             return to_images - through_moments, to_gamma, to_beta
 
-        count = _positions(images) * count_towers()
+        count = _positions(images) * num_replicas()
         unbiased = variance * (count / (count - 1))
         return (_normalise(images, gamma, beta, mean, variance, epsilon), mean, unbiased), gradient
 
@@ -144,8 +144,8 @@ class _MomentsOfAll:
 
     def _moments(self, inputs, mask):
         local_mean, local_variance = super()._moments(inputs, mask)
-        mean = mean_over_towers(local_mean)
-        return mean, mean_over_towers(local_variance + tf.square(local_mean - mean))
+        mean = all_reduce_mean(local_mean)
+        return mean, all_reduce_mean(local_variance + tf.square(local_mean - mean))
 
 
 @keras.saving.register_keras_serializable("cifar_towers")

@@ -11,8 +11,8 @@ from pathlib import Path
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.towers import Tower
 from cifar_towers.towers.devices import gpu_names
+from cifar_towers.towers.pipeline import layer_costs
 from cifar_towers.towers.placement import short_device
-from cifar_towers.towers.stages import layer_costs
 from cifar_towers.training.state import TrainState
 
 PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
@@ -37,7 +37,7 @@ def of_run(
         "gpus": gpu_names(),
         "data_sha256": dataset.digests(),
         "synthetic_data": banner,
-        "class_names": list(dataset.traits.class_names),
+        "class_names": list(dataset.info.class_names),
         "variables": [
             {
                 "name": name,

@@ -11,8 +11,8 @@ from tensorboard.plugins.projector.metadata import PROJECTOR_FILENAME
 from tensorboard.plugins.projector.projector_config_pb2 import EmbeddingInfo, ProjectorConfig, SpriteMetadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from cifar_towers import storage
-from cifar_towers.reporting import pictures
+from cifar_towers import atomic_io
+from cifar_towers.reporting import figures
 
 FEATURES, METADATA, SPRITE, EVENTS = "features.tsv", "metadata.tsv", "sprite.png", "events.out.tfevents.0.projector"
 MOST_PIXELS = 8192  # a side of the largest sprite that TensorBoard takes
@@ -51,12 +51,14 @@ def write(directory: Path, features: np.ndarray, images: np.ndarray, columns: Ma
         sprite=SpriteMetadata(image_path=SPRITE, single_image_dim=[side, side]),
     )
     directory.mkdir(parents=True, exist_ok=True)
-    storage.write_whole(directory / FEATURES, _table([f"{number:.6g}" for number in row] for row in features.tolist()))
+    atomic_io.write_whole(
+        directory / FEATURES, _table([f"{number:.6g}" for number in row] for row in features.tolist())
+    )
     facts = [columns, *zip(*columns.values(), strict=True)]
-    storage.write_whole(directory / METADATA, _table([" ".join(str(fact).split()) for fact in row] for row in facts))
-    storage.write_whole(directory / SPRITE, pictures.png(pictures.sprite(images, side)))
+    atomic_io.write_whole(directory / METADATA, _table([" ".join(str(fact).split()) for fact in row] for row in facts))
+    atomic_io.write_whole(directory / SPRITE, figures.png(figures.sprite(images, side)))
     config = text_format.MessageToString(ProjectorConfig(embeddings=[embedding]))
-    storage.write_whole(directory / PROJECTOR_FILENAME, config.encode())
+    atomic_io.write_whole(directory / PROJECTOR_FILENAME, config.encode())
     if not list(directory.glob("*tfevents*")):
         with (directory / EVENTS).open("wb") as file:
             RecordWriter(file).write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())

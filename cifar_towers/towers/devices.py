@@ -44,7 +44,7 @@ def make_towers(
     soft_placement: bool = True,
     gpu_memory_growth: bool = True,
     gpu_memory_limit_mb: int = 0,
-    threads_per_op: int = 0,
+    intra_op_threads: int = 0,
 ) -> list[Tower]:
     """Opens TensorFlow's devices for `num_towers` towers and names them.
 
@@ -54,7 +54,7 @@ def make_towers(
         device run elsewhere. If false, either is an error.
       gpu_memory_growth: take GPU memory as it is needed, not all at once.
       gpu_memory_limit_mb: most memory to use on each GPU, in MB; 0 for no limit.
-      threads_per_op: threads inside one operation; 0 shares the cores among the CPU towers.
+      intra_op_threads: threads inside one operation; 0 shares the cores among the CPU towers.
 
     Raises:
       ValueError: GPUs are missing and soft placement is off, or the devices cannot be divided.
@@ -67,7 +67,7 @@ def make_towers(
         soft_placement=soft_placement,
         gpu_memory_growth=gpu_memory_growth,
         gpu_memory_limit_mb=gpu_memory_limit_mb,
-        threads_per_op=threads_per_op,
+        intra_op_threads=intra_op_threads,
     )
     return _open(plan)
 
@@ -78,13 +78,13 @@ def prepare_devices(
     soft_placement: bool = True,
     gpu_memory_growth: bool = True,
     gpu_memory_limit_mb: int = 0,
-    threads_per_op: int = 0,
+    intra_op_threads: int = 0,
 ) -> None:
     """Tells TensorFlow how to open the devices of a plan, the arguments being those of `make_towers`; opens none."""
     gpus = tf.config.get_visible_devices("GPU")
     try:
         tf.config.set_soft_device_placement(soft_placement)
-        _set_threads(plan, threads_per_op)
+        _set_threads(plan, intra_op_threads)
         if plan.kind == "GPU":
             _divide_gpus(gpus, plan, gpu_memory_growth, gpu_memory_limit_mb)
         else:
@@ -133,15 +133,15 @@ def _open(plan: DevicePlan) -> list[Tower]:
     return [Tower(i, f"/{plan.kind}:{i}") for i in range(count)]
 
 
-def _set_threads(plan: DevicePlan, threads_per_op: int) -> None:
+def _set_threads(plan: DevicePlan, intra_op_threads: int) -> None:
     """K towers on C cores get C/K threads an operation and K operations at a time, so that they do not fight."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     towers = len(plan.physical)
     if plan.kind == "CPU":
         tf.config.threading.set_inter_op_parallelism_threads(max(towers, min(2, cores)))
-        tf.config.threading.set_intra_op_parallelism_threads(threads_per_op or max(1, cores // towers))
-    elif threads_per_op:
-        tf.config.threading.set_intra_op_parallelism_threads(threads_per_op)
+        tf.config.threading.set_intra_op_parallelism_threads(intra_op_threads or max(1, cores // towers))
+    elif intra_op_threads:
+        tf.config.threading.set_intra_op_parallelism_threads(intra_op_threads)
 
 
 def _divide_cpu(count: int) -> None:

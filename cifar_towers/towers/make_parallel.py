@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from cifar_towers.towers.devices import Tower, make_towers
-from cifar_towers.towers.parallel import keep_on, run_on_towers, split_batch
+from cifar_towers.towers.sharding import run_on_towers, split_batch, with_pinned_backward
 
 
 def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **tensors: Any) -> Any:
@@ -103,7 +103,7 @@ def share(tensors: Any, towers: Sequence[Tower]) -> list[Shard]:
 def on_each_tower(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: list[Shard]) -> list[Any]:
     """What `fn(tower, tensors)` gives for each tower's shard, on its device and under its name."""
     return [
-        keep_on(tower.device, tower.name, functools.partial(fn, tower))(shard.tensors)
+        with_pinned_backward(tower.device, tower.name, functools.partial(fn, tower))(shard.tensors)
         for tower, shard in zip(towers, shards, strict=True)
     ]
 

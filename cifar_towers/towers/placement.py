@@ -21,7 +21,7 @@ def variable_placement(policy: str = "cpu", towers: Sequence[Tower] = ()) -> Ite
 
     `cpu`: in the host's memory, from which every tower reads. `round_robin`: on the towers' devices in turn.
     `least_loaded`: each on the tower's device that holds the fewest bytes of variables so far, the first of equals.
-    What follows a variable is pinned beside it with `pinned`, and counts among its device's bytes.
+    What follows a variable is pinned beside it with `pin_to_device`, and counts among its device's bytes.
 
     Raises:
       ValueError: an unknown policy, no towers to spread over, or, when it is born, a variable of unknown shape whose
@@ -43,12 +43,12 @@ def variable_placement(policy: str = "cpu", towers: Sequence[Tower] = ()) -> Ite
         held[short_device(device)] += size
         return device
 
-    with placed_by(choose):
+    with custom_placement(choose):
         yield
 
 
 @contextlib.contextmanager
-def placed_by(choose: Callable[[dict, str], str]) -> Iterator[None]:
+def custom_placement(choose: Callable[[dict, str], str]) -> Iterator[None]:
     """Every variable born inside lives on the device `choose(creation arguments, device it is pinned to or "")`."""
 
     def place(next_creator, **creation):
@@ -60,7 +60,7 @@ def placed_by(choose: Callable[[dict, str], str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def pinned(device: str) -> Iterator[None]:
+def pin_to_device(device: str) -> Iterator[None]:
     """Variables born inside live on `device`, whatever the placement around: `with pinned(variable.device)`."""
     before = getattr(_pinned, "device", "")
     _pinned.device = device
@@ -85,7 +85,7 @@ def _count_bytes(creation: dict) -> int:
     return shape.num_elements() * value.dtype.size
 
 
-def device_table(function, towers: Iterable) -> str:
+def placement_report(function, towers: Iterable) -> str:
     """What a traced step says of its devices, as text: each variable's, then the operations of each tower.
 
     Args:

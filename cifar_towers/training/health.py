@@ -4,19 +4,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from cifar_towers.cluster.team import Team
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.errors import DivergedError
+from cifar_towers.multi_worker.coordination import Team
 from cifar_towers.towers import Tower, split_batch
-from cifar_towers.training import finite, hardest
+from cifar_towers.training import hard_examples, nonfinite
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import StepMetrics
 
 MOST_ROLLBACKS = 8  # then the rates are 1/256 of the recipe's, and it is not the rates
 
 
-class Health:
+class DivergenceState:
     """Counts the steps whose numbers were not finite, and ends a run when they are too many in a row.
 
     Attributes:
@@ -67,13 +67,13 @@ class Health:
         """
         if self.rollbacks == MOST_ROLLBACKS:
             raise DivergedError(
-                f"{error}; {self.rollbacks} rollbacks have not helped: start again with --fresh and a smaller "
+                f"{error}; {self.rollbacks} rollbacks have not helped: start again with --overwrite and a smaller "
                 "--learning_rate or --precision=float32"
             ) from error
         self.in_a_row, self.rollbacks = 0, self.rollbacks + 1
 
 
-class Judge:
+class HealthMonitor:
     """Judges each step of a run: one that made no update is counted in `health`, and told with where it came from,
     unless it is float16's loss scale that is being found.
 
@@ -83,7 +83,7 @@ class Judge:
 
     def __init__(
         self,
-        health: Health,
+        health: DivergenceState,
         state: TrainState,
         towers: Sequence[Tower],
         here: Sequence[Tower],
@@ -102,29 +102,31 @@ class Judge:
           DivergedError: there were too many of these in a row.
         """
         state, who = self._state, ""
-        if metrics.finite and metrics.picked and not metrics.picked.proxy.finite:
-            state, who, metrics = self._state.proxy, f"{hardest.PROXY}: ", metrics.picked.proxy
+        if metrics.finite and metrics.hard_examples and not metrics.hard_examples.proxy.finite:
+            state, who, metrics = self._state.proxy, f"{hard_examples.PROXY}: ", metrics.hard_examples.proxy
         elif metrics.finite:
             return self._health.good()
-        elif metrics.picked:
-            batch = hardest.take(batch, metrics.picked.rows)
-        overflowed = np.isfinite(metrics.tower_losses).all() and (metrics.bad_tensors >= 0).any()
+        elif metrics.hard_examples:
+            batch = hard_examples.take(batch, metrics.hard_examples.rows)
+        overflowed = np.isfinite(metrics.tower_losses).all() and (metrics.nonfinite_towers >= 0).any()
         if overflowed and state.loss_scale.can_shrink():
             return self._health.good() if who else None  # of a proxy that overflowed the net itself has moved
         weights = [v.name.removesuffix(":0") for v in state.weights]
-        what = who + finite.describe(
-            metrics, self._towers, list(metrics.losses), weights, state.moved_names[frozenset(rates)]
+        what = who + nonfinite.describe(
+            metrics, self._towers, list(metrics.losses), weights, state.update_names[frozenset(rates)]
         )
         self._say(self._health.bad(step, what + self._where_from(state, metrics, batch, side)))
 
     def _where_from(self, state: TrainState, metrics: StepMetrics, batch: Batch, side: int) -> str:
         """The first tensor of the bad tower's forward pass that is not finite; the step has changed nothing, so it
         can be taken again."""
-        bad = [tower for tower, index in zip(self._towers, metrics.bad_tensors, strict=True) if index >= 0]
+        bad = [tower for tower, index in zip(self._towers, metrics.nonfinite_towers, strict=True) if index >= 0]
         if not bad:
             return ""
         here, found = [tower for tower in self._towers if tower in self._here], ""
         if bad[0] in here:
             shard = split_batch(batch, here)[here.index(bad[0])]
-            found = finite.find_bad(state.model, self._augmentation, bad[0], shard, side, self._micro_batches)
+            found = nonfinite.locate_nonfinite(
+                state.model, self._augmentation, bad[0], shard, side, self._micro_batches
+            )
         return next(filter(None, self._team.gather(found)), "")

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from cifar_towers.towers.placement import pinned
+from cifar_towers.towers.placement import pin_to_device
 
-Moves = list[tuple[tf.Variable, tf.Tensor]]  # each with the value it is to have
+Updates = list[tuple[tf.Variable, tf.Tensor]]  # each with the value it is to have
 
 
 class Momentum:
@@ -27,12 +27,12 @@ class Momentum:
         self.momentum, self.nesterov, self.weight_decay = momentum, nesterov, weight_decay
         self.slots = {"momentum": [_zeros_like(v, "momentum") for v in self.variables] if momentum else []}
 
-    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> Moves:
+    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> Updates:
         """One variable and its buffer after a step by its gradient."""
         variable, change = self.variables[index], gradient
         if self.weight_decay:
             change += self.weight_decay * variable
-        moves: Moves = []
+        moves: Updates = []
         if self.momentum:
             buffer = self.slots["momentum"][index]
             moved = self.momentum * buffer + change
@@ -53,7 +53,7 @@ class AdamW:
         self.variables, self.weight_decay = list(variables), weight_decay
         self.slots = {name: [_zeros_like(v, name) for v in self.variables] for name in ("mean", "square")}
 
-    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> Moves:
+    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> Updates:
         """One variable and its two averages after a step; `step` counts from 0 and corrects the first steps' bias.
 
         Steps that made no update count too: where the very first are such, as when a loss scale is sought, the next are
@@ -83,7 +83,7 @@ class Muon:
         self.momentum, self.total_steps, self.weight_decay = momentum, total_steps, weight_decay
         self.slots = {"momentum": [_zeros_like(v, "momentum") for v in self.variables]}
 
-    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> Moves:
+    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> Updates:
         """One kernel and its buffer after a step by its gradient."""
         variable, buffer = self.variables[index], self.slots["momentum"][index]
         moved = self.momentum * buffer + gradient
@@ -138,11 +138,11 @@ class Optimizer:
         """The variables of the groups that have a rate."""
         return [variable for group in self.groups if group.name in rates for variable in group.rule.variables]
 
-    def moves(self, gradients: Sequence[tuple], rates: dict[str, tf.Tensor], step: tf.Tensor) -> Moves:
+    def moves(self, gradients: Sequence[tuple], rates: dict[str, tf.Tensor], step: tf.Tensor) -> Updates:
         """What N x (gradient, variable), in any order, make of variables and slots, each by its group's rule; what has
         no gradient, or no rate, stays."""
         gradient_of = {id(variable): gradient for gradient, variable in gradients}
-        moves: Moves = []
+        moves: Updates = []
         for group in self.groups:
             for index, variable in enumerate(group.rule.variables):
                 gradient = gradient_of[id(variable)]
@@ -162,10 +162,10 @@ class Optimizer:
 
 
 def _zeros_like(variable: tf.Variable, name: str) -> tf.Variable:
-    return follower(variable, name, tf.zeros(variable.shape, variable.dtype))
+    return make_slot(variable, name, tf.zeros(variable.shape, variable.dtype))
 
 
-def follower(variable: tf.Variable, what: str, value: tf.Tensor) -> tf.Variable:
+def make_slot(variable: tf.Variable, what: str, value: tf.Tensor) -> tf.Variable:
     """A variable that lives beside another and is named after it: `conv1/kernel/momentum`."""
-    with tf.name_scope(""), pinned(variable.device):  # the variable's name has its scopes in it already
+    with tf.name_scope(""), pin_to_device(variable.device):  # the variable's name has its scopes in it already
         return tf.Variable(value, trainable=False, name=f"{variable.name.removesuffix(':0')}/{what}")

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from cifar_towers.towers.devices import processor_features
-from cifar_towers.towers.placement import HOST, pinned
+from cifar_towers.towers.placement import HOST, pin_to_device
 
 BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # of processors
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "float64": "float64"}
@@ -50,7 +50,7 @@ class LossScale:
         self.dynamic = precision == "float16"
         self.variables = {}
         if self.dynamic:
-            with pinned(HOST):
+            with pin_to_device(HOST):
                 self.scale = tf.Variable(self.INITIAL, trainable=False, name="loss_scale")
                 self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="good_steps")
             self.variables = {"scale": self.scale, "good_steps": self.good_steps}

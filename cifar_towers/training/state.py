@@ -7,12 +7,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.data.batches import Draws
-from cifar_towers.models.own import is_seed
-from cifar_towers.towers.placement import HOST, pinned
-from cifar_towers.training.averages import Lookahead, LossAverages, WeightAverage
-from cifar_towers.training.finite import first_bad
-from cifar_towers.training.observing import look_at_update
+from cifar_towers.data.batches import RandomDraws
+from cifar_towers.models.user_model import is_seed
+from cifar_towers.towers.placement import HOST, pin_to_device
+from cifar_towers.training.diagnostics import update_diagnostics
+from cifar_towers.training.ema import ExponentialMovingAverage, Lookahead, SmoothedLosses
+from cifar_towers.training.nonfinite import first_nonfinite_index
 from cifar_towers.training.optimizers import Optimizer
 from cifar_towers.training.precision import LossScale
 
@@ -42,24 +42,24 @@ class TrainState:
     ):
         self.model, self.optimizer = model, optimizer
         self.proxy: TrainState | None = None
-        self.moved_names: dict[frozenset[str], list[str]] = {}
-        with pinned(HOST):
+        self.update_names: dict[frozenset[str], list[str]] = {}
+        with pin_to_device(HOST):
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         self.weights = [v.value for v in model.trainable_variables]
         self.statistics = [v.value for v in model.non_trainable_variables]
         self.seeds = [is_seed(v) for v in model.non_trainable_variables]
         constrained = (v for v in model.trainable_variables if v.constraint)
         self._constraints = {id(v.value): v.constraint for v in constrained}
-        self.ema = WeightAverage(self.weights + self.statistics, ema_decay)
+        self.ema = ExponentialMovingAverage(self.weights + self.statistics, ema_decay)
         self.lookahead = Lookahead(self.weights + self.statistics, total_steps, lookahead)
-        self.loss_averages = LossAverages(loss_terms)
+        self.loss_averages = SmoothedLosses(loss_terms)
         self.loss_scale = LossScale(precision)
 
     def read(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """(weights, statistics) as tensors, read where they live; they travel to where they are used."""
         return [tf.convert_to_tensor(v) for v in self.weights], [tf.convert_to_tensor(v) for v in self.statistics]
 
-    def seeded(self, statistics: list[tf.Tensor], draws: Draws) -> list[tf.Tensor]:
+    def with_layer_seeds(self, statistics: list[tf.Tensor], draws: RandomDraws) -> list[tf.Tensor]:
         """The statistics for a part of the batch, with seeds that follow from the run's own and the part's first
         example: no two parts draw the same numbers, and the same step always does."""
         count = draws.place[0] * MOST_DRAWS
@@ -88,17 +88,17 @@ class TrainState:
           look: whether to look at the update closely; None where nobody ever does.
 
         Returns:
-          (whether the variables moved, index in its `moved_names` of the first that would not have been finite, or -1,
-          what `look_at_update` says of each trained variable or None)
+          (whether the variables moved, index in its `update_names` of the first that would not have been finite, or -1,
+          what `update_diagnostics` says of each trained variable or None)
         """
         with tf.name_scope("apply"):
             moves = [self._constrained(*move) for move in self.optimizer.moves(gradients, rates, self.step)]
             moves += [pair for pair in zip(self.statistics, statistics, strict=True) if pair[1] is not None]
-            self.moved_names[frozenset(rates)] = [variable.name.removesuffix(":0") for variable, _ in moves]
-            bad = first_bad([value for _, value in moves], [variable.device for variable, _ in moves])
+            self.update_names[frozenset(rates)] = [variable.name.removesuffix(":0") for variable, _ in moves]
+            bad = first_nonfinite_index([value for _, value in moves], [variable.device for variable, _ in moves])
             with tf.device(self.step.device):
                 moves_finite = tf.logical_and(finite, bad < 0)
-            seen = None if look is None else look_at_update(look, gradients, moves)
+            seen = None if look is None else update_diagnostics(look, gradients, moves)
             for variable, value in moves:
                 with tf.device(variable.device):
                     variable.assign(tf.where(moves_finite, value, variable))
@@ -140,7 +140,7 @@ class TrainState:
             named |= {f"proxy.{name}": v for name, v in self.proxy.named_variables().items()}
         return named | {"loss_average.weight": self.loss_averages.weight, "step": self.step}
 
-    def not_finite(self) -> str:
+    def first_nonfinite_variable(self) -> str:
         """The name of a variable with a value that is no finite number; empty if there is none."""
         floats = ((name, v) for name, v in self.named_variables().items() if v.dtype.is_floating)
         return next((name for name, v in floats if not np.isfinite(v.numpy()).all()), "")

@@ -8,11 +8,24 @@ import tensorflow as tf
 
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
-from cifar_towers.towers import Tower, average_gradients, run_on_parts, run_on_towers, run_together, split_batch
+from cifar_towers.towers import (
+    Tower,
+    average_gradients,
+    run_micro_batches,
+    run_on_towers,
+    run_on_towers_synchronized,
+    split_batch,
+)
+from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
-from cifar_towers.towers.stages import Stage, staged_call
-from cifar_towers.training.finite import first_bad
-from cifar_towers.training.observing import CloseUp, Look, look_at_forward, look_at_towers, watched_call
+from cifar_towers.training.diagnostics import (
+    ForwardDiagnostics,
+    StepDiagnostics,
+    forward_diagnostics,
+    stateless_call_with_activations,
+    tower_gradient_stats,
+)
+from cifar_towers.training.nonfinite import first_nonfinite_index
 from cifar_towers.training.state import TrainState
 
 
@@ -26,7 +39,7 @@ class TowerResult(NamedTuple):
     # The first that is not finite: its index in the losses and, after them, the gradients from the last to the first,
     # or -1.
     bad: tf.Tensor | None = None
-    look: Look | None = None
+    look: ForwardDiagnostics | None = None
     example_losses: tf.Tensor | tuple[()] = ()  # of each example in turn, if there was an `example_loss`
 
 
@@ -40,15 +53,15 @@ class StepMetrics(NamedTuple):
     losses: dict[str, tf.Tensor]
     averages: dict[str, tf.Tensor]
     finite: tf.Tensor  # whether all numbers were, so that the weights moved
-    bad_tensors: tf.Tensor  # [K] index of each tower's first that was not, as in TowerResult, or -1
-    bad_update: tf.Tensor  # index in the state's `moved_names` of the first that was not, or -1
-    close_up: CloseUp | tuple[()] = ()  # if the step was called with a `look`
+    nonfinite_towers: tf.Tensor  # [K] index of each tower's first that was not, as in TowerResult, or -1
+    nonfinite_update: tf.Tensor  # index in the state's `update_names` of the first that was not, or -1
+    diagnostics: StepDiagnostics | tuple[()] = ()  # if the step was called with a `look`
     asked: tf.Tensor | tuple[()] = ()  # the largest number that any process of a cluster was asked for
     example_losses: tf.Tensor | tuple[()] = ()  # [B], if the step was made with an `example_loss`
-    picked: "Picked | tuple[()]" = ()  # what of the batch was trained on, if it was not all
+    hard_examples: "HardExamples | tuple[()]" = ()  # what of the batch was trained on, if it was not all
 
 
-class Picked(NamedTuple):
+class HardExamples(NamedTuple):
     """What of a batch was trained on, and who said so."""
 
     rows: tf.Tensor  # [count] in the batch, rising
@@ -60,8 +73,8 @@ def make_train_step(update: Callable[..., StepMetrics]) -> Callable[..., StepMet
 
     `rates` are those of the optimizer's groups that move; no gradient is taken for the others. `side` is the Python
     number of pixels the images are shrunk to, 0: none. Each set of groups and each side is traced once. `look` is a
-    tensor that says whether the step is looked at closely; without it there is no `close_up`, and nothing of it in the
-    graph.
+    tensor that says whether the step is looked at closely; without it there are no `diagnostics`, and
+    nothing of them in the graph.
     """
 
     @tf.function(autograph=False)
@@ -94,7 +107,7 @@ def make_update(
       example_loss: (labels, logits) -> [B] losses, for the metrics; none are there if None.
     """
     tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches, stages, example_loss)
-    run = run_together if batch_statistics == "synchronized" else run_on_towers
+    run = run_on_towers_synchronized if batch_statistics == "synchronized" else run_on_towers
 
     def update(batch: Batch, rates: dict[str, tf.Tensor], side: int = 0, look=None) -> StepMetrics:
         shards = split_batch(batch, towers)
@@ -104,10 +117,10 @@ def make_update(
 
         gradients = average_gradients([r.gradients for r in results], device=gradient_device)  # the towers meet here
 
-        alike = None if look is None else look_at_towers(look, [r.gradients for r in results], gradients)
+        alike = None if look is None else tower_gradient_stats(look, [r.gradients for r in results], gradients)
         gradients = state.loss_scale.unscale(gradients)
         homes = [variable.device for variable in state.statistics]
-        statistics = combine_statistics([r.statistics for r in results], batch_statistics, homes)
+        statistics = reduce_batch_stats([r.statistics for r in results], batch_statistics, homes)
         told = apply_update(state, gradients, statistics, rates, results[-1].losses, all_finite(results), look)
         return metrics(results, *told, alike, batch.labels.shape[0])
 
@@ -124,12 +137,12 @@ def make_tower_fn(
 ) -> Callable[..., TowerResult]:
     """The function (side, groups, tower, (shard, look)) -> result that each tower runs: it takes the gradients of the
     variables in these of the optimizer's groups. It only reads."""
-    forward = _staged(stages, state.model) if stages else watched_call(state.model)
+    forward = _staged(stages, state.model) if stages else stateless_call_with_activations(state.model)
 
-    def on_part(
+    def micro_batch_fn(
         side: int, groups: Sequence[str], look, weights: list[tf.Tensor], statistics: list[tf.Tensor], part: Batch
     ) -> TowerResult:
-        statistics = state.seeded(statistics, part.draws)
+        statistics = state.with_layer_seeds(statistics, part.draws)
         images = augmentation.train(part.images, part.draws, side)
         moving = {id(variable) for variable in state.optimizer.moving(groups)}
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -141,15 +154,15 @@ def make_tower_fn(
             gradients = tape.gradient(scaled, weights)
         moved = zip(new_statistics, statistics, state.seeds, strict=True)
         changed = [None if seed or new is old else new for new, old, seed in moved]
-        seen = None if look is None else look_at_forward(look, images, part.labels, activations)
-        correct, each = count_correct(part.labels, logits), example_loss(part.labels, logits) if example_loss else ()
+        seen = None if look is None else forward_diagnostics(look, images, part.labels, activations)
+        correct, each = num_correct(part.labels, logits), example_loss(part.labels, logits) if example_loss else ()
         return TowerResult(losses, gradients, changed, correct, look=seen, example_losses=each)
 
     def on_tower(side: int, groups: Sequence[str], tower: Tower, shard_and_look: tuple) -> TowerResult:
         shard, look = shard_and_look
         values = state.read()  # once for all parts: they travel to the tower
-        part_fn = functools.partial(on_part, side, groups, look, *values)
-        results = run_on_parts(part_fn, shard, micro_batches, in_turn=not stages)
+        part_fn = functools.partial(micro_batch_fn, side, groups, look, *values)
+        results = run_micro_batches(part_fn, shard, micro_batches, sequential=not stages)
         pairs = [list(zip(r.gradients, state.weights, strict=True)) for r in results]
         losses = {term: _mean([r.losses[term] for r in results]) for term in results[0].losses}
         gradients = average_gradients(pairs, device="" if stages else tower.device)
@@ -157,9 +170,9 @@ def make_tower_fn(
         return TowerResult(
             losses=losses,
             gradients=gradients,
-            statistics=combine_statistics([r.statistics for r in results], "mean"),
+            statistics=reduce_batch_stats([r.statistics for r in results], "mean"),
             correct=tf.add_n([r.correct for r in results]),
-            bad=first_bad(
+            bad=first_nonfinite_index(
                 [*losses.values(), *(gradient for gradient, _ in reversed(gradients))],
                 [*(tower.device for _ in losses), *homes],
             ),
@@ -171,7 +184,7 @@ def make_tower_fn(
 
 
 def _staged(stages: Sequence[Stage], model) -> Callable:
-    """`watched_call` for a model cut in stages, which has no losses of its own."""
+    """`stateless_call_with_activations` for a model cut in stages, which has no losses of its own."""
     call = staged_call(stages, model)
 
     def forward(weights, statistics, images):
@@ -189,13 +202,13 @@ def all_finite(results: Sequence[TowerResult]) -> tf.Tensor:
 def apply_update(
     state: TrainState, gradients: list, statistics: list, rates: dict, losses: dict, finite: tf.Tensor, look=None
 ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor], tuple[tf.Tensor, tf.Tensor] | None]:
-    """Moves the state by mean gradients: ({`gradient_norm`, `finite`, `bad_update`}, averages of the losses, what
-    `look_at_update` says and the loss scale, if it was asked for)."""
+    """Moves the state by mean gradients: ({`gradient_norm`, `finite`, `nonfinite_update`}, averages of the losses, what
+    `update_diagnostics` says and the loss scale, if it was asked for)."""
     scale = state.loss_scale.value()
-    finite, bad_update, seen = state.apply(gradients, statistics, rates, finite, look)
+    finite, nonfinite_update, seen = state.apply(gradients, statistics, rates, finite, look)
     averages = state.loss_averages.update(losses, finite)
     norm = tf.linalg.global_norm([gradient for gradient, _ in gradients])
-    told = {"gradient_norm": norm, "finite": finite, "bad_update": bad_update}
+    told = {"gradient_norm": norm, "finite": finite, "nonfinite_update": nonfinite_update}
     return told, averages, None if look is None else (seen, scale)
 
 
@@ -207,9 +220,9 @@ def metrics(
     alike: tf.Tensor | None,
     examples: int,
 ) -> StepMetrics:
-    """What K towers' results, an `apply_update` and `look_at_towers` say of a step over `examples` examples. The final
-    tower speaks for the loss terms."""
-    close_up = () if seen is None else CloseUp(results[-1].look, alike, *seen)
+    """What K towers' results, an `apply_update` and `tower_gradient_stats` say of a step over `examples` examples. The
+    final tower speaks for the loss terms."""
+    diagnostics = () if seen is None else StepDiagnostics(results[-1].look, alike, *seen)
     with tf.name_scope("metrics"):
         told = StepMetrics(
             loss=_mean([r.losses["cross_entropy"] for r in results]),
@@ -217,15 +230,15 @@ def metrics(
             tower_losses=tf.stack([r.losses["total_loss"] for r in results]),
             losses=results[-1].losses,
             averages=averages,
-            bad_tensors=tf.stack([r.bad for r in results]),
+            nonfinite_towers=tf.stack([r.bad for r in results]),
             example_losses=_joined(results),
             **update,
         )
         with tf.device(HOST):  # a GPU sends them on its own, and is not asked for one after the other
-            return tf.nest.map_structure(tf.identity, told)._replace(close_up=close_up)
+            return tf.nest.map_structure(tf.identity, told)._replace(diagnostics=diagnostics)
 
 
-def combine_statistics(
+def reduce_batch_stats(
     tower_statistics: Sequence[Sequence[tf.Tensor | None]], how: str, devices: Sequence[str] = ()
 ) -> list[tf.Tensor | None]:
     """K lists of the same S statistics -> one: their mean, or, if that is `how`, the `final` tower's, as with whole
@@ -254,6 +267,6 @@ def _mean(values: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.add_n(list(values)) / len(values) if len(values) > 1 else values[0]
 
 
-def count_correct(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+def num_correct(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
     """How many of B examples have their largest logit at their label, as float32."""
     return tf.reduce_sum(tf.cast(tf.equal(labels, tf.argmax(logits, -1)), tf.float32))

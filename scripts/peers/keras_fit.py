@@ -8,7 +8,7 @@ import protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from cifar_towers.starting import import_tensorflow
+from cifar_towers.cli.tf_import import import_tensorflow
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     given = parser.parse_args()
     data = protocol.load(given.data, given.batch_size)
     import_tensorflow()
-    from cifar_towers.benchmark import peers
+    from cifar_towers.benchmark import baselines
     from cifar_towers.models import MODELS
     from cifar_towers.models.speednet import whitening_kernel
     from cifar_towers.towers import make_towers
@@ -29,8 +29,8 @@ def main() -> None:
     if given.model.startswith("speednet"):
         options["whitening"] = whitening_kernel([data["images"]])
     model = MODELS[given.model](**options)
-    run = peers.fit_arrays(model, towers, data["images"], data["labels"], given.batch_size)
-    protocol.serve(run, given.batch_size, given.steps, peers.count_trained(model))
+    run = baselines.fit_arrays(model, towers, data["images"], data["labels"], given.batch_size)
+    protocol.serve(run, given.batch_size, given.steps, baselines.count_trained(model))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from cifar_towers.starting import import_tensorflow
+from cifar_towers.cli.tf_import import import_tensorflow
 
 SIDE, THREADS, FILLED = 24, 16, 0.4  # pixels of a crop; that fill the queue; share of the images it holds at least
 EXAMPLES, EPOCHS_PER_DECAY = 50_000, 350

@@ -6,14 +6,14 @@ import pytest
 
 from cifar_towers.benchmark import growth, growth_points, growth_report
 from cifar_towers.benchmark.growth_points import Point, Row, Series
+from cifar_towers.cli.tool_configs import BenchmarkConfig
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.program_configs import BenchmarkConfig
 
 FACTS = {
     "recipe": "mine", "model": "speednet94", "batch_size": 1536, "precision": "float32", "dataset": "synthetic",
     "processor": "Abacus", "cores": 2, "devices": 1, "kind": "CPU", "date": "2026-01-01", "minutes": 1.0,
 }  # fmt: skip
-CONFIG = BenchmarkConfig(growth=True, optimizer="muon", image_sides="0=24,50%=32")
+CONFIG = BenchmarkConfig(growth=True, optimizer="muon", image_size_schedule="0=24,50%=32")
 SERIES = growth.plan(CONFIG, towers=2)
 EVER = math.inf
 
@@ -67,8 +67,8 @@ def test_what_a_model_cannot_take_of_the_recipe_is_left():
         growth.recipe_at(CONFIG, Point(model, 256, 2)) for model in ("speednet96", "cifarnet", "resnet20")
     )
     assert (speednet.model, speednet.batch_size, speednet.optimizer) == ("speednet96", 256, "muon")
-    assert (cifarnet.optimizer, cifarnet.image_sides) == ("momentum", "")
-    assert (resnet.optimizer, resnet.image_sides) == ("momentum", CONFIG.image_sides)
+    assert (cifarnet.optimizer, cifarnet.image_size_schedule) == ("momentum", "")
+    assert (resnet.optimizer, resnet.image_size_schedule) == ("momentum", CONFIG.image_size_schedule)
 
 
 def test_a_batch_that_cannot_be_shared():
@@ -129,8 +129,8 @@ def test_what_cannot_be_had_is_told_and_the_rest_measured(monkeypatch, capsys):
     ended = Point("cifarnet", 12, 4)
     series = [Series("batch size", (16, 8, 15), (large, small, broken)), Series("towers", (4,), (ended,))]
 
-    def measured(recipe, point, computed_in):
-        assert recipe.batch_size == point.batch_size and computed_in == "float32"
+    def measured(recipe, point, compute_dtype):
+        assert recipe.batch_size == point.batch_size and compute_dtype == "float32"
         if point is ended:
             raise RunError("the process of 4 towers has ended")
         return row(point)

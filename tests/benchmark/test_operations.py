@@ -3,10 +3,10 @@ import tensorflow as tf
 
 from cifar_towers.benchmark import operations
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.schedules import RunLength
 from cifar_towers.data import synthetic
 from cifar_towers.data.batches import Batches
-from cifar_towers.training import setup
-from cifar_towers.training.schedules import Length
+from cifar_towers.training import build
 
 
 def traced(function, *shapes, dtype=tf.float32):
@@ -95,7 +95,9 @@ def test_a_speednet_takes_what_its_layers_say_on_one_tower_and_on_two(towers):
     for count, precision in ((1, "float32"), (2, "float32"), (1, "bfloat16")):
         config = TrainConfig(model="speednet94", optimizer="momentum", batch_size=examples, num_gpus=count)
         batches = Batches(train, examples, seed=0)
-        training = setup.make_training(config, towers(count), precision, train, Length(batches.steps_per_epoch, 10, 10))
+        training = build.make_training(
+            config, towers(count), precision, train, RunLength(batches.steps_per_epoch, 10, 10)
+        )
         rates = {name: tf.TensorSpec([], tf.float32) for name in training.state.optimizer.rates(0)}
         function = training.train_step.get_concrete_function(batches.stream(0, 1).element_spec, rates, side)
         totals[count, precision] = sum(operations.count(function).values())

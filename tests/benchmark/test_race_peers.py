@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers import starting
-from cifar_towers.benchmark import processes, side_by_side
-from cifar_towers.benchmark.peers import count_trained, stock
-from cifar_towers.benchmark.variations import NO_EXCHANGE, UNPLACED, Variation, build
+from cifar_towers.benchmark import framework_comparison, processes
+from cifar_towers.benchmark.baselines import count_trained, stock
+from cifar_towers.benchmark.cases import NO_EXCHANGE, UNPLACED, BenchmarkCase, build
+from cifar_towers.cli import tf_import
+from cifar_towers.cli.tool_configs import BenchmarkConfig, SpeedrunConfig
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import RunError
 from cifar_towers.models import MODELS
-from cifar_towers.program_configs import BenchmarkConfig, SpeedrunConfig
-from cifar_towers.training import setup
+from cifar_towers.training import build as setup
 
 PEERS = {
     "keras_fit.py": ("--model=cifarnet", "--precision=float32"),
@@ -31,14 +31,14 @@ PEERS = {
 def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "batches.npz"
     batches = Batches(synthetic.make(64, seed=0, stream=0), 16, seed=0)
-    side_by_side.write_batches(path, batches, Augmentation(crop=24))
+    framework_comparison.write_batches(path, batches, Augmentation(crop=24))
     return path
 
 
 def command(program, data, *flags, batch_size=16):
     return [
         sys.executable,
-        starting.script(f"peers/{program}"),
+        tf_import.script(f"peers/{program}"),
         f"--data={data}",
         f"--batch_size={batch_size}",
         *flags,
@@ -125,11 +125,13 @@ def test_a_peer_that_is_lost_costs_the_others_nothing(tmp_path, monkeypatch):
         dataset="synthetic", model="cifarnet", batch_size=16, num_gpus=2, rounds=3, peers="keras,tutorial", crop=24,
         shift=0, train_dir=str(tmp_path),
     )  # fmt: skip
-    monkeypatch.setattr(side_by_side, "_training", lambda config, precision: lambda steps: 100.0)
+    monkeypatch.setattr(framework_comparison, "_training", lambda config, precision: lambda steps: 100.0)
     visits = {"keras": 2, "tutorial": 4}
-    monkeypatch.setattr(side_by_side, "_command", lambda name, *_: [sys.executable, "-c", script.format(visits[name])])
+    monkeypatch.setattr(
+        framework_comparison, "_command", lambda name, *_: [sys.executable, "-c", script.format(visits[name])]
+    )
     batches = Batches(synthetic.make(64, seed=0, stream=0), 16, seed=0)
-    rows, left_out = side_by_side.run(config, 1, ["float32"], batches, Augmentation(crop=24), 7)
+    rows, left_out = framework_comparison.run(config, 1, ["float32"], batches, Augmentation(crop=24), 7)
     assert {row.name: len(row.images_per_sec) for row in rows} == {"cifar_towers": 3, "tutorial": 3}
     assert left_out == {"keras, float32": "full"}
 
@@ -140,11 +142,13 @@ def test_on_several_devices_ours_is_measured_on_one_of_them_too(tmp_path, monkey
         dataset="synthetic", model="cifarnet", batch_size=16, num_gpus=4, rounds=1,
         peers="keras,keras-mirrored", crop=24, shift=0, train_dir=str(tmp_path),
     )  # fmt: skip
-    monkeypatch.setattr(side_by_side, "_training", lambda config, precision: lambda steps: 100.0 * config.num_gpus)
+    monkeypatch.setattr(
+        framework_comparison, "_training", lambda config, precision: lambda steps: 100.0 * config.num_gpus
+    )
     script = "print('ready 7', flush=True); [print([0.5] * int(input()), flush=True) for _ in range(2)]"
-    monkeypatch.setattr(side_by_side, "_command", lambda *_: [sys.executable, "-c", script])
+    monkeypatch.setattr(framework_comparison, "_command", lambda *_: [sys.executable, "-c", script])
     batches = Batches(synthetic.make(64, seed=0, stream=0), 16, seed=0)
-    rows, _ = side_by_side.run(config, 4, ["float32"], batches, Augmentation(crop=24), 7)
+    rows, _ = framework_comparison.run(config, 4, ["float32"], batches, Augmentation(crop=24), 7)
     assert [(row.name, row.devices, row.median) for row in rows] == [
         ("cifar_towers", 1, 100.0), ("cifar_towers", 4, 400.0), ("keras", 1, 32.0), ("keras-mirrored", 4, 32.0),
     ]  # fmt: skip
@@ -159,11 +163,11 @@ def test_ours_takes_the_step_after_the_whitening_has_come_to_rest(tmp_path, monk
 
     monkeypatch.setattr(processes, "train", train)
     config = SpeedrunConfig(dataset="synthetic", num_gpus=2, train_dir=str(tmp_path))
-    assert side_by_side._training(config, "bfloat16")(8) == 5.0
+    assert framework_comparison._training(config, "bfloat16")(8) == 5.0
     (given,) = trained
     assert (given.whitening_epochs, given.max_steps, given.precision) == (0, 9, "bfloat16")
     assert given.length(100).last == 9
-    side_by_side._training(config, "bfloat16")(2500)
+    framework_comparison._training(config, "bfloat16")(2500)
     assert trained[-1].length(48).last == 2501  # also where that is more than the recipe has
 
 
@@ -209,6 +213,6 @@ def test_the_benchmark_measures_the_step_that_most_of_a_run_has(towers, monkeypa
 
     monkeypatch.setattr(setup, "make_training", make_training)
     config = BenchmarkConfig(model="speednet93", batch_size=20, epochs=10, whitening_epochs=1, optimizer="momentum")
-    variation = Variation(strategy, UNPLACED, 2, "float32")
+    variation = BenchmarkCase(strategy, UNPLACED, 2, "float32")
     list(build(config, variation, towers(2), synthetic.make(200, seed=0, stream=0)).run(1))
     assert rates == [{"kernels", "biases", "head"}] * steps

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import matplotlib.image
 import pytest
 
-from cifar_towers import starting
 from cifar_towers.benchmark import report, runner, worker
-from cifar_towers.benchmark.rounds import Row
+from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, BenchmarkCase, PreparedCase, grid
+from cifar_towers.benchmark.round_stats import Row
 from cifar_towers.benchmark.runner import set_efficiency
-from cifar_towers.benchmark.variations import KERAS, NO_EXCHANGE, UNPLACED, Built, Variation, grid
+from cifar_towers.cli import tf_import
+from cifar_towers.cli.tool_configs import BenchmarkConfig
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.program_configs import BenchmarkConfig
-from cifar_towers.reporting.profile import PARTS
+from cifar_towers.reporting.profiler import PARTS
 from cifar_towers.towers import Tower
-from cifar_towers.towers.cost import VariableBytes, predict
+from cifar_towers.towers.communication import VariableBytes, predict
 
 FACTS = {
     "recipe": "mine", "model": "cifarnet", "batch_size": 256, "dataset": "synthetic", "processor": "Abacus <1>",
@@ -27,7 +27,7 @@ DEVICES = {1: {"physical": 1}, 2: {"physical": 1}}
 
 def row(strategy, placement, towers, rates, precision="float32", input="constant", waiting=0.0):
     shares = {} if strategy == KERAS else dict(zip(PARTS, (0.3, 0.6, 0.05, 0.04, 0.01), strict=True))
-    variation = Variation(strategy, placement, towers, precision, input)
+    variation = BenchmarkCase(strategy, placement, towers, precision, input)
     return Row(variation, 3.0, 0.1, 4, rates, waits=[waiting], shares=shares)
 
 
@@ -165,8 +165,8 @@ def test_the_grid_leaves_out_what_is_the_same():
         (KERAS, UNPLACED, 4),
     }
     assert grid((1,), ("float32",), with_peers=False) == [
-        Variation("towers", "cpu", 1, "float32"),
-        Variation("towers", "cpu", 1, "float32", "stream"),
+        BenchmarkCase("towers", "cpu", 1, "float32"),
+        BenchmarkCase("towers", "cpu", 1, "float32", "stream"),
     ]
 
 
@@ -215,7 +215,7 @@ def test_a_variation_that_fails_in_any_way_costs_the_others_nothing(monkeypatch,
             raise NotImplementedError
         failing = variation.placement == "round_robin"
         call = (lambda: 1 / 0) if failing else (lambda: None)
-        return Built(lambda steps: iter([(0.1, 0.0)] * steps), call)
+        return PreparedCase(lambda steps: iter([(0.1, 0.0)] * steps), call)
 
     monkeypatch.setattr(worker, "_Worker", Worker)
     monkeypatch.setattr(worker, "build", build)
@@ -226,8 +226,8 @@ def test_a_variation_that_fails_in_any_way_costs_the_others_nothing(monkeypatch,
     serving.start()
     ask = runner.asking(connection, 2)
     assert ask()["dataset"] == "none"
-    variations = [Variation("towers", "cpu", 2, "float32"), Variation("mirrored", UNPLACED, 2, "float32")]
-    variations.append(Variation("towers", "round_robin", 2, "float32"))
+    variations = [BenchmarkCase("towers", "cpu", 2, "float32"), BenchmarkCase("mirrored", UNPLACED, 2, "float32")]
+    variations.append(BenchmarkCase("towers", "round_robin", 2, "float32"))
     rows = runner._prepare(variations, {2: ask})
     runner._measure(rows, {2: ask}, config, time.monotonic())
     runner._profile(rows, {2: ask})
@@ -258,14 +258,14 @@ def test_without_any_way_to_train_nothing_is_told():
 
 
 def test_a_process_that_ended_by_itself_is_no_error_at_the_end(monkeypatch):
-    monkeypatch.setattr(starting, "serve_benchmark", slice)  # takes what that takes, and ends
+    monkeypatch.setattr(tf_import, "serve_benchmark", slice)  # takes what that takes, and ends
     with runner.open_worker(BenchmarkConfig(), 2) as ask, pytest.raises(RunError, match="the process of 2 towers has"):
         ask()
 
 
 def test_batches_that_were_made_ahead_tell_nothing_of_the_input():
     """Two of them are there at once, and each later one makes the step wait for 0.3 s."""
-    rows = [Row(Variation("towers", "cpu", 2, "float32", "stream"), 3.0, 0.4)]
+    rows = [Row(BenchmarkCase("towers", "cpu", 2, "float32", "stream"), 3.0, 0.4)]
 
     def ask(order):
         steps = order[2] - 3

@@ -13,11 +13,11 @@ from urllib.parse import quote
 
 import pytest
 
+from cifar_towers import trainer
+from cifar_towers.cli.flags import parse_command_line
+from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources, synthetic
-from cifar_towers.settings import parse_command_line
-from cifar_towers.signals import StopRequest
-from cifar_towers.training import trainer
 
 RECIPE = Path(__file__).parents[2] / "configs/smoke.cfg"
 SMALL = (
@@ -104,7 +104,7 @@ def run(browser, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         small = synthetic.make(1500, 0, 0), synthetic.make(300, 0, 1)
         patch.setattr(synthetic, "load", lambda seed=0: small)
-        trainer.train(config, sources.find("synthetic"), StopRequest())
+        trainer.train(config, sources.find("synthetic"), ShutdownHandler())
     files = "config.json", "environment.json", "result.json"
     return Run(directory, *(json.loads((directory / file).read_text()) for file in files))
 

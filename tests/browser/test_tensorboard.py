@@ -65,8 +65,8 @@ def test_time_series(show, expect):
         row = card.locator("tb-data-table-content-row")
         expect(row).to_contain_text(run)
         expect(row).to_contain_text(str(LAST))
-        colour = row.locator(".row-circle span").evaluate("circle => getComputedStyle(circle).backgroundColor")
-        _wait_for_picture(card.locator("line-chart"), _has_line, [int(part) for part in re.findall(r"\d+", colour)])
+        color = row.locator(".row-circle span").evaluate("circle => getComputedStyle(circle).backgroundColor")
+        _wait_for_picture(card.locator("line-chart"), _has_line, [int(part) for part in re.findall(r"\d+", color)])
 
 
 def test_time_series_of_each_kind(show, expect):
@@ -214,9 +214,9 @@ def _wait_for_picture(place, looks_right, *arguments):
     raise AssertionError("what is drawn does not look as it should")
 
 
-def _has_line(picture, colour):
+def _has_line(picture, color):
     """Whether about this colour is in more than half of the columns."""
-    return (abs(picture - colour).max(2) < 30).any(0).mean() > 0.5
+    return (abs(picture - color).max(2) < 30).any(0).mean() > 0.5
 
 
 def _is_colourful(picture):

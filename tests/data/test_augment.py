@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from cifar_towers.data import augment
 from cifar_towers.data.augment import Augmentation
-from cifar_towers.data.batches import Draws
+from cifar_towers.data.batches import RandomDraws
 from cifar_towers.data.dataset import CIFAR10
 
 
@@ -20,7 +20,7 @@ def draws(count, **given):
     }
     values = {**neutral, **given}
     types = {"flip": tf.bool, "place": tf.int64}
-    return Draws(**{k: tf.constant(v, types.get(k, tf.float32)) for k, v in values.items()})
+    return RandomDraws(**{k: tf.constant(v, types.get(k, tf.float32)) for k, v in values.items()})
 
 
 @pytest.fixture
@@ -55,18 +55,18 @@ def test_flip_mirrors_only_the_chosen(images):
 def test_colour_by_hand():
     centre = np.array(CIFAR10.mean)
     image = tf.constant(centre + 10, tf.float32, shape=[1, 1, 1, 3])
-    changed = augment.colour(image, tf.constant([5.0]), tf.constant([2.0]), CIFAR10.mean)
+    changed = augment.color(image, tf.constant([5.0]), tf.constant([2.0]), CIFAR10.mean)
     np.testing.assert_allclose(changed[0, 0, 0], centre + 30, rtol=1e-6)
 
 
 def test_normalised_data_set_statistics():
     levels = tf.constant([[[[20.0, 30, 40], [21, 32, 43]]]])
-    normalised = augment.Augmentation(mean=(20.0, 30.0, 40.0), deviation=(1.0, 2.0, 3.0)).normalise(levels)
+    normalised = augment.Augmentation(mean=(20.0, 30.0, 40.0), deviation=(1.0, 2.0, 3.0)).normalize(levels)
     np.testing.assert_allclose(normalised[0, 0], [[0] * 3, [1] * 3], atol=1e-6)
 
 
 def test_an_image_of_its_own_has_mean_0_and_deviation_1(images):
-    own = augment.Augmentation(standardize="image").normalise(tf.cast(images, tf.float32)).numpy()
+    own = augment.Augmentation(standardize="image").normalize(tf.cast(images, tf.float32)).numpy()
     np.testing.assert_allclose(own.mean((1, 2, 3)), 0, atol=1e-5)
     np.testing.assert_allclose(own.std((1, 2, 3)), 1, rtol=1e-4)
 
@@ -79,11 +79,11 @@ def test_cutout_blanks_a_whole_square():
 
 
 def test_shrinking_keeps_flat_images_flat_and_agrees_with_tensorflow(images):
-    flat = augment.shrink(tf.fill([1, 32, 32, 3], 7.0), 24)
+    flat = augment.downsample(tf.fill([1, 32, 32, 3], 7.0), 24)
     np.testing.assert_allclose(flat, np.full((1, 24, 24, 3), 7.0), rtol=1e-6)
     levels = tf.cast(images, tf.float32)
     witness = tf.image.resize(levels, (24, 24), antialias=True)
-    np.testing.assert_allclose(augment.shrink(levels, 24), witness, atol=0.05)
+    np.testing.assert_allclose(augment.downsample(levels, 24), witness, atol=0.05)
 
 
 def test_tta_views_are_weighted_to_one_and_hold_the_mirror(images):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cifar_towers.data import cifar10, dataset, sources, synthetic
+from cifar_towers.data.connectivity import reachable
 from cifar_towers.data.dataset import Split
-from cifar_towers.data.network import reachable
 from cifar_towers.errors import DataError, UsageError
 
 
@@ -86,17 +86,17 @@ def test_synthetic_is_balanced_seeded_and_disjoint():
 
 def test_held_out_examples_leave_train_and_stay_the_same():
     train = synthetic.make(300, 0, 0)
-    kept, held = dataset.hold_out(train, 100)
+    kept, held = dataset.split_validation(train, 100)
     assert (len(kept.labels), len(held.labels)) == (200, 100)
     both = np.concatenate([kept.images, held.images]).reshape(300, -1)
     assert len(np.unique(both, axis=0)) == 300
-    assert dataset.hold_out(train, 100)[1].digest == held.digest
-    assert dataset.hold_out(train, 0)[0] is train
+    assert dataset.split_validation(train, 100)[1].digest == held.digest
+    assert dataset.split_validation(train, 0)[0] is train
 
 
 def test_splits_that_changed_are_told_by_what_a_checkpoint_knows_of_them():
     train, test, other = (synthetic.make(20, 0, stream) for stream in range(3))
-    kept, held = dataset.hold_out(train, 5)
+    kept, held = dataset.split_validation(train, 5)
     data = dataset.Dataset("some", kept, held, test)
     facts = {f"{name}_sha256": digest for name, digest in data.digests().items()}
     assert facts.keys() == {"train_sha256", "validation_sha256", "test_sha256"} and not data.changed(facts)

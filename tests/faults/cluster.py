@@ -17,14 +17,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cifar_towers.reporting import records
-from tests.faults.chamber import Experiment, Outcome
+from cifar_towers.reporting import jsonl
+from tests.faults.harness import Experiment, Outcome
 from tests.faults.runs import last_recorded
 from tests.faults.subjects import OURS
 
 STEPS, LIMIT, NOTICED = 60, 240.0, 30.0  # seconds that no run takes, and within which all must have ended
 FLAGS = (
-    *("--dataset=synthetic", "--model=cifarnet", "--batch_size=24", "--precision=float32", "--threads_per_op=1"),
+    *("--dataset=synthetic", "--model=cifarnet", "--batch_size=24", "--precision=float32", "--intra_op_threads=1"),
     *("--checkpoint_every_steps=7", "--summary_every_steps=1", "--eval_every_epochs=0", f"--max_steps={STEPS}"),
 )
 LAUNCH = Path(__file__).parents[2] / "scripts" / "launch.py"
@@ -52,7 +52,7 @@ def hurt(number: signal.Signals):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(LIMIT)
         told = (scratch / "output").read_text(errors="replace")
-        result = records.read_json_if_any(scratch / "run" / "result.json")
+        result = jsonl.read_json_if_any(scratch / "run" / "result.json")
         what = f"{number.name} to worker {victim} of {count} after step {after}: all had ended in {noticed:.2f} s"
         restarts = len(re.findall(r"restart \d+ of at most", told))
         if launcher.returncode != 0 or noticed > NOTICED:
@@ -91,7 +91,7 @@ def undisturbed(count: int) -> str:
     """SHA-256 of the weights that so many workers come to when nothing happens to them."""
     with tempfile.TemporaryDirectory() as scratch, launched(count, Path(scratch)) as launcher:
         launcher.wait(LIMIT)
-        return records.read_json(Path(scratch, "run", "result.json"))["weights_sha256"]
+        return jsonl.read_json(Path(scratch, "run", "result.json"))["weights_sha256"]
 
 
 def workers_of(launcher: int) -> dict[int, int]:

@@ -18,11 +18,11 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image
 
-from cifar_towers import programs
+from cifar_towers.cli import main
 from cifar_towers.data import cifar10
 from cifar_towers.data.dataset import CLASSES
 from tests.faults import chamber, subjects
-from tests.faults.chamber import Experiment, Outcome
+from tests.faults.harness import Experiment, Outcome
 
 # What can happen to the bytes of one file: (dice, content) -> (what was done, content) ----------------------------
 
@@ -396,7 +396,7 @@ def _judge_program(scratch: Path, split: str) -> tuple[str, bool]:
     def train():
         _forget_decoded(scratch / "data")
         sys.argv = ["train.py", *ONE_STEP, f"--data_dir={scratch / 'data'}", f"--train_dir={scratch / 'run'}"]
-        programs.train()
+        main.train()
 
     code = chamber.wait(chamber.fork(train, scratch / "told"), timeout=120)
     told = (scratch / "told").read_text()

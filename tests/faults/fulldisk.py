@@ -22,11 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from cifar_towers import programs, storage
+from cifar_towers import atomic_io, trainer
+from cifar_towers.checkpointing import checkpoint as checkpoints
+from cifar_towers.cli import main
 from cifar_towers.data import synthetic
-from cifar_towers.training import checkpoints, trainer
 from tests.faults import chamber
-from tests.faults.chamber import Experiment, Outcome
+from tests.faults.harness import Experiment, Outcome
 from tests.faults.subjects import OURS
 
 KEPT, LAST = 2, 12
@@ -138,7 +139,7 @@ def _train(directory: Path, told: Path, at: Callable[[str, int], None]) -> int |
         ours.close()
         _stop_at_points(theirs)
         sys.argv = ["train.py", *FLAGS, f"--train_dir={directory}"]
-        programs.train()
+        main.train()
 
     child = chamber.fork(run, told)
     theirs.close()
@@ -223,7 +224,7 @@ def _undisturbed() -> Expected:
 
 
 def _state(checkpoint: Path) -> str:
-    return storage.sha256(checkpoint / "state.data-00000-of-00001")
+    return atomic_io.sha256(checkpoint / "state.data-00000-of-00001")
 
 
 # Faults -----------------------------------------------------------------------------------------------------------
@@ -428,7 +429,7 @@ def _wrong(expected: Expected, directory: Path, code: int | None, log: list[str]
         return "a save failed with room"
     if _too_few(log, directory) or (code == 0 and LAST not in standing):
         return "a checkpoint is gone"
-    if any(storage.damage(path) or _state(path) != expected.states.get(step) for step, path in standing.items()):
+    if any(atomic_io.damage(path) or _state(path) != expected.states.get(step) for step, path in standing.items()):
         return "a checkpoint is damaged"
     if begun and f"weights sha256 {expected.weights[:16]}" not in told:
         return "other weights"

@@ -19,13 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cifar_towers import programs
+from cifar_towers import trainer
+from cifar_towers.checkpointing import checkpoint
+from cifar_towers.cli import main
 from cifar_towers.data import sources, synthetic
-from cifar_towers.reporting import records
-from cifar_towers.reporting.progress import Progress
-from cifar_towers.training import checkpoints, setup, step, trainer
+from cifar_towers.reporting import jsonl
+from cifar_towers.reporting.console import Progress
+from cifar_towers.training import build, step
 from tests.faults import chamber, peers
-from tests.faults.chamber import Experiment, Outcome
+from tests.faults.harness import Experiment, Outcome
 from tests.faults.subjects import BACKUP, MANAGER, OURS
 
 STEPS = 30
@@ -129,7 +131,7 @@ class Run:
     def weights(self) -> str:
         """SHA-256 of what it ended with; empty if it did not."""
         with contextlib.suppress(OSError, ValueError):
-            return records.read_json(self.directory / "result.json")["weights_sha256"]
+            return jsonl.read_json(self.directory / "result.json")["weights_sha256"]
         found = re.search(r"weights sha256 (\w{64})", self.output)
         return found[1] if found else ""
 
@@ -139,7 +141,7 @@ def _train(flags: Sequence[str], how: str, prepare: Callable[[], None]) -> None:
         synthetic.load = lambda seed=0: (synthetic.make(300, seed, 0), synthetic.make(100, seed, 1))
     prepare()
     sys.argv = ["train.py", *flags]
-    programs.train()
+    main.train()
 
 
 def _exec(flags: Sequence[str], how: str, prepare: Callable[[], None]) -> None:
@@ -148,13 +150,13 @@ def _exec(flags: Sequence[str], how: str, prepare: Callable[[], None]) -> None:
 
 def newest_saved(directory: Path) -> int:
     """The step of our newest checkpoint, undamaged or not; 0 if there is none."""
-    return max((int(path.name.rpartition("-")[2]) for path in checkpoints.saved(directory)), default=0)
+    return max((int(path.name.rpartition("-")[2]) for path in checkpoint.saved(directory)), default=0)
 
 
 def recorded(directory: Path) -> list[int]:
     """The steps of our records of training, as they stand in the file."""
     path = directory / "metrics.jsonl"
-    return [record["step"] for record in records.read(path) if record["kind"] == "train"] if path.exists() else []
+    return [record["step"] for record in jsonl.read(path) if record["kind"] == "train"] if path.exists() else []
 
 
 def last_recorded(directory: Path) -> int:
@@ -345,7 +347,7 @@ def _put_tracing(during):
 
 
 def _put_step(during):
-    make = setup.make_training
+    make = build.make_training
 
     def make_training(*arguments):
         training = make(*arguments)
@@ -353,7 +355,7 @@ def _put_step(during):
         train_step.get_concrete_function = training.train_step.get_concrete_function
         return training._replace(train_step=train_step)
 
-    setup.make_training = make_training
+    build.make_training = make_training
 
 
 def _put_evaluation(during):
@@ -362,7 +364,7 @@ def _put_evaluation(during):
 
 
 def _put_save(during):
-    checkpoints.save = during(checkpoints.save)
+    checkpoint.save = during(checkpoint.save)
 
 
 def _put_between(during):

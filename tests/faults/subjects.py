@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.training import checkpoints
+from cifar_towers.checkpointing import checkpoint as checkpoints
 
 OURS, MANAGER, BACKUP = "cifar_towers", "CheckpointManager", "BackupAndRestore"
 EVERY = (OURS, MANAGER, BACKUP)
@@ -38,7 +38,7 @@ class Ours:
         if not found:
             return 0, []
         checkpoints.restore(found, self.variables)
-        step = checkpoints.read_facts(found)["step"]
+        step = checkpoints.read_metadata(found)["step"]
         return step, [variable.numpy() for variable in self.variables.values()]
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cifar_towers import storage
+from cifar_towers import atomic_io
 from tests.faults.disk import Disk, lay_out
 
 
@@ -102,7 +102,7 @@ def test_a_state_can_be_laid_out(tmp_path):
 
 SYNCED = {  # what `storage.commit` has synced
     "its files": lambda path: path.is_file(),
-    "its directory": lambda path: path.name.startswith(storage.TEMPORARY),
+    "its directory": lambda path: path.name.startswith(atomic_io.TEMPORARY),
     "its parent": lambda path: path.name == "checkpoints",
     "the parent of that": lambda path: (path / "checkpoints").exists(),
 }
@@ -135,9 +135,9 @@ def test_a_commit_survives_and_one_that_forgets_to_sync_anything_is_caught(tmp_p
         really(old, new)
         disk.rename(here(old), here(new))
 
-    monkeypatch.setattr(storage, "sync", sync)
+    monkeypatch.setattr(atomic_io, "sync", sync)
     monkeypatch.setattr(os, "rename", rename)
-    storage.commit(root / "checkpoints" / "step-1", lambda directory: (directory / "state").write_bytes(b"state"))
+    atomic_io.commit(root / "checkpoints" / "step-1", lambda directory: (directory / "state").write_bytes(b"state"))
 
     good = True
     for moment in range(len(disk) + 1):
@@ -146,7 +146,7 @@ def test_a_commit_survives_and_one_that_forgets_to_sync_anything_is_caught(tmp_p
             left.mkdir()
             lay_out(state, left)
             step = left / "checkpoints" / "step-1"
-            good &= not storage.damage(step) if step.exists() else moment < len(disk)
+            good &= not atomic_io.damage(step) if step.exists() else moment < len(disk)
     assert good == (forgotten is None)
 
 

@@ -5,7 +5,7 @@ import tensorflow as tf
 from cifar_towers.models import MODELS
 from cifar_towers.models.resnet import resnet
 from cifar_towers.models.speednet import IdentityFirst, whitening_kernel
-from cifar_towers.names import MODELS as NAMES
+from cifar_towers.registry import MODELS as NAMES
 
 PARAMETERS = {  # by the published layer tables, frozen whitening filters (288) included, statistics not
     "cifarnet": 1_068_298,

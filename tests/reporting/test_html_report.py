@@ -17,14 +17,14 @@ import pytest
 from PIL import Image
 
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.reporting import history, pictures, report, report_pictures
+from cifar_towers.reporting import figures, html_report, report_figures, run_records
 
 ROOT = Path(__file__).parents[2]
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 HOSTILE = "<script>alert('1')</script><img src=http://evil.example/x.png onerror=\"x()\">&amp;\"'\ud800\n"
 KINDS = ("train", "eval")
 STEPS, EVERY, PER_EPOCH = 264, 11, 33
-SHEET = pictures.png(np.random.default_rng(0).integers(0, 256, (300, 800, 3), np.uint8))
+SHEET = figures.png(np.random.default_rng(0).integers(0, 256, (300, 800, 3), np.uint8))
 
 
 def make_run(directory, recipe="speed94", seed=0, *, towers=2, finished=True, last_step=STEPS, ema=False, **settings):
@@ -181,13 +181,13 @@ def drawn(monkeypatch):
     calls = []
     for name in ("lines", "confusion_matrix"):
         monkeypatch.setattr(
-            pictures, name, lambda *given, name=name: (calls.append((name, *given)), np.zeros((2, 2, 3), np.uint8))[1]
+            figures, name, lambda *given, name=name: (calls.append((name, *given)), np.zeros((2, 2, 3), np.uint8))[1]
         )
     return calls
 
 
 def read(*directories):
-    return Page(report.page(history.read_runs(directories)))
+    return Page(html_report.page(run_records.read_runs(directories)))
 
 
 def result_of(directory):
@@ -212,7 +212,7 @@ def test_the_page_is_one_file_that_is_whole_and_loads_nothing(tmp_path):
     """All pictures really drawn: three seeds of one recipe, one of which is not finished, and another recipe."""
     runs = [make_run(tmp_path / f"speed94-seed{seed}", seed=seed, finished=seed < 2) for seed in range(3)]
     runs.append(make_run(tmp_path / "resnet20", "resnet20", towers=4))
-    out = report.write(runs, tmp_path / "report.html")
+    out = html_report.write(runs, tmp_path / "report.html")
     page = Page(out.read_bytes().decode("ascii"))
     assert page.shown.startswith("<!doctype html>") and not {"script", "iframe", "object", "base"} & page.tags
     assert ("meta", "charset", "utf-8") in page.attributes
@@ -310,15 +310,15 @@ def test_a_curve_is_the_mean_with_a_band_over_the_seeds(tmp_path, drawn):
 
 
 def test_where_a_run_ends_the_others_go_on():
-    x, y, low, high = report_pictures.curve([{1.0: 2.0, 2.0: 6.0}, {1.0: 4.0}, {}])
+    x, y, low, high = report_figures.curve([{1.0: 2.0, 2.0: 6.0}, {1.0: 4.0}, {}])
     assert [list(column) for column in (x, y, low, high)] == [[1, 2], [3, 6], [2, 6], [4, 6]]
-    assert [len(column) for column in report_pictures.curve([{}], 3)] == [0, 0]
+    assert [len(column) for column in report_figures.curve([{}], 3)] == [0, 0]
 
 
 def test_neighbours_of_a_long_curve_are_averaged_and_no_evaluation_is(tmp_path, drawn):
     runs = [{float(epoch): float(epoch**2 + run) for epoch in range(10)} for run in range(3)]
     del runs[2][9.0]
-    x, y, low, high = report_pictures.curve(runs, 5)
+    x, y, low, high = report_figures.curve(runs, 5)
     assert x.tolist() == [0.5, 2.5, 4.5, 6.5, 8.5]
     assert low.tolist() == [0.5, 6.5, 20.5, 42.5, 66.0]  # the last of the run that has but one of the two
     assert (
@@ -431,7 +431,7 @@ def test_what_files_hold_is_shown_and_never_obeyed(tmp_path):
     lines = [{key: line[key] for key in few} if line["kind"] == "train" else line for line in lines]
     lines = [line | {"split": HOSTILE, "weights": HOSTILE} if line["kind"] == "eval" else line for line in lines]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = Page(report.write([run, other], tmp_path / "page.html").read_text())
+    page = Page(html_report.write([run, other], tmp_path / "page.html").read_text())
     assert page.tags <= {
         "html", "head", "meta", "title", "link", "style", "body", "section", "h1", "h2", "p", "div", "table", "thead",
         "tbody", "tr", "th", "td", "small", "figure", "figcaption", "img", "details", "summary", "pre", "code",
@@ -470,13 +470,13 @@ def test_runs_of_one_recipe_with_other_settings_are_groups_of_their_own(tmp_path
     make_run(tmp_path / "c", seed=2, batch_size=512), make_run(tmp_path / "d", seed=0, batch_size=512, towers=4)
     make_run(tmp_path / "e", seed=3, batch_size=512)
     change(tmp_path / "e", "environment.json", synthetic_data="SYNTHETIC DATA, NOT CIFAR-10")
-    make_run(tmp_path / "f", seed=4, batch_size=512, data_dir="/elsewhere", dataset="auto", fresh=True)
+    make_run(tmp_path / "f", seed=4, batch_size=512, data_dir="/elsewhere", dataset="auto", overwrite=True)
     change(tmp_path / "f", "config.json", workers="127.0.0.1:5000,127.0.0.1:5001", profile_steps="1:2")
-    runs = history.read_runs([tmp_path / name for name in "abcdef"])
-    groups = {name: [run.name for run in group] for name, group in history.grouped(runs).items()}
+    runs = run_records.read_runs([tmp_path / name for name in "abcdef"])
+    groups = {name: [run.name for run in group] for name, group in run_records.grouped(runs).items()}
     assert sorted(groups.values()) == [["a"], ["b", "c", "f"], ["d"], ["e"]]
     assert all(name.startswith("speed94, batch_size=") for name in groups)
-    page = Page(report.page(runs))
+    page = Page(html_report.page(runs))
     assert "e: SYNTHETIC DATA, NOT CIFAR-10" in page.texts
     assert page.row("batch_size") == ["1536", "512", "512", "512", "512", "512"]
     assert page.row("epochs") == ["8.0"]  # all share it
@@ -493,13 +493,13 @@ def test_synthetic_data_that_was_asked_for_is_told_too(tmp_path, drawn, where):
 
 def test_long_names_stay_apart(tmp_path, drawn):
     runs = [make_run(tmp_path / f"r{i}", "n" * 100 + str(i), last_step=66) for i in range(2)]
-    assert [len(name) for name in history.grouped(history.read_runs(runs))] == [44, 47]
+    assert [len(name) for name in run_records.grouped(run_records.read_runs(runs))] == [44, 47]
 
 
 def test_runs_are_named_by_as_much_as_tells_them_apart(tmp_path):
     paths = [make_run(tmp_path / name / "seed0", last_step=66) for name in ("one", "other")]
-    assert [run.name for run in history.read_runs(paths[:1])] == ["seed0"]
-    assert [run.name for run in history.read_runs(paths)] == ["one/seed0", "other/seed0"]
+    assert [run.name for run in run_records.read_runs(paths[:1])] == ["seed0"]
+    assert [run.name for run in run_records.read_runs(paths)] == ["one/seed0", "other/seed0"]
 
 
 def test_the_command_can_be_typed_again(tmp_path, drawn):
@@ -530,7 +530,7 @@ def test_what_is_no_run(tmp_path):
         ([run, tmp_path / "empty"], "holds no records of a run in metrics.jsonl"),
     ):
         with pytest.raises(UsageError, match=told) as error:
-            report.write(given, tmp_path / "page.html")
+            html_report.write(given, tmp_path / "page.html")
         assert "\n" not in str(error.value)
     assert not (tmp_path / "page.html").exists()
 
@@ -541,7 +541,7 @@ def test_where_the_page_cannot_be_written(tmp_path, drawn):
     places = [tmp_path, tmp_path / "none" / "page.html", tmp_path / "pipe", run / "config.json" / "page.html"]
     for out in (*places, tmp_path / ("n" * 253)):  # the last is a file's name, but the unfinished one's is too long
         with pytest.raises(RunError, match="cannot be written: .*--out=FILE") as error:
-            report.write([run], out)
+            html_report.write([run], out)
         assert error.value.exit_code == 1 and "\n" not in str(error.value)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "pipe"} and (tmp_path / "pipe").is_fifo()
 

@@ -10,8 +10,8 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.projector.projector_plugin import ProjectorPlugin
 from werkzeug.test import Client
 
-from cifar_towers import storage
-from cifar_towers.reporting import pictures, projector
+from cifar_towers import atomic_io
+from cifar_towers.reporting import figures, projector
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FILES = ["features.tsv", "metadata.tsv", "sprite.png", "projector_config.pbtxt"]
@@ -49,7 +49,7 @@ def test_tensorboard_shows_what_was_written(tmp_path, number, width, side):
     vectors = np.frombuffer(fetch(tmp_path, "/tensor", "run/projector"), np.float32).reshape(number, width)
     np.testing.assert_allclose(vectors, features, rtol=1e-5)
     sprite = Image.open(io.BytesIO(fetch(tmp_path, "/sprite_image", "run/projector")))
-    assert np.array_equal(np.array(sprite), pictures.sprite(images, side))
+    assert np.array_equal(np.array(sprite), figures.sprite(images, side))
     header, *rows = [line.split("\t") for line in fetch(tmp_path, "/metadata", "run/projector").decode().splitlines()]
     assert header == ["class", "predicted", "confidence", "right", "example"]
     assert rows == [[str(value) for value in row] for row in zip(*facts.values(), strict=True)]
@@ -89,12 +89,12 @@ def test_files_are_replaced_whole_and_the_run_is_seen_last(tmp_path, monkeypatch
         order.append(path.name)
         temporary.rename(path)
 
-    monkeypatch.setattr(storage.os, "replace", replace)
+    monkeypatch.setattr(atomic_io.os, "replace", replace)
     projector.write(tmp_path, *state(5))
     assert order == FILES and all((tmp_path / name).read_bytes() != before[name] for name in FILES)
     assert len(list(tmp_path.iterdir())) == len(FILES) + 1  # and one event file
 
-    monkeypatch.setattr(storage.os, "replace", lambda *paths: 1 / 0)
+    monkeypatch.setattr(atomic_io.os, "replace", lambda *paths: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         projector.write(tmp_path / "new", *state(4))
     assert not list((tmp_path / "new").glob("*tfevents*"))

@@ -2,8 +2,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from cifar_towers.towers import device_table, run_on_towers, variable_placement
-from cifar_towers.towers.placement import pinned
+from cifar_towers.towers import placement_report, run_on_towers, variable_placement
+from cifar_towers.towers.placement import pin_to_device
 
 
 def test_variables_go_to_the_cpu_whatever_device_is_asked_for():
@@ -34,7 +34,7 @@ def test_least_loaded_counts_bytes(towers):
         small = tf.Variable(tf.zeros([10], tf.float64))  # 80 on 1
         layer = keras.layers.Dense(5)
         layer.build((None, 30))  # 600 on 2, 20 on 1, which makes 100
-        with pinned(small.device):
+        with pin_to_device(small.device):
             slot = tf.Variable(tf.zeros([60]))  # 240 beside it, which makes 340
         late = [tf.Variable(tf.zeros([n])) for n in (10, 20, 1)]  # 1 holds 380; 1 holds 460; then 0 has least
     assert homes([big, small, *(v.value for v in layer.variables), slot, *late]) == [0, 1, 2, 1, 1, 1, 1, 0]
@@ -65,9 +65,9 @@ def test_least_loaded_must_know_the_bytes(towers):
 
 def test_pinned_variables_stay_where_they_are_pinned(towers):
     for policy in ("cpu", "round_robin"):
-        with variable_placement(policy, towers(2)), pinned("/CPU:3"):
+        with variable_placement(policy, towers(2)), pin_to_device("/CPU:3"):
             variable = tf.Variable(0.0)
-            with pinned("/CPU:4"):
+            with pin_to_device("/CPU:4"):
                 inner = tf.Variable(0.0)
         assert homes([variable, inner]) == [3, 4]
 
@@ -86,7 +86,7 @@ def test_the_table_tells_bytes_and_devices(towers):
     with tf.device("/CPU:1"):
         v = tf.Variable(tf.zeros([10, 3]), name="v")
     step = tf.function(lambda: run_on_towers(lambda tower, _: tf.sin(v), towers(2), [0, 0]))
-    table = device_table(step.get_concrete_function(), towers(2))
+    table = placement_report(step.get_concrete_function(), towers(2))
     assert "v         (10, 3)    120  /CPU:1" in table
     assert "/CPU:1: 120 bytes of variables" in table
     assert "tower_1: " in table and "operations on /CPU:1" in table

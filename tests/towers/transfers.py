@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from cifar_towers.towers.cost import Traffic
+from cifar_towers.towers.communication import Traffic
 from cifar_towers.towers.placement import HOST, short_device
 
 

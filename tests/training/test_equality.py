@@ -10,16 +10,16 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.schedules import RunLength
 from cifar_towers.data import sources, synthetic
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
 from cifar_towers.models.layers import Activation, BatchNorm, Conv2D
 from cifar_towers.towers import variable_placement
-from cifar_towers.towers.stages import cut_in_stages, stage_placement
-from cifar_towers.training import setup
-from cifar_towers.training.mirrored import make_mirrored_step, make_strategy
+from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
+from cifar_towers.training import build
+from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
 from cifar_towers.training.optimizers import Group, Momentum, Optimizer
-from cifar_towers.training.schedules import Length
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import make_train_step, make_update
 
@@ -183,7 +183,7 @@ def test_stages_have_their_variables_for_every_size_of_image(towers):
     """A net that leaves the size open is cut for the run's images, where its variables live as where it computes."""
     config = TrainConfig(model="speednet94", parallelism="model", num_gpus=4, image_size=64, batch_size=8)
     _, data = sources.load(sources.find("synthetic"), side=64)
-    training = setup.make_training(config, towers(4), "float32", data.train, Length(1, 1, 1))
+    training = build.make_training(config, towers(4), "float32", data.train, RunLength(1, 1, 1))
     stages = cut_in_stages(training.state.model, [tower.device for tower in towers(4)], open_size=64)
     for stage in stages:
         assert {variable.value.device[-5:] for variable in stage.model.variables} == {stage.device[-5:]}

@@ -7,7 +7,7 @@ from cifar_towers.training import health
 
 
 def test_enough_bad_steps_in_a_row_end_a_run():
-    patient = health.Health(2)
+    patient = health.DivergenceState(2)
     assert patient.bad(7, "the loss is not finite") == (
         "step 7 made no update (1 in a row, 2 end the run): the loss is not finite"
     )
@@ -19,12 +19,12 @@ def test_enough_bad_steps_in_a_row_end_a_run():
 
 
 def test_every_rollback_halves_the_rates_until_it_is_not_the_rates():
-    patient, error = health.Health(1), DivergedError("the last")
+    patient, error = health.DivergenceState(1), DivergedError("the last")
     for number in range(1, health.MOST_ROLLBACKS + 1):
         patient.roll_back(error)
         assert patient.rate_factor == 0.5**number and patient.in_a_row == 0
     with pytest.raises(DivergedError, match="the last"):
         patient.roll_back(error)
-    later = health.Health(1)
+    later = health.DivergenceState(1)
     later.resume({"bad_steps": 4, "bad_in_a_row": 1, "rollbacks": 0}, {"rollbacks": 2})
     assert later.facts() == {"bad_steps": 4, "bad_in_a_row": 1, "rollbacks": 2}  # killed before it was saved again

@@ -4,9 +4,9 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.training.groups import make_optimizer
+from cifar_towers.config.schedules import RunLength
 from cifar_towers.training.optimizers import AdamW, Group, Momentum, Muon, Optimizer, orthogonalize
-from cifar_towers.training.schedules import Length
+from cifar_towers.training.param_groups import make_optimizer
 from cifar_towers.training.state import TrainState
 
 
@@ -133,5 +133,5 @@ def test_constraints_hold_after_every_update():
 def test_a_net_that_trains_no_kernel_has_no_head():
     images = keras.Input((3,))
     normalised = keras.layers.BatchNormalization(name="norm")(keras.layers.Dense(2, trainable=False)(images))
-    optimizer = make_optimizer(TrainConfig(), keras.Model(images, normalised), Length(10, 10, 10))
+    optimizer = make_optimizer(TrainConfig(), keras.Model(images, normalised), RunLength(10, 10, 10))
     assert list(optimizer.rates(5)) == ["biases"]

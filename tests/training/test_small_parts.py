@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.config import TrainConfig
+from cifar_towers.config import TrainConfig, schedules
 from cifar_towers.errors import UsageError
-from cifar_towers.training import precision, schedules
-from cifar_towers.training.averages import Lookahead, LossAverages, WeightAverage
+from cifar_towers.training import precision
+from cifar_towers.training.ema import ExponentialMovingAverage, Lookahead, SmoothedLosses
 from cifar_towers.training.losses import cross_entropy, make_loss
 from cifar_towers.training.precision import LossScale
 
 
 def rate(text, step, total=200, epoch=20):
     kind, points = schedules.parse_rate(text)
-    shape = {"linear": schedules.linear, "step": schedules.staircase}[kind]
-    return shape(step, points.steps(schedules.Length(epoch, total, total)), points.values)
+    shape = {"linear": schedules.piecewise_linear, "step": schedules.piecewise_constant}[kind]
+    return shape(step, points.steps(schedules.RunLength(epoch, total, total)), points.values)
 
 
 @pytest.mark.parametrize(("step", "expected"), [(0, 0.2), (23, 0.6), (46, 1.0), (123, 0.535), (200, 0.07), (300, 0.07)])
@@ -29,16 +29,18 @@ def test_a_staircase_in_epochs(step, expected):
 
 
 def test_sides_of_images_step_by_step():
-    side_at = schedules.Sides("0=24,50%=28,3=32", 32).at(schedules.Length(steps_per_epoch=2, total=8, last=8))
+    side_at = schedules.ImageSizeSchedule("0=24,50%=28,3=32", 32).at(
+        schedules.RunLength(steps_per_epoch=2, total=8, last=8)
+    )
     assert [side_at(step) for step in range(8)] == [24, 24, 24, 24, 28, 28, 32, 32]
-    late, whole = schedules.Sides("25%=20", 32), schedules.Sides("", 32)
-    assert [late.at(schedules.Length(2, 8, 8))(step) for step in (1, 2)] == [32, 20] and late.largest() == 32
-    assert [whole.at(schedules.Length(2, 8, 8))(step) for step in (0, 7)] == [32, 32] and whole.largest() == 32
+    late, whole = schedules.ImageSizeSchedule("25%=20", 32), schedules.ImageSizeSchedule("", 32)
+    assert [late.at(schedules.RunLength(2, 8, 8))(step) for step in (1, 2)] == [32, 20] and late.largest() == 32
+    assert [whole.at(schedules.RunLength(2, 8, 8))(step) for step in (0, 7)] == [32, 32] and whole.largest() == 32
 
 
 def test_a_place_in_percents_is_on_its_step():
     for percent in range(1, 101):
-        side_at = schedules.Sides(f"{percent}%=24", 32).at(schedules.Length(100, 200, 200))
+        side_at = schedules.ImageSizeSchedule(f"{percent}%=24", 32).at(schedules.RunLength(100, 200, 200))
         assert [side_at(step) for step in (2 * percent - 1, 2 * percent)] == [32, 24]
         assert TrainConfig(epochs=percent / 100).length(100).total == percent
 
@@ -56,7 +58,7 @@ def test_places_that_cross():
 
 def test_weight_average_by_hand():
     v = tf.Variable([0.0])
-    average = WeightAverage([v], decay=0.9)
+    average = ExponentialMovingAverage([v], decay=0.9)
     v.assign([11.0])
     average.update(tf.constant(1, tf.int64))  # (1 + 1) / (10 + 1) = 2/11: keeps 2/11 of 0, takes 9/11 of 11
     np.testing.assert_allclose(average.averages[0], [9.0], rtol=1e-6)
@@ -82,7 +84,7 @@ def test_lookahead_by_hand(total):
 
 
 def test_loss_averages_are_debiased_and_pass_over_what_is_no_number():
-    averages = LossAverages(["total_loss"])
+    averages = SmoothedLosses(["total_loss"])
 
     def average(loss, finite=True):
         return float(averages.update({"total_loss": tf.constant(loss)}, tf.constant(finite))["total_loss"])

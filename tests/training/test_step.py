@@ -8,16 +8,16 @@ import tensorflow as tf
 
 from cifar_towers.benchmark import operations
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.schedules import RunLength
 from cifar_towers.data import synthetic
 from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.errors import UsageError
 from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import tower_devices
-from cifar_towers.training import setup
+from cifar_towers.training import build
+from cifar_towers.training.distributed_step import make_strategy
 from cifar_towers.training.losses import OWN
-from cifar_towers.training.mirrored import make_strategy
-from cifar_towers.training.schedules import Length
 
 CIFARNET = {
     "model": "cifarnet",
@@ -49,7 +49,9 @@ def training(towers, examples, precision, steps, nudge=0.0, **settings):
     """Yields the state and the metrics after each of `steps` steps."""
     config = TrainConfig(**{**CIFARNET, **settings})
     batches = Batches(examples, config.batch_size, config.seed, config.flip)
-    state, step, _ = setup.make_training(config, towers, precision, examples, Length(batches.steps_per_epoch, 100, 100))
+    state, step, _ = build.make_training(
+        config, towers, precision, examples, RunLength(batches.steps_per_epoch, 100, 100)
+    )
     for weight in state.weights:
         weight.assign(weight * (1 + nudge))
     for batch in batches.stream(0, steps):
@@ -101,11 +103,11 @@ def test_an_independent_witness(towers, examples):
     settings = {"momentum": 0.0, "brightness": 0.0, "contrast": 0.0, "ema_decay": 0.0}
     state, _ = trained(towers(2), examples, "float64", 3, **settings)
     config = TrainConfig(**{**CIFARNET, **settings})
-    model = setup.make_model(config, "float64", CIFAR10)
+    model = build.make_model(config, "float64", CIFAR10)
     batches = Batches(examples, config.batch_size, config.seed, config.flip)
     for number in range(3):
         batch = batches.at(number)
-        images = setup.make_augmentation(config, CIFAR10).train(batch.images, batch.draws)
+        images = build.make_augmentation(config, CIFAR10).train(batch.images, batch.draws)
         with tf.GradientTape() as tape:
             logits = model(images, training=True)
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(batch.labels, logits))
@@ -121,7 +123,7 @@ def test_an_independent_witness(towers, examples):
 
 def test_metrics_are_of_all_towers_and_losses_of_the_final_one(towers, examples):
     _, metrics = trained(towers(4), examples, "float32", 1)
-    assert metrics.close_up == ()  # nobody looks
+    assert metrics.diagnostics == ()  # nobody looks
     assert metrics.tower_losses.shape == (4,)
     assert len(set(metrics.tower_losses.numpy())) == 4
     assert metrics.losses["total_loss"] == metrics.tower_losses[-1]
@@ -144,8 +146,8 @@ def test_everything_is_where_it_should_be(towers, examples, model, policy):
     whitening = {"whitening_images": 20, "whitening_epochs": 1}
     config = TrainConfig(model=model, crop=crop, batch_size=8, variable_placement=policy, **whitening)
     batches = Batches(examples, 8, 0)
-    state, step, _ = setup.make_training(
-        config, towers(4), "float32", examples, Length(batches.steps_per_epoch, 10, 10)
+    state, step, _ = build.make_training(
+        config, towers(4), "float32", examples, RunLength(batches.steps_per_epoch, 10, 10)
     )
     rates = {name: tf.constant(0.1) for name in state.optimizer.rates(0)}
     function = step.get_concrete_function(batches.at(0), rates)
@@ -209,11 +211,11 @@ def test_what_rests_gets_no_gradient_and_changes_nothing_else(towers, examples, 
     settings = {"model": "speednet93", "crop": 0, "whitening_images": 200, "whitening_epochs": 0.1}
     config = TrainConfig(**{**CIFARNET, **settings}, strategy=strategy)
     batches = Batches(examples, config.batch_size, 0)
-    filters = setup.make_model(config, "float32", CIFAR10, examples).get_layer("whitening").kernel.numpy()
+    filters = build.make_model(config, "float32", CIFAR10, examples).get_layer("whitening").kernel.numpy()
     weights, backward = [], []
     for rests in (False, True):
-        state, step, _ = setup.make_training(
-            config, towers(2), "float32", examples, Length(batches.steps_per_epoch, 100, 100)
+        state, step, _ = build.make_training(
+            config, towers(2), "float32", examples, RunLength(batches.steps_per_epoch, 100, 100)
         )
         assert "whitening" in state.optimizer.rates(1) and "whitening" not in state.optimizer.rates(2)
         rates = {name: tf.constant(rate, tf.float32) for name, rate in state.optimizer.rates(2).items()}
@@ -272,7 +274,7 @@ def test_a_loss_of_the_nets_own_is_added_once(towers, examples, tmp_path):
     settings = {"crop": 0, "momentum": 0.0, "ema_decay": 0.0, "micro_batches": 2}
     names = {name: f"{tmp_path / 'nets.py'}:{name}" for name in ("net", "plain")}
     config = TrainConfig(**CIFARNET | settings | {"model": names["net"]})
-    kernel = setup.make_model(config, "float64", CIFAR10).trainable_variables[0].numpy()
+    kernel = build.make_model(config, "float64", CIFAR10).trainable_variables[0].numpy()
     with_loss, metrics = trained(towers(2), examples, "float64", 1, **settings, model=names["net"])
     without, _ = trained(towers(2), examples, "float64", 1, **settings, model=names["plain"])
     assert float(metrics.losses[OWN]) == pytest.approx(1e-3 * np.sum(kernel**2))
@@ -294,8 +296,8 @@ def test_float16_trains_with_a_loss_scale(towers, examples):
 def test_float16_overflows_under_mirrored_variables_and_the_scale_shrinks(towers, examples):
     config = TrainConfig(**CIFARNET, strategy="mirrored")
     batches = Batches(examples, config.batch_size, 0)
-    state, step, _ = setup.make_training(
-        config, towers(2), "float16", examples, Length(batches.steps_per_epoch, 100, 100)
+    state, step, _ = build.make_training(
+        config, towers(2), "float16", examples, RunLength(batches.steps_per_epoch, 100, 100)
     )
     state.loss_scale.scale.assign(2.0**120)  # no gradient survives that in float16
     before = state.digest()
@@ -313,4 +315,4 @@ def test_more_stages_than_layers_is_a_usage_error(examples):
     config = TrainConfig(**CIFARNET, parallelism="model")
     devices = [Tower(index, "/CPU:0") for index in range(11)]
     with pytest.raises(UsageError, match="11 stages need at least 11 layers; cifarnet has 10"):
-        setup.make_training(config, devices, "float32", examples, Length(10, 10, 10))
+        build.make_training(config, devices, "float32", examples, RunLength(10, 10, 10))

@@ -1,0 +1,1 @@
+"""The command-line programs, their flags and their signal handling."""

@@ -1,0 +1,277 @@
+"""Every setting of the programs beside `train.py`. Like config.py it must not import TensorFlow."""
+
+import dataclasses
+from pathlib import Path
+from typing import ClassVar
+
+from cifar_towers.config import DeviceConfig, TrainConfig
+from cifar_towers.config.settings import REST, check_limits, parse_names, setting
+from cifar_towers.errors import UsageError
+from cifar_towers.registry import MODELS, check_dataset, check_model
+
+PEERS = {  # of the race, and the nets each of them has
+    "pytorch": ("speednet94", "resnet20"),
+    "pytorch-compiled": ("speednet94", "resnet20"),
+    "keras": MODELS,
+    "keras-mirrored": MODELS,
+    "tutorial": ("cifarnet",),
+}
+EXPORTS = ("saved_model", "keras", "litert", "onnx")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedConfig(DeviceConfig):
+    """What of a run is used."""
+
+    train_dir: str = setting("", "Run", "the run that trained it")
+    step: int = setting(0, "Run", "which of its checkpoints, by the step; 0: the newest", low=0)
+    weights: str = setting(
+        "auto",
+        "Run",
+        "as trained, or their moving average; auto: the average where the run kept one",
+        choices=("auto", "raw", "ema"),
+    )
+    model: str = setting(
+        "",
+        "Run",
+        "for a run with a net of your own: the function that makes it, as package.module:function or "
+        "path/to/file.py:function; agrees to running it",
+        check=check_model,
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.train_dir:
+            raise UsageError("which run? give --train_dir=runs/...")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoringConfig(TrainedConfig):
+    """How a trained net computes."""
+
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes} or no room for the answer"
+
+    tta: int = setting(0, "Run", "test-time augmentation: 0, 1 (mirror), 2 (mirror and shifts)", low=0, high=2)
+    precision: str = setting("auto", "Run", "what to compute in", choices=("auto", "float32", "bfloat16", "float16"))
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDataConfig(TrainedConfig):
+    """Where a run's data are now."""
+
+    dataset: str = setting(
+        "",
+        "Data",
+        "where the run's data are now, as folder:<path>; by default where they were when it was trained",
+        check=check_dataset,
+    )
+    data_dir: str = setting("", "Data", "where the prepared data sets are")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig(ScoringConfig, RunDataConfig):
+    """Settings of scoring a checkpoint."""
+
+    split: str = setting("test", "Evaluation", "which examples", choices=("test", "validation", "train"))
+    changed_data: bool = setting(False, "Evaluation", "score images though the run was made with others")
+    json: bool = setting(False, "Evaluation", "print one JSON object and nothing else")
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictConfig(ScoringConfig):
+    """Settings of predicting the classes of pictures."""
+
+    json: bool = setting(False, "Prediction", "print one JSON object a picture")
+    pictures: tuple[str, ...] = setting((), REST, "files and folders")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.pictures:
+            raise UsageError("which pictures? write: predict.py --train_dir=runs/... picture.jpg folder/")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig(RunDataConfig):
+    """Settings of writing a trained net for use elsewhere."""
+
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, a failed check, or nothing could be written"
+    format: str = setting("saved_model", "Export", "what to write", choices=EXPORTS)
+    out: str = setting(
+        "", "Export", "where to; by default saved_model, model.keras, model.tflite or model.onnx in train_dir's export/"
+    )
+    check: int = setting(
+        1000, "Export", "test images on which it must agree with the checkpoint; 0: none", low=0, high=10_000
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareConfig:
+    """Which runs to compare."""
+
+    exit_codes: ClassVar[str] = (
+        "0 what both have is the same, 1 not or no room to say so, 2 usage, 3 data, 130 and 143 interrupted"
+    )
+
+    runs: tuple[str, ...] = setting((), REST, "two runs' directories")
+
+    def __post_init__(self):
+        if len(self.runs) != 2:
+            raise UsageError("which two runs? write: compare_runs.py runs/one runs/other")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportConfig:
+    """Which runs to write a page about, and where to."""
+
+    exit_codes: ClassVar[str] = "0 done, 2 usage, 130 and 143 interrupted, 1 a bug or no room to write the page"
+
+    out: str = setting(
+        "", "Report", "where to; by default report.html in the directory of one run, and here for several"
+    )
+    runs: tuple[str, ...] = setting((), REST, "runs' directories")
+
+    def __post_init__(self):
+        if not self.runs:
+            raise UsageError("which runs? write: report.py runs/one [runs/other ...] [--out=FILE]")
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkConfig(TrainConfig):
+    """A recipe, and how to measure its step. Placement, strategy and number of towers are what is varied."""
+
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or what it started failed"
+
+    towers: str = setting("", "Benchmark", "numbers of towers; by default 1,2,4, or 1 to all GPUs by doubling")
+    precisions: str = setting("", "Benchmark", "what to compute in; by default what precision says, and float32")
+    minutes: float = setting(12.0, "Benchmark", "how long to measure, at least three rounds", low=0)
+    peers: bool = setting(True, "Benchmark", "measure Keras fit with stock layers, mirrored for several towers, too")
+    predict: bool = setting(
+        False,
+        "Benchmark",
+        "measure one tower only, and compute what 1 to 64 devices with links of link_gb_per_s would do",
+    )
+    link_gb_per_s: float = setting(
+        16.0, "Benchmark", "for predict: a device's link each way, in 10^9 bytes/s", low=1e-3
+    )
+    growth: bool = setting(
+        False, "Benchmark", "measure how a step's time, memory and start grow with batch size, towers and model instead"
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.predict and self.towers:
+            raise UsageError(f"towers={self.towers} is not for predict, which measures one; leave one of them")
+        if self.growth and self.predict:
+            raise UsageError("growth and predict are two different measurements; give one")
+        if self.growth and self.towers:
+            raise UsageError(f"towers={self.towers} is not for growth, which chooses its own; leave one of them")
+        if self.growth and self.precisions:
+            raise UsageError(f"precisions={self.precisions} is not for growth; give one, as precision")
+        if not self.gpu_memory_growth:
+            raise UsageError(
+                "gpu_memory_growth is needed by the benchmark, whose processes share the GPUs; leave it on"
+            )
+        for count in self.tower_counts:
+            self.tower_batch_size(count)
+        parse_names("precisions", self.precisions, ("float32", "bfloat16", "float16"))
+        varied = ("strategy", "variable_placement", "parallelism", "num_gpus")
+        for name in varied:
+            if getattr(self, name) != getattr(TrainConfig, name):
+                raise UsageError(f"{name} is not for the benchmark, which varies {', '.join(varied)} itself; leave it")
+
+    def _check_towers(self) -> None:
+        """What goes together is seen when the settings are `varied`."""
+
+    @property
+    def tower_counts(self) -> tuple[int, ...]:
+        """`towers` as numbers; empty if it is to be found out."""
+        try:
+            counts = tuple(int(part) for part in self.towers.split(",")) if self.towers else ()
+        except ValueError:
+            raise UsageError(f"towers={self.towers} is not a list of whole numbers; write --towers=1,2,4") from None
+        if any(count < 1 for count in counts):
+            raise UsageError(f"towers={self.towers}: a number of towers is 1 or more")
+        return tuple(sorted(set(counts)))
+
+    @property
+    def directory(self) -> Path:
+        """`train_dir`, or its default."""
+        return Path(self.train_dir or f"runs/benchmark-{self.name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedrunConfig(TrainConfig):
+    """A recipe, the seeds it is raced over, and whom its step is run beside."""
+
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or what it started failed"
+
+    seeds: str = setting("0,1,2,3,4", "Run", "seeds to train, one after another; empty: only the side-by-side")
+    target: float = setting(
+        0.0,
+        "Race",
+        "the fraction that the mean test accuracy, with the recipe's TTA, is to reach; 0: none",
+        low=0,
+        high=1,
+    )
+    rounds: int = setting(
+        3,
+        "Race",
+        "visits to each contestant of the side-by-side, in another order each time; 0: no side-by-side",
+        low=0,
+    )
+    peers: str = setting("", "Race", f"who else runs: some of {', '.join(PEERS)}; by default all that have the net")
+    precisions: str = setting(
+        "", "Race", "what the side-by-side computes in; by default what precision says, and float32"
+    )
+    peer_python: str = setting("", "Race", "the Python that has PyTorch; by default the one that runs this")
+
+    def __post_init__(self):
+        if self.seed and self.seeds == SpeedrunConfig.seeds:
+            raise UsageError(f"seed={self.seed} is not for a race, which takes several; write --seeds={self.seed}")
+        super().__post_init__()
+        parse_names("precisions", self.precisions, ("float32", "bfloat16"))
+        for name in parse_names("peers", self.peers, tuple(PEERS)):
+            if self.model not in PEERS[name]:
+                raise UsageError(f"peers={self.peers}: {name} has no {self.model}; leave it")
+        if self.members:
+            raise UsageError("strategy=multi_worker is not for a race, which starts its own processes; leave it")
+        if self.target_accuracy:
+            raise UsageError(
+                "target_accuracy ends a run early, and a race is over whole runs; give --target, the mean's"
+            )
+        if not self.seeds and not self.rounds:
+            raise UsageError("seeds is empty and rounds=0, which leave nothing to do; give one of them")
+
+    @property
+    def directory(self) -> Path:
+        """`train_dir`, or its default."""
+        return Path(self.train_dir or f"runs/speedrun-{self.name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """What to start, and how often to start it again."""
+
+    exit_codes: ClassVar[str] = TrainConfig.exit_codes
+
+    num_workers: int = setting(
+        0,
+        "Launch",
+        "workers to start on this machine; 0: one process, which its flags, TF_CONFIG or Slurm may put in a cluster",
+        low=0,
+        high=1024,
+    )
+    max_restarts: int = setting(
+        3, "Launch", "how often to start all again after a worker was lost or told to leave", low=0
+    )
+    command: tuple[str, ...] = setting((), REST, "flags of train.py")
+
+    def __post_init__(self):
+        check_limits(self)
+        if self.num_workers == 1:
+            raise UsageError("num_workers=1 is no cluster; give 2 or more, or 0 for one process that is started again")
+        if not self.command:
+            raise UsageError("launch what? write: launch.py --num_workers=2 -- --flagfile=configs/speed94.cfg")
+        words = [argument for argument in self.command if not argument.startswith("-")]
+        if words:
+            raise UsageError(f"{words[0]!r} is not a flag of train.py; write --name=value")

@@ -1,0 +1,136 @@
+"""Values that change over a run, given as points: `0=0.2,23%=1,100%=0.07`.
+
+A point's place is an epoch, or with a percent sign a part of the whole run. No TensorFlow in here.
+"""
+
+import bisect
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from cifar_towers.errors import UsageError
+
+
+class RunLength(NamedTuple):
+    """How long a run is, in steps: an epoch, what the schedules are laid over, and the step that it ends after."""
+
+    steps_per_epoch: int
+    total: int
+    last: int
+
+
+class ScheduleKnots(NamedTuple):
+    """Values at places of a run; `relative[i]` says whether place i is a fraction of it or an epoch."""
+
+    places: tuple[float, ...]
+    relative: tuple[bool, ...]
+    values: tuple[float, ...]
+
+    def steps(self, length: RunLength) -> list[float]:
+        """The places in steps.
+
+        Raises:
+          UsageError: epochs and percents that do not rise for a run of this length.
+        """
+        units = [length.total if relative else length.steps_per_epoch for relative in self.relative]
+        steps = [to_steps(place, unit) for place, unit in zip(self.places, units, strict=True)]
+        if steps != sorted(steps):
+            raise UsageError(f"a schedule's places fall on steps {steps} of {length.total}, which do not rise")
+        return steps
+
+
+def to_steps(place: float, unit: int) -> float:
+    """A place of so many units of steps, without the rounding that would put it after the step it falls on.
+
+    >>> 0.55 * 100 > 55, to_steps(0.55, 100)
+    (True, 55.0)
+    """
+    return round(place * unit, 6)
+
+
+def piecewise_linear(step: float, steps: list[float], values: tuple[float, ...]) -> float:
+    """Straight lines between the points, level outside them.
+
+    >>> piecewise_linear(5, [0, 10], (1.0, 0.0))
+    0.5
+    """
+    after = bisect.bisect_right(steps, step)
+    if after == 0:
+        return values[0]
+    if after == len(steps):
+        return values[-1]
+    start, end = steps[after - 1], steps[after]
+    return values[after - 1] + (values[after] - values[after - 1]) * (step - start) / (end - start)
+
+
+def piecewise_constant(step: float, steps: list[float], values: tuple[float, ...], before: float = 1.0) -> float:
+    """The value of the last point passed; `before` the first.
+
+    >>> piecewise_constant(91, [91, 136], (0.1, 0.01))
+    0.1
+    """
+    passed = bisect.bisect_right(steps, step)
+    return values[passed - 1] if passed else before
+
+
+def parse_rate(text: str) -> tuple[str, ScheduleKnots]:
+    """`"linear:0=1,100%=0"` -> ("linear", points).
+
+    Raises:
+      UsageError: neither `linear:` nor `step:` before the points, or points that cannot be read.
+    """
+    kind, _, points = text.partition(":")
+    if kind not in ("linear", "step"):
+        raise UsageError(f"learning_rate_schedule={text} must begin with linear: or step:, as linear:0=1,100%=0")
+    return kind, parse_points("learning_rate_schedule", points, "0=1,100%=0")
+
+
+class ImageSizeSchedule:
+    """The side of a run's images, in pixels, step by step."""
+
+    def __init__(self, text: str, full: int):
+        """`"0=24,45%=32"`; images of the `full` side throughout if empty, and before the first place.
+
+        Raises:
+          UsageError: as `parse_points`.
+        """
+        self.points = parse_points("image_size_schedule", text or f"0={full}", "0=24,45%=32")
+        self._full = full
+
+    def largest(self) -> int:
+        """Of the images that cost the most."""
+        before = [self._full] if self.points.places[0] > 0 else []
+        return int(max([*self.points.values, *before]))
+
+    def at(self, length: RunLength) -> Callable[[int], int]:
+        """The function step -> side of a run of this length.
+
+        Raises:
+          UsageError: as `Points.steps`.
+        """
+        places = self.points.steps(length)
+        return lambda step: int(piecewise_constant(step, places, self.points.values, before=self._full))
+
+
+def parse_points(setting: str, text: str, example: str) -> ScheduleKnots:
+    """`"0=24,45%=32"` -> points at epoch 0 and at 0.45 of the run.
+
+    Raises:
+      UsageError: naming `setting`, if the text is not of this form or its places do not rise.
+    """
+    places, relative, values = [], [], []
+    try:
+        for part in text.split(","):
+            place, value = part.split("=")
+            relative.append(place.endswith("%"))
+            places.append(float(place.rstrip("%")) / (100 if relative[-1] else 1))
+            values.append(float(value))
+        if not all(math.isfinite(number) and number >= 0 for number in (*places, *values)):
+            raise ValueError
+    except ValueError:
+        raise UsageError(f"{setting}: {text!r} is not a list of place=value, none below 0, as {example}") from None
+    for kind in (True, False):
+        same_kind = [place for place, percent in zip(places, relative, strict=True) if percent is kind]
+        if same_kind != sorted(set(same_kind)):
+            raise UsageError(f"{setting}: the places of {text!r} must rise, from 0")
+    return ScheduleKnots(tuple(places), tuple(relative), tuple(values))

@@ -1,0 +1,67 @@
+"""A setting: a dataclass field that carries its flag's help, limits and choices."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cifar_towers.errors import UsageError
+
+RENAMED = {  # earlier name, still in the files of earlier runs -> today's
+    "fresh": "overwrite",
+    "hardest_of": "hard_example_pool",
+    "image_sides": "image_size_schedule",
+    "max_bad_steps": "max_nonfinite_steps",
+    "threads_per_op": "intra_op_threads",
+}
+REST = "the rest"  # the group of a setting that is not a flag: it takes what else stands on the command line
+
+
+def setting(
+    default: Any,
+    group: str,
+    help: str,
+    *,
+    low=None,
+    high=None,
+    choices: Sequence[str] | None = None,
+    check: Callable[[Any], None] | None = None,
+) -> Any:
+    """A dataclass field with all that its flag and its validation need; `check` is for values beside the default."""
+    metadata = {"group": group, "help": help, "low": low, "high": high, "choices": choices, "check": check}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_limits(config: Any) -> None:
+    """Holds every field of a config against its `low`, `high`, `choices` and `check`."""
+    for field in dataclasses.fields(config):
+        value, limits = getattr(config, field.name), field.metadata
+        if limits["check"] and value != field.default:
+            limits["check"](value)
+        if limits["choices"] and value not in limits["choices"]:
+            raise UsageError(f"{field.name}={value} is not one of {', '.join(limits['choices'])}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{field.name}={value} is not a finite number")
+        if limits["low"] is not None and value < limits["low"]:
+            raise UsageError(f"{field.name}={value} is too small; the least is {limits['low']}")
+        if limits["high"] is not None and value > limits["high"]:
+            raise UsageError(f"{field.name}={value} is too large; the most is {limits['high']}")
+
+
+def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by name as a run's files hold them, under the names they have today."""
+    return {RENAMED.get(name, name): value for name, value in settings.items()}
+
+
+def split_names(text: str) -> list[str]:
+    """`"one,other,one"` -> its names, each once."""
+    return list(dict.fromkeys(filter(None, text.split(","))))
+
+
+def parse_names(setting: str, text: str, known: Sequence[str]) -> list[str]:
+    """`"one,other"` -> its names, each once."""
+    names = split_names(text)
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{setting}={text}: {name!r} is not one of {', '.join(known)}")
+    return names

@@ -1,0 +1,1 @@
+"""Accuracy and loss over a whole split, each example counted once."""

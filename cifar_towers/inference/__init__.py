@@ -1,0 +1,1 @@
+"""Evaluate, predict with, export and compare trained runs."""

@@ -1,0 +1,63 @@
+"""Special kernels: each does what one TensorFlow operation does, to rounding, faster on some device."""
+
+import tensorflow as tf
+
+from cifar_towers.towers.devices import processor_features
+
+
+def conv2d(images: tf.Tensor, kernel: tf.Tensor, strides: int = 1, padding: str = "SAME") -> tf.Tensor:
+    """`tf.nn.conv2d` of [B, H, W, C] with [h, w, C, F], with a faster gradient to the kernel on CPUs.
+
+    There TensorFlow's reaches half the speed of the forward pass, in bfloat16, and in float32 with AVX2. For odd
+    kernels moved one pixel at a time it is taken as h products of matrices instead: row by row of the kernel, the
+    images, moved by that row and by each of its w pixels side by side, and the gradient of the output.
+    """
+    if not _is_faster(images, kernel, strides, padding):
+        return tf.nn.conv2d(images, kernel, strides, padding.upper())
+
+    @tf.custom_gradient
+    def convolve(images, kernel):
+        def gradient(upstream):
+            to_images = tf.raw_ops.Conv2DBackpropInput(
+                input_sizes=tf.shape(images), filter=kernel, out_backprop=upstream, strides=[1] * 4, padding="SAME"
+            )
+            return to_images, _to_kernel(images, upstream, kernel.shape)
+
+        return tf.nn.conv2d(images, kernel, 1, "SAME"), gradient
+
+    return convolve(images, kernel)
+
+
+def _to_kernel(images: tf.Tensor, upstream: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
+    """Gradient of a SAME convolution to its kernel. With the images' rows in front, one row more is no copy; with the
+    outputs as the first factor, the products are up to a tenth faster than the other way round."""
+    high, wide, channels, filters = shape
+    height, width = upstream.shape[1:3]
+    rows = tf.pad(tf.transpose(images, [1, 0, 2, 3]), [[high // 2] * 2, [0, 0], [wide // 2] * 2, [0, 0]])
+    rows = tf.concat([rows[:, :, column : column + width] for column in range(wide)], -1)
+    outputs = tf.reshape(tf.transpose(upstream, [1, 0, 2, 3]), [-1, filters])
+    products = [
+        tf.matmul(outputs, tf.reshape(rows[row : row + height], [-1, wide * channels]), transpose_a=True)
+        for row in range(high)
+    ]
+    return tf.reshape(tf.transpose(tf.stack(products), [0, 2, 1]), shape)
+
+
+def _is_faster(images: tf.Tensor, kernel: tf.Tensor, strides: int, padding: str) -> bool:
+    """Whether the products are faster, by what was measured; matrices that are too thin gain nothing."""
+    high, wide, channels, filters = kernel.shape
+    if strides != 1 or padding.upper() != "SAME" or high % 2 == 0 or wide % 2 == 0 or None in images.shape[1:]:
+        return False
+    if not _on_cpu(images):
+        return False
+    if images.dtype == tf.bfloat16:
+        return channels >= 128
+    slow = "avx2" in processor_features() and "avx512f" not in processor_features()
+    return images.dtype == tf.float32 and slow and channels >= 24 and filters >= 64
+
+
+def _on_cpu(tensor: tf.Tensor) -> bool:
+    """Whether the operation that makes a tensor was placed on a CPU, or can only be."""
+    if tensor.device:
+        return "CPU" in tensor.device
+    return not tf.config.list_logical_devices("GPU")

@@ -1,0 +1,213 @@
+"""From settings to parts: data, model, state and step. Below here, functions take plain values."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src.utils import naming  # clear_session, which does it too, ends the graph that is being made
+
+from cifar_towers.config import TrainConfig, schedules
+from cifar_towers.data import sources
+from cifar_towers.data.augment import Augmentation
+from cifar_towers.data.batches import Batches
+from cifar_towers.data.dataset import Dataset, DatasetInfo, Split, chunks
+from cifar_towers.errors import UsageError
+from cifar_towers.models import MODELS, user_model
+from cifar_towers.models.cifarnet import WEIGHT_DECAYS
+from cifar_towers.models.layers import synchronize
+from cifar_towers.models.speednet import whitening_kernel
+from cifar_towers.towers import Tower, variable_placement
+from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
+from cifar_towers.towers.placement import HOST
+from cifar_towers.training import hard_examples, precision
+from cifar_towers.training.diagnostics import activation_layers
+from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
+from cifar_towers.training.losses import OWN, cross_entropy, make_loss
+from cifar_towers.training.param_groups import make_optimizer
+from cifar_towers.training.state import TrainState
+from cifar_towers.training.step import make_train_step, make_update
+
+WHITENED_AT_ONCE = 5000 * 32 * 32  # pixels, whose patches take a hundred bytes each
+
+
+def load_data(config: TrainConfig, source: sources.Source) -> tuple[sources.Source, Dataset]:
+    """The data of a run as its settings say, and the source they really came from.
+
+    Raises:
+      DataError, UsageError: as `sources.load` does. UsageError: the run would write among the data.
+    """
+    if source.folder and source.folder.takes(config.directory):
+        raise UsageError(f"train_dir={config.directory} is among the pictures of {source.name}; give one outside of it")
+    return sources.load(source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto")
+
+
+def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None = None) -> Batches:
+    """The batches of a run over `train`; of each, the `rows` (first, count) that are made here, or all.
+
+    Raises:
+      UsageError: a batch is more than there are examples.
+    """
+    if config.hard_example_pool > len(train.labels):
+        raise UsageError(
+            f"hard_example_pool={config.hard_example_pool} is more than the {len(train.labels)} training examples"
+        )
+    try:
+        return Batches(train, config.drawn, config.seed, config.flip, rows)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
+    """What the data flags say is done to an image of these traits."""
+    return Augmentation(
+        crop=config.crop,
+        shift=config.shift,
+        shift_fill=config.shift_fill,
+        cutout=config.cutout,
+        brightness=config.brightness,
+        contrast=config.contrast,
+        standardize=config.standardize,
+        mean=info.mean,
+        deviation=info.deviation,
+    )
+
+
+def make_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo, train: Split | None = None) -> keras.Model:
+    """The net, with first weights that follow from the seed; whitened by `train` where it whitens.
+
+    Raises:
+      UsageError: a net of the user's own cannot be made, or towers cannot train it.
+    """
+    if config.own_model:
+        model = _own_model(config, compute_dtype, info)
+    else:
+        model = _project_model(config, compute_dtype, info, train)
+    if config.batch_statistics == "synchronized":
+        synchronize(model)
+    return model
+
+
+def _project_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo, train: Split | None) -> keras.Model:
+    keras.utils.set_random_seed(config.seed)
+    options = {"dtype": precision.POLICIES[compute_dtype], "num_classes": len(info.class_names)}
+    if config.model.startswith("speednet"):
+        if train is not None:
+            parts = chunks(train.images[: config.whitening_images], WHITENED_AT_ONCE)
+            normalize = make_augmentation(config, info).evaluate
+            options["whitening"] = whitening_kernel(normalize(images).numpy() for images in parts)
+    else:
+        options["side"] = config.crop or info.side
+    return MODELS[config.model](**options)
+
+
+def _own_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo) -> keras.Model:
+    naming.reset_uids()  # layers without a name are called the same in every process, whatever was made before
+    keras.utils.set_random_seed(config.seed)
+    try:
+        function = user_model.find(*config.own_model)
+        return user_model.make(
+            function, config.crop or info.side, len(info.class_names), precision.POLICIES[compute_dtype]
+        )
+    except user_model.ModelError as error:
+        raise UsageError(f"model={config.model}: {error}") from error
+
+
+def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, list[str]]:
+    """The tower's loss, with the weight losses that belong to the net; and the names of its terms."""
+    decays = WEIGHT_DECAYS if config.model == "cifarnet" else {}
+    paths = [variable.path for variable in model.trainable_variables]
+    weight_losses = {layer: (paths.index(f"{layer}/kernel"), factor) for layer, factor in decays.items()}
+    terms = ["cross_entropy", *(f"{layer}/weight_loss" for layer in weight_losses)]
+    if config.own_model and user_model.adds_losses(model, config.crop or config.image_size):
+        terms.append(OWN)
+    return make_loss(config.label_smoothing, weight_losses), [*terms, "total_loss"]
+
+
+class TrainSetup(NamedTuple):
+    """What a run works with: its state; the function (batch, rates, side, look) -> metrics that moves it, which on a
+    cluster also takes `asked`, as `make_mirrored_step` says; and its towers, which are one where the devices hold
+    stages."""
+
+    state: TrainState
+    train_step: Callable
+    towers: list[Tower]
+
+
+def make_training(
+    config: TrainConfig,
+    towers: list[Tower],
+    compute_dtype: str,
+    train: Split,
+    length: schedules.RunLength,
+    strategy: tf.distribute.Strategy | None = None,
+) -> TrainSetup:
+    """State and step as the flags say: shared variables or mirrored ones, on towers or in stages.
+
+    Args:
+      strategy: that of a cluster, with the towers of all its workers.
+
+    Raises:
+      UsageError: this machine or this model cannot have it so.
+    """
+
+    def state_in(scope):
+        with scope:
+            return make_state(config, compute_dtype, train, length)
+
+    split_over, devices = towers, [tower.device for tower in towers]
+    options = {"micro_batches": config.micro_batches, "batch_statistics": config.batch_statistics}
+    augmentation = make_augmentation(config, train.info)
+    try:
+        if config.strategy == "mirrored":
+            strategy = make_strategy(towers, config.all_reduce)
+        if strategy:
+            state, loss_fn = state_in(strategy.scope())
+            step = make_mirrored_step(strategy, state, towers, loss_fn, augmentation, **options)
+        elif config.parallelism == "model":
+            split_over, side = towers[:1], config.crop or train.info.side
+            placement = stage_placement(lambda: make_model(config, compute_dtype, train.info), devices, open_size=side)
+            state, loss_fn = state_in(placement)
+            if OWN in state.loss_averages.sums:
+                raise ValueError("parallelism=model cannot train a net that adds losses of its own, as regularizers do")
+            watched = [layer.name for layer in activation_layers(state.model)]
+            stages = cut_in_stages(state.model, devices, open_size=side, watched=watched)
+            step = make_train_step(make_update(state, split_over, loss_fn, augmentation, stages=stages, **options))
+        else:
+            options["gradient_device"] = HOST if config.gradient_device == "cpu" else ""
+            with variable_placement(config.variable_placement, towers):
+                state, loss_fn = make_state(config, compute_dtype, train, length)
+                update = make_update(state, towers, loss_fn, augmentation, **options)
+                if config.hard_example_pool:
+                    with tf.name_scope(hard_examples.PROXY):
+                        state.proxy, proxy_loss = make_state(proxy_config(config), compute_dtype, train, length)
+                    each = functools.partial(cross_entropy, smoothing=config.label_smoothing)
+                    proxy_update = make_update(
+                        state.proxy, towers, proxy_loss, augmentation, example_loss=each, **options
+                    )
+                    update = hard_examples.select_hard_examples(update, proxy_update, config.batch_size)
+            step = make_train_step(update)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return TrainSetup(state, step, split_over)
+
+
+def proxy_config(config: TrainConfig) -> TrainConfig:
+    """The recipe of the net that picks the hardest examples for `config`'s: the same, on all, without averages."""
+    return config.replace_recipe(
+        model="speednet_proxy", batch_size=config.hard_example_pool, hard_example_pool=0, ema_decay=0.0, lookahead=False
+    )
+
+
+def make_state(
+    config: TrainConfig, compute_dtype: str, train: Split, length: schedules.RunLength
+) -> tuple[TrainState, Callable]:
+    """(state, loss function): everything with variables, placed as the scope around says."""
+    model = make_model(config, compute_dtype, train.info, train)
+    loss_fn, terms = make_loss_fn(config, model)
+    optimizer = make_optimizer(config, model, length)
+    state = TrainState(
+        model, optimizer, terms, length.total, config.ema_decay, config.lookahead, precision=compute_dtype
+    )
+    return state, loss_fn

@@ -1,0 +1,65 @@
+"""This machine's devices as the flags ask for them: its towers, those of a cluster, and what they compute in."""
+
+import logging
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from cifar_towers.config import DeviceConfig, TrainConfig
+from cifar_towers.errors import UsageError
+from cifar_towers.towers import Tower, make_towers
+from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
+from cifar_towers.training import precision
+from cifar_towers.training.distributed_step import make_multi_worker_strategy
+
+log = logging.getLogger(__name__)
+
+
+def setup_towers(config: DeviceConfig) -> list[Tower]:
+    """The towers a config asks for; where it names no number, as many as can share its batch, and says if these are
+    fewer than there might be.
+
+    Raises:
+      UsageError: this machine cannot have them.
+    """
+    count = config.num_gpus
+    if not count:
+        devices = len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
+        fitting, why = config.default_num_towers(devices)
+        if why:
+            count = fitting
+            log.info(f"{fitting} of {devices} towers: {why}")
+    return _open(config, lambda **options: make_towers(count, **options))
+
+
+def setup_cluster(config: TrainConfig) -> tuple[tf.distribute.Strategy, list[Tower]]:
+    """The strategy that joins a cluster's workers, and the towers of all of them; waits until all have come here.
+
+    Raises:
+      UsageError: this machine has no devices for its part.
+    """
+    members = config.members
+    return _open(
+        config,
+        lambda **options: make_multi_worker_strategy(
+            members.addresses, members.index, config.num_gpus, config.all_reduce, **options
+        ),
+    )
+
+
+def _open(config: DeviceConfig, make: Callable):
+    """What `make` makes of this machine's devices, set up as the flags say."""
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    names = ("soft_placement", "gpu_memory_growth", "gpu_memory_limit_mb", "intra_op_threads")
+    try:
+        return make(**{name: getattr(config, name) for name in names})
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def choose_precision(setting: str, towers: list[Tower]) -> str:
+    """`float32`, `bfloat16` or `float16`; says what it took and why."""
+    chosen, reason = precision.choose(setting, towers[0].device)
+    log.info("precision %s: %s", chosen, reason)
+    return chosen

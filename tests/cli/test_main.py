@@ -1,0 +1,344 @@
+"""The programs as a user starts them: exit codes, messages, signals."""
+
+import configparser
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cifar_towers.cli import main, tf_import
+from cifar_towers.cli.shutdown import ShutdownHandler
+from cifar_towers.errors import DataError, DivergedError, Interrupted, UsageError, WorkerLostError, one_line
+
+ROOT = Path(__file__).parents[2]
+SLOW = pytest.mark.slow
+TINY = ["--dataset=synthetic", "--model=cifarnet", "--crop=24", "--shift=0", "--batch_size=40", "--precision=float32"]
+
+
+@pytest.fixture
+def tiny(small_folder):
+    """Flags of what trains at once."""
+    return [*TINY, f"--dataset={small_folder}", "--epochs=1000", "--eval_every_epochs=0"]
+
+
+@pytest.mark.parametrize("way", ["--growth", "--nogrowth"])
+def test_the_benchmark_takes_every_recipe(monkeypatch, way):
+    from cifar_towers.benchmark import growth, runner
+
+    ran = []
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # as the program would leave it set
+    monkeypatch.setattr(runner if way == "--nogrowth" else growth, "run", ran.append)
+    recipes = sorted((ROOT / "configs").glob("*.cfg"))
+    for recipe in recipes:
+        monkeypatch.setattr(sys, "argv", ["benchmark.py", "--dataset=synthetic", f"--flagfile={recipe}", way])
+        main.benchmark.__wrapped__(ShutdownHandler())
+    assert [config.recipe for config in ran] == [recipe.stem for recipe in recipes]
+    assert not any(config.hard_example_pool for config in ran)  # how examples are found is not what is measured
+
+
+def start(program, *arguments, **environment):
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / program), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def finish(process, timeout=120):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def wait_until(happened, timeout=90):
+    deadline = time.monotonic() + timeout
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def answers(process, number):
+    """Whether a process has a handler for a signal, as the kernel has it."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1]
+    return bool(int(caught, 16) >> number - 1 & 1)
+
+
+PROGRAMS = [
+    "train.py",
+    "evaluate.py",
+    "predict.py",
+    "export.py",
+    "benchmark.py",
+    "speedrun.py",
+    "report.py",
+    "compare_runs.py",
+    "launch.py",
+]
+
+
+def test_every_program_is_a_script_and_a_console_command():
+    names = {program.removesuffix(".py") for program in PROGRAMS}
+    assert {path.stem for path in (ROOT / "scripts").glob("*.py")} == names
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    commands = setup["options.entry_points"]["console_scripts"].split("\n")[1:]
+    told = {f"cifar-towers-{name.replace('_', '-')} = cifar_towers.cli.main:{name}" for name in names}
+    assert set(commands) == told and all(callable(getattr(main, name)) for name in names)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_answers_without_what_is_slow_to_import(program):
+    code, out, err = finish(start(program, "--help"))
+    assert code == 0 and "Exit codes" in out and not err
+    source = f"import runpy, sys; sys.argv = ['x', '--help']; runpy.run_path('scripts/{program}', run_name='__main__')"
+    slow = "{'numpy', 'tensorflow', 'keras', 'matplotlib', 'rich'} & {*sys.modules}"
+    checked = f"try:\n {source}\nexcept SystemExit: print({slow})"
+    told = subprocess.run([sys.executable, "-c", checked], capture_output=True, text=True, cwd=ROOT)
+    assert told.stdout.endswith("set()\n")
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "code", "told"),
+    [
+        ("train.py", ["--batch_sise=3"], 2, "Did you mean: batch_size"),
+        ("train.py", ["here"], 2, "'here' is not a flag"),
+        ("train.py", ["--num_gpus=2", "--nosoft_placement", *TINY], 2, "2 towers need 2 GPUs"),
+        pytest.param("train.py", ["--batch_size=20000", "--dataset=synthetic"], 2, "more than the 10000", marks=SLOW),
+        pytest.param("train.py", ["--batch_size=1001", "--dataset=synthetic"], 2, "1000 and 1002 can", marks=SLOW),
+        ("predict.py", ["picture.png"], 2, "which run? give --train_dir"),
+        (
+            "export.py",
+            ["--train_dir=nowhere", "--format=tensorrt"],
+            2,
+            "format=tensorrt is not one of saved_model, keras",
+        ),
+        ("train.py", ["--dataset=folder:nowhere"], 3, "nowhere cannot be read: No such file or directory"),
+        ("benchmark.py", ["--towers=5"], 2, "1535 and 1540 can"),
+        ("speedrun.py", ["--seeds=", "--rounds=0"], 2, "leave nothing to do"),
+        pytest.param(
+            "benchmark.py",
+            ["--towers=2", *TINY, "--nosoft_placement", "--train_dir=."],
+            2,
+            "2 towers need 2 GPUs",
+            marks=SLOW,
+        ),
+    ],
+)
+def test_errors_are_one_line_and_a_code(tmp_path, program, arguments, code, told):
+    found, out, err = finish(start(program, *arguments))
+    assert found == code and told in err
+    assert "Traceback" not in out + err
+    assert len([line for line in err.splitlines() if line.startswith(("usage:", "data:"))]) == 1
+
+
+def test_an_error_is_shown_as_a_line_that_a_terminal_does_not_obey():
+    assert one_line(UsageError("no checkpoint in no\x1bwhere\n")) == "usage: no checkpoint in no\\x1bwhere\\n"
+    assert [error.exit_code for error in (UsageError, DataError, DivergedError, WorkerLostError)] == [2, 3, 4, 5]
+
+
+def test_a_backend_that_has_no_towers():
+    code, _, err = finish(start("train.py", *TINY, KERAS_BACKEND="jax"))
+    assert code == 2 and "KERAS_BACKEND=jax" in err
+
+
+def test_a_run_into_a_pipe_is_plain_and_quiet(tmp_path, tiny):
+    code, out, err = finish(start("train.py", *tiny, "--max_steps=4", f"--train_dir={tmp_path}", "--num_gpus=2"))
+    assert code == 0, err
+    assert "\x1b" not in out and "\r" not in out
+    assert "4 steps of 40" in out and "2 towers of 20 images on /CPU:0, /CPU:1" in out
+    assert "no GPU here: 2 towers on logical CPU devices" in err
+    assert not [line for line in err.splitlines() if "cuda" in line.lower() or "onednn" in line.lower()]
+    assert json.loads((tmp_path / "result.json").read_text())["step"] == 4
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=SLOW)])
+def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, tiny, number, code):
+    command = [
+        "train.py",
+        *tiny,
+        f"--max_steps={4000 if number == signal.SIGINT else 60}",
+        f"--train_dir={tmp_path}",
+        "--num_gpus=2",
+        "--summary_every_steps=1",
+    ]
+    process = start(*command)
+    metrics = tmp_path / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
+    process.send_signal(number)
+    found, _, err = finish(process)
+    assert found == code and "saved step" in err and "Traceback" not in err
+    if number == signal.SIGINT:
+        return  # going on is the same
+    found, out, err = finish(start(*command))
+    assert found == 0 and "going on from step" in out, err
+
+
+@pytest.mark.slow
+def test_two_processes_with_one_seed_give_the_same_bits(tmp_path, tiny):
+    runs = [start("train.py", *tiny, "--max_steps=4", f"--train_dir={tmp_path / name}") for name in "ab"]
+    assert [finish(process)[0] for process in runs] == [0, 0]
+    first, second = (json.loads((tmp_path / name / "result.json").read_text()) for name in "ab")
+    assert first["weights_sha256"] == second["weights_sha256"]
+    assert first["evaluations"] == second["evaluations"]
+
+
+@pytest.mark.slow
+def test_evaluate_scores_what_train_left(tmp_path, tiny):
+    """In a process of its own: the data must not wake TensorFlow before the towers do."""
+    code, out, err = finish(start("train.py", *tiny, "--max_steps=2", "--deterministic", f"--train_dir={tmp_path}"))
+    assert code == 0, err
+    shared = [f"--train_dir={tmp_path}", "--json", "--precision=float32", "--num_gpus=2"]
+    code, out, err = finish(start("evaluate.py", *shared))
+    assert code == 0, err
+    trained = json.loads((tmp_path / "result.json").read_text())["evaluations"][0]["accuracy"]
+    assert json.loads(out)["accuracy"] == pytest.approx(trained, abs=0.001)
+
+
+@pytest.mark.slow
+def test_output_onto_a_full_disk_ends_no_run(tmp_path, tiny):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, str(ROOT / "scripts/train.py"), *tiny, "--max_steps=2", f"--train_dir={tmp_path}"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "result.json").read_text())["step"] == 2
+
+
+@pytest.mark.parametrize("cause", [Interrupted(signal.SIGINT, ""), OSError()])
+def test_notes_of_an_import_are_shown_if_it_fails_and_not_if_it_was_stopped(monkeypatch, capfd, cause):
+    class Keras:
+        @property
+        def config(self):
+            os.write(2, b"a note\n")
+            try:
+                raise cause
+            except BaseException as error:
+                raise ImportError("as libraries have it") from error
+
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    monkeypatch.setitem(sys.modules, "keras", Keras())
+    with pytest.raises(ImportError):
+        tf_import.import_tensorflow()
+    assert ("a note" in capfd.readouterr().err) == isinstance(cause, OSError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            [],
+            "launch what? write: launch.py --num_workers=2 -- --flagfile=configs/speed94.cfg; flags of train.py stand",
+        ),
+        (["--num_workers=2", f"--flagfile={ROOT / 'configs/cifarnet.cfg'}"], "flags of train.py stand after --"),
+        (["--num_workers=1", "--", "--seed=1"], "num_workers=1 is no cluster"),
+    ],
+)
+def test_a_launcher_says_where_the_flags_of_a_training_stand(monkeypatch, arguments, told):
+    monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
+    with pytest.raises(UsageError) as caught:
+        main.launch.__wrapped__(ShutdownHandler())
+    assert told in str(caught.value) and ("stand after --" in str(caught.value)) == ("--" not in arguments)
+
+
+@pytest.mark.parametrize("stdout", ["full", "closed"])
+def test_an_answer_that_nobody_can_read_is_no_success(stdout):
+    code = "from cifar_towers.cli import main as programs\n"
+    code += "def body(stop):\n    with programs._answering():\n        print('told')\n"
+    code += "import sys; sys.exit(programs._run(body))"
+    if stdout == "closed":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open("/dev/full", os.O_WRONLY)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(writer)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert ("the answer cannot be written (No space left on device)" in done.stderr) == (stdout == "full")
+
+
+@pytest.mark.slow
+def test_comparing_what_is_no_run(tmp_path):
+    assert finish(start("compare_runs.py", "--help"))[0] == 0
+    assert finish(start("compare_runs.py", str(tmp_path)))[0] == 2
+    code, _, err = finish(start("compare_runs.py", str(tmp_path), str(tmp_path)))
+    assert code == 2 and "holds no config.json; give two runs' directories" in err
+
+
+def test_a_signal_before_the_first_step(tmp_path):
+    process = start("train.py", *TINY, f"--train_dir={tmp_path}")
+    wait_until(lambda: answers(process, signal.SIGTERM))
+    process.send_signal(signal.SIGTERM)
+    found, _, err = finish(process)
+    assert found == 143 and "Traceback" not in err
+
+
+def test_a_signal_while_the_program_begins_to_listen(monkeypatch, capsys):
+    def listen(stop):
+        stop._on_signal(signal.SIGTERM, None)
+
+    monkeypatch.setattr(ShutdownHandler, "listen", listen)
+    monkeypatch.setattr(ShutdownHandler, "end", lambda stop: None)  # it would have pytest deaf
+    assert main._run(lambda stop: 0) == 143
+    assert capsys.readouterr().err == "interrupted: before the first step; nothing to save\n"
+
+
+@pytest.mark.slow
+def test_a_benchmark_from_start_to_sentence(tmp_path, tiny):
+    """One step a visit, two towers: all that is measured of them, and what it is written to."""
+    flags = ["--towers=2", "--precisions=float32", "--minutes=0", "--nopeers", f"--train_dir={tmp_path}"]
+    code, out, err = finish(start("benchmark.py", *tiny, *flags))
+    assert code == 0, err
+    told = json.loads((tmp_path / "benchmark.json").read_text())
+    rows = {tuple(row["variation"][key] for key in ("strategy", "placement", "input")): row for row in told["rows"]}
+    assert set(rows) == {
+        *(("towers", placement, "constant") for placement in ("cpu", "round_robin", "least_loaded")),
+        ("towers", "cpu", "stream"),
+        ("mirrored", "-", "constant"),
+        ("no exchange", "-", "constant"),
+    }
+    for row in rows.values():
+        assert len(row["images_per_sec"]) == 3 and min(row["images_per_sec"]) > 1
+        assert row["compile_seconds"] > row["median"] ** -1
+    shares = rows["towers", "cpu", "constant"]["shares"]
+    assert shares["forward"] > 0.1 and shares["backward"] > 0.2 and 0 < shares["apply"] < 0.5
+    assert rows["no exchange", "-", "constant"]["shares"] == {}
+    assert told["conclusion"].startswith("This machine is bound by ") and told["conclusion"] in out
+    assert {path.name for path in tmp_path.iterdir()} >= {"benchmark.txt", "benchmark.png", "index.html"}
+
+
+@pytest.mark.slow
+def test_a_prediction_from_one_tower(tmp_path, tiny):
+    flags = ["--batch_size=160", "--predict", "--link_gb_per_s=2", "--precisions=float32", "--minutes=0"]
+    code, out, err = finish(start("benchmark.py", *tiny, *flags, f"--train_dir={tmp_path}"))
+    assert code == 0, err
+    told = json.loads((tmp_path / "prediction.json").read_text())
+    assert not (tmp_path / "benchmark.json").exists()
+    rows = {(row["way"], row["num_towers"]): row for row in told["predictions"]}
+    assert {count for _, count in rows} == {1, 2, 4, 8, 16, 32, 64}
+    assert rows["ring", 1]["compute_seconds"] == pytest.approx(160 / told["measured"]["median"])
+    # the host sends 160 examples; each device sends half of 1,068,298 four-byte weights to the other, twice
+    assert rows["ring", 2]["transfer_seconds"] == pytest.approx((1068298 * 4 + 160 * 3105) / 2e9, rel=0.01)
+    assert "ring" in out and "efficiency" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            ["--num_workers=5", "--", "--batch_size=999"],
+            "batch_size=999 cannot be shared by 5 towers; 995 and 1000 can",
+        ),
+        (["--num_workers=1"], "num_workers=1 is no cluster"),
+        (["speed94"], "'speed94' is not a flag of train.py"),
+        (["--", "--seeds=0,x"], "seeds=0,x is not a list of whole numbers"),
+    ],
+)
+def test_a_launcher_starts_nothing_that_cannot_train(flags, told):
+    code, _, err = finish(start("launch.py", *flags))
+    assert code == 2 and told in err and len(err.splitlines()) == 1

@@ -1,0 +1,278 @@
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from cifar_towers.checkpointing.workdir import recipe_fields
+from cifar_towers.cli.flags import help_text, parse_command_line
+from cifar_towers.cli.tool_configs import (
+    BenchmarkConfig,
+    CompareConfig,
+    EvaluateConfig,
+    ExportConfig,
+    ReportConfig,
+    SpeedrunConfig,
+)
+from cifar_towers.config import DeviceConfig, TrainConfig
+from cifar_towers.errors import UsageError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.cfg"))
+
+
+TWO_WORKERS = ("--strategy=multi_worker", "--workers=a:1,b:1", "--worker_index=0")
+
+
+def parse(*arguments):
+    return parse_command_line(TrainConfig, ["train.py", *arguments], "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["stray"], "'stray' is not a flag"),
+        (["--batch_size=8", "more", "--seed=1"], "'more' is not a flag"),
+        (["--batch_sise=8"], "Did you mean: batch_size"),
+        (["--batch_size=many"], "--batch_size=many"),
+        (["--batch_size"], "Missing value for flag --batch_size"),
+        (["--batch_size=0"], "batch_size=0 is too small; the least is 1"),
+        (["--momentum=1.5"], "momentum=1.5 is too large; the most is 0.9999"),
+        (["--learning_rate=nan"], "learning_rate=nan is not a finite number"),
+        (["--model=vgg"], "model=vgg is not one of cifarnet, resnet20"),
+        (["--precision=int8"], "precision=int8 is not one of auto, float32, bfloat16, float16"),
+        (["--batch_size=100", "--num_gpus=8"], "batch_size=100 cannot be shared by 8 towers; 96 and 104 can"),
+        (["--batch_size=3", "--num_gpus=8"], "batch_size=3 cannot be shared by 8 towers; 8 can"),
+        (["--flagfile=nowhere.cfg"], "Unable to open flagfile"),
+        (["--seeds=1,x"], "seeds=1,x is not a list of whole numbers"),
+        (["--seeds=1,1"], "must be different"),
+        (["--seed=-1"], "seed=-1 is too small"),
+        (["--profile_steps=100"], "profile_steps='100' is not a first and a later last step"),
+        (["--profile_steps=9:9"], "profile_steps='9:9' is not a first and a later last step"),
+        (["--profile_steps=0:500"], "a trace holds up to 50 MB a step in memory; 100 are the most"),
+        (["--learning_rate_schedule=0=1"], "must begin with linear: or step:"),
+        (["--image_size_schedule=0=8"], "sides are whole numbers from 18 to 32"),
+        (["--crop=40"], "crop=40 is not a side from 18 to 32"),
+        (["--model=cifarnet", "--image_size_schedule=0=24"], "model=cifarnet has dense layers for one size"),
+        (["--model=resnet20", "--optimizer=muon"], "optimizer=muon is made for the speednets"),
+        (["--crop=24", "--image_size_schedule=0=24"], "both set the image's side"),
+        (
+            ["--image_size_schedule=0=nan"],
+            "image_size_schedule: '0=nan' is not a list of place=value, none below 0, as 0=24,45%=32",
+        ),
+        (["--dataset=folder"], "dataset=folder is not cifar10, synthetic, auto, folder:<path> or the name of one"),
+        (["--flagfile=configs/resnet21.cfg"], "configs/ has the recipes"),
+        (["--crop=24", "--cutout=28"], "cutout=28 is larger than the 24 pixels"),
+        (["--target_accuracy=0.9", "--eval_every_epochs=0"], "looked for at evaluations"),
+        (["--seed=1", "--seeds=2,3"], "are both given"),
+        (["--seeds=0,99999999999"], "must be different numbers from 0"),
+        (["--epochs=0"], "leave nothing to do"),
+        (["--target_accuracy=94"], "target_accuracy=94.0 is too large; the most is 1"),
+        (["--dataset=Image Net"], "dataset=Image Net is not cifar10"),
+        (["--strategy=magic"], "strategy=magic is not one of towers, mirrored"),
+        (["--variable_placement=gpu"], "variable_placement=gpu is not one of cpu, round_robin, least_loaded, auto"),
+        (["--strategy=mirrored", "--variable_placement=round_robin"], "keeps all on every device"),
+        (["--strategy=mirrored", "--gradient_device=cpu"], "keeps all on every device"),
+        (["--all_reduce=nccl"], "all_reduce=nccl is for strategy=mirrored"),
+        (["--worker_index=1"], "worker_index: for a cluster alone; give --strategy=multi_worker too"),
+        (["--workers=a:1,b:1", "--allow_public_cluster"], "workers and allow_public_cluster: for a cluster alone"),
+        (["--worker_wait_seconds=60"], "worker_wait_seconds: for a cluster alone"),
+        ([*TWO_WORKERS, "--seeds=0,1"], "a cluster trains one run and ends"),
+        ([*TWO_WORKERS, "--batch_size=999"], "batch_size=999 cannot be shared by 2 towers"),
+        (["--batch_statistics=synchronized", "--micro_batches=2"], "needs the whole batch at once"),
+        (["--batch_statistics=synchronized", "--parallelism=model"], "leave parallelism=model"),
+        (["--parallelism=model", "--strategy=mirrored"], "leave strategy=mirrored"),
+        (["--parallelism=model", "--variable_placement=auto"], "keeps each variable and its gradient with its stage"),
+        (["--parallelism=model", "--gradient_device=cpu"], "keeps each variable and its gradient with its stage"),
+        (
+            ["--batch_size=100", "--num_gpus=2", "--micro_batches=3"],
+            "batch_size=100 cannot be shared by 2 towers in 3 micro-batches each; 96 and 102 can",
+        ),
+    ],
+)
+def test_usage_errors_are_one_line(arguments, told):
+    with pytest.raises(UsageError) as caught:
+        parse(*arguments)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--towers=1,two"], "towers=1,two is not a list of whole numbers"),
+        (["--towers=0"], "a number of towers is 1 or more"),
+        (["--towers=1,5"], "batch_size=1536 cannot be shared by 5 towers; 1535 and 1540 can"),
+        (["--precisions=float32,int8"], "'int8' is not one of float32, bfloat16, float16"),
+        (["--predict", "--towers=2"], "towers=2 is not for predict"),
+        (["--growth", "--towers=2"], "towers=2 is not for growth, which chooses its own"),
+        (["--growth", "--precisions=float32"], "precisions=float32 is not for growth; give one, as precision"),
+        (["--growth", "--predict"], "growth and predict are two different measurements; give one"),
+        (["--strategy=mirrored"], "strategy is not for the benchmark, which varies strategy, variable_placement"),
+        (["--num_gpus=2"], "num_gpus is not for the benchmark"),
+        (["--nogpu_memory_growth"], "gpu_memory_growth is needed by the benchmark, whose processes share the GPUs"),
+    ],
+)
+def test_usage_errors_of_the_benchmark(arguments, told):
+    with pytest.raises(UsageError) as caught:
+        parse_command_line(BenchmarkConfig, ["benchmark.py", *arguments], "")
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--precisions=float16"], "precisions=float16: 'float16' is not one of float32, bfloat16"),
+        (["--peers=jax"], "peers=jax: 'jax' is not one of pytorch, pytorch-compiled, keras"),
+        (["--peers=tutorial,keras"], "tutorial has no speednet94"),
+        (["--target_accuracy=0.9"], "give --target, the mean's"),
+        (["--seeds=", "--rounds=0"], "leave nothing to do"),
+        (["--seed=3"], "seed=3 is not for a race, which takes several; write --seeds=3"),
+        (["--epochs=1e308"], "epochs"),
+    ],
+)
+def test_usage_errors_of_the_race(arguments, told):
+    with pytest.raises(UsageError) as caught:
+        parse_command_line(SpeedrunConfig, ["speedrun.py", *arguments], "")
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_race_is_of_the_recipe_in_its_flagfile():
+    speed94 = next(path for path in CONFIGS if path.stem == "speed94")
+    config = parse_command_line(SpeedrunConfig, ["speedrun.py", f"--flagfile={speed94}", "--seeds="], "")
+    assert (config.seeds, config.optimizer, str(config.directory)) == ("", "muon", "runs/speedrun-speed94")
+
+
+def test_a_benchmark_is_of_the_recipe_in_its_flagfile():
+    speed94 = next(path for path in CONFIGS if path.stem == "speed94")
+    config = parse_command_line(BenchmarkConfig, ["benchmark.py", f"--flagfile={speed94}", "--towers=2,1,2"], "")
+    assert config.tower_counts == (1, 2) and str(config.directory) == "runs/benchmark-speed94"
+    varied = config.replace_recipe(strategy="mirrored")
+    assert type(varied) is TrainConfig and varied.optimizer == "muon" and varied.strategy == "mirrored"
+
+
+def test_flags_and_flagfiles_later_ones_win(tmp_path):
+    recipe = tmp_path / "mine.cfg"
+    recipe.write_text("# a recipe\n--batch_size=96\n--seed=4\n")
+    config = parse("--seed=1", f"--flagfile={recipe}", "--batch_size=48", "--nosoft_placement")
+    assert (config.batch_size, config.seed, config.soft_placement) == (48, 4, False)
+    assert config.name == "mine" and str(config.directory) == "runs/mine-seed4"
+    assert parse("--flagfile", str(recipe)).recipe == "mine"
+    assert str(parse("--train_dir=here").directory) == "here"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_recipe_parses_and_states_its_command_and_claim(path):
+    config = parse(f"--flagfile={path}")
+    assert config.name == path.stem
+    header = re.match(r"(#.*\n)+", path.read_text()).group()
+    assert f"--flagfile=configs/{path.name}" in header
+    assert re.search(r"not yet measured|n=\d+|seed", header)
+
+
+def test_the_recipes_there_are():
+    names = {"smoke", "cifarnet", "resnet20", "resnet56", "speed93", "speed94", "speed95", "speed96"}
+    assert {path.stem for path in CONFIGS} == names
+
+
+def test_help_has_every_flag_under_a_group():
+    for config_class in (TrainConfig, EvaluateConfig, SpeedrunConfig):
+        text = help_text(config_class, "What it does.")
+        for field in dataclasses.fields(config_class):
+            assert re.search(rf"^  --(\[no\])?{field.name}\b", text, re.M), field.name
+            assert f"{field.metadata['group']}:" in text
+    assert "Exit codes: 0 done, 2 usage" in text and text.endswith("or what it started failed.")
+    exporting = help_text(ExportConfig, "What it does.")
+    for of_others in (BenchmarkConfig, SpeedrunConfig):
+        assert "diverged" not in help_text(of_others, "What it does.")
+    assert exporting.endswith("1 a bug, a failed check, or nothing could be written.") and "diverged" not in exporting
+
+
+def test_help_exits_with_0(capsys):
+    with pytest.raises(SystemExit) as left:
+        parse("--help")
+    assert left.value.code == 0 and "--batch_size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("--model=mynets.py", "model=mynets.py is not one of cifarnet, .* path/to/file.py:function"),
+        ("--dataset=../photos", "dataset=../photos is not cifar10"),
+    ],
+)
+def test_usage_errors_of_an_evaluation(argument, told):
+    with pytest.raises(UsageError, match=told):
+        parse_command_line(EvaluateConfig, ["evaluate.py", "--train_dir=runs/one", argument], "")
+
+
+def test_evaluation_needs_a_run():
+    with pytest.raises(UsageError, match="which run"):
+        parse_command_line(EvaluateConfig, ["evaluate.py"], "")
+
+
+@pytest.mark.parametrize("flag", [["--out=page.html"], ["--out", "page.html"]])
+def test_a_flag_may_stand_before_or_after_the_runs(flag):
+    runs = ["runs/one", "runs/other"]
+    for arguments in ([*flag, *runs], [*runs, *flag]):
+        found = parse_command_line(ReportConfig, ["report.py", *arguments], "")
+        assert found == ReportConfig("page.html", tuple(runs))
+
+
+def test_a_comparison_is_of_two_runs():
+    for runs in ([], ["one"], ["one", "other", "third"]):
+        with pytest.raises(UsageError, match="which two runs"):
+            parse_command_line(CompareConfig, ["compare_runs.py", *runs], "")
+    assert parse_command_line(CompareConfig, ["compare_runs.py", "one", "one"], "").runs == ("one", "one")
+
+
+def test_max_steps_is_of_the_recipe_where_the_schedules_are_laid_over_it():
+    by_length = TrainConfig(epochs=0, max_steps=100)
+    by_epochs = dataclasses.replace(by_length, learning_rate_schedule="step:350=0.1")
+    assert "max_steps" in recipe_fields(by_length)
+    assert "max_steps" in recipe_fields(dataclasses.replace(by_epochs, lookahead=True))
+    assert "max_steps" not in recipe_fields(by_epochs)
+    assert "max_steps" not in recipe_fields(TrainConfig(epochs=8, max_steps=100))
+
+
+def test_as_many_towers_by_default_as_can_share_the_batch():
+    why = "batch_size=1024 cannot be shared by 7 towers; 1022 and 1029 can"
+    assert TrainConfig(batch_size=1024).default_num_towers(7) == (4, why)
+    assert TrainConfig(batch_size=1024).default_num_towers(8) == (8, "")
+    assert TrainConfig(batch_size=1000, hard_example_pool=1500).default_num_towers(8)[0] == 5
+    assert TrainConfig(batch_size=1001, micro_batches=2).default_num_towers(2) == (
+        2,
+        "",
+    )  # not one can: the number asked for is told
+    assert TrainConfig(batch_size=1024, parallelism="model").default_num_towers(7) == (7, "")
+    assert DeviceConfig().default_num_towers(7) == (7, "")
+    with pytest.raises(UsageError, match=f"{why}$"):
+        TrainConfig(batch_size=1024, num_gpus=7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags"),
+    [
+        ({"batch_size": 1024}, "--micro_batches=2"),
+        ({"batch_size": 1000, "micro_batches": 2}, "--micro_batches=5"),  # 250 a tower
+        ({"batch_size": 1024, "batch_statistics": "synchronized"}, "--micro_batches=2 --batch_statistics=mean"),
+        ({"batch_size": 20, "hard_example_pool": 60}, "--micro_batches=5"),
+        ({"batch_size": 1024, "micro_batches": 256}, ""),
+        ({"batch_size": 4 * 1031}, ""),  # a prime number of parts, and more than there may be
+    ],
+)
+def test_what_takes_less_memory_is_allowed(settings, flags):
+    config = TrainConfig(**settings)
+    assert config.suggest_smaller_micro_batches(4) == flags
+    given = dict(flag.removeprefix("--").split("=") for flag in flags.split())
+    given |= {"micro_batches": int(given["micro_batches"])} if given else {}
+    smaller = dataclasses.replace(config, num_gpus=4, **given)
+    assert smaller.micro_batches >= 2 * config.micro_batches or not flags
+
+
+def test_a_run_over_pictures_is_named_by_their_folder(tmp_path, monkeypatch):
+    (tmp_path / "photos" / "new").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "photos" / "new")
+    for dataset in ("folder:photos", "folder:/data/photos/", "folder:.."):
+        assert TrainConfig(dataset=dataset).directory == Path("runs/speednet94-photos-seed0")
+    assert TrainConfig(dataset="folder:.").directory == Path("runs/speednet94-new-seed0")
+    assert TrainConfig(dataset="svhn_cropped").directory == Path("runs/speednet94-svhn_cropped-seed0")

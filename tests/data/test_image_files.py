@@ -1,0 +1,224 @@
+"""Pictures as users have them: all kinds, all sizes, and all that is no picture."""
+
+import io
+import os
+import struct
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from cifar_towers.data import image_files
+from cifar_towers.data.image_files import PictureError
+
+
+def photo(width, height, mode="RGB"):
+    """A smooth picture, so that what JPEG and resizing do to it is small."""
+    y, x = np.mgrid[:height, :width] / max(width, height)
+    levels = np.stack([255 * x, 255 * y, 128 + 100 * np.sin(5 * (x + y))], -1)
+    return Image.fromarray(np.clip(levels, 0, 255).astype(np.uint8)).convert(mode)
+
+
+def encoded(image, kind, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def png_header(width, height):
+    """A PNG that declares a size, with the pixels of a much smaller one."""
+
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(bytes(30_000_000)))
+        + chunk(b"IEND", b"")
+    )
+
+
+@pytest.fixture
+def read(tmp_path):
+    """read(content, side): what is read of a file of this content."""
+
+    def read(content, side=32):
+        path = tmp_path / "picture"
+        path.write_bytes(content)
+        return image_files.read(path, side)
+
+    return read
+
+
+KINDS = [
+    ("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "L"), ("PNG", "LA"),
+    ("PNG", "P"), ("PNG", "1"), ("GIF", "P"), ("GIF", "L"), ("BMP", "RGB"), ("BMP", "L"), ("WEBP", "RGB"),
+    ("WEBP", "RGBA"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "mode"), KINDS)
+def test_every_kind_and_mode_looks_as_it_should(read, kind, mode):
+    image = photo(96, 96, mode)
+    found = read(encoded(image, kind)).astype(int)
+    assert found.shape == (32, 32, 3)
+    seen = np.asarray(image.convert("RGB").resize((32, 32), Image.Resampling.BILINEAR)).astype(int)
+    assert abs(found - seen).mean() < (4 if kind in ("JPEG", "WEBP", "GIF") else 0.5)
+
+
+def test_a_picture_of_the_right_size_is_left_to_the_bit(read):
+    levels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    np.testing.assert_array_equal(read(encoded(Image.fromarray(levels), "PNG")), levels)
+
+
+@pytest.mark.parametrize("size", [(100, 60), (60, 100), (33, 32), (1, 7), (500, 20)])
+def test_the_central_square_is_what_is_seen(read, size):
+    image = photo(*size)
+    square = min(size)
+    left, top = (size[0] - square) // 2, (size[1] - square) // 2
+    expected = image.crop((left, top, left + square, top + square)).resize((32, 32), Image.Resampling.BILINEAR)
+    np.testing.assert_array_equal(read(encoded(image, "PNG")), np.asarray(expected))
+
+
+def test_sixteen_bits_are_halved_not_clipped(read):
+    levels = np.linspace(0, 65535, 32 * 32).astype(np.uint16).reshape(32, 32)
+    found = read(encoded(Image.fromarray(levels), "PNG"))
+    np.testing.assert_allclose(found[..., 0], levels / 257, atol=1)
+
+
+def test_what_is_transparent_is_white(read):
+    clear = Image.new("RGBA", (64, 64), (200, 0, 0, 0))
+    assert (read(encoded(clear, "PNG")) == 255).all()
+    palette = Image.new("P", (64, 64))
+    palette.putpalette([200, 0, 0, 0, 200, 0])
+    assert (read(encoded(palette, "PNG")) == [200, 0, 0]).all()
+    assert (read(encoded(palette, "PNG", transparency=0)) == 255).all()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_turned_camera_gives_an_upright_picture(read, orientation):
+    upright = photo(64, 64)
+    stored = {
+        1: [], 2: ["FLIP_LEFT_RIGHT"], 3: ["ROTATE_180"], 4: ["FLIP_TOP_BOTTOM"],
+        5: ["TRANSPOSE"], 6: ["ROTATE_90"], 7: ["TRANSVERSE"], 8: ["ROTATE_270"],
+    }  # fmt: skip
+    image = upright
+    for turn in stored[orientation]:
+        image = image.transpose(Image.Transpose[turn])
+    exif = Image.Exif()
+    exif[image_files.ORIENTATION] = orientation
+    np.testing.assert_allclose(read(encoded(image, "PNG", exif=exif)), read(encoded(upright, "PNG")), atol=1)
+
+
+def test_the_first_frame_stands_for_a_film(read):
+    frames = [Image.new("RGB", (40, 40), color) for color in ("red", "green", "blue")]
+    found = read(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
+    assert (found == [255, 0, 0]).all()
+
+
+def test_what_declares_too_much_is_refused_by_its_header(read):
+    with pytest.raises(PictureError, match="declares far more than 25 megapixels"):
+        read(png_header(20_000, 20_000))
+    with pytest.raises(PictureError, match="declares 6000 x 5000 pixels; 25 megapixels are the most"):
+        read(png_header(6000, 5000))
+    with pytest.raises(PictureError, match="declares 4200 x 4000 pixels; 16 megapixels are the most in a WebP"):
+        read(encoded(Image.new("RGB", (4200, 4000)), "WEBP"))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "is empty"),
+        (b"not a picture at all", "is not a JPEG, PNG, GIF, BMP or WebP picture"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not a JPEG, PNG, GIF, BMP or WebP picture"),
+        (encoded(photo(200, 200), "JPEG")[:1500], "is damaged"),
+        (encoded(photo(200, 200), "PNG")[:800], "is damaged"),
+        (bytes(image_files.MOST_BYTES + 1), "has 20.0 MB; 20 MB are the most"),
+    ],
+)
+def test_what_is_no_whole_picture_is_told(read, content, told):
+    with pytest.raises(PictureError, match=told):
+        read(content)
+
+
+def test_what_is_no_file_is_told_and_never_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    for name, told in (
+        ("pipe", "is a pipe"),
+        ("folder", "is a directory"),
+        ("loop", "Too many levels"),
+        ("no", "No such"),
+    ):
+        with pytest.raises(PictureError, match=told):
+            image_files.read(tmp_path / f"{name}.png", 32)
+    with pytest.raises(PictureError, match="is a device"):
+        image_files.read("/dev/zero", 32)
+
+
+def test_arrays_are_resized_as_files_are():
+    levels = np.random.default_rng(0).integers(0, 256, (3, 48, 48, 3), np.uint8)
+    assert image_files.fit_all(levels, 48) is levels
+    expected = np.stack(
+        [np.asarray(Image.fromarray(one).resize((32, 32), Image.Resampling.BILINEAR)) for one in levels]
+    )
+    np.testing.assert_array_equal(image_files.fit_all(levels, 32), expected)
+
+
+def test_many_are_read_in_threads_and_what_is_wrong_is_told_by_their_places(tmp_path, recwarn):
+    filters = [*warnings.filters]
+    paths = [tmp_path / f"{index}.png" for index in range(40)]
+    for index, path in enumerate(paths):
+        image = encoded(Image.new("RGB", (8, 8), (5 * index, 0, 0)), "PNG", exif=b"II*\0\x08\0\0\0\x05\0")  # cut off
+        path.write_bytes(image if index % 7 else b"no picture")
+    levels, wrong = image_files.read_all(paths, 4)
+    assert [*wrong] == [0, 7, 14, 21, 28, 35] and all("is not a JPEG" in told for told in wrong.values())
+    assert levels[:, 0, 0, 0].tolist() == [5 * index if index % 7 else 0 for index in range(40)]
+    assert warnings.filters == filters and not recwarn
+
+
+BASES = [encoded(photo(24, 20, mode), kind) for kind, mode in KINDS] + [
+    encoded(photo(40, 40), "JPEG", progressive=True),
+    encoded(photo(16, 16), "GIF", save_all=True, append_images=[photo(16, 16, "L")]),
+    encoded(photo(16, 16), "WEBP", lossless=True),
+]
+edits = st.lists(st.tuples(st.integers(0, 5000), st.binary(min_size=0, max_size=4), st.integers(0, 4)), max_size=6)
+
+
+def mutated(base, cut, changes):
+    """`base` with bytes taken out and others put in at some places, and its end cut off."""
+    for place, inserted, removed in changes:
+        place %= len(base)
+        base = base[:place] + inserted + base[place + removed :]
+    return base[: len(base) - cut] if cut < len(base) else base
+
+
+def check_mutations(path, examples):
+    @settings(max_examples=examples, deadline=2000, suppress_health_check=list(HealthCheck), database=None)
+    @given(st.sampled_from(BASES), st.integers(0, 40), edits)
+    def check(base, cut, changes):
+        path.write_bytes(mutated(base, cut, changes))
+        try:
+            found = image_files.read(path, 32)
+        except PictureError as error:
+            assert "\n" not in str(error)
+        else:
+            assert found.shape == (32, 32, 3) and found.dtype == np.uint8
+
+    check()
+
+
+def test_damage_of_any_kind_is_one_kind_of_error(tmp_path):
+    check_mutations(tmp_path / "mutated", 150)
+
+
+@pytest.mark.slow
+def test_damage_of_five_thousand_kinds_is_one_kind_of_error(tmp_path):
+    check_mutations(tmp_path / "mutated", 5000)

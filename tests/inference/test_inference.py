@@ -1,0 +1,501 @@
+"""What was trained, used: predicted with, exported, and trained further; with nets and data of the user's own."""
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+from cifar_towers import trainer
+from cifar_towers.checkpointing import checkpoint
+from cifar_towers.cli.shutdown import ShutdownHandler
+from cifar_towers.cli.tool_configs import EvaluateConfig, ExportConfig, PredictConfig
+from cifar_towers.config import TrainConfig
+from cifar_towers.data import image_files, sources, synthetic
+from cifar_towers.errors import DataError, UsageError
+from cifar_towers.inference import evaluate as scoring
+from cifar_towers.inference import export as exporting
+from cifar_towers.inference import export_formats, load_run
+from cifar_towers.inference import predict as predicting
+from cifar_towers.reporting import figures
+
+SMALL = synthetic.make(400, 0, 0), synthetic.make(200, 0, 1)
+CONFIG = TrainConfig(
+    num_gpus=2, dataset="synthetic", model="cifarnet", crop=24, shift=0, batch_size=100, epochs=2, precision="float32",
+    learning_rate=0.05, momentum=0.0, ema_decay=0.5, summary_every_steps=0, eval_every_epochs=0.0,
+    checkpoint_every_steps=5,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_set(monkeypatch):
+    monkeypatch.setattr(synthetic, "load", lambda seed=0: SMALL)
+    for picture in ("confusion_matrix", "contact_sheet"):
+        monkeypatch.setattr(figures, picture, lambda *_: np.zeros([8, 8, 3], np.uint8))
+
+
+def train(config):
+    return trainer.train(config, sources.find(config.dataset), ShutdownHandler())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The directory of a finished run."""
+    directory = tmp_path_factory.mktemp("using") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic, "load", lambda seed=0: SMALL)
+        train(dataclasses.replace(CONFIG, train_dir=str(directory)))
+    return directory
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Some of the test images as files, one that is none, and one in a subfolder, which nobody asks for."""
+    (tmp_path / "pictures" / "more").mkdir(parents=True)
+    Image.fromarray(SMALL[1].images[5]).save(tmp_path / "pictures" / "more" / "5.png")
+    for index in range(5):
+        Image.fromarray(SMALL[1].images[index]).save(tmp_path / "pictures" / f"{index}.png")
+    (tmp_path / "pictures" / "3a.png").write_bytes(b"no picture")
+    return tmp_path / "pictures"
+
+
+# Prediction ---------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_get_the_probabilities_that_evaluation_gives(run, folder, capsys):
+    with pytest.raises(DataError, match=r"1 of 6 pictures could not be read: .*3a.png") as caught:
+        predicting.predict(
+            PredictConfig(train_dir=str(run), num_gpus=2, precision="float32", json=True, pictures=(str(folder),))
+        )
+    assert caught.value.exit_code == 3
+    out, err = capsys.readouterr()
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [answer["picture"][-6:] for answer in answers] == [
+        "/0.png",
+        "/1.png",
+        "/2.png",
+        "/3.png",
+        "3a.png",
+        "/4.png",
+    ]
+    assert answers[4]["error"].startswith("is not a JPEG") and "3a.png is not a JPEG" in err
+    opened = load_run.open_run(run)
+    model = opened.load("ema", "float32")
+    logits = model(opened.augmentation.evaluate(tf.constant(SMALL[1].images[:5])), training=False).numpy()
+    expected = tf.nn.softmax(logits).numpy()
+    for answer, shares in zip(answers[:4] + answers[5:], expected, strict=True):
+        best = np.argsort(-shares)[:3]
+        assert answer["class"] == synthetic.CLASSES[best[0]]
+        assert list(answer["probabilities"]) == [synthetic.CLASSES[index] for index in best]
+        np.testing.assert_allclose(list(answer["probabilities"].values()), shares[best], atol=1e-5)
+
+
+def test_what_is_no_picture_in_a_folder_is_counted(run, folder, capsys):
+    (folder / "3a.png").unlink()
+    (folder / "phone.heic").write_bytes(b"")
+    predicting.predict(PredictConfig(train_dir=str(run), pictures=(str(folder),)))
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 5 and f"{folder}: 1 file of other kinds left out" in err
+
+
+def test_a_table_names_three_classes_a_picture(run, folder, capsys):
+    predicting.predict(
+        PredictConfig(train_dir=str(run), tta=2, pictures=(str(folder / "0.png"), str(folder / "4.png")))
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(line.count(" %") == 3 for line in lines)
+
+
+def test_more_pictures_than_the_net_takes_at_once(run, folder, capsys, monkeypatch):
+    (folder / "3a.png").unlink()
+    answers = []
+    for at_once in (predicting.AT_ONCE, 2):
+        monkeypatch.setattr(predicting, "AT_ONCE", at_once)
+        predicting.predict(PredictConfig(train_dir=str(run), pictures=(str(folder),)))
+        answers.append(capsys.readouterr().out.splitlines())
+    assert answers[0] == answers[1] and len(set(answers[0])) == 5
+
+
+def test_a_name_cannot_write_to_the_terminal(run, folder, capsys):
+    odd = folder / "a\n\x1b[31mred.png"
+    (folder / "0.png").rename(odd)
+    predicting.predict(PredictConfig(train_dir=str(run), pictures=(str(odd),)))
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and "\x1b" not in out
+
+
+def test_folders_without_pictures_are_told_and_the_others_go_on(run, folder, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    given = (str(tmp_path / "empty"), str(folder / "0.png"), str(tmp_path / ("x" * 300)))
+    with pytest.raises(DataError, match="2 of 3 pictures could not be read"):
+        predicting.predict(PredictConfig(train_dir=str(run), pictures=given))
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 1 and "empty holds no pictures" in err and "File name too long" in err
+
+
+def test_nothing_to_predict(run):
+    with pytest.raises(UsageError, match="which pictures"):
+        PredictConfig(train_dir=str(run))
+
+
+# Export -------------------------------------------------------------------------------------------------------------
+
+
+def test_resizing_by_matrices_is_resizing_by_pillow():
+    random = np.random.default_rng(0)
+    for height, width in ((32, 32), (50, 70), (71, 40), (20, 24), (300, 301)):
+        levels = random.integers(0, 256, (height, width, 3), np.uint8)
+        found = export_formats.fit(tf.constant(levels[None], tf.float32), 32)[0].numpy()
+        np.testing.assert_allclose(
+            found, image_files.fit(Image.fromarray(levels), 32), atol=1.01
+        )  # Pillow rounds twice
+    np.testing.assert_array_equal(
+        export_formats.fit(tf.constant(SMALL[0].images[:2], tf.float32), 32), SMALL[0].images[:2].astype("f4")
+    )
+
+
+ELSEWHERE = """
+import sys
+sys.modules["cifar_towers"] = None  # it is not installed there
+import numpy as np
+images = np.load("images.npy")
+"""
+BODIES = {
+    "saved_model": "import tensorflow as tf\n"
+    "serve = tf.saved_model.load(path).signatures['serving_default']\n"
+    "answer = {name: tensor.numpy() for name, tensor in serve(images=tf.constant(images)).items()}",
+    "keras": "import keras\nanswer = keras.models.load_model(path)(images)",
+    "litert": "from ai_edge_litert.interpreter import Interpreter\n"
+    "answer = Interpreter(path).get_signature_runner()(images=images)",
+    "onnx": "import onnxruntime\n"
+    "session = onnxruntime.InferenceSession(path)\n"
+    "names = [output.name for output in session.get_outputs()]\n"
+    "answer = dict(zip(names, session.run(names, {session.get_inputs()[0].name: images})))",
+}
+KEPT = "np.savez({kind!r}, **{{n: np.array(v).astype(str if 'class' in n else float) for n, v in answer.items()}})"
+
+
+@pytest.mark.parametrize("kinds", [("saved_model", "keras"), ("litert",), ("onnx",)], ids="-".join)
+def test_what_is_exported_answers_where_this_package_is_not(run, tmp_path, capsys, kinds):
+    program = ELSEWHERE
+    for kind in kinds:
+        place = tmp_path / export_formats.FORMATS[kind].name
+        assert exporting.export(ExportConfig(train_dir=str(run), num_gpus=1, format=kind, out=str(place), check=200))
+        out = capsys.readouterr().out
+        assert "checked on 200 test images" in out and "ema weights" in out
+        program += f"path = {str(place)!r}\n{BODIES[kind]}\n{KEPT.format(kind=kind)}\n"
+    np.save(tmp_path / "images.npy", np.pad(SMALL[1].images[:6], [(0, 0), (0, 0), (4, 4), (0, 0)]))
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=tmp_path)
+    opened = load_run.open_run(run)
+    logits = opened.load("ema", "float32")(
+        opened.augmentation.evaluate(tf.constant(SMALL[1].images[:6])), training=False
+    )
+    expected = tf.nn.softmax(logits).numpy()
+    for kind in kinds:
+        found = np.load(tmp_path / f"{kind}.npz")
+        np.testing.assert_allclose(found["probabilities"], expected, atol=1e-5)
+        assert found["class_name"].tolist() == [synthetic.CLASSES[index] for index in expected.argmax(1)]
+        assert kind == "keras" or found["class_names"].tolist() == list(synthetic.CLASSES)
+
+
+def test_what_is_there_is_replaced_only_by_its_like(run, tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one.png").write_bytes(b"")
+    with pytest.raises(UsageError, match="is there already and no saved_model"):
+        exporting.export(ExportConfig(train_dir=str(run), out=str(tmp_path / "photos")))
+    with pytest.raises(UsageError, match="does not end in .keras; write --out=.*net.keras"):
+        exporting.export(ExportConfig(train_dir=str(run), format="keras", out=str(tmp_path / "net")))
+    for place in (".", "..", "/"):
+        with pytest.raises(UsageError, match=rf"--out={place} is where others stand; write --out=.*saved_model"):
+            exporting.export(ExportConfig(train_dir=str(run), out=place))
+    with pytest.raises(UsageError, match="does not end in .onnx; write --out=model.onnx"):
+        exporting.export(ExportConfig(train_dir=str(run), format="onnx", out="."))
+
+
+def unopened(path):
+    raise ValueError("no such operation")
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """What an earlier export has left, as far as the next one looks."""
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "saved_model.pb").write_text("earlier")
+    return tmp_path / "net"
+
+
+def test_a_failed_check_keeps_the_earlier_export_and_the_failed_one(run, earlier, capsys, monkeypatch):
+    def write(deployed, path):
+        path.mkdir()
+        (path / "saved_model.pb").write_text("new")
+
+    def export_opened_by(function):
+        monkeypatch.setitem(
+            export_formats.FORMATS, "saved_model", export_formats.Format("saved_model", (), write, function, True)
+        )
+        return exporting.export(ExportConfig(train_dir=str(run), out=str(earlier), check=50))
+
+    def even(path):
+        return lambda image_files: np.full((len(image_files), 10), 0.1)
+
+    for number, (function, told) in enumerate(
+        ((even, "differs by more than the 1e-04"), (unopened, "cannot be run")), 1
+    ):
+        assert not export_opened_by(function)
+        failed = earlier.with_name(f"failed-{number}-net")
+        told = f"{failed} {told}.*: do not use it; {earlier} is the earlier one"
+        assert re.search(told, capsys.readouterr().err)
+        assert (failed / "saved_model.pb").read_text() == "new" and (
+            earlier / "saved_model.pb"
+        ).read_text() == "earlier"
+    monkeypatch.setattr(exporting, "PROBABILITY_ATOL", 1.0)
+    assert export_opened_by(even) and (earlier / "saved_model.pb").read_text() == "new"
+    assert {path.name for path in earlier.parent.iterdir()} == {"net", "failed-1-net", "failed-2-net"}
+
+
+def test_an_export_whose_replacement_is_broken_off_stays(earlier):
+    with pytest.raises(FileNotFoundError):
+        exporting._put(earlier.with_name("nowhere"), earlier)
+    assert (earlier / "saved_model.pb").read_text() == "earlier"
+
+
+def test_an_older_checkpoint_is_used_by_its_step(run, tmp_path, capsys):
+    steps = [int(path.name.removeprefix("step-")) for path in checkpoint.saved(run)]
+    assert len(steps) > 1 and load_run.open_run(run).facts["step"] == steps[-1]
+    told = scoring.evaluate_checkpoint(EvaluateConfig(train_dir=str(run), step=steps[0], json=True))
+    assert json.loads(told)["step"] == steps[0]
+    there = ", ".join(map(str, steps))
+    with pytest.raises(UsageError, match=f"has no checkpoint of step 999; those it has are of: {there}$"):
+        load_run.open_run(run, step=999)
+    copy = shutil.copytree(run, tmp_path / "copy")
+    (checkpoint.path_of(copy, steps[0]) / "facts.json").write_text("{}")
+    with pytest.raises(DataError, match="is damaged .*; give another --step$"):
+        load_run.open_run(copy, step=steps[0])
+
+
+def test_without_data_an_export_can_be_left_unchecked(run, tmp_path, capsys, monkeypatch):
+    def find(*_):
+        raise DataError("no CIFAR-10 here")
+
+    monkeypatch.setattr(sources, "find", find)
+    config = ExportConfig(train_dir=str(run), out=str(tmp_path / "net"))
+    with pytest.raises(
+        DataError, match="^the export is checked on test images, and no CIFAR-10 here; --check=0 leaves"
+    ):
+        exporting.export(config)
+    assert exporting.export(dataclasses.replace(config, check=0)) and "not checked" in capsys.readouterr().out
+
+
+def test_a_package_that_is_missing_is_named(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tf2onnx", None)
+    with pytest.raises(UsageError, match=r"format=onnx needs tf2onnx, which is not installed; for it: .*\[export\]"):
+        exporting.export(ExportConfig(train_dir=str(run), format="onnx"))
+
+
+# One's own net and data ---------------------------------------------------------------------------------------------
+
+NET = """
+import keras
+from keras import layers
+
+class Shift(layers.Layer):
+    def build(self, shape):
+        self.shift = self.add_weight(name="shift", shape=shape[-1:])
+
+    def call(self, x):
+        return x + self.shift
+
+def net(num_classes):
+    images = keras.Input((32, 32, 3))
+    x = layers.Conv2D(8, 3, 2)(images)
+    x = Shift()(x)
+    x = layers.BatchNormalization()(x)
+    x = layers.ReLU()(x)
+    x = layers.Dropout(0.2)(x)
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(images, layers.Dense(num_classes, kernel_regularizer=keras.regularizers.L2(1e-3))(x))
+"""
+
+
+@pytest.fixture
+def own_net(tmp_path):
+    (tmp_path / "nets.py").write_text(NET)
+    return dataclasses.replace(
+        CONFIG, model=f"{tmp_path / 'nets.py'}:net", crop=0, ema_decay=0.0, train_dir=str(tmp_path / "own")
+    )
+
+
+def test_a_net_of_ones_own_is_trained_stopped_continued_and_used(own_net, tmp_path, folder, capsys):
+    whole = train(own_net)
+    parted = dataclasses.replace(own_net, train_dir=str(tmp_path / "parted"))
+    train(dataclasses.replace(parted, max_steps=3))
+    assert train(parted)["weights_sha256"] == whole["weights_sha256"]  # dropout's numbers follow from the step
+    records = [json.loads(line) for line in (tmp_path / "own" / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["accuracy"] == whole["evaluations"][-1]["accuracy"]
+    (tmp_path / "elsewhere").mkdir()
+    moved = (tmp_path / "nets.py").rename(tmp_path / "elsewhere" / "nets.py")
+    use = {"train_dir": own_net.train_dir, "model": f"{moved}:net"}
+    told = scoring.evaluate_checkpoint(EvaluateConfig(**use, precision="float32", json=True))
+    assert json.loads(told)["accuracy"] == whole["evaluations"][-1]["accuracy"]
+    predicting.predict(PredictConfig(**use, pictures=(str(folder / "0.png"),)))
+    assert exporting.export(ExportConfig(**use, format="keras", out=str(tmp_path / "net.keras"), check=100))
+
+
+def test_a_net_of_ones_own_is_run_only_if_the_user_names_it(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "sent")
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    config, evil = copy / "config.json", f"{tmp_path / 'evil.py'}:net"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model": evil}))
+    uses = {
+        scoring.evaluate_checkpoint: lambda **model: EvaluateConfig(train_dir=str(copy), **model),
+        predicting.predict: lambda **model: PredictConfig(train_dir=str(copy), pictures=("a.png",), **model),
+        exporting.export: lambda **model: ExportConfig(train_dir=str(copy), **model),
+    }
+    for use, settings in uses.items():
+        for model in ({}, {"model": "cifarnet"}):
+            with pytest.raises(
+                UsageError, match=f"trained with --model={evil}, code that is run .* give --model={evil}"
+            ):
+                use(settings(**model))
+    assert not (tmp_path / "executed").exists()
+    with pytest.raises(UsageError, match="has no function net"):
+        predicting.predict(uses[predicting.predict](model=evil))
+    assert (tmp_path / "executed").exists()
+
+
+def test_the_projects_own_net_needs_no_name_and_takes_no_other(run):
+    assert load_run.open_run(run).config == load_run.open_run(run, "cifarnet").config
+    for other in ("resnet20", "nets.py:net"):
+        with pytest.raises(UsageError, match=f"trained with --model=cifarnet, not {other}; leave --model"):
+            load_run.open_run(run, other)
+
+
+def test_another_net_than_was_trained_is_refused(run, tmp_path):
+    (tmp_path / "nets.py").write_text(SEQUENTIAL)
+    copy = shutil.copytree(run, tmp_path / "sent")
+    config = copy / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model": "old/nets.py:net", "crop": 0}))
+    with pytest.raises(UsageError, match="has no variable .*; it is of another model"):
+        load_run.open_run(copy, f"{tmp_path / 'nets.py'}:net").load("raw", "float32")
+
+
+@pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
+def test_with_synchronized_norms_two_towers_are_one(own_net, tmp_path, strategy):
+    (tmp_path / "nets.py").write_text(NET.replace("Dropout(0.2)", "Activation('tanh')"))
+    found = []
+    for count in (1, 2):
+        config = dataclasses.replace(
+            own_net, num_gpus=count, strategy=strategy, batch_statistics="synchronized", max_steps=5,
+            train_dir=str(tmp_path / f"on{count}"),
+        )  # fmt: skip
+        train(config)
+        values = checkpoint.read(checkpoint.newest(tmp_path / f"on{count}"))
+        found.append({name: value for name, value in values.items() if name.startswith("model.")})
+    for name, value in found[0].items():
+        np.testing.assert_allclose(found[1][name], value, atol=2e-5 * max(1e-3, abs(value).max()), err_msg=name)
+
+
+SEQUENTIAL = """
+import keras
+from keras import layers
+
+def net():
+    body = keras.Sequential([layers.Input((32, 32, 3)), layers.Conv2D(4, 3, 4, activation="relu"), layers.Flatten()])
+    return keras.Sequential([body, layers.Dense(10)])
+"""
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_a_sequential_net_in_half_precision(own_net, tmp_path, precision):
+    (tmp_path / "nets.py").write_text(SEQUENTIAL)
+    result = train(dataclasses.replace(own_net, precision=precision, max_steps=4))
+    assert np.isfinite(result["evaluations"][-1]["loss"])
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("towers", marks=pytest.mark.slow), "mirrored"])
+def test_a_constraint_holds_under_every_strategy(own_net, tmp_path, strategy):
+    (tmp_path / "nets.py").write_text(SEQUENTIAL.replace("Dense(10)", "Dense(10, kernel_constraint='non_neg')"))
+    train(dataclasses.replace(own_net, strategy=strategy, max_steps=2))
+    values = checkpoint.read(checkpoint.newest(tmp_path / "own"))
+    (head,) = (
+        value
+        for name, value in values.items()
+        if name.startswith("model.") and value.shape[-1:] == (10,) and value.ndim == 2
+    )
+    assert head.min() == 0 < head.max()
+
+
+SUBCLASSED = """
+import keras
+
+class Mine(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.flat, self.head = keras.layers.Flatten(), keras.layers.Dense(10)
+
+    def call(self, x):
+        return self.head(self.flat(x))
+
+net = Mine
+"""
+
+
+def test_a_net_that_keras_cannot_make_again_is_told_what_it_lacks(own_net, tmp_path, capsys):
+    (tmp_path / "nets.py").write_text(SUBCLASSED)
+    train(dataclasses.replace(own_net, max_steps=1))
+    use = {"train_dir": own_net.train_dir, "model": own_net.model, "check": 50}
+    assert not exporting.export(ExportConfig(**use, format="keras", out=str(tmp_path / "net.keras")))
+    assert "get_config and **kwargs; saved_model needs neither" in capsys.readouterr().err
+    assert exporting.export(ExportConfig(**use, out=str(tmp_path / "net")))
+
+
+def test_a_net_that_towers_cannot_train_is_refused_in_a_line(own_net, tmp_path):
+    (tmp_path / "nets.py").write_text(
+        NET.replace("return x + self.shift", "import tensorflow as tf; return x + tf.random.normal([])")
+    )
+    with pytest.raises(UsageError, match=r"model=.*nets.py:net: layer shift.* draws random numbers without a seed"):
+        train(own_net)
+
+
+def test_a_folder_of_ones_own_is_trained_on_scored_and_predicted(tmp_path, folder, capsys):
+    for split, name in ((SMALL[0], "train"), (SMALL[1], "test")):
+        for index in range(150):
+            place = tmp_path / "set" / name / synthetic.CLASSES[split.labels[index]].replace(" ", "_")
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(split.images[index]).save(place / f"{index}.png")
+    data = f"folder:{tmp_path / 'set'}"
+    config = dataclasses.replace(CONFIG, dataset=data, batch_size=50, train_dir=str(tmp_path / "mine"))
+    result = train(config)
+    opened = load_run.open_run(tmp_path / "mine")
+    assert opened.info.class_names == tuple(sorted(name.replace(" ", "_") for name in synthetic.CLASSES))
+    told = scoring.evaluate_checkpoint(EvaluateConfig(train_dir=config.train_dir, precision="float32", json=True))
+    assert json.loads(told)["accuracy"] == result["evaluations"][-1]["accuracy"]
+    predicting.predict(PredictConfig(train_dir=config.train_dir, pictures=(str(folder / "0.png"),)))
+    answer = capsys.readouterr().out.splitlines()[-1].removeprefix(str(folder / "0.png"))
+    assert any(name in answer for name in opened.info.class_names)
+    (tmp_path / "set").rename(tmp_path / "moved")
+    moved = EvaluateConfig(
+        train_dir=config.train_dir, dataset=f"folder:{tmp_path / 'moved'}", precision="float32", json=True
+    )
+    assert json.loads(scoring.evaluate_checkpoint(moved))["accuracy"] == result["evaluations"][-1]["accuracy"]
+    (tmp_path / "moved").rename(tmp_path / "set")
+    next((tmp_path / "set" / "test").glob("*/*.png")).unlink()
+    with pytest.raises(DataError, match="made with other test images than"):
+        train(config)
+    evaluation = EvaluateConfig(train_dir=config.train_dir, precision="float32")
+    with pytest.raises(DataError, match="made with other test images than .* give --changed_data to score these"):
+        scoring.evaluate_checkpoint(evaluation)
+    told = scoring.evaluate_checkpoint(dataclasses.replace(evaluation, changed_data=True))
+    assert "test (other images than it was made with), ema weights" in told and "of 149;" in told
+    next((tmp_path / "set" / "train").glob("*/*.png")).unlink()
+    with pytest.raises(DataError, match="made with other train and test images than"):
+        train(config)
+    (tmp_path / "set" / "test" / opened.info.class_names[0]).rename(tmp_path / "set" / "test" / "other")
+    with pytest.raises(DataError, match="no pictures of|in test, and not in train"):
+        scoring.evaluate_checkpoint(EvaluateConfig(train_dir=config.train_dir))

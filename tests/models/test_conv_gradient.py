@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.models import conv_gradient
+
+
+def gradients(function, images, kernel, upstream):
+    with tf.GradientTape() as tape:
+        tape.watch([images, kernel])
+        y = function(images, kernel)
+    return y, *tape.gradient(y, [images, kernel], upstream)
+
+
+def processor(monkeypatch, *features):
+    monkeypatch.setattr(conv_gradient, "processor_features", lambda: {"sse2", *features})
+
+
+@pytest.mark.parametrize(("dtype", "channels", "rounding"), [("bfloat16", 128, 0.01), ("float32", 24, 1e-5)])
+@pytest.mark.parametrize(("high", "wide", "size"), [(7, 7, (3, 3)), (3, 4, (3, 3)), (5, 6, (5, 3)), (2, 2, (3, 5))])
+def test_the_gradient_row_by_row_is_tensorflows(monkeypatch, dtype, channels, rounding, high, wide, size):
+    processor(monkeypatch, "avx2")
+    random = np.random.default_rng(0)
+    shapes = (4, high, wide, channels), (*size, channels, 64), (4, high, wide, 64)
+    images, kernel, upstream = (tf.cast(random.normal(size=shape), dtype) for shape in shapes)
+    found = gradients(conv_gradient.conv2d, images, kernel, upstream)
+
+    def plain(x, k):
+        return tf.nn.conv2d(x, k, 1, "SAME")
+
+    tensorflows = gradients(plain, images, kernel, upstream)
+    exact = gradients(plain, *(tf.cast(tensor, tf.float64) for tensor in (images, kernel, upstream)))
+    for ours, theirs, true in zip(found, tensorflows, exact, strict=True):
+        error, allowed = (np.abs(tf.cast(which, tf.float64) - true).max() for which in (ours, theirs))
+        # some processors add up in bfloat16, and are themselves that far off
+        assert error <= max(1.5 * allowed, rounding * np.abs(true).max())
+
+
+def kinds(dtype, channels, device, strides=1, padding="SAME", filters=64):
+    @tf.function
+    def step(images, kernel):
+        with tf.device(device):
+            return gradients(
+                lambda x, k: conv_gradient.conv2d(tf.identity(x), k, strides, padding), images, kernel, None
+            )
+
+    arguments = tf.ones([1, 7, 7, channels], dtype), tf.ones([3, 3, channels, filters], dtype)
+    return {op.type for op in step.get_concrete_function(*arguments).graph.get_operations()}
+
+
+def test_it_is_taken_only_where_it_gains(monkeypatch):
+    processor(monkeypatch, "avx2")
+    assert "Conv2DBackpropFilter" not in kinds(tf.bfloat16, 128, "/CPU:1")
+    assert "Conv2DBackpropFilter" not in kinds(tf.float32, 24, "/CPU:1")
+    for arguments in [
+        (tf.float64, 128, "/CPU:1"),
+        (tf.float32, 16, "/CPU:1"),
+        (tf.float32, 24, "/CPU:1", 1, "SAME", 32),
+        (tf.float32, 24, "/GPU:0"),
+        (tf.bfloat16, 64, "/CPU:1"),
+        (tf.bfloat16, 128, "/GPU:0"),
+        (tf.bfloat16, 128, "/CPU:1", 2),
+        (tf.bfloat16, 128, "/CPU:1", 1, "VALID"),
+    ]:
+        assert "Conv2DBackpropFilter" in kinds(*arguments), arguments
+    processor(monkeypatch, "avx2", "avx512f")
+    assert "Conv2DBackpropFilter" in kinds(tf.float32, 128, "/CPU:1")
+    assert "Conv2DBackpropFilter" not in kinds(tf.bfloat16, 128, "/CPU:1")

@@ -1,0 +1,42 @@
+import keras
+import numpy as np
+import pytest
+
+from cifar_towers.benchmark.baselines import stock
+from cifar_towers.models import MODELS
+from cifar_towers.models.layers import PadChannels
+from cifar_towers.models.stock_layers import plain
+
+
+@pytest.mark.parametrize(
+    ("copied", "name"),
+    [
+        *((plain, name) for name in ("cifarnet", "resnet20", "speednet94", "speednet96")),
+        *((stock, name) for name in ("cifarnet", "resnet20", "speednet94")),
+    ],
+)
+def test_stock_layers_compute_the_same(copied, name):
+    model = MODELS[name](side=24, num_classes=7)
+    random = np.random.default_rng(0)
+    for variable in model.variables:  # as after training: no ones and zeros
+        low, high = (0.5, 1.5) if "variance" in variable.path or "gamma" in variable.path else (-0.1, 0.1)
+        variable.assign(random.uniform(low, high, variable.shape))
+    copy = copied(model)
+    own = {type(layer) for layer in copy.layers if not type(layer).__module__.startswith("keras.")}
+    assert own == ({PadChannels} if copied is stock and name == "resnet20" else set())
+    assert copied is stock or "cifar_towers" not in copy.to_json()  # nor initializers, which a file would ask for
+    images = random.normal(size=(4, 24, 24, 3)).astype("f4")
+    expected = np.asarray(model(images, training=False))
+    assert np.ptp(expected) > 1e-3
+    np.testing.assert_allclose(copy(images, training=False), expected, rtol=1e-4, atol=1e-5 * abs(expected).max())
+
+
+def test_stock_layers_compute_in_the_same_type():
+    copy = stock(MODELS["speednet94"](side=24, dtype="mixed_bfloat16"))
+    norms = [layer for layer in copy.layers if isinstance(layer, keras.layers.BatchNormalization)]
+    assert len(norms) == 6 and {layer.compute_dtype for layer in copy.layers[1:-1]} == {"bfloat16"}
+
+
+def test_a_net_of_stock_layers_stays_as_it_is():
+    model = keras.Sequential([keras.layers.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(10)])
+    assert plain(model) is model

@@ -1,0 +1,217 @@
+"""Real workers on the loopback: they come to what towers come to, and read and write the same checkpoints."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cifar_towers import trainer
+from cifar_towers.checkpointing import checkpoint
+from cifar_towers.cli.flags import parse_command_line
+from cifar_towers.cli.shutdown import ShutdownHandler
+from cifar_towers.config import TrainConfig
+from cifar_towers.data import sources
+from cifar_towers.multi_worker.launcher import free_addresses
+from cifar_towers.reporting import jsonl
+from cifar_towers.training.distributed_step import make_multi_worker_strategy
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+NET = """
+import keras
+
+def net(side, num_classes):
+    x = images = keras.Input((side, side, 3))
+    x = keras.layers.Conv2D(8, 5, strides=4, activation="silu")(x)
+    x = keras.layers.BatchNormalization()(x)
+    x = keras.layers.Dropout(0.2, seed=1)(keras.layers.Flatten()(x))
+    return keras.Model(images, keras.layers.Dense(num_classes)(x))
+"""
+
+
+@pytest.fixture
+def shared(small_folder):
+    """Flags of all runs here."""
+    flags = "--batch_size=24 --precision=float32 --intra_op_threads=1 --epochs=1000 --eval_every_epochs=0"
+    return [f"--dataset={small_folder}", *flags.split()]
+
+
+@pytest.fixture
+def flags(shared, tmp_path):
+    """Those of a run of a small net with everything that draws, follows and averages."""
+    (tmp_path / "net.py").write_text(NET)
+    return [
+        *shared,
+        f"--model={tmp_path / 'net.py'}:net",
+        "--ema_decay=0.5",
+        "--max_steps=4",
+        "--summary_every_steps=2",
+    ]
+
+
+def start(script, *arguments, **environment):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
+    return subprocess.Popen(command, env=os.environ | environment, **pipes)
+
+
+def run(script, *arguments, **environment):
+    """(exit code, output) of a program."""
+    process = start(script, *arguments, **environment)
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, output
+
+
+def launch(count, train_dir, *flags):
+    code, output = run(
+        "launch.py", f"--num_workers={count}", "--max_restarts=0", "--", *flags, f"--train_dir={train_dir}"
+    )
+    assert code == 0, output
+    return output
+
+
+def wait_for(path, process):
+    """Until something is there, which a process is to make."""
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=1)[0]
+        time.sleep(0.02)
+
+
+def weights(train_dir):
+    return jsonl.read_json(train_dir / "result.json")["weights_sha256"]
+
+
+def last_values(train_dir):
+    return checkpoint.read(checkpoint.newest(train_dir))
+
+
+def test_two_workers_come_to_what_two_towers_come_to(flags, tmp_path):
+    """Within rounding, as the towers here share the cores in another way; the bits are looked at below."""
+    launch(2, tmp_path / "workers", *flags)
+    given = ["train.py", *flags, "--num_gpus=2", f"--train_dir={tmp_path / 'towers'}"]
+    config = parse_command_line(TrainConfig, given, "")
+    trainer.train(config, sources.find(config.dataset), ShutdownHandler())
+    theirs, mine = last_values(tmp_path / "workers"), last_values(tmp_path / "towers")
+    assert theirs.keys() == mine.keys()
+    for name, value in mine.items():
+        np.testing.assert_allclose(theirs[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"all_reduce": "nccl"}, "all_reduce=nccl asks for GPUs"),
+        ({"num_gpus": 1, "soft_placement": False}, "num_gpus=1 asks for GPUs"),
+        ({"num_gpus": 2}, "start more workers instead"),
+    ],
+)
+def test_gpus_that_a_worker_has_not(options, told):
+    with pytest.raises(ValueError, match=told):
+        make_multi_worker_strategy(("127.0.0.1:1", "127.0.0.1:2"), 0, **options)
+
+
+@pytest.mark.slow
+def test_two_workers_come_to_the_weights_of_two_towers(flags, tmp_path):
+    said = launch(2, tmp_path / "workers", *flags)
+    assert "2 towers of 12 images on 2 workers" in said and "written to" in said
+    assert run("train.py", *flags, "--num_gpus=2", f"--train_dir={tmp_path / 'towers'}")[0] == 0
+    assert weights(tmp_path / "workers") == weights(tmp_path / "towers")
+    theirs, mine = last_values(tmp_path / "workers"), last_values(tmp_path / "towers")
+    assert theirs.keys() == mine.keys()
+    for name, value in mine.items():
+        np.testing.assert_array_equal(theirs[name], value, err_msg=name)
+    ours, others = (jsonl.read_json(tmp_path / name / "result.json")["evaluations"] for name in ("workers", "towers"))
+    for one, other in zip(ours, others, strict=True):
+        assert one.pop("loss") == pytest.approx(other.pop("loss"))
+        assert one == other and one["count"] == 40
+    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("workers", "towers")]
+    for one, other in zip(*(map(json.loads, each) for each in lines), strict=True):
+        for name in ("kind", "step", "accuracy", "count", "confusion"):
+            assert one.get(name) == other.get(name)
+        for name, numbers in other.get("towers", {}).items():  # of the last tower's, which worker 1 has seen, too
+            assert one["towers"][name] == pytest.approx(numbers)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_from_workers_to_towers_and_back(shared, tmp_path):
+    """With a net that has no norms, how many share a batch makes no difference but rounding."""
+    changing, straight = tmp_path / "changing", tmp_path / "straight"
+    flags = [*shared, "--model=cifarnet", "--ema_decay=0.5", "--learning_rate=0.01"]
+    launch(3, changing, *flags, "--max_steps=4")
+    assert run("train.py", *flags, "--num_gpus=2", "--max_steps=8", f"--train_dir={changing}")[0] == 0
+    launch(2, changing, *flags, "--max_steps=12")
+    assert run("train.py", *flags, "--num_gpus=1", "--max_steps=12", f"--train_dir={straight}")[0] == 0
+    there, here = last_values(changing), last_values(straight)
+    assert there.keys() == here.keys() and there["step"] == 12
+    for name, value in here.items():
+        if not name.startswith("loss_average"):  # that of the final tower, whose part of the batch is another
+            np.testing.assert_allclose(there[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_what_was_rolled_back_is_rolled_back_on_all(flags, tmp_path):
+    """A run that was lost between going back and the next checkpoint, which the chief alone knows of."""
+    flags = [*flags, "--rollback_on_divergence"]
+    launch(2, tmp_path, *flags)
+    jsonl.write_json(tmp_path / jsonl.ROLLBACKS, {"rollbacks": 1})
+    launch(2, tmp_path, *flags, "--max_steps=6")  # all have the same weights in the end, or it fails
+    assert jsonl.read_json(tmp_path / "result.json")["rollbacks"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["TF_CONFIG", "Slurm", "flags"])
+def test_each_way_to_tell_who_the_workers_are(flags, tmp_path, way):
+    addresses = free_addresses(2)
+    port = int(addresses[0].rpartition(":")[2])
+
+    def worker(index):
+        if way == "TF_CONFIG":
+            config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+            return start("train.py", *given, TF_CONFIG=json.dumps(config))
+        if way == "flags":
+            return start("train.py", *given, f"--workers={','.join(addresses)}", f"--worker_index={index}")
+        variables = {"SLURM_NTASKS": 2, "SLURM_PROCID": index, "SLURM_STEP_NODELIST": "localhost"}
+        variables |= {"SLURM_STEP_TASKS_PER_NODE": 2, "SLURM_JOB_ID": port % 20_000}
+        return start("train.py", *given, **{name: str(value) for name, value in variables.items()})
+
+    given = [*flags, "--strategy=multi_worker", f"--train_dir={tmp_path / 'run'}"]
+    workers = [worker(index) for index in range(2)]
+    outputs = [process.communicate(timeout=300)[0] for process in workers]
+    assert [process.returncode for process in workers] == [0, 0], outputs
+    assert len(weights(tmp_path / "run")) == 64
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_worker_saves_and_ends_all(flags, tmp_path):
+    addresses = ",".join(free_addresses(2))
+    flags = [*flags, "--max_steps=4000", "--strategy=multi_worker", f"--workers={addresses}"]
+    given = [*flags, "--checkpoint_every_steps=10", f"--train_dir={tmp_path / 'run'}"]
+    workers = [start("train.py", *given, f"--worker_index={index}") for index in range(2)]
+    wait_for(tmp_path / "run" / "checkpoints" / "step-00000010", workers[0])
+    workers[1].send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=60)[0] for process in workers]
+    assert [process.returncode for process in workers] == [143, 143], outputs
+    last = [output.strip().splitlines()[-1] for output in outputs]
+    assert last[0] == last[1] and last[0].startswith("interrupted: saved step "), last
+    saved = checkpoint.newest(tmp_path / "run").name
+    assert last[0].startswith(f"interrupted: saved step {int(saved.removeprefix('step-'))}:"), (last, saved)
+
+
+@pytest.mark.slow
+def test_a_lost_worker_is_named_and_all_is_started_again(flags, tmp_path):
+    flags = [*flags, "--max_steps=300", "--checkpoint_every_steps=10", f"--train_dir={tmp_path / 'run'}"]
+    launcher = start("launch.py", "--num_workers=2", "--max_restarts=1", "--", *flags)
+    wait_for(tmp_path / "run" / "checkpoints" / "step-00000010", launcher)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(children[1]), signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=300)
+    assert launcher.returncode == 0, output
+    assert "lost: worker 1 of 2" in output and "restart 1 of at most 1" in output and "going on from step" in output

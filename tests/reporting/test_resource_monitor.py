@@ -1,0 +1,58 @@
+import gc
+import sys
+from types import SimpleNamespace
+
+import pytest
+import tensorflow as tf
+
+from cifar_towers.reporting.resource_monitor import ResourceMonitor, host_memory_mb
+from cifar_towers.towers import Tower
+
+
+class NVMLError(Exception):
+    pass
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """A stand-in for NVIDIA's library with two GPUs, as none is here."""
+    library = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=90 + handle),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda gpu: {"current": 5e9, "peak": 6e9})
+    return library
+
+
+def test_the_host_alone():
+    gc.collect()  # not between the two
+    before, held = host_memory_mb(), bytearray(10**8)
+    assert set(ResourceMonitor([Tower(0, "/CPU:0")])()) == {"memory/host_mb"}
+    assert 90 < host_memory_mb() - before < 130 and held
+
+
+def test_gpus(nvml):
+    found = ResourceMonitor([Tower(0, "/GPU:0"), Tower(1, "/GPU:1")])()
+    assert found.pop("memory/host_mb") > 100
+    assert found == {
+        "memory/GPU:0_mb": 6000,
+        "memory/GPU:1_mb": 6000,
+        "gpu_utilisation/0": 90,
+        "gpu_utilisation/1": 91,
+    }
+
+
+def test_gpus_whose_driver_does_not_answer(nvml, monkeypatch):
+    def fails(*_):
+        raise NVMLError
+
+    nvml.nvmlDeviceGetUtilizationRates = fails
+    assert "gpu_utilisation/0" not in ResourceMonitor([Tower(0, "/GPU:0")])()
+    nvml.nvmlInit = fails
+    assert "gpu_utilisation/0" not in ResourceMonitor([Tower(0, "/GPU:0")])()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "memory/GPU:0_mb" in ResourceMonitor([Tower(0, "/GPU:0")])()

@@ -1,0 +1,202 @@
+import io
+import json
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
+from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+from tensorboard.plugins.hparams import metadata as sessions
+from tensorboard.plugins.pr_curve import summary as tensorboard_pr_curve
+from tensorboard.plugins.pr_curve.pr_curves_plugin import PrCurvesPlugin
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.util.tensor_util import make_ndarray
+
+from cifar_towers.reporting import tb_protos
+
+SETTINGS = {"recipe": "speed94", "lr": 0.25, "batch_size": np.int64(512), "ema": True}
+
+
+def write(directory, *written):
+    """One value a step, from step 0."""
+    writer = EventFileWriter(str(directory))
+    for step, value in enumerate(written):
+        writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=[value])))
+    writer.close()
+
+
+def read(directory, tag):
+    """{step: tensor} of a tag and the plugin it is for."""
+    accumulator = EventAccumulator(str(directory), size_guidance={"tensors": 0}).Reload()
+    plugin = accumulator.SummaryMetadata(tag).plugin_data.plugin_name
+    return {event.step: make_ndarray(event.tensor_proto) for event in accumulator.Tensors(tag)}, plugin
+
+
+def tensorboard(logdir):
+    """What TensorBoard's plugins are made with."""
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(logdir)).Reload()
+    return TBContext(logdir=str(logdir), data_provider=MultiplexerDataProvider(multiplexer, str(logdir)))
+
+
+def content(value):
+    return make_ndarray(value.tensor)
+
+
+def test_scalars_and_texts_come_back(tmp_path):
+    write(
+        tmp_path,
+        tb_protos.scalar("loss", 0.5),
+        tb_protos.scalar("loss", np.float32("nan")),
+        tb_protos.text("note", "# ≥ 94 %"),
+    )
+    losses, plugin = read(tmp_path, "loss")
+    assert plugin == "scalars" and losses[0] == 0.5 and np.isnan(losses[1]) and losses[0].dtype == np.float32
+    texts, plugin = read(tmp_path, "note")
+    assert plugin == "text" and texts[2].item().decode() == "# ≥ 94 %"
+
+
+def test_an_image_comes_back(tmp_path):
+    shown = np.random.default_rng(0).integers(0, 256, (4, 7, 3), np.uint8)
+    write(tmp_path, tb_protos.image("mistakes", shown))
+    (told,), plugin = read(tmp_path, "mistakes")[0].values(), read(tmp_path, "mistakes")[1]
+    width, height, png = told
+    assert plugin == "images" and (width, height) == (b"7", b"4")
+    assert np.array_equal(np.array(Image.open(io.BytesIO(png))), shown)
+
+
+@pytest.mark.parametrize("data", [[0, 1, 1, 2, 5, 5, 8], [-3.0, 4.0], [2.5] * 9, [0.0], []])
+def test_histograms_are_tensorboards(tmp_path, data):
+    low, high = (min(data), max(data)) if data else (np.inf, -np.inf)
+    counts = np.histogram(data, 8, (low, high))[0] if data else np.zeros(8, int)
+    write(tmp_path, tb_protos.histogram("weights", low, high, counts))
+    (told,), plugin = read(tmp_path, "weights")[0].values(), read(tmp_path, "weights")[1]
+    assert plugin == "histograms" and told.dtype == np.float64
+    np.testing.assert_allclose(told, content(histogram_pb("weights", data, 8).value[0]))
+
+
+def test_values_all_the_same_may_be_counted_in_any_bucket():
+    first, last = (tb_protos.histogram("weights", 3, 3, counts) for counts in ([7, 0, 0], [0, 0, 7]))
+    assert first == last and content(last).tolist() == [[3, 3, 0], [3, 3, 0], [3, 3, 7]]
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, 0), (np.nan, 1), (0, np.nan), (-np.inf, 0), (np.inf, np.inf)])
+def test_a_histogram_of_no_range(low, high):
+    with pytest.raises(ValueError, match=r"weights: a histogram from (1|nan|0|-?inf) to"):
+        tb_protos.histogram("weights", low, high, [1, 2])
+
+
+def examples(number, dtype=np.float32):
+    generator = np.random.default_rng(number)
+    probability = generator.beta(0.5, 0.5, number).astype(dtype)
+    probability[: number // 4] = np.resize([0, 1, 0.5], number // 4)
+    return generator.random(number) < probability, probability
+
+
+def counted(right, probability):
+    """The curve by its definition, one threshold at a time."""
+    curve = []
+    for threshold in np.linspace(0, 1, 127):
+        taken = probability >= threshold
+        tp, fp, tn, fn = (np.sum(both) for both in (right & taken, ~right & taken, ~right & ~taken, right & ~taken))
+        curve.append([tp, fp, tn, fn, tp / (tp + fp) if tp + fp else 0, tp / (tp + fn) if tp + fn else 0])
+    return np.transpose(curve)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_pr_curve_is_counted(tmp_path, dtype):
+    right, probability = examples(1000, dtype)
+    write(tmp_path, tb_protos.pr_curve("cat", right, probability))
+    (told,), plugin = read(tmp_path, "cat")[0].values(), read(tmp_path, "cat")[1]
+    assert plugin == "pr_curves" and told.shape == (6, 127) and told.dtype == np.float32
+    np.testing.assert_allclose(told, counted(right, probability), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_pr_curve_is_tensorboards(dtype):
+    right, probability = examples(10_000, dtype)
+    probability[:127] = np.arange(127, dtype=dtype) / 126  # on the thresholds
+    ours, theirs = (
+        tb_protos.pr_curve("cat", right, probability),
+        tensorboard_pr_curve.pb("cat", right, probability, num_thresholds=127).value[0],
+    )
+    assert np.array_equal(content(ours), content(theirs))
+    assert ours.metadata.SerializeToString() == theirs.metadata.SerializeToString()
+
+
+@pytest.mark.parametrize("right", [[], [True], [False], [False] * 5, [True] * 5])
+def test_pr_curves_of_few_examples_and_of_one_kind(tmp_path, right):
+    probability = np.linspace(0.2, 0.9, len(right))
+    told = tb_protos.pr_curve("cat", right, probability)
+    assert np.array_equal(content(told), np.float32(counted(np.array(right, bool), probability)))
+    write(tmp_path / "eval", told)
+    plugin = PrCurvesPlugin(tensorboard(tmp_path))
+    (shown,) = plugin.pr_curves_impl(RequestContext(), "", ["eval"], "cat")["eval"]
+    assert len(shown["precision"]) == 1 + int(126 * probability.max(initial=0))
+
+
+@pytest.mark.parametrize("probability", [-0.01, 1.01, np.nan, np.inf])
+def test_what_is_no_probability(probability):
+    with pytest.raises(ValueError, match="cat: probabilities from"):
+        tb_protos.pr_curve("cat", [True, False], [0.5, probability])
+
+
+def test_more_than_certain_by_rounding():
+    assert content(tb_protos.pr_curve("cat", [True], np.nextafter(np.ones(1, np.float32), np.float32(2))))[0, -1] == 1
+
+
+def session_groups(logdir):
+    request = api_pb2.ListSessionGroupsRequest(slice_size=9, allowed_statuses=api_pb2.Status.values())
+    context = backend_context.Context(tensorboard(logdir))
+    return list_session_groups.Handler(RequestContext(), context, "", request).run().session_groups
+
+
+@pytest.mark.parametrize("logdir", ["", "second"])
+def test_settings_stand_beside_the_scalars_of_their_run(tmp_path, logdir):
+    for run, accuracy in (("first", 0.5), ("second", 0.75)):
+        ended = [tb_protos.hparams_end()] if run == "second" else []
+        write(tmp_path / run / "train", tb_protos.scalar("rate", 1))
+        write(tmp_path / run / "eval", tb_protos.hparams(SETTINGS), tb_protos.scalar("accuracy", accuracy), *ended)
+    shown = session_groups(tmp_path / logdir)
+    assert [group.name for group in shown] == (["eval"] if logdir else ["first/eval", "second/eval"])
+    assert [(metric.name.tag, metric.value) for metric in shown[-1].metric_values] == [("accuracy", 0.75)]
+    assert dict(shown[-1].hparams.items()).keys() == SETTINGS.keys()
+    assert shown[-1].hparams["ema"].bool_value is True and shown[-1].hparams["batch_size"].number_value == 512
+    assert shown[-1].hparams["recipe"].string_value == "speed94"
+    status = api_pb2.STATUS_UNKNOWN if not logdir else api_pb2.STATUS_SUCCESS
+    assert shown[0].sessions[0].status == status
+
+
+def test_the_first_end_of_a_run_counts(tmp_path):
+    started, first, second = tb_protos.hparams(SETTINGS), tb_protos.hparams_end(), tb_protos.hparams_end()
+    write(tmp_path / "eval", started, first, second)
+    (session,) = session_groups(tmp_path)[0].sessions
+    ended = sessions.parse_session_end_info_plugin_data(first.metadata.plugin_data.content)
+    assert (session.status, session.end_time_secs) == (api_pb2.STATUS_SUCCESS, ended.end_time_secs)
+    assert 0 <= session.end_time_secs - session.start_time_secs < 60
+    assert read(tmp_path / "eval", sessions.SESSION_END_INFO_TAG)[1] == "hparams"
+
+
+def test_a_setting_of_another_type():
+    with pytest.raises(TypeError, match="decay"):
+        tb_protos.hparams({"decay": None})
+
+
+def test_a_layout_names_its_charts(tmp_path):
+    charts = {
+        "accuracy": {"test": [r"accuracy/test"], "all": [r"accuracy/.*", r"top5/\w+"]},
+        "losses": {"raw": ["losses/"]},
+    }
+    write(tmp_path / "eval", tb_protos.layout(charts), tb_protos.scalar("accuracy/test", 0.5))
+    plugin = CustomScalarsPlugin(tensorboard(tmp_path))
+    shown = json.loads(plugin.layout_impl(RequestContext(), ""))["category"]
+    told = {c["title"]: {chart["title"]: chart["multiline"]["tag"] for chart in c["chart"]} for c in shown}
+    assert told == charts

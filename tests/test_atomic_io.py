@@ -1,0 +1,167 @@
+"""Whatever happens while a directory is committed, there is an old state or a new one, and damage is seen."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cifar_towers import atomic_io
+
+ROOT = Path(__file__).parents[1]
+CONTENT = {"weights.bin": bytes(range(256)) * 40, "facts.json": b'{"step": 2}', "empty": b""}
+
+
+def write(directory):
+    for name, content in CONTENT.items():
+        (directory / name).write_bytes(content)
+
+
+def committed(parent, name="step-2"):
+    atomic_io.commit(parent / name, write)
+    return parent / name
+
+
+def test_what_was_committed_is_there_and_undamaged(tmp_path):
+    directory = committed(tmp_path / "checkpoints")
+    assert {path.name: path.read_bytes() for path in directory.iterdir() if path.name != atomic_io.MANIFEST} == CONTENT
+    assert atomic_io.damage(directory) == ""
+    assert [path.name for path in directory.parent.iterdir()] == ["step-2"]
+
+
+def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
+    path = tmp_path / "file"
+    atomic_io.write_whole(path, "one")
+    atomic_io.write_whole(path, b"two")
+    with pytest.raises(UnicodeEncodeError):
+        atomic_io.write_whole(path, "\udc80")
+    assert path.read_bytes() == b"two" and list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_leaves_nothing(tmp_path):
+    def full(directory):
+        write(directory)
+        raise OSError(28, "No space left on device")
+
+    committed(tmp_path, "step-1")
+    with pytest.raises(OSError, match="No space"):
+        atomic_io.commit(tmp_path / "step-2", full)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+# A child process that dies, with nothing done after, at its k-th call of these; the code is what users run.
+CHILD = """
+import os, pathlib, shutil, sys
+sys.path.insert(0, {root!r})
+from cifar_towers import atomic_io
+calls, die_at = 0, int(sys.argv[2])
+def dying(function):
+    def call(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == die_at:
+            os._exit(9)
+        return function(*args, **kwargs)
+    return call
+parent = pathlib.Path(sys.argv[1])
+os.fsync, os.rename, os.open, shutil.rmtree = map(dying, (os.fsync, os.rename, os.open, shutil.rmtree))
+for name in ("mkdir", "write_bytes", "write_text", "stat", "iterdir", "open"):
+    setattr(pathlib.Path, name, dying(getattr(pathlib.Path, name)))
+def write(directory):
+    for name in ("a", "b"):
+        (directory / name).write_bytes(b"new " * 5000)
+atomic_io.commit(parent / "step-2", write)
+atomic_io.remove(parent / "step-1")
+print(calls)
+"""
+
+
+def child(parent, die_at):
+    command = [sys.executable, "-c", CHILD.format(root=str(ROOT)), str(parent), str(die_at)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_death_at_every_call_of_a_save_leaves_the_old_state_or_the_new(tmp_path):
+    (tmp_path / "whole").mkdir()
+    committed(tmp_path / "whole", "step-1")
+    points = int(child(tmp_path / "whole", 0).stdout)
+    assert points > 20
+    seen = set()
+    for point in range(1, points + 1):
+        parent = tmp_path / str(point)
+        parent.mkdir()
+        committed(parent, "step-1")
+        assert child(parent, point).returncode == 9
+        atomic_io.sweep(parent)
+        left = sorted(path.name for path in parent.iterdir())
+        assert left in (["step-1"], ["step-1", "step-2"], ["step-2"]), (point, left)
+        assert not any(atomic_io.damage(parent / name) for name in left)
+        seen.add(tuple(left))
+    assert len(seen) == 3
+
+
+def mutate(directory, random):
+    """One fault of a disk in one file of a directory."""
+    path = directory / random.choice(sorted(path.name for path in directory.iterdir()))
+    content = path.read_bytes()
+    kind = random.choice(["flip", "cut", "zero", "delete", "swap", "add", "grow"])
+    if kind == "flip" and content:
+        place = random.randrange(len(content))
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << random.randrange(8)]) + content[place + 1 :])
+    elif kind == "cut" and content:
+        path.write_bytes(content[: random.randrange(len(content))])
+    elif kind == "zero" and any(content):
+        path.write_bytes(bytes(len(content)))
+    elif kind == "swap":
+        other = random.choice([other for other in directory.iterdir() if other != path])
+        path.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+    elif kind == "add":
+        (directory / "stranger").write_bytes(b"")
+    elif kind == "grow":
+        path.write_bytes(content + b"\0")
+    else:
+        path.unlink()
+    return f"{kind} {path.name}"
+
+
+def test_every_damage_is_seen(tmp_path):
+    """Of the manifest too; but a manifest that only gained white space at its end still says the same."""
+    dice = random.Random(0)
+    for trial in range(300):
+        directory = committed(tmp_path, f"step-{trial}")
+        told = mutate(directory, dice)
+        if told == f"grow {atomic_io.MANIFEST}":
+            (directory / atomic_io.MANIFEST).write_text((directory / atomic_io.MANIFEST).read_text().rstrip("\0") + " ")
+            assert not atomic_io.damage(directory)
+        else:
+            assert atomic_io.damage(directory), told
+
+
+def test_the_damaged_are_set_aside_under_names_of_their_own(tmp_path):
+    names = [atomic_io.set_aside(committed(tmp_path)).name for _ in range(3)]
+    assert names == ["damaged-step-2", "damaged-step-2-1", "damaged-step-2-2"]
+
+
+def test_a_lock_is_one_processs_and_dies_with_it(tmp_path):
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from pathlib import Path; from cifar_towers import atomic_io as storage\n"
+        f"with storage.locked(Path({str(tmp_path / '.lock')!r})) as ours: print(ours, flush=True); sys.stdin.read()"
+    )
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **options) as holder:
+        assert holder.stdout.readline() == "True\n"
+        with atomic_io.locked(tmp_path / ".lock") as ours:
+            assert not ours
+        start = time.monotonic()
+        threading.Timer(0.3, holder.kill).start()
+        with atomic_io.locked(tmp_path / ".lock", wait=True) as ours:
+            assert ours and time.monotonic() - start > 0.2
+    with atomic_io.locked(tmp_path / ".lock") as ours:
+        assert ours
+    assert os.path.exists(tmp_path / ".lock")

@@ -1,0 +1,176 @@
+"""What a close look at a step says, held against numbers taken another way."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.config import TrainConfig
+from cifar_towers.config.schedules import RunLength
+from cifar_towers.data import synthetic
+from cifar_towers.data.batches import Batches
+from cifar_towers.data.dataset import CIFAR10
+from cifar_towers.towers import split_batch
+from cifar_towers.training import build, diagnostics, nonfinite
+from cifar_towers.training.diagnostics import TensorStats
+
+SETTINGS = {"model": "cifarnet", "crop": 24, "shift": 0, "standardize": "image", "batch_size": 24, "learning_rate": 0.1}
+
+
+@pytest.fixture(scope="module")
+def examples():
+    return synthetic.make(240, 0, 0)
+
+
+def made(towers, examples, **settings):
+    config = TrainConfig(**SETTINGS | settings)
+    batches = Batches(examples, config.batch_size, 0, config.flip)
+    return (
+        config,
+        batches,
+        build.make_training(config, towers, "float32", examples, RunLength(batches.steps_per_epoch, 100, 100)),
+    )
+
+
+def one_step(training, batch, look=True):
+    rates = training.state.optimizer.rates(0)
+    rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
+    return training.train_step(batch, rates, 32, tf.constant(look))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.random.default_rng(0).normal(size=(7, 11)),
+        np.zeros(5),
+        np.full(3, -2e8),
+        np.array([0, 1, 1, np.nan, np.inf]),
+        np.arange(60.0).reshape(3, 20) / 59,
+    ],
+)
+def test_counts_are_numpys(values):
+    spread = TensorStats.of(diagnostics.count(tf.constant(values, tf.float32)).numpy())
+    finite = np.where(np.isfinite(values), values, 0).astype(np.float32)
+    assert (spread.low, spread.high) == (finite.min(), finite.max())
+    assert spread.zeros == pytest.approx((finite == 0).mean())
+    assert spread.norm == pytest.approx(np.linalg.norm(finite))
+    assert spread.counts.sum() == values.size
+    if spread.high > spread.low:
+        expected, edges = np.histogram(finite, diagnostics.BUCKETS)
+        ties = np.abs(finite.reshape(-1, 1) - edges).min(1) < 1e-6
+        assert np.abs(spread.counts - expected).sum() <= 2 * ties.sum()
+
+
+@pytest.mark.parametrize(
+    "count, settings",
+    [
+        (2, {}),
+        (1, {"micro_batches": 2}),
+        (2, {"strategy": "mirrored"}),
+        (2, {"parallelism": "model", "micro_batches": 2}),
+    ],
+)
+def test_a_close_up_is_of_the_step_it_is_of(towers, examples, count, settings):
+    config, batches, training = made(towers(count), examples, **settings)
+    state, batch = training.state, batches.at(0)
+    before = [weight.numpy() for weight in state.weights]
+    metrics = one_step(training, batch)
+    _, _, reference = made(towers(count), examples)
+    model, shards = reference.state.model, split_batch(batch, training.towers)
+    loss_fn, _ = build.make_loss_fn(config, model)
+    augment = build.make_augmentation(config, CIFAR10).train
+
+    def gradients_of(shard):
+        with tf.GradientTape() as tape:
+            weights, statistics = reference.state.read()
+            tape.watch(weights)
+            logits, _ = model.stateless_call(weights, statistics, augment(shard.images, shard.draws), training=True)
+            loss = loss_fn(shard.labels, logits, weights)["total_loss"]
+        return [gradient.numpy() for gradient in tape.gradient(loss, weights)]
+
+    towers_gradients = [gradients_of(shard) for shard in shards]
+    means = [np.mean(of_one, 0) for of_one in zip(*towers_gradients, strict=True)]
+    flat = [np.concatenate([g.ravel() for g in gradients]) for gradients in [*towers_gradients, means]]
+    for (norm, cosine), own in zip(metrics.diagnostics.towers.numpy(), flat, strict=False):
+        assert norm == pytest.approx(np.linalg.norm(own), rel=1e-4)
+        assert cosine == pytest.approx(own @ flat[-1] / np.linalg.norm(own) / np.linalg.norm(flat[-1]), abs=1e-5)
+
+    for index, row in enumerate(metrics.diagnostics.update.numpy()):
+        weight, gradient, moved = TensorStats.of(row[:34]), TensorStats.of(row[34:68]), row[68]
+        assert (weight.low, weight.high) == (before[index].min(), before[index].max())
+        assert weight.counts.sum() == gradient.counts.sum() == before[index].size
+        assert gradient.norm == pytest.approx(np.linalg.norm(means[index]), rel=1e-3)
+        assert moved == pytest.approx(np.linalg.norm(state.weights[index].numpy() - before[index]), rel=1e-3)
+
+    shard = shards[-1]  # the final tower's, and of that the last micro-batch
+    parts = config.micro_batches
+    images = augment(shard.images, shard.draws).numpy()[-(len(shard.labels) // parts) :]
+    look = metrics.diagnostics.look
+    np.testing.assert_allclose(look.images, images[: len(look.images)], atol=1e-5)
+    np.testing.assert_array_equal(
+        look.labels, shard.labels.numpy()[-(len(shard.labels) // parts) :][: len(look.labels)]
+    )
+    layers = diagnostics.activation_layers(model)
+    assert [layer.name for layer in layers] == ["conv1", "conv2", "local3", "local4", "softmax_linear"]
+    outputs = keras.Model(model.input, [layer.output for layer in layers])(images[: diagnostics.EXAMPLES])
+    for row, output in zip(look.activations.numpy(), outputs, strict=True):
+        spread = TensorStats.of(row)
+        assert spread.high == pytest.approx(output.numpy().max(), rel=1e-4)
+        assert spread.zeros == pytest.approx((output.numpy() == 0).mean(), abs=1e-3)
+        assert spread.counts.sum() == output.shape.num_elements()
+
+
+@pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
+def test_looking_changes_no_bit(towers, examples, strategy):
+    digests = set()
+    for look in (True, False):
+        _, batches, training = made(towers(2), examples, strategy=strategy)
+        for step in range(3):
+            metrics = one_step(training, batches.at(step), look)
+        digests.add(training.state.digest())
+        assert metrics.diagnostics.update.numpy().any() == look
+        assert metrics.diagnostics.look.activations.numpy().any() == look
+    assert len(digests) == 1
+
+
+def test_layers_of_a_backbone_that_the_net_calls_again_are_looked_at_in_the_net():
+    """`layer.output` of each is in the backbone's graph, which the net's input does not reach."""
+    keras.utils.set_random_seed(0)
+    into = keras.Input([8, 8, 3])
+    backbone = keras.Model(into, keras.layers.ReLU(name="relu")(keras.layers.Conv2D(4, 3, name="convolution")(into)))
+    images = keras.Input([18, 18, 3])
+    x = images
+    for layer in backbone.layers[1:]:
+        x = layer(x)
+    model = keras.Model(images, keras.layers.Dense(10, name="head")(keras.layers.GlobalAveragePooling2D()(x)))
+    given = tf.random.stateless_uniform([2, 18, 18, 3], (0, 1)) - 0.5
+    variables = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
+    logits, _, _, seen = diagnostics.stateless_call_with_activations(model)(*variables, given)
+    assert [layer.name for layer in diagnostics.activation_layers(model)] == ["relu", "head"]
+    np.testing.assert_allclose(seen[0], tf.nn.relu(model.get_layer("convolution")(given)), rtol=1e-6)
+    np.testing.assert_array_equal(seen[1], logits)
+    assert nonfinite.first_nonfinite_layer(model, given) == ""
+    assert nonfinite.first_nonfinite_layer(model, given * np.inf) == "the images"
+    convolution = model.get_layer("convolution")
+    convolution.kernel.assign(1e10 * convolution.kernel)
+    assert nonfinite.first_nonfinite_layer(model, given * 1e35) == "the output of convolution"
+
+
+def test_a_number_that_is_not_finite_is_looked_at_without_harm(towers, examples):
+    _, batches, training = made(towers(2), examples)
+    training.state.weights[0].assign(np.nan * training.state.weights[0])
+    metrics = one_step(training, batches.at(0))
+    assert not metrics.finite and np.isfinite(metrics.diagnostics.update[:, :-1]).all()
+
+
+def test_the_noise_scale_of_known_noise():
+    """Gradients of examples = true gradient + noise of covariance with trace 50 x 4: noise scale 200 / 25 = 8."""
+    random, dimension, batch, towers = np.random.default_rng(1), 50, 64, 4
+    true = np.full(dimension, 25**0.5 / dimension**0.5)
+    estimates = []
+    for _ in range(4000):
+        each = true + random.normal(scale=2, size=(towers, dimension)) / (batch / towers) ** 0.5
+        norms = np.linalg.norm(each, axis=1)
+        estimates.append(diagnostics.noise_scale(norms, np.linalg.norm(each.mean(0)), batch))
+    signal, trace = np.mean(estimates, 0)
+    assert signal == pytest.approx(25, rel=0.02) and trace == pytest.approx(200, rel=0.02)

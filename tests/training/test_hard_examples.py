@@ -1,0 +1,144 @@
+"""Training on the hardest part of each batch: which that is, and that nothing else is different."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.config import TrainConfig
+from cifar_towers.config.schedules import RunLength
+from cifar_towers.data import synthetic
+from cifar_towers.errors import UsageError
+from cifar_towers.training import build, hard_examples
+
+HARDEST = {
+    "model": f"{Path(__file__).parents[1] / 'nets.py'}:tiny",
+    "shift": 0,
+    "batch_size": 16,
+    "hard_example_pool": 32,
+    "crop": 20,
+    "learning_rate": 0.5,
+    "momentum": 0.8,
+    "label_smoothing": 0.2,
+    "whitening_images": 60,
+}
+LENGTH = RunLength(10, 100, 100)
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def examples():
+    return synthetic.make(240, 0, 0)
+
+
+class Run:
+    """A state, what moves it, and the batches for it."""
+
+    def __init__(self, towers, examples, precision="float32", config=None, **settings):
+        self.config = config or TrainConfig(**HARDEST | settings)
+        self.info = examples.info
+        self.batches = build.make_batches(self.config, examples)
+        self.state, self.call, _ = build.make_training(self.config, towers, precision, examples, LENGTH)
+
+    def step(self, number, batch=None, rates=None):
+        rates = rates or self.state.optimizer.rates(number)
+        rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
+        metrics = self.call(self.batches.at(number) if batch is None else batch, rates)
+        return tf.nest.map_structure(lambda tensor: tensor.numpy(), metrics)
+
+    def values(self, prefix=""):
+        named = self.state.named_variables().items()
+        return {name.removeprefix(prefix): v.numpy() for name, v in named if name.startswith(prefix)}
+
+
+def assert_same(one, other):
+    """To rounding: another graph may add up in another order."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        np.testing.assert_allclose(value, other[name], 1e-5, 1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("count, micro_batches", [(1, 1), (2, 2)])
+def test_it_is_training_on_what_a_small_net_finds_hardest(towers, examples, count, micro_batches):
+    """Step by step the same as two trainings apart: of the small net on all, of the large one on those alone
+    whose losses, by the small net as it is before the step, are the highest."""
+    settings = {"ema_decay": 0.9, "micro_batches": micro_batches}
+    both = Run(towers(count), examples, **settings)
+    small = Run(towers(count), examples, config=build.proxy_config(both.config))
+    alone = Run(towers(count), examples, hard_example_pool=0, **settings)
+    for number in range(STEPS):
+        batch = both.batches.at(number)
+        by_hand = losses(small, batch, count * micro_batches)
+        metrics = both.step(number)
+        assert set(metrics.hard_examples.rows) == set(np.argsort(by_hand)[-16:])
+        assert (np.diff(metrics.hard_examples.rows) > 0).all()
+        assert metrics.finite and metrics.hard_examples.proxy.finite
+        told = small.step(number, batch, both.state.optimizer.rates(number))  # so that its whitening rests
+        assert told.loss == pytest.approx(metrics.hard_examples.proxy.loss, rel=1e-5)
+        told = alone.step(number, hard_examples.take(batch, metrics.hard_examples.rows))
+        assert told.accuracy == metrics.accuracy and told.loss == pytest.approx(metrics.loss, rel=1e-5)
+    assert_same(both.values("proxy."), small.values())
+    assert_same({n: v for n, v in both.values().items() if not n.startswith("proxy.")}, alone.values())
+
+
+def losses(run, batch, parts):
+    """The recipe's loss of each example by the state's net, whose batch norm sees one of so many parts."""
+    images = build.make_augmentation(run.config, run.info).train(batch.images, batch.draws)
+    parts = [run.state.model.stateless_call(*run.state.read(), part, training=True) for part in tf.split(images, parts)]
+    chances = tf.nn.log_softmax(tf.concat([logits for logits, _ in parts], 0)).numpy()
+    true = chances[np.arange(len(chances)), batch.labels]
+    return -0.8 * true - 0.2 * chances.mean(1)
+
+
+def test_two_towers_pick_what_one_picks(towers, examples):
+    """Batch norm takes the whole batch's statistics in both, so that only the order of sums is different."""
+    one, two = (Run(towers(k), examples, model="cifarnet", crop=24, batch_statistics="synchronized") for k in (1, 2))
+    for number in range(STEPS):
+        told = [run.step(number) for run in (one, two)]
+        np.testing.assert_array_equal(*(metrics.hard_examples.rows for metrics in told))
+        assert told[0].loss == pytest.approx(told[1].loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_a_proxy_that_is_not_finite_moves_no_more_and_says_so(towers, examples, precision):
+    run = Run(towers(2), examples, precision)
+    kernel = run.state.proxy.weights[1]
+    kernel.assign(tf.fill(kernel.shape, np.inf))
+    before = run.values()
+    metrics = run.step(0)
+    assert metrics.finite and not metrics.hard_examples.proxy.finite and (metrics.nonfinite_towers == -1).all()
+    after = run.values()
+    moved = {name for name, value in before.items() if not np.array_equal(after[name], value, equal_nan=True)}
+    assert {"proxy.step", "step", "model.dense.kernel"} <= moved
+    assert not [name for name in moved if name.startswith(("proxy.model", "proxy.optimizer"))]
+    if precision == "float16":
+        assert after["loss_scale.scale"] == before["loss_scale.scale"]
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({"hard_example_pool": 16}, "hard_example_pool=16 is no more than batch_size=16"),
+        ({"hard_example_pool": 30, "num_gpus": 4}, "hard_example_pool=30 cannot be shared by 4 towers; 28 and 32 can"),
+        ({"strategy": "mirrored"}, "hard_example_pool=32 is for towers that share the batch; leave strategy=mirrored"),
+        ({"parallelism": "model"}, "leave parallelism=model"),
+    ],
+)
+def test_what_it_is_not_for(settings, told):
+    with pytest.raises(UsageError, match=told):
+        TrainConfig(**HARDEST | settings)
+
+
+def test_more_than_there_are(examples):
+    with pytest.raises(UsageError, match="hard_example_pool=256 is more than the 240 training examples"):
+        build.make_batches(TrainConfig(**HARDEST | {"hard_example_pool": 256}), examples)
+
+
+def test_what_both_sizes_can_be_shared_by():
+    config = TrainConfig(batch_size=1000, hard_example_pool=1500)
+    with pytest.raises(UsageError, match="hard_example_pool=1500 cannot be shared by 8 towers; 1496 and 1504 can"):
+        config.tower_batch_size(8)
+    with pytest.raises(UsageError, match="hard_example_pool=1001 cannot be shared by 2 towers; 1002 can"):
+        dataclasses.replace(config, hard_example_pool=1001).tower_batch_size(2)

@@ -1,0 +1,122 @@
+"""Numbers that are not finite: the update is left out, and where they came from is told."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.config import TrainConfig
+from cifar_towers.config.schedules import RunLength
+from cifar_towers.data import synthetic
+from cifar_towers.data.batches import Batches
+from cifar_towers.data.dataset import CIFAR10
+from cifar_towers.training import build, nonfinite
+
+NET = {
+    "model": "speednet93",
+    "crop": 20,
+    "shift": 0,
+    "batch_size": 24,
+    "whitening_images": 60,
+    "whitening_epochs": 1,
+    "ema_decay": 0.9,
+}
+WAYS = [
+    {},
+    {"strategy": "mirrored"},
+    pytest.param({"batch_statistics": "synchronized", "optimizer": "adamw"}, marks=pytest.mark.slow),
+    {"micro_batches": 2, "optimizer": "muon", "variable_placement": "round_robin"},
+]
+
+
+@pytest.fixture(scope="module")
+def examples():
+    return synthetic.make(240, 0, 0)
+
+
+class Run:
+    """A step on two towers, and a batch for it."""
+
+    def __init__(self, towers, examples, precision="float32", **settings):
+        self.config, self.towers = TrainConfig(**NET | settings), towers(2)
+        self.batch = Batches(examples, 24, 0).at(0)
+        self.state, self.call, _ = build.make_training(
+            self.config, self.towers, precision, examples, RunLength(10, 100, 100)
+        )
+
+    def step(self, batch=None, rate=0.01):
+        rates = {name: tf.constant(rate) for name in self.state.optimizer.rates(0)}
+        return tf.nest.map_structure(lambda tensor: tensor.numpy(), self.call(batch or self.batch, rates))
+
+    def values(self):
+        named = self.state.named_variables().items()
+        return {name: v.numpy() for name, v in named if not name.startswith(("ema", "step"))}
+
+    def poisoned(self, example):
+        """The batch with one image that is not finite. (A single NaN could get lost: max pooling passes over it.)"""
+        images = tf.cast(self.batch.images, tf.float32).numpy()
+        images[example] = np.inf
+        return self.batch._replace(images=tf.constant(images))
+
+    def told(self, metrics):
+        names = [v.name.removesuffix(":0") for v in self.state.weights]
+        return nonfinite.describe(metrics, self.towers, list(metrics.losses), names, *self.state.update_names.values())
+
+
+@pytest.fixture(scope="module")
+def plain(towers, examples):
+    """One of shared variables on towers, that all may go on with who leave it as they found it."""
+    return Run(towers, examples)
+
+
+def same(before, after):
+    return all(np.array_equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())) or "towers")
+def test_a_bad_image_moves_nothing_and_its_tower_is_named(towers, examples, plain, way):
+    run = Run(towers, examples, **way) if way else plain
+    begun = run.state.step.numpy()
+    assert run.step().finite
+    before = run.values()
+    for example in (3, 20):
+        metrics = run.step(run.poisoned(example))
+        synchronized = way.get("batch_statistics") == "synchronized"  # there it spreads before any loss is taken
+        assert not metrics.finite and same(before, run.values()) and not run.state.first_nonfinite_variable()
+        assert run.told(metrics) == f"cross_entropy of tower_{0 if synchronized else example // 12} is not finite"
+        assert np.isfinite(list(metrics.averages.values())).all()
+    assert run.step().finite and not same(before, run.values())
+    assert run.state.step.numpy() == begun + 4
+
+
+def test_what_first_went_wrong_is_told(towers, examples):
+    run = Run(towers, examples)
+    images = build.make_augmentation(run.config, CIFAR10).evaluate(run.batch.images)
+    assert nonfinite.first_nonfinite_layer(run.state.model, images) == ""
+    assert nonfinite.first_nonfinite_layer(run.state.model, tf.where(images > 1, np.inf, images)) == "the images"
+    assert nonfinite.first_nonfinite_layer(run.state.model, images * 1e38) == "the output of whitening"
+    run.state.model.get_layer("group2_norm1").beta.assign([np.nan] * 128)
+    assert nonfinite.first_nonfinite_layer(run.state.model, images) == "variable group2_norm1/beta"
+    assert run.state.first_nonfinite_variable() == "model.group2_norm1.beta"
+
+
+def test_a_step_that_would_overflow_the_weights_is_not_made(plain):
+    before = plain.values()
+    metrics = plain.step(rate=np.inf)
+    assert not metrics.finite and same(before, plain.values()) and (metrics.nonfinite_towers == -1).all()
+    assert plain.told(metrics).startswith("the new value of ")
+
+
+def test_a_gradient_that_overflows_is_told_from_a_loss_that_does():
+    inputs = keras.Input([2])
+    model = keras.Model(inputs, keras.layers.Dense(10)(inputs))
+    assert nonfinite.first_nonfinite_layer(model, tf.ones([1, 2])) == ""
+    assert (
+        int(
+            nonfinite.first_nonfinite_index(
+                [tf.zeros(3), None, tf.constant([1, 2]), tf.constant([0.0, np.inf]), np.nan * tf.ones(2)]
+            )
+        )
+        == 3
+    )
+    assert int(nonfinite.first_nonfinite_index([tf.zeros([0]), tf.ones([], tf.bfloat16)])) == -1
