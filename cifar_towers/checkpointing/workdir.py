@@ -68,9 +68,8 @@ def newest(directory: Path, config: TrainConfig, dataset: Dataset) -> tuple[Path
         return None
     facts = checkpoints.read_metadata(checkpoint)
     mine = recipe_fields(config) | {"dataset": dataset.name}
-    theirs = (
-        recipe_fields(TrainConfig()) | with_current_names(facts["recipe"]) | {"dataset": facts["dataset"]}
-    )  # a setting may be newer
+    theirs = recipe_fields(TrainConfig())  # a setting may be newer than the checkpoint
+    theirs |= with_current_names(facts["recipe"]) | {"dataset": facts["dataset"]}
     if all(of["dataset"].startswith(FOLDER) for of in (mine, theirs)):  # it may have moved; what is in it is held below
         mine["dataset"] = theirs["dataset"]
     common = [name for name in mine if name in theirs]

@@ -421,7 +421,13 @@ def shared_settings(config: TrainConfig) -> dict[str, Any]:
         "worker_wait_seconds",
         "allow_public_cluster",
     }
-    own |= {"log_device_placement", "intra_op_threads", "gpu_memory_growth", "gpu_memory_limit_mb"}
+    own |= {
+        "allow_public_cluster",
+        "log_device_placement",
+        "intra_op_threads",
+        "gpu_memory_growth",
+        "gpu_memory_limit_mb",
+    }
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in own}
 
 
