@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from cifar_towers import atomic_io
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.manager import CheckpointManager
 from cifar_towers.cli.shutdown import LAUNCH_VARIABLE, NOTHING_DONE, ShutdownHandler
@@ -19,6 +18,7 @@ from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError, error_text
 from cifar_towers.evaluation.evaluator import make_evaluator
+from cifar_towers.files import atomic_io, run_files
 from cifar_towers.multi_worker import agreement
 from cifar_towers.multi_worker.coordination import Team, alone
 from cifar_towers.reporting import jsonl
@@ -269,8 +269,8 @@ class Trainer:
             ) from error
         good_until = int(self.state.step.numpy()) - self.health.in_a_row
         self.health.roll_back(error)
-        with jsonl.best_effort_writes(self.directory / jsonl.ROLLBACKS):  # a checkpoint will know it only later
-            jsonl.write_json(self.directory / jsonl.ROLLBACKS, {"rollbacks": self.health.rollbacks})
+        with jsonl.best_effort_writes(self.directory / run_files.ROLLBACKS):  # a checkpoint will know it only later
+            run_files.write_json(self.directory / run_files.ROLLBACKS, {"rollbacks": self.health.rollbacks})
         step = self.team.from_chief(lambda: self.keeper.go_back(good_until))
         if step is None:
             raise error
@@ -373,7 +373,7 @@ class Trainer:
             return 0
         agreement.broadcast_state(self.team, self.state)
         self.clock.resume(facts["seconds"], facts["images"])
-        rolled_back = self.team.from_chief(lambda: jsonl.read_json_if_any(self.directory / jsonl.ROLLBACKS))
+        rolled_back = self.team.from_chief(lambda: run_files.read_json_if_any(self.directory / run_files.ROLLBACKS))
         self.health.resume(facts, rolled_back)
         towers = f"{facts['towers']} tower{'s' * (facts['towers'] > 1)}"
         self.say(f"going on from step {facts['step']}, saved with {towers} in {facts['precision']}")

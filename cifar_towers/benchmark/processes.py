@@ -12,7 +12,7 @@ from typing import TextIO
 from cifar_towers.cli import tf_import
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError
-from cifar_towers.reporting import jsonl
+from cifar_towers.files import run_files
 
 
 def train(config: TrainConfig, quiet: bool = False) -> dict:
@@ -33,10 +33,10 @@ def train(config: TrainConfig, quiet: bool = False) -> dict:
         if code:
             told = _last_line(said) if quiet else "its last words are above"
             raise RunError(f"the training in {config.directory} ended with {code} ({told}); the same command goes on")
-    result = jsonl.read_json_if_any(config.directory / jsonl.RESULT)
+    result = run_files.read_json_if_any(config.directory / run_files.RESULT)
     if not result:
         raise RunError(
-            f"the training in {config.directory} left no {jsonl.RESULT}; make room, and the same command goes on"
+            f"the training in {config.directory} left no {run_files.RESULT}; make room, and the same command goes on"
         )
     return result
 

@@ -18,6 +18,7 @@ from cifar_towers.config.settings import split_names
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import UsageError, error_text
+from cifar_towers.files import run_files
 from cifar_towers.reporting import jsonl
 from cifar_towers.towers import Tower
 from cifar_towers.towers.devices import gpu_names
@@ -132,17 +133,17 @@ def _finishes(config: SpeedrunConfig, facts: Mapping, devices: int) -> list[Seed
         changes = {"seed": seed, "seeds": "", "train_dir": str(train_dir), "eval_every_epochs": 0.0}
         wanted = config.replace_recipe(**changes)
         _check_settings(train_dir, wanted, facts)
-        earlier = {} if config.overwrite else jsonl.read_json_if_any(train_dir / jsonl.RESULT)
+        earlier = {} if config.overwrite else run_files.read_json_if_any(train_dir / run_files.RESULT)
         result = processes.train(wanted)
         reused = result == earlier
         if not reused:
             after = peak_flops.measure(facts["precision"], gpus=devices)
             measured, before = [before, after], after
             with jsonl.best_effort_writes(train_dir / CEILINGS):
-                jsonl.write_json(train_dir / CEILINGS, {"measured": measured})
+                run_files.write_json(train_dir / CEILINGS, {"measured": measured})
         else:
-            measured = jsonl.read_json_if_any(train_dir / CEILINGS).get("measured", [])
-        environment = jsonl.read_json_if_any(train_dir / jsonl.ENVIRONMENT)
+            measured = run_files.read_json_if_any(train_dir / CEILINGS).get("measured", [])
+        environment = run_files.read_json_if_any(train_dir / run_files.ENVIRONMENT)
         finishes.append(
             SeedResult(
                 seed=seed,
@@ -162,14 +163,14 @@ def _check_settings(train_dir: Path, wanted: TrainConfig, facts: Mapping) -> Non
     """Refuses a run of other settings or on another machine: a training may go on with other towers, a race may not."""
     if wanted.overwrite:
         return
-    theirs = jsonl.read_json_if_any(train_dir / jsonl.CONFIG)
+    theirs = run_files.read_json_if_any(train_dir / run_files.CONFIG)
     passed_over = {"recipe", "train_dir", "data_dir", "overwrite"}
     differing = [
         f"{name} {theirs[name]} -> {value}"
         for name, value in dataclasses.asdict(wanted).items()
         if name in theirs and name not in passed_over and value not in (theirs[name], "auto")
     ]
-    there = jsonl.read_json_if_any(train_dir / jsonl.ENVIRONMENT)
+    there = run_files.read_json_if_any(train_dir / run_files.ENVIRONMENT)
     differing += [
         f"{name} {there[name]} -> {facts[name]}" for name in MACHINE if name in there and there[name] != facts[name]
     ]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from cifar_towers import atomic_io
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError, UsageError, error_text
-from cifar_towers.reporting import environment, jsonl
+from cifar_towers.files import atomic_io, run_files
+from cifar_towers.reporting import environment
 from cifar_towers.towers.devices import gpu_names
 
 
@@ -83,7 +83,7 @@ def publish_text(
     finally:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            jsonl.write_json(directory / f"{name}.json", told)
+            run_files.write_json(directory / f"{name}.json", told)
             for file, content in {f"{name}.txt": text + "\n", **more}.items():
                 atomic_io.write_whole(directory / file, content)
         except OSError as error:

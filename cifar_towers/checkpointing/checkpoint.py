@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers import atomic_io
 from cifar_towers.errors import DataError, UsageError, error_text
+from cifar_towers.files import atomic_io
 
 log = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from cifar_towers import atomic_io
 from cifar_towers.checkpointing import checkpoint as checkpoints
 from cifar_towers.errors import RunError
+from cifar_towers.files import atomic_io
 from cifar_towers.training.state import TrainState
 
 SECONDS = 30.0  # between checkpoints where no number of steps is asked for

@@ -5,14 +5,13 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-from cifar_towers import atomic_io
 from cifar_towers.checkpointing import checkpoint as checkpoints
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import with_current_names
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError
+from cifar_towers.files import atomic_io, run_files
 from cifar_towers.registry import FOLDER
-from cifar_towers.reporting import jsonl
 from cifar_towers.reporting.event_files import CUT
 from cifar_towers.reporting.event_files import PATTERN as EVENTS
 
@@ -33,7 +32,7 @@ WRITTEN = (
     "train/plugins/profile",
     "projector_*",
     LAUNCH,
-    *reversed(jsonl.FILES),  # config.json is the last: a run is known by it
+    *reversed(run_files.FILES),  # config.json is the last: a run is known by it
 )
 
 
@@ -46,8 +45,8 @@ def check_ownership(directory: Path) -> None:
     if any(next(directory.glob(name), None) for name in CHECKPOINTS):
         return
     ours = {field.name for field in dataclasses.fields(TrainConfig)}
-    of_a_run = len(ours & jsonl.read_json_if_any(directory / jsonl.CONFIG).keys()) > len(ours) / 2
-    found = [name for name in (jsonl.CONFIG, jsonl.RESULT) if _has_content(directory / name)]
+    of_a_run = len(ours & run_files.read_json_if_any(directory / run_files.CONFIG).keys()) > len(ours) / 2
+    found = [name for name in (run_files.CONFIG, run_files.RESULT) if _has_content(directory / name)]
     if found and not of_a_run:
         raise UsageError(f"{directory / found[0]} is of no run and would be replaced; give another --train_dir")
 
@@ -91,8 +90,8 @@ def newest(directory: Path, config: TrainConfig, dataset: Dataset) -> tuple[Path
 def finished(directory: Path, config: TrainConfig, step: int, last_step: int) -> dict | None:
     """The result of a run that has nothing left to do: at its last step, or at the target it was asked for, with all
     on record that others need to use it."""
-    needed = (jsonl.RESULT, jsonl.CONFIG, jsonl.ENVIRONMENT)
-    result, *others = (jsonl.read_json_if_any(directory / name) for name in needed)
+    needed = (run_files.RESULT, run_files.CONFIG, run_files.ENVIRONMENT)
+    result, *others = (run_files.read_json_if_any(directory / name) for name in needed)
     if not (result and all(others)):  # the checkpoint tells the rest
         return None
     at_end = step >= last_step or 0 < config.target_accuracy <= result["reached"]
@@ -135,7 +134,7 @@ def clear(directory: Path, launch: str = "") -> None:
     Raises:
       OSError: something cannot be removed or written.
     """
-    if any(next(directory.glob(name), None) for name in (jsonl.CONFIG, *CHECKPOINTS)):
+    if any(next(directory.glob(name), None) for name in (run_files.CONFIG, *CHECKPOINTS)):
         for path in (path for name in WRITTEN for path in directory.glob(name)):
             if path.is_dir():
                 shutil.rmtree(path)

@@ -195,10 +195,11 @@ def report(stop: ShutdownHandler) -> None:
         "highest.",
     )
     stop.exit_immediately_from_now("nothing was written")
-    from cifar_towers.reporting import html_report, jsonl
+    from cifar_towers.files import run_files
+    from cifar_towers.reporting import html_report
 
     runs = [Path(run) for run in config.runs]
-    default = Path(runs[0] if len(runs) == 1 else "", jsonl.REPORT)
+    default = Path(runs[0] if len(runs) == 1 else "", run_files.REPORT)
     with _answering():
         print(html_report.write(runs, Path(config.out or default)))
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cifar_towers import atomic_io
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import error_text
+from cifar_towers.files import atomic_io
 
 log = logging.getLogger(__name__)
 

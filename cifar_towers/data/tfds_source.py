@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 import numpy as np
 from PIL import Image
 
-from cifar_towers import atomic_io
 from cifar_towers.data import image_files
 from cifar_towers.data.connectivity import reachable
 from cifar_towers.data.dataset import DatasetInfo, Split, moments
 from cifar_towers.errors import DataError, RunError, UsageError, error_text
+from cifar_towers.files import atomic_io
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from cifar_towers.checkpointing import checkpoint
 from cifar_towers.errors import UsageError
+from cifar_towers.files import run_files
 from cifar_towers.reporting import jsonl
 
 # What differs between any two runs, and tells nothing of why they part.
@@ -26,12 +27,12 @@ def compare(one: Path, other: Path) -> tuple[bool, str]:
       UsageError: one of them is not a run's directory. DataError: a checkpoint that both have is damaged.
     """
     for run in (one, other):
-        if not (run / jsonl.CONFIG).exists():
-            raise UsageError(f"{run} holds no {jsonl.CONFIG}; give two runs' directories, as runs/speed94-seed0")
+        if not (run / run_files.CONFIG).exists():
+            raise UsageError(f"{run} holds no {run_files.CONFIG}; give two runs' directories, as runs/speed94-seed0")
     causes = [
         f"{kind} differ: {told}"
-        for kind, name in (("settings", jsonl.CONFIG), ("circumstances", jsonl.ENVIRONMENT))
-        if (told := _differences(jsonl.read_json_if_any(one / name), jsonl.read_json_if_any(other / name)))
+        for kind, name in (("settings", run_files.CONFIG), ("circumstances", run_files.ENVIRONMENT))
+        if (told := _differences(run_files.read_json_if_any(one / name), run_files.read_json_if_any(other / name)))
     ]
     same, findings = [], []
     for compared in (_records(one, other), _checkpoints(one, other), _ends(one, other)):
@@ -59,7 +60,7 @@ def _records(one: Path, other: Path) -> tuple[bool, str] | None:
 
 
 def _training_records(run: Path) -> dict[int, dict]:
-    return {r["step"]: r for r in jsonl.read(run / jsonl.METRICS) if r["kind"] == "train"}
+    return {r["step"]: r for r in jsonl.read(run / run_files.METRICS) if r["kind"] == "train"}
 
 
 def _checkpoints(one: Path, other: Path) -> tuple[bool, str] | None:
@@ -95,7 +96,7 @@ def _distance(one: np.ndarray, other: np.ndarray) -> float:
 
 def _ends(one: Path, other: Path) -> tuple[bool | None, str] | None:
     """Of the results: whether they ended at one step with the same weights; None if that cannot be said."""
-    results = [jsonl.read_json_if_any(run / jsonl.RESULT) for run in (one, other)]
+    results = [run_files.read_json_if_any(run / run_files.RESULT) for run in (one, other)]
     steps, digests = ([result.get(key) for result in results] for key in ("step", "weights_sha256"))
     if steps[0] != steps[1]:
         told = [

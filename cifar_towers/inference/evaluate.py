@@ -6,8 +6,8 @@ from cifar_towers.cli.tool_configs import EvaluateConfig
 from cifar_towers.data import sources
 from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation.evaluator import Score, make_evaluator
+from cifar_towers.files import run_files
 from cifar_towers.inference import load_run
-from cifar_towers.reporting import jsonl
 from cifar_towers.training import devices
 
 
@@ -56,7 +56,7 @@ def _as_json(told: dict, score: Score, class_names) -> str:
         "per_class": dict(zip(class_names, score.per_class().tolist(), strict=True)),
         "confusion": score.confusion.tolist(),
     }
-    return jsonl.to_json(told | numbers)
+    return run_files.to_json(told | numbers)
 
 
 def _as_table(told: dict, score: Score, class_names) -> str:

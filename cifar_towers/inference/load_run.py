@@ -17,8 +17,8 @@ from cifar_towers.config.settings import with_current_names
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import DatasetInfo
 from cifar_towers.errors import UsageError
+from cifar_towers.files import run_files
 from cifar_towers.registry import check_dataset, split_own_model
-from cifar_towers.reporting import jsonl
 from cifar_towers.training import build
 
 MOST_NAMED = 8  # of the runs that a message offers
@@ -93,10 +93,12 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> Run:
     of_devices = ("Towers", "Cluster")  # how it was trained, which is nothing to how it is used
     known = {field.name for field in dataclasses.fields(TrainConfig) if field.metadata["group"] not in of_devices}
     try:
-        settings = with_current_names(jsonl.read_json(train_dir / jsonl.CONFIG))
+        settings = with_current_names(run_files.read_json(train_dir / run_files.CONFIG))
         config = TrainConfig(**{name: value for name, value in settings.items() if name in known})
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"{train_dir / jsonl.CONFIG}, which says what was trained, cannot be read: {error}") from None
+        raise UsageError(
+            f"{train_dir / run_files.CONFIG}, which says what was trained, cannot be read: {error}"
+        ) from None
     facts = checkpoints.read_metadata(checkpoint)
     check_dataset(facts["dataset"])  # as strictly as one on the command line
     return Run(train_dir, checkpoint, _agreed(config, model, train_dir), facts, DatasetInfo.of(facts.get("traits", {})))
@@ -104,7 +106,7 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> Run:
 
 def _why_none(train_dir: Path) -> str:
     """Why a directory has no checkpoint, and which ones beside it have some."""
-    if (train_dir / jsonl.CONFIG).exists():
+    if (train_dir / run_files.CONFIG).exists():
         return f"no checkpoint in {train_dir}: its run has saved none yet; train on, and type the same again"
     told = "no run has been there" if train_dir.is_dir() else "it is not there"
     others = sorted({path.parents[1].name for path in train_dir.parent.glob(f"*/{checkpoints.DIRECTORY}/step-*")})

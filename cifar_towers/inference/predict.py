@@ -11,8 +11,8 @@ from cifar_towers.cli.tool_configs import PredictConfig
 from cifar_towers.data import image_files
 from cifar_towers.errors import DataError, printable
 from cifar_towers.evaluation.evaluator import make_classifier, softmax
+from cifar_towers.files import run_files
 from cifar_towers.inference import load_run
-from cifar_towers.reporting import jsonl
 from cifar_towers.training import devices
 
 AT_ONCE = 256  # pictures that the net gets at a time
@@ -46,7 +46,7 @@ def predict(config: PredictConfig) -> None:
                 print(f"{_shown(path)} {told[place]}", file=sys.stderr)
             if config.json:
                 answer = {"error": told[place]} if place in told else _best(found[place], run.info.class_names)
-                print(jsonl.to_json({"picture": os.fspath(path), **answer}))
+                print(run_files.to_json({"picture": os.fspath(path), **answer}))
             elif place not in told:
                 print(f"{_shown(path):{width}}  {_as_text(_best(found[place], run.info.class_names))}")
         sys.stdout.flush()

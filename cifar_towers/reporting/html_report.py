@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from cifar_towers import atomic_io
 from cifar_towers.errors import RunError
+from cifar_towers.files import atomic_io
 from cifar_towers.reporting import markup, report_figures
 from cifar_towers.reporting.phase_timer import TRAINING
 from cifar_towers.reporting.run_records import (  # fmt: skip

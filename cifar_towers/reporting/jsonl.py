@@ -3,27 +3,20 @@
 import contextlib
 import json
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-
-from cifar_towers import atomic_io
 from cifar_towers.errors import error_text
+from cifar_towers.files import atomic_io, run_files
 
 log = logging.getLogger(__name__)
-
-CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
-RESULT, ROLLBACKS, MISTAKES, REPORT = "result.json", "rollbacks.json", "mistakes.png", "report.html"
-FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, MISTAKES, REPORT)
 
 
 class JsonlWriter:
     """metrics.jsonl: one object a line, appended."""
 
     def __init__(self, train_dir: Path):
-        self._path, self._going_on = train_dir / METRICS, BestEffortWrites(train_dir / METRICS)
+        self._path, self._going_on = train_dir / run_files.METRICS, BestEffortWrites(train_dir / run_files.METRICS)
         self._cut = False  # whether the last line may be but a part of one
 
     def keep(self, wanted: Callable[[dict], bool]) -> None:
@@ -40,7 +33,7 @@ class JsonlWriter:
 
     def write(self, **record) -> None:
         """Appends one record."""
-        line, self._cut = "\n" * self._cut + to_json(record) + "\n", True
+        line, self._cut = "\n" * self._cut + run_files.to_json(record) + "\n", True
         with self._going_on():
             with self._path.open("a") as file:
                 file.write(line)
@@ -69,35 +62,6 @@ def best_effort_writes(path: Path):
     return BestEffortWrites(path)()
 
 
-def to_json(value, indent: int | None = None) -> str:
-    """JSON as all parsers read it: numbers that are not finite become null, however deep they stand."""
-    return json.dumps(_plain(value), indent=indent, default=str, allow_nan=False)
-
-
-def _plain(value):
-    if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file."""
-    return json.loads(path.read_text())
-
-
-def read_json_if_any(path: Path) -> dict:
-    """The object in a JSON file; an empty one if there is none, or not a whole one."""
-    try:
-        found = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def read(path: Path) -> Iterator[dict]:
     """The records of a metrics.jsonl, if there is one; lines that a crash or a full disk cut short are passed over."""
     if not path.exists():
@@ -109,8 +73,3 @@ def read(path: Path) -> Iterator[dict]:
             continue
         if isinstance(record, dict) and {"kind", "step"} <= record.keys():
             yield record
-
-
-def write_json(path: Path, value: Mapping) -> None:
-    """Writes an object, whole or not at all."""
-    atomic_io.write_whole(path, to_json(value, indent=1) + "\n")

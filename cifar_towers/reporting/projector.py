@@ -11,7 +11,7 @@ from tensorboard.plugins.projector.metadata import PROJECTOR_FILENAME
 from tensorboard.plugins.projector.projector_config_pb2 import EmbeddingInfo, ProjectorConfig, SpriteMetadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from cifar_towers import atomic_io
+from cifar_towers.files import atomic_io
 from cifar_towers.reporting import figures
 
 FEATURES, METADATA, SPRITE, EVENTS = "features.tsv", "metadata.tsv", "sprite.png", "events.out.tfevents.0.projector"

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from cifar_towers.reporting import jsonl, markup
+from cifar_towers.files import run_files
+from cifar_towers.reporting import markup
 from cifar_towers.reporting.run_records import Groups, Run, as_list, as_number, as_text, kind_of, seeds_of, shortened
 
 CURVES = (  # key of the training records, title, axis, unit of the axis in units of the record
@@ -133,7 +134,7 @@ def mistakes(run: Run) -> str:
     from PIL import Image
 
     try:
-        png = (run.directory / jsonl.MISTAKES).read_bytes()
+        png = (run.directory / run_files.MISTAKES).read_bytes()
         with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
             image.load()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from cifar_towers import atomic_io
 from cifar_towers.checkpointing import workdir
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import Dataset, Split
 from cifar_towers.evaluation.evaluator import Score
+from cifar_towers.files import atomic_io, run_files
 from cifar_towers.reporting import environment, figures, jsonl, tb_text
 from cifar_towers.reporting.console import Progress, Status
 from cifar_towers.reporting.phase_timer import PhaseTimer
@@ -90,7 +90,7 @@ class RunLogger:
         settings = dataclasses.asdict(self.config)
         side = self.config.crop or self.dataset.info.side
         made_of = environment.of_run(self.towers, self.precision, self.dataset, self.banner, self.state, side)
-        self._unwritten = {jsonl.CONFIG: settings, jsonl.ENVIRONMENT: made_of}
+        self._unwritten = {run_files.CONFIG: settings, run_files.ENVIRONMENT: made_of}
         self._write_what_it_is()
         shown = workdir.recipe_fields(self.config) | {"seed": self.config.seed, "towers": len(self.towers)}
         shown |= {"strategy": self.config.strategy, "precision": self.precision, "dataset": self.dataset.name}
@@ -228,8 +228,8 @@ class RunLogger:
         if result["bad_steps"]:
             self.say(f"{result['bad_steps']} steps made no update, {result['rollbacks']} rollbacks")
         self._write_what_it_is()
-        with jsonl.best_effort_writes(self.directory / jsonl.RESULT):
-            jsonl.write_json(self.directory / jsonl.RESULT, result)
+        with jsonl.best_effort_writes(self.directory / run_files.RESULT):
+            run_files.write_json(self.directory / run_files.RESULT, result)
         final = {f"accuracy/{score_tag(**score)}": score["accuracy"] for score in result["evaluations"]}
         final |= {"images_per_sec": result["images_per_sec"], "training_seconds": self.clock.training_seconds}
         self.summaries.end(result["step"], final)
@@ -246,7 +246,7 @@ class RunLogger:
         """config.json and environment.json, unless they have been written; without them nobody can use the run."""
         for name, content in list(self._unwritten.items()):
             with jsonl.best_effort_writes(self.directory / name):
-                jsonl.write_json(self.directory / name, content)
+                run_files.write_json(self.directory / name, content)
                 del self._unwritten[name]
 
     def _alike(self, metrics: StepMetrics) -> dict:
@@ -287,8 +287,8 @@ class RunLogger:
         sheet = figures.contact_sheet(
             split.images[score.mistakes.examples], captions, f"most confident mistakes, {which}, step {step}"
         )
-        with jsonl.best_effort_writes(self.directory / jsonl.MISTAKES):
-            atomic_io.write_whole(self.directory / jsonl.MISTAKES, figures.png(sheet))
+        with jsonl.best_effort_writes(self.directory / run_files.MISTAKES):
+            atomic_io.write_whole(self.directory / run_files.MISTAKES, figures.png(sheet))
         self.summaries.failures(step, which, score, split, names, sheet)
 
     def denormalize(self, images: np.ndarray) -> np.ndarray:

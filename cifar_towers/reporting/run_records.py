@@ -13,6 +13,7 @@ from typing import Any
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
+from cifar_towers.files import run_files
 from cifar_towers.reporting import jsonl
 
 # What may differ between runs of a group: which run it is, how its workers meet, what is reported of it.
@@ -108,14 +109,20 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
 
 
 def _read(directory: Path, name: str) -> Run:
-    objects = [jsonl.read_json_if_any(directory / of) for of in (jsonl.CONFIG, jsonl.ENVIRONMENT, jsonl.RESULT)]
+    objects = [
+        run_files.read_json_if_any(directory / of) for of in (run_files.CONFIG, run_files.ENVIRONMENT, run_files.RESULT)
+    ]
     try:
-        told = [record for record in jsonl.read(directory / jsonl.METRICS) if isinstance(record["step"], int)]
+        told = [record for record in jsonl.read(directory / run_files.METRICS) if isinstance(record["step"], int)]
     except OSError as error:
-        raise UsageError(f"{directory / jsonl.METRICS} cannot be read: {error.strerror}; give a run's own") from None
+        raise UsageError(
+            f"{directory / run_files.METRICS} cannot be read: {error.strerror}; give a run's own"
+        ) from None
     training, evaluations = ([record for record in told if record["kind"] == kind] for kind in ("train", "eval"))
     if not training and not evaluations:
-        raise UsageError(f"{directory} holds no records of a run in {jsonl.METRICS}; give one, as runs/speed94-seed0")
+        raise UsageError(
+            f"{directory} holds no records of a run in {run_files.METRICS}; give one, as runs/speed94-seed0"
+        )
     return Run(name, directory, *objects, training, evaluations)
 
 

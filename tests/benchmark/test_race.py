@@ -11,7 +11,7 @@ from cifar_towers.cli.tool_configs import SpeedrunConfig
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources, synthetic
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.reporting import jsonl
+from cifar_towers.files import run_files
 from cifar_towers.training import build
 
 TINY = {"dataset": "synthetic", "model": "cifarnet", "crop": 24, "shift": 0, "batch_size": 40, "precision": "float32"}
@@ -82,7 +82,9 @@ def test_the_process_of_the_race_takes_a_gpus_memory_as_it_needs_it():
 
 def test_a_run_of_other_settings_is_refused(tmp_path):
     config = SpeedrunConfig(**TINY, num_gpus=2).replace_recipe(seeds="", train_dir=str(tmp_path))
-    jsonl.write_json(tmp_path / "config.json", dataclasses.asdict(config) | {"num_gpus": 1, "data_dir": "elsewhere"})
+    run_files.write_json(
+        tmp_path / "config.json", dataclasses.asdict(config) | {"num_gpus": 1, "data_dir": "elsewhere"}
+    )
     with pytest.raises(UsageError, match=r"of other settings or another machine \(num_gpus 1 -> 2\); give those"):
         speedrun._check_settings(tmp_path, config, HERE)
     speedrun._check_settings(tmp_path, dataclasses.replace(config, num_gpus=1), HERE)
@@ -100,11 +102,11 @@ def test_a_run_of_other_settings_is_refused(tmp_path):
 )
 def test_a_run_on_another_machine_is_refused(tmp_path, other, told):
     config = SpeedrunConfig(**TINY).replace_recipe(seeds="", train_dir=str(tmp_path))
-    jsonl.write_json(tmp_path / "config.json", dataclasses.asdict(config))
+    run_files.write_json(tmp_path / "config.json", dataclasses.asdict(config))
     same = HERE | {"git_revision": "another", "command": ["other"]}
-    jsonl.write_json(tmp_path / "environment.json", same)
+    run_files.write_json(tmp_path / "environment.json", same)
     speedrun._check_settings(tmp_path, config, HERE)
-    jsonl.write_json(tmp_path / "environment.json", same | other)
+    run_files.write_json(tmp_path / "environment.json", same | other)
     with pytest.raises(UsageError, match=rf"of other settings or another machine \({told}\); give those settings, "):
         speedrun._check_settings(tmp_path, config, HERE)
     speedrun._check_settings(tmp_path, dataclasses.replace(config, overwrite=True), HERE)
@@ -129,7 +131,7 @@ def test_a_race_from_start_to_standings(tmp_path, monkeypatch, capfd):
         train_dir=str(tmp_path), recipe="mine",
     )  # fmt: skip
     speedrun.run(config, sources.find("synthetic"))
-    race, beside = (jsonl.read_json(tmp_path / name) for name in ("race.json", "side_by_side.json"))
+    race, beside = (run_files.read_json(tmp_path / name) for name in ("race.json", "side_by_side.json"))
     assert [seed["reused"] for seed in race["seeds"]] == [False, False] and len(race["ceilings"]) == 4
     for seed in (0, 1):
         result = json.loads((tmp_path / f"seed{seed}" / "result.json").read_text())
@@ -144,8 +146,8 @@ def test_a_race_from_start_to_standings(tmp_path, monkeypatch, capfd):
     capfd.readouterr()
 
     speedrun.run(dataclasses.replace(config, rounds=0), sources.find("synthetic"))
-    again = jsonl.read_json(tmp_path / "race.json")
-    assert jsonl.read_json(tmp_path / "side_by_side.json") == beside
+    again = run_files.read_json(tmp_path / "race.json")
+    assert run_files.read_json(tmp_path / "side_by_side.json") == beside
     assert [seed["reused"] for seed in again["seeds"]] == [True, True]
     assert again["ceilings"] == race["ceilings"] and again["training"] == race["training"]
     assert "is complete at step 3" in capfd.readouterr().out

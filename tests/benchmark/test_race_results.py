@@ -4,7 +4,7 @@ from cifar_towers.benchmark import race_results
 from cifar_towers.benchmark.framework_comparison import Competitor
 from cifar_towers.benchmark.peak_flops import Ceilings
 from cifar_towers.benchmark.race_results import SeedResult
-from cifar_towers.reporting import jsonl
+from cifar_towers.files import run_files
 
 FACTS = {
     "recipe": "mine", "model": "speednet94", "batch_size": 1536, "hard_example_pool": 0, "dataset": "cifar10",
@@ -106,8 +106,8 @@ def test_what_is_published(tmp_path, capsys):
     assert "Left out: tutorial, float32: no net" in second and "Seconds to" not in second
     assert "Seconds to 94.00 %" in (tmp_path / "race.txt").read_text()
     assert "take 2,408 s" in (tmp_path / "side_by_side.txt").read_text()
-    assert jsonl.read_json(tmp_path / "race.json")["training"]["mean"] == 150
-    assert jsonl.read_json(tmp_path / "side_by_side.json")["contestants"][1]["median"] == 155
+    assert run_files.read_json(tmp_path / "race.json")["training"]["mean"] == 150
+    assert run_files.read_json(tmp_path / "side_by_side.json")["contestants"][1]["median"] == 155
 
 
 def test_from_five_rounds_on_quartiles_are_told(tmp_path):
@@ -115,7 +115,7 @@ def test_from_five_rounds_on_quartiles_are_told(tmp_path):
     heads, line, *_ = (line.split() for line in race_results.rows_text(FACTS, [row], {}).splitlines())
     assert heads[4] == "quartiles" and line[4:8] == ["200-400", "5", "x", "8"]
     race_results.publish_side_by_side(tmp_path, FACTS, [row], {})
-    (told,) = jsonl.read_json(tmp_path / "side_by_side.json")["contestants"]
+    (told,) = run_files.read_json(tmp_path / "side_by_side.json")["contestants"]
     assert told["quartiles"] == [200, 400] and told["steps"] == 8
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cifar_towers.reporting import jsonl
+from cifar_towers.files import run_files
 from tests.faults.harness import Experiment, Outcome
 from tests.faults.runs import last_recorded
 from tests.faults.subjects import OURS
@@ -52,7 +52,7 @@ def hurt(number: signal.Signals):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(LIMIT)
         told = (scratch / "output").read_text(errors="replace")
-        result = jsonl.read_json_if_any(scratch / "run" / "result.json")
+        result = run_files.read_json_if_any(scratch / "run" / "result.json")
         what = f"{number.name} to worker {victim} of {count} after step {after}: all had ended in {noticed:.2f} s"
         restarts = len(re.findall(r"restart \d+ of at most", told))
         if launcher.returncode != 0 or noticed > NOTICED:
@@ -91,7 +91,7 @@ def undisturbed(count: int) -> str:
     """SHA-256 of the weights that so many workers come to when nothing happens to them."""
     with tempfile.TemporaryDirectory() as scratch, launched(count, Path(scratch)) as launcher:
         launcher.wait(LIMIT)
-        return jsonl.read_json(Path(scratch, "run", "result.json"))["weights_sha256"]
+        return run_files.read_json(Path(scratch, "run", "result.json"))["weights_sha256"]
 
 
 def workers_of(launcher: int) -> dict[int, int]:

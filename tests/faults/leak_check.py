@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from cifar_towers import trainer
-from cifar_towers.reporting import jsonl
+from cifar_towers.files import run_files
 from tests.faults import runs
 from tests.faults.harness import Experiment, Outcome
 from tests.faults.subjects import OURS
@@ -30,7 +30,7 @@ def soak(_: str, number: int, __: random.Random, scratch: Path) -> Outcome:
     first, last = seen[0], seen[-1]
     if run.code or last["step"] != steps:
         return Outcome(f"{steps} steps", f"ended with {run.code} after step {last['step']}", False)
-    seconds = jsonl.read_json(run.directory / "result.json")["seconds"]
+    seconds = run_files.read_json(run.directory / "result.json")["seconds"]
     saving = seconds["save"] / sum(seconds.values())
     grown = {name: last[name] - first[name] for name in first}
     what = f"{first} to {last}: {grown['resident_mb']:.1f} MB more; saving took {100 * saving:.2f} % of the time"

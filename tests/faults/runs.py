@@ -23,6 +23,7 @@ from cifar_towers import trainer
 from cifar_towers.checkpointing import checkpoint
 from cifar_towers.cli import main
 from cifar_towers.data import sources, synthetic
+from cifar_towers.files import run_files
 from cifar_towers.reporting import jsonl
 from cifar_towers.reporting.console import Progress
 from cifar_towers.training import build, step
@@ -131,7 +132,7 @@ class Run:
     def weights(self) -> str:
         """SHA-256 of what it ended with; empty if it did not."""
         with contextlib.suppress(OSError, ValueError):
-            return jsonl.read_json(self.directory / "result.json")["weights_sha256"]
+            return run_files.read_json(self.directory / "result.json")["weights_sha256"]
         found = re.search(r"weights sha256 (\w{64})", self.output)
         return found[1] if found else ""
 

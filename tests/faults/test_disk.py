@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cifar_towers import atomic_io
+from cifar_towers.files import atomic_io
 from tests.faults.disk import Disk, lay_out
 
 

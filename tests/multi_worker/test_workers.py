@@ -18,8 +18,8 @@ from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
+from cifar_towers.files import run_files
 from cifar_towers.multi_worker.launcher import free_addresses
-from cifar_towers.reporting import jsonl
 from cifar_towers.training.distributed_step import make_multi_worker_strategy
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -85,7 +85,7 @@ def wait_for(path, process):
 
 
 def weights(train_dir):
-    return jsonl.read_json(train_dir / "result.json")["weights_sha256"]
+    return run_files.read_json(train_dir / "result.json")["weights_sha256"]
 
 
 def last_values(train_dir):
@@ -127,7 +127,9 @@ def test_two_workers_come_to_the_weights_of_two_towers(flags, tmp_path):
     assert theirs.keys() == mine.keys()
     for name, value in mine.items():
         np.testing.assert_array_equal(theirs[name], value, err_msg=name)
-    ours, others = (jsonl.read_json(tmp_path / name / "result.json")["evaluations"] for name in ("workers", "towers"))
+    ours, others = (
+        run_files.read_json(tmp_path / name / "result.json")["evaluations"] for name in ("workers", "towers")
+    )
     for one, other in zip(ours, others, strict=True):
         assert one.pop("loss") == pytest.approx(other.pop("loss"))
         assert one == other and one["count"] == 40
@@ -160,9 +162,9 @@ def test_what_was_rolled_back_is_rolled_back_on_all(flags, tmp_path):
     """A run that was lost between going back and the next checkpoint, which the chief alone knows of."""
     flags = [*flags, "--rollback_on_divergence"]
     launch(2, tmp_path, *flags)
-    jsonl.write_json(tmp_path / jsonl.ROLLBACKS, {"rollbacks": 1})
+    run_files.write_json(tmp_path / run_files.ROLLBACKS, {"rollbacks": 1})
     launch(2, tmp_path, *flags, "--max_steps=6")  # all have the same weights in the end, or it fails
-    assert jsonl.read_json(tmp_path / "result.json")["rollbacks"] == 1
+    assert run_files.read_json(tmp_path / "result.json")["rollbacks"] == 1
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cifar_towers.files import run_files
 from cifar_towers.reporting import jsonl
 
 
@@ -41,14 +42,14 @@ def test_a_record_that_was_cut_short_takes_no_other_with_it(tmp_path, monkeypatc
 def test_json_holds_no_numbers_that_are_not_finite(tmp_path):
     value = {"a": [np.nan, (1, -np.inf)], "b": {"c": np.float32(np.inf), "d": np.int64(3), "e": Path("x")}, "f": True}
     told = {"a": [None, [1, None]], "b": {"c": None, "d": 3, "e": "x"}, "f": True}
-    assert json.loads(jsonl.to_json(value)) == told
-    jsonl.write_json(tmp_path / "a.json", value)
-    assert jsonl.read_json(tmp_path / "a.json") == told
+    assert json.loads(run_files.to_json(value)) == told
+    run_files.write_json(tmp_path / "a.json", value)
+    assert run_files.read_json(tmp_path / "a.json") == told
     jsonl.JsonlWriter(tmp_path).write(kind="train", step=1, towers={"loss": [np.nan, 1.0]})
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_json_is_replaced_whole(tmp_path):
-    jsonl.write_json(tmp_path / "a.json", {"x": 1})
-    jsonl.write_json(tmp_path / "a.json", {"x": 2})
-    assert jsonl.read_json(tmp_path / "a.json") == {"x": 2} and len(list(tmp_path.iterdir())) == 1
+    run_files.write_json(tmp_path / "a.json", {"x": 1})
+    run_files.write_json(tmp_path / "a.json", {"x": 2})
+    assert run_files.read_json(tmp_path / "a.json") == {"x": 2} and len(list(tmp_path.iterdir())) == 1

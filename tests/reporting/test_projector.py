@@ -10,7 +10,7 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.projector.projector_plugin import ProjectorPlugin
 from werkzeug.test import Client
 
-from cifar_towers import atomic_io
+from cifar_towers.files import atomic_io
 from cifar_towers.reporting import figures, projector
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

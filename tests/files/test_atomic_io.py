@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers import atomic_io
+from cifar_towers.files import atomic_io
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONTENT = {"weights.bin": bytes(range(256)) * 40, "facts.json": b'{"step": 2}', "empty": b""}
 
 
@@ -57,7 +57,7 @@ def test_an_error_leaves_nothing(tmp_path):
 CHILD = """
 import os, pathlib, shutil, sys
 sys.path.insert(0, {root!r})
-from cifar_towers import atomic_io
+from cifar_towers.files import atomic_io
 calls, die_at = 0, int(sys.argv[2])
 def dying(function):
     def call(*args, **kwargs):
@@ -150,7 +150,7 @@ def test_the_damaged_are_set_aside_under_names_of_their_own(tmp_path):
 def test_a_lock_is_one_processs_and_dies_with_it(tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from pathlib import Path; from cifar_towers import atomic_io as storage\n"
+        "from pathlib import Path; from cifar_towers.files import atomic_io as storage\n"
         f"with storage.locked(Path({str(tmp_path / '.lock')!r})) as ours: print(ours, flush=True); sys.stdin.read()"
     )
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
