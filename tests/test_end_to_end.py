@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from cifar_towers import trainer
 from cifar_towers.checkpointing import checkpoint as checkpoints
 from cifar_towers.checkpointing import workdir
 from cifar_towers.cli import main, seeds
@@ -24,7 +25,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.data import cifar10, sources, synthetic
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError
-from cifar_towers.files import atomic_io, trainer
+from cifar_towers.files import atomic_io
 from cifar_towers.inference import compare as comparing
 from cifar_towers.inference import evaluate
 from cifar_towers.reporting import figures, run_logger

@@ -96,9 +96,7 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> Run:
         settings = with_current_names(run_files.read_json(train_dir / run_files.CONFIG))
         config = TrainConfig(**{name: value for name, value in settings.items() if name in known})
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{train_dir / run_files.CONFIG}, which says what was trained, cannot be read: {error}"
-        ) from None
+        raise UsageError(f"{train_dir / run_files.CONFIG}, the settings of the run, cannot be read: {error}") from None
     facts = checkpoints.read_metadata(checkpoint)
     check_dataset(facts["dataset"])  # as strictly as one on the command line
     return Run(train_dir, checkpoint, _agreed(config, model, train_dir), facts, DatasetInfo.of(facts.get("traits", {})))

@@ -22,10 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from cifar_towers import trainer
 from cifar_towers.checkpointing import checkpoint as checkpoints
 from cifar_towers.cli import main
 from cifar_towers.data import synthetic
-from cifar_towers.files import atomic_io, trainer
+from cifar_towers.files import atomic_io
 from tests.faults import chamber
 from tests.faults.harness import Experiment, Outcome
 from tests.faults.subjects import OURS
