@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from cifar_towers.errors import UsageError
 
@@ -26,10 +26,42 @@ def setting(
     high=None,
     choices: Sequence[str] | None = None,
     check: Callable[[Any], None] | None = None,
+    on_resume: Literal["refuse", "allow", "allow_without_batch_norm"] = "refuse",
+    per_worker: bool = False,
+    per_run: bool = False,
 ) -> Any:
-    """A dataclass field with all that its flag and its validation need; `check` is for values beside the default."""
-    metadata = {"group": group, "help": help, "low": low, "high": high, "choices": choices, "check": check}
-    return dataclasses.field(default=default, metadata=metadata)
+    """A dataclass field with everything that its flag, its validation and its readers need.
+
+    Args:
+      check: validates values other than the default.
+      on_resume: whether a run may be resumed with another value. `refuse`: the setting belongs to the recipe.
+        `allow_without_batch_norm`: it changes the function that is trained where the net has batch normalization.
+      per_worker: workers of one cluster may have different values.
+      per_run: runs with different values are still repetitions of one experiment, to be averaged.
+    """
+    return dataclasses.field(
+        default=default,
+        metadata={
+            "group": group,
+            "help": help,
+            "low": low,
+            "high": high,
+            "choices": choices,
+            "check": check,
+            "on_resume": on_resume,
+            "per_worker": per_worker,
+            "per_run": per_run,
+        },
+    )
+
+
+def names_with(config_class: type, **properties: Any) -> tuple[str, ...]:
+    """Names of the settings with these properties: `names_with(TrainConfig, on_resume="allow")`."""
+    return tuple(
+        field.name
+        for field in dataclasses.fields(config_class)
+        if all(field.metadata[key] == value for key, value in properties.items())
+    )
 
 
 def check_limits(config: Any) -> None:

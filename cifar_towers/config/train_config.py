@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cifar_towers.config import schedules
-from cifar_towers.config.settings import check_limits, setting
+from cifar_towers.config.settings import check_limits, names_with, setting
 from cifar_towers.errors import UsageError
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec, find_members
 from cifar_towers.registry import BUILT_IN, FOLDER, MODELS, check_dataset, check_model, split_own_model
@@ -33,17 +33,33 @@ class DeviceConfig:
         "the batch evenly (a worker of a cluster: one)",
         low=0,
         high=1024,
+        on_resume="allow",
     )
-    soft_placement: bool = setting(True, "Towers", "let logical devices stand in for missing GPUs")
-    log_device_placement: bool = setting(False, "Towers", "print each variable's and each tower's device")
-    gpu_memory_growth: bool = setting(True, "Towers", "take GPU memory as it is needed")
-    gpu_memory_limit_mb: int = setting(0, "Towers", "most memory to use on each GPU, in MB; 0: no limit", low=0)
+    soft_placement: bool = setting(True, "Towers", "let logical devices stand in for missing GPUs", on_resume="allow")
+    log_device_placement: bool = setting(
+        False, "Towers", "print each variable's and each tower's device", on_resume="allow", per_worker=True
+    )
+    gpu_memory_growth: bool = setting(
+        True, "Towers", "take GPU memory as it is needed", on_resume="allow", per_worker=True
+    )
+    gpu_memory_limit_mb: int = setting(
+        0, "Towers", "most memory to use on each GPU, in MB; 0: no limit", low=0, on_resume="allow", per_worker=True
+    )
     intra_op_threads: int = setting(
-        0, "Towers", "threads inside one operation; 0: the cores, shared among the CPU towers", low=0, high=1024
+        0,
+        "Towers",
+        "threads inside one operation; 0: the cores, shared among the CPU towers",
+        low=0,
+        high=1024,
+        on_resume="allow",
+        per_worker=True,
     )
 
     deterministic: bool = setting(
-        False, "Towers", "let TensorFlow guarantee the same bits each time, or fail where an operation cannot"
+        False,
+        "Towers",
+        "let TensorFlow guarantee the same bits each time, or fail where an operation cannot",
+        on_resume="allow",
     )
 
     def __post_init__(self):
@@ -68,73 +84,140 @@ class TrainConfig(DeviceConfig):
         "who combines: towers that share variables, or tf.distribute's replicas with a copy each, in one process or in "
         "those of several workers",
         choices=("towers", "mirrored", "multi_worker"),
+        on_resume="allow_without_batch_norm",
     )
     variable_placement: str = setting(
         "cpu",
         "Towers",
         "where the towers' shared variables live; auto: measures for some seconds and takes the fastest",
         choices=("cpu", "round_robin", "least_loaded", "auto"),
+        on_resume="allow",
     )
     gradient_device: str = setting(
         "variable",
         "Towers",
         "where the towers' gradients are averaged: beside each variable, or all on the CPU",
         choices=("variable", "cpu"),
+        on_resume="allow",
     )
     all_reduce: str = setting(
         "auto",
         "Towers",
         "how the gradients of mirrored and multi_worker meet; auto: NCCL where every tower has a GPU",
         choices=("auto", "nccl", "hierarchical", "one_device", "ring"),
+        on_resume="allow",
     )
     batch_statistics: str = setting(
         "mean",
         "Towers",
         "batch norm's: the mean of the towers', the final tower's, or synchronized, of the whole batch",
         choices=("mean", "final", "synchronized"),
+        on_resume="allow_without_batch_norm",
     )
     micro_batches: int = setting(
-        1, "Towers", "parts that each tower takes its share of the batch in", low=1, high=MOST_PARTS
+        1,
+        "Towers",
+        "parts that each tower takes its share of the batch in",
+        low=1,
+        high=MOST_PARTS,
+        on_resume="allow_without_batch_norm",
     )
     parallelism: str = setting(
         "data",
         "Towers",
         "what is split over the devices: the batch, or the model in stages that every batch passes through",
         choices=("data", "model"),
+        on_resume="allow",
     )
 
     workers: str = setting(
         "",
         "Cluster",
         "host:port of every worker of strategy=multi_worker; by default what TF_CONFIG or Slurm's variables say",
+        on_resume="allow",
+        per_worker=True,
+        per_run=True,
     )
-    worker_index: int = setting(-1, "Cluster", "which of them this is; 0 writes the run's directory", low=-1)
-    worker_wait_seconds: float = setting(25.0, "Cluster", "how long to wait for all of them at the start", low=1)
+    worker_index: int = setting(
+        -1,
+        "Cluster",
+        "which of them this is; 0 writes the run's directory",
+        low=-1,
+        on_resume="allow",
+        per_worker=True,
+        per_run=True,
+    )
+    worker_wait_seconds: float = setting(
+        25.0,
+        "Cluster",
+        "how long to wait for all of them at the start",
+        low=1,
+        on_resume="allow",
+        per_worker=True,
+        per_run=True,
+    )
     allow_public_cluster: bool = setting(
-        False, "Cluster", "open ports at addresses that the internet may reach, which TensorFlow does not guard"
+        False,
+        "Cluster",
+        "open ports at addresses that the internet may reach, which TensorFlow does not guard",
+        on_resume="allow",
+        per_worker=True,
+        per_run=True,
     )
 
-    recipe: str = setting("", "Run", "name of the run's recipe; by default the flagfile's")
+    recipe: str = setting("", "Run", "name of the run's recipe; by default the flagfile's", on_resume="allow")
     train_dir: str = setting(
         "",
         "Run",
         "where the run writes everything; by default runs/<recipe>-seed<seed>, on data that are neither CIFAR-10 nor "
         "--dataset=synthetic runs/<recipe>-<dataset>-seed<seed>",
+        on_resume="allow",
+        per_worker=True,
+        per_run=True,
     )
-    overwrite: bool = setting(False, "Run", "delete what train_dir holds of an earlier run and start again")
-    seed: int = setting(0, "Run", "what order, augmentation and first weights follow from", low=0, high=2**31 - 1)
-    seeds: str = setting("", "Run", "several seeds, as 0,1,2: one run each, then mean and standard deviation")
+    overwrite: bool = setting(
+        False,
+        "Run",
+        "delete what train_dir holds of an earlier run and start again",
+        on_resume="allow",
+        per_worker=True,
+        per_run=True,
+    )
+    seed: int = setting(
+        0, "Run", "what order, augmentation and first weights follow from", low=0, high=2**31 - 1, per_run=True
+    )
+    seeds: str = setting(
+        "",
+        "Run",
+        "several seeds, as 0,1,2: one run each, then mean and standard deviation",
+        on_resume="allow",
+        per_run=True,
+    )
     epochs: float = setting(8.0, "Run", "passes over the training set", low=0, high=1e6)
-    max_steps: int = setting(0, "Run", "stop after this many steps, whatever the epochs say; 0: no limit", low=0)
+    max_steps: int = setting(
+        0, "Run", "stop after this many steps, whatever the epochs say; 0: no limit", low=0, on_resume="allow"
+    )
     target_accuracy: float = setting(
-        0.0, "Run", "stop at the first evaluation, without TTA, that reaches this fraction; 0: never", low=0, high=1
+        0.0,
+        "Run",
+        "stop at the first evaluation, without TTA, that reaches this fraction; 0: never",
+        low=0,
+        high=1,
+        on_resume="allow",
     )
 
     max_nonfinite_steps: int = setting(
-        3, "Run", "this many steps in a row without an update, as a number is not finite, end the run", low=1
+        3,
+        "Run",
+        "this many steps in a row without an update, as a number is not finite, end the run",
+        low=1,
+        on_resume="allow",
     )
     rollback_on_divergence: bool = setting(
-        False, "Run", "after these, go back to the last good checkpoint and on with half the rates"
+        False,
+        "Run",
+        "after these, go back to the last good checkpoint and on with half the rates",
+        on_resume="allow",
     )
 
     dataset: str = setting(
@@ -143,8 +226,17 @@ class TrainConfig(DeviceConfig):
         "cifar10, synthetic, auto (CIFAR-10 if it can be had, else synthetic), folder:<path> with a subfolder of "
         "pictures for each class, or any of TensorFlow Datasets with images and labels",
         check=check_dataset,
+        on_resume="allow",
+        per_run=True,
     )
-    data_dir: str = setting("", "Data", "where the prepared data sets are; by default TFDS_DATA_DIR, or TFDS's own")
+    data_dir: str = setting(
+        "",
+        "Data",
+        "where the prepared data sets are; by default TFDS_DATA_DIR, or TFDS's own",
+        on_resume="allow",
+        per_worker=True,
+        per_run=True,
+    )
     validation_examples: int = setting(
         0, "Data", "training examples held out to choose by; 0: none", low=0, high=45_000
     )
@@ -230,26 +322,43 @@ class TrainConfig(DeviceConfig):
     ema_decay: float = setting(0.0, "Optimizer", "of the weights' moving average; 0: none", low=0, high=0.999999)
     lookahead: bool = setting(False, "Optimizer", "pull the weights to their moving average every five steps")
 
-    eval_every_epochs: float = setting(1.0, "Reporting", "epochs between evaluations; 0: only the last", low=0)
+    eval_every_epochs: float = setting(
+        1.0, "Reporting", "epochs between evaluations; 0: only the last", low=0, on_resume="allow", per_run=True
+    )
     tta: int = setting(
-        0, "Reporting", "test-time augmentation at the end: 0, 1 (mirror), 2 (and shifts)", low=0, high=2
+        0,
+        "Reporting",
+        "test-time augmentation at the end: 0, 1 (mirror), 2 (and shifts)",
+        low=0,
+        high=2,
+        on_resume="allow",
     )
     summary_every_steps: int = setting(
         100,
         "Reporting",
         "steps between whole summaries; scalars and records come ten times as often; 0: only of the last step",
         low=0,
+        on_resume="allow",
+        per_run=True,
     )
     profile_steps: str = setting(
-        "", "Reporting", "trace these steps, as 100:110 for ten from the 101st on, and say where their time goes"
+        "",
+        "Reporting",
+        "trace these steps, as 100:110 for ten from the 101st on, and say where their time goes",
+        on_resume="allow",
+        per_run=True,
     )
     checkpoint_every_steps: int = setting(
         0,
         "Reporting",
         "steps between checkpoints; 0: every half minute and after evaluations, for at most 1 % of the time",
         low=0,
+        on_resume="allow",
+        per_run=True,
     )
-    keep_checkpoints: int = setting(3, "Reporting", "how many of the newest to keep", low=1)
+    keep_checkpoints: int = setting(
+        3, "Reporting", "how many of the newest to keep", low=1, on_resume="allow", per_run=True
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -411,24 +520,8 @@ class TrainConfig(DeviceConfig):
 
 
 def shared_settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings that all workers of a cluster must have alike."""
-    own = {
-        "train_dir",
-        "overwrite",
-        "data_dir",
-        "workers",
-        "worker_index",
-        "worker_wait_seconds",
-        "allow_public_cluster",
-    }
-    own |= {
-        "allow_public_cluster",
-        "log_device_placement",
-        "intra_op_threads",
-        "gpu_memory_growth",
-        "gpu_memory_limit_mb",
-    }
-    return {name: value for name, value in dataclasses.asdict(config).items() if name not in own}
+    """The settings that must be the same on all workers of a cluster."""
+    return {name: getattr(config, name) for name in names_with(type(config), per_worker=False)}
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:

@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 
 from cifar_towers.checkpointing import checkpoint
+from cifar_towers.config import TrainConfig
+from cifar_towers.config.settings import names_with
 from cifar_towers.errors import UsageError
 from cifar_towers.files import run_files
 from cifar_towers.reporting import jsonl
 
 # What differs between any two runs, and tells nothing of why they part.
-INCIDENTAL = {"train_dir", "command", "overwrite", "seeds", "data_dir", "recipe", "workers", "worker_index"}
+INCIDENTAL = {"command", "recipe", "seeds", *names_with(TrainConfig, per_run=True, per_worker=True)}
 LISTED = 8  # entries of a list that is told whole
 COMPARED = ("loss", "accuracy", "gradient_norm", "learning_rate")
 

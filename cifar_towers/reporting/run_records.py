@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.settings import names_with
 from cifar_towers.errors import UsageError
 from cifar_towers.files import run_files
 from cifar_towers.reporting import jsonl
 
-# What may differ between runs of a group: which run it is, how its workers meet, what is reported of it.
-OF_ONE_RUN = {"seed", "seeds", "train_dir", "data_dir", "overwrite", "dataset"}
-OF_ONE_RUN |= {f.name for f in dataclasses.fields(TrainConfig) if f.metadata["group"] in ("Cluster", "Reporting")} - {
-    "tta"
-}
+PER_RUN = names_with(TrainConfig, per_run=True)
 SYNTHETIC = "SYNTHETIC DATA, NOT CIFAR-10: these accuracies say nothing about CIFAR-10."
 
 
@@ -70,7 +67,7 @@ class Run:
     @property
     def recipe(self) -> dict:
         """All that runs of one group have in common: settings, and what `auto` came to."""
-        settled = {name: value for name, value in self.config.items() if name not in OF_ONE_RUN}
+        settled = {name: value for name, value in self.config.items() if name not in PER_RUN}
         digests = self.environment.get("data_sha256")
         digest = digests.get("train") if isinstance(digests, dict) else None
         data = "synthetic" if self.banner else digest or self.config.get("dataset")
