@@ -210,15 +210,15 @@ def benchmark(stop: ShutdownHandler) -> None:
     config = parse_command_line(
         BenchmarkConfig,
         sys.argv,
-        "Measures a recipe's step on this machine: placements, strategies, numbers of towers; or how it grows.\n\n"
+        "Measures a recipe's step on this machine: placements, strategies, numbers of towers.\n\n"
         "  benchmark.py --flagfile=configs/speed94.cfg --towers=1,2,4",
     )
     config = dataclasses.replace(config, hard_example_pool=0)  # a step is measured, not how its examples are found
     stop.exit_immediately_from_now("the benchmark ends unfinished; the same command starts it again")
     _find_data(config)
-    from cifar_towers.benchmark import growth, runner
+    from cifar_towers.benchmark import runner
 
-    (growth if config.growth else runner).run(config)
+    runner.run(config)
 
 
 @_program

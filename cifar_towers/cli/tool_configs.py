@@ -153,20 +153,11 @@ class BenchmarkConfig(TrainConfig):
     link_gb_per_s: float = setting(
         16.0, "Benchmark", "for predict: a device's link each way, in 10^9 bytes/s", low=1e-3
     )
-    growth: bool = setting(
-        False, "Benchmark", "measure how a step's time, memory and start grow with batch size, towers and model instead"
-    )
 
     def __post_init__(self):
         super().__post_init__()
         if self.predict and self.towers:
             raise UsageError(f"towers={self.towers} is not for predict, which measures one; leave one of them")
-        if self.growth and self.predict:
-            raise UsageError("growth and predict are two different measurements; give one")
-        if self.growth and self.towers:
-            raise UsageError(f"towers={self.towers} is not for growth, which chooses its own; leave one of them")
-        if self.growth and self.precisions:
-            raise UsageError(f"precisions={self.precisions} is not for growth; give one, as precision")
         if not self.gpu_memory_growth:
             raise UsageError(
                 "gpu_memory_growth is needed by the benchmark, whose processes share the GPUs; leave it on"

@@ -26,16 +26,15 @@ def tiny(small_folder):
     return [*TINY, f"--dataset={small_folder}", "--epochs=1000", "--eval_every_epochs=0"]
 
 
-@pytest.mark.parametrize("way", ["--growth", "--nogrowth"])
-def test_the_benchmark_takes_every_recipe(monkeypatch, way):
-    from cifar_towers.benchmark import growth, runner
+def test_the_benchmark_takes_every_recipe(monkeypatch):
+    from cifar_towers.benchmark import runner
 
     ran = []
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # as the program would leave it set
-    monkeypatch.setattr(runner if way == "--nogrowth" else growth, "run", ran.append)
+    monkeypatch.setattr(runner, "run", ran.append)
     recipes = sorted((ROOT / "configs").glob("*.cfg"))
     for recipe in recipes:
-        monkeypatch.setattr(sys, "argv", ["benchmark.py", "--dataset=synthetic", f"--flagfile={recipe}", way])
+        monkeypatch.setattr(sys, "argv", ["benchmark.py", "--dataset=synthetic", f"--flagfile={recipe}"])
         main.benchmark.__wrapped__(ShutdownHandler())
     assert [config.recipe for config in ran] == [recipe.stem for recipe in recipes]
     assert not any(config.hard_example_pool for config in ran)  # how examples are found is not what is measured
