@@ -15,14 +15,14 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-from tests.faults import chamber, cluster, damage, fulldisk, poison, runs, saving, soak, subjects
+from tests.faults import cluster, damage, fulldisk, harness, leak_check, nan_injection, runs, saving, subjects
 
 EXPERIMENTS = [
     *saving.EXPERIMENTS,
     *damage.EXPERIMENTS,
     *fulldisk.EXPERIMENTS,
-    *poison.EXPERIMENTS,
-    *soak.EXPERIMENTS,
+    *nan_injection.EXPERIMENTS,
+    *leak_check.EXPERIMENTS,
     *runs.EXPERIMENTS,
     *cluster.EXPERIMENTS,
 ]
@@ -37,11 +37,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/faults"))
     given = parser.parse_args()
     out = given.out / ("long" if given.long else "quick")
-    log = chamber.Log(out / "trials.csv")
+    log = harness.Log(out / "trials.csv")
     for experiment in EXPERIMENTS:
         if re.search(given.only, experiment.name):
-            chamber.run(experiment, log, long=given.long, seed=given.seed)
-    told = [chamber.table(log.rows), runs.latencies(log.rows), cluster.noticed(log.rows)]
+            harness.run(experiment, log, long=given.long, seed=given.seed)
+    told = [harness.table(log.rows), runs.latencies(log.rows), cluster.noticed(log.rows)]
     told = "\n\n".join(filter(None, told))
     (out / "table.md").write_text(told + "\n")
     print(told)

@@ -34,9 +34,9 @@ FAULT = "a worker: "
 def hurt(number: signal.Signals):
     """A trial of one signal to one worker after some step; the first has two workers, the second three, and so on."""
 
-    def trial(_: str, index: int, dice: random.Random, scratch: Path) -> Outcome:
+    def trial(_: str, index: int, rng: random.Random, scratch: Path) -> Outcome:
         count = 2 + index % 2
-        victim, after = dice.randrange(count), dice.randint(1, STEPS - 10)
+        victim, after = rng.randrange(count), rng.randint(1, STEPS - 10)
         with launched(count, scratch) as launcher:
             started = time.monotonic()
             while last_recorded(scratch / "run") < after:

@@ -21,46 +21,46 @@ from PIL import Image
 from cifar_towers.cli import main
 from cifar_towers.data import cifar10
 from cifar_towers.data.dataset import CLASSES
-from tests.faults import chamber, subjects
+from tests.faults import harness, subjects
 from tests.faults.harness import Experiment, Outcome
 
-# What can happen to the bytes of one file: (dice, content) -> (what was done, content) ----------------------------
+# What can happen to the bytes of one file: (rng, content) -> (what was done, content) ----------------------------
 
 
-def _flip_bit(dice: random.Random, content: bytes) -> tuple[str, bytes]:
-    place, bit = dice.randrange(len(content)), dice.randrange(8)
+def _flip_bit(rng: random.Random, content: bytes) -> tuple[str, bytes]:
+    place, bit = rng.randrange(len(content)), rng.randrange(8)
     changed = bytes([content[place] ^ 1 << bit])
     return f"bit {bit} of byte {place} flipped", content[:place] + changed + content[place + 1 :]
 
 
-def _change_byte(dice: random.Random, content: bytes) -> tuple[str, bytes]:
-    place = dice.randrange(len(content))
-    changed = bytes([content[place] ^ dice.randrange(1, 256)])
+def _change_byte(rng: random.Random, content: bytes) -> tuple[str, bytes]:
+    place = rng.randrange(len(content))
+    changed = bytes([content[place] ^ rng.randrange(1, 256)])
     return f"byte {place} made {changed.hex()}", content[:place] + changed + content[place + 1 :]
 
 
-def _truncate(dice: random.Random, content: bytes) -> tuple[str, bytes]:
-    left = dice.randrange(1, len(content))
+def _truncate(rng: random.Random, content: bytes) -> tuple[str, bytes]:
+    left = rng.randrange(1, len(content))
     return f"cut to {left} bytes", content[:left]
 
 
-def _empty(dice: random.Random, content: bytes) -> tuple[str, bytes]:
+def _empty(rng: random.Random, content: bytes) -> tuple[str, bytes]:
     return "emptied", b""
 
 
-def _zero_block(dice: random.Random, content: bytes) -> tuple[str, bytes]:
-    start = dice.randrange(0, len(content), 512)
+def _zero_block(rng: random.Random, content: bytes) -> tuple[str, bytes]:
+    start = rng.randrange(0, len(content), 512)
     zeros = bytes(len(content[start : start + 512]))
     return f"the 512 bytes from {start} zeroed", content[:start] + zeros + content[start + 512 :]
 
 
-def _zero(dice: random.Random, content: bytes) -> tuple[str, bytes]:
+def _zero(rng: random.Random, content: bytes) -> tuple[str, bytes]:
     return "zeroed", bytes(len(content))
 
 
-def _garble(dice: random.Random, content: bytes) -> tuple[str, bytes]:
-    size = dice.choice((len(content), dice.randrange(1, 2 * len(content))))
-    return f"made {size} bytes of garbage", dice.randbytes(size)
+def _garble(rng: random.Random, content: bytes) -> tuple[str, bytes]:
+    size = rng.choice((len(content), rng.randrange(1, 2 * len(content))))
+    return f"made {size} bytes of garbage", rng.randbytes(size)
 
 
 BYTE_FAULTS = (_flip_bit, _change_byte, _truncate, _empty, _zero_block, _zero, _garble)
@@ -74,9 +74,9 @@ Tree = dict[str, bytes]  # what a directory holds: path -> content
 @functools.cache
 def _saved(subject: str) -> Tree:
     """What a subject leaves that saved three steps."""
-    with chamber.scratch() as directory:
-        chamber.in_child(subjects.save, subject, directory, *STEPS)
-        return {str(path.relative_to(directory)): path.read_bytes() for path in chamber.files_of(directory)}
+    with harness.scratch() as directory:
+        harness.in_child(subjects.save, subject, directory, *STEPS)
+        return {str(path.relative_to(directory)): path.read_bytes() for path in harness.files_of(directory)}
 
 
 def _by_checkpoint(tree: Tree) -> dict[str, list[str]]:
@@ -90,68 +90,68 @@ def _by_checkpoint(tree: Tree) -> dict[str, list[str]]:
     return checkpoints
 
 
-def _damage_file(dice: random.Random, tree: Tree) -> tuple[str, Tree]:
-    name = _any_file(dice, tree)
-    what, content = dice.choice(BYTE_FAULTS)(dice, tree[name])
+def _damage_file(rng: random.Random, tree: Tree) -> tuple[str, Tree]:
+    name = _any_file(rng, tree)
+    what, content = rng.choice(BYTE_FAULTS)(rng, tree[name])
     return f"{name}: {what}", tree | {name: content}
 
 
-def _delete_file(dice: random.Random, tree: Tree) -> tuple[str, Tree]:
-    name = _any_file(dice, tree)
+def _delete_file(rng: random.Random, tree: Tree) -> tuple[str, Tree]:
+    name = _any_file(rng, tree)
     return f"{name} deleted", _without(tree, name)
 
 
-def _swap_files(dice: random.Random, tree: Tree) -> tuple[str, Tree]:
-    name = _any_file(dice, tree)
-    other = dice.choice(list(_without(tree, name)))
+def _swap_files(rng: random.Random, tree: Tree) -> tuple[str, Tree]:
+    name = _any_file(rng, tree)
+    other = rng.choice(list(_without(tree, name)))
     return f"{name} and {other} swapped", tree | {name: tree[other], other: tree[name]}
 
 
-def _swap_checkpoints(dice: random.Random, tree: Tree) -> tuple[str, Tree]:
+def _swap_checkpoints(rng: random.Random, tree: Tree) -> tuple[str, Tree]:
     """All files of two, or all but what is told of them in JSON."""
-    (one, names), (other, other_names) = dice.sample(list(_by_checkpoint(tree).items()), 2)
+    (one, names), (other, other_names) = rng.sample(list(_by_checkpoint(tree).items()), 2)
     pairs = list(zip(names, other_names, strict=True))
     what = f"{one} and {other} swapped"
-    if dice.random() < 0.5:
+    if rng.random() < 0.5:
         pairs, what = [pair for pair in pairs if ".json" not in pair[0]], f"{what}, without JSON"
     return what, tree | {a: tree[b] for a, b in pairs} | {b: tree[a] for a, b in pairs}
 
 
-def _delete_checkpoint(dice: random.Random, tree: Tree) -> tuple[str, Tree]:
-    checkpoint, names = dice.choice(list(_by_checkpoint(tree).items()))
+def _delete_checkpoint(rng: random.Random, tree: Tree) -> tuple[str, Tree]:
+    checkpoint, names = rng.choice(list(_by_checkpoint(tree).items()))
     return f"{checkpoint} deleted", _without(tree, *names)
 
 
 TREE_FAULTS = (*[_damage_file] * len(BYTE_FAULTS), _delete_file, _swap_files, _swap_checkpoints, _delete_checkpoint)
 
 
-def _any_file(dice: random.Random, tree: Tree) -> str:
+def _any_file(rng: random.Random, tree: Tree) -> str:
     """Any one; every other time, one of the newest checkpoint's."""
     *_, newest = _by_checkpoint(tree).values()
-    return dice.choice(newest if dice.random() < 0.5 else list(tree))
+    return rng.choice(newest if rng.random() < 0.5 else list(tree))
 
 
 def _without(tree: Tree, *names: str) -> Tree:
     return {name: content for name, content in tree.items() if name not in names}
 
 
-def _damaged_checkpoint(subject: str, number: int, dice: random.Random, scratch: Path) -> Outcome:
+def _damaged_checkpoint(subject: str, number: int, rng: random.Random, scratch: Path) -> Outcome:
     """Promised: whole weights of some step, or a refusal where no checkpoint stands as it was saved."""
     tree = _saved(subject)
     what, damaged = "", tree
     while damaged == tree:  # as when a block of zeros is zeroed
-        what, damaged = dice.choice(TREE_FAULTS)(dice, tree)
+        what, damaged = rng.choice(TREE_FAULTS)(rng, tree)
     for name, content in damaged.items():
         path = scratch / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     one_stands = any(all(damaged.get(name) == tree[name] for name in names) for names in _by_checkpoint(tree).values())
     try:
-        step, weights = chamber.in_child(subjects.recover, subject, scratch)
-    except chamber.Raised as error:
+        step, weights = harness.in_child(subjects.recover, subject, scratch)
+    except harness.Raised as error:
         refusal = f"refused: {str(error).partition(':')[0]}"
         return Outcome(what, refusal if one_stands else f"{refusal}, nothing stood", not one_stands)
-    except chamber.ChildDied as error:
+    except harness.ChildDied as error:
         return Outcome(what, f"recovery {error}", False)
     if weights == "wrong weights":
         return Outcome(what, weights, False)
@@ -197,81 +197,81 @@ def _with_checksums(records: Records) -> bytes:
         return Path(file.name).read_bytes()
 
 
-# What can happen to a split whose checksums then are right: (dice, records) -> (what was done, records)
+# What can happen to a split whose checksums then are right: (rng, records) -> (what was done, records)
 
 
-def _drop_last(dice: random.Random, records: Records) -> tuple[str, Records]:
-    left = dice.choice((len(records) - 1, dice.randrange(1, len(records))))
+def _drop_last(rng: random.Random, records: Records) -> tuple[str, Records]:
+    left = rng.choice((len(records) - 1, rng.randrange(1, len(records))))
     return f"only the first {left} records left", records[:left]
 
 
-def _drop_one(dice: random.Random, records: Records) -> tuple[str, Records]:
-    at = dice.randrange(len(records))
+def _drop_one(rng: random.Random, records: Records) -> tuple[str, Records]:
+    at = rng.randrange(len(records))
     return f"record {at} left out", records[:at] + records[at + 1 :]
 
 
-def _swap_records(dice: random.Random, records: Records) -> tuple[str, Records]:
-    one, other = dice.sample(range(len(records)), 2)
+def _swap_records(rng: random.Random, records: Records) -> tuple[str, Records]:
+    one, other = rng.sample(range(len(records)), 2)
     return f"records {one} and {other} swapped", _replaced(records, {one: records[other], other: records[one]})
 
 
-def _repeat_record(dice: random.Random, records: Records) -> tuple[str, Records]:
+def _repeat_record(rng: random.Random, records: Records) -> tuple[str, Records]:
     """Over another of the same class, so that counting does not tell."""
-    one = dice.randrange(len(records))
+    one = rng.randrange(len(records))
     label = _label(records[one])
-    other = dice.choice([at for at, record in enumerate(records) if at != one and _label(record) == label])
+    other = rng.choice([at for at, record in enumerate(records) if at != one and _label(record) == label])
     return f"record {one} over record {other}", _replaced(records, {other: records[one]})
 
 
-def _change_pixel(dice: random.Random, records: Records) -> tuple[str, Records]:
-    at, example = _any_example(dice, records)
+def _change_pixel(rng: random.Random, records: Records) -> tuple[str, Records]:
+    at, example = _any_example(rng, records)
     png = example.features.feature["image"].bytes_list.value
     image = np.array(Image.open(io.BytesIO(png[0])))
-    place = tuple(dice.randrange(size) for size in image.shape)
-    image[place] ^= dice.randrange(1, 256)
+    place = tuple(rng.randrange(size) for size in image.shape)
+    image[place] ^= rng.randrange(1, 256)
     png[0] = _png(image)
     return f"record {at}: value {place} of its image made {image[place]}", _replaced(records, {at: _bytes(example)})
 
 
-def _change_label(dice: random.Random, records: Records) -> tuple[str, Records]:
-    at, example = _any_example(dice, records)
-    label = (_label(records[at]) + dice.randrange(1, len(CLASSES))) % len(CLASSES)
+def _change_label(rng: random.Random, records: Records) -> tuple[str, Records]:
+    at, example = _any_example(rng, records)
+    label = (_label(records[at]) + rng.randrange(1, len(CLASSES))) % len(CLASSES)
     return f"record {at}: label made {label}", _replaced(records, {at: _relabelled(example, label)})
 
 
-def _exchange_labels(dice: random.Random, records: Records) -> tuple[str, Records]:
+def _exchange_labels(rng: random.Random, records: Records) -> tuple[str, Records]:
     """So that there are as many of each class as before."""
-    one, example = _any_example(dice, records)
+    one, example = _any_example(rng, records)
     label = _label(records[one])
-    other = dice.choice([at for at, record in enumerate(records) if _label(record) != label])
+    other = rng.choice([at for at, record in enumerate(records) if _label(record) != label])
     changed = {one: _relabelled(example, _label(records[other]))}
     changed[other] = _relabelled(tf.train.Example.FromString(records[other]), label)
     return f"labels of records {one} and {other} exchanged", _replaced(records, changed)
 
 
-def _other_pictures(dice: random.Random, records: Records) -> tuple[str, Records]:
+def _other_pictures(rng: random.Random, records: Records) -> tuple[str, Records]:
     """As many of the same shape, with labels of as many classes or, as of CIFAR-100, of more."""
-    classes = dice.choice((len(CLASSES), 100))
-    noise = [_png(np.frombuffer(dice.randbytes(32 * 32 * 3), np.uint8).reshape(32, 32, 3)) for _ in range(64)]
+    classes = rng.choice((len(CLASSES), 100))
+    noise = [_png(np.frombuffer(rng.randbytes(32 * 32 * 3), np.uint8).reshape(32, 32, 3)) for _ in range(64)]
     labels = [at % classes for at in range(len(records))]
-    dice.shuffle(labels)
+    rng.shuffle(labels)
     example = tf.train.Example.FromString(records[0])
     others = []
     for label in labels:
-        example.features.feature["image"].bytes_list.value[0] = dice.choice(noise)
+        example.features.feature["image"].bytes_list.value[0] = rng.choice(noise)
         others.append(_relabelled(example, label))
     return f"other pictures of {classes} classes", others
 
 
-def _change_id(dice: random.Random, records: Records) -> tuple[str, Records]:
+def _change_id(rng: random.Random, records: Records) -> tuple[str, Records]:
     """Which nothing is trained on."""
-    at, example = _any_example(dice, records)
+    at, example = _any_example(rng, records)
     example.features.feature["id"].bytes_list.value[0] = b"another"
     return f"record {at}: another id", _replaced(records, {at: _bytes(example)})
 
 
-def _any_example(dice: random.Random, records: Records) -> tuple[int, tf.train.Example]:
-    at = dice.randrange(len(records))
+def _any_example(rng: random.Random, records: Records) -> tuple[int, tf.train.Example]:
+    at = rng.randrange(len(records))
     return at, tf.train.Example.FromString(records[at])
 
 
@@ -298,39 +298,39 @@ def _replaced(records: Records, changed: dict[int, bytes]) -> Records:
     return [changed.get(at, record) for at, record in enumerate(records)]
 
 
-# What can happen to a prepared copy: (dice, the split that will be read) -> (what was done, {file: content or None})
+# What can happen to a prepared copy: (rng, the split that will be read) -> (what was done, {file: content or None})
 
 Change = tuple[str, dict[str, bytes | None]]
 
 
 def _of_records(fault: Callable) -> Callable[[random.Random, str], Change]:
-    def damage(dice: random.Random, split: str) -> Change:
-        what, records = fault(dice, _records(split))
+    def damage(rng: random.Random, split: str) -> Change:
+        what, records = fault(rng, _records(split))
         return f"{split}: {what}", {_file_name(split): _with_checksums(records)}
 
     return damage
 
 
 def _of_bytes(fault: Callable) -> Callable[[random.Random, str], Change]:
-    def damage(dice: random.Random, split: str) -> Change:
-        what, content = fault(dice, _content(_file_name(split)))
+    def damage(rng: random.Random, split: str) -> Change:
+        what, content = fault(rng, _content(_file_name(split)))
         return f"{split}: {what}", {_file_name(split): content}
 
     return damage
 
 
-def _swap_splits(dice: random.Random, split: str) -> Change:
+def _swap_splits(rng: random.Random, split: str) -> Change:
     train, test = map(_file_name, SPLITS)
     return f"the splits' files swapped, {split} read", {train: _content(test), test: _content(train)}
 
 
-def _delete_records(dice: random.Random, split: str) -> Change:
+def _delete_records(rng: random.Random, split: str) -> Change:
     return f"{split}: deleted", {_file_name(split): None}
 
 
-def _damage_description(dice: random.Random, split: str) -> Change:
-    name = dice.choice(("dataset_info.json", "features.json"))
-    what, content = dice.choice(BYTE_FAULTS)(dice, _content(name))
+def _damage_description(rng: random.Random, split: str) -> Change:
+    name = rng.choice(("dataset_info.json", "features.json"))
+    what, content = rng.choice(BYTE_FAULTS)(rng, _content(name))
     return f"{name}: {what}", {name: content}
 
 
@@ -345,11 +345,11 @@ DATA_FAULTS = (
 )
 
 
-def _damaged_data(subject: str, number: int, dice: random.Random, scratch: Path) -> Outcome:
+def _damaged_data(subject: str, number: int, rng: random.Random, scratch: Path) -> Outcome:
     """Promised: what differs in what would be trained or judged on is found, and where it is is said."""
     import tensorflow_datasets  # noqa: F401 - in the parent, once for all children
 
-    split = "train" if dice.random() < 0.04 else "test"
+    split = "train" if rng.random() < 0.04 else "test"
     copy = scratch / "data" / cifar10.BUILDER
     copy.mkdir(parents=True)
     for path in (PREPARED / cifar10.BUILDER).iterdir():
@@ -357,7 +357,7 @@ def _damaged_data(subject: str, number: int, dice: random.Random, scratch: Path)
     changed: dict[str, bytes | None] = {}
     what = ""
     while all(content == _content(name) for name, content in changed.items()):
-        what, changed = DATA_FAULTS[number % len(DATA_FAULTS)](dice, split)
+        what, changed = DATA_FAULTS[number % len(DATA_FAULTS)](rng, split)
     for name, content in changed.items():
         (copy / name).unlink()
         if content is not None:
@@ -369,11 +369,11 @@ def _damaged_data(subject: str, number: int, dice: random.Random, scratch: Path)
 
 def _judge_reading(scratch: Path, split: str) -> tuple[str, bool]:
     try:
-        right = chamber.in_child(_is_right, scratch / "data", split)
+        right = harness.in_child(_is_right, scratch / "data", split)
         return ("harmless", True) if right else ("not found", False)
-    except chamber.Raised as error:
+    except harness.Raised as error:
         told = str(error)
-    except chamber.ChildDied as error:
+    except harness.ChildDied as error:
         return f"reading {error}", False
     if not told.startswith("DataError: "):
         return f"raised {told.partition(':')[0]}", False
@@ -398,7 +398,7 @@ def _judge_program(scratch: Path, split: str) -> tuple[str, bool]:
         sys.argv = ["train.py", *ONE_STEP, f"--data_dir={scratch / 'data'}", f"--train_dir={scratch / 'run'}"]
         main.train()
 
-    code = chamber.wait(chamber.fork(train, scratch / "told"), timeout=120)
+    code = harness.wait(harness.fork(train, scratch / "told"), timeout=120)
     told = (scratch / "told").read_text()
     lines = [line for line in told.splitlines() if line.startswith("data: ")]
     if code != 3 or len(lines) != 1 or "Traceback" in told:

@@ -158,7 +158,7 @@ class Disk:
         """What a running system sees: the content of each file, None for each directory."""
         return self._now.files(self._directories)
 
-    def lose_power(self, moment: int, dice: random.Random, settled: int = 0) -> tuple[dict[str, bytes | None], str]:
+    def lose_power(self, moment: int, rng: random.Random, settled: int = 0) -> tuple[dict[str, bytes | None], str]:
         """What is left, as `now` has it, if the power goes before operation `moment`; and in words how it came about.
 
         What was synced is left, and the first `settled` operations, as if the system had found the time to write them.
@@ -167,18 +167,18 @@ class Disk:
         """
         operations = self._operations[:moment]
         synced = {operation.node: number for number, operation in enumerate(operations) if isinstance(operation, _Sync)}
-        chance = {_Place: dice.choice(CHANCES), _Write: (data := dice.choice(CHANCES)), _Truncate: data}
+        chance = {_Place: rng.choice(CHANCES), _Write: (data := rng.choice(CHANCES)), _Truncate: data}
         left, reached, loose = _Tree(), 0, 0
         for number, operation in enumerate(operations):
             if isinstance(operation, _Sync):
                 continue
             needs = operation.synced_with if isinstance(operation, _Place) else {operation.node}
             lasts = number < settled or any(synced.get(node, -1) > number for node in needs)
-            if lasts or dice.random() < chance[type(operation)]:
+            if lasts or rng.random() < chance[type(operation)]:
                 left.do(operation)
                 reached += not lasts
             elif isinstance(operation, _Write):
-                left.do(operation._replace(data=_part(operation.data, dice)))
+                left.do(operation._replace(data=_part(operation.data, rng)))
             loose += not lasts
         return left.files(self._directories), f"{reached} of {loose} operations that might not have"
 
@@ -193,10 +193,10 @@ class Disk:
         self._told.append(told)
 
 
-def _part(data: bytes, dice: random.Random) -> bytes:
+def _part(data: bytes, rng: random.Random) -> bytes:
     """What may be there of a write that was cut short."""
-    cut = int(dice.random() * (len(data) + 1))  # takes as much chance whatever the length
-    return dice.choice((b"", data[:cut], bytes(len(data))))
+    cut = int(rng.random() * (len(data) + 1))  # takes as much chance whatever the length
+    return rng.choice((b"", data[:cut], bytes(len(data))))
 
 
 def lay_out(state: dict[str, bytes | None], directory: Path) -> None:

@@ -27,7 +27,7 @@ from cifar_towers.checkpointing import checkpoint as checkpoints
 from cifar_towers.cli import main
 from cifar_towers.data import synthetic
 from cifar_towers.files import atomic_io
-from tests.faults import chamber
+from tests.faults import harness
 from tests.faults.harness import Experiment, Outcome
 from tests.faults.subjects import OURS
 
@@ -142,7 +142,7 @@ def _train(directory: Path, told: Path, at: Callable[[str, int], None]) -> int |
         sys.argv = ["train.py", *FLAGS, f"--train_dir={directory}"]
         main.train()
 
-    child = chamber.fork(run, told)
+    child = harness.fork(run, told)
     theirs.close()
     with ours:
         try:
@@ -156,9 +156,9 @@ def _train(directory: Path, told: Path, at: Callable[[str, int], None]) -> int |
                 if point:
                     ours.send(b".")
         except BaseException:
-            chamber.wait(child, 0)
+            harness.wait(child, 0)
             raise
-    return chamber.wait(child, max(0.0, end - time.monotonic()))
+    return harness.wait(child, max(0.0, end - time.monotonic()))
 
 
 def _stop_at_points(parent: socket.socket) -> None:
@@ -203,7 +203,7 @@ class Expected(NamedTuple):
 def _undisturbed() -> Expected:
     states: dict[int, str] = {}
     start = time.monotonic()
-    with chamber.scratch() as scratch:
+    with harness.scratch() as scratch:
         directory, counted = scratch / "run", scratch / "calls"
         tracer = Tracer(counted)
 
@@ -245,44 +245,44 @@ class Fault(NamedTuple):
     reached: Callable[[], bool] = lambda: True
 
 
-def _no_room(dice: random.Random, disk: SmallDisk, first: str | float, last: str | float, most: int) -> Fault:
+def _no_room(rng: random.Random, disk: SmallDisk, first: str | float, last: str | float, most: int) -> Fault:
     """Of bytes, of which less than `most` are left; sometimes of files."""
-    if dice.random() < 0.15:
-        left = dice.choice((0, dice.randrange(1, 8)))
+    if rng.random() < 0.15:
+        left = rng.choice((0, rng.randrange(1, 8)))
         return Fault(f"room for {left} files", lambda child: disk.fill_with_files(left), disk.clear, first, last)
-    left = dice.choice((0, dice.randrange(most)))
+    left = rng.choice((0, rng.randrange(most)))
     return Fault(f"room for {left:,} bytes", lambda child: disk.fill(left), disk.clear, first, last)
 
 
-def _until(dice: random.Random, first: str) -> str:
+def _until(rng: random.Random, first: str) -> str:
     """A later point, or none."""
-    return dice.choice(("", dice.choice(POINTS[POINTS.index(first) + 1 :])))
+    return rng.choice(("", rng.choice(POINTS[POINTS.index(first) + 1 :])))
 
 
 def _full_at(*points: str, least: float, most: float) -> Callable[[random.Random, SmallDisk, Expected], Fault]:
     """Full from one of some points on; `least` and `most`: how many checkpoints still have room."""
 
-    def fault(dice: random.Random, disk: SmallDisk, expected: Expected) -> Fault:
-        first = dice.choice(points)
-        return _no_room(dice, disk, first, _until(dice, first), int(expected.bytes * dice.uniform(least, most)))
+    def fault(rng: random.Random, disk: SmallDisk, expected: Expected) -> Fault:
+        first = rng.choice(points)
+        return _no_room(rng, disk, first, _until(rng, first), int(expected.bytes * rng.uniform(least, most)))
 
     return fault
 
 
-def _full_at_any_time(dice: random.Random, disk: SmallDisk, expected: Expected) -> Fault:
-    first = dice.uniform(0, 0.8 * expected.seconds)
-    return _no_room(dice, disk, first, dice.choice(("", dice.uniform(first, expected.seconds))), expected.bytes)
+def _full_at_any_time(rng: random.Random, disk: SmallDisk, expected: Expected) -> Fault:
+    first = rng.uniform(0, 0.8 * expected.seconds)
+    return _no_room(rng, disk, first, rng.choice(("", rng.uniform(first, expected.seconds))), expected.bytes)
 
 
-def _read_only(dice: random.Random, disk: SmallDisk, expected: Expected) -> Fault:
+def _read_only(rng: random.Random, disk: SmallDisk, expected: Expected) -> Fault:
     """Before the start: a disk with files that are being written cannot be made so."""
     return Fault("read only", lambda child: disk.remount("ro"), lambda: disk.remount("rw"), "start", "")
 
 
-def _failing_call(dice: random.Random, disk: SmallDisk, expected: Expected) -> Fault:
+def _failing_call(rng: random.Random, disk: SmallDisk, expected: Expected) -> Fault:
     """One, or all from one on, while a checkpoint is saved."""
-    call, error, step = dice.choice(sorted(expected.calls)), dice.choice(ERRORS), dice.choice(STEPS[2:])
-    number, on = dice.randrange(1, expected.calls[call] + 1), dice.choice(("", "+"))
+    call, error, step = rng.choice(sorted(expected.calls)), rng.choice(ERRORS), rng.choice(STEPS[2:])
+    number, on = rng.randrange(1, expected.calls[call] + 1), rng.choice(("", "+"))
     output = disk.path.parent / "calls"
     tracer = Tracer(output, "-e", f"inject={call}:error={error}:when={number}{on}")
     what = f"{call} {number}{on} fails with {error}"
@@ -377,13 +377,13 @@ def _too_few(log: list[str], directory: Path) -> bool:
     return any(sum(other >= step for other in standing) < KEPT for step in _saved(log) if step not in standing)
 
 
-def _full_disk(subject: str, number: int, dice: random.Random, scratch: Path) -> Outcome:
+def _full_disk(subject: str, number: int, rng: random.Random, scratch: Path) -> Outcome:
     """Promised: the run goes on, older checkpoints stay, weights are as without the fault; and where the last could
     not be saved, one line says so, and the same command goes on when there is room."""
     expected = _undisturbed()
     with SmallDisk(scratch / "disk") as disk:
         directory, told = disk.path / "run", scratch / "told"
-        fault = STAGES[number % len(STAGES)](dice, disk, expected)
+        fault = STAGES[number % len(STAGES)](rng, disk, expected)
         what = f"{fault.what}, from {_named(fault.first)} to {_named(fault.last)}"
         watcher = Watcher(disk, directory, fault, expected)
         try:
@@ -462,7 +462,7 @@ def _over(log: list[str]) -> bool:
 
 
 def _possible() -> bool:
-    with chamber.scratch() as scratch:
+    with harness.scratch() as scratch:
         try:
             with SmallDisk(scratch / "disk"):
                 return shutil.which("strace") is not None

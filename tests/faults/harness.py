@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 class Experiment(NamedTuple):
     """One kind of fault, tried on one or more subjects.
 
-    `trial(subject, number, dice, scratch)` does trial `number`, all chance taken from `dice`, in an empty directory.
+    `trial(subject, number, rng, scratch)` does trial `number`, all chance taken from `rng`, in an empty directory.
     `quick` and `long` are numbers of trials, or functions of the subject that find out how many there are.
     """
 
@@ -83,10 +83,10 @@ def run(experiment: Experiment, log: Log, *, long: bool, seed: int) -> None:
         for number in range(count):
             if number in done:
                 continue
-            dice = random.Random(f"{seed}/{experiment.name}/{subject}/{number}")
+            rng = random.Random(f"{seed}/{experiment.name}/{subject}/{number}")
             start = time.monotonic()
             with scratch() as directory:
-                outcome = experiment.trial(subject, number, dice, directory)
+                outcome = experiment.trial(subject, number, rng, directory)
             log.add(experiment.name, subject, number, outcome, time.monotonic() - start)
             if sys.stdout.isatty():
                 print(f"\r{experiment.name} {subject} {number + 1}/{count}", end="\033[K", flush=True)

@@ -22,11 +22,11 @@ MOST_IN_A_ROW = 3  # the program's default
 FLAGS = ("--brightness=1e-30", "--checkpoint_every_steps=1", "--keep_checkpoints=100")
 
 
-def poison(_: str, number: int, dice: random.Random, scratch: Path) -> Outcome:
+def poison(_: str, number: int, rng: random.Random, scratch: Path) -> Outcome:
     """Poisons one to four steps in a row of a whole run, one in three of them with rollback."""
-    place, tower = PLACES[number % len(PLACES)], dice.randrange(2)
-    first, count = dice.randrange(2, runs.STEPS - 5), dice.choice((1, 1, 2, 3, 4))
-    value, rollback = dice.choice((np.nan, np.inf, -np.inf)), dice.random() < 1 / 3
+    place, tower = PLACES[number % len(PLACES)], rng.randrange(2)
+    first, count = rng.randrange(2, runs.STEPS - 5), rng.choice((1, 1, 2, 3, 4))
+    value, rollback = rng.choice((np.nan, np.inf, -np.inf)), rng.random() < 1 / 3
     what = f"{value} in the {place} of tower_{tower}, steps {first} to {first + count - 1}"
     prepare = functools.partial(_prepare, place, tower, set(range(first, first + count)), value)
     flags = (*FLAGS, "--rollback_on_divergence") if rollback else FLAGS

@@ -27,7 +27,7 @@ from cifar_towers.files import run_files
 from cifar_towers.reporting import jsonl
 from cifar_towers.reporting.console import Progress
 from cifar_towers.training import build, step
-from tests.faults import chamber, peers
+from tests.faults import harness, peers
 from tests.faults.harness import Experiment, Outcome
 from tests.faults.subjects import BACKUP, MANAGER, OURS
 
@@ -68,7 +68,7 @@ class Run:
             call = functools.partial(_exec if how == REAL else _train, flags, how, prepare)
         self.code: int | None = None  # -number of the signal that ended it
         self.began = time.monotonic()
-        self.process = chamber.fork(call, self._output)
+        self.process = harness.fork(call, self._output)
         with contextlib.suppress(OSError):  # the child does it too; whoever is first
             os.setpgid(self.process, self.process)
 
@@ -175,7 +175,7 @@ class Reference(NamedTuple):
 @functools.cache
 def reference(subject: str, how: str = SMALL, flags: Sequence[str] = ()) -> Reference:
     """Of a run from start to end."""
-    with chamber.scratch() as scratch, Run(subject, scratch, how, flags) as run:
+    with harness.scratch() as scratch, Run(subject, scratch, how, flags) as run:
         run.wait()
         if run.code != 0 or not run.weights:
             raise RuntimeError(f"an undisturbed run of {subject} ended with {run.code}: {run.output[-3000:]}")
@@ -216,11 +216,11 @@ def _older(run: Run) -> str:
 
 
 @contextlib.contextmanager
-def going(subject: str, scratch: Path, how: str, dice: random.Random) -> Iterator[Run]:
+def going(subject: str, scratch: Path, how: str, rng: random.Random) -> Iterator[Run]:
     """A run that is still going at a random moment of the time that one takes; one that was quicker is made again."""
     seconds = reference(subject, how).seconds
     while True:
-        moment = dice.uniform(0, seconds)
+        moment = rng.uniform(0, seconds)
         with Run(subject, scratch, how) as run:
             if not run.wait(moment) or run.code != 0:
                 yield run
@@ -229,11 +229,11 @@ def going(subject: str, scratch: Path, how: str, dice: random.Random) -> Iterato
         shutil.rmtree(run.directory)
 
 
-def kill(subject: str, number: int, dice: random.Random, scratch: Path) -> Outcome:
+def kill(subject: str, number: int, rng: random.Random, scratch: Path) -> Outcome:
     """Kills a run at a random moment, every second time once more as it goes on, and lets it end."""
     how = _how(number) if subject == OURS else SMALL
     while True:
-        with going(subject, scratch, how, dice) as run:
+        with going(subject, scratch, how, rng) as run:
             pass
         if run.code != 0:
             break
@@ -241,8 +241,8 @@ def kill(subject: str, number: int, dice: random.Random, scratch: Path) -> Outco
     if run.code != -signal.SIGKILL:
         return Outcome(f"{how} run", f"ended by itself with exit code {run.code}", False)
     promised, what = run.saved, f"{how} run killed after {run.ended - run.began:.3f} s, {run.saved} steps saved"
-    if dice.randrange(2):
-        moment = dice.uniform(0, reference(subject, how).seconds)
+    if rng.randrange(2):
+        moment = rng.uniform(0, reference(subject, how).seconds)
         with Run(subject, scratch, how) as again:
             struck = not again.wait(moment)
         what += f"; then {'killed' if struck else 'done'} after {again.ended - again.began:.3f} s, {again.saved} saved"
@@ -262,9 +262,9 @@ def _how(number: int) -> str:
 def interrupt(signal_number: int) -> Callable[..., Outcome]:
     """The trial that sends this signal at a random moment."""
 
-    def trial(subject: str, number: int, dice: random.Random, scratch: Path) -> Outcome:
+    def trial(subject: str, number: int, rng: random.Random, scratch: Path) -> Outcome:
         how = _how(number)
-        with going(subject, scratch, how, dice) as run:
+        with going(subject, scratch, how, rng) as run:
             while how == SMALL and not run.listens() and not run.wait(0.001):
                 pass  # a child is the program only from here on
             return _interrupt(run, signal_number, scratch, how)
@@ -272,16 +272,16 @@ def interrupt(signal_number: int) -> Callable[..., Outcome]:
     return trial
 
 
-def interrupt_import(subject: str, number: int, dice: random.Random, scratch: Path) -> Outcome:
+def interrupt_import(subject: str, number: int, rng: random.Random, scratch: Path) -> Outcome:
     """A signal while TensorFlow is imported."""
     with Run(subject, scratch, REAL) as run:
-        run.wait(dice.uniform(0.3, 3.0))
+        run.wait(rng.uniform(0.3, 3.0))
         return _interrupt(run, SIGNALS[number % 2], scratch, REAL)
 
 
-def interrupt_exit(subject: str, number: int, dice: random.Random, scratch: Path) -> Outcome:
+def interrupt_exit(subject: str, number: int, rng: random.Random, scratch: Path) -> Outcome:
     """A signal after the result is written, while the process ends."""
-    pause = dice.uniform(0, 0.05)
+    pause = rng.uniform(0, 0.05)
     with Run(subject, scratch, REAL) as run:
         while not run.weights and not run.wait(0.001):
             pass
@@ -388,8 +388,8 @@ SECOND_AFTER, AT_ONCE = 0.2, 0.5  # seconds between two signals; from the second
 def interrupt_in(name: str) -> Callable[..., Outcome]:
     """The trial that sends one signal in this moment."""
 
-    def trial(subject: str, number: int, dice: random.Random, scratch: Path) -> Outcome:
-        run, signal_number, what, sent = _signalled(name, number, 1, dice, scratch)
+    def trial(subject: str, number: int, rng: random.Random, scratch: Path) -> Outcome:
+        run, signal_number, what, sent = _signalled(name, number, 1, rng, scratch)
         if not sent:
             return Outcome(what, "the moment never came", False)
         return _after_signal(run, scratch, signal_number)._replace(what=what)
@@ -397,11 +397,11 @@ def interrupt_in(name: str) -> Callable[..., Outcome]:
     return trial
 
 
-def interrupt_twice(subject: str, number: int, dice: random.Random, scratch: Path) -> Outcome:
+def interrupt_twice(subject: str, number: int, rng: random.Random, scratch: Path) -> Outcome:
     """Two signals, the first in one of the named moments in turn: the second ends the run at once, nothing that was
     saved is lost, and the run goes on."""
     name = list(MOMENTS)[number % len(MOMENTS)]
-    run, signal_number, what, sent = _signalled(name, number // len(MOMENTS), 2, dice, scratch)
+    run, signal_number, what, sent = _signalled(name, number // len(MOMENTS), 2, rng, scratch)
     late = sent and run.ended - sent[-1] > AT_ONCE
     if not sent or late or run.code != 128 + signal_number or "Traceback" in run.output:
         outcome = "the moment never came" if not sent else f"exit code {run.code}{', late' * late}"
@@ -410,11 +410,11 @@ def interrupt_twice(subject: str, number: int, dice: random.Random, scratch: Pat
     return Outcome(what, f"ended by signal {len(sent)}", True) if went_on.ok else went_on._replace(what=what)
 
 
-def _signalled(name: str, number: int, count: int, dice: random.Random, scratch: Path):
+def _signalled(name: str, number: int, count: int, rng: random.Random, scratch: Path):
     """(a run that got `count` signals in a named moment, unless it ended sooner; which; in words; when)."""
     signal_number = SIGNALS[number % 2]
     moment = MOMENTS[name]
-    call, delay = dice.randint(moment.first, moment.last), dice.uniform(0, moment.longest)
+    call, delay = rng.randint(moment.first, moment.last), rng.uniform(0, moment.longest)
     arm = functools.partial(moment.put, functools.partial(_during, call, delay, signal_number, count))
     with Run(OURS, scratch, prepare=arm) as run:
         run.wait()
@@ -447,7 +447,7 @@ def _during(call: int, delay: float, signal_number: int, count: int, function: C
 # The same seed ---------------------------------------------------------------------------------------------------
 
 
-def repeat(subject: str, number: int, dice: random.Random, scratch: Path) -> Outcome:
+def repeat(subject: str, number: int, rng: random.Random, scratch: Path) -> Outcome:
     """The same run in another directory, reporting otherwise, or as another process."""
     kind = number % 5
     if kind == 0:
@@ -459,12 +459,12 @@ def repeat(subject: str, number: int, dice: random.Random, scratch: Path) -> Out
     else:
         expected = reference(OURS).weights
         flags = (
-            f"--summary_every_steps={dice.choice((0, 1, 7))}",
-            f"--eval_every_epochs={dice.choice((0, 0.2, 0.5, 1))}",
-            f"--checkpoint_every_steps={dice.choice((0, 1, 4, 100))}",
-            f"--keep_checkpoints={dice.choice((1, 3))}",
+            f"--summary_every_steps={rng.choice((0, 1, 7))}",
+            f"--eval_every_epochs={rng.choice((0, 0.2, 0.5, 1))}",
+            f"--checkpoint_every_steps={rng.choice((0, 1, 4, 100))}",
+            f"--keep_checkpoints={rng.choice((1, 3))}",
         )
-        stops = sorted(dice.sample(range(1, STEPS), dice.randrange(3)))
+        stops = sorted(rng.sample(range(1, STEPS), rng.randrange(3)))
         ways = [(SMALL, (*flags, f"--max_steps={stop}")) for stop in stops] + [(SMALL, flags)]
     what = "; ".join(" ".join((how, *flags)) for how, flags in ways)
     for how, flags in ways:

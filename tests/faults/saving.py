@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.faults import chamber, disk, subjects, tracing
+from tests.faults import disk, harness, subjects, tracing
 
 MARKER = "returned-"  # `access` to a file of this name says that the save of the step that follows has returned
 STRIDE = 4  # a quick look takes every fourth place
@@ -28,7 +28,7 @@ class Place(NamedTuple):
     made: list[str]  # the names of all calls up to it
 
 
-def kill(subject: str, number: int, _: random.Random, scratch: Path) -> chamber.Outcome:
+def kill(subject: str, number: int, _: random.Random, scratch: Path) -> harness.Outcome:
     """The save of step 4, the first that also removes a checkpoint, is killed when it is about to make one call."""
     places = _places(subject)
     index = sorted(range(len(places)), key=lambda index: (index % STRIDE, index))[number]
@@ -44,20 +44,20 @@ def kill(subject: str, number: int, _: random.Random, scratch: Path) -> chamber.
     else:
         raise RuntimeError(f"{subject} was not killed where it should have been, at {place.name} {place.count}")
     what = f"killed at {index + 1} of {len(places)}: {made[-1].told(root)}"
-    with chamber.children(functools.partial(subjects.recover, subject)) as recover:
+    with harness.children(functools.partial(subjects.recover, subject)) as recover:
         return _judge(what, recover, root, returned=3)
 
 
-def lose_power(subject: str, _: int, dice: random.Random, scratch: Path, settles: bool = False) -> chamber.Outcome:
+def lose_power(subject: str, _: int, rng: random.Random, scratch: Path, settles: bool = False) -> harness.Outcome:
     """The power goes at some moment while steps 1 to 5 are saved, and what was not synced has reached the disk or not.
 
     If the disk settles, all but the newest save that has returned, and what came after it, has reached the disk: so
     it is where a save is minutes after the one before, and the system writes in the meantime what nobody synced.
     """
     recorded, returns = _recording(subject)
-    moment = dice.randint(0, len(recorded))
+    moment = rng.randint(0, len(recorded))
     before = [0, 0, *(done for done, _ in returns if done <= moment)]
-    state, how = recorded.lose_power(moment, dice, settled=before[-2] if settles else 0)
+    state, how = recorded.lose_power(moment, rng, settled=before[-2] if settles else 0)
     disk.lay_out(state, scratch)
     last = recorded.tell(moment - 1) if moment else "nothing"
     what = f"power lost after {moment} of {len(recorded)}: {last}; reached the disk: {how}"
@@ -65,26 +65,26 @@ def lose_power(subject: str, _: int, dice: random.Random, scratch: Path, settles
     return _judge(what, _recoverer(subject), scratch, returned)
 
 
-def _judge(what: str, recover: Callable[[Path], tuple[int, str]], root: Path, returned: int) -> chamber.Outcome:
+def _judge(what: str, recover: Callable[[Path], tuple[int, str]], root: Path, returned: int) -> harness.Outcome:
     """What is promised: a restart finds, whole, the newest step whose save has returned, or the one after it."""
     try:
         step, state = recover(root)
-    except chamber.Raised as error:
-        return chamber.Outcome(what, f"refused: {str(error).split(':')[0]}", False)
-    except chamber.ChildDied as error:
-        return chamber.Outcome(what, str(error), False)
+    except harness.Raised as error:
+        return harness.Outcome(what, f"refused: {str(error).split(':')[0]}", False)
+    except harness.ChildDied as error:
+        return harness.Outcome(what, str(error), False)
     if state == "wrong weights":
-        return chamber.Outcome(what, state, False)
+        return harness.Outcome(what, state, False)
     if step == 0:
-        return chamber.Outcome(what, "restart at 0" if returned else "nothing yet", not returned)
+        return harness.Outcome(what, "restart at 0" if returned else "nothing yet", not returned)
     names = {returned: "old", returned + 1: "new"}
-    return chamber.Outcome(what, names.get(step, "older" if step < returned else "never saved"), step in names)
+    return harness.Outcome(what, names.get(step, "older" if step < returned else "never saved"), step in names)
 
 
 @functools.cache
 def _places(subject: str) -> list[Place]:
     """Every call by which the save of step 4 changes or syncs something, and the end of it."""
-    with chamber.scratch() as scratch:
+    with harness.scratch() as scratch:
         root, output = scratch / "run", scratch / "trace"
         root.mkdir()
         child, code = _save(subject, root, (1, 2, 3), (4,), output, COUNTED)
@@ -103,7 +103,7 @@ def _places(subject: str) -> list[Place]:
 @functools.cache
 def _recording(subject: str) -> tuple[disk.Disk, list[tuple[int, str]]]:
     """What a run that saves steps 1 to 5 does to the disk, and when which save returned."""
-    with chamber.scratch() as scratch:
+    with harness.scratch() as scratch:
         root, output = scratch / "run", scratch / "trace"
         root.mkdir()
         _, code = _save(subject, root, (), (1, 2, 3, 4, 5), output, tracing.REPLAYED)
@@ -133,14 +133,14 @@ def _save(
             saver.save(step)
             os.access(root / f"{MARKER}{step}", os.F_OK)
 
-    child = chamber.fork(save)
+    child = harness.fork(save)
     stopped = os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
     if not stopped:
         raise RuntimeError(f"{subject} does not save")
     try:
         with tracing.traced(child, output, names, *options):
             os.kill(child, signal.SIGCONT)
-            return child, chamber.wait(child, 60)
+            return child, harness.wait(child, 60)
     except BaseException:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(child, signal.SIGKILL)
@@ -155,19 +155,19 @@ atexit.register(_askers.close)
 @functools.cache
 def _recoverer(subject: str) -> Callable[[Path], tuple[int, str]]:
     """A child that recovers as often as it is asked to."""
-    return _askers.enter_context(chamber.children(functools.partial(subjects.recover, subject)))
+    return _askers.enter_context(harness.children(functools.partial(subjects.recover, subject)))
 
 
 EXPERIMENTS = [
-    chamber.Experiment(
+    harness.Experiment(
         "kill in a save",
         subjects.EVERY,
         quick=lambda subject: math.ceil(len(_places(subject)) / STRIDE),
         long=lambda subject: len(_places(subject)),
         trial=kill,
     ),
-    chamber.Experiment("power loss", subjects.EVERY, quick=200, long=5_000, trial=lose_power),
-    chamber.Experiment(
+    harness.Experiment("power loss", subjects.EVERY, quick=200, long=5_000, trial=lose_power),
+    harness.Experiment(
         "power loss, older saves on disk",
         subjects.EVERY,
         quick=200,
