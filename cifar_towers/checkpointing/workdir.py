@@ -12,8 +12,6 @@ from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.files import atomic_io, run_files
 from cifar_towers.registry import FOLDER
-from cifar_towers.reporting.event_files import CUT
-from cifar_towers.reporting.event_files import PATTERN as EVENTS
 
 LAUNCH = ".launch"  # the file that holds the name of the launch that cleared it
 
@@ -28,7 +26,11 @@ CHECKPOINTS = tuple(
 )
 WRITTEN = (
     *CHECKPOINTS,
-    *(f"{name}/{written}" for name in ("train", "eval", "result", "tower_*") for written in (EVENTS, CUT)),
+    *(
+        f"{name}/{written}"
+        for name in ("train", "eval", "result", "tower_*")
+        for written in (run_files.EVENT_FILES, run_files.TRUNCATED_EVENTS)
+    ),
     "train/plugins/profile",
     "projector_*",
     LAUNCH,

@@ -11,6 +11,8 @@ from cifar_towers.files import atomic_io
 
 CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
 RESULT, ROLLBACKS, MISTAKES, REPORT = "result.json", "rollbacks.json", "mistakes.png", "report.html"
+EVENT_FILES = "events.out.tfevents.*"  # TensorBoard reads every file with `tfevents` in its name
+TRUNCATED_EVENTS = ".kept.tmp"  # an event file while it is truncated
 FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, MISTAKES, REPORT)
 
 

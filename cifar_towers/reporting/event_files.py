@@ -11,10 +11,9 @@ import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from cifar_towers.files.run_files import EVENT_FILES, TRUNCATED_EVENTS
 from cifar_towers.reporting.jsonl import BestEffortWrites
 
-PATTERN = "events.out.tfevents.*"
-CUT = ".kept.tmp"  # a file while it is cut back; TensorBoard reads whatever has `tfevents` in its name
 FLUSHED_EVERY = 10.0  # seconds
 ERRORS = (OSError, tf.errors.OpError)
 _files = itertools.count()
@@ -48,7 +47,7 @@ class Events:
         """Drops all events after `last_step`, as a run does that goes back to it; each file is replaced whole."""
         self.close()
         with self._going_on():
-            for path in sorted(self._directory.glob(PATTERN)):
+            for path in sorted(self._directory.glob(EVENT_FILES)):
                 events = list(read(path))
                 kept = [event for event in events if event.step <= last_step]
                 if len(kept) < len(events):
@@ -71,7 +70,7 @@ class Events:
         if not self._writer:
             self._directory.mkdir(parents=True, exist_ok=True)
             # Readers take the files by name, so those of one second have to sort in the order they were begun.
-            name = PATTERN.replace("*", f"{time.time():.0f}.{platform.node()}.{os.getpid()}.{next(_files):06d}")
+            name = EVENT_FILES.replace("*", f"{time.time():.0f}.{platform.node()}.{os.getpid()}.{next(_files):06d}")
             self._path = self._directory / name
             self._writer = tf.io.TFRecordWriter(str(self._path))
             self._writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
@@ -97,7 +96,7 @@ def read(path: Path) -> Iterator[Event]:
 
 
 def _replace(path: Path, events: Sequence[Event]) -> None:
-    temporary = path.with_name(CUT)
+    temporary = path.with_name(TRUNCATED_EVENTS)
     try:
         with tf.io.TFRecordWriter(str(temporary)) as writer:
             for event in events:

@@ -15,6 +15,7 @@ from cifar_towers.evaluation.evaluator import Score
 from cifar_towers.files import atomic_io, run_files
 from cifar_towers.reporting import environment, figures, jsonl, tb_text
 from cifar_towers.reporting.console import Progress, Status
+from cifar_towers.reporting.noise_scale import NoiseScale
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.resource_monitor import ResourceMonitor
 from cifar_towers.reporting.tensorboard_writer import Summaries
@@ -61,7 +62,7 @@ class RunLogger:
         self._usage = ResourceMonitor(devices)
         self._layers = [layer.name for layer in diagnostics.activation_layers(state.model)]
         self._weights = [variable.path for variable in state.model.trainable_variables]
-        self._noise_scale = diagnostics.NoiseScale(config.batch_size)
+        self._noise_scale = NoiseScale(config.batch_size)
         self._epoch: list = []
         self._drawn, self._drawing = -math.inf, 0.0  # when an evaluation was last drawn, and the seconds it took
 
@@ -109,10 +110,10 @@ class RunLogger:
         self._epoch = []
         self.metrics.keep(lambda record: record["step"] <= step)
         self.summaries.keep(step, step if self.evaluated(step) else step - 1)
-        self._noise_scale = diagnostics.NoiseScale(self.config.batch_size)
+        self._noise_scale = NoiseScale(self.config.batch_size)
         for record in self.metrics.of("train"):
             if "gradient_noise_scale" in record and record["gradient_norm"] is not None:
-                self._noise_scale.after(record["towers"]["gradient_norm"], record["gradient_norm"])
+                self._noise_scale.update(record["towers"]["gradient_norm"], record["gradient_norm"])
 
     def evaluated(self, step: int) -> list[dict]:
         """What is on record of the evaluations after `step`, as `evaluation` returned it."""
@@ -264,7 +265,7 @@ class RunLogger:
             len(norms) == 1 or not metrics.finite or metrics.hard_examples
         ):  # the estimate is for examples drawn at random
             return alike
-        scale = self._noise_scale.after(norms.tolist(), float(metrics.gradient_norm))
+        scale = self._noise_scale.update(norms.tolist(), float(metrics.gradient_norm))
         return alike | {"gradient_noise_scale": scale}
 
     def _close_up(self, step: int, metrics: StepMetrics, alike: dict) -> None:

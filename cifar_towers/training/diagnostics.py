@@ -15,7 +15,6 @@ from cifar_towers.models import layers
 from cifar_towers.models.user_model import graph_node
 
 BUCKETS = 30
-NOISE_MEMORY = 0.9  # of the averages that the gradient noise scale is a ratio of
 EXAMPLES = 64  # of the final tower's shard, whose activations are counted
 IMAGES = 16  # of these, that are shown
 NONLINEAR = tuple(
@@ -175,35 +174,3 @@ def _count(values: tf.Tensor) -> tf.Tensor:
     counts = tf.histogram_fixed_width(values, tf.stack([low, end]), BUCKETS)
     zeros = tf.reduce_mean(tf.cast(tf.equal(values, 0.0), tf.float32))
     return tf.concat([tf.stack([low, high, zeros, tf.norm(values)]), tf.cast(counts, tf.float32)], 0)
-
-
-class NoiseScale:
-    """The gradient noise scale of a run in batches of `batch_size`: the ratio of averages over the steps looked at."""
-
-    def __init__(self, batch_size: int):
-        self._batch_size = batch_size
-        self._averages = np.zeros(2)  # of signal and noise
-
-    def after(self, tower_norms: Sequence[float], mean_norm: float) -> float | None:
-        """What it is after one more step, of these norms, as in `noise_scale`; None as long as it cannot be told."""
-        estimates = np.array(noise_scale(tower_norms, mean_norm, self._batch_size))
-        if np.isfinite(estimates).all():  # the norm of finite gradients may not be
-            self._averages = NOISE_MEMORY * self._averages + (1 - NOISE_MEMORY) * estimates
-        signal, noise = self._averages
-        return noise / signal if signal > 0 else None
-
-
-def noise_scale(tower_norms: Sequence[float], mean_norm: float, batch_size: int) -> tuple[float, float]:
-    """Estimates (squared norm of the true gradient, trace of the covariance of one example's) from one step.
-
-    Their ratio, each averaged over steps before, is the simple noise scale: the batch size at which a step is as much
-    noise as signal. Source: S. McCandlish et al., arXiv 1812.06162, appendix A.1.
-
-    Args:
-      tower_norms: [K] norms of gradients that are means over batch_size / K examples each, K > 1.
-      mean_norm: norm of the mean over them all.
-    """
-    small, of_small, of_large = batch_size / len(tower_norms), np.mean(np.square(tower_norms)), mean_norm**2
-    signal = (batch_size * of_large - small * of_small) / (batch_size - small)
-    trace = (of_small - of_large) / (1 / small - 1 / batch_size)
-    return float(signal), float(trace)

@@ -8,8 +8,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation.evaluator import Score
+from cifar_towers.files.run_files import EVENT_FILES
 from cifar_towers.reporting import tb_protos
-from cifar_towers.reporting.event_files import PATTERN, Events, read
+from cifar_towers.reporting.event_files import Events, read
 from cifar_towers.reporting.tensorboard_writer import Summaries
 from cifar_towers.towers import Tower
 
@@ -84,7 +85,7 @@ def test_a_file_that_was_cut_short_is_read_up_to_there(tmp_path):
     events = Events(tmp_path)
     write(events, [1, 2, 3])
     events.close()
-    (path,) = tmp_path.glob(PATTERN)
+    (path,) = tmp_path.glob(EVENT_FILES)
     os.truncate(path, path.stat().st_size - 5)
     assert [event.step for event in read(path)] == [0, 1, 2]
     again = Events(tmp_path)

@@ -161,16 +161,3 @@ def test_a_number_that_is_not_finite_is_looked_at_without_harm(towers, examples)
     training.state.weights[0].assign(np.nan * training.state.weights[0])
     metrics = one_step(training, batches.at(0))
     assert not metrics.finite and np.isfinite(metrics.diagnostics.update[:, :-1]).all()
-
-
-def test_the_noise_scale_of_known_noise():
-    """Gradients of examples = true gradient + noise of covariance with trace 50 x 4: noise scale 200 / 25 = 8."""
-    random, dimension, batch, towers = np.random.default_rng(1), 50, 64, 4
-    true = np.full(dimension, 25**0.5 / dimension**0.5)
-    estimates = []
-    for _ in range(4000):
-        each = true + random.normal(scale=2, size=(towers, dimension)) / (batch / towers) ** 0.5
-        norms = np.linalg.norm(each, axis=1)
-        estimates.append(diagnostics.noise_scale(norms, np.linalg.norm(each.mean(0)), batch))
-    signal, trace = np.mean(estimates, 0)
-    assert signal == pytest.approx(25, rel=0.02) and trace == pytest.approx(200, rel=0.02)
