@@ -1,6 +1,8 @@
-"""What nets and data sets are called; without TensorFlow, as a flag that names none answers at once."""
+"""What nets, data sets and levels of test-time augmentation are called; without TensorFlow, so that a wrong name is
+refused at once."""
 
 import re
+from typing import NamedTuple
 
 from cifar_towers.errors import UsageError
 
@@ -19,6 +21,28 @@ MODELS = (
 )
 BUILT_IN = ("cifar10", "synthetic", "auto")
 FOLDER = "folder:"  # what the name of a data set in a folder begins with
+
+
+class TtaView(NamedTuple):
+    """One view of an image in test-time augmentation, and the weight of its logits."""
+
+    weight: float
+    mirrored: bool = False
+    shift: int = 0  # pixels, along rows and columns; the border is reflected
+
+
+TTA_LEVELS = {  # `--tta`: views whose weights sum to 1, the image itself first. Source: K. Jordan, arXiv 2404.00498
+    0: (TtaView(1.0),),
+    1: (TtaView(0.5), TtaView(0.5, mirrored=True)),
+    2: (
+        TtaView(0.25),
+        TtaView(0.25, mirrored=True),
+        TtaView(0.125, shift=-1),
+        TtaView(0.125, mirrored=True, shift=-1),
+        TtaView(0.125, shift=1),
+        TtaView(0.125, mirrored=True, shift=1),
+    ),
+}
 
 
 def split_own_model(model: str) -> tuple[str, str] | None:
@@ -45,3 +69,13 @@ def check_dataset(dataset: str) -> None:
             f"dataset={dataset} is not cifar10, synthetic, auto, {FOLDER}<path> or the name of one of "
             "TensorFlow Datasets, as svhn_cropped"
         )
+
+
+def describe_tta_levels() -> str:
+    """The levels and what each adds, as help texts list them."""
+    return ", ".join(f"{level} ({_describe_views(views)})" for level, views in TTA_LEVELS.items())
+
+
+def _describe_views(views: tuple[TtaView, ...]) -> str:
+    added = {"mirror": any(view.mirrored for view in views), "shifts": any(view.shift for view in views)}
+    return " and ".join(name for name, used in added.items() if used) or "none"

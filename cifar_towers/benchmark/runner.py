@@ -18,7 +18,7 @@ from cifar_towers.benchmark.round_stats import Row
 from cifar_towers.cli import tf_import
 from cifar_towers.cli.tool_configs import BenchmarkConfig
 from cifar_towers.config.settings import split_names
-from cifar_towers.data.batches import PREFETCHED
+from cifar_towers.data.batches import NUM_PREFETCHED
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.towers import communication
 from cifar_towers.training import precision
@@ -185,7 +185,7 @@ def _measure(rows: list[Row], workers: dict, config: BenchmarkConfig, start: flo
 def _passed_over(row: Row) -> int:
     """A visit's first steps that do not count: one, which finds the memory as another left it, and those on batches
     that were made ahead while others were measured, which tell nothing of the input."""
-    return 1 + PREFETCHED * (row.variation.input == "stream")
+    return 1 + NUM_PREFETCHED * (row.variation.input == "stream")
 
 
 def set_efficiency(rows: list[Row], devices: dict) -> None:

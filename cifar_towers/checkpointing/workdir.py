@@ -80,7 +80,7 @@ def newest(directory: Path, config: TrainConfig, dataset: Dataset) -> tuple[Path
             f"{checkpoint} was made with other settings ({', '.join(differing)}); "
             "give those, another --train_dir, or --overwrite to start again in this one"
         )
-    changed = dataset.changed(facts)
+    changed = dataset.changed_splits(facts)
     if changed:
         raise DataError(
             f"{checkpoint} was made with other {' and '.join(changed)} images than {dataset.name} has now; put those "
@@ -120,7 +120,7 @@ def run_metadata(config: TrainConfig, dataset: Dataset, precision: str, towers: 
     return {
         "recipe": recipe_fields(config),
         "dataset": dataset.name,
-        "traits": dataset.info._asdict(),
+        "traits": dataset.info.to_json(),
         **{f"{name}_sha256": digest for name, digest in dataset.digests().items()},
         "precision": precision,
         "towers": towers,

@@ -7,7 +7,7 @@ from typing import ClassVar
 from cifar_towers.config import DeviceConfig, TrainConfig
 from cifar_towers.config.settings import REST, check_limits, parse_names, setting
 from cifar_towers.errors import UsageError
-from cifar_towers.registry import MODELS, check_dataset, check_model
+from cifar_towers.registry import MODELS, TTA_LEVELS, check_dataset, check_model, describe_tta_levels
 
 PEERS = {  # of the race, and the nets each of them has
     "pytorch": ("speednet94", "resnet20"),
@@ -51,7 +51,7 @@ class ScoringConfig(TrainedConfig):
 
     exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes} or no room for the answer"
 
-    tta: int = setting(0, "Run", "test-time augmentation: 0, 1 (mirror), 2 (mirror and shifts)", low=0, high=2)
+    tta: int = setting(0, "Run", f"test-time augmentation: {describe_tta_levels()}", low=0, high=max(TTA_LEVELS))
     precision: str = setting("auto", "Run", "what to compute in", choices=("auto", "float32", "bfloat16", "float16"))
 
 

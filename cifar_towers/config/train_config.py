@@ -15,7 +15,16 @@ from cifar_towers.config import schedules
 from cifar_towers.config.settings import check_limits, names_with, setting
 from cifar_towers.errors import UsageError
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec, find_members
-from cifar_towers.registry import BUILT_IN, FOLDER, MODELS, check_dataset, check_model, split_own_model
+from cifar_towers.registry import (
+    BUILT_IN,
+    FOLDER,
+    MODELS,
+    TTA_LEVELS,
+    check_dataset,
+    check_model,
+    describe_tta_levels,
+    split_own_model,
+)
 
 MOST_TRACED = 100  # steps of a profile
 MOST_PARTS = 1024  # of a tower's share of the batch
@@ -328,9 +337,9 @@ class TrainConfig(DeviceConfig):
     tta: int = setting(
         0,
         "Reporting",
-        "test-time augmentation at the end: 0, 1 (mirror), 2 (and shifts)",
+        f"test-time augmentation at the end: {describe_tta_levels()}",
         low=0,
-        high=2,
+        high=max(TTA_LEVELS),
         on_resume="allow",
     )
     summary_every_steps: int = setting(

@@ -1,4 +1,4 @@
-"""Batches whose order and random numbers are functions of (seed, step): nothing to save, nothing to lose."""
+"""Batches as functions of (seed, step): a run resumes anywhere without saved iterator state."""
 
 from typing import NamedTuple
 
@@ -7,22 +7,22 @@ import tensorflow as tf
 
 from cifar_towers.data.dataset import Split
 
-PREFETCHED = 2  # batches made ahead of the step, in other threads
+NUM_PREFETCHED = 2  # batches prepared ahead of the step, in other threads
 
 
 class RandomDraws(NamedTuple):
-    """The random numbers of B examples, one row each; `augment` says what they mean."""
+    """The random numbers of B examples, one row each, that `augment` uses."""
 
     flip: tf.Tensor  # [B] bool
-    window: tf.Tensor  # [B, 2] in [0, 1): place of the crop or shift
-    cutout: tf.Tensor  # [B, 2] in [0, 1): place of the blanked square
+    window: tf.Tensor  # [B, 2] in [0, 1): position of the crop or shift
+    cutout: tf.Tensor  # [B, 2] in [0, 1): position of the square that is set to 0
     brightness: tf.Tensor  # [B] in [-1, 1)
     contrast: tf.Tensor  # [B] in [-1, 1)
-    place: tf.Tensor  # [B] int64: how many examples the run drew before; for layers that draw numbers of their own
+    example_index: tf.Tensor  # [B] int64: examples the run has drawn before; seeds layers that draw random numbers
 
 
 class Batch(NamedTuple):
-    """B examples: images [B, S, S, 3] uint8, labels [B] int64, and their draws."""
+    """B examples: images [B, S, S, 3] uint8, labels [B] int64, and their random numbers."""
 
     images: tf.Tensor
     labels: tf.Tensor
@@ -32,16 +32,19 @@ class Batch(NamedTuple):
 class Batches:
     """The batches of a run over `split`, by step.
 
-    Every epoch is a new order of all examples, cut into `steps_per_epoch` whole batches; the few examples that are
-    left over sit that epoch out.
+    Every epoch is a new permutation of all examples, cut into `steps_per_epoch` full batches; the remainder is left
+    out of that epoch.
 
     Args:
-      split: what to draw from.
+      split: the examples.
       batch_size: B, for all towers together.
-      seed: order, draws and flips follow from it and the step alone.
-      rows: (first, count) of the rows of every batch that are made here; other processes make the others.
-      flip: `none`; `random`, a coin for each image and epoch; `alternating`, one coin an image for the whole run,
-        turned over in every odd epoch (K. Jordan, arXiv 2404.00498).
+      seed: with the step, determines order, flips and all other random numbers.
+      rows: (first, count) of the rows of every batch to make here; other workers make the others.
+      flip: `none`; `random`, drawn for each image and epoch; `alternating`, drawn once for each image and inverted in
+        every odd epoch (K. Jordan, arXiv 2404.00498).
+
+    Raises:
+      ValueError: there are fewer examples than `batch_size`.
     """
 
     def __init__(
@@ -51,7 +54,8 @@ class Batches:
             raise ValueError(f"batch_size={batch_size} is more than the {len(split.labels)} training examples")
         self.batch_size, self.seed, self.flip = batch_size, seed, flip
         self.steps_per_epoch = len(split.labels) // batch_size
-        self._examples, (self._first, self._count) = len(split.labels), rows or (0, batch_size)
+        self._num_examples, (self._first_row, self._num_rows) = len(split.labels), rows or (0, batch_size)
+        self._cached_order = (None, None)  # epoch and its permutation; one tuple, as threads may race
         with tf.device("/CPU:0"):
             self._images, self._labels = tf.constant(split.images), tf.constant(split.labels)
 
@@ -59,41 +63,43 @@ class Batches:
         """The batch of one step, counted from 0, made of TensorFlow operations."""
         step = tf.cast(step, tf.int64)
         epoch, position = step // self.steps_per_epoch, step % self.steps_per_epoch
-        order = tf.numpy_function(self._order, [epoch], tf.int64, stateful=False)
-        first = step * self.batch_size + self._first  # how many examples the run drew before these
-        start = position * self.batch_size + self._first
-        chosen = tf.ensure_shape(order[start : start + self._count], [self._count])
+        order = tf.numpy_function(self._epoch_order, [epoch], tf.int64, stateful=False)
+        start = position * self.batch_size + self._first_row
+        chosen = tf.ensure_shape(order[start : start + self._num_rows], [self._num_rows])
+        # drawn for the whole batch, so that an example's numbers do not depend on the worker
         uniform = tf.random.stateless_uniform([self.batch_size, 7], tf.stack([tf.cast(self.seed, tf.int64), step]))
-        uniform = uniform[self._first : self._first + self._count]  # drawn for the batch: they belong to the example
+        uniform = uniform[self._first_row : self._first_row + self._num_rows]
         draws = RandomDraws(
             flip=self._flips(chosen, epoch, uniform[:, 6]),
             window=uniform[:, 0:2],
             cutout=uniform[:, 2:4],
             brightness=2 * uniform[:, 4] - 1,
             contrast=2 * uniform[:, 5] - 1,
-            place=first + tf.range(self._count, dtype=tf.int64),
+            example_index=step * self.batch_size + self._first_row + tf.range(self._num_rows, dtype=tf.int64),
         )
         return Batch(tf.gather(self._images, chosen), tf.gather(self._labels, chosen), draws)
 
     def stream(self, first_step: int, last_step: int) -> tf.data.Dataset:
-        """The batches of steps first_step .. last_step - 1, prepared ahead while the step runs."""
+        """The batches of steps first_step .. last_step - 1, prepared while earlier steps run."""
         options = tf.data.Options()
-        options.autotune.enabled = False  # nothing to tune, and its thread delays the end of a stream by seconds
+        options.autotune.enabled = False  # its thread delays the end of a stream by seconds
         with tf.device("/CPU:0"):
             steps = tf.data.Dataset.range(first_step, last_step)
-            at = tf.autograph.experimental.do_not_convert(self.at)  # it has nothing to convert, and looking takes long
-            return steps.map(at).prefetch(PREFETCHED).with_options(options)
+            at = tf.autograph.experimental.do_not_convert(self.at)  # analyzing it for conversion takes long
+            return steps.map(at).prefetch(NUM_PREFETCHED).with_options(options)
 
-    def _order(self, epoch: np.int64) -> np.ndarray:
-        if getattr(self, "_ordered", (None, None))[0] != epoch:
-            random = np.random.Generator(np.random.Philox(key=[self.seed, int(epoch)]))
-            self._ordered = (epoch, random.permutation(self._examples))
-        return self._ordered[1]
+    def _epoch_order(self, epoch: np.int64) -> np.ndarray:
+        cached_epoch, order = self._cached_order
+        if cached_epoch != epoch:
+            generator = np.random.Generator(np.random.Philox(key=[self.seed, int(epoch)]))
+            order = generator.permutation(self._num_examples)
+            self._cached_order = (epoch, order)
+        return order
 
     def _flips(self, chosen: tf.Tensor, epoch: tf.Tensor, uniform: tf.Tensor) -> tf.Tensor:
         if self.flip == "none":
-            return tf.zeros([self._count], tf.bool)
+            return tf.zeros([self._num_rows], tf.bool)
         if self.flip == "random":
             return uniform < 0.5
-        coins = tf.random.stateless_uniform([self._examples], tf.constant([self.seed, -1], tf.int64)) < 0.5
-        return tf.math.logical_xor(tf.gather(coins, chosen), epoch % 2 == 1)
+        first = tf.random.stateless_uniform([self._num_examples], tf.constant([self.seed, -1], tf.int64)) < 0.5
+        return tf.math.logical_xor(tf.gather(first, chosen), epoch % 2 == 1)

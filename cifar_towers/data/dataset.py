@@ -1,4 +1,4 @@
-"""What a data set is here: arrays in memory, with the splits a run trains, chooses and is judged on."""
+"""A data set as arrays in memory, with its train, validation and test splits."""
 
 import dataclasses
 import functools
@@ -9,21 +9,27 @@ from typing import NamedTuple
 import numpy as np
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-COUNTED = 10_000_000  # pixels at a time, each of which takes eight bytes
+PIXELS_PER_CHUNK = 10_000_000  # counted at a time; each takes eight bytes
+STORED_NAMES = {"std": "deviation"}  # checkpoints keep the name that earlier versions wrote
 
 
 class DatasetInfo(NamedTuple):
-    """What a net must know of the images it is for; it is kept with every checkpoint."""
+    """Properties of a data set's images that a model depends on; saved with every checkpoint."""
 
     class_names: tuple[str, ...] = CLASSES
     side: int = 32  # pixels
-    mean: tuple[float, ...] = (125.307, 122.961, 113.8575)  # levels 0..255 of the training images, a channel
-    deviation: tuple[float, ...] = (62.985, 62.0925, 66.708)
+    mean: tuple[float, ...] = (125.307, 122.961, 113.8575)  # per channel of the training images, levels 0..255
+    std: tuple[float, ...] = (62.985, 62.0925, 66.708)
 
     @classmethod
-    def of(cls, saved: Mapping) -> "DatasetInfo":
-        """From what JSON made of `_asdict()`; what is missing there is CIFAR-10's."""
-        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in saved.items() if name in cls._fields})
+    def from_json(cls, saved: Mapping) -> "DatasetInfo":
+        """Read what `to_json` returned, or an earlier version of it; missing fields are CIFAR-10's."""
+        values = {name: saved.get(STORED_NAMES.get(name), saved.get(name)) for name in cls._fields}
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if v is not None})
+
+    def to_json(self) -> dict:
+        """The fields under the names they have in checkpoints' metadata."""
+        return {STORED_NAMES.get(name, name): value for name, value in self._asdict().items()}
 
 
 CIFAR10 = DatasetInfo()
@@ -31,7 +37,7 @@ CIFAR10 = DatasetInfo()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """n examples that nobody changes: images [n, side, side, 3] uint8, labels [n] int64, indices of classes."""
+    """n examples: images [n, side, side, 3] uint8, labels [n] int64. The arrays are never written to."""
 
     images: np.ndarray
     labels: np.ndarray
@@ -39,17 +45,17 @@ class Split:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of the images' bytes followed by the labels', in stored order; taken once."""
+        """SHA-256 of the images' bytes followed by the labels', in stored order."""
         digest = hashlib.sha256(np.ascontiguousarray(self.images))
         digest.update(np.ascontiguousarray(self.labels.astype(np.int64)))
         return digest.hexdigest()
 
     def class_counts(self) -> np.ndarray:
-        """[C] examples of each class."""
+        """[C] number of examples of each class."""
         return np.bincount(self.labels, minlength=len(self.info.class_names))
 
     def take(self, examples: np.ndarray | slice) -> "Split":
-        """Some of the examples, by their places."""
+        """The examples at these indices."""
         return dataclasses.replace(self, images=self.images[examples], labels=self.labels[examples])
 
 
@@ -63,45 +69,46 @@ class Dataset(NamedTuple):
 
     @property
     def info(self) -> DatasetInfo:
-        """What a net must know of the images."""
+        """Properties of the images."""
         return self.train.info
 
     def digests(self) -> dict[str, str]:
-        """Of each split that has examples, by its name."""
+        """Digest of each split that has examples, by its name."""
         splits = {name: getattr(self, name) for name in ("train", "validation", "test")}
         return {name: split.digest for name, split in splits.items() if len(split.labels)}
 
-    def changed(self, facts: Mapping) -> list[str]:
-        """The splits that are not those a checkpoint was made with, by its facts, which for older ones tell less."""
-        return [name for name, digest in self.digests().items() if facts.get(f"{name}_sha256", digest) != digest]
+    def changed_splits(self, metadata: Mapping) -> list[str]:
+        """Names of the splits whose digests differ from those in a checkpoint's metadata. Those of earlier versions
+        lack some digests, which then count as equal."""
+        return [name for name, digest in self.digests().items() if metadata.get(f"{name}_sha256", digest) != digest]
 
 
 def chunks(images: np.ndarray, pixels: int) -> Iterator[np.ndarray]:
-    """[n, H, W, C] images in their order, as many at a time as have so many pixels together, but at least one."""
+    """Consecutive parts of [n, H, W, C] images, of at most `pixels` pixels and at least one image each."""
     size = max(1, pixels // (images.shape[1] * images.shape[2]))
     return (images[start : start + size] for start in range(0, len(images), size))
 
 
 def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel of [n, H, W, C] uint8 images, in levels; exact sums, whatever n is.
-    A channel that does not vary has deviation 1."""
+    """Mean and standard deviation per channel of [n, H, W, C] uint8 images, in levels, from exact counts. The standard
+    deviation of a constant channel is given as 1."""
     levels = np.arange(256)
-    means, deviations = [], []
+    means, stds = [], []
     for channel in range(images.shape[3]):
-        parts = chunks(images[..., channel, None], COUNTED)
+        parts = chunks(images[..., channel, None], PIXELS_PER_CHUNK)
         counts = sum(np.bincount(part.ravel(), minlength=256) for part in parts)
-        shares = counts / images[..., channel].size
-        mean = float(shares @ levels)
+        frequencies = counts / images[..., channel].size
+        mean = float(frequencies @ levels)
         means.append(mean)
-        deviations.append(float(np.sqrt(shares @ (levels - mean) ** 2)) or 1.0)
-    return tuple(means), tuple(deviations)
+        stds.append(float(np.sqrt(frequencies @ (levels - mean) ** 2)) or 1.0)
+    return tuple(means), tuple(stds)
 
 
 def split_validation(train: Split, count: int) -> tuple[Split, Split]:
-    """Takes `count` examples out of train, the same ones for every run: (the rest, the held out).
+    """Hold `count` examples out of train: (the rest, the held out). They are the same in every run.
 
-    They are the last `count` of one fixed shuffle, so that they do not follow the stored order.
+    They are the last `count` of one fixed shuffle, so they do not depend on the stored order of the classes.
     """
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train.labels))
-    kept, held = np.sort(order[: len(order) - count]), np.sort(order[len(order) - count :])
-    return (train.take(kept) if count else train), train.take(held)
+    rest, held_out = np.sort(order[: len(order) - count]), np.sort(order[len(order) - count :])
+    return (train.take(rest) if count else train), train.take(held_out)

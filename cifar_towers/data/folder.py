@@ -30,7 +30,7 @@ class Folder(NamedTuple):
     test: dict[str, list[Path]]
     classes_in: tuple[Path, ...]  # the folders whose subfolders are classes
 
-    def takes(self, path: Path) -> bool:
+    def contains(self, path: Path) -> bool:
         """Whether what is put there would be taken for a class or its pictures, or mixed with them."""
         path = path.expanduser().resolve()
         return path == self.root.resolve() or any(path.is_relative_to(place.resolve()) for place in self.classes_in)

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.data.augment import Augmentation, views
+from cifar_towers.data.augment import Augmentation, tta_views
 from cifar_towers.data.dataset import Split, chunks
 from cifar_towers.models.user_model import graph_node
 from cifar_towers.multi_worker.coordination import Team, alone
@@ -70,8 +70,8 @@ def make_classifier(
     def on_tower(tta, weights, statistics, tower, shard):
         images = augmentation.evaluate(shard[0])
         plain, features, augmented = None, None, 0.0
-        for share, view in views(images, tta):
-            logits, own = call(weights, statistics, view())
+        for share, view in tta_views(images, tta):
+            logits, own = call(weights, statistics, view)
             if plain is None:  # the first view is the image itself
                 plain, features = logits, own
             augmented += share * logits

@@ -30,7 +30,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
     split = getattr(dataset, config.split)
     if not len(split.labels):
         raise UsageError(f"{run.directory} held out no validation examples; score --split=test")
-    changed = config.split in dataset.changed(run.facts)
+    changed = config.split in dataset.changed_splits(run.facts)
     if changed and not config.changed_data:
         raise DataError(
             f"{run.directory} was made with other {config.split} images than {dataset.name} has now; put those back, "

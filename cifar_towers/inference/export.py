@@ -72,19 +72,19 @@ def export(config: ExportConfig) -> bool:
     return not wrong
 
 
-def _source(config: ExportConfig, run: load_run.Run) -> sources.Source:
+def _source(config: ExportConfig, run: load_run.TrainedRun) -> sources.Source:
     try:
         return sources.find(config.dataset or run.facts["dataset"], config.data_dir)
     except DataError as error:
         raise DataError(f"the export is checked on test images, and {error}; --check=0 leaves that out") from None
 
 
-def _test_images(source: sources.Source, run: load_run.Run, count: int) -> Split:
+def _test_images(source: sources.Source, run: load_run.TrainedRun, count: int) -> Split:
     _, dataset = sources.load(source, run.config.validation_examples, run.info.side)
     return dataset.test.take(slice(count))
 
 
-def _probabilities(net: keras.Model, towers: list[Tower], run: load_run.Run, split: Split) -> np.ndarray:
+def _probabilities(net: keras.Model, towers: list[Tower], run: load_run.TrainedRun, split: Split) -> np.ndarray:
     classify = make_classifier(net, towers, run.augmentation)
     return softmax(classify(split.images, *load_run.variables_of(net))[0])
 

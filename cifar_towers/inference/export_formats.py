@@ -99,7 +99,7 @@ def deployed_model(deployed: ServingModule) -> keras.Model:
         x = keras.layers.CenterCrop(augmentation.crop, augmentation.crop, name="crop")(x)
         side = augmentation.crop
     if augmentation.standardize == "dataset":
-        variance = np.square(augmentation.deviation)
+        variance = np.square(augmentation.std)
         x = keras.layers.Normalization(mean=augmentation.mean, variance=variance, name="normalise")(x)
     else:
         mean = keras.ops.mean(x, [1, 2, 3], keepdims=True)

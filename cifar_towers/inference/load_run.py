@@ -24,7 +24,7 @@ from cifar_towers.training import build
 MOST_NAMED = 8  # of the runs that a message offers
 
 
-class Run(NamedTuple):
+class TrainedRun(NamedTuple):
     """A run's checkpoint, and what was trained in it."""
 
     directory: Path
@@ -77,7 +77,7 @@ def variables_of(model: keras.Model) -> tuple[list, list]:
     return [variable.value for variable in weights], [variable.value for variable in statistics]
 
 
-def open_run(train_dir: Path, model: str = "", step: int = 0) -> Run:
+def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
     """A checkpoint of a run.
 
     Args:
@@ -99,7 +99,9 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> Run:
         raise UsageError(f"{train_dir / run_files.CONFIG}, the settings of the run, cannot be read: {error}") from None
     facts = checkpoints.read_metadata(checkpoint)
     check_dataset(facts["dataset"])  # as strictly as one on the command line
-    return Run(train_dir, checkpoint, _agreed(config, model, train_dir), facts, DatasetInfo.of(facts.get("traits", {})))
+    return TrainedRun(
+        train_dir, checkpoint, _agreed(config, model, train_dir), facts, DatasetInfo.from_json(facts.get("traits", {}))
+    )
 
 
 def _why_none(train_dir: Path) -> str:

@@ -296,7 +296,7 @@ class RunLogger:
         """[n, side, side, 3] as the net sees them -> levels 0..255, the colours they had or, where each image is
         normalised by itself, from its darkest to its brightest."""
         if self.config.standardize == "dataset":
-            levels = images * self.dataset.info.deviation + np.array(self.dataset.info.mean)
+            levels = images * self.dataset.info.std + np.array(self.dataset.info.mean)
         else:
             low, high = (f(images, axis=(1, 2, 3), keepdims=True) for f in (np.min, np.max))
             levels = 255 * (images - low) / np.maximum(high - low, 1e-6)

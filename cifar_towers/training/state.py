@@ -62,7 +62,7 @@ class TrainState:
     def with_layer_seeds(self, statistics: list[tf.Tensor], draws: RandomDraws) -> list[tf.Tensor]:
         """The statistics for a part of the batch, with seeds that follow from the run's own and the part's first
         example: no two parts draw the same numbers, and the same step always does."""
-        count = draws.place[0] * MOST_DRAWS
+        count = draws.example_index[0] * MOST_DRAWS
         return [
             tf.stack([value[0], tf.cast(count, value.dtype)]) if seed else value
             for value, seed in zip(statistics, self.seeds, strict=True)

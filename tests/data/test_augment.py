@@ -1,11 +1,16 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from cifar_towers.cli.tool_configs import EvaluateConfig, PredictConfig
+from cifar_towers.config import TrainConfig
 from cifar_towers.data import augment
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import RandomDraws
 from cifar_towers.data.dataset import CIFAR10
+from cifar_towers.registry import TTA_LEVELS
 
 
 def draws(count, **given):
@@ -16,10 +21,10 @@ def draws(count, **given):
         "cutout": np.full((count, 2), 0.5),
         "brightness": np.zeros(count),
         "contrast": np.zeros(count),
-        "place": np.arange(count),
+        "example_index": np.arange(count),
     }
     values = {**neutral, **given}
-    types = {"flip": tf.bool, "place": tf.int64}
+    types = {"flip": tf.bool, "example_index": tf.int64}
     return RandomDraws(**{k: tf.constant(v, types.get(k, tf.float32)) for k, v in values.items()})
 
 
@@ -55,13 +60,13 @@ def test_flip_mirrors_only_the_chosen(images):
 def test_colour_by_hand():
     centre = np.array(CIFAR10.mean)
     image = tf.constant(centre + 10, tf.float32, shape=[1, 1, 1, 3])
-    changed = augment.color(image, tf.constant([5.0]), tf.constant([2.0]), CIFAR10.mean)
+    changed = augment.adjust_color(image, tf.constant([5.0]), tf.constant([2.0]), CIFAR10.mean)
     np.testing.assert_allclose(changed[0, 0, 0], centre + 30, rtol=1e-6)
 
 
 def test_normalised_data_set_statistics():
     levels = tf.constant([[[[20.0, 30, 40], [21, 32, 43]]]])
-    normalised = augment.Augmentation(mean=(20.0, 30.0, 40.0), deviation=(1.0, 2.0, 3.0)).normalize(levels)
+    normalised = augment.Augmentation(mean=(20.0, 30.0, 40.0), std=(1.0, 2.0, 3.0)).normalize(levels)
     np.testing.assert_allclose(normalised[0, 0], [[0] * 3, [1] * 3], atol=1e-6)
 
 
@@ -89,13 +94,23 @@ def test_shrinking_keeps_flat_images_flat_and_agrees_with_tensorflow(images):
 def test_tta_views_are_weighted_to_one_and_hold_the_mirror(images):
     levels = tf.cast(images, tf.float32)
     for level, count in ((0, 1), (1, 2), (2, 6)):
-        found = augment.views(levels, level)
-        assert len(found) == count and sum(share for share, _ in found) == 1
-    np.testing.assert_array_equal(found[1][1](), levels[:, :, ::-1])
-    up_left, mirrored, down_right, _ = (make().numpy() for _, make in found[2:])
+        views = augment.tta_views(levels, level)
+        assert len(views) == count and sum(weight for weight, _ in views) == 1
+        np.testing.assert_array_equal(views[0][1], levels)
+    np.testing.assert_array_equal(views[1][1], levels[:, :, ::-1])
+    up_left, mirrored, down_right, _ = (view.numpy() for _, view in views[2:])
     np.testing.assert_array_equal(up_left[:, 1:, 1:], levels[:, :-1, :-1])
     np.testing.assert_array_equal(down_right[:, :-1, :-1], levels[:, 1:, 1:])
     np.testing.assert_array_equal(mirrored, up_left[:, :, ::-1])
+
+
+def test_tta_levels_are_those_of_the_settings(images):
+    for config_class in (TrainConfig, EvaluateConfig, PredictConfig):
+        (tta,) = [field for field in dataclasses.fields(config_class) if field.name == "tta"]
+        assert [*range(tta.metadata["low"], tta.metadata["high"] + 1)] == [*TTA_LEVELS]
+        assert "0 (none), 1 (mirror), 2 (mirror and shifts)" in tta.metadata["help"]
+    with pytest.raises(ValueError, match=r"tta=3 is not one of 0 \(none\), 1"):
+        augment.tta_views(tf.cast(images, tf.float32), 3)
 
 
 def test_nothing_drawn_changes_nothing(images):

@@ -39,7 +39,7 @@ def test_a_split_folder_is_read_as_it_is(tmp_path):
     assert [by_place[image.tobytes()] for image in data.train.images] == data.train.labels.tolist()
     pixels = data.train.images.reshape(-1, 3)
     np.testing.assert_allclose(data.info.mean, pixels.mean(0))
-    np.testing.assert_allclose(data.info.deviation, pixels.std(0))
+    np.testing.assert_allclose(data.info.std, pixels.std(0))
     assert data.test.info == data.train.info
 
 
@@ -70,8 +70,8 @@ def test_a_run_may_not_write_among_the_classes_of_its_data(tmp_path, monkeypatch
             ):
                 config = TrainConfig(dataset=f"folder:{name}", train_dir=place)
                 build.load_data(config, sources.find(config.dataset))
-    assert not folders.find(tmp_path / "flat").takes(tmp_path / "flat-run")
-    assert not folders.find(tmp_path / "split").takes(tmp_path / "split" / "runs" / "one")
+    assert not folders.find(tmp_path / "flat").contains(tmp_path / "flat-run")
+    assert not folders.find(tmp_path / "split").contains(tmp_path / "split" / "runs" / "one")
 
 
 def test_other_sizes_are_resized(tmp_path):
@@ -200,7 +200,7 @@ def test_a_folder_is_looked_through_once(tmp_path):
 
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_moments_by_hand(monkeypatch, at_once):
-    monkeypatch.setattr(dataset, "COUNTED", at_once)
+    monkeypatch.setattr(dataset, "PIXELS_PER_CHUNK", at_once)
     images = np.zeros((2, 1, 2, 2), np.uint8)
     images[0, 0, :, 0] = 10, 20
     images[1, 0, :, 0] = 30, 40
@@ -220,8 +220,8 @@ def test_traits_survive_json():
     import json
 
     info = DatasetInfo(("a", "b"), 24, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
-    assert DatasetInfo.of(json.loads(json.dumps(info._asdict()))) == info
-    assert DatasetInfo.of({}) == Split(SET.images, SET.labels).info
+    assert DatasetInfo.from_json(json.loads(json.dumps(info.to_json()))) == info
+    assert DatasetInfo.from_json({}) == Split(SET.images, SET.labels).info
 
 
 def test_data_that_is_not_there_is_told_in_a_line(monkeypatch, tmp_path):

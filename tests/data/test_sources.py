@@ -99,11 +99,11 @@ def test_splits_that_changed_are_told_by_what_a_checkpoint_knows_of_them():
     kept, held = dataset.split_validation(train, 5)
     data = dataset.Dataset("some", kept, held, test)
     facts = {f"{name}_sha256": digest for name, digest in data.digests().items()}
-    assert facts.keys() == {"train_sha256", "validation_sha256", "test_sha256"} and not data.changed(facts)
-    assert data._replace(test=other).changed(facts) == ["test"]
-    assert data._replace(train=other, validation=other).changed(facts) == ["train", "validation"]
+    assert facts.keys() == {"train_sha256", "validation_sha256", "test_sha256"} and not data.changed_splits(facts)
+    assert data._replace(test=other).changed_splits(facts) == ["test"]
+    assert data._replace(train=other, validation=other).changed_splits(facts) == ["train", "validation"]
     del facts["test_sha256"]  # as older ones are
-    assert not data._replace(test=other).changed(facts)
+    assert not data._replace(test=other).changed_splits(facts)
 
 
 def test_holding_out_everything(monkeypatch):
