@@ -30,7 +30,7 @@ from cifar_towers.towers.placement import HOST
 from cifar_towers.training import auto_placement, build, devices
 from cifar_towers.training.distributed_step import towers_here
 from cifar_towers.training.health import DivergenceState, HealthMonitor
-from cifar_towers.training.step import StepMetrics
+from cifar_towers.training.results import StepMetrics, to_numpy
 
 
 def train(config: TrainConfig, source: sources.Source, stop: ShutdownHandler, team: Team | None = None) -> dict:
@@ -234,8 +234,8 @@ class Trainer:
             if not self.traced:
                 self.reporter.graph(function)
         metrics = self.train_step(*arguments)
-        diagnostics = metrics.diagnostics if has_diagnostics else ()
-        metrics = tf.nest.map_structure(lambda tensor: tensor.numpy(), metrics._replace(diagnostics=diagnostics))
+        diagnostics = metrics.diagnostics if has_diagnostics else None
+        metrics = to_numpy(metrics._replace(diagnostics=diagnostics))
         metrics = self._hear_others(metrics)
         self.clock.charge("compile" if first else "train")
         self.clock.count(0 if first else self.config.batch_size)
@@ -245,7 +245,7 @@ class Trainer:
     def _hear_others(self, metrics: StepMetrics) -> StepMetrics:
         """What the other workers add: whether to stop, and to a step that was looked at what their towers say."""
         if self.team.size > 1:
-            self.stop.agree(int(metrics.asked))
+            self.stop.agree(int(metrics.stop_signal))
         return agreement.gather_diagnostics(self.team, metrics)
 
     def _profile(self, what: Callable, *step: int) -> None:

@@ -19,6 +19,7 @@ from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.communication import VariableBytes
 from cifar_towers.towers.placement import HOST, PLACEMENTS, custom_placement
 from cifar_towers.training import build as setup
+from cifar_towers.training.results import to_numpy
 
 NO_EXCHANGE, KERAS = "no exchange", "keras fit"
 UNPLACED = "-"  # a copy on each device, so there is nothing to place
@@ -112,7 +113,7 @@ def build(config: BenchmarkConfig, variation: BenchmarkCase, towers: Sequence[To
         batch = batches.at(0)
 
     def call(batch: Batch = batch) -> Any:
-        return tf.nest.map_structure(lambda tensor: tensor.numpy(), step(batch, rates, side))
+        return to_numpy(step(batch, rates, side))
 
     stream = iter(batches.stream(0, 1_000_000)) if variation.input == "stream" else None
     bytes_of = sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tf.nest.flatten(batch))

@@ -4,9 +4,8 @@ import numpy as np
 
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.multi_worker.coordination import Team
-from cifar_towers.training.diagnostics import ForwardDiagnostics
+from cifar_towers.training.results import ForwardDiagnostics, StepMetrics, TensorStats, TowerGradientStats
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import StepMetrics
 
 
 def assert_workers_agree(team: Team, dataset: Dataset, compute_dtype: str, towers: int) -> None:
@@ -29,13 +28,18 @@ def broadcast_state(team: Team, state: TrainState) -> None:
 
 
 def gather_diagnostics(team: Team, metrics: StepMetrics) -> StepMetrics:
-    """The metrics of a step with what the towers of other workers add to one that was looked at closely."""
+    """The metrics of a step with the diagnostics of the other workers' towers: each tower's gradient statistics, and
+    the forward pass of the final one."""
     if team.size == 1 or not metrics.diagnostics:
         return metrics
-    final = team.index == team.size - 1
-    look = list(metrics.diagnostics.look) if final else None
-    brought = team.gather({"towers": metrics.diagnostics.towers, "look": look})
-    towers = np.concatenate([one["towers"] for one in brought])
+    own = metrics.diagnostics
+    forward = own.forward if team.index == team.size - 1 else None
+    workers = team.gather({"tower_gradients": own.tower_gradients, "forward": forward})
+    images, labels, activations = workers[-1]["forward"]
+    tower_gradients = map(np.concatenate, zip(*(worker["tower_gradients"] for worker in workers), strict=True))
     return metrics._replace(
-        diagnostics=metrics.diagnostics._replace(look=ForwardDiagnostics(*brought[-1]["look"]), towers=towers)
+        diagnostics=own._replace(
+            forward=ForwardDiagnostics(images, labels, TensorStats(*activations)),
+            tower_gradients=TowerGradientStats(*tower_gradients),
+        )
     )

@@ -21,10 +21,9 @@ from cifar_towers.reporting.resource_monitor import ResourceMonitor
 from cifar_towers.reporting.tensorboard_writer import Summaries
 from cifar_towers.towers import Tower, placement_report
 from cifar_towers.training import diagnostics
-from cifar_towers.training.hard_examples import PROXY
 from cifar_towers.training.health import DivergenceState
+from cifar_towers.training.results import PROXY, StepMetrics
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import StepMetrics
 
 SCALARS_PER_SUMMARY = 10  # how many times as often scalars and records come as whole summaries
 DRAWING_SHARE = 0.02  # of the time, that pictures of evaluations may take
@@ -157,7 +156,7 @@ class RunLogger:
         )
         scalars = {"loss": metrics.loss, "accuracy": metrics.accuracy, "health/gradient_norm": metrics.gradient_norm}
         scalars |= {f"losses/{term} (raw)": loss for term, loss in metrics.losses.items()}
-        scalars |= {f"losses/{term}": loss for term, loss in metrics.averages.items()}
+        scalars |= {f"losses/{term}": loss for term, loss in metrics.smoothed_losses.items()}
         scalars |= {f"learning_rate/{name}": value for name, value in rates.items()}
         scalars |= {"health/bad_steps": health.bad_steps, "health/rollbacks": health.rollbacks}
         if metrics.hard_examples:
@@ -252,13 +251,12 @@ class RunLogger:
 
     def _alike(self, metrics: StepMetrics) -> dict:
         """How alike the towers are in a step that was looked at: for the record."""
-        norms, cosines = metrics.diagnostics.towers.T
-        norms = norms / metrics.diagnostics.loss_scale
+        norms = metrics.diagnostics.tower_gradients.norm / metrics.diagnostics.loss_scale
         alike = {
             "towers": {
                 "loss": metrics.tower_losses.tolist(),
                 "gradient_norm": norms.tolist(),
-                "cosine": cosines.tolist(),
+                "cosine": metrics.diagnostics.tower_gradients.cosine.tolist(),
             }
         }
         if (
@@ -273,10 +271,10 @@ class RunLogger:
         self.summaries.towers(step, alike["towers"])
         if not metrics.finite:
             return
-        look = metrics.diagnostics.look
-        labels = [self.dataset.info.class_names[label] for label in look.labels]
-        self.summaries.images(step, "input/augmented", self.denormalize(look.images), labels)
-        self.summaries.activations(step, self._layers, look.activations)
+        forward = metrics.diagnostics.forward
+        labels = [self.dataset.info.class_names[label] for label in forward.labels]
+        self.summaries.images(step, "input/augmented", self.denormalize(forward.images), labels)
+        self.summaries.activations(step, self._layers, forward.activations)
         self.summaries.update(step, self._weights, metrics.diagnostics.update)
 
     def _draw(self, step: int, which: str, score: Score, split: Split, names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from cifar_towers.evaluation.evaluator import Score
 from cifar_towers.reporting import figures, graph_layout, jsonl, projector, tb_protos
 from cifar_towers.reporting.event_files import Events
 from cifar_towers.towers import Tower
-from cifar_towers.training.diagnostics import BUCKETS, TensorStats
+from cifar_towers.training.results import TensorStats, UpdateDiagnostics
 
 TRAIN, EVAL, RESULT, PROJECTOR = "train", "eval", "result", "projector"  # beside one directory a tower
 LAYOUT = {
@@ -83,20 +83,20 @@ class Summaries:
         """A row of images [n, height, width, 3] of uint8 over their labels."""
         self._train.write(step, [tb_protos.image(tag, figures.labelled(images, labels))])
 
-    def activations(self, step: int, layers: Sequence[str], rows: np.ndarray) -> None:
-        """How each layer's output is spread: [L, 34], as `observing.count` makes them."""
+    def activations(self, step: int, layers: Sequence[str], stats: TensorStats) -> None:
+        """Histogram and sparsity of each layer's output."""
         shown = []
-        for layer, row in zip(layers, rows, strict=True):
-            spread = TensorStats.of(row)
-            shown += [_histogram(f"activations/{layer}", spread), tb_protos.scalar(f"sparsity/{layer}", spread.zeros)]
+        for index, layer in enumerate(layers):
+            output = stats.at(index)
+            shown.append(_histogram(f"activations/{layer}", output))
+            shown.append(tb_protos.scalar(f"sparsity/{layer}", output.zero_fraction))
         self._train.write(step, shown)
 
-    def update(self, step: int, weights: Sequence[str], rows: np.ndarray) -> None:
-        """How each weight and its mean gradient are spread, and how far it moved: [N, 69], as
-        `observing.look_at_update` makes them."""
-        shown, size = [], 4 + BUCKETS
-        for name, row in zip(weights, rows, strict=True):
-            weight, gradient, moved = TensorStats.of(row[:size]), TensorStats.of(row[size:-1]), float(row[-1])
+    def update(self, step: int, weights: Sequence[str], update: UpdateDiagnostics) -> None:
+        """Histogram and norm of each weight and its mean gradient, and the update-to-weight ratio."""
+        shown = []
+        for index, name in enumerate(weights):
+            weight, gradient = update.weights.at(index), update.gradients.at(index)
             shown += [
                 _histogram(f"weights/{name}", weight),
                 _histogram(f"gradients/{name}", gradient),
@@ -104,7 +104,7 @@ class Summaries:
                 tb_protos.scalar(f"gradient_norm/{name}", gradient.norm),
             ]
             if weight.norm:
-                shown.append(tb_protos.scalar(f"update_ratio/{name}", moved / weight.norm))
+                shown.append(tb_protos.scalar(f"update_ratio/{name}", update.update_norm[index] / weight.norm))
         self._train.write(step, shown)
 
     def evaluation(self, step: int, which: str, score: Score) -> None:
@@ -176,5 +176,5 @@ class Summaries:
                     shutil.rmtree(other)
 
 
-def _histogram(tag: str, spread: TensorStats):
-    return tb_protos.histogram(tag, spread.low, spread.high, spread.counts)
+def _histogram(tag: str, stats: TensorStats):
+    return tb_protos.histogram(tag, stats.min, stats.max, stats.counts)

@@ -26,6 +26,7 @@ from cifar_towers.training.diagnostics import activation_layers
 from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
 from cifar_towers.training.losses import OWN, cross_entropy, make_loss
 from cifar_towers.training.param_groups import make_optimizer
+from cifar_towers.training.results import PROXY
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import make_train_step, make_update
 
@@ -127,7 +128,7 @@ def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, lis
 
 class TrainSetup(NamedTuple):
     """What a run works with: its state; the function (batch, rates, side, look) -> metrics that moves it, which on a
-    cluster also takes `asked`, as `make_mirrored_step` says; and its towers, which are one where the devices hold
+    cluster also takes `stop_signal`, as `make_mirrored_step` says; and its towers, which are one where the devices hold
     stages."""
 
     state: TrainState
@@ -180,7 +181,7 @@ def make_training(
                 state, loss_fn = make_state(config, compute_dtype, train, length)
                 update = make_update(state, towers, loss_fn, augmentation, **options)
                 if config.hard_example_pool:
-                    with tf.name_scope(hard_examples.PROXY):
+                    with tf.name_scope(PROXY):
                         state.proxy, proxy_loss = make_state(proxy_config(config), compute_dtype, train, length)
                     each = functools.partial(cross_entropy, smoothing=config.label_smoothing)
                     proxy_update = make_update(

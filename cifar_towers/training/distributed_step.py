@@ -15,8 +15,9 @@ from cifar_towers.data.batches import Batch
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.devices import plan_devices, prepare_devices
 from cifar_towers.training.diagnostics import tower_gradient_stats
+from cifar_towers.training.results import StepMetrics, TowerGradientStats
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import StepMetrics, TowerResult, all_finite, apply_update, make_tower_fn, metrics
+from cifar_towers.training.step import TowerResult, all_finite, apply_update, make_tower_fn, metrics
 
 
 def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distribute.MirroredStrategy:
@@ -102,7 +103,7 @@ def make_mirrored_step(
     Args:
       towers: K, in the order of the strategy's replicas. Where other processes have some of them, the function takes
         this process's part of the batch and gives the metrics of all; only `diagnostics` is of the towers here. It then
-        takes a fifth argument too, a number; the largest that any process gave is `asked` in the metrics of all.
+        takes a fifth argument too, a number; the largest that any process gave is `stop_signal` in the metrics of all.
     """
     tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches)
     here = towers_here(strategy, towers)
@@ -140,10 +141,13 @@ def make_mirrored_step(
         arguments = outcome["gradients"], outcome["statistics"], *arguments
         updated = strategy.extended.update(state.step, update, args=arguments)
         updated = _by_replica(strategy, updated)[0]
-        alike = None if look is None else tf.concat(_by_replica(strategy, outcome["alike"]), 0)
+        alike = None
+        if look is not None:
+            replicas = _by_replica(strategy, outcome["alike"])
+            alike = TowerGradientStats(*(tf.concat(field, 0) for field in zip(*replicas, strict=True)))
         told = updated["told"], updated["averages"], updated.get("seen"), alike
         examples = batch.labels.shape[0] * len(towers) // len(here)
-        return metrics(results, *told, examples)._replace(asked=asked)
+        return metrics(results, *told, examples)._replace(stop_signal=asked)
 
     return train_step
 

@@ -14,9 +14,7 @@ import tensorflow as tf
 
 from cifar_towers.data.batches import Batch
 from cifar_towers.towers.placement import HOST
-from cifar_towers.training.step import HardExamples, StepMetrics
-
-PROXY = "proxy"  # the scope of its operations and the prefix of its variables' names
+from cifar_towers.training.results import PROXY, HardExamples, StepMetrics
 
 
 def select_hard_examples(
@@ -37,7 +35,7 @@ def select_hard_examples(
         with tf.name_scope("hardest"), tf.device(HOST):
             rows = tf.sort(tf.math.top_k(proxy.example_losses, count, sorted=False).indices)
             hardest = take(batch, rows)
-        hard_examples = HardExamples(rows, proxy._replace(example_losses=()))
+        hard_examples = HardExamples(rows, proxy._replace(example_losses=None))
         return update(hardest, rates, side, look)._replace(hard_examples=hard_examples)
 
     return both

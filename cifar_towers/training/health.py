@@ -10,8 +10,8 @@ from cifar_towers.errors import DivergedError
 from cifar_towers.multi_worker.coordination import Team
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.training import hard_examples, nonfinite
+from cifar_towers.training.results import PROXY, StepMetrics
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import StepMetrics
 
 MOST_ROLLBACKS = 8  # then the rates are 1/256 of the recipe's, and it is not the rates
 
@@ -103,7 +103,7 @@ class HealthMonitor:
         """
         state, who = self._state, ""
         if metrics.finite and metrics.hard_examples and not metrics.hard_examples.proxy.finite:
-            state, who, metrics = self._state.proxy, f"{hard_examples.PROXY}: ", metrics.hard_examples.proxy
+            state, who, metrics = self._state.proxy, f"{PROXY}: ", metrics.hard_examples.proxy
         elif metrics.finite:
             return self._health.good()
         elif metrics.hard_examples:

@@ -19,13 +19,12 @@ from cifar_towers.towers import (
 from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.diagnostics import (
-    ForwardDiagnostics,
-    StepDiagnostics,
     forward_diagnostics,
     stateless_call_with_activations,
     tower_gradient_stats,
 )
 from cifar_towers.training.nonfinite import first_nonfinite_index
+from cifar_towers.training.results import ForwardDiagnostics, StepDiagnostics, StepMetrics, TowerGradientStats
 from cifar_towers.training.state import TrainState
 
 
@@ -40,32 +39,7 @@ class TowerResult(NamedTuple):
     # or -1.
     bad: tf.Tensor | None = None
     look: ForwardDiagnostics | None = None
-    example_losses: tf.Tensor | tuple[()] = ()  # of each example in turn, if there was an `example_loss`
-
-
-class StepMetrics(NamedTuple):
-    """What a step says of itself. `losses` and `averages` are the final tower's, the rest is of all towers."""
-
-    loss: tf.Tensor  # mean cross entropy
-    accuracy: tf.Tensor  # of the training batch, as augmented
-    gradient_norm: tf.Tensor  # of the mean gradient, all variables together
-    tower_losses: tf.Tensor  # [K] total loss
-    losses: dict[str, tf.Tensor]
-    averages: dict[str, tf.Tensor]
-    finite: tf.Tensor  # whether all numbers were, so that the weights moved
-    nonfinite_towers: tf.Tensor  # [K] index of each tower's first that was not, as in TowerResult, or -1
-    nonfinite_update: tf.Tensor  # index in the state's `update_names` of the first that was not, or -1
-    diagnostics: StepDiagnostics | tuple[()] = ()  # if the step was called with a `look`
-    asked: tf.Tensor | tuple[()] = ()  # the largest number that any process of a cluster was asked for
-    example_losses: tf.Tensor | tuple[()] = ()  # [B], if the step was made with an `example_loss`
-    hard_examples: "HardExamples | tuple[()]" = ()  # what of the batch was trained on, if it was not all
-
-
-class HardExamples(NamedTuple):
-    """What of a batch was trained on, and who said so."""
-
-    rows: tf.Tensor  # [count] in the batch, rising
-    proxy: StepMetrics  # of the step that the net which picked them made on the whole batch
+    example_losses: tf.Tensor | None = None  # of each example in turn, if there was an `example_loss`
 
 
 def make_train_step(update: Callable[..., StepMetrics]) -> Callable[..., StepMetrics]:
@@ -155,7 +129,7 @@ def make_tower_fn(
         moved = zip(new_statistics, statistics, state.seeds, strict=True)
         changed = [None if seed or new is old else new for new, old, seed in moved]
         seen = None if look is None else forward_diagnostics(look, images, part.labels, activations)
-        correct, each = num_correct(part.labels, logits), example_loss(part.labels, logits) if example_loss else ()
+        correct, each = num_correct(part.labels, logits), example_loss(part.labels, logits) if example_loss else None
         return TowerResult(losses, gradients, changed, correct, look=seen, example_losses=each)
 
     def on_tower(side: int, groups: Sequence[str], tower: Tower, shard_and_look: tuple) -> TowerResult:
@@ -217,25 +191,26 @@ def metrics(
     update: dict,
     averages: dict,
     seen: tuple | None,
-    alike: tf.Tensor | None,
+    alike: TowerGradientStats | None,
     examples: int,
 ) -> StepMetrics:
     """What K towers' results, an `apply_update` and `tower_gradient_stats` say of a step over `examples` examples. The
     final tower speaks for the loss terms."""
-    diagnostics = () if seen is None else StepDiagnostics(results[-1].look, alike, *seen)
+    diagnostics = None if seen is None else StepDiagnostics(results[-1].look, alike, *seen)
     with tf.name_scope("metrics"):
         told = StepMetrics(
             loss=_mean([r.losses["cross_entropy"] for r in results]),
             accuracy=tf.add_n([r.correct for r in results]) / examples,
             tower_losses=tf.stack([r.losses["total_loss"] for r in results]),
             losses=results[-1].losses,
-            averages=averages,
+            smoothed_losses=averages,
             nonfinite_towers=tf.stack([r.bad for r in results]),
             example_losses=_joined(results),
             **update,
         )
         with tf.device(HOST):  # a GPU sends them on its own, and is not asked for one after the other
-            return tf.nest.map_structure(tf.identity, told)._replace(diagnostics=diagnostics)
+            told = tf.nest.map_structure(lambda value: None if value is None else tf.identity(value), told)
+            return told._replace(diagnostics=diagnostics)
 
 
 def reduce_batch_stats(
@@ -257,10 +232,10 @@ def reduce_batch_stats(
     return combined
 
 
-def _joined(results: Sequence[TowerResult]) -> tf.Tensor | tuple[()]:
+def _joined(results: Sequence[TowerResult]) -> tf.Tensor | None:
     """The losses of all their examples in turn, where there are some."""
     losses = [r.example_losses for r in results]
-    return () if isinstance(losses[0], tuple) else tf.concat(losses, 0)
+    return None if losses[0] is None else tf.concat(losses, 0)
 
 
 def _mean(values: Sequence[tf.Tensor]) -> tf.Tensor:

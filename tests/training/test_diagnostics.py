@@ -12,7 +12,7 @@ from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.towers import split_batch
 from cifar_towers.training import build, diagnostics, nonfinite
-from cifar_towers.training.diagnostics import TensorStats
+from cifar_towers.training.results import NUM_BUCKETS, to_numpy
 
 SETTINGS = {"model": "cifarnet", "crop": 24, "shift": 0, "standardize": "image", "batch_size": 24, "learning_rate": 0.1}
 
@@ -35,7 +35,7 @@ def made(towers, examples, **settings):
 def one_step(training, batch, look=True):
     rates = training.state.optimizer.rates(0)
     rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
-    return training.train_step(batch, rates, 32, tf.constant(look))
+    return to_numpy(training.train_step(batch, rates, 32, tf.constant(look)))
 
 
 @pytest.mark.parametrize(
@@ -49,14 +49,14 @@ def one_step(training, batch, look=True):
     ],
 )
 def test_counts_are_numpys(values):
-    spread = TensorStats.of(diagnostics.count(tf.constant(values, tf.float32)).numpy())
+    spread = to_numpy(diagnostics.tensor_stats([tf.constant(values, tf.float32)])).at(0)
     finite = np.where(np.isfinite(values), values, 0).astype(np.float32)
-    assert (spread.low, spread.high) == (finite.min(), finite.max())
-    assert spread.zeros == pytest.approx((finite == 0).mean())
+    assert (spread.min, spread.max) == (finite.min(), finite.max())
+    assert spread.zero_fraction == pytest.approx((finite == 0).mean())
     assert spread.norm == pytest.approx(np.linalg.norm(finite))
     assert spread.counts.sum() == values.size
-    if spread.high > spread.low:
-        expected, edges = np.histogram(finite, diagnostics.BUCKETS)
+    if spread.max > spread.min:
+        expected, edges = np.histogram(finite, NUM_BUCKETS)
         ties = np.abs(finite.reshape(-1, 1) - edges).min(1) < 1e-6
         assert np.abs(spread.counts - expected).sum() <= 2 * ties.sum()
 
@@ -91,13 +91,14 @@ def test_a_close_up_is_of_the_step_it_is_of(towers, examples, count, settings):
     towers_gradients = [gradients_of(shard) for shard in shards]
     means = [np.mean(of_one, 0) for of_one in zip(*towers_gradients, strict=True)]
     flat = [np.concatenate([g.ravel() for g in gradients]) for gradients in [*towers_gradients, means]]
-    for (norm, cosine), own in zip(metrics.diagnostics.towers.numpy(), flat, strict=False):
+    for norm, cosine, own in zip(*metrics.diagnostics.tower_gradients, flat, strict=False):
         assert norm == pytest.approx(np.linalg.norm(own), rel=1e-4)
         assert cosine == pytest.approx(own @ flat[-1] / np.linalg.norm(own) / np.linalg.norm(flat[-1]), abs=1e-5)
 
-    for index, row in enumerate(metrics.diagnostics.update.numpy()):
-        weight, gradient, moved = TensorStats.of(row[:34]), TensorStats.of(row[34:68]), row[68]
-        assert (weight.low, weight.high) == (before[index].min(), before[index].max())
+    update = metrics.diagnostics.update
+    for index, moved in enumerate(update.update_norm):
+        weight, gradient = update.weights.at(index), update.gradients.at(index)
+        assert (weight.min, weight.max) == (before[index].min(), before[index].max())
         assert weight.counts.sum() == gradient.counts.sum() == before[index].size
         assert gradient.norm == pytest.approx(np.linalg.norm(means[index]), rel=1e-3)
         assert moved == pytest.approx(np.linalg.norm(state.weights[index].numpy() - before[index]), rel=1e-3)
@@ -105,18 +106,17 @@ def test_a_close_up_is_of_the_step_it_is_of(towers, examples, count, settings):
     shard = shards[-1]  # the final tower's, and of that the last micro-batch
     parts = config.micro_batches
     images = augment(shard.images, shard.draws).numpy()[-(len(shard.labels) // parts) :]
-    look = metrics.diagnostics.look
-    np.testing.assert_allclose(look.images, images[: len(look.images)], atol=1e-5)
-    np.testing.assert_array_equal(
-        look.labels, shard.labels.numpy()[-(len(shard.labels) // parts) :][: len(look.labels)]
-    )
+    forward = metrics.diagnostics.forward
+    np.testing.assert_allclose(forward.images, images[: len(forward.images)], atol=1e-5)
+    labels = shard.labels.numpy()[-(len(shard.labels) // parts) :]
+    np.testing.assert_array_equal(forward.labels, labels[: len(forward.labels)])
     layers = diagnostics.activation_layers(model)
     assert [layer.name for layer in layers] == ["conv1", "conv2", "local3", "local4", "softmax_linear"]
-    outputs = keras.Model(model.input, [layer.output for layer in layers])(images[: diagnostics.EXAMPLES])
-    for row, output in zip(look.activations.numpy(), outputs, strict=True):
-        spread = TensorStats.of(row)
-        assert spread.high == pytest.approx(output.numpy().max(), rel=1e-4)
-        assert spread.zeros == pytest.approx((output.numpy() == 0).mean(), abs=1e-3)
+    outputs = keras.Model(model.input, [layer.output for layer in layers])(images[: diagnostics.NUM_EXAMPLES])
+    for index, output in enumerate(outputs):
+        spread = forward.activations.at(index)
+        assert spread.max == pytest.approx(output.numpy().max(), rel=1e-4)
+        assert spread.zero_fraction == pytest.approx((output.numpy() == 0).mean(), abs=1e-3)
         assert spread.counts.sum() == output.shape.num_elements()
 
 
@@ -128,8 +128,8 @@ def test_looking_changes_no_bit(towers, examples, strategy):
         for step in range(3):
             metrics = one_step(training, batches.at(step), look)
         digests.add(training.state.digest())
-        assert metrics.diagnostics.update.numpy().any() == look
-        assert metrics.diagnostics.look.activations.numpy().any() == look
+        assert metrics.diagnostics.update.update_norm.any() == look
+        assert metrics.diagnostics.forward.activations.norm.any() == look
     assert len(digests) == 1
 
 
@@ -160,4 +160,6 @@ def test_a_number_that_is_not_finite_is_looked_at_without_harm(towers, examples)
     _, batches, training = made(towers(2), examples)
     training.state.weights[0].assign(np.nan * training.state.weights[0])
     metrics = one_step(training, batches.at(0))
-    assert not metrics.finite and np.isfinite(metrics.diagnostics.update[:, :-1]).all()
+    assert not metrics.finite and all(
+        np.isfinite(field).all() for stats in metrics.diagnostics.update[:2] for field in stats
+    )

@@ -12,6 +12,7 @@ from cifar_towers.config.schedules import RunLength
 from cifar_towers.data import synthetic
 from cifar_towers.errors import UsageError
 from cifar_towers.training import build, hard_examples
+from cifar_towers.training.results import to_numpy
 
 HARDEST = {
     "model": f"{Path(__file__).parents[1] / 'nets.py'}:tiny",
@@ -46,7 +47,7 @@ class Run:
         rates = rates or self.state.optimizer.rates(number)
         rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
         metrics = self.call(self.batches.at(number) if batch is None else batch, rates)
-        return tf.nest.map_structure(lambda tensor: tensor.numpy(), metrics)
+        return to_numpy(metrics)
 
     def values(self, prefix=""):
         named = self.state.named_variables().items()

@@ -11,6 +11,7 @@ from cifar_towers.data import synthetic
 from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.training import build, nonfinite
+from cifar_towers.training.results import to_numpy
 
 NET = {
     "model": "speednet93",
@@ -46,7 +47,7 @@ class Run:
 
     def step(self, batch=None, rate=0.01):
         rates = {name: tf.constant(rate) for name in self.state.optimizer.rates(0)}
-        return tf.nest.map_structure(lambda tensor: tensor.numpy(), self.call(batch or self.batch, rates))
+        return to_numpy(self.call(batch or self.batch, rates))
 
     def values(self):
         named = self.state.named_variables().items()
@@ -84,7 +85,7 @@ def test_a_bad_image_moves_nothing_and_its_tower_is_named(towers, examples, plai
         synchronized = way.get("batch_statistics") == "synchronized"  # there it spreads before any loss is taken
         assert not metrics.finite and same(before, run.values()) and not run.state.first_nonfinite_variable()
         assert run.told(metrics) == f"cross_entropy of tower_{0 if synchronized else example // 12} is not finite"
-        assert np.isfinite(list(metrics.averages.values())).all()
+        assert np.isfinite(list(metrics.smoothed_losses.values())).all()
     assert run.step().finite and not same(before, run.values())
     assert run.state.step.numpy() == begun + 4
 

@@ -1,0 +1,89 @@
+"""What a training step returns: named values, tensors in the graph and NumPy arrays after `to_numpy`."""
+
+from typing import Any, NamedTuple
+
+NUM_BUCKETS = 30  # of a histogram
+PROXY = "proxy"  # prefix of the names of the proxy's variables, operations and metrics; see `hard_examples`
+
+
+class TensorStats(NamedTuple):
+    """Statistics of N tensors, in which non-finite values count as 0."""
+
+    min: Any  # [N]
+    max: Any  # [N]
+    zero_fraction: Any  # [N]
+    norm: Any  # [N]
+    counts: Any  # [N, NUM_BUCKETS] values in equal buckets from min to max
+
+    def at(self, index: int) -> "TensorStats":
+        """Those of one tensor: scalars and [NUM_BUCKETS] counts."""
+        return TensorStats(*(field[index] for field in self))
+
+
+class ForwardDiagnostics(NamedTuple):
+    """The final tower's forward pass over its first examples."""
+
+    images: Any  # [n, side, side, 3] as the model sees them
+    labels: Any  # [n]
+    activations: TensorStats  # of the L layers of `diagnostics.activation_layers`
+
+
+class TowerGradientStats(NamedTuple):
+    """Each tower's gradient, all variables together."""
+
+    norm: Any  # [K] times the loss scale
+    cosine: Any  # [K] between the tower's gradient and the mean gradient
+
+
+class UpdateDiagnostics(NamedTuple):
+    """The update of N trained variables."""
+
+    weights: TensorStats  # before the update
+    gradients: TensorStats  # mean gradients
+    update_norm: Any  # [N] norm of the change
+
+
+class StepDiagnostics(NamedTuple):
+    """What a summary step adds to its metrics."""
+
+    forward: ForwardDiagnostics
+    tower_gradients: TowerGradientStats
+    update: UpdateDiagnostics
+    loss_scale: Any  # of this step
+
+
+class StepMetrics(NamedTuple):
+    """Scalars of one step, float32 unless noted. `losses` and `smoothed_losses` are the final tower's, the rest is over
+    all towers."""
+
+    loss: Any  # mean cross entropy
+    accuracy: Any  # of the training batch, as augmented
+    gradient_norm: Any  # of the mean gradient, all variables together
+    tower_losses: Any  # [K] total loss
+    losses: dict[str, Any]  # by term
+    smoothed_losses: dict[str, Any]  # moving averages
+    finite: Any  # bool: every number was finite and the weights were updated
+    nonfinite_towers: Any  # [K] int32: index of each tower's first non-finite value, as in `TowerResult`, or -1
+    nonfinite_update: Any  # int32: index in `TrainState.update_names` of the first non-finite new value, or -1
+    diagnostics: StepDiagnostics | None = None  # all zeros unless it was a summary step
+    stop_signal: Any = None  # of several processes: the largest signal number that any of them passed in
+    example_losses: Any = None  # [B], if the step was made with an `example_loss`
+    hard_examples: "HardExamples | None" = None  # if only a part of the batch was trained on
+
+
+class HardExamples(NamedTuple):
+    """The part of a batch that was trained on."""
+
+    rows: Any  # [count] indices into the batch, ascending
+    proxy: StepMetrics  # of the proxy's step on the whole batch
+
+
+def to_numpy(values: Any) -> Any:
+    """The same structure of named tuples, lists and dicts with NumPy arrays for tensors."""
+    if isinstance(values, dict):
+        return {name: to_numpy(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [to_numpy(value) for value in values]
+    if isinstance(values, tuple):
+        return type(values)(*map(to_numpy, values))
+    return None if values is None else values.numpy()
