@@ -4,6 +4,8 @@ Every error here carries one line for the user: what is wrong, why, what to type
 A traceback appears only for an exception that is not one of these: a bug, exit 1.
 """
 
+NOTHING_TO_SAVE = "before the first step; nothing to save"  # message of an interrupt
+
 
 def printable(text: str) -> str:
     """A text as one line that a terminal shows and never obeys: what is not printable, as in files' names, escaped."""

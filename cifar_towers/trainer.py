@@ -3,24 +3,23 @@
 import contextlib
 import dataclasses
 import itertools
-import os
 import tempfile
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.manager import CheckpointManager
-from cifar_towers.cli.shutdown import LAUNCH_VARIABLE, NOTHING_DONE, ShutdownHandler
 from cifar_towers.config import TrainConfig, parse_window, schedules
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
-from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError, error_text
+from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError, UsageError, error_text
 from cifar_towers.evaluation.evaluator import make_evaluator
 from cifar_towers.files import atomic_io, run_files
 from cifar_towers.multi_worker import agreement
-from cifar_towers.multi_worker.coordination import Team, alone
+from cifar_towers.multi_worker.coordination import Coordinator, single_worker
 from cifar_towers.reporting import jsonl
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.profiler import StepProfiler
@@ -32,8 +31,17 @@ from cifar_towers.training.distributed_step import towers_here
 from cifar_towers.training.health import DivergenceState, HealthMonitor
 from cifar_towers.training.results import StepMetrics, to_numpy
 
+if TYPE_CHECKING:
+    from cifar_towers.cli.shutdown import ShutdownHandler
 
-def train(config: TrainConfig, source: sources.Source, stop: ShutdownHandler, team: Team | None = None) -> dict:
+
+def train(
+    config: TrainConfig,
+    source: sources.Source,
+    stop: "ShutdownHandler",
+    team: Coordinator | None = None,
+    launch_id: str = "",
+) -> dict:
     """Trains, or goes on training, or finds that all is done; together with the other workers of a `team`, of whom the
     chief alone has a directory that stays.
 
@@ -46,23 +54,26 @@ def train(config: TrainConfig, source: sources.Source, stop: ShutdownHandler, te
       UsageError, DataError, DivergedError, Interrupted: see `cifar_towers.errors`.
       RunError: the last step could not be saved, or the run cannot go back to a checkpoint.
     """
-    clock, team = PhaseTimer(), team or alone()
-    stop.exit_immediately_from_now(NOTHING_DONE)
-    strategy, towers = devices.setup_cluster(config) if config.members else (None, devices.setup_towers(config))
+    clock, team = PhaseTimer(), team or single_worker()
+    stop.exit_immediately_from_now(NOTHING_TO_SAVE)
+    if team.size > 1:
+        strategy, towers = devices.setup_cluster(config, team.cluster.addresses, team.index)
+    else:
+        strategy, towers = None, devices.setup_towers(config)
     stop.reinstall_handlers()  # TensorFlow's server listens for SIGTERM itself
     config.tower_batch_size(len(towers))
     source, dataset = build.load_data(config, source)
     if source.banner and not config.train_dir:  # leaves the directory of the real run free for when there is CIFAR-10
         config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
-    if config.overwrite and workdir.was_cleared_by(config.directory, os.environ.get(LAUNCH_VARIABLE, "")):
+    if config.overwrite and workdir.was_cleared_by(config.directory, launch_id):
         config = dataclasses.replace(config, overwrite=False)  # what is there is of the start before this one
     with contextlib.ExitStack() as stack:
-        if not team.chief:
+        if not team.is_chief:
             own = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{team.index}-", ignore_cleanup_errors=True)
             config = dataclasses.replace(config, train_dir=stack.enter_context(own))
-            team.before_end = own.cleanup
+            team.before_exit = own.cleanup
         try:
-            return Trainer(config, source, dataset, towers, stop, clock, team, strategy).run()
+            return Trainer(config, source, dataset, towers, stop, clock, team, strategy, launch_id).run()
         except tf.errors.ResourceExhaustedError as error:
             smaller = config.suggest_smaller_micro_batches(len(towers))
             advice = "a smaller --batch_size, which is another run, may fit"
@@ -87,11 +98,13 @@ class Trainer:
         source: sources.Source,
         dataset: Dataset,
         towers: list[Tower],
-        stop: ShutdownHandler,
+        stop: "ShutdownHandler",
         clock: PhaseTimer,
-        team: Team,
+        team: Coordinator,
         strategy: tf.distribute.Strategy | None = None,
+        launch_id: str = "",
     ):
+        self.launch_id = launch_id
         self.dataset, self.stop, self.clock, self.team = dataset, stop, clock, team
         self.here = towers_here(strategy, towers) if strategy else towers
         self.directory = config.directory
@@ -109,7 +122,7 @@ class Trainer:
         self.facts = workdir.run_metadata(config, dataset, self.precision, len(self.towers))
         self.reporter = RunLogger(
             config, dataset, source.banner, self.here, self.towers, self.precision, self.state, self.length, clock,
-            quiet=not team.chief,
+            quiet=not team.is_chief,
         )  # fmt: skip
         self.say = self.reporter.say
         window = parse_window(config.profile_steps)
@@ -117,7 +130,7 @@ class Trainer:
             raise UsageError(
                 f"profile_steps={config.profile_steps}: this run ends with step {self.length.last}; give earlier steps"
             )
-        self.profile = StepProfiler(self.directory, *window) if window and team.chief else None
+        self.profile = StepProfiler(self.directory, *window) if window and team.is_chief else None
         self.side_at = schedules.ImageSizeSchedule(config.image_size_schedule, config.image_size).at(self.length)
         self.traced: set[tuple] = set()  # sides of the images, and groups of variables that move
         self.health = DivergenceState(config.max_nonfinite_steps)
@@ -145,16 +158,16 @@ class Trainer:
         self.reporter.introduce()
         first_step = self._resume()
         last = self.length.last
-        done = self.team.from_chief(lambda: workdir.finished(self.directory, self.config, first_step, last))
+        done = self.team.broadcast_from_chief(lambda: workdir.finished(self.directory, self.config, first_step, last))
         if done:
             self.say(f"{self.directory} is complete at step {first_step}: {told(done['evaluations'][-1])}")
             return done
         self.reporter.begin(first_step)
         self.stop.announce = self.say
         self.stop.check()
-        self.stop.defer()
+        self.stop.defer_signals()
         if self.team.size > 1:
-            self.stop.share()
+            self.stop.require_consensus()
         try:
             return self._finish(self._train(first_step))
         finally:
@@ -179,7 +192,7 @@ class Trainer:
         scores: list[dict] = []
         try:
             if self._at_evaluation(step):  # a signal may have come before it, in it, or right after it
-                scores = self.team.from_chief(lambda: self.reporter.evaluated(step))
+                scores = self.team.broadcast_from_chief(lambda: self.reporter.evaluated(step))
                 scores = scores or self._evaluate(step, tta=0, final=False)
                 if self._reached_target(step, scores):
                     return step
@@ -205,7 +218,7 @@ class Trainer:
                     break
                 self.stop.check()
         except Interrupted as stopped:
-            self.stop.defer()
+            self.stop.defer_signals()
             self.reporter.progress.pause()
             raise Interrupted(self.stop.signal, self._leave(step, scores)) from stopped
         if bad := self.state.first_nonfinite_variable():
@@ -215,8 +228,8 @@ class Trainer:
     def _leave(self, step: int, scores: list[dict]) -> str:
         """Saves the last finished step, if there is one; what there is to say."""
         if not step:
-            return NOTHING_DONE
-        told = self.team.from_chief(
+            return NOTHING_TO_SAVE
+        told = self.team.broadcast_from_chief(
             lambda: f"saved step {step}" if self._save(step, scores) else self.keeper.what_is_kept()
         )
         return f"{told}: the same command goes on from it"
@@ -227,7 +240,7 @@ class Trainer:
             rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
             arguments = batch, rates, side, tf.constant(has_diagnostics)
             if self.team.size > 1:
-                arguments = *arguments, tf.constant(self.stop.asked, tf.float32)
+                arguments = *arguments, tf.constant(self.stop.received_signal, tf.float32)
         if first:
             with self.stop.interruptible():  # it takes a while, and nothing has changed yet
                 function = self.train_step.get_concrete_function(*arguments)
@@ -245,7 +258,7 @@ class Trainer:
     def _hear_others(self, metrics: StepMetrics) -> StepMetrics:
         """What the other workers add: whether to stop, and to a step that was looked at what their towers say."""
         if self.team.size > 1:
-            self.stop.agree(int(metrics.stop_signal))
+            self.stop.set_agreed_signal(int(metrics.stop_signal))
         return agreement.gather_diagnostics(self.team, metrics)
 
     def _profile(self, what: Callable, *step: int) -> None:
@@ -262,7 +275,7 @@ class Trainer:
           DivergedError: the run is not to, or cannot.
         """
         if not self.config.rollback_on_divergence:
-            kept = self.team.from_chief(self.keeper.what_is_kept)
+            kept = self.team.broadcast_from_chief(self.keeper.what_is_kept)
             raise DivergedError(
                 f"{error}; {kept}: give --rollback_on_divergence to go back to the last good checkpoint at half the "
                 "rates, or --overwrite with a smaller --learning_rate or --precision=float32"
@@ -271,10 +284,10 @@ class Trainer:
         self.health.roll_back(error)
         with jsonl.best_effort_writes(self.directory / run_files.ROLLBACKS):  # a checkpoint will know it only later
             run_files.write_json(self.directory / run_files.ROLLBACKS, {"rollbacks": self.health.rollbacks})
-        step = self.team.from_chief(lambda: self.keeper.go_back(good_until))
+        step = self.team.broadcast_from_chief(lambda: self.keeper.go_back(good_until))
         if step is None:
             raise error
-        agreement.broadcast_state(self.team, self.state)
+        agreement.broadcast_state(self.team, self.state.named_variables())
         self.reached = 0.0
         self.reporter.go_back(step)
         self.say(str(error))
@@ -314,7 +327,7 @@ class Trainer:
 
     def _save(self, step: int, scores: Sequence[dict] = ()) -> bool:
         """Saves the state after `step`, or says why it cannot be; whether it is saved. The chief does, for all."""
-        if not self.team.chief:
+        if not self.team.is_chief:
             return True
         facts = self.facts | {
             "accuracy": next((score["accuracy"] for score in reversed(scores)), None),
@@ -328,7 +341,7 @@ class Trainer:
             self.clock.charge("save")
 
     def _finish(self, step: int) -> dict:
-        saved = self.team.from_chief(lambda: self._save(step))
+        saved = self.team.broadcast_from_chief(lambda: self._save(step))
         self.stop.exit_immediately_from_now(
             f"step {step} is saved; the same command evaluates it" if saved else "nothing was saved"
         )
@@ -336,7 +349,7 @@ class Trainer:
         scores = self._evaluate(step, self.config.tta, final=True)
         self._reached_target(step, scores)
         digest = self.state.digest()
-        self.team.agree({"weights, as sha256,": digest})
+        self.team.assert_equal({"weights, as sha256,": digest})
         result = {
             "step": step,
             "reached": self.reached,
@@ -362,18 +375,20 @@ class Trainer:
         workdir.check_ownership(self.directory)
         if self.config.overwrite:
             try:
-                workdir.clear(self.directory, os.environ.get(LAUNCH_VARIABLE, ""))
+                workdir.clear(self.directory, self.launch_id)
             except OSError as error:
                 raise UsageError(
                     f"{self.directory} cannot be cleared: {error.strerror}; give another --train_dir"
                 ) from error
         self.keeper.tidy()
-        facts = self.team.from_chief(self._restore)
+        facts = self.team.broadcast_from_chief(self._restore)
         if not facts:
             return 0
-        agreement.broadcast_state(self.team, self.state)
+        agreement.broadcast_state(self.team, self.state.named_variables())
         self.clock.resume(facts["seconds"], facts["images"])
-        rolled_back = self.team.from_chief(lambda: run_files.read_json_if_any(self.directory / run_files.ROLLBACKS))
+        rolled_back = self.team.broadcast_from_chief(
+            lambda: run_files.read_json_if_any(self.directory / run_files.ROLLBACKS)
+        )
         self.health.resume(facts, rolled_back)
         towers = f"{facts['towers']} tower{'s' * (facts['towers'] > 1)}"
         self.say(f"going on from step {facts['step']}, saved with {towers} in {facts['precision']}")

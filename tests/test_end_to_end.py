@@ -19,7 +19,7 @@ from cifar_towers import trainer
 from cifar_towers.checkpointing import checkpoint as checkpoints
 from cifar_towers.checkpointing import workdir
 from cifar_towers.cli import main, seeds
-from cifar_towers.cli.shutdown import LAUNCH_VARIABLE, ShutdownHandler
+from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.cli.tool_configs import EvaluateConfig
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import cifar10, sources, synthetic
@@ -77,8 +77,8 @@ def small_set(monkeypatch):
         monkeypatch.setattr(figures, picture, lambda *_: np.zeros([8, 8, 3], np.uint8))
 
 
-def run(config, stop=None):
-    return trainer.train(config, sources.find(config.dataset), stop or ShutdownHandler())
+def run(config, stop=None, launch_id=""):
+    return trainer.train(config, sources.find(config.dataset), stop or ShutdownHandler(), launch_id=launch_id)
 
 
 def records_of(train_dir, kind):
@@ -384,16 +384,14 @@ def test_a_profile_of_steps_that_will_not_be_is_refused(tmp_path):
         run(dataclasses.replace(TINY, max_steps=4, profile_steps="4:6", train_dir=str(tmp_path)))
 
 
-def test_a_launcher_starts_afresh_once(tmp_path, monkeypatch, capsys):
+def test_overwrite_applies_once_per_launch(tmp_path, capsys):
     config = dataclasses.replace(TINY, max_steps=1, overwrite=True, train_dir=str(tmp_path))
     (tmp_path / "notes.txt").write_text("mine")
-    monkeypatch.setenv(LAUNCH_VARIABLE, "one")
-    run(config)
+    run(config, launch_id="one")
     assert "is complete" not in capsys.readouterr().out
-    run(config)
+    run(config, launch_id="one")
     assert "is complete at step 1" in capsys.readouterr().out
-    monkeypatch.setenv(LAUNCH_VARIABLE, "another")
-    run(config)
+    run(config, launch_id="another")
     assert "is complete" not in capsys.readouterr().out
     assert (tmp_path / "notes.txt").read_text() == "mine"  # what is not a run's own is kept
 

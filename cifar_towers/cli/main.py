@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from cifar_towers.cli.cluster import join_cluster, resolve_cluster
 from cifar_towers.cli.flags import Config, parse_command_line
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.cli.tf_import import import_tensorflow, script
@@ -23,8 +24,9 @@ from cifar_towers.cli.tool_configs import (
     ReportConfig,
     SpeedrunConfig,
 )
-from cifar_towers.config import TrainConfig, parse_seeds, shared_settings
+from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.errors import Interrupted, RunError, UsageError, error_text, one_line
+from cifar_towers.multi_worker.launcher import LAUNCH_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ def train(stop: ShutdownHandler) -> None:
         "Trains a net for CIFAR-10 on towers.\n\n  train.py --flagfile=configs/speed94.cfg --num_gpus=2",
     )
     several = parse_seeds(config.seeds)
-    with _cluster(config) as coordination:
+    with join_cluster(config) as coordinator:
         source = _find_data(config)
         from cifar_towers import trainer
         from cifar_towers.cli import seeds
@@ -56,30 +58,7 @@ def train(stop: ShutdownHandler) -> None:
         if several:
             seeds.train_seeds(config, several, source, stop)
         else:
-            trainer.train(config, source, stop, coordination)
-
-
-@contextlib.contextmanager
-def _cluster(config: TrainConfig):
-    """The team of a cluster's workers, where the run is to have one; elsewhere None, and no port is opened."""
-    members = config.members
-    if not members:
-        yield None
-        return
-    from cifar_towers.multi_worker import cluster_spec as addresses
-    from cifar_towers.multi_worker import coordination
-
-    mine = members.addresses[members.index]
-    if not config.allow_public_cluster:
-        addresses.refuse_public(mine, config.worker_wait_seconds)
-    if members.index:
-        logging.getLogger("cifar_towers").setLevel(logging.WARNING)  # the chief speaks for all
-    log.info(
-        f"{members.name(members.index)}: TensorFlow opens port {mine.rpartition(':')[2]} on every interface and asks "
-        "nobody who comes there who it is; see docs/cluster.md"
-    )
-    with coordination.joined(members, shared_settings(config), config.worker_wait_seconds) as joined:
-        yield joined
+            trainer.train(config, source, stop, coordinator, os.environ.get(LAUNCH_VARIABLE, ""))
 
 
 @_program
@@ -97,15 +76,16 @@ def launch(stop: ShutdownHandler) -> int:
         if "--" in sys.argv:
             raise
         raise UsageError(f"{error}; flags of train.py stand after --") from None
-    checked = [sys.argv[0], *config.command]
+    strategy = ["--strategy=multi_worker"] if config.num_workers else []
+    training = parse_command_line(TrainConfig, [sys.argv[0], *config.command, *strategy], "")
     if config.num_workers:
-        workers = ",".join(f"127.0.0.1:{port}" for port in (40_000, *range(1, config.num_workers)))  # as if
-        checked += ["--strategy=multi_worker", f"--workers={workers}", "--worker_index=0"]
-    parse_command_line(TrainConfig, checked, "")
+        training.tower_batch_size(max(training.num_gpus, 1) * config.num_workers)
+    else:
+        resolve_cluster(training, os.environ)
     from cifar_towers.multi_worker import launcher
 
-    stop.announce = lambda line: None  # the workers say it
-    stop.defer()
+    stop.announce = lambda line: None  # the workers announce it
+    stop.defer_signals()
     return launcher.launch(
         [sys.executable, script("train.py"), *config.command],
         config.num_workers,
@@ -278,14 +258,14 @@ def _run(program: Callable[[ShutdownHandler], int | None]) -> int:
     logging.getLogger("cifar_towers").setLevel(logging.INFO)
     try:
         try:
-            stop.listen()  # a signal may come before it returns
+            stop.install()  # a signal may come before it returns
             code = program(stop) or 0
-            stop.end()
+            stop.ignore_signals()
         except Exception as error:
-            stop.interpret(error)
+            stop.reraise_as_interrupt(error)
             raise
     except (RunError, Interrupted) as error:
-        stop.end()
+        stop.ignore_signals()
         print(one_line(error), file=sys.stderr)
         code = error.exit_code
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first asks the run to save and leave, a second ends it at once."""
+"""SIGINT and SIGTERM: the first signal lets the run save and stop, a second one ends the process at once."""
 
 import contextlib
 import os
@@ -8,71 +8,71 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from cifar_towers.errors import Interrupted
+from cifar_towers.errors import NOTHING_TO_SAVE, Interrupted
+from cifar_towers.multi_worker.launcher import LAUNCH_VARIABLE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LAUNCH_VARIABLE = "CIFAR_TOWERS_LAUNCH"  # in the environment of a launcher and of what it starts: a name for all of it
-NOTHING_DONE = "before the first step; nothing to save"
-ONE = 0.1  # seconds within which several are one: `timeout` signals a process, and then its group
-ONE_UNDER_LAUNCHER = 1.0  # the same where a launcher passes on what all of its group may have got already
+SIGNAL_DEBOUNCE_SECONDS = 0.1  # repeated signals within it count once: `timeout` signals a process, then its group
+LAUNCHER_DEBOUNCE_SECONDS = 1.0  # a launcher forwards a signal that its whole process group may have received
 
 
 class ShutdownHandler:
-    """Raises `Interrupted` from wherever the program is, or while `defer`red only remembers the signal.
+    """Raises `Interrupted` in the main thread on a signal, or only records it after `defer_signals`.
 
     Attributes:
-      announce: called with a line for the user when a signal comes that has to wait.
-      before_end: called before a second signal ends the process at once.
-      asked: the signal that has come, or 0. signal: the same once it counts, or None.
+      announce: called with a line for the user when a signal has to wait.
+      before_exit: called before a second signal ends the process.
+      received_signal: the signal that this process received, or 0.
+      signal: the signal to act on, or None; with `require_consensus` only what `set_agreed_signal` sets.
     """
 
     def __init__(self):
         self.announce: Callable[[str], None] = lambda line: None
-        self.before_end: Callable[[], None] = lambda: None
-        self.asked, self.signal = 0, None
-        self._deferred = self._leaving = self._shared = False
-        self._message = NOTHING_DONE
+        self.before_exit: Callable[[], None] = lambda: None
+        self.received_signal, self.signal = 0, None
+        self._deferred = self._exiting = self._needs_consensus = False
+        self._message = NOTHING_TO_SAVE
 
-    def listen(self) -> "ShutdownHandler":
-        """Installs the handlers; call it in the main thread."""
+    def install(self) -> "ShutdownHandler":
+        """Installs the handlers; must be called in the main thread."""
         self.reinstall_handlers()
-        sys.unraisablehook = self._unraisable
-        # Python runs handlers between its own instructions, so not inside a long step; this thread hears at once.
-        hears, tells = os.pipe()
-        os.set_blocking(tells, False)
-        signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(hears,), daemon=True).start()
+        sys.unraisablehook = self._ignore_unraisable_interrupt
+        # Python runs handlers between its own instructions, so not inside a long step: a thread reads the wakeup pipe.
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(read_end,), daemon=True).start()
         return self
 
     def reinstall_handlers(self) -> None:
-        """Installs the handlers again, as after a library that has put its own in their place."""
+        """Installs the handlers again after a library has replaced them."""
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
 
-    def defer(self) -> None:
-        """From now on somebody calls `check` and leaves when all is saved."""
+    def defer_signals(self) -> None:
+        """From now on a signal is only recorded; the caller polls `check` between steps."""
         self._deferred = True
 
-    def share(self) -> None:
-        """Makes a signal count only once it comes back through `agree`, until `exit_immediately_from_now`: other
-        processes make every step together with this one, and all must stop after the same."""
-        self._shared = True
+    def require_consensus(self) -> None:
+        """Until `exit_immediately_from_now`, acts only on a signal passed to `set_agreed_signal`: processes that train
+        together must stop after the same step."""
+        self._needs_consensus = True
 
-    def agree(self, number: int) -> None:
-        """What all processes have heard of: a signal that came to one of them, or 0."""
+    def set_agreed_signal(self, number: int) -> None:
+        """Records the signal that any of the processes received, or 0."""
         self.signal = number or self.signal
 
     def exit_immediately_from_now(self, message: str) -> None:
-        """From now on nothing is lost by leaving, with this message; leaves if a signal has come already."""
-        self._deferred, self._shared, self._message = False, False, message
-        self.agree(self.asked)
+        """From now on a signal raises at once, with this message; raises here if one has been received."""
+        self._deferred, self._needs_consensus, self._message = False, False, message
+        self.set_agreed_signal(self.received_signal)
         self.check()
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """What is done inside may be broken off anywhere: leaves it as soon as a signal comes, unless others do it with
-        this process."""
-        if self._shared:
+        """A context that a signal may interrupt anywhere, also after `defer_signals`; without effect where a consensus
+        is required."""
+        if self._needs_consensus:
             yield
             return
         deferred, self._deferred = self._deferred, False
@@ -81,58 +81,59 @@ class ShutdownHandler:
             yield
             self.check()
         except Exception as error:
-            self.interpret(error)
+            self.reraise_as_interrupt(error)
             raise
         finally:
             self._deferred = deferred
 
     def check(self) -> None:
-        """Leaves if a signal has come."""
+        """Raises `Interrupted` if there is a signal to act on."""
         if self.signal is not None:
             raise self._interrupted()
 
-    def interpret(self, error: Exception) -> None:
-        """Raises `Interrupted` in place of `error` if that is what a library made of it: TensorFlow and Keras turn
-        whatever is raised in some of their callbacks into errors of their own."""
+    def reraise_as_interrupt(self, error: Exception) -> None:
+        """Raises `Interrupted` in place of `error` after a signal: TensorFlow and Keras wrap whatever is raised in some
+        of their callbacks in errors of their own."""
         if self.signal is not None and not self._deferred:
             raise self._interrupted() from error
 
-    def end(self) -> None:
-        """From now on signals come too late: the program has nothing left to do but to end."""
+    def ignore_signals(self) -> None:
+        """Ignores signals from now on, as the program is about to exit."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     def _interrupted(self) -> Interrupted:
-        self._leaving = True
+        self._exiting = True
         return Interrupted(self.signal, self._message)
 
     @staticmethod
-    def _unraisable(told) -> None:
-        """What is raised in a destructor is told and passed over; `check` tells of a signal, so this need not."""
-        if not issubclass(told.exc_type, Interrupted):
-            sys.__unraisablehook__(told)
+    def _ignore_unraisable_interrupt(unraisable) -> None:
+        """`Interrupted` raised in a destructor is lost; the next `check` raises it again."""
+        if not issubclass(unraisable.exc_type, Interrupted):
+            sys.__unraisablehook__(unraisable)
 
     def _on_signal(self, number, frame):
-        self.asked = number
-        if not self._shared:
+        self.received_signal = number
+        if not self._needs_consensus:
             self.signal = number
         if not self._deferred:
             raise self._interrupted()
 
-    def _watch(self, hears: int) -> None:
-        first = 0.0
-        while number := os.read(hears, 1)[0]:
+    def _watch(self, read_end: int) -> None:
+        debounce_seconds = LAUNCHER_DEBOUNCE_SECONDS if LAUNCH_VARIABLE in os.environ else SIGNAL_DEBOUNCE_SECONDS
+        first = None
+        while number := os.read(read_end, 1)[0]:
             if number not in SIGNALS:
                 continue
-            if first:
-                if time.monotonic() - first > (ONE_UNDER_LAUNCHER if LAUNCH_VARIABLE in os.environ else ONE):
+            if first is not None:
+                if time.monotonic() - first > debounce_seconds:
                     with contextlib.suppress(Exception):
-                        self.before_end()
+                        self.before_exit()
                     os._exit(128 + number)
                 continue
-            time.sleep(ONE / 2)  # by then it leaves, if it can
-            if self._deferred and not self._leaving:
+            time.sleep(SIGNAL_DEBOUNCE_SECONDS / 2)  # the main thread may exit by itself in the meantime
+            if self._deferred and not self._exiting:
                 name = signal.Signals(number).name
-                with contextlib.suppress(Exception):  # whoever hears it, the second must be answered
-                    self.announce(f"{name}: saves after this step and leaves; again: leaves at once")
-            first = time.monotonic()  # one that came in the meantime is the same
+                with contextlib.suppress(Exception):  # the second signal must work even if this line cannot be printed
+                    self.announce(f"{name}: saving after this step, then exiting; send it again to exit at once")
+            first = time.monotonic()  # later than the announcement, which may take a while

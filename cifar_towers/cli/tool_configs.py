@@ -224,7 +224,7 @@ class SpeedrunConfig(TrainConfig):
         for name in parse_names("peers", self.peers, tuple(PEERS)):
             if self.model not in PEERS[name]:
                 raise UsageError(f"peers={self.peers}: {name} has no {self.model}; leave it")
-        if self.members:
+        if self.strategy == "multi_worker":
             raise UsageError("strategy=multi_worker is not for a race, which starts its own processes; leave it")
         if self.target_accuracy:
             raise UsageError(

@@ -4,7 +4,6 @@ This module, and all that runs before training starts, must not import TensorFlo
 """
 
 import dataclasses
-import functools
 import math
 import os
 import re
@@ -14,7 +13,6 @@ from typing import Any, ClassVar
 from cifar_towers.config import schedules
 from cifar_towers.config.settings import check_limits, names_with, setting
 from cifar_towers.errors import UsageError
-from cifar_towers.multi_worker.cluster_spec import ClusterSpec, find_members
 from cifar_towers.registry import (
     BUILT_IN,
     FOLDER,
@@ -380,8 +378,8 @@ class TrainConfig(DeviceConfig):
                     f"image_size_schedule={self.image_size_schedule}: "
                     f"sides are whole numbers from 18 to {self.image_size}"
                 )
-        if self.num_gpus or self.members:
-            self.tower_batch_size(max(self.num_gpus, 1) * (self.members.size if self.members else 1))
+        if self.num_gpus:
+            self.tower_batch_size(self.num_gpus)
         self._check_towers()
         if 0 < self.hard_example_pool <= self.batch_size:
             raise UsageError(
@@ -447,15 +445,8 @@ class TrainConfig(DeviceConfig):
                 f"hard_example_pool={self.hard_example_pool} is for towers that share the batch; "
                 f"leave {what}={getattr(self, what)}, or give --hard_example_pool=0"
             )
-        if self.members and self.seeds:
+        if self.strategy == "multi_worker" and self.seeds:
             raise UsageError("a cluster trains one run and ends; give one seed at a time")
-
-    @functools.cached_property
-    def members(self) -> ClusterSpec | None:
-        """The cluster that this process belongs to, if it is to."""
-        if self.strategy != "multi_worker":
-            return None
-        return find_members(self.workers, self.worker_index, os.environ)
 
     def default_num_towers(self, devices: int) -> tuple[int, str]:
         """The most that can share the batch evenly, if any can; why no more."""

@@ -10,7 +10,7 @@ import tensorflow as tf
 from cifar_towers.data.augment import Augmentation, tta_views
 from cifar_towers.data.dataset import Split, chunks
 from cifar_towers.models.user_model import graph_node
-from cifar_towers.multi_worker.coordination import Team, alone
+from cifar_towers.multi_worker.coordination import Coordinator, single_worker
 from cifar_towers.towers import Tower, run_on_towers, split_batch
 from cifar_towers.towers.placement import HOST
 
@@ -56,7 +56,7 @@ class Score(NamedTuple):
 
 
 def make_classifier(
-    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, team: Team | None = None
+    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, team: Coordinator | None = None
 ) -> Callable:
     """A function (images, weights, statistics, tta) -> (plain logits [n, C], those of test-time augmentation, features
     [at most 1,000, d] of the first images' own view, d = 0 where the net gives none) for [n, S, S, 3] uint8 images.
@@ -64,7 +64,7 @@ def make_classifier(
     weights and statistics are the model's trainable and other variables, or averages of them. The workers of a `team`
     call it together; each classifies its share, and all have the whole.
     """
-    team = team or alone()
+    team = team or single_worker()
     call = _with_features(model)
 
     def on_tower(tta, weights, statistics, tower, shard):
@@ -102,7 +102,7 @@ def make_classifier(
 
 
 def make_evaluator(
-    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, team: Team | None = None
+    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, team: Coordinator | None = None
 ) -> Callable:
     """A function (split, weights, statistics, tta) -> {0: score, tta: score}, from one pass of the largest tta, shared
     by the workers of a `team`."""

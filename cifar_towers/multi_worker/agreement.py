@@ -1,33 +1,34 @@
 """What a run does with the other workers of a cluster; for a run of one machine there is nothing to do."""
 
+from collections.abc import Mapping
+
 import numpy as np
+import tensorflow as tf
 
 from cifar_towers.data.dataset import Dataset
-from cifar_towers.multi_worker.coordination import Team
+from cifar_towers.multi_worker.coordination import Coordinator
 from cifar_towers.training.results import ForwardDiagnostics, StepMetrics, TensorStats, TowerGradientStats
-from cifar_towers.training.state import TrainState
 
 
-def assert_workers_agree(team: Team, dataset: Dataset, compute_dtype: str, towers: int) -> None:
+def assert_workers_agree(team: Coordinator, dataset: Dataset, compute_dtype: str, towers: int) -> None:
     """Makes sure that all workers have the same data and compute alike, each on so many towers.
 
     Raises:
       UsageError: naming the worker and what differs.
     """
     data = {f"{name} images, as sha256,": getattr(dataset, name).digest for name in ("train", "test")}
-    team.agree({"precision": compute_dtype, "towers": towers, **data})
+    team.assert_equal({"precision": compute_dtype, "towers": towers, **data})
 
 
-def broadcast_state(team: Team, state: TrainState) -> None:
-    """Gives all workers the chief's values."""
+def broadcast_state(team: Coordinator, variables: Mapping[str, tf.Variable]) -> None:
+    """Assigns the chief's values to the variables of all workers."""
     if team.size > 1:
-        variables = state.named_variables()
-        values = team.from_chief(lambda: {name: v.numpy() for name, v in variables.items()})
-        for name, value in {} if team.chief else values.items():
+        values = team.broadcast_from_chief(lambda: {name: v.numpy() for name, v in variables.items()})
+        for name, value in {} if team.is_chief else values.items():
             variables[name].assign(value)
 
 
-def gather_diagnostics(team: Team, metrics: StepMetrics) -> StepMetrics:
+def gather_diagnostics(team: Coordinator, metrics: StepMetrics) -> StepMetrics:
     """The metrics of a step with the diagnostics of the other workers' towers: each tower's gradient statistics, and
     the forward pass of the final one."""
     if team.size == 1 or not metrics.diagnostics:

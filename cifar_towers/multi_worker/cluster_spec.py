@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from cifar_towers.errors import UsageError, WorkerLostError
 
-RETRY = 0.2  # seconds between two tries to find or reach another worker
-TALK_OFFSET = 100  # from a worker's port, which is TensorFlow's, to the one that worker 0 talks with the others at
-HIGHEST_PORT = 2**16 - 1 - TALK_OFFSET  # of a worker
+RETRY_SECONDS = 0.2  # seconds between two tries to find or reach another worker
+COORDINATION_PORT_OFFSET = 100  # from worker 0's port, which is TensorFlow's, to its own for coordination
+MAX_WORKER_PORT = 2**16 - 1 - COORDINATION_PORT_OFFSET  # of a worker
 SLURM_PORTS = 20_000  # what jobs under Slurm take their ports from, and how many there are
 WAYS = "give --workers=host:port,... and --worker_index, or set TF_CONFIG, or start it with srun"
 
@@ -33,31 +33,31 @@ class ClusterSpec(NamedTuple):
         return f"worker {index} of {self.size} ({self.addresses[index]})"
 
     @property
-    def talk_address(self) -> tuple[str, int]:
+    def coordination_address(self) -> tuple[str, int]:
         """Where worker 0 listens for what the workers say to each other."""
         host, port = split_address(self.addresses[0])
-        return host, port + TALK_OFFSET
+        return host, port + COORDINATION_PORT_OFFSET
 
 
-def find_members(workers: str, worker_index: int, environment: Mapping[str, str]) -> ClusterSpec:
+def resolve_cluster(workers: str, worker_index: int, environment: Mapping[str, str]) -> ClusterSpec:
     """The cluster that the flags tell of, or else `TF_CONFIG`, or else Slurm.
 
     Raises:
       UsageError: none of them does, or what it says makes no cluster.
     """
     if workers:
-        members, source = (workers.split(","), worker_index), "workers"
+        cluster, source = (workers.split(","), worker_index), "workers"
         if worker_index < 0:
             raise UsageError(f"workers={workers} does not tell which of them this is; give --worker_index=0 or more")
     elif environment.get("TF_CONFIG"):
-        members, source = _of_tf_config(environment["TF_CONFIG"]), "TF_CONFIG"
+        cluster, source = _of_tf_config(environment["TF_CONFIG"]), "TF_CONFIG"
     elif "SLURM_PROCID" in environment:
-        members, source = _of_slurm(environment), "Slurm's variables"
+        cluster, source = _of_slurm(environment), "Slurm's variables"
     else:
         raise UsageError(f"strategy=multi_worker needs to know its workers; {WAYS}")
-    if worker_index >= 0 and worker_index != members[1]:
-        raise UsageError(f"worker_index={worker_index}, but {source} says that this is worker {members[1]}; leave one")
-    return _checked(*members, source)
+    if worker_index >= 0 and worker_index != cluster[1]:
+        raise UsageError(f"worker_index={worker_index}, but {source} says that this is worker {cluster[1]}; leave one")
+    return _checked(*cluster, source)
 
 
 def _checked(addresses: list[str], index: int, source: str) -> ClusterSpec:
@@ -72,13 +72,14 @@ def _checked(addresses: list[str], index: int, source: str) -> ClusterSpec:
         raise UsageError(
             f"{source}: there is no worker {index} among {len(addresses)}, which count from 0 to {len(addresses) - 1}"
         )
-    members = ClusterSpec(tuple(addresses), index)
-    host, port = members.talk_address
+    cluster = ClusterSpec(tuple(addresses), index)
+    host, port = cluster.coordination_address
     if (host, port) in map(split_address, addresses):
         raise UsageError(
-            f"{source}: worker 0 talks with the others at its port + {TALK_OFFSET}, and {host}:{port} is a worker's"
+            f"{source}: worker 0 coordinates the others at its port + {COORDINATION_PORT_OFFSET}, "
+            f"and {host}:{port} is a worker's"
         )
-    return members
+    return cluster
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -93,9 +94,9 @@ def split_address(address: str) -> tuple[str, int]:
         named = bool(host.encode("idna")) and not re.search(r"[\s/]", host)
     except UnicodeError:  # a part of the name is empty or too long
         named = False
-    if not (colon and named and re.fullmatch(r"\d+", port) and 0 < int(port) <= HIGHEST_PORT):
+    if not (colon and named and re.fullmatch(r"\d+", port) and 0 < int(port) <= MAX_WORKER_PORT):
         raise UsageError(
-            f"workers: {address!r} is not a host:port with a port up to {HIGHEST_PORT}; "
+            f"workers: {address!r} is not a host:port with a port up to {MAX_WORKER_PORT}; "
             "write --workers=10.0.0.1:5000,10.0.0.2:5000"
         )
     return host, int(port)
@@ -114,10 +115,10 @@ def resolve(host: str, port: int, seconds: float) -> list[tuple]:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise WorkerLostError(f"workers: {host}:{port} has no address: {error.strerror}") from error
-            time.sleep(RETRY)
+            time.sleep(RETRY_SECONDS)
 
 
-def refuse_public(address: str, seconds: float) -> None:
+def check_not_public(address: str, seconds: float) -> None:
     """Refuses to open a port that the whole internet may reach.
 
     Raises:

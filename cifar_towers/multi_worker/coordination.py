@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from cifar_towers.errors import Interrupted, RunError, UsageError, WorkerLostError, error_text, one_line, printable
-from cifar_towers.multi_worker import wire
+from cifar_towers.multi_worker import messages
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
-from cifar_towers.multi_worker.rollcall import HEARTBEAT_TIMEOUT_SECONDS, Connections, first_difference, meet
+from cifar_towers.multi_worker.rendezvous import HEARTBEAT_TIMEOUT_SECONDS, Connections, first_difference, meet
 
-BEAT = 1.0  # seconds between signs of life
-GRACE = 3.0  # seconds for the main thread to end by itself when another worker has ended: to save, to close its files
+HEARTBEAT_INTERVAL_SECONDS = 1.0  # seconds between signs of life
+EXIT_GRACE_SECONDS = 3.0  # for the main thread to save, close its files and exit after another worker has ended
 _BEAT, _BRING, _ALL, _END = b"b", b"g", b"a", b"e"
 
 
@@ -30,20 +30,20 @@ def _end_process(terminal: int, line: str, code: int) -> None:
     os._exit(code)
 
 
-class Team:
-    """This worker's place among the others. `alone()` makes a team of one, with which everything is trivial.
+class Coordinator:
+    """This worker's place among the others. `single_worker()` makes a team of one, with which everything is trivial.
 
     Args:
       connections: by worker; the chief has one to each other, the others have one to the chief.
       end: called with a line and an exit code, in another thread, when the run cannot go on.
 
     Attributes:
-      before_end: called right before that.
+      before_exit: called right before that.
     """
 
-    def __init__(self, members: ClusterSpec, connections: Connections, end: Callable[[str, int], None]):
-        self.before_end: Callable[[], None] = lambda: None
-        self.members, self.index, self.size = members, members.index, members.size
+    def __init__(self, cluster: ClusterSpec, connections: Connections, end: Callable[[str, int], None]):
+        self.before_exit: Callable[[], None] = lambda: None
+        self.cluster, self.index, self.size = cluster, cluster.index, cluster.size
         self._connections, self._end = connections, end
         self._brought = {worker: queue.SimpleQueue() for worker in connections}
         self._sending = {worker: threading.Lock() for worker in connections}
@@ -56,7 +56,7 @@ class Team:
             threading.Thread(target=self._beat, daemon=True).start()
 
     @property
-    def chief(self) -> bool:
+    def is_chief(self) -> bool:
         """Whether this is worker 0, which alone reads and writes the run's directory."""
         return self.index == 0
 
@@ -68,11 +68,11 @@ class Team:
         self._share(brought)
         return brought
 
-    def from_chief(self, make: Callable[[], Any]) -> Any:
+    def broadcast_from_chief(self, make: Callable[[], Any]) -> Any:
         """What the chief makes, for all; the others wait for it."""
-        return self.gather(make() if self.chief else None)[0]
+        return self.gather(make() if self.is_chief else None)[0]
 
-    def agree(self, facts: Mapping[str, Any]) -> None:
+    def assert_equal(self, facts: Mapping[str, Any]) -> None:
         """Holds everybody's facts against the chief's.
 
         Raises:
@@ -82,11 +82,11 @@ class Team:
         if odd := first_difference(enumerate(brought)):
             worker, name = odd
             raise UsageError(
-                f"{self.members.name(worker)} has {name} {brought[worker].get(name)}, worker 0 has {brought[0][name]}; "
+                f"{self.cluster.name(worker)} has {name} {brought[worker].get(name)}, worker 0 has {brought[0][name]}; "
                 "they must be the same on all"
             )
 
-    def part(self) -> None:
+    def close(self) -> None:
         """Waits for all others, and takes leave of them: the chief last, so that nobody seems lost."""
         if self.size == 1:
             return
@@ -94,29 +94,29 @@ class Team:
         self._parted.set()
         self._share(brought)
         self._hang_up()
-        for thread in self._listeners if self.chief else ():
-            thread.join(GRACE)
+        for thread in self._listeners if self.is_chief else ():
+            thread.join(EXIT_GRACE_SECONDS)
 
-    def abandon(self, line: str, code: int) -> None:
+    def abort(self, line: str, code: int) -> None:
         """Tells the others why this worker ends, so that they do too."""
         self._parted.set()
-        self._tell_all(f"{self.members.name(self.index)} ended: {line}", code)
+        self._tell_all(f"{self.cluster.name(self.index)} ended: {line}", code)
         self._hang_up()
 
-    def wait_for_news(self, seconds: float = HEARTBEAT_TIMEOUT_SECONDS + 2 * BEAT) -> None:
+    def wait_for_lost_worker(self, seconds: float = HEARTBEAT_TIMEOUT_SECONDS + 2 * HEARTBEAT_INTERVAL_SECONDS) -> None:
         """Gives the other threads time to find who is lost, when something failed that a lost worker may be the cause
         of; they end the process then."""
         self._parted.wait(seconds)
 
     def _bring(self, value: Any) -> list:
         """On the chief what all brought, when all have; elsewhere what the chief then shares."""
-        if self.chief:
+        if self.is_chief:
             return [value] + [self._brought[worker].get() for worker in range(1, self.size)]
         self._send(0, _BRING, value)
         return self._brought[0].get()
 
     def _share(self, brought: list) -> None:
-        for worker in self._connections if self.chief else ():
+        for worker in self._connections if self.is_chief else ():
             self._send(worker, _ALL, brought)
 
     # What goes on beside the main thread ------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class Team:
         connection = self._connections[worker]
         try:
             while True:
-                kind, value = wire.receive(connection)
+                kind, value = messages.receive(connection)
                 if kind == _END:
                     return self._leave(*value)
                 if kind in (_BRING, _ALL):
@@ -136,7 +136,7 @@ class Team:
             self._lost(worker, "its connection has ended" if isinstance(error, OSError) else str(error))
 
     def _beat(self) -> None:
-        while not self._parted.wait(BEAT):
+        while not self._parted.wait(HEARTBEAT_INTERVAL_SECONDS):
             for worker in self._connections:
                 if not self._sending[worker].locked():  # a long message is a sign of life itself
                     self._send(worker, _BEAT)
@@ -144,10 +144,10 @@ class Team:
     def _send(self, worker: int, kind: bytes, value: Any = None) -> None:
         """Sends; a failure is left to whoever listens to this worker."""
         with self._sending[worker], contextlib.suppress(OSError):
-            wire.send(self._connections[worker], kind, value)
+            messages.send(self._connections[worker], kind, value)
 
     def _lost(self, worker: int, why: str) -> None:
-        name = self.members.name(worker)
+        name = self.cluster.name(worker)
         line = f"lost: {name}: {why}; start all workers again, and they go on from the last checkpoint"
         self._leave(line, WorkerLostError.exit_code)
 
@@ -155,20 +155,20 @@ class Team:
         """Tells the others, and ends the process unless its main thread is about to."""
         if self._parted.is_set() or not self._ending.acquire(blocking=False):
             return
-        if self.chief:
+        if self.is_chief:
             self._tell_all(line, code)
-        if not self._parted.wait(GRACE):
+        if not self._parted.wait(EXIT_GRACE_SECONDS):
             with contextlib.suppress(OSError):
-                self.before_end()
+                self.before_exit()
             self._end(line, code)
 
     def _tell_all(self, line: str, code: int) -> None:
         """Does not wait long for those who do not listen: one of them may be the reason."""
         for worker, connection in self._connections.items():
-            if self._sending[worker].acquire(timeout=BEAT):
+            if self._sending[worker].acquire(timeout=HEARTBEAT_INTERVAL_SECONDS):
                 try:
-                    connection.settimeout(BEAT)
-                    wire.send(connection, _END, [line, code])
+                    connection.settimeout(HEARTBEAT_INTERVAL_SECONDS)
+                    messages.send(connection, _END, [line, code])
                 except OSError:
                     pass
                 finally:
@@ -180,29 +180,29 @@ class Team:
                 connection.shutdown(socket.SHUT_WR)
 
 
-def alone() -> Team:
+def single_worker() -> Coordinator:
     """A team of one process, which opens no port."""
-    return Team(ClusterSpec(("",), 0), {}, lambda line, code: None)
+    return Coordinator(ClusterSpec(("",), 0), {}, lambda line, code: None)
 
 
 @contextlib.contextmanager
-def joined(members: ClusterSpec, settings: Mapping[str, Any], seconds: float) -> Iterator[Team]:
-    """The team of these members, once all have come and have the same settings. Whatever ends one of them inside ends
+def connect(cluster: ClusterSpec, settings: Mapping[str, Any], seconds: float) -> Iterator[Coordinator]:
+    """The team of these cluster, once all have come and have the same settings. Whatever ends one of them inside ends
     all, with its line; who is done waits for the others.
 
     Raises:
       UsageError, LostError: somebody did not come in these seconds, or there is something wrong with the cluster.
     """
     terminal = os.dup(2)  # as it is now: while TensorFlow is imported, it is elsewhere
-    team = Team(members, meet(members, settings, seconds), lambda line, code: _end_process(terminal, line, code))
+    team = Coordinator(cluster, meet(cluster, settings, seconds), lambda line, code: _end_process(terminal, line, code))
     try:
         yield team
     except (RunError, Interrupted) as error:
-        team.abandon(one_line(error), error.exit_code)
+        team.abort(one_line(error), error.exit_code)
         raise
     except Exception as error:
         if type(error).__module__.startswith("tensorflow"):
-            team.wait_for_news()
-        team.abandon(f"{type(error).__name__}: {error_text(error, 300)}", 1)
+            team.wait_for_lost_worker()
+        team.abort(f"{type(error).__name__}: {error_text(error, 300)}", 1)
         raise
-    team.part()
+    team.close()

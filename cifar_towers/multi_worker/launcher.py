@@ -10,11 +10,15 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from cifar_towers.cli.shutdown import LAUNCH_VARIABLE, ShutdownHandler
 from cifar_towers.errors import DataError, DivergedError, UsageError
-from cifar_towers.multi_worker.cluster_spec import HIGHEST_PORT, TALK_OFFSET
+from cifar_towers.multi_worker.cluster_spec import COORDINATION_PORT_OFFSET, MAX_WORKER_PORT
 
+if TYPE_CHECKING:
+    from cifar_towers.cli.shutdown import ShutdownHandler
+
+LAUNCH_VARIABLE = "CIFAR_TOWERS_LAUNCH"  # environment variable with an id that all processes of one launch share
 FINAL = (0, UsageError.exit_code, DataError.exit_code, DivergedError.exit_code)  # another start would end the same
 PATIENCE = 10.0  # seconds for the others to end once one has failed; then they are killed
 Started = tuple[subprocess.Popen, threading.Thread | None]  # a process, and who reads what it says
@@ -25,7 +29,7 @@ def launch(
     num_workers: int,
     max_restarts: int,
     say: Callable[[str], None],
-    stop: ShutdownHandler,
+    stop: "ShutdownHandler",
 ) -> int:
     """Runs a training to its end, on several local workers or as the flags say; the exit code it ends with.
 
@@ -39,7 +43,7 @@ def launch(
     for restart in range(max_restarts + 1):
         codes = _run(command, num_workers, stop)
         first_failed = next((worker for worker, code in codes.items() if code), None)
-        if first_failed is None or stop.asked or codes[first_failed] in FINAL:
+        if first_failed is None or stop.received_signal or codes[first_failed] in FINAL:
             break
         if restart < max_restarts:
             who = f"worker {first_failed}" if num_workers else "it"
@@ -53,18 +57,18 @@ def free_addresses(count: int) -> tuple[str, ...]:
         with contextlib.ExitStack() as held:
             listeners = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
             ports = [listener.getsockname()[1] for listener in listeners]
-            talk = ports[0] + TALK_OFFSET
+            talk = ports[0] + COORDINATION_PORT_OFFSET
             with contextlib.suppress(OSError):
-                if max(ports) <= HIGHEST_PORT and talk not in ports:
+                if max(ports) <= MAX_WORKER_PORT and talk not in ports:
                     held.enter_context(socket.create_server(("127.0.0.1", talk)))
                     return tuple(f"127.0.0.1:{port}" for port in ports)
 
 
-def _run(command: Sequence[str], num_workers: int, stop: ShutdownHandler) -> dict[int, int]:
+def _run(command: Sequence[str], num_workers: int, stop: "ShutdownHandler") -> dict[int, int]:
     """Starts all, waits for all; worker -> exit code, in the order in which they ended."""
     workers = _start_all(command, num_workers) if num_workers else [_start(command)]
     processes = [process for process, _ in workers]
-    stop.before_end = lambda: _signal(processes, signal.SIGKILL)  # who asks twice wants none of them left
+    stop.before_exit = lambda: _signal(processes, signal.SIGKILL)  # who asks twice wants none of them left
     codes: dict[int, int] = {}
     passed_on, deadline = 0, float("inf")
     while len(codes) < len(processes):
@@ -73,8 +77,8 @@ def _run(command: Sequence[str], num_workers: int, stop: ShutdownHandler) -> dic
                 codes[worker] = code if code >= 0 else 128 - code
                 if code:
                     deadline = min(deadline, time.monotonic() + PATIENCE)
-        if stop.asked and not passed_on:
-            passed_on = stop.asked
+        if stop.received_signal and not passed_on:
+            passed_on = stop.received_signal
             _signal(processes, passed_on)
         if time.monotonic() > deadline:
             _signal(processes, signal.SIGKILL)

@@ -303,8 +303,8 @@ class RunLogger:
     def describe_parallelism(self) -> str:
         """Who works on what, as `2 towers of 768 images on /CPU:0, /CPU:1`."""
         config, devices = self.config, ", ".join(tower.device for tower in self.devices)
-        if config.members:
-            devices = f"{config.members.size} workers"
+        if config.strategy == "multi_worker":
+            devices = f"{len(self.towers) // len(self.devices)} workers"
         images = config.batch_size // len(self.towers) // config.micro_batches
         shared = f"{len(self.towers)} tower{'s' * (len(self.towers) > 1)} of "
         shared += f"{config.micro_batches} x " if config.micro_batches > 1 else ""

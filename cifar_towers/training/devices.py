@@ -1,7 +1,7 @@
 """This machine's devices as the flags ask for them: its towers, those of a cluster, and what they compute in."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -32,18 +32,17 @@ def setup_towers(config: DeviceConfig) -> list[Tower]:
     return _open(config, lambda **options: make_towers(count, **options))
 
 
-def setup_cluster(config: TrainConfig) -> tuple[tf.distribute.Strategy, list[Tower]]:
+def setup_cluster(
+    config: TrainConfig, addresses: Sequence[str], index: int
+) -> tuple[tf.distribute.Strategy, list[Tower]]:
     """The strategy that joins a cluster's workers, and the towers of all of them; waits until all have come here.
 
     Raises:
       UsageError: this machine has no devices for its part.
     """
-    members = config.members
     return _open(
         config,
-        lambda **options: make_multi_worker_strategy(
-            members.addresses, members.index, config.num_gpus, config.all_reduce, **options
-        ),
+        lambda **options: make_multi_worker_strategy(addresses, index, config.num_gpus, config.all_reduce, **options),
     )
 
 

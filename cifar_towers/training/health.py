@@ -7,7 +7,7 @@ import numpy as np
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.errors import DivergedError
-from cifar_towers.multi_worker.coordination import Team
+from cifar_towers.multi_worker.coordination import Coordinator
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.training import hard_examples, nonfinite
 from cifar_towers.training.results import PROXY, StepMetrics
@@ -89,7 +89,7 @@ class HealthMonitor:
         here: Sequence[Tower],
         augmentation: Augmentation,
         micro_batches: int,
-        team: Team,
+        team: Coordinator,
         say: Callable[[str], None],
     ):
         self._health, self._state, self._towers, self._here = health, state, towers, here

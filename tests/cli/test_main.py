@@ -278,11 +278,11 @@ def test_a_signal_before_the_first_step(tmp_path):
 
 
 def test_a_signal_while_the_program_begins_to_listen(monkeypatch, capsys):
-    def listen(stop):
+    def install(stop):
         stop._on_signal(signal.SIGTERM, None)
 
-    monkeypatch.setattr(ShutdownHandler, "listen", listen)
-    monkeypatch.setattr(ShutdownHandler, "end", lambda stop: None)  # it would have pytest deaf
+    monkeypatch.setattr(ShutdownHandler, "install", install)
+    monkeypatch.setattr(ShutdownHandler, "ignore_signals", lambda stop: None)  # it would have pytest deaf
     assert main._run(lambda stop: 0) == 143
     assert capsys.readouterr().err == "interrupted: before the first step; nothing to save\n"
 

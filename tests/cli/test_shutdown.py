@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.cli.shutdown import LAUNCH_VARIABLE
+from cifar_towers.multi_worker.launcher import LAUNCH_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 CHILD = """
@@ -16,9 +16,9 @@ import hashlib, sys, time, threading
 sys.path.insert(0, ROOT)
 from cifar_towers.errors import Interrupted
 from cifar_towers.cli.shutdown import ShutdownHandler
-stop = ShutdownHandler().listen()
+stop = ShutdownHandler().install()
 stop.announce = lambda line: print(line, flush=True)
-stop.defer()
+stop.defer_signals()
 print("ready", flush=True)
 def step():
     STEP
@@ -57,7 +57,7 @@ class Child:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_in_a_step_waits_for_its_end_and_says_so(number, code):
     found, out, _ = Child(BUSY.format(2)).signalled(number, 0.2)
-    assert found == code and "saves after this step and leaves; again: leaves at once" in out
+    assert found == code and "saving after this step, then exiting; send it again to exit at once" in out
     assert out.endswith("left\n") and "nothing" not in out
 
 
@@ -67,7 +67,7 @@ def test_a_second_signal_does_not_wait():
 
 
 def test_before_a_second_signal_ends_it_others_are_ended():
-    doing = "stop.before_end = lambda: print('others', flush=True)\n    " + BUSY.format(6)
+    doing = "stop.before_exit = lambda: print('others', flush=True)\n    " + BUSY.format(6)
     found, out, _ = Child(doing).signalled(signal.SIGTERM, 0.1, 0.3)
     assert found == 143 and out.endswith("others\n")
 

@@ -20,9 +20,6 @@ from cifar_towers.errors import UsageError
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.cfg"))
 
 
-TWO_WORKERS = ("--strategy=multi_worker", "--workers=a:1,b:1", "--worker_index=0")
-
-
 def parse(*arguments):
     return parse_command_line(TrainConfig, ["train.py", *arguments], "")
 
@@ -76,8 +73,7 @@ def parse(*arguments):
         (["--worker_index=1"], "worker_index: for a cluster alone; give --strategy=multi_worker too"),
         (["--workers=a:1,b:1", "--allow_public_cluster"], "workers and allow_public_cluster: for a cluster alone"),
         (["--worker_wait_seconds=60"], "worker_wait_seconds: for a cluster alone"),
-        ([*TWO_WORKERS, "--seeds=0,1"], "a cluster trains one run and ends"),
-        ([*TWO_WORKERS, "--batch_size=999"], "batch_size=999 cannot be shared by 2 towers"),
+        (["--strategy=multi_worker", "--seeds=0,1"], "a cluster trains one run and ends"),
         (["--batch_statistics=synchronized", "--micro_batches=2"], "needs the whole batch at once"),
         (["--batch_statistics=synchronized", "--parallelism=model"], "leave parallelism=model"),
         (["--parallelism=model", "--strategy=mirrored"], "leave strategy=mirrored"),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cifar_towers.errors import UsageError, WorkerLostError
-from cifar_towers.multi_worker.cluster_spec import ClusterSpec, find_members, refuse_public
+from cifar_towers.multi_worker.cluster_spec import ClusterSpec, check_not_public, resolve_cluster
 
 THREE = ("a:5000", "b:5000", "c:5000")
 
@@ -47,7 +47,7 @@ def slurm(**changes):
     ],
 )
 def test_where_the_cluster_is_told_of(given, expected):
-    assert find_members(*given) == expected
+    assert resolve_cluster(*given) == expected
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_where_the_cluster_is_told_of(given, expected):
 )
 def test_what_is_no_cluster_is_told_in_a_line(given, told):
     with pytest.raises(UsageError) as caught:
-        find_members(*given)
+        resolve_cluster(*given)
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -83,15 +83,15 @@ def test_what_is_no_cluster_is_told_in_a_line(given, told):
     "address", ["127.0.0.1:5000", "10.1.2.3:5000", "192.168.1.1:5000", "[::1]:5000", "100.64.0.1:1"]
 )
 def test_private_addresses_are_fine(address):
-    refuse_public(address, 0)
+    check_not_public(address, 0)
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8:5000", "[2606:4700::1]:5000"])
 def test_public_addresses_are_refused(address):
     with pytest.raises(UsageError, match="allow_public_cluster"):
-        refuse_public(address, 0)
+        check_not_public(address, 0)
 
 
 def test_a_name_that_nobody_knows_is_waited_for_and_told():
     with pytest.raises(WorkerLostError, match="nowhere.invalid:5000 has no address"):
-        refuse_public("nowhere.invalid:5000", 0.3)
+        check_not_public("nowhere.invalid:5000", 0.3)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cifar_towers.errors import Interrupted, UsageError, WorkerLostError
-from cifar_towers.multi_worker import coordination, rollcall, wire
+from cifar_towers.multi_worker import coordination, messages, rendezvous
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 from cifar_towers.multi_worker.launcher import free_addresses
 
@@ -33,43 +33,44 @@ def together(*workers):
     return outcomes
 
 
-def meet(members, settings=(), seconds=5.0):
-    return lambda: rollcall.meet(members, dict(settings), seconds)
+def meet(cluster, settings=(), seconds=5.0):
+    return lambda: rendezvous.meet(cluster, dict(settings), seconds)
 
 
 def make_teams(addresses, ends):
     """A team for each worker; what ends their processes is put on `ends` as (worker, line, code)."""
-    members = [ClusterSpec(addresses, index) for index in range(len(addresses))]
-    found = together(*map(meet, members))
+    cluster = [ClusterSpec(addresses, index) for index in range(len(addresses))]
+    found = together(*map(meet, cluster))
 
     def end_of(index):
         return lambda line, code: ends.put((index, line, code))
 
     return [
-        coordination.Team(one, connections, end_of(one.index)) for one, connections in zip(members, found, strict=True)
+        coordination.Coordinator(one, connections, end_of(one.index))
+        for one, connections in zip(cluster, found, strict=True)
     ]
 
 
 def test_values_travel_as_they_are():
     value = {"a": [1, 2.5, None, True, "é"], "weights": [np.arange(6, dtype=np.float32).reshape(2, 3), np.array(7)]}
-    back = wire.unpack(wire.pack(value | {"b": np.float32(0.1), "nan": float("nan")}))
+    back = messages.unpack(messages.pack(value | {"b": np.float32(0.1), "nan": float("nan")}))
     assert back["a"] == value["a"] and back["b"] == float(np.float32(0.1)) and np.isnan(back["nan"])
     for mine, theirs in zip(back["weights"], value["weights"], strict=True):
         assert mine.dtype == theirs.dtype
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 9, wire.pack([np.ones(4)])[:-1], b"\0" * 7 + b"\2[]trailing"])
+@pytest.mark.parametrize("content", [b"", b"x" * 9, messages.pack([np.ones(4)])[:-1], b"\0" * 7 + b"\2[]trailing"])
 def test_what_is_no_message_is_refused(content):
     with pytest.raises(ValueError):
-        wire.unpack(content)
+        messages.unpack(content)
 
 
 def test_objects_cannot_be_sent():
     with pytest.raises(TypeError):
-        wire.pack({"a": object()})
+        messages.pack({"a": object()})
     with pytest.raises(TypeError):
-        wire.pack(np.array([object()]))
+        messages.pack(np.array([object()]))
 
 
 def test_workers_exchange_in_their_order_and_part():
@@ -79,9 +80,9 @@ def test_workers_exchange_in_their_order_and_part():
     def work(one):
         def worker():
             found = [one.gather([one.index, turn]) for turn in range(50)]
-            large = one.from_chief(lambda: np.arange(10**6))
-            one.agree({"same": 1})
-            one.part()
+            large = one.broadcast_from_chief(lambda: np.arange(10**6))
+            one.assert_equal({"same": 1})
+            one.close()
             return found, large.sum()
 
         return worker
@@ -95,18 +96,18 @@ def test_workers_exchange_in_their_order_and_part():
 
 def test_facts_that_differ_are_named_on_all():
     teams = make_teams(free_addresses(3), queue.SimpleQueue())
-    outcomes = together(*[lambda one=one: one.agree({"towers": 1, "data": one.index // 2}) for one in teams])
+    outcomes = together(*[lambda one=one: one.assert_equal({"towers": 1, "data": one.index // 2}) for one in teams])
     assert {str(outcome) for outcome in outcomes} == {str(outcomes[0])}
     assert isinstance(outcomes[0], UsageError) and "worker 2 of 3" in str(outcomes[0]) and "data 1" in str(outcomes[0])
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_that_is_gone_ends_all_with_its_name(monkeypatch, victim):
-    monkeypatch.setattr(coordination, "GRACE", 0.1)
+    monkeypatch.setattr(coordination, "EXIT_GRACE_SECONDS", 0.1)
     ends = queue.SimpleQueue()
     teams, tidied = make_teams(free_addresses(3), ends), queue.SimpleQueue()
     for each in teams:
-        each.before_end = lambda index=each.index: tidied.put(index)
+        each.before_exit = lambda index=each.index: tidied.put(index)
     teams[victim]._parted.set()  # it does nothing any more
     for connection in teams[victim]._connections.values():
         connection.shutdown(socket.SHUT_RDWR)
@@ -118,9 +119,9 @@ def test_a_worker_that_is_gone_ends_all_with_its_name(monkeypatch, victim):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_worker_that_is_silent_ends_all_with_its_name(monkeypatch, victim):
-    monkeypatch.setattr(coordination, "GRACE", 0.1)
-    monkeypatch.setattr(coordination, "BEAT", 0.1)
-    monkeypatch.setattr(rollcall, "HEARTBEAT_TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr(coordination, "EXIT_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(coordination, "HEARTBEAT_INTERVAL_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_TIMEOUT_SECONDS", 2.0)
     ends = queue.SimpleQueue()
     teams = make_teams(free_addresses(3), ends)
     teams[victim]._send = lambda *_: None  # its connections stay, and nothing comes from it
@@ -130,10 +131,10 @@ def test_a_worker_that_is_silent_ends_all_with_its_name(monkeypatch, victim):
 
 
 def test_what_ends_one_is_told_by_all(monkeypatch):
-    monkeypatch.setattr(coordination, "GRACE", 0.1)
+    monkeypatch.setattr(coordination, "EXIT_GRACE_SECONDS", 0.1)
     ends = queue.SimpleQueue()
     teams = make_teams(free_addresses(3), ends)
-    teams[2].abandon("data: no such file", 3)
+    teams[2].abort("data: no such file", 3)
     told = sorted(ends.get(timeout=5) for _ in range(2))
     assert [index for index, *_ in told] == [0, 1]
     for _, line, code in told:
@@ -145,8 +146,8 @@ def test_who_ends_twice_waits_for_nobody():
     teams = make_teams(free_addresses(3), queue.SimpleQueue())
     teams[0]._tell_all("one line", 5)
     start = time.monotonic()
-    teams[0].abandon("another", 1)
-    assert time.monotonic() - start < coordination.BEAT / 2
+    teams[0].abort("another", 1)
+    assert time.monotonic() - start < coordination.HEARTBEAT_INTERVAL_SECONDS / 2
 
 
 def test_the_main_thread_may_end_by_itself():
@@ -154,7 +155,7 @@ def test_the_main_thread_may_end_by_itself():
     ends = queue.SimpleQueue()
     teams = make_teams(free_addresses(2), ends)
     for one in teams:
-        one.abandon("interrupted: saved step 3", 143)
+        one.abort("interrupted: saved step 3", 143)
     time.sleep(0.3)
     assert ends.empty()
 
@@ -173,7 +174,7 @@ def bad_clusters():
 @pytest.mark.parametrize("case", range(5))
 def test_a_bad_cluster_is_told_to_every_process_in_the_same_line(case):
     _, believed, kind, told = list(bad_clusters())[case]
-    outcomes = together(*[meet(members, seconds=1.5) for members in believed])
+    outcomes = together(*[meet(cluster, seconds=1.5) for cluster in believed])
     for outcome in outcomes:
         assert type(outcome) is kind and told in str(outcome) and "\n" not in str(outcome)
     assert len({str(outcome) for outcome in outcomes}) == 1
@@ -196,7 +197,7 @@ def test_a_taken_port_is_told_to_all():
 
 def test_strangers_and_latecomers_change_nothing():
     found = free_addresses(2)
-    host, port = ClusterSpec(found, 0).talk_address
+    host, port = ClusterSpec(found, 0).coordination_address
 
     def stranger():
         for _ in range(50):
@@ -212,7 +213,7 @@ def test_strangers_and_latecomers_change_nothing():
     )
     assert set(chief) == {1} and set(other) == {0}
     (late,) = together(
-        lambda: rollcall._report(
+        lambda: rendezvous._report(
             ClusterSpec(found, 1), {"index": 1, "workers": [], "settings": {}, "process": "", "trouble": ""}, 1.0
         )
     )
@@ -221,12 +222,12 @@ def test_strangers_and_latecomers_change_nothing():
 
 def test_joined_tells_the_others_what_ended_it(monkeypatch):
     ends = queue.SimpleQueue()
-    monkeypatch.setattr(coordination, "GRACE", 0.2)
+    monkeypatch.setattr(coordination, "EXIT_GRACE_SECONDS", 0.2)
     monkeypatch.setattr(coordination, "_end_process", lambda _, line, code: ends.put((line, code)))
     found = free_addresses(2)
 
     def worker(index):
-        with coordination.joined(ClusterSpec(found, index), {}, 5.0):
+        with coordination.connect(ClusterSpec(found, index), {}, 5.0):
             if index:
                 raise Interrupted(15, "before the first step; nothing to save")
             told.append(ends.get(timeout=5))
@@ -241,7 +242,7 @@ def test_joined_tells_the_others_what_ended_it(monkeypatch):
 
 
 def test_alone_everything_is_trivial():
-    one = coordination.alone()
-    assert one.chief and one.gather(5) == [5] and one.from_chief(lambda: 6) == 6
-    one.agree({"a": 1})
-    one.part()
+    one = coordination.single_worker()
+    assert one.is_chief and one.gather(5) == [5] and one.broadcast_from_chief(lambda: 6) == 6
+    one.assert_equal({"a": 1})
+    one.close()

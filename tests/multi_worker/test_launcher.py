@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-from cifar_towers.cli.shutdown import LAUNCH_VARIABLE, ShutdownHandler
+from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.multi_worker import launcher
 
 PROGRAM = f"""
 import os, sys, time
 index = next((int(a.split("=")[1]) for a in sys.argv if a.startswith("--worker_index")), 0)
 with open(sys.argv[1], "a") as file:
-    print(index, os.environ["{LAUNCH_VARIABLE}"], len(os.sched_getaffinity(0)), *sys.argv[2:], file=file)
+    print(index, os.environ["{launcher.LAUNCH_VARIABLE}"], len(os.sched_getaffinity(0)), *sys.argv[2:], file=file)
 starts = sum(line.startswith(str(index)) for line in open(sys.argv[1]))
 """
 
@@ -24,7 +24,7 @@ starts = sum(line.startswith(str(index)) for line in open(sys.argv[1]))
 def launch(tmp_path, monkeypatch):
     """launch(ends as, workers, restarts) -> (exit code, what each start was told, what the launcher said)."""
 
-    monkeypatch.setenv(LAUNCH_VARIABLE, "")  # and so as it was afterwards
+    monkeypatch.setenv(launcher.LAUNCH_VARIABLE, "")  # and so as it was afterwards
 
     def run(ending, num_workers=0, max_restarts=3, stop=None):
         said, log = [], tmp_path / "log"
@@ -73,7 +73,7 @@ time.sleep(60)"""
 
 def test_a_signal_to_it_is_passed_on_and_nothing_is_started_again(launch):
     stop = ShutdownHandler()
-    threading.Timer(1.0, setattr, [stop, "asked", signal.SIGTERM]).start()
+    threading.Timer(1.0, setattr, [stop, "received_signal", signal.SIGTERM]).start()
     start = time.monotonic()
     code, told, said = launch("time.sleep(60)", num_workers=2, stop=stop)
     assert code == 143 and len(told) == 2 and not said and time.monotonic() - start < 30
@@ -82,6 +82,6 @@ def test_a_signal_to_it_is_passed_on_and_nothing_is_started_again(launch):
 def test_a_second_signal_leaves_no_worker_behind(launch):
     """Not even one that is deaf to the first."""
     stop = ShutdownHandler()
-    threading.Timer(1.0, lambda: stop.before_end()).start()
+    threading.Timer(1.0, lambda: stop.before_exit()).start()
     code, told, _ = launch("time.sleep(60)", num_workers=2, max_restarts=0, stop=stop)
     assert code == 137 and len(told) == 2

@@ -11,8 +11,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cifar_towers.errors import UsageError, WorkerLostError
-from cifar_towers.multi_worker import wire
-from cifar_towers.multi_worker.cluster_spec import RETRY, TALK_OFFSET, ClusterSpec, resolve, split_address
+from cifar_towers.multi_worker import messages
+from cifar_towers.multi_worker.cluster_spec import (
+    COORDINATION_PORT_OFFSET,
+    RETRY_SECONDS,
+    ClusterSpec,
+    resolve,
+    split_address,
+)
 
 Connections = dict[int, socket.socket]  # by worker
 HELLO, VERDICT = b"h", b"v"
@@ -21,7 +27,7 @@ MOST_SAID = 2**20  # bytes of what a worker says of itself
 HEARTBEAT_TIMEOUT_SECONDS = 20.0  # seconds without a sign of life until a worker is lost
 
 
-def meet(members: ClusterSpec, settings: Mapping[str, Any], seconds: float) -> Connections:
+def meet(cluster: ClusterSpec, settings: Mapping[str, Any], seconds: float) -> Connections:
     """Waits until all workers are there and have found each other to be of one mind.
 
     Args:
@@ -33,47 +39,47 @@ def meet(members: ClusterSpec, settings: Mapping[str, Any], seconds: float) -> C
       LostError: somebody did not come.
     """
     hello = {
-        "index": members.index,
-        "workers": list(members.addresses),
+        "index": cluster.index,
+        "workers": list(cluster.addresses),
         "settings": dict(settings),
         "process": f"process {os.getpid()} on {socket.gethostname()}",
-        "trouble": _port_taken(members),
+        "trouble": _port_taken(cluster),
     }
-    if members.index == 0 and (listener := _listen(members, seconds)):
-        connections = _judge(members, hello, *_collect(listener, members.size, seconds))
-        threading.Thread(target=_turn_away, args=(listener, members), daemon=True).start()
+    if cluster.index == 0 and (listener := _listen(cluster, seconds)):
+        connections = _judge(cluster, hello, *_collect(listener, cluster.size, seconds))
+        threading.Thread(target=_turn_away, args=(listener, cluster), daemon=True).start()
         return connections
-    return _report(members, hello, seconds)
+    return _report(cluster, hello, seconds)
 
 
-def _port_taken(members: ClusterSpec) -> str:
+def _port_taken(cluster: ClusterSpec) -> str:
     """What keeps TensorFlow from listening at this worker's port; empty if nothing does."""
-    _, port = split_address(members.addresses[members.index])
+    _, port = split_address(cluster.addresses[cluster.index])
     try:
         with socket.create_server(("", port)):
             return ""
     except OSError as error:
-        name, why = members.name(members.index), os.strerror(error.errno).lower()
+        name, why = cluster.name(cluster.index), os.strerror(error.errno).lower()
         return f"{name} cannot listen at port {port}: {why}; give it another port"
 
 
 # The chief --------------------------------------------------------------------------------------------------------
 
 
-def _listen(members: ClusterSpec, seconds: float) -> socket.socket | None:
+def _listen(cluster: ClusterSpec, seconds: float) -> socket.socket | None:
     """The chief's door; None if somebody else has it already, who may be another process that is worker 0."""
-    host, port = members.talk_address
+    host, port = cluster.coordination_address
     family, *_, address = resolve(host, port, seconds)[0]
-    shared = all(split_address(each)[0] == host for each in members.addresses)
+    shared = all(split_address(each)[0] == host for each in cluster.addresses)
     if address[0].startswith("127.") and not shared:  # this machine's own name for itself, which others do not share
         address = ("", port)
     try:
-        return socket.create_server(address[:2], family=family, backlog=members.size)
+        return socket.create_server(address[:2], family=family, backlog=cluster.size)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
         raise UsageError(
-            f"worker 0 cannot listen at {_place(members)}: {error.strerror}; it is to be an address of this machine"
+            f"worker 0 cannot listen at {_place(cluster)}: {error.strerror}; it is to be an address of this machine"
         ) from error
 
 
@@ -93,7 +99,7 @@ def _hear(listener: socket.socket, size: int) -> tuple[socket.socket, dict] | No
     connection, _ = listener.accept()
     connection.settimeout(PATIENCE)
     try:
-        _, hello = wire.receive(connection, MOST_SAID)
+        _, hello = messages.receive(connection, MOST_SAID)
         if {"workers", "settings", "process", "trouble"} <= hello.keys() and hello["index"] in range(size):
             return connection, hello
     except (OSError, ValueError, AttributeError, KeyError):
@@ -108,32 +114,32 @@ def _has_ended(connection: socket.socket) -> bool:
     return bool(readable)
 
 
-def _turn_away(listener: socket.socket, members: ClusterSpec) -> None:
+def _turn_away(listener: socket.socket, cluster: ClusterSpec) -> None:
     """Tells whoever comes when all are there that it comes too late; ends when it can hear nobody any more."""
     listener.settimeout(None)
     with contextlib.suppress(OSError):
         while True:
-            if visitor := _hear(listener, members.size):
+            if visitor := _hear(listener, cluster.size):
                 connection, hello = visitor
-                line = f"{members.name(hello['index'])} is there already, and the cluster trains"
+                line = f"{cluster.name(hello['index'])} is there already, and the cluster trains"
                 verdict = [f"{line}; end it first, or give this one another worker_index", WorkerLostError.exit_code]
                 with connection, contextlib.suppress(OSError):
-                    wire.send(connection, VERDICT, verdict)
+                    messages.send(connection, VERDICT, verdict)
 
 
-def _judge(members: ClusterSpec, mine: dict, connections: list[socket.socket], hellos: list[dict]) -> Connections:
-    error = _trouble(members, [mine, *hellos])
+def _judge(cluster: ClusterSpec, mine: dict, connections: list[socket.socket], hellos: list[dict]) -> Connections:
+    error = _trouble(cluster, [mine, *hellos])
     for connection in connections:
         connection.settimeout(PATIENCE)
         with contextlib.suppress(OSError):
-            wire.send(connection, VERDICT, error and [str(error), error.exit_code])
+            messages.send(connection, VERDICT, error and [str(error), error.exit_code])
     if error:
         raise error
     found = dict(zip((hello["index"] for hello in hellos), connections, strict=True))
     return {worker: _kept(connection) for worker, connection in sorted(found.items())}
 
 
-def _trouble(members: ClusterSpec, hellos: list[dict]) -> UsageError | WorkerLostError | None:
+def _trouble(cluster: ClusterSpec, hellos: list[dict]) -> UsageError | WorkerLostError | None:
     """The first thing that is wrong with those who came."""
     first, came = hellos[0], {}
     for hello in hellos:
@@ -152,17 +158,17 @@ def _trouble(members: ClusterSpec, hellos: list[dict]) -> UsageError | WorkerLos
     trouble = next((hello["trouble"] for hello in hellos if hello["trouble"]), "")
     if trouble:
         return UsageError(trouble)
-    missing = [index for index in range(members.size) if index not in came]
+    missing = [index for index in range(cluster.size) if index not in came]
     if missing:
-        names = ", ".join(members.name(index) for index in missing)
+        names = ", ".join(cluster.name(index) for index in missing)
         return WorkerLostError(
-            f"{names} did not come to {_place(members)}; start it with the same workers and its own worker_index"
+            f"{names} did not come to {_place(cluster)}; start it with the same workers and its own worker_index"
         )
     settings = {index: hello["settings"] for index, hello in came.items()}
     if odd := first_difference(settings.items()):
         index, name = odd
         return UsageError(
-            f"{members.name(index)} has {name}={settings[index].get(name)}, worker 0 has {name}={settings[0][name]}; "
+            f"{cluster.name(index)} has {name}={settings[index].get(name)}, worker 0 has {name}={settings[0][name]}; "
             "give all workers the same"
         )
     return None
@@ -178,16 +184,16 @@ def first_difference(said: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[int
 # The others -------------------------------------------------------------------------------------------------------
 
 
-def _report(members: ClusterSpec, hello: dict, seconds: float) -> Connections:
+def _report(cluster: ClusterSpec, hello: dict, seconds: float) -> Connections:
     """Comes to the chief and hears what it says."""
-    connection = _reach(members, seconds)
+    connection = _reach(cluster, seconds)
     try:
-        wire.send(connection, HELLO, hello)
+        messages.send(connection, HELLO, hello)
         connection.settimeout(seconds + PATIENCE)
-        _, verdict = wire.receive(connection)
+        _, verdict = messages.receive(connection)
     except (OSError, ValueError) as error:
         raise WorkerLostError(
-            f"whoever listens at {_place(members)}, where worker 0 should, does not answer as it would ({error}); it "
+            f"whoever listens at {_place(cluster)}, where worker 0 should, does not answer as it would ({error}); it "
             "may be gone, or another program has its port"
         ) from error
     if verdict:
@@ -196,22 +202,22 @@ def _report(members: ClusterSpec, hello: dict, seconds: float) -> Connections:
     return {0: _kept(connection)}
 
 
-def _reach(members: ClusterSpec, seconds: float) -> socket.socket:
+def _reach(cluster: ClusterSpec, seconds: float) -> socket.socket:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return socket.create_connection(members.talk_address, timeout=PATIENCE)
+            return socket.create_connection(cluster.coordination_address, timeout=PATIENCE)
         except OSError as error:
-            if time.monotonic() + RETRY > deadline:
+            if time.monotonic() + RETRY_SECONDS > deadline:
                 raise WorkerLostError(
-                    f"worker 0 does not answer at {_place(members)}, its port + {TALK_OFFSET} "
+                    f"worker 0 does not answer at {_place(cluster)}, its port + {COORDINATION_PORT_OFFSET} "
                     f"({error.strerror or error}); start it, with the same workers"
                 ) from error
-            time.sleep(RETRY)
+            time.sleep(RETRY_SECONDS)
 
 
-def _place(members: ClusterSpec) -> str:
-    return ":".join(map(str, members.talk_address))
+def _place(cluster: ClusterSpec) -> str:
+    return ":".join(map(str, cluster.coordination_address))
 
 
 def _kept(connection: socket.socket) -> socket.socket:
