@@ -1,7 +1,6 @@
 """What was measured, as a table, a sentence, JSON, a plot and a page."""
 
 import dataclasses
-import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +9,8 @@ from matplotlib.figure import Figure
 from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED
 from cifar_towers.benchmark.report_io import align, png, publish_text, title
 from cifar_towers.benchmark.round_stats import Row
-from cifar_towers.reporting import markup
+from cifar_towers.reporting import html_page
+from cifar_towers.reporting.html_page import Picture, Section, Table
 from cifar_towers.reporting.profiler import PARTS
 from cifar_towers.towers.communication import Prediction
 from cifar_towers.towers.placement import PLACEMENTS
@@ -186,14 +186,14 @@ def plot(rows: Sequence[Row], facts: Mapping) -> bytes:
 def page(rows: Sequence[Row], facts: Mapping, picture: bytes) -> str:
     """One HTML file with everything in it."""
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
-    body = [
-        f"<p><strong>{html.escape(conclude(rows, facts))}</strong></p>\n",
-        markup.picture(picture, "images a second of every variation"),
-        markup.table(_headings(rows), map(_cells, _sorted(rows)), left=3),
-        f"<p>{html.escape(READING)}</p>\n",
-        f"<p>{html.escape(packages)}; {facts['minutes']:.0f} minutes of measuring.</p>\n",
-    ]
-    return markup.document(_title(facts), "", "".join(body))
+    results = Section(
+        "Results",
+        conclude(rows, facts),
+        [[Picture(picture, "images a second of every variation")]],
+        [Table(_headings(rows), [_cells(row) for row in _sorted(rows)], text_columns=3)],
+        note=f"{READING} Measured in {facts['minutes']:.0f} minutes with {packages}.",
+    )
+    return html_page.render(_title(facts), [results])
 
 
 READING = (

@@ -1,30 +1,29 @@
-"""What a run shows, drawn as arrays [height, width, 3] of uint8 for TensorBoard and for the report.
+"""Pictures as arrays [height, width, 3] of uint8 for TensorBoard and for the HTML report.
 
-Every picture brings its own white paper, grows until nothing is cut off, and touches no state that threads share.
+Each has a white background, grows until nothing is cut off, and uses no state that threads share, as pyplot would.
 """
 
 import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
-from matplotlib.colors import Colormap
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
-from matplotlib.transforms import Bbox
 from PIL import Image, ImageDraw, ImageFont
 
 DPI = 120
-MARGIN = 0.15  # inches of paper around everything
-PAPER, INK, MUTED, GRID, NOTHING = "white", "black", "#555555", "#dddddd", "#d0d0d0"
-MOST_CLASSES = 200  # of a confusion matrix that is drawn: a cell takes 15 pixels at least
-ERROR_POWER = 0.4  # what confusions are raised to before they are coloured: 1 % is seen beside 50 %
-STROKES = (  # told apart by all, in colour or by their dashes, and on white paper
+MARGIN_INCHES, MARGIN_PIXELS = 0.15, 18
+BACKGROUND, MUTED, GRID, NO_EXAMPLES = "white", "#555555", "#dddddd", "#d0d0d0"
+MAX_CLASSES = 200  # of a confusion matrix: a cell takes 15 pixels at least
+MAX_CLASSES_WITH_COUNTS, MAX_CLASSES_WITH_SHARES = 12, 28  # what is written into the cells of a confusion matrix
+ERROR_POWER = 0.4  # of a share of errors before it is colored: 1 % is visible beside 50 %
+LINE_STYLES = (  # distinct in color and in dashes, for color-blind readers and for print
     ("#0072b2", "-"),
     ("#d55e00", (0, (6, 2))),
     ("#009e73", (0, (1, 1.2))),
@@ -37,90 +36,103 @@ STROKES = (  # told apart by all, in colour or by their dashes, and on white pap
 
 
 def confusion_matrix(counts: np.ndarray, class_names: Sequence[str], title: str) -> np.ndarray:
-    """Counts [C, C] of examples of class (row) taken for class (column): shares of the row, recall and precision.
+    """Confusion matrix with the share of each true class, recall and precision; rows without examples are gray.
 
-    With more than 28 classes colour speaks alone. The row of a class without examples is grey.
+    Args:
+      counts: [C, C] examples of class (row) predicted as class (column).
     """
-    classes, right = len(class_names), np.diag(counts)
+    classes, correct = len(class_names), np.diag(counts)
     with np.errstate(invalid="ignore"):
         shares = counts / counts.sum(1, keepdims=True)
-        recall, precision, accuracy = right / counts.sum(1), right / counts.sum(0), right.sum() / counts.sum()
-    kept, mistaken = (matplotlib.colormaps[name].with_extremes(bad=NOTHING) for name in ("Blues", "Oranges"))
-    fill = np.where(np.eye(classes, dtype=bool)[..., None], kept(shares), mistaken(shares**ERROR_POWER))[..., :3]
+        recall, precision, accuracy = correct / counts.sum(1), correct / counts.sum(0), correct.sum() / counts.sum()
 
     cell = min(1.2, max(0.125, 6.4 / classes))  # inches
-    points, margin = 72 * cell, 0.56 / cell  # a cell in points; cells that recall and precision take
-    edge, middle, end = classes - 0.5, classes - 0.5 + margin / 2, classes - 0.5 + margin
-    axes = _axes((end + 0.5) * cell, (end + 0.5) * cell, title)
-    axes.imshow(fill, extent=(-0.5, edge, edge, -0.5), interpolation="nearest")
-    axes.set(xlim=(-0.5, end), ylim=(end, -0.5))
-    borders = np.arange(classes + 1) - 0.5
-    axes.hlines(borders, -0.5, edge, PAPER, linewidth=points / 40)
-    axes.vlines(borders, -0.5, edge, PAPER, linewidth=points / 40)
-    _write_cells(axes, counts, shares, fill, cell)
+    axes = _new_axes(classes * cell, classes * cell, f"{title}\naccuracy {_percent(accuracy)} %")
+    axes.set_facecolor(NO_EXAMPLES)
+    diagonal = np.eye(classes, dtype=bool)
+    right = axes.imshow(np.where(diagonal, shares, np.nan), "Blues", vmin=0, vmax=1)
+    wrong = axes.imshow(np.where(diagonal, np.nan, shares), "Oranges", norm=PowerNorm(ERROR_POWER, 0, 1))
+    if classes <= MAX_CLASSES_WITH_SHARES:
+        colors = np.where(diagonal[..., None], right.to_rgba(shares), wrong.to_rgba(shares))[..., :3]
+        _write_cells(axes, counts, shares, colors, min(10, 26.6 * cell))
 
-    size = min(10, max(6, 0.5 * points))
-    style = {"ha": "center", "va": "center", "size": size}
-    for place in range(classes):
-        axes.text(middle, place, _percent(recall[place]), **style)
-        axes.text(place, middle, _percent(precision[place]), rotation=90 if points < 3 * size else 0, **style)
-    axes.text(middle, middle, _percent(accuracy), weight="bold", **style)
-    small = style | {"size": max(6, 0.7 * size), "va": "top"}
-    axes.annotate("accuracy", (middle, middle), (0, -0.6 * size), textcoords="offset points", **small)
-
-    slanted = _width([*class_names, "recall"], size) > cell * DPI - 6
-    tilt = {"rotation": 45, "ha": "left", "va": "baseline", "rotation_mode": "anchor"} if slanted else {}
-    places = [*range(classes), middle]
-    axes.set_xticks(places, [*class_names, "recall"], size=size, **tilt)
-    axes.set_yticks(places, [*class_names, "precision"], size=size)
-    axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
+    places, size = np.arange(classes), min(10, max(6, 36 * cell))
+    axes.set_xticks(places, class_names, size=size, rotation=45, ha="left", rotation_mode="anchor")
+    axes.set_yticks(places, class_names, size=size)
+    axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
-    axes.spines[:].set_visible(False)
-    axes.set_xlabel("predicted class", size=10, color=MUTED, labelpad=8)
-    axes.set_ylabel("true class", size=10, color=MUTED, labelpad=8)
+    axes.set_xlabel("predicted class", color=MUTED)
+    axes.set_ylabel("true class", color=MUTED)
+    upright = classes <= MAX_CLASSES_WITH_COUNTS
+    below, beside = axes.secondary_xaxis("bottom"), axes.secondary_yaxis("right")
+    below.set_xticks(places, map(_percent, precision), size=size, rotation=0 if upright else 90)
+    below.set_xlabel("precision", color=MUTED)
+    beside.set_yticks(places, map(_percent, recall), size=size)
+    beside.set_ylabel("recall", color=MUTED)
+    axes.set_xticks(places[1:] - 0.5, minor=True)
+    axes.set_yticks(places[1:] - 0.5, minor=True)
+    axes.grid(which="minor", color=BACKGROUND, linewidth=2 * cell)
+    for part in (axes, below, beside):
+        part.tick_params(which="both", length=0)
+        part.spines[:].set_visible(False)
 
-    _key(axes, 0, "right", kept, 1, (0, 25, 50, 75, 100))
-    _key(axes, 0.54, "mistaken", mistaken, ERROR_POWER, (0, 1, 5, 20, 50, 100))
-    return _drawn(axes.figure)
-
-
-def contact_sheet(images: np.ndarray, captions: Sequence[str], title: str, columns: int = 8) -> np.ndarray:
-    """Images [n, height, width, 3] of uint8, enlarged without smoothing, each over its caption of two lines."""
-    if not len(images):
-        axes = _axes(4, 0.3, title)
-        axes.axis("off")
-        axes.text(0, 0.5, "none", size=10, va="center", color=MUTED)
-        return _drawn(axes.figure)
-    height, width = np.array(images.shape[1:3]) * max(1, round(96 / max(images.shape[1:3])))  # pixels, from here on
-    columns = min(columns, len(images))
-    rows = math.ceil(len(images) / columns)
-    across = max(width, _width("\n".join(captions).split("\n"), 8)) + 14
-    down = height + 46
-    axes = _axes(across * columns / DPI, down * rows / DPI, title)
-    axes.axis("off")
-    for place, (image, caption) in enumerate(zip(images, captions, strict=True)):
-        left, top = across * (place % columns), down * (place // columns)
-        axes.imshow(image, extent=(left, left + width, top + height, top), interpolation="nearest")
-        axes.text(left, top + height + 4, caption, size=8, va="top", color=INK, linespacing=1.15)
-    axes.set(xlim=(0, across * columns), ylim=(down * rows, 0))
-    return _drawn(axes.figure)
+    _add_colorbar(axes, right, 0.55, "correct, % of class", (0, 25, 50, 75, 100))
+    _add_colorbar(axes, wrong, 0, "errors, % of class", (0, 1, 5, 20, 50, 100))
+    return _rasterize(axes.figure)
 
 
-def labelled(images: np.ndarray, labels: Sequence[str], columns: int = 4) -> np.ndarray:
-    """Images [n, height, width, 3] of uint8 in rows, enlarged without smoothing, each over its label.
+def line_plot(curves: Mapping[str, tuple], title: str, x_label: str, y_label: str) -> np.ndarray:
+    """Up to eight curves {name: (x, y) or (x, y, low, high)}; the legend has the order of their last values."""
+    if len(curves) > len(LINE_STYLES):
+        raise ValueError(f"{len(curves)} curves; at most {len(LINE_STYLES)} can be distinguished")
+    axes = _new_axes(6.4, 3.6, title)
+    handles = {}
+    for (name, (x, y, *band)), (color, dashes) in zip(curves.items(), LINE_STYLES, strict=False):
+        marker = "o" if len(x) == 1 else ""
+        (handles[name],) = axes.plot(x, y, color=color, linestyle=dashes, marker=marker, linewidth=1.8)
+        if band:
+            axes.fill_between(x, *band, color=color, alpha=0.15, linewidth=0)
+    names = sorted(curves, key=lambda name: -np.nansum(curves[name][1][-1:]))
+    axes.legend(
+        [handles[name] for name in names], names, loc="upper left", bbox_to_anchor=(1, 1), frameon=False,
+        handlelength=3.6, fontsize=9,
+    )  # fmt: skip
+    axes.margins(x=0.01)
+    axes.grid(color=GRID)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.xaxis.set_major_formatter("{x:,.10g}")
+    axes.yaxis.set_major_formatter("{x:,.10g}")
+    whole = all((np.asarray(x) % 1 == 0).all() for x, *_ in curves.values())
+    axes.xaxis.get_major_locator().set_params(integer=whole)  # no ticks at half epochs
+    return _rasterize(axes.figure)
 
-    Drawn in some milliseconds, where `contact_sheet` takes a tenth of a second.
+
+def image_grid(images: np.ndarray, captions: Sequence[str], title: str = "", columns: int = 8) -> np.ndarray:
+    """Images [n, height, width, 3] of uint8 in rows, enlarged without smoothing, each above its caption.
+
+    Drawn by Pillow in milliseconds; Matplotlib would take a tenth of a second.
     """
-    font, enlarged = ImageFont.load_default(14), max(1, round(96 / max(images.shape[1:3])))
-    height, width = (enlarged * size for size in images.shape[1:3])
-    across, down = max(width, *(math.ceil(font.getlength(label)) for label in labels)) + 8, height + 26
-    columns = min(columns, len(images))
-    sheet = Image.new("RGB", (across * columns, down * math.ceil(len(images) / columns)), PAPER)
+    zoom = max(1, round(96 / max(images.shape[1:3])))
+    height, width = (zoom * size for size in images.shape[1:3])
+    columns = max(1, min(columns, len(images)))
+    font, title_font = _font(13), _font(20)
+    measure = ImageDraw.Draw(Image.new("RGB", (1, 1))).multiline_textbbox
+    sizes = [measure((0, 0), caption, font, spacing=2)[2:] for caption in captions]
+    across = max([width, *(math.ceil(right) for right, _ in sizes)]) + 14
+    down = height + max([0, *(math.ceil(bottom) for _, bottom in sizes)]) + 16
+    title = textwrap.fill(title, max(56, across * columns // 12)) if len(images) else f"{title}: none"
+    title_box = measure((0, 0), title, title_font) if title else (0, 0, 0, -14)
+    top = MARGIN_PIXELS + math.ceil(title_box[3]) + 14
+    sheet_width = max(across * columns, math.ceil(title_box[2])) + 2 * MARGIN_PIXELS
+    sheet = Image.new("RGB", (sheet_width, top + down * -(-len(images) // columns) + MARGIN_PIXELS), BACKGROUND)
     draw = ImageDraw.Draw(sheet)
-    for place, (image, label) in enumerate(zip(images, labels, strict=True)):
-        left, top = across * (place % columns) + 4, down * (place // columns) + 4
-        sheet.paste(Image.fromarray(image).resize((width, height), Image.Resampling.NEAREST), (left, top))
-        draw.text((left, top + height + 2), label, INK, font)
+    draw.multiline_text((MARGIN_PIXELS, MARGIN_PIXELS), title, "black", title_font)
+    for index, (image, caption) in enumerate(zip(images, captions, strict=True)):
+        row, column = divmod(index, columns)
+        x, y = MARGIN_PIXELS + across * column, top + down * row
+        sheet.paste(Image.fromarray(image).resize((width, height), Image.Resampling.NEAREST), (x, y))
+        draw.multiline_text((x, y + height + 2), caption, "black", font, spacing=2)
     return np.array(sheet)
 
 
@@ -133,36 +145,6 @@ def sprite(images: np.ndarray, side: int = 32) -> np.ndarray:
     return grid.reshape(columns * side, columns * side, 3)
 
 
-def lines(curves: Mapping[str, tuple], title: str, x_label: str, y_label: str) -> np.ndarray:
-    """Up to eight curves {name: (x, y) or (x, y, low, high)}, named beside the plot in the order they end in."""
-    if len(curves) > len(STROKES):
-        raise ValueError(f"{len(curves)} curves, of which {len(STROKES)} can be told apart")
-    axes = _axes(6.4, 3.6, title)
-    handles = {}
-    for (name, (x, y, *band)), (color, dashes) in zip(curves.items(), STROKES, strict=False):
-        point = "o" if len(x) == 1 else ""
-        (handles[name],) = axes.plot(x, y, color=color, linestyle=dashes, marker=point, linewidth=1.8)
-        if band:
-            axes.fill_between(x, *band, color=color, alpha=0.15, linewidth=0)
-    ends = sorted(curves, key=lambda name: -np.nansum(curves[name][1][-1:]))
-    axes.legend(
-        [handles[name] for name in ends], ends, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0,
-        frameon=False, handlelength=3.6, fontsize=9,
-    )  # fmt: skip
-    axes.margins(x=0.01)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=9)
-    axes.xaxis.set_major_formatter(_number)
-    axes.set_xlabel(x_label, size=10)
-    counted = all(np.asarray(x).dtype.kind in "iu" for x, *_ in curves.values())  # no half epochs
-    axes.xaxis.get_major_locator().set_params(integer=counted)
-    axes.yaxis.set_major_formatter(_number)
-    axes.set_ylabel(y_label, size=10)
-    return _drawn(axes.figure)
-
-
 def png(array: np.ndarray) -> bytes:
     """Array [height, width, 3] of uint8 as a PNG file's bytes."""
     buffer = io.BytesIO()
@@ -170,64 +152,52 @@ def png(array: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def _axes(width: float, height: float, title: str) -> Axes:
-    """Axes of width by height inches; what stands around them is added to the picture."""
+def _new_axes(width: float, height: float, title: str) -> Axes:
+    """Axes of width by height inches; the picture grows by what stands around them."""
     axes = Figure((width, height), DPI).add_axes((0, 0, 1, 1))
-    axes.set_title(textwrap.fill(title, max(56, int(10 * width))), loc="left", size=12, pad=10, color=INK)
+    lines = [textwrap.fill(line, max(56, int(10 * width))) for line in title.splitlines()]
+    axes.set_title("\n".join(lines), loc="left", pad=10)
     return axes
 
 
-def _write_cells(axes: Axes, counts: np.ndarray, shares: np.ndarray, fill: np.ndarray, cell: float) -> None:
-    """The share in every cell that is not empty, and the count under it, as far as cells of `cell` inches hold them."""
-    size = min(10, 26.6 * cell)
-    if size < 6:
-        return
+def _write_cells(axes: Axes, counts: np.ndarray, shares: np.ndarray, colors: np.ndarray, size: float) -> None:
+    """Writes the share, and with few classes the count, into every cell that is not empty."""
     for row, column in np.argwhere(counts > 0):
-        share, count = _percent(shares[row, column]), f"{counts[row, column]:,.0f}"
-        style = {"ha": "center", "color": _ink(fill[row, column]), "gid": "cell", "in_layout": False}
-        if 72 * cell > 2.5 * size and _width([count], 0.75 * size) < DPI * cell - 4:
-            axes.text(column, row, share, va="bottom", size=size, **style)
-            axes.text(column, row + 0.06, count, va="top", size=0.75 * size, **style)
-        else:
-            axes.text(column, row, share, va="center", size=size, **style)
+        text = _percent(shares[row, column])
+        if len(counts) <= MAX_CLASSES_WITH_COUNTS:
+            text += f"\n{counts[row, column]:,.0f}"
+        color = _text_color(colors[row, column])
+        axes.text(column, row, text, color=color, size=size, ha="center", va="center", gid="cell", in_layout=False)
 
 
-def _key(axes: Axes, left: float, name: str, colours: Colormap, power: float, percents: Sequence[int]) -> None:
-    """A scale of colours under the axes, `left` of their width in, marked at the percents."""
-    _, height = axes.figure.get_size_inches()
-    key = axes.inset_axes((left, -0.5 / height, 0.46, 0.13 / height))
-    key.imshow(colours(np.linspace(0, 1, 256))[None], extent=(0, 1, 0, 1), aspect="auto")
-    key.set_xticks((np.array(percents) / 100) ** power, percents, size=8)
-    key.set_yticks([])
-    key.set_title(f"{name}, % of the true class", size=8, color=MUTED, loc="left", pad=3)
+def _add_colorbar(axes: Axes, image, bottom: float, label: str, percents: Sequence[int]) -> None:
+    """A scale of colors to the right of the axes, from `bottom` of their height on."""
+    width, _ = axes.figure.get_size_inches()
+    scale = axes.inset_axes((1 + 0.9 / width, bottom, 0.13 / width, 0.45))
+    bar = axes.figure.colorbar(image, scale, label=label)
+    bar.set_ticks([percent / 100 for percent in percents], labels=percents)
 
 
-def _drawn(figure: Figure) -> np.ndarray:
-    """[height, width, 3] with everything that the figure holds, its size or not."""
+def _rasterize(figure: Figure) -> np.ndarray:
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # a name may hold dollars
-    canvas = FigureCanvasAgg(figure)
-    needed = DPI * figure.get_tightbbox(canvas.get_renderer()).padded(MARGIN).get_points()
-    whole = Bbox([np.floor(needed[0]) / DPI, np.ceil(needed[1]) / DPI])  # pixels, for images to keep theirs
     buffer = io.BytesIO()
-    canvas.print_figure(buffer, format="png", dpi=DPI, facecolor=PAPER, bbox_inches=whole)
+    figure.savefig(buffer, dpi=DPI, facecolor=BACKGROUND, bbox_inches="tight", pad_inches=MARGIN_INCHES)
     return np.array(Image.open(buffer).convert("RGB"))
 
 
-def _width(texts: Sequence[str], size: float) -> int:
-    """Pixels that the longest text takes."""
-    renderer, font = RendererAgg(1, 1, DPI), FontProperties(size=size)
-    return math.ceil(max(renderer.get_text_width_height_descent(text, font, False)[0] for text in texts))
+def _font(pixels: int) -> ImageFont.FreeTypeFont:
+    """Matplotlib's default font, which knows more scripts than Pillow's."""
+    return ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), pixels)
 
 
-def _ink(fill: np.ndarray) -> str:
-    """Black or white, whichever is better read on the colour [3]: a contrast of at least 4.58 (WCAG 2)."""
-    linear = np.where(fill <= 0.04045, fill / 12.92, ((fill + 0.055) / 1.055) ** 2.4)
-    return "black" if linear @ (0.2126, 0.7152, 0.0722) > 0.179 else "white"
+def _text_color(fill: np.ndarray) -> str:
+    """Black or white, whichever has more contrast to the color [3], by its relative luminance (WCAG 2)."""
+    return "black" if fill**2.2 @ (0.2126, 0.7152, 0.0722) > 0.179 else "white"
 
 
 def _percent(share: float) -> str:
-    """A share in at most four characters; `-` where there is none.
+    """A share as percent in at most four characters; `-` for NaN.
 
     >>> [_percent(share) for share in (0.0004, 0.943, 1.0, math.nan)]
     ['<0.1', '94.3', '100', '-']
@@ -235,7 +205,3 @@ def _percent(share: float) -> str:
     if math.isnan(share):
         return "-"
     return "<0.1" if 0 < share < 0.0005 else "100" if share == 1 else f"{min(99.9, 100 * share):.1f}"
-
-
-def _number(value: float, _place: int = 0) -> str:
-    return f"{value:,.10g}"

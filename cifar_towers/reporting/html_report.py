@@ -1,10 +1,8 @@
-"""Runs for somebody without TensorBoard: one HTML page that holds all it shows and loads nothing.
+"""A report on one or several runs: a single HTML page with results, curves, confusion matrices, towers and settings.
 
-Runs that differ in nothing but the seed are one group: a mean in the table, a curve with a band, one confusion matrix.
-A file or a key that is missing leaves out what it would tell.
+Runs that differ in their seed alone are one group: a mean in the table, a curve with a band, one confusion matrix.
 """
 
-import html
 import json
 import math
 import os
@@ -18,242 +16,239 @@ import numpy as np
 
 from cifar_towers.errors import RunError
 from cifar_towers.files import atomic_io
-from cifar_towers.reporting import markup, report_figures
+from cifar_towers.reporting import html_page, report_figures
+from cifar_towers.reporting.html_page import Cell, Section, Table
 from cifar_towers.reporting.phase_timer import TRAINING
 from cifar_towers.reporting.run_records import (  # fmt: skip
     Groups,
-    Run,
-    as_figure,
+    RunRecord,
     as_list,
     as_number,
     as_text,
-    grouped,
+    format_number,
+    format_seeds,
+    group_by_recipe,
     read_runs,
-    seeds_of,
-    shortened,
+    shorten,
 )
 
-STEPPING = (*TRAINING, "compile")  # the activities that make steps
+TRAINING_PHASES = (*TRAINING, "compile")  # the phases whose seconds are training time
+SHOWN_ELSEWHERE = {"command", "towers", "synthetic_data", "class_names", "variables", "model"}
+LISTINGS = (("model", "layers", ("parameters", "flops")), ("variables", "variables", ("bytes",)))
 
 
 def write(directories: Sequence[Path], out: Path) -> Path:
-    """Writes the page about the runs in these directories; where it is.
+    """Writes the report on the runs in these directories to the file `out`, and returns it.
 
     Raises:
-      UsageError: one of them is given twice, or holds no records of a run. RunError: the file cannot be written.
+      UsageError: a directory is given twice, is missing, or holds no records of a run.
+      RunError: the file cannot be written.
     """
     runs = read_runs(directories)
     if not os.path.isdir(out.parent):
         raise RunError(f"{out} cannot be written: there is no directory {out.parent}; name another with --out=FILE")
     if os.path.exists(out) and not os.path.isfile(out):
-        raise RunError(f"{out} cannot be written: it is there, and no file; name one with --out=FILE")
-    text = page(runs).encode("ascii", "xmlcharrefreplace").decode()  # whatever the locale
+        raise RunError(f"{out} cannot be written: it exists and is not a file; name one with --out=FILE")
+    html = render(runs).encode("ascii", "xmlcharrefreplace").decode()  # readable in any locale
     try:
-        atomic_io.write_whole(out, text)
+        atomic_io.write_whole(out, html)
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}; name another place with --out=FILE") from None
     return out
 
 
-def page(runs: Sequence[Run]) -> str:
-    """The whole HTML page, its pictures and styles inside."""
-    groups = grouped(runs)
-    title = "; ".join(f"{name} ({seeds_of(group)})" for name, group in groups.items())
-    sections = {
-        "Result": _summary(groups),
-        "Curves": report_figures.curves(groups),
-        "Where it fails": markup.grid(report_figures.confusions(groups))
-        + markup.grid(map(report_figures.mistakes, runs)),
-        "Towers": _towers(runs),
-        "Where the seconds went": _seconds(runs),
-        "Settings": _settings(runs),
-        "Where it ran": _environments(runs),
-        "To run it again": _commands(runs),
-        "Model and variables": _listings(runs),
-    }
-    body = "".join(f"<section>\n<h2>{name}</h2>\n{told}</section>\n" for name, told in sections.items() if told)
-    return markup.document(shortened(title, 200), _banners(runs), body)
+def render(runs: Sequence[RunRecord]) -> str:
+    """The HTML of the report."""
+    groups = group_by_recipe(runs)
+    title = "; ".join(f"{name} ({format_seeds(group)})" for name, group in groups.items())
+    sections = [
+        _results(groups),
+        Section("Curves", report_figures.describe_curves(groups), [report_figures.curves(groups)]),
+        Section("Errors", pictures=[report_figures.confusion_matrices(groups), report_figures.mistakes(runs)]),
+        _towers(runs),
+        _seconds(runs),
+        Section("Settings", tables=_settings(runs)),
+        Section("Environment", tables=_environments(runs)),
+        _commands(runs),
+        Section("Model and variables", tables=list(_listings(runs))),
+    ]
+    banners = [owners + banner for owners, banner in _distinct(runs, lambda run: run.banner)]
+    return html_page.render(shorten(title, 200), sections, banners)
 
 
-# The parts ------------------------------------------------------------------------------------------------------
-
-
-def _banners(runs: Sequence[Run]) -> str:
-    said = _shared(runs, lambda run: run.banner)
-    return "".join(f'<p class="banner">{html.escape(of + banner)}</p>\n' for of, banner in said)
-
-
-def _summary(groups: Groups) -> str:
-    """A row a run, and for each group of several a row with the mean over those that are finished."""
-    which = list(dict.fromkeys(which for group in groups.values() for run in group for which in run.scores))
-    accuracies = [(f"{split} accuracy, %", rest) for split, _, rest in (name.partition(", ") for name in which)]
-    headings = ["run", *accuracies, *FIGURES]
-    rows, means = [], []
+def _results(groups: Groups) -> Section:
+    """A row per run, and one with the mean over the finished runs of each group of several."""
+    scores = list(dict.fromkeys(score for group in groups.values() for run in group for score in run.scores))
+    rows: list[Mapping[Cell, Cell]] = []
+    means = []
     for name, group in groups.items():
-        rows += [_summary_row(run, which) for run in group]
+        rows += [_result_row(run, scores) for run in group]
         if len(group) > 1 and any(run.finished for run in group):
             means.append(len(rows))
-            rows.append([f"{name}: mean", *(_spread(group, key) for key in which), *[""] * len(FIGURES)])
-    note = "Accuracies are of the newest evaluation, the loss under each is its mean cross entropy"
-    note += "; ± is the standard deviation over the n runs that are finished." if means else "."
-    return markup.table(headings, rows, marked=means) + f"<p>{note}</p>\n"
+            rows.append({"run": f"{name}: mean"} | {_score_heading(score): _spread(group, score) for score in scores})
+    headings = list(rows[0])
+    cells = [[row.get(heading, "") for heading in headings] for row in rows]
+    note = "Accuracies are of the newest evaluation, with its mean cross entropy below"
+    note += "; ± is the standard deviation over the n finished runs." if means else "."
+    return Section("Results", tables=[Table(headings, cells, highlighted=means)], note=note)
 
 
-FIGURES = (
-    ("training loss", "last record"), "images/s", ("training, s", "with input, compilation"), "steps", "recipe", "seed",
-    "towers", "precision", "bad steps", ("weights", "sha256"),
-)  # fmt: skip
+def _score_heading(score: str) -> Cell:
+    split, _, kind = score.partition(", ")
+    return f"{split} accuracy, %", kind
 
 
-def _summary_row(run: Run, which: Iterable[str]) -> list:
+def _result_row(run: RunRecord, scores: Iterable[str]) -> dict[Cell, Cell]:
+    """The cells of a run by heading."""
     result, last = run.result if run.finished else {}, run.training[-1] if run.training else {}
-    scores = [run.scores.get(name, {}) for name in which]
     seconds = result.get("seconds") if isinstance(result.get("seconds"), dict) else {}
-    steps = [value for key in STEPPING if math.isfinite(value := as_number(seconds.get(key)))]
+    training = [value for phase in TRAINING_PHASES if math.isfinite(value := as_number(seconds.get(phase)))]
     state = "" if run.finished else "unfinished"
     if as_number(result.get("reached")) > 0:
-        state = f"reached {as_figure(result['reached'], '.2f', 100)} %"
+        state = f"reached {format_number(result['reached'], '.2f', 100)} %"
     bad, rollbacks = result.get("bad_steps", last.get("bad_steps")), result.get("rollbacks")
-    return [
-        run.name,
-        *(
-            (as_figure(s.get("accuracy"), ".2f", 100), f"loss {as_figure(s.get('loss'), '.4f')}" if s else "")
-            for s in scores
-        ),
-        as_figure(last.get("loss"), ".4f"),
-        as_figure(result.get("images_per_sec", last.get("images_per_sec")), ",.0f"),
-        as_figure(math.fsum(steps), ",.1f") if steps else "-",
-        (as_figure(run.step, ",.0f"), state),
-        run.title,
-        as_text(run.config.get("seed")),
-        as_text(len(run.towers) or None),
-        run.precision,
-        (as_figure(bad, ",.0f"), f"{as_text(rollbacks)} rollbacks" if rollbacks else ""),
-        as_text(result.get("weights_sha256"))[:16],
-    ]
+    row: dict[Cell, Cell] = {"run": run.name}
+    for name in scores:
+        score = run.scores.get(name, {})
+        loss = f"loss {format_number(score.get('loss'), '.4f')}" if score else ""
+        row[_score_heading(name)] = format_number(score.get("accuracy"), ".2f", 100), loss
+    return row | {
+        ("training loss", "last record"): format_number(last.get("loss"), ".4f"),
+        "images/s": format_number(result.get("images_per_sec", last.get("images_per_sec")), ",.0f"),
+        ("training, s", "with input, compilation"): f"{math.fsum(training):,.1f}" if training else "-",
+        "steps": (format_number(run.step, ",.0f"), state),
+        "recipe": run.title,
+        "seed": as_text(run.config.get("seed")),
+        "towers": as_text(len(run.towers) or None),
+        "precision": run.precision,
+        "bad steps": (format_number(bad, ",.0f"), f"{as_text(rollbacks)} rollbacks" if rollbacks else ""),
+        ("weights", "sha256"): as_text(result.get("weights_sha256"))[:16],
+    }
 
 
-def _spread(group: Iterable[Run], which: str) -> tuple[str, str]:
-    """Mean in percent; standard deviation and n."""
-    found = [as_number(run.scores.get(which, {}).get("accuracy")) for run in group if run.finished]
-    found = [100 * value for value in found if math.isfinite(value)]
-    if not found:
-        return "-", ""
-    spread = f"± {statistics.stdev(found):.2f}, " if len(found) > 1 else ""
-    return f"{statistics.fmean(found):.2f}", f"{spread}n={len(found)}"
+def _spread(group: Iterable[RunRecord], score: str) -> Cell:
+    """Mean accuracy of the finished runs in percent; standard deviation and n."""
+    values = [100 * as_number(run.scores.get(score, {}).get("accuracy")) for run in group if run.finished]
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return "-"
+    deviation = f"± {statistics.stdev(values):.2f}, " if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}", f"{deviation}n={len(values)}"
 
 
-def _towers(runs: Sequence[Run]) -> str:
-    """A row a tower: mean over the records that tell of it, and the last of them."""
+def _towers(runs: Sequence[RunRecord]) -> Section:
     rows = [row for run in runs for row in _tower_rows(run)]
-    headings = ["run", "tower", "device"]
-    headings += [(what, when) for what in ("loss", "gradient norm", "cosine") for when in ("mean", "last")]
-    note = "Means are over the recorded steps; the cosine is of the tower's gradient to the mean of all towers'."
-    return markup.table([*headings, "records"], rows, left=3) + f"<p>{note}</p>\n" if rows else ""
+    headings: list[Cell] = ["run", "tower", "device"]
+    headings += [(value, of) for value in ("loss", "gradient norm", "cosine similarity") for of in ("mean", "last")]
+    note = "Means are over the recorded steps; the cosine similarity is to the mean gradient of all towers."
+    table = Table([*headings, "records"], rows, text_columns=3)
+    return Section("Towers", tables=[table] if rows else [], note=note)
 
 
-def _tower_rows(run: Run) -> Iterable[list]:
-    told = [record["towers"] for record in run.training if isinstance(record.get("towers"), dict)]
-    number = len(as_list(told[-1].get("loss"))) if told else len(run.towers)
-    told = [of for of in told if len(as_list(of.get("loss"))) == number]  # none of when there were more, or fewer
+def _tower_rows(run: RunRecord) -> Iterable[list[Cell]]:
+    """A row per tower: the mean over the records of as many towers as the last one has, and the last value."""
+    records = [record["towers"] for record in run.training if isinstance(record.get("towers"), dict)]
+    number = len(as_list(records[-1].get("loss"))) if records else len(run.towers)
+    records = [record for record in records if len(as_list(record.get("loss"))) == number]
     for index in range(number):
         tower = run.towers[index] if len(run.towers) == number else {}
-        row = [run.name, as_text(tower.get("name", f"tower_{index}")), as_text(tower.get("device"))]
+        row: list[Cell] = [run.name, as_text(tower.get("name", f"tower_{index}")), as_text(tower.get("device"))]
         for key in ("loss", "gradient_norm", "cosine"):
-            values = [as_number(as_list(of.get(key))[index]) for of in told if len(as_list(of.get(key))) == number]
+            columns = [as_list(record.get(key)) for record in records]
+            values = [as_number(column[index]) for column in columns if len(column) == number]
             values = [value for value in values if math.isfinite(value)]
-            row += [as_figure(statistics.fmean(values), ".4g"), as_figure(values[-1], ".4g")] if values else ["-", "-"]
-        yield [*row, str(len(told))]
+            row += [f"{statistics.fmean(values):.4g}", f"{values[-1]:.4g}"] if values else ["-", "-"]
+        yield [*row, str(len(records))]
 
 
-def _seconds(runs: Sequence[Run]) -> str:
-    spent = {run.name: run.result.get("seconds") for run in runs if run.finished}
-    spent = {name: of for name, of in spent.items() if isinstance(of, dict)}
-    activities = list(dict.fromkeys(activity for of in spent.values() for activity in of))
+def _seconds(runs: Sequence[RunRecord]) -> Section:
+    """The seconds of each phase of the finished runs."""
+    seconds = {run.name: run.result.get("seconds") for run in runs if run.finished}
+    seconds = {name: phases for name, phases in seconds.items() if isinstance(phases, dict)}
+    names = list(dict.fromkeys(phase for phases in seconds.values() for phase in phases))
     rows = []
-    for name, of in spent.items():
-        total = math.fsum(value for value in map(as_number, of.values()) if math.isfinite(value))
-        cells = [
-            (as_figure(of.get(key), ",.1f"), f"{as_figure(of.get(key), '.1f', 100 / (total or 1))} %")
-            for key in activities
-        ]
-        rows.append([name, *cells, f"{total:,.1f}"])
-    return markup.table(["run", *activities, "total, s"], rows) if activities else ""
+    for run, phases in seconds.items():
+        total = math.fsum(value for value in map(as_number, phases.values()) if math.isfinite(value))
+        values = [phases.get(name) for name in names]
+        shares = [f"{format_number(value, '.1f', 100 / (total or 1))} %" for value in values]
+        times = [format_number(value, ",.1f") for value in values]
+        rows.append([run, *zip(times, shares, strict=True), f"{total:,.1f}"])
+    return Section("Time", tables=[Table(["run", *names, "total, s"], rows)] if names else [])
 
 
-def _settings(runs: Sequence[Run]) -> str:
-    """What differs between the runs in a table, the rest folded away."""
-    odd, common = _side_by_side({run.name: run.config for run in runs})
-    told = f"{len(common)} settings" + (" that all runs share" if len(runs) > 1 else "")
-    return odd + (markup.folded(told, markup.table(["", "value"], common, left=2)) if common else "")
+def _settings(runs: Sequence[RunRecord]) -> list[Table]:
+    differing, common = _compare({run.name: run.config for run in runs})
+    summary = f"{len(common)} settings" + (" that all runs share" if len(runs) > 1 else "")
+    return differing + ([Table(["", "value"], common, text_columns=2, summary=summary)] if common else [])
 
 
-def _environments(runs: Sequence[Run]) -> str:
-    apart = {"command", "towers", "synthetic_data", "class_names", "variables", "model"}  # shown elsewhere
-    told = {run.name: {name: of for name, of in run.environment.items() if name not in apart} for run in runs}
-    odd, common = _side_by_side(told)
-    return odd + (markup.table(["", "all runs" if odd else ""], common, left=2) if common else "")
+def _environments(runs: Sequence[RunRecord]) -> list[Table]:
+    environments = {
+        run.name: {key: value for key, value in run.environment.items() if key not in SHOWN_ELSEWHERE} for run in runs
+    }
+    differing, common = _compare(environments)
+    heading = "all runs" if differing else ""
+    return differing + ([Table(["", heading], common, text_columns=2)] if common else [])
 
 
-def _side_by_side(columns: Mapping[str, Mapping]) -> tuple[str, list]:
-    """A table of what differs, if anything does, and the rows (name, value) of what does not."""
-    flat = {name: _flat(of) for name, of in columns.items()}
-    keys = list(dict.fromkeys(key for of in flat.values() for key in of))
-    rows = {key: [of.get(key, "-") for of in flat.values()] for key in keys}
-    odd = [[key, *values] for key, values in rows.items() if len(set(values)) > 1]
+def _compare(columns: Mapping[str, Mapping]) -> tuple[list[Table], list[list[str]]]:
+    """A table of the values that differ, if any, and the rows [name, value] of those that do not."""
+    flat = {name: _flatten(values) for name, values in columns.items()}
+    keys = list(dict.fromkeys(key for values in flat.values() for key in values))
+    rows = {key: [values.get(key, "-") for values in flat.values()] for key in keys}
+    differing = [[key, *values] for key, values in rows.items() if len(set(values)) > 1]
     common = [[key, values[0]] for key, values in rows.items() if len(set(values)) == 1]
-    return markup.table(["", *flat], odd, left=1 + len(flat)) if odd else "", common
+    return [Table(["", *flat], differing, text_columns=1 + len(flat))] if differing else [], common
 
 
-def _commands(runs: Sequence[Run]) -> str:
-    """The command of each, once."""
-    lines = []
-    for of, command in _shared(runs, lambda run: as_list(run.environment.get("command"))):
-        words = [as_text(word) for word in command]
-        lines.append(f"{f'<p>{html.escape(of)}</p>' if of else ''}<pre>{html.escape(shlex.join(words))}</pre>\n")
-    again = "<p>Where a finished run stands, nothing is repeated: name another <code>--train_dir</code>.</p>\n"
-    return "".join(lines) + again if lines else ""
+def _commands(runs: Sequence[RunRecord]) -> Section:
+    commands = [
+        (owners, shlex.join(map(as_text, command)))
+        for owners, command in _distinct(runs, lambda run: as_list(run.environment.get("command")))
+    ]
+    note = "A finished run is not repeated in its own directory: give another --train_dir."
+    return Section("Command", commands=commands, note=note)
 
 
-def _listings(runs: Sequence[Run]) -> str:
-    """Layers and variables, folded away, each list once."""
-    told = []
-    for key, what, summed in (("model", "layers", ("parameters", "flops")), ("variables", "variables", ("bytes",))):
-
-        def items_of(run, key=key):
-            return [item for item in as_list(run.environment.get(key)) if isinstance(item, dict)]
-
-        for of, items in _shared(runs, items_of):
+def _listings(runs: Sequence[RunRecord]) -> Iterable[Table]:
+    """The layers and the variables with their sums, folded."""
+    for key, plural, summed in LISTINGS:
+        for owners, items in _distinct(runs, lambda run, key=key: _objects(run.environment.get(key))):
             fields = list(dict.fromkeys(field for item in items for field in item))
             rows = [
-                [
-                    as_figure(item.get(field), ",.0f") if field in summed else as_text(item.get(field))
-                    for field in fields
-                ]
+                [format_number(item.get(f), ",.0f") if f in summed else as_text(item.get(f)) for f in fields]
                 for item in items
             ]
             totals = {field: np.nansum([as_number(item.get(field)) for item in items]) for field in summed}
             sums = ", ".join(f"{total:,.0f} {field}" for field, total in totals.items())
-            words = len([field for field in fields if field not in summed])
-            told.append(markup.folded(f"{of}{len(items):,} {what}, {sums}", markup.table(fields, rows, left=words)))
-    return "".join(told)
+            text_columns = len(set(fields) - set(summed))
+            yield Table(fields, rows, text_columns, summary=f"{owners}{len(items):,} {plural}, {sums}")
 
 
-def _shared(runs: Sequence[Run], value: Callable[[Run], Any]) -> list[tuple[str, Any]]:
-    """(whose it is, as `a, b: `, or nothing where it is all runs', the value), each value that is not empty once."""
-    owners: dict[str, list[Run]] = {}
+def _objects(value: Any) -> list[dict]:
+    return [item for item in as_list(value) if isinstance(item, dict)]
+
+
+def _distinct(runs: Sequence[RunRecord], value: Callable[[RunRecord], Any]) -> list[tuple[str, Any]]:
+    """Each distinct value that is not empty, after the names of its runs as `a, b: `, or an empty string if all
+    runs have it."""
+    owners: dict[str, list[RunRecord]] = {}
     for run in runs:
         owners.setdefault(json.dumps(value(run)), []).append(run)
-    found = [
-        ("" if len(of) == len(runs) else ", ".join(run.name for run in of) + ": ", value(of[0]))
-        for of in owners.values()
+    return [
+        ("" if len(group) == len(runs) else ", ".join(run.name for run in group) + ": ", value(group[0]))
+        for group in owners.values()
+        if value(group[0])
     ]
-    return [(of, told) for of, told in found if told]
 
 
-def _flat(value: Mapping, prefix: str = "") -> dict[str, str]:
-    """Nested objects by their path, all values as text."""
-    found = {}
-    for key, of in value.items():
-        found |= _flat(of, f"{prefix}{key}.") if isinstance(of, dict) else {prefix + key: as_text(of)}
-    return found
+def _flatten(values: Mapping, prefix: str = "") -> dict[str, str]:
+    """Nested objects by their path, all values as text.
+
+    >>> _flatten({"a": {"b": 1}, "c": "x"})
+    {'a.b': '1', 'c': 'x'}
+    """
+    flat = {}
+    for key, value in values.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: as_text(value)}
+    return flat

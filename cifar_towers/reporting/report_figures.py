@@ -1,143 +1,182 @@
-"""The pictures of the page about runs: curves, confusion matrices and mistakes, as HTML."""
+"""The pictures of the HTML report: curves, confusion matrices and the most confident mistakes."""
 
 import io
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from cifar_towers.files import run_files
-from cifar_towers.reporting import markup
-from cifar_towers.reporting.run_records import Groups, Run, as_list, as_number, as_text, kind_of, seeds_of, shortened
-
-CURVES = (  # key of the training records, title, axis, unit of the axis in units of the record
-    ("loss", "training loss, of the batch", "loss", 1),
-    ("accuracy", "training accuracy, of the batch", "accuracy, %", 100),
-    ("learning_rate", "learning rate", "learning rate", 1),
-    ("gradient_norm", "gradient norm", "norm", 1),
-    ("images_per_sec", "images a second", "images/s", 1),
-    ("input_wait", "time spent waiting for input", "of the time, %", 100),
-    ("gradient_noise_scale", "gradient noise scale", "examples", 1),
+from cifar_towers.reporting.html_page import Picture
+from cifar_towers.reporting.run_records import (  # fmt: skip
+    Groups,
+    RunRecord,
+    as_list,
+    as_number,
+    as_text,
+    format_seeds,
+    score_kind,
+    shorten,
 )
-POINTS = 120  # of a curve, at most
-TOGETHER = 8  # curves that a picture tells apart
+
+MAX_POINTS = 120  # of a curve of training records
+MAX_CURVES = 8  # that can be distinguished in one picture
 
 
-def curves(groups: Groups) -> str:
-    """Pictures of what changes from epoch to epoch, a line a group, which has its colour in all of them."""
-    everything = [run for group in groups.values() for run in group]
-    kinds = dict.fromkeys(kind_of(record) for run in everything for record in run.evaluations)
-    drawn: list[str] = []
+class Chart(NamedTuple):
+    """What to plot of the training records: a key, the title, the y axis, and a factor for its unit."""
+
+    key: str
+    title: str
+    y_label: str
+    scale: float = 1
+
+
+CHARTS = (
+    Chart("loss", "training loss (batch)", "loss"),
+    Chart("accuracy", "training accuracy (batch)", "accuracy, %", 100),
+    Chart("learning_rate", "learning rate", "learning rate"),
+    Chart("gradient_norm", "gradient norm", "norm"),
+    Chart("images_per_sec", "throughput", "images/s"),
+    Chart("input_wait", "time waiting for input", "share of the time, %", 100),
+    Chart("gradient_noise_scale", "gradient noise scale", "examples"),
+)
+
+
+def curves(groups: Groups) -> list[Picture]:
+    """Pictures of the accuracies and of `CHARTS` by epoch; a group has one line, of the same color in all of them."""
+    kinds = dict.fromkeys(
+        score_kind(record) for group in groups.values() for run in group for record in run.evaluations
+    )
+    pictures: list[Picture] = []
     for kind in kinds:
-        histories = {name: [_history(run.plain(kind), "accuracy", 100) for run in of] for name, of in groups.items()}
-        title = f"{shortened(kind.replace(',', ' accuracy,', 1), 60)}, no TTA"
-        drawn += _pictures({name: curve(of) for name, of in histories.items()}, title, "accuracy, %")
-    for key, title, axis, scale in CURVES:
-        histories = {name: [_history(run.training, key, scale) for run in of] for name, of in groups.items()}
-        drawn += _pictures({name: curve(of, POINTS) for name, of in histories.items()}, title, axis)
+        title = f"{shorten(kind.replace(',', ' accuracy,', 1), 60)}, no TTA"
+        chart = Chart("accuracy", title, "accuracy, %", 100)
+        records = {name: [run.evaluations_without_tta(kind) for run in group] for name, group in groups.items()}
+        pictures += _plot(chart, records)
+    for chart in CHARTS:
+        records = {name: [run.training for run in group] for name, group in groups.items()}
+        pictures += _plot(chart, records, MAX_POINTS)
+    return pictures
+
+
+def describe_curves(groups: Groups) -> str:
+    """What lines, bands and points of the curves are."""
+    runs = [run for group in groups.values() for run in group]
     notes = []
-    if len(everything) > len(groups):
-        notes.append("A line is the mean of a group's runs, the band goes from their lowest to their highest value.")
-        if not all(run.finished for run in everything):
-            notes.append("Past the end of an unfinished run both are of the others.")
-    if any(len(run.training) > POINTS for run in everything):
+    if len(runs) > len(groups):
+        notes.append("A line is the mean of a group's runs, the band spans their lowest and highest value.")
+        if not all(run.finished for run in runs):
+            notes.append("After the end of an unfinished run both are of the others.")
+    if any(len(run.training) > MAX_POINTS for run in runs):
         notes.append("A point of a long run's training is the mean of several records.")
-    return (f"<p>{' '.join(notes)}</p>\n" if drawn and notes else "") + markup.grid(drawn)
+    return " ".join(notes)
 
 
-def _pictures(curves: Mapping[str, tuple], title: str, axis: str) -> Iterable[str]:
-    """As many as it takes to tell them apart; none if there is nothing to see."""
-    from cifar_towers.reporting import figures  # takes a second or two: after all that can go wrong
+def _plot(chart: Chart, records: Mapping[str, Sequence[Iterable[Mapping]]], max_points: int = 0) -> Iterable[Picture]:
+    """The pictures of a chart, each of up to `MAX_CURVES` groups; none if there is nothing to plot."""
+    from cifar_towers.reporting import figures  # takes a second or two: after all that can fail
 
-    parts = math.ceil(len(curves) / TOGETHER)
-    for part in range(parts):
-        shown = dict(itertools.islice(curves.items(), part * TOGETHER, (part + 1) * TOGETHER))
-        if not any(len(x) for x, *_ in shown.values()):
+    lines = {name: mean_curve([_history(run, chart) for run in runs], max_points) for name, runs in records.items()}
+    names = list(lines)
+    parts = [names[start : start + MAX_CURVES] for start in range(0, len(names), MAX_CURVES)]
+    for number, part in enumerate(parts, 1):
+        if not any(len(lines[name][0]) for name in part):
             continue
-        numbered = title + (f" ({part + 1} of {parts})" if parts > 1 else "")
-        ends = [f"{name} {y[-1]:,.4g}" if len(x) else f"{name} none" for name, (x, y, *_) in shown.items()]
-        named = {name + ("" if len(of[0]) else ": not recorded"): of for name, of in shown.items()}
-        alt = f"{numbered}, by epoch; at the end: {'; '.join(ends)}"
-        yield markup.picture(figures.png(figures.lines(named, numbered, "epoch", axis)), alt)
+        title = chart.title + (f" ({number} of {len(parts)})" if len(parts) > 1 else "")
+        ends = [f"{name} {y[-1]:,.4g}" if len(y) else f"{name} none" for name in part for y in [lines[name][1]]]
+        labeled = {name if len(lines[name][0]) else f"{name}: not recorded": lines[name] for name in part}
+        png = figures.png(figures.line_plot(labeled, title, "epoch", chart.y_label))
+        yield Picture(png, f"{title}, by epoch; at the end: {'; '.join(ends)}")
 
 
-def _history(told: Iterable[Mapping], key: str, scale: float) -> dict[float, float]:
-    """{epoch: value} of the records that have both; a rate of 0 is none, before a first step could be timed."""
-    told = (record for record in told if key != "images_per_sec" or record.get(key) != 0)
-    found = {as_number(record.get("epoch")): scale * as_number(record.get(key)) for record in told}
-    return {epoch: value for epoch, value in found.items() if math.isfinite(epoch) and math.isfinite(value)}
+def _history(records: Iterable[Mapping], chart: Chart) -> dict[float, float]:
+    """{epoch: value} of the records that have both; a throughput of 0 precedes the first timed step."""
+    records = (record for record in records if chart.key != "images_per_sec" or record.get(chart.key) != 0)
+    history = {as_number(record.get("epoch")): chart.scale * as_number(record.get(chart.key)) for record in records}
+    return {epoch: value for epoch, value in history.items() if math.isfinite(epoch) and math.isfinite(value)}
 
 
-def curve(histories: Sequence[Mapping[float, float]], most: int = 0) -> tuple[np.ndarray, ...]:
-    """Of several runs' {epoch: value}: epochs [n] and mean [n], and of more than one run also lowest and highest [n].
+def mean_curve(histories: Sequence[Mapping[float, float]], max_points: int = 0) -> tuple[np.ndarray, ...]:
+    """Epochs [n] and mean [n] of several runs' {epoch: value}; of more than one run also lowest and highest [n].
 
-    If there are more than `most`, and that is not 0, neighbours are averaged first.
+    If there are more than `max_points`, and that is not 0, neighbors are averaged first.
 
-    >>> [column.tolist() for column in curve([{1: 2.0, 2: 4.0}, {1: 4.0}])]
+    >>> [column.tolist() for column in mean_curve([{1: 2.0, 2: 4.0}, {1: 4.0}])]
     [[1.0, 2.0], [3.0, 4.0], [2.0, 4.0], [4.0, 4.0]]
     """
     epochs = sorted(set().union(*histories))
-    together = math.ceil(len(epochs) / most) or 1 if most else 1
-    parts = [epochs[start : start + together] for start in range(0, len(epochs), together)]
+    size = math.ceil(len(epochs) / max_points) or 1 if max_points else 1
+    chunks = [epochs[start : start + size] for start in range(0, len(epochs), size)]
     means = [
-        [statistics.fmean(found) for history in histories if (found := [history[e] for e in part if e in history])]
-        for part in parts
+        [statistics.fmean(values) for history in histories if (values := [history[e] for e in chunk if e in history])]
+        for chunk in chunks
     ]
-    summaries = (np.mean, np.min, np.max) if len(histories) > 1 else (np.mean,)
-    x = np.array([statistics.fmean(part) for part in parts])
-    return x, *(np.array([of(column) for column in means]) for of in summaries)
+    statistics_shown = (np.mean, np.min, np.max) if len(histories) > 1 else (np.mean,)
+    x = np.array([statistics.fmean(chunk) for chunk in chunks])
+    return x, *(np.array([function(values) for values in means]) for function in statistics_shown)
 
 
-def confusions(groups: Groups) -> list[str]:
-    """The last evaluation of each group, summed over its finished runs, or of the one that has got furthest."""
+def confusion_matrices(groups: Groups) -> list[Picture]:
+    """The last evaluation of each group, summed over its finished runs, or of the run with the most steps."""
     from cifar_towers.reporting import figures
 
-    drawn = []
+    pictures = []
     for name, group in groups.items():
-        counted = [run for run in group if run.finished] or [max(group, key=lambda run: run.step)]
-        found: dict[str, list] = {}
-        for run in counted:
-            for which, score in run.scores.items():
-                found.setdefault(which, []).extend((run, counts) for counts in _counts(score))
-        found = {which: summed for which, summed in found.items() if summed}
-        if not found:
+        runs = [run for run in group if run.finished] or [max(group, key=lambda run: run.step)]
+        matrices: dict[str, list[tuple[RunRecord, np.ndarray]]] = {}
+        for run in runs:
+            for score, record in run.scores.items():
+                counts = _confusion_counts(record)
+                if counts is not None:
+                    matrices.setdefault(score, []).append((run, counts))
+        if not matrices:
             continue
-        which, summed = list(found.items())[-1]
+        score, summed = list(matrices.items())[-1]
         counts = sum(counts for _, counts in summed)
-        names = [shortened(as_text(name), 20) for name in as_list(summed[0][0].environment.get("class_names"))]
-        names = names if len(names) == len(counts) else [str(number) for number in range(len(counts))]
-        of = shortened(f"{name}, {seeds_of([run for run, _ in summed])}: {which}", 160)
-        wrong = np.where(np.eye(len(counts), dtype=bool), -1, counts)
-        true, taken = divmod(int(wrong.argmax()), len(counts))
-        alt = f"confusion matrix of {of}: {np.trace(counts):,} of {counts.sum():,} right"
-        alt += f"; most often, {counts[true, taken]:,} times, {names[true]} is taken for {names[taken]}"
-        drawn.append(markup.picture(figures.png(figures.confusion_matrix(counts, names, of)), alt))
-    return drawn
+        names = [shorten(as_text(name), 20) for name in as_list(summed[0][0].environment.get("class_names"))]
+        names = names if len(names) == len(counts) else [str(index) for index in range(len(counts))]
+        title = shorten(f"{name}, {format_seeds([run for run, _ in summed])}: {score}", 160)
+        png = figures.png(figures.confusion_matrix(counts, names, title))
+        pictures.append(Picture(png, _describe_confusion(counts, names, title)))
+    return pictures
 
 
-def _counts(score: Mapping) -> list[np.ndarray]:
+def _describe_confusion(counts: np.ndarray, names: Sequence[str], title: str) -> str:
+    mistakes = np.where(np.eye(len(counts), dtype=bool), -1, counts)
+    true, predicted = divmod(int(mistakes.argmax()), len(counts))
+    return (
+        f"confusion matrix of {title}: {np.trace(counts):,} of {counts.sum():,} right; most often, "
+        f"{counts[true, predicted]:,} times, {names[true]} is taken for {names[predicted]}"
+    )
+
+
+def _confusion_counts(score: Mapping) -> np.ndarray | None:
     """The confusion matrix [C, C] of a score, if it has one that can be drawn."""
     from cifar_towers.reporting import figures
 
     try:
         counts = np.array(score.get("confusion"), np.int64)
     except (TypeError, ValueError, OverflowError):
-        return []
-    square = counts.ndim == 2 and 1 < len(counts) == counts.shape[1] <= figures.MOST_CLASSES
-    return [counts] if square and counts.min() >= 0 else []
+        return None
+    square = counts.ndim == 2 and 1 < len(counts) == counts.shape[1] <= figures.MAX_CLASSES
+    return counts if square and counts.min() >= 0 else None
 
 
-def mistakes(run: Run) -> str:
-    """The sheet of most confident mistakes, if there is a whole one."""
+def mistakes(runs: Iterable[RunRecord]) -> list[Picture]:
+    """The runs' pictures of their most confident mistakes; one that is missing or damaged is left out."""
     from PIL import Image
 
-    try:
-        png = (run.directory / run_files.MISTAKES).read_bytes()
-        with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
-            image.load()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return ""
-    alt = f"the most confident mistakes of {run.name}, each image with the class it was taken for and its own"
-    return markup.picture(png, alt, f"Surest mistakes of {run.name}")
+    pictures = []
+    for run in runs:
+        try:
+            png = (run.directory / run_files.MISTAKES).read_bytes()
+            with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
+                image.load()
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            continue
+        alt = f"the most confident mistakes of {run.name}, each image with its predicted and its true class"
+        pictures.append(Picture(png, alt, f"Most confident mistakes of {run.name}"))
+    return pictures

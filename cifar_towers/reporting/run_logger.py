@@ -188,7 +188,7 @@ class RunLogger:
         found = []
         for name, weights, level, score in scores:
             numbers = {"count": score.count, "accuracy": score.accuracy, "loss": score.loss}
-            if len(score.confusion) <= figures.MOST_CLASSES:
+            if len(score.confusion) <= figures.MAX_CLASSES:
                 numbers["confusion"] = score.confusion.tolist()
             found.append({"split": name, "weights": weights, "tta": level} | numbers)
             self.metrics.write(kind="eval", step=step, epoch=step / self.length.steps_per_epoch, **found[-1])
@@ -283,7 +283,7 @@ class RunLogger:
             f"{names[predicted]} {100 * confidence:.0f} %\nis {names[split.labels[example]]}"
             for example, predicted, confidence in zip(*score.mistakes, strict=True)
         ]
-        sheet = figures.contact_sheet(
+        sheet = figures.image_grid(
             split.images[score.mistakes.examples], captions, f"most confident mistakes, {which}, step {step}"
         )
         with jsonl.best_effort_writes(self.directory / run_files.MISTAKES):

@@ -81,7 +81,7 @@ class Summaries:
 
     def images(self, step: int, tag: str, images: np.ndarray, labels: Sequence[str]) -> None:
         """A row of images [n, height, width, 3] of uint8 over their labels."""
-        self._train.write(step, [tb_protos.image(tag, figures.labelled(images, labels))])
+        self._train.write(step, [tb_protos.image(tag, figures.image_grid(images, labels, columns=4))])
 
     def activations(self, step: int, layers: Sequence[str], stats: TensorStats) -> None:
         """Histogram and sparsity of each layer's output."""
@@ -113,7 +113,7 @@ class Summaries:
         self._eval.write(step, [tb_protos.scalar(f"{name}/{which}", value) for name, value in told.items()])
 
     def classes(self, step: int, which: str, score: Score, split: Split, class_names: Sequence[str]) -> None:
-        """Each class's accuracy in a score over `split`, and of up to `pictures.MOST_CLASSES` their precision-recall
+        """Each class's accuracy in a score over `split`, and of up to `figures.MAX_CLASSES` their precision-recall
         curves.
 
         Tags have the split alone, so that the last evaluation, with test-time augmentation, goes on where others ended.
@@ -121,7 +121,7 @@ class Summaries:
         name_of_split, shown = which.partition("/")[0], []
         for name, accuracy in zip(class_names, score.per_class(), strict=True):
             shown.append(tb_protos.scalar(f"class_accuracy/{name_of_split}/{name}", accuracy))
-        if len(class_names) <= figures.MOST_CLASSES and np.isfinite(score.probabilities).all():
+        if len(class_names) <= figures.MAX_CLASSES and np.isfinite(score.probabilities).all():
             for index, (name, probability) in enumerate(zip(class_names, score.probabilities.T, strict=True)):
                 shown.append(
                     tb_protos.pr_curve(f"precision_recall/{name_of_split}/{name}", split.labels == index, probability)
@@ -136,7 +136,7 @@ class Summaries:
         how the examples lie to each other before the last layer. Tags as those of `classes`."""
         name_of_split = which.partition("/")[0]
         shown = [tb_protos.image(f"mistakes/{name_of_split}", mistakes)]
-        if len(class_names) <= figures.MOST_CLASSES:
+        if len(class_names) <= figures.MAX_CLASSES:
             matrix = figures.confusion_matrix(score.confusion, class_names, f"{which}, step {step}")
             shown.append(tb_protos.image(f"confusion/{name_of_split}", matrix))
         if score.features is not None and np.isfinite(score.features).all() and np.isfinite(score.probabilities).all():

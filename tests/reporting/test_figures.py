@@ -1,5 +1,3 @@
-import contextlib
-import functools
 import gc
 import io
 import math
@@ -13,14 +11,15 @@ import pytest
 from matplotlib import colormaps
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
-from PIL import Image
+from PIL import Image, ImageDraw
 
-from cifar_towers.reporting import figures as pictures
+from cifar_towers.reporting import figures
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SHAPES = ("chequered ring", "striped disc", "plain square")
-LONG = "a title that goes on and on until a picture of its width would be wider than any page that it could stand on"
+LONG = "a title so long that a picture of its width would be wider than any page that it could stand on, and no page is"
 EPOCHS = np.arange(1, 21)
+CAPTION = "chequered ring 98 %\nis striped disc"
 
 
 def counts(classes, accuracy=0.94):
@@ -30,8 +29,8 @@ def counts(classes, accuracy=0.94):
     return np.round(1000 * (off + accuracy * np.eye(classes))).astype(int)
 
 
-def missing():
-    """Counts of ten classes: no example of one, and one is never predicted."""
+def counts_with_gaps():
+    """Counts of ten classes: one has no examples, and one is never predicted."""
     matrix = counts(10)
     matrix[2], matrix[:, 7] = 0, 0
     return matrix
@@ -50,147 +49,170 @@ def band(bend):
     return x, y, y - 2, y + 2
 
 
-DRAWN = {
-    "ten classes": lambda: pictures.confusion_matrix(counts(10), CIFAR, "speed94, seed 0"),
-    "untrained": lambda: pictures.confusion_matrix(counts(10, 0.1), CIFAR, LONG),
-    "missing": lambda: pictures.confusion_matrix(missing(), CIFAR, "without birds"),
-    "no examples": lambda: pictures.confusion_matrix(np.zeros((3, 3), int), SHAPES, "none"),
-    "three classes": lambda: pictures.confusion_matrix(counts(3) * 100, SHAPES, "three"),
-    "28 classes": lambda: pictures.confusion_matrix(counts(28), [f"chequered ring {i}" for i in range(28)], "28"),
-    "a hundred classes": lambda: pictures.confusion_matrix(counts(100), [f"ring {i}" for i in range(100)], "100"),
-    "no mistakes": lambda: pictures.contact_sheet(images(0), [], "no mistakes"),
-    "one mistake": lambda: pictures.contact_sheet(images(1), ["cat 98 %\nis dog"], LONG),
-    "mistakes": lambda: pictures.contact_sheet(images(13), ["chequered ring 98 %\nis striped disc"] * 13, "13"),
-    "curves": lambda: pictures.lines({f"chequered ring {i}": band(i + 1) for i in range(8)}, LONG, "epoch", "acc., %"),
-    "a point": lambda: pictures.lines({"$x$": ([1], [math.nan]), "_y": ([1], [0.5])}, "costs $1 or $2", "$", "$"),
-    "no curves": lambda: pictures.lines({}, "no curves", "epoch", "accuracy"),
+PICTURES = {
+    "ten classes": lambda: figures.confusion_matrix(counts(10), CIFAR, "speed94, seed 0"),
+    "untrained": lambda: figures.confusion_matrix(counts(10, 0.1), CIFAR, LONG),
+    "gaps": lambda: figures.confusion_matrix(counts_with_gaps(), CIFAR, "without birds"),
+    "no examples": lambda: figures.confusion_matrix(np.zeros((3, 3), int), SHAPES, "none"),
+    "three classes": lambda: figures.confusion_matrix(counts(3) * 100, SHAPES, "three"),
+    "28 classes": lambda: figures.confusion_matrix(counts(28), [f"chequered ring {i}" for i in range(28)], "28"),
+    "100 classes": lambda: figures.confusion_matrix(counts(100), [f"ring {i}" for i in range(100)], "100"),
+    "no images": lambda: figures.image_grid(images(0), [], "mistakes"),
+    "one image": lambda: figures.image_grid(images(1), ["cat 98 %\nis dog"], LONG),
+    "images": lambda: figures.image_grid(images(13), [CAPTION] * 13, "13"),
+    "images without a title": lambda: figures.image_grid(images(3, 24), CIFAR[:3], columns=2),
+    "curves": lambda: figures.line_plot({f"chequered ring {i}": band(i + 1) for i in range(8)}, LONG, "epoch", "%"),
+    "a point": lambda: figures.line_plot({"$x$": ([1], [math.nan]), "_y": ([1], [0.5])}, "costs $1 or $2", "$", "$"),
+    "no curves": lambda: figures.line_plot({}, "no curves", "epoch", "accuracy"),
 }
 
 
-@contextlib.contextmanager
-def recording():
-    """The figures drawn inside, in order, with what they drew marked."""
-    seen, drawn, draw = [], pictures._drawn, Text.draw
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "_drawn", lambda figure: (seen.append(figure), drawn(figure))[1])
-        patch.setattr(Text, "draw", lambda text, renderer: (text.set_url("drawn"), draw(text, renderer))[1])
-        yield seen
+class Drawing:
+    """The Matplotlib figures and the Pillow texts drawn inside `with`."""
 
+    def __enter__(self):
+        self.figures, self.pillow_texts, self.patch = [], [], pytest.MonkeyPatch()
+        rasterize, draw, write = figures._rasterize, Text.draw, ImageDraw.ImageDraw.multiline_text
 
-@pytest.fixture
-def figures():
-    """The figures drawn since, in order."""
-    with recording() as seen:
-        yield seen
+        def write_and_record(canvas, place, text, fill, font, **options):
+            left, top, right, bottom = canvas.multiline_textbbox(place, text, font, **options)
+            self.pillow_texts.append((text, np.array([[left, top], [right, bottom]]), None))
+            write(canvas, place, text, fill, font, **options)
 
+        self.patch.setattr(figures, "_rasterize", lambda figure: (self.figures.append(figure), rasterize(figure))[1])
+        self.patch.setattr(Text, "draw", lambda text, renderer: (text.set_url("drawn"), draw(text, renderer))[1])
+        self.patch.setattr(ImageDraw.ImageDraw, "multiline_text", write_and_record)
+        return self
 
-@functools.cache
-def drawn(name):
-    """(picture, its figure) of one of `DRAWN`."""
-    with recording() as seen:
-        return DRAWN[name](), seen[0]
+    def __exit__(self, *_):
+        self.patch.undo()
+
+    @property
+    def axes(self):
+        return self.figures[0].axes[0]
+
+    def texts(self):
+        """(text, its box [[left, top], [right, bottom]] in pixels of the picture, its Matplotlib artist if any)."""
+        found = list(self.pillow_texts)
+        for figure in self.figures:
+            figure.draw_without_rendering()  # legends lie where they were drawn last
+            left, top = corner(figure)
+            for text in figure.findobj(lambda artist: isinstance(artist, Text) and artist.get_url()):
+                box = text.get_window_extent()
+                if text.get_text() and text.get_visible():
+                    corners = [[box.x0 - left, top - box.y1], [box.x1 - left, top - box.y0]]
+                    found.append((text.get_text(), np.array(corners), text))
+        return [entry for entry in found if entry[0]]
+
+    def lines(self):
+        """All texts, line by line."""
+        return [line for text, _, _ in self.texts() for line in text.split("\n")]
 
 
 def corner(figure):
-    """Where a picture's upper left pixel lies on its figure."""
-    left, _, _, top = pictures.DPI * figure.get_tightbbox().padded(pictures.MARGIN).extents
+    """The position of a picture's upper left pixel on its figure."""
+    left, _, _, top = figures.DPI * figure.get_tightbbox().padded(figures.MARGIN_INCHES).extents
     return math.floor(left), math.ceil(top)
 
 
-def texts(figure):
-    """The texts drawn and their boxes [[left, top], [right, bottom]] in pixels of the picture."""
-    figure.draw_without_rendering()  # legends lie where they were drawn last
-    left, top = corner(figure)
-    for text in figure.findobj(lambda artist: isinstance(artist, Text) and artist.get_url() and artist.get_visible()):
-        box = text.get_window_extent()
-        if text.get_text():
-            yield text, np.array([[box.x0 - left, top - box.y1], [box.x1 - left, top - box.y0]])
+@pytest.fixture(scope="module")
+def drawn():
+    """drawn(name): (picture, its `Drawing`) of one of `PICTURES`, drawn once."""
+    cache = {}
+
+    def draw(name):
+        if name not in cache:
+            with Drawing() as drawing:
+                cache[name] = PICTURES[name](), drawing
+        return cache[name]
+
+    return draw
+
+
+@pytest.fixture
+def drawing():
+    with Drawing() as recorded:
+        yield recorded
 
 
 def contrast(one, other):
-    """WCAG 2's ratio of two colours [3] from 0 to 1."""
+    """WCAG 2's ratio of two colors [3] from 0 to 1."""
     linear = [np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4) for c in map(np.array, (one, other))]
     dark, light = sorted(color @ (0.2126, 0.7152, 0.0722) for color in linear)
     return (light + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize("name", DRAWN)
-def test_a_picture_is_whole(name):
+@pytest.mark.parametrize("name", PICTURES)
+def test_picture_has_margins_and_legible_texts(drawn, name):
     """Opaque RGB with a clean margin; each text lies inside and left its ink; none lies upon another."""
-    picture, figure = drawn(name)
+    picture, drawing = drawn(name)
     assert picture.dtype == np.uint8 and picture.ndim == 3 and picture.shape[2] == 3
     assert max(picture.shape) < 2000
     inside = np.zeros(picture.shape[:2], bool)
     inside[16:-16, 16:-16] = True
     assert (picture[~inside] == 255).all()
     boxes = []
-    for text, box in texts(figure):
+    for text, box, artist in drawing.texts():
         (left, top), (right, bottom) = box.round().astype(int)
         assert 0 <= left < right <= picture.shape[1] and 0 <= top < bottom <= picture.shape[0], text
         assert np.ptp(picture[top:bottom, left:right].astype(int), axis=(0, 1)).max() > 100, text
-        if text.get_rotation() != 45:
+        if not artist or artist.get_rotation() != 45:
             boxes.append(box)
     starts, ends = np.swapaxes(boxes, 0, 1)
     common = (np.minimum(ends[:, None], ends) - np.maximum(starts[:, None], starts)).min(2)  # of every two, in pixels
     assert np.triu(common, 1).max() <= 1.5
 
 
-@pytest.mark.parametrize("name", ["ten classes", "untrained", "missing", "three classes", "28 classes"])
-def test_figures_are_read_on_their_cells_and_fit_them(name):
-    picture, figure = drawn(name)
-    axes = figure.axes[0]
-    side = axes.transData.transform([[0, 0], [1, 0]])[:, 0]
-    cells = [(text, box) for text, box in texts(figure) if text.get_gid() == "cell"]
+@pytest.mark.parametrize("name", ["ten classes", "untrained", "gaps", "three classes", "28 classes"])
+def test_numbers_fit_their_cells_with_contrast(drawn, name):
+    picture, drawing = drawn(name)
+    side = drawing.axes.transData.transform([[0, 0], [1, 0]])[:, 0]
+    cells = [(artist, box) for _, box, artist in drawing.texts() if artist.get_gid() == "cell"]
     assert cells
-    for text, box in cells:
-        assert np.ptp(box[:, 0]) < side[1] - side[0]
+    for artist, box in cells:
+        assert np.ptp(box, axis=0).max() < side[1] - side[0]
         (left, top), _ = box.round().astype(int)
-        assert contrast(picture[top, left - 1] / 255, to_rgb(text.get_color())) >= 4.5
+        assert contrast(picture[top, left - 1] / 255, to_rgb(artist.get_color())) >= 4.5
 
 
 @pytest.mark.parametrize("name", ["Blues", "Oranges"])
-def test_ink_is_read_on_every_colour(name):
+def test_text_color_has_contrast_on_every_color(name):
     for fill in colormaps[name](np.linspace(0, 1, 256))[:, :3]:
-        assert contrast(fill, to_rgb(pictures._ink(fill))) >= 4.5
+        assert contrast(fill, to_rgb(figures._text_color(fill))) >= 4.5
 
 
-def told(figure):
-    return [text.get_text() for text, _ in texts(figure)]
+def test_confusion_matrix_shows_shares_recall_precision_and_accuracy(drawing):
+    figures.confusion_matrix(np.array([[95, 4, 1], [0, 100, 0], [0, 0, 0]]), SHAPES, "three")
+    lines = drawing.lines()
+    for text in ("95.0", "95", "4.0", "100", "96.2", "0.0", "-", "accuracy 97.5 %", "recall", "precision", *SHAPES):
+        assert text in lines, text  # 96.2: 100 of 104 predicted to be a striped disc are
+    assert {"true class", "predicted class", "three"} <= set(lines)
 
 
-def test_what_a_confusion_matrix_says(figures):
-    pictures.confusion_matrix(np.array([[95, 4, 1], [0, 100, 0], [0, 0, 0]]), SHAPES, "three")
-    said = told(figures[0])
-    for text in ("95.0", "95", "4.0", "100", "96.2", "0.0", "-", "97.5", "recall", "precision", *SHAPES):
-        assert text in said, text  # 96.2: 100 of 104 said to be a striped disc are; 97.5: accuracy
-    assert {"true class", "predicted class", "three"} <= set(said)
-
-
-def cell_colour(picture, figure, row, column):
-    """The colour in the upper left corner of a cell, between its border and its figures."""
-    left, top = corner(figure)
-    x, y = figure.axes[0].transData.transform((column - 0.4, row - 0.4))
+def cell_color(picture, drawing, row, column):
+    """The color in the upper left corner of a cell, between its border and its numbers."""
+    left, top = corner(drawing.figures[0])
+    x, y = drawing.axes.transData.transform((column - 0.4, row - 0.4))
     return picture[round(top - y), round(x - left)] / 255
 
 
-def test_half_a_percent_is_seen_beside_the_diagonal(figures):
+def test_half_a_percent_of_errors_is_visible(drawing):
     matrix = np.diag(np.full(10, 995))
     matrix[3, 5] = 5
-    picture = pictures.confusion_matrix(matrix, CIFAR, "one confusion")
-    seen, empty, right = (cell_colour(picture, figures[0], *cell) for cell in ((3, 5), (5, 3), (3, 3)))
-    assert np.abs(seen - empty).max() > 0.08
-    assert contrast(right, seen) > 4.5
+    picture = figures.confusion_matrix(matrix, CIFAR, "one confusion")
+    error, empty, right = (cell_color(picture, drawing, *cell) for cell in ((3, 5), (5, 3), (3, 3)))
+    assert np.abs(error - empty).max() > 0.08
+    assert contrast(right, error) > 4.5
 
 
-def test_with_many_classes_colour_speaks_alone():
-    _, figure = drawn("a hundred classes")
-    assert not [text for text in figure.findobj(Text) if text.get_gid() == "cell"]
+def test_many_classes_have_no_numbers_in_their_cells(drawn):
+    assert not [text for text in drawn("100 classes")[1].figures[0].findobj(Text) if text.get_gid() == "cell"]
 
 
 @pytest.mark.parametrize(("number", "side", "columns"), [(1, 32, 8), (5, 32, 3), (64, 32, 8), (3, 28, 8), (2, 64, 8)])
-def test_a_contact_sheet_holds_every_pixel_enlarged(number, side, columns, figures):
+def test_image_grid_enlarges_every_pixel(number, side, columns):
     shown = images(number, side)
-    sheet = pictures.contact_sheet(shown, [f"cat 9{i} %\nis dog" for i in range(number)], "mistakes", columns)
+    sheet = figures.image_grid(shown, [f"cat 9{i} %\nis dog" for i in range(number)], "mistakes", columns)
     factor = round(96 / side)
     for image in shown:
         big = image.repeat(factor, 0).repeat(factor, 1)
@@ -201,19 +223,19 @@ def test_a_contact_sheet_holds_every_pixel_enlarged(number, side, columns, figur
         assert sheet.shape[0] > 2 * factor * side
 
 
-def test_an_empty_contact_sheet_says_so():
-    assert "none" in told(drawn("no mistakes")[1])
+def test_empty_image_grid_says_none(drawn):
+    assert drawn("no images")[1].lines() == ["mistakes: none"]
 
 
-def test_every_image_of_a_contact_sheet_has_a_caption():
+def test_image_grid_without_a_caption_for_each_image():
     with pytest.raises(ValueError):
-        pictures.contact_sheet(images(2), ["cat 98 %\nis dog"], "mistakes")
+        figures.image_grid(images(2), ["cat 98 %\nis dog"], "mistakes")
 
 
 @pytest.mark.parametrize(("number", "columns"), [(0, 1), (1, 1), (2, 2), (4, 2), (5, 3), (9, 3), (10, 4)])
-def test_a_sprite_is_a_square_in_rows_filled_up_with_white(number, columns):
+def test_sprite_is_a_square_filled_up_with_white(number, columns):
     shown = images(number, 8)
-    mosaic = pictures.sprite(shown, side=8)
+    mosaic = figures.sprite(shown, side=8)
     assert mosaic.shape == (8 * columns, 8 * columns, 3) and mosaic.dtype == np.uint8
     for place in range(columns**2):
         row, column = divmod(place, columns)
@@ -221,72 +243,78 @@ def test_a_sprite_is_a_square_in_rows_filled_up_with_white(number, columns):
         assert (tile == (shown[place] if place < number else 255)).all()
 
 
-def test_curves_are_named_in_the_order_they_end_in_beside_the_plot(figures):
-    pictures.lines({"low": curve(9), "high": band(1), "middle": curve(5)}, "three", "epoch", "accuracy")
-    axes = figures[0].axes[0]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["high", "middle", "low"]
-    assert axes.get_legend().get_window_extent().x0 > axes.get_window_extent().x1
+def test_legend_is_beside_the_plot_in_the_order_of_last_values(drawing):
+    figures.line_plot({"low": curve(9), "high": band(1), "middle": curve(5)}, "three", "epoch", "accuracy")
+    legend = drawing.axes.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["high", "middle", "low"]
+    assert legend.get_window_extent().x0 > drawing.axes.get_window_extent().x1
 
 
-def test_curves_differ_in_colour_and_dashes_and_are_seen_on_paper():
-    colours, dashes = zip(*pictures.STROKES, strict=True)
-    assert len(set(colours)) == len(set(dashes)) == 8
-    assert all(contrast(to_rgb(color), (1, 1, 1)) > 3 for color in colours)
+def test_line_styles_are_distinct_and_visible_on_white():
+    colors, dashes = zip(*figures.LINE_STYLES, strict=True)
+    assert len(set(colors)) == len(set(dashes)) == 8
+    assert all(contrast(to_rgb(color), (1, 1, 1)) > 3 for color in colors)
 
 
-def test_more_curves_than_can_be_told_apart():
-    with pytest.raises(ValueError, match="9 curves, of which 8 can be told apart"):
-        pictures.lines({str(i): curve(i + 1) for i in range(9)}, "nine", "epoch", "accuracy")
+def test_too_many_curves():
+    with pytest.raises(ValueError, match="9 curves; at most 8 can be distinguished"):
+        figures.line_plot({str(i): curve(i + 1) for i in range(9)}, "nine", "epoch", "accuracy")
 
 
-def test_dollars_are_dollars():
-    priced = [text for text, _ in texts(drawn("a point")[1]) if "$" in text.get_text()]
-    assert len(priced) == 4 and not any(text.get_parse_math() for text in priced)
+def test_dollars_are_not_parsed_as_mathematics(drawn):
+    artists = [artist for text, _, artist in drawn("a point")[1].texts() if "$" in text]
+    assert len(artists) == 4 and not any(artist.get_parse_math() for artist in artists)
 
 
-def test_few_epochs_are_not_cut_in_halves(figures):
-    pictures.lines({"short": ([1, 2, 3], [0.1, 0.2, 0.3])}, "short", "epoch", "accuracy")
-    assert all(tick == int(tick) for tick in figures[0].axes[0].get_xticks())
+@pytest.mark.parametrize("epochs", [[1, 2, 3], [1.0, 2.0, 3.0]])
+def test_ticks_of_whole_epochs_are_whole(drawing, epochs):
+    figures.line_plot({"short": (epochs, [0.1, 0.2, 0.3])}, "short", "epoch", "accuracy")
+    assert all(tick == int(tick) for tick in drawing.axes.get_xticks())
 
 
 @pytest.mark.parametrize(
     ("share", "text"),
     [(0, "0.0"), (0.0004, "<0.1"), (0.0005, "0.1"), (0.943, "94.3"), (0.9999, "99.9"), (1, "100"), (math.nan, "-")],
 )
-def test_a_share_takes_four_characters(share, text):
-    assert pictures._percent(share) == text
+def test_percent_takes_at_most_four_characters(share, text):
+    assert figures._percent(share) == text
 
 
-def test_a_png_holds_the_array():
+def test_png_holds_the_array():
     array = images(1)[0]
-    assert (np.array(Image.open(io.BytesIO(pictures.png(array)))) == array).all()
+    assert (np.array(Image.open(io.BytesIO(figures.png(array)))) == array).all()
 
 
-def test_threads_draw_what_one_draws():
-    names = ["ten classes", "mistakes", "curves", "three classes"]
+def test_threads_draw_the_same_pictures(drawn):
+    names = ["ten classes", "images", "curves", "three classes"]
     alone = [drawn(name)[0] for name in names]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda name: DRAWN[name](), names))
+        together = list(pool.map(lambda name: PICTURES[name](), names))
     assert all(np.array_equal(one, other) for one, other in zip(alone, together, strict=True))
 
 
-def test_figures_are_let_go(monkeypatch):
-    seen, drawn = [], pictures._drawn
-    monkeypatch.setattr(pictures, "_drawn", lambda figure: (seen.append(weakref.ref(figure)), drawn(figure))[1])
-    DRAWN["curves"](), DRAWN["three classes"]()
+def test_figures_are_freed(monkeypatch):
+    references, rasterize = [], figures._rasterize
+
+    def record(figure):
+        references.append(weakref.ref(figure))
+        return rasterize(figure)
+
+    monkeypatch.setattr(figures, "_rasterize", record)
+    PICTURES["curves"](), PICTURES["three classes"]()
     gc.collect()
-    assert [figure() for figure in seen] == [None, None]
+    assert [figure() for figure in references] == [None, None]
 
 
-def test_nothing_global_is_touched():
+def test_drawing_changes_no_global_state():
     """Neither pyplot nor TensorFlow is loaded, and no setting changed."""
     program = """if True:
         import sys, matplotlib, numpy as np
-        names = sorted({*matplotlib.rcParams} - {"backend"})  # to look at which loads pyplot
+        names = sorted({*matplotlib.rcParams} - {"backend"})  # reading that one loads pyplot
         before = [matplotlib.rcParams[name] for name in names]
-        from cifar_towers.reporting import figures as pictures
-        pictures.confusion_matrix(np.eye(2, dtype=int), "ab", "title")
-        pictures.lines({"a": ([1, 2], [3, 4])}, "title", "x", "y")
+        from cifar_towers.reporting import figures
+        figures.confusion_matrix(np.eye(2, dtype=int), "ab", "title")
+        figures.line_plot({"a": ([1, 2], [3, 4])}, "title", "x", "y")
         assert not {"matplotlib.pyplot", "tensorflow"} & set(sys.modules)
         assert [matplotlib.rcParams[name] for name in names] == before
     """

@@ -179,7 +179,7 @@ class Page(HTMLParser):
 def drawn(monkeypatch):
     """(name, arguments) of each picture asked for, none of which is drawn."""
     calls = []
-    for name in ("lines", "confusion_matrix"):
+    for name in ("line_plot", "confusion_matrix"):
         monkeypatch.setattr(
             figures, name, lambda *given, name=name: (calls.append((name, *given)), np.zeros((2, 2, 3), np.uint8))[1]
         )
@@ -187,7 +187,7 @@ def drawn(monkeypatch):
 
 
 def read(*directories):
-    return Page(html_report.page(run_records.read_runs(directories)))
+    return Page(html_report.render(run_records.read_runs(directories)))
 
 
 def result_of(directory):
@@ -288,12 +288,12 @@ def test_a_curve_is_the_mean_with_a_band_over_the_seeds(tmp_path, drawn):
     runs = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in range(3)] + [make_run(tmp_path / "r", "resnet20")]
     page = read(*runs)
     told = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
-    curves = {call[2]: call[1] for call in drawn if call[0] == "lines"}
+    curves = {call[2]: call[1] for call in drawn if call[0] == "line_plot"}
     assert len(curves) == 8 and all(list(of) == ["speed94", "resnet20"] for of in curves.values())
     for title, key, scale in (
-        ("training loss, of the batch", "loss", 1),
-        ("training accuracy, of the batch", "accuracy", 100),
-        ("time spent waiting for input", "input_wait", 100),
+        ("training loss (batch)", "loss", 1),
+        ("training accuracy (batch)", "accuracy", 100),
+        ("time waiting for input", "input_wait", 100),
     ):
         values = scale * np.array([[r[key] for r in run if r["kind"] == "train"] for run in told])
         x, y, low, high = curves[title]["speed94"]
@@ -306,19 +306,19 @@ def test_a_curve_is_the_mean_with_a_band_over_the_seeds(tmp_path, drawn):
     assert (y[-1], low[-1]) == pytest.approx((np.mean(of := accuracies(runs[:3], 0)), min(of)))
     assert f"at the end: speed94 {y[-1]:.4g}" in page.images[0]["alt"]
     assert len(curves["gradient noise scale"]["speed94"][0]) == 11  # one of twelve is null
-    assert curves["images a second"]["speed94"][2].min() > 1000
+    assert curves["throughput"]["speed94"][2].min() > 1000
 
 
 def test_where_a_run_ends_the_others_go_on():
-    x, y, low, high = report_figures.curve([{1.0: 2.0, 2.0: 6.0}, {1.0: 4.0}, {}])
+    x, y, low, high = report_figures.mean_curve([{1.0: 2.0, 2.0: 6.0}, {1.0: 4.0}, {}])
     assert [list(column) for column in (x, y, low, high)] == [[1, 2], [3, 6], [2, 6], [4, 6]]
-    assert [len(column) for column in report_figures.curve([{}], 3)] == [0, 0]
+    assert [len(column) for column in report_figures.mean_curve([{}], 3)] == [0, 0]
 
 
 def test_neighbours_of_a_long_curve_are_averaged_and_no_evaluation_is(tmp_path, drawn):
     runs = [{float(epoch): float(epoch**2 + run) for epoch in range(10)} for run in range(3)]
     del runs[2][9.0]
-    x, y, low, high = report_figures.curve(runs, 5)
+    x, y, low, high = report_figures.mean_curve(runs, 5)
     assert x.tolist() == [0.5, 2.5, 4.5, 6.5, 8.5]
     assert low.tolist() == [0.5, 6.5, 20.5, 42.5, 66.0]  # the last of the run that has but one of the two
     assert (
@@ -336,7 +336,7 @@ def test_neighbours_of_a_long_curve_are_averaged_and_no_evaluation_is(tmp_path, 
 
 def test_raw_and_averaged_weights_have_a_picture_each_and_recipes_one_colour(tmp_path, drawn):
     read(make_run(tmp_path / "plain", "plain"), make_run(tmp_path / "averaged", "averaged", ema=True))
-    curves = {call[2]: call[1] for call in drawn if call[0] == "lines"}
+    curves = {call[2]: call[1] for call in drawn if call[0] == "line_plot"}
     assert list(curves["test accuracy, raw weights, no TTA"]) == ["plain", "averaged"]
     averaged = curves["test accuracy, ema weights, no TTA"]
     assert [(name, len(of[0])) for name, of in averaged.items()] == [("plain: not recorded", 0), ("averaged", 4)]
@@ -459,9 +459,9 @@ def test_a_picture_that_is_cut_short_is_left_out(tmp_path, drawn):
 
 def test_more_recipes_than_a_picture_tells_apart(tmp_path, drawn):
     page = read(*(make_run(tmp_path / f"r{i}", f"recipe{i}", last_step=66) for i in range(9)))
-    losses = [call for call in drawn if call[0] == "lines" and "training loss" in call[2]]
+    losses = [call for call in drawn if call[0] == "line_plot" and "training loss" in call[2]]
     assert [len(call[1]) for call in losses] == [8, 1]
-    assert [call[2] for call in losses] == [f"training loss, of the batch ({part} of 2)" for part in (1, 2)]
+    assert [call[2] for call in losses] == [f"training loss (batch) ({part} of 2)" for part in (1, 2)]
     assert page.row("r8")
 
 
@@ -473,10 +473,10 @@ def test_runs_of_one_recipe_with_other_settings_are_groups_of_their_own(tmp_path
     make_run(tmp_path / "f", seed=4, batch_size=512, data_dir="/elsewhere", dataset="auto", overwrite=True)
     change(tmp_path / "f", "config.json", workers="127.0.0.1:5000,127.0.0.1:5001", profile_steps="1:2")
     runs = run_records.read_runs([tmp_path / name for name in "abcdef"])
-    groups = {name: [run.name for run in group] for name, group in run_records.grouped(runs).items()}
+    groups = {name: [run.name for run in group] for name, group in run_records.group_by_recipe(runs).items()}
     assert sorted(groups.values()) == [["a"], ["b", "c", "f"], ["d"], ["e"]]
     assert all(name.startswith("speed94, batch_size=") for name in groups)
-    page = Page(html_report.page(runs))
+    page = Page(html_report.render(runs))
     assert "e: SYNTHETIC DATA, NOT CIFAR-10" in page.texts
     assert page.row("batch_size") == ["1536", "512", "512", "512", "512", "512"]
     assert page.row("epochs") == ["8.0"]  # all share it
@@ -493,7 +493,7 @@ def test_synthetic_data_that_was_asked_for_is_told_too(tmp_path, drawn, where):
 
 def test_long_names_stay_apart(tmp_path, drawn):
     runs = [make_run(tmp_path / f"r{i}", "n" * 100 + str(i), last_step=66) for i in range(2)]
-    assert [len(name) for name in run_records.grouped(run_records.read_runs(runs))] == [44, 47]
+    assert [len(name) for name in run_records.group_by_recipe(run_records.read_runs(runs))] == [44, 47]
 
 
 def test_runs_are_named_by_as_much_as_tells_them_apart(tmp_path):

@@ -1,0 +1,67 @@
+"""Self-contained HTML pages: sections of text, tables, pictures and commands, rendered by one Jinja2 template."""
+
+import base64
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jinja2
+
+Cell = str | tuple[str, str]  # a text, or a text and a smaller line below it
+
+
+class Picture(NamedTuple):
+    """A PNG file's bytes, its alternative text, and a caption above it."""
+
+    png: bytes
+    alt: str
+    caption: str = ""
+
+
+class Table(NamedTuple):
+    """A table.
+
+    Attributes:
+      text_columns: how many columns are aligned left, as text; the others hold numbers.
+      highlighted: indices of the rows that stand out.
+      summary: if given, the table is folded below this line.
+    """
+
+    headings: Sequence[Cell]
+    rows: Sequence[Sequence[Cell]]
+    text_columns: int = 1
+    highlighted: Sequence[int] = ()
+    summary: str = ""
+
+
+class Section(NamedTuple):
+    """Parts of a page in the order they are shown; one without pictures, tables and commands is left out.
+
+    Attributes:
+      pictures: rows of pictures; each row wraps where the window is narrow.
+      commands: (a line above it or an empty string, a shell command).
+    """
+
+    title: str
+    intro: str = ""
+    pictures: Sequence[Sequence[Picture]] = ()
+    tables: Sequence[Table] = ()
+    commands: Sequence[tuple[str, str]] = ()
+    note: str = ""
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to show but texts."""
+        return not (any(self.pictures) or self.tables or self.commands)
+
+
+def render(title: str, sections: Sequence[Section], banners: Sequence[str] = ()) -> str:
+    """The HTML of a page that loads nothing; all texts are escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("cifar_towers.reporting", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
+    return environment.get_template("report.html.jinja").render(title=title, sections=sections, banners=banners)
