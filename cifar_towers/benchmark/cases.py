@@ -57,7 +57,7 @@ def grid(
     fewest, most = counts[0], counts[-1]
     found = []
     for count in counts:
-        placements = PLACEMENTS if count > 1 else ("cpu", "round_robin") if on_gpus else ("cpu",)
+        placements = tuple(PLACEMENTS) if count > 1 else ("cpu", "round_robin") if on_gpus else ("cpu",)
         found += [BenchmarkCase("towers", placement, count, precisions[0]) for placement in placements]
         if count > 1:
             found.append(BenchmarkCase("mirrored", UNPLACED, count, precisions[0]))

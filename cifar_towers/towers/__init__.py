@@ -1,6 +1,13 @@
-"""Towers: copies of one computation on several devices that meet once a step.
+"""Synchronous data parallelism with towers: copies of one computation on several devices.
 
-Nothing here knows of images, settings, files or any one model; the folder can be lifted into another project.
+Knows nothing of images, settings, files or models, and can be lifted into another project. Read it in this order:
+
+- `devices`: a `Tower` and the device it computes on; `placement`: where shared variables live.
+- `sharding`: split a batch, run a function on every tower.
+- `gradients`: average the towers' gradients, the one synchronization point.
+- `collectives`: means over the towers inside the forward pass.
+- `make_parallel`, `keras_parallel`: a function or a Keras model of one device, run on several.
+- `pipeline`: model parallelism; `communication`: bytes and seconds that a step spends between devices.
 """
 
 from cifar_towers.towers.collectives import all_reduce_mean, num_replicas, run_on_towers_synchronized

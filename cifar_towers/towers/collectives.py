@@ -1,10 +1,9 @@
-"""Towers that must meet inside the forward pass, as batch norm over the whole batch does.
+"""Means over all towers inside the forward pass, as batch normalization over the whole batch needs.
 
-Each tower is traced in a thread of its own, and only one of them traces at a time: tower 0 until it comes to a
-meeting, then tower 1 until it comes there too, and so on round. The graph is the same in every process.
+Each tower is traced in its own thread, one thread at a time: tower 0 up to its first `all_reduce_mean`, then tower 1 up
+to the same call, and so on in rounds. The order is fixed, so every process builds the same graph.
 """
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,48 +12,46 @@ import tensorflow as tf
 
 from cifar_towers.towers.devices import Tower
 
-_here = threading.local()
+_thread = threading.local()  # .barrier and .index of the tower that this thread traces
 
 
 def run_on_towers_synchronized(
     fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: Sequence[Any]
 ) -> list[Any]:
-    """As `run_on_towers`, for an `fn` that calls `all_reduce_mean` on its way, forward or backward.
+    """As `run_on_towers`, for an `fn` that calls `all_reduce_mean` in its forward or backward pass.
 
-    Only inside a `tf.function`. Every tower must come to the same meetings in the same order.
+    Only inside a `tf.function`. Every tower must make the same calls in the same order.
+
+    Raises:
+      RuntimeError: the towers call `all_reduce_mean` a different number of times.
     """
     graph = tf.compat.v1.get_default_graph()
     graph.switch_to_thread_local()  # every thread has its own device and name scopes
     outer_scope = graph.get_name_scope()
-    meeting = _TraceBarrier(len(towers))
+    barrier = _TraceBarrier(len(towers))
     results: list[Any] = [None] * len(towers)
 
-    def trace(seat: int) -> None:
-        tower = towers[seat]
+    def trace(index: int) -> None:
+        tower = towers[index]
         scope = f"{outer_scope}/{tower.name}" if outer_scope else tower.name
         with graph.as_default(), tf.device(tower.device), tf.name_scope(f"{scope}/"):
-            results[seat] = fn(tower, shards[seat])
+            results[index] = fn(tower, shards[index])
 
-    seats = range(len(towers))
-    threads = [
-        threading.Thread(target=meeting.attend, args=(seat, functools.partial(trace, seat)), daemon=True)
-        for seat in seats
-    ]
+    threads = [threading.Thread(target=barrier.run, args=(index, trace), daemon=True) for index in range(len(towers))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if meeting.error:
-        raise meeting.error
+    if barrier.error:
+        raise barrier.error
     return results
 
 
 def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
-    """The mean of `tensor` over all towers, on each of them, with its gradient; where there is one tower, `tensor`.
+    """The mean of `tensor` over all towers, on each tower, differentiable; `tensor` itself if there is one tower.
 
-    Call it inside `run_on_towers_synchronized` or, with replicas for towers, inside `tf.distribute.Strategy.run`.
-    If tower k's loss is L_k, then the gradients that the towers take of their own losses average to the gradient of
-    mean(L_k).
+    Call it inside `run_on_towers_synchronized`, or inside `tf.distribute.Strategy.run` to average over replicas.
+    If L_k is the loss of tower k, the mean of the towers' gradients of their own losses is the gradient of mean(L_k).
     """
 
     @tf.custom_gradient
@@ -65,66 +62,67 @@ def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def num_replicas() -> int:
-    """Number of towers inside `run_on_towers_synchronized`, or of replicas inside a strategy."""
-    if _replica():
+    """Number of towers inside `run_on_towers_synchronized`, of replicas inside `tf.distribute.Strategy.run`, else 1."""
+    if _replica_context():
         return tf.distribute.get_strategy().num_replicas_in_sync
-    meeting = getattr(_here, "meeting", None)
-    return meeting.count if meeting else 1
-
-
-def _replica():
-    """The replica of a strategy that the code is traced for; None outside `tf.distribute.Strategy.run`."""
-    return tf.distribute.get_replica_context() if tf.distribute.has_strategy() else None
+    barrier = getattr(_thread, "barrier", None)
+    return barrier.num_towers if barrier else 1
 
 
 def _mean(tensor: tf.Tensor) -> tf.Tensor:
-    if _replica():
-        return _replica().all_reduce(tf.distribute.ReduceOp.MEAN, tensor)
+    if _replica_context():
+        return _replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, tensor)
     if num_replicas() == 1:
         return tensor
-    return tf.add_n(_here.meeting.gather(_here.index, tensor)) / _here.meeting.count
+    return tf.add_n(_thread.barrier.all_gather(_thread.index, tensor)) / _thread.barrier.num_towers
+
+
+def _replica_context():
+    return tf.distribute.get_replica_context() if tf.distribute.has_strategy() else None
 
 
 class _TraceBarrier:
-    """Hands the turn to trace round the towers."""
+    """Lets one thread trace at a time, and exchanges one value per tower at each collective call."""
 
-    def __init__(self, count: int):
-        self.count = count
-        self.error: BaseException | None = None
-        self._tracing = list(range(count))  # the towers that have not ended
-        self._turns = [threading.Semaphore(int(index == 0)) for index in range(count)]
-        self._brought: list[Any] = [None] * count
+    def __init__(self, num_towers: int):
+        self.num_towers = num_towers
+        self.error: BaseException | None = None  # the first error of any tower; ends the tracing of all
+        self._tracing = list(range(num_towers))
+        self._turns = [threading.Semaphore(int(index == 0)) for index in range(num_towers)]
+        self._values: list[Any] = [None] * num_towers
 
-    def attend(self, index: int, trace: Callable[[], None]) -> None:
-        """A tower's tracing, in its turns. An error ends that of all; `run_on_towers_synchronized` raises it."""
+    def run(self, index: int, trace: Callable[[int], None]) -> None:
+        """The body of tower `index`'s thread."""
         try:
-            self._wait(index)
-            _here.meeting, _here.index = self, index
-            trace()
+            self._wait_for_turn(index)
+            _thread.barrier, _thread.index = self, index
+            trace(index)
         except BaseException as error:
             self.error = self.error or error
         finally:
-            self._hand_over(index)
+            self._pass_turn(index)
             self._tracing.remove(index)
 
-    def gather(self, index: int, value: Any) -> list[Any]:
-        """What all towers bring to this meeting, in their order."""
-        brought = self._brought
-        brought[index] = value
-        if index == self.count - 1:
-            self._brought = [None] * self.count  # for the next meeting
-        self._hand_over(index)
-        self._wait(index)
-        if any(value is None for value in brought):
-            raise RuntimeError("the towers did not all come to the same meetings; they must all trace the same code")
-        return brought
+    def all_gather(self, index: int, value: Any) -> list[Any]:
+        """The values of all towers, in their order; returns when each has called it."""
+        values = self._values
+        values[index] = value
+        if index == self.num_towers - 1:
+            self._values = [None] * self.num_towers  # for the next collective call
+        self._pass_turn(index)
+        self._wait_for_turn(index)
+        if any(value is None for value in values):
+            raise RuntimeError(
+                "the towers call all_reduce_mean a different number of times; make them all trace the same code"
+            )
+        return values
 
-    def _wait(self, index: int) -> None:
+    def _wait_for_turn(self, index: int) -> None:
         self._turns[index].acquire()
         if self.error:
             raise self.error
 
-    def _hand_over(self, index: int) -> None:
-        after = self._tracing[self._tracing.index(index) + 1 :] or self._tracing
-        for tower in self._tracing if self.error else after[:1]:
+    def _pass_turn(self, index: int) -> None:
+        later = self._tracing[self._tracing.index(index) + 1 :] or self._tracing
+        for tower in self._tracing if self.error else later[:1]:
             self._turns[tower].release()

@@ -1,93 +1,93 @@
-"""For machines we do not have: what one synchronous step sends between devices, and how long that would take.
+"""Cost model for machines we do not have: bytes that one synchronous step sends between devices, and how long it takes.
 
-`step_bytes` derives it from a model's variables alone, and `predict` turns it into times and efficiencies of many
-devices. The tests hold the bytes to those that cross in traced steps.
+`step_bytes` follows from a model's variables alone; `predict` turns it into step times and efficiencies. The tests
+compare the bytes with those that cross between devices in traced steps.
 """
 
-import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cifar_towers.towers.placement import HOST, PLACEMENTS
 
-# Shared variables placed by a policy, or a copy on every device and an all-reduce: through one device, or in a ring.
-WAYS = (*PLACEMENTS, "one_device", "ring")
 Traffic = Counter[tuple[str, str]]  # (source device, destination device) -> bytes
+ROLES = ("weight", "statistic", "frozen")
 
 
 class VariableBytes(NamedTuple):
-    """A variable of the model, as a step sees it: each tower reads it and gives back its gradient (a `weight`), its
-    new value (a `statistic`) or nothing (`frozen`)."""
+    """A variable as a step uses it: every tower reads it and returns its gradient (role `weight`), its new value
+    (`statistic`) or nothing (`frozen`)."""
 
     size: int  # bytes
     role: str = "weight"
 
 
 class StepBytes(NamedTuple):
-    """What crosses in one step, in the order of time."""
+    """The traffic of one step, in the order of time."""
 
     read: Traffic  # before a tower computes: its shard, weights, statistics
     gather: Traffic  # gradients and new statistics, to where they are averaged
     scatter: Traffic  # their means, to where the variables are, if that is elsewhere
 
     def total(self) -> Traffic:
-        """All three together."""
+        """The sum of the three."""
         return self.read + self.gather + self.scatter
 
 
 def step_bytes(
     variables: Sequence[VariableBytes],
-    way: str,
+    exchange: str,
     towers: Sequence[str],
     batch_size: int = 0,
     example_bytes: int = 0,
     *,
     gradient_device: str = "",
 ) -> StepBytes:
-    """What one step sends between devices, without scalars such as losses and rates.
+    """Bytes that one step sends between devices, without scalars such as losses and learning rates.
 
-    Shared variables (`cpu`, `round_robin`, `least_loaded`): each tower reads every variable that lives elsewhere, and
-    what it gives back is averaged beside the variable. Mirrored ones: gradients and statistics, M bytes together, go
-    to tower 0 and their means return (`one_device`); or each device sends M (K-1)/K bytes to its neighbour, twice
-    (`ring`). Those 2 (K-1)/K M are the least that any all-reduce can do. Source: P. Patarasuk and X. Yuan, "Bandwidth
-    optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69 (2009).
+    Shared variables (a policy of `placement.PLACEMENTS`): each tower reads every variable that is on another device,
+    and gradients and statistics are averaged beside the variable. Mirrored variables: gradients and statistics, M bytes
+    in total, go to tower 0 and their means return (`one_device`); or each device sends M (K-1)/K bytes to its neighbor,
+    twice (`ring`). 2 (K-1)/K M is the minimum of any all-reduce. Source: P. Patarasuk and X. Yuan, "Bandwidth optimal
+    all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69 (2009).
 
-    Each tower reads a variable once, takes its shard in one part, and has statistics of its own, whose mean is kept;
-    batch norm over the whole batch sends more.
+    Each tower reads a variable once and takes its shard in one piece. Batch statistics are per tower and averaged;
+    synchronized batch normalization sends more.
 
     Args:
-      variables: the model's, in the order they are born, on which their placement depends.
-      way: one of `WAYS`.
+      variables: the model's, in the order of their creation, on which their placement depends.
+      exchange: one of `EXCHANGES`.
       towers: the K towers' devices, as `/GPU:0`. The host, `/CPU:0`, may be one of them.
       batch_size: B, shared as `split_batch` does.
-      example_bytes: of what a tower uses of one example: image, label and random numbers.
-      gradient_device: where gradients of shared variables are averaged; beside each variable if empty.
+      example_bytes: bytes of one example: image, label and random numbers.
+      gradient_device: computes the means of the gradients of shared variables; beside each variable if empty.
 
     Raises:
-      ValueError: an unknown way or role, or no towers.
+      ValueError: an unknown exchange or role, or no towers.
     """
-    _check(variables, way, towers)
-    make = _shared if way in PLACEMENTS else _mirrored
-    phases = StepBytes(*make(variables, way, towers, gradient_device if len(towers) > 1 else ""))
+    _check(variables, exchange, towers)
+    if exchange in MIRRORED:
+        phases = MIRRORED[exchange](sum(size for size, role in variables if role != "frozen"), towers)
+    else:
+        phases = _shared(variables, exchange, towers, gradient_device if len(towers) > 1 else "")
     for k, tower in enumerate(towers):
         phases.read[HOST, tower] += example_bytes * (batch_size // len(towers) + (k < batch_size % len(towers)))
-    return StepBytes(*(Counter({p: n for p, n in phase.items() if p[0] != p[1] and n}) for phase in phases))
+    return StepBytes(*(_between_devices(phase) for phase in phases))
 
 
 def link_loads(traffic: Traffic) -> dict[str, tuple[int, int]]:
-    """Device -> (bytes that leave it, bytes that enter it)."""
-    left, entered = Counter(), Counter()
+    """Device -> (bytes sent, bytes received)."""
+    sent, received = Counter(), Counter()
     for (source, destination), size in traffic.items():
-        left[source] += size
-        entered[destination] += size
-    return {device: (left[device], entered[device]) for device in sorted(left | entered)}
+        sent[source] += size
+        received[destination] += size
+    return {device: (sent[device], received[device]) for device in sorted(sent | received)}
 
 
 class Prediction(NamedTuple):
     """A step on `num_towers` devices, its whole batch, and its times, which add up where nothing overlaps."""
 
-    way: str
+    exchange: str
     num_towers: int
     batch_size: int
     compute_seconds: float
@@ -105,29 +105,30 @@ def predict(
     link_gb_per_s: float,
     num_towers: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
     *,
-    ways: Sequence[str] = WAYS,
+    exchanges: Sequence[str] = (),
     per_device_batch: bool = False,
     overlap: float = 0.0,
     gradient_device: str = "",
     latency_seconds: float = 0.0,
 ) -> list[Prediction]:
-    """Time and efficiency of a step, for each way and each number of GPUs, K.
+    """Time and efficiency of a step, for each exchange and each number of GPUs, K.
 
-    Assumed: every GPU, and the host, has one full-duplex link to a switch that is never the bottleneck. Reading,
-    computing, gathering and scattering follow one another, and each transfer takes as long as the busiest direction
-    of a link and the latency of its messages. What a device sends in a phase, it sends at once, as one message to
-    each other device; but a ring passes on 2 (K-1) messages, one after another. A real step sends a gradient as soon
-    as it has it, so without `overlap` the transfers cost more here than there. Other things cost less: messages have
-    no latency unless it is given, K devices compute K times as fast as one, averages and updates are free. Efficiency
-    is images per second, divided by K times those of one GPU with all variables.
+    Assumptions: every GPU, and the host, has one full-duplex link to a switch that is never the bottleneck. Read,
+    compute, gather and scatter follow one another, and each transfer takes the time of the busiest direction of a link
+    plus the latency of its messages. In a phase, a device sends one message to each other device, all at once; a ring
+    sends 2 (K-1) messages one after another. A real step sends a gradient as soon as it is computed, so without
+    `overlap` transfers are overestimated. Underestimated: messages have no latency unless it is given, K devices
+    compute K times as fast as one, averages and updates are free. Efficiency is images per second, divided by K times
+    those of one GPU that has all variables.
 
     Args:
       compute_seconds: measured on one device, for `batch_size` examples.
       batch_size: of all devices together, whatever K is: strong scaling.
-      link_gb_per_s: 10^9 bytes a second, each way.
+      link_gb_per_s: 10^9 bytes a second, each direction.
+      exchanges: some of `EXCHANGES`; all if empty.
       per_device_batch: `batch_size` is that of each device, and the whole batch grows with K: weak scaling.
       overlap: the fraction of the computing time in which the links work too, 0 to 1.
-      latency_seconds: what one message takes beside the time of its bytes.
+      latency_seconds: time of one message apart from its bytes.
       variables, example_bytes, gradient_device: as in `step_bytes`.
 
     Raises:
@@ -137,67 +138,72 @@ def predict(
     if min(compute_seconds, link_gb_per_s, batch_size, *num_towers) <= 0 or not 0 <= overlap <= 1:
         raise ValueError("compute_seconds, batch_size, link_gb_per_s, num_towers must be above 0, overlap from 0 to 1")
     if latency_seconds < 0:
-        raise ValueError(f"latency_seconds={latency_seconds:g} is below 0; give what one message takes, or 0")
+        raise ValueError(f"latency_seconds={latency_seconds:g} is below 0; give the time of one message, or 0")
     if max(num_towers) > batch_size and not per_device_batch:
         raise ValueError(f"{batch_size} examples cannot be shared by {max(num_towers)} devices")
 
-    def step(way: str, count: int) -> Prediction:
+    def step(exchange: str, count: int) -> Prediction:
         batch = batch_size * count if per_device_batch else batch_size
         towers = [f"/GPU:{k}" for k in range(count)]
-        phases = step_bytes(variables, way, towers, batch, example_bytes, gradient_device=gradient_device)
+        phases = step_bytes(variables, exchange, towers, batch, example_bytes, gradient_device=gradient_device)
         compute = compute_seconds * -(-batch // count) / batch_size  # the largest shard's
-        busiest = [max((n for both in link_loads(phase).values() for n in both), default=0) for phase in phases]
-        sequential = count - 1 if way == "ring" else 1  # messages of gathering, and of scattering
-        messages = bool(phases.read) + sequential * (bool(phases.gather) + bool(phases.scatter))
-        transfer = sum(busiest) / (link_gb_per_s * 1e9) + latency_seconds * messages
+        transfer = _transfer_seconds(phases, exchange, count, link_gb_per_s, latency_seconds)
         seconds = compute + max(0.0, transfer - overlap * compute)
-        return Prediction(way, count, batch, compute, transfer, seconds, batch / seconds)
+        return Prediction(exchange, count, batch, compute, transfer, seconds, batch / seconds)
 
-    alone = step("ring", 1).images_per_sec
-    steps = [step(way, count) for way in ways for count in num_towers]
-    return [one._replace(efficiency=one.images_per_sec / (one.num_towers * alone)) for one in steps]
+    single = step("ring", 1).images_per_sec
+    steps = [step(exchange, count) for exchange in exchanges or EXCHANGES for count in num_towers]
+    return [one._replace(efficiency=one.images_per_sec / (one.num_towers * single)) for one in steps]
 
 
-def _shared(variables: Sequence[VariableBytes], way: str, towers: Sequence[str], gradient_device: str) -> list[Traffic]:
-    read, gather, scatter = Counter(), Counter(), Counter()
-    for (size, role), home in zip(variables, _homes(variables, way, towers), strict=True):
-        given_back = size if role != "frozen" else 0
-        meeting = gradient_device if gradient_device and role == "weight" else home
+def _transfer_seconds(phases: StepBytes, exchange: str, count: int, gb_per_s: float, latency: float) -> float:
+    busiest = [max((n for both in link_loads(phase).values() for n in both), default=0) for phase in phases]
+    sequential = count - 1 if exchange == "ring" else 1  # messages of gathering, and of scattering
+    messages = bool(phases.read) + sequential * (bool(phases.gather) + bool(phases.scatter))
+    return sum(busiest) / (gb_per_s * 1e9) + latency * messages
+
+
+def _shared(
+    variables: Sequence[VariableBytes], placement: str, towers: Sequence[str], gradient_device: str
+) -> StepBytes:
+    phases = StepBytes(Counter(), Counter(), Counter())
+    choose = PLACEMENTS[placement](towers)  # slots and averages are created later: they do not change these choices
+    for size, role in variables:
+        device = choose(lambda size=size: size, "")
+        returned = size if role != "frozen" else 0
+        mean_device = gradient_device if gradient_device and role == "weight" else device
         for tower in towers:
-            read[home, tower] += size
-            gather[tower, meeting] += given_back
-        scatter[meeting, home] += given_back
-    return [read, gather, scatter]
+            phases.read[device, tower] += size
+            phases.gather[tower, mean_device] += returned
+        phases.scatter[mean_device, device] += returned
+    return phases
 
 
-def _homes(variables: Sequence[VariableBytes], way: str, towers: Sequence[str]) -> list[str]:
-    """Where `variable_placement` puts each; slots and averages are born later, so they do not matter."""
-    if way == "cpu":
-        return [HOST] * len(variables)
-    if way == "round_robin":
-        return list(itertools.islice(itertools.cycle(towers), len(variables)))
-    held, homes = Counter(), []
-    for size, _ in variables:
-        homes.append(min(towers, key=held.__getitem__))
-        held[homes[-1]] += size
-    return homes
+def _one_device(reduced: int, towers: Sequence[str]) -> StepBytes:
+    gather = Counter({(tower, towers[0]): reduced for tower in towers})
+    return StepBytes(Counter(), gather, Counter({(towers[0], tower): reduced for tower in towers}))
 
 
-def _mirrored(variables: Sequence[VariableBytes], way: str, towers: Sequence[str], _) -> list[Traffic]:
-    reduced = sum(size for size, role in variables if role != "frozen")
-    if way == "one_device":
-        gather = Counter({(tower, towers[0]): reduced for tower in towers})
-        return [Counter(), gather, Counter({(to, tower): size for (tower, to), size in gather.items()})]
+def _ring(reduced: int, towers: Sequence[str]) -> StepBytes:
     share = -(-reduced * (len(towers) - 1) // len(towers))
     ring = Counter(dict.fromkeys(zip(towers, [*towers[1:], towers[0]], strict=True), share))
-    return [Counter(), ring, Counter(ring)]
+    return StepBytes(Counter(), ring, Counter(ring))
 
 
-def _check(variables: Sequence[VariableBytes], way: str, towers: Sequence[str]) -> None:
-    unknown = {role for _, role in variables} - {"weight", "statistic", "frozen"}
+# All-reduce of a copy on every device: name -> function of (bytes reduced, towers' devices)
+MIRRORED: dict[str, Callable[[int, Sequence[str]], StepBytes]] = {"one_device": _one_device, "ring": _ring}
+EXCHANGES = (*PLACEMENTS, *MIRRORED)
+
+
+def _between_devices(phase: Traffic) -> Traffic:
+    return Counter({pair: size for pair, size in phase.items() if pair[0] != pair[1] and size})
+
+
+def _check(variables: Sequence[VariableBytes], exchange: str, towers: Sequence[str]) -> None:
+    unknown = {role for _, role in variables} - set(ROLES)
     if unknown:
-        raise ValueError(f"a variable is a weight, a statistic or frozen, not {', '.join(sorted(unknown))}")
-    if way not in WAYS:
-        raise ValueError(f"{way!r} is not one of {', '.join(WAYS)}")
+        raise ValueError(f"the role of a variable is one of {', '.join(ROLES)}, not {', '.join(sorted(unknown))}")
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange {exchange!r} is not one of {', '.join(EXCHANGES)}")
     if not towers:
         raise ValueError("a step needs the device of at least one tower")

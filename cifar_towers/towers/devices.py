@@ -1,6 +1,6 @@
-"""Which device each tower computes on.
+"""The device each tower computes on.
 
-`make_towers(n)` is called once, first thing in a program: TensorFlow fixes its devices when it first uses them.
+Call `make_towers(n)` once, before any other TensorFlow operation: TensorFlow fixes its devices at first use.
 """
 
 import functools
@@ -15,7 +15,7 @@ import tensorflow as tf
 log = logging.getLogger(__name__)
 
 CPU_TOWERS_BY_DEFAULT = 2
-NVIDIA_DRIVERS = Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/libcuda.so.1")  # the latter: Windows' own
+NVIDIA_DRIVERS = Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/libcuda.so.1")  # the second: WSL
 
 
 class Tower(NamedTuple):
@@ -31,11 +31,11 @@ class Tower(NamedTuple):
 
 
 class DevicePlan(NamedTuple):
-    """Which devices K towers use: their kind, each tower's physical device, and the reason in words."""
+    """The devices that K towers use."""
 
     kind: str  # "GPU" or "CPU"
-    physical: tuple[int, ...]  # [K] physical device of each tower
-    note: str  # empty when every tower has a GPU of its own
+    physical: tuple[int, ...]  # [K] index of each tower's physical device
+    note: str  # why towers share devices; empty when every tower has a GPU of its own
 
 
 def make_towers(
@@ -46,22 +46,21 @@ def make_towers(
     gpu_memory_limit_mb: int = 0,
     intra_op_threads: int = 0,
 ) -> list[Tower]:
-    """Opens TensorFlow's devices for `num_towers` towers and names them.
+    """Initializes TensorFlow's devices for `num_towers` towers and returns the towers.
 
     Args:
-      num_towers: how many; 0 means one for each GPU, or two on the CPU where there is none.
-      soft_placement: let logical devices stand in for missing GPUs, and operations without a kernel on their
-        device run elsewhere. If false, either is an error.
-      gpu_memory_growth: take GPU memory as it is needed, not all at once.
-      gpu_memory_limit_mb: most memory to use on each GPU, in MB; 0 for no limit.
-      intra_op_threads: threads inside one operation; 0 shares the cores among the CPU towers.
+      num_towers: 0 means one for each GPU, or two on the CPU where there is no GPU.
+      soft_placement: use logical devices for missing GPUs, and run operations without a kernel on their device
+        elsewhere. If false, either is an error.
+      gpu_memory_growth: allocate GPU memory as it is needed, not all at once.
+      gpu_memory_limit_mb: limit for each GPU, in MB; 0 for none.
+      intra_op_threads: threads inside one operation; 0 divides the cores by the CPU towers.
 
     Raises:
       ValueError: GPUs are missing and soft placement is off, or the devices cannot be divided.
       RuntimeError: TensorFlow is already running with too few devices.
     """
-    gpus = tf.config.get_visible_devices("GPU")
-    plan = plan_devices(num_towers, len(gpus), soft_placement)
+    plan = plan_devices(num_towers, len(tf.config.get_visible_devices("GPU")), soft_placement)
     prepare_devices(
         plan,
         soft_placement=soft_placement,
@@ -69,7 +68,9 @@ def make_towers(
         gpu_memory_limit_mb=gpu_memory_limit_mb,
         intra_op_threads=intra_op_threads,
     )
-    return _open(plan)
+    towers = _initialized_towers(plan)
+    _log_plan(plan)
+    return towers
 
 
 def prepare_devices(
@@ -80,7 +81,7 @@ def prepare_devices(
     gpu_memory_limit_mb: int = 0,
     intra_op_threads: int = 0,
 ) -> None:
-    """Tells TensorFlow how to open the devices of a plan, the arguments being those of `make_towers`; opens none."""
+    """Configures the devices of a plan without initializing them; arguments as of `make_towers`."""
     gpus = tf.config.get_visible_devices("GPU")
     try:
         tf.config.set_soft_device_placement(soft_placement)
@@ -89,7 +90,7 @@ def prepare_devices(
             _divide_gpus(gpus, plan, gpu_memory_growth, gpu_memory_limit_mb)
         else:
             _divide_cpu(len(plan.physical))
-    except RuntimeError:  # the devices are open already, as in a notebook's second cell: use them if they suffice
+    except RuntimeError:  # already initialized, as in a notebook's second cell: use the devices if they suffice
         pass
 
 
@@ -106,7 +107,7 @@ def plan_devices(num_towers: int, num_gpus: int, soft_placement: bool = True) ->
         have = ", ".join(f"/GPU:{i}" for i in range(num_gpus)) or "only /CPU:0"
         raise ValueError(
             f"{num_towers} towers need {num_towers} GPUs and this machine has {have}; "
-            f"ask for fewer or allow soft placement"
+            "ask for fewer or allow soft placement"
         )
     if num_gpus == 0:
         return DevicePlan("CPU", (0,) * count, f"no GPU here: {count} tower{'s' * (count > 1)} on logical CPU devices")
@@ -114,7 +115,7 @@ def plan_devices(num_towers: int, num_gpus: int, soft_placement: bool = True) ->
     return DevicePlan("GPU", tuple(i * num_gpus // count if count > num_gpus else i for i in range(count)), note)
 
 
-def _open(plan: DevicePlan) -> list[Tower]:
+def _initialized_towers(plan: DevicePlan) -> list[Tower]:
     count = len(plan.physical)
     logical = tf.config.list_logical_devices(plan.kind)
     if len(logical) < count:
@@ -122,19 +123,22 @@ def _open(plan: DevicePlan) -> list[Tower]:
             f"TensorFlow already runs with {len(logical)} {plan.kind} devices, too few for {count} towers: "
             "call make_towers before any other TensorFlow operation"
         )
-    if plan.note:
-        log.info(plan.note)
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    if plan.kind == "CPU" and not hidden and any(driver.exists() for driver in NVIDIA_DRIVERS):
-        log.warning(
-            "an NVIDIA driver is here, but TensorFlow finds no GPU: it may lack its CUDA packages, which "
-            "pip install 'tensorflow[and-cuda]' brings; with TF_CPP_MIN_LOG_LEVEL=0 it says what is wrong"
-        )
     return [Tower(i, f"/{plan.kind}:{i}") for i in range(count)]
 
 
+def _log_plan(plan: DevicePlan) -> None:
+    if plan.note:
+        log.info(plan.note)
+    gpus_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if plan.kind == "CPU" and not gpus_hidden and any(driver.exists() for driver in NVIDIA_DRIVERS):
+        log.warning(
+            "an NVIDIA driver is installed, but TensorFlow has no GPU. If its CUDA packages are missing: "
+            "pip install 'tensorflow[and-cuda]'; to see the cause, set TF_CPP_MIN_LOG_LEVEL=0"
+        )
+
+
 def _set_threads(plan: DevicePlan, intra_op_threads: int) -> None:
-    """K towers on C cores get C/K threads an operation and K operations at a time, so that they do not fight."""
+    """K towers on C cores get C/K threads an operation and K operations at a time, not K x C threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     towers = len(plan.physical)
     if plan.kind == "CPU":
@@ -165,7 +169,7 @@ def _divide_gpus(gpus, plan: DevicePlan, growth: bool, limit_mb: int) -> None:
 
 
 def _gpu_memory_mb(index: int) -> int:
-    """Nine tenths of a GPU's free memory, as its driver tells it."""
+    """Nine tenths of a GPU's free memory, as its driver reports it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[index] if index < len(visible) and visible[index] else str(index)
     query = ["nvidia-smi", f"--id={name}", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
@@ -174,23 +178,23 @@ def _gpu_memory_mb(index: int) -> int:
         return int(answer.stdout) * 9 // 10
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ValueError(
-            f"several towers on /GPU:{index} need a share of its memory, and the driver does not tell its size; "
+            f"several towers on /GPU:{index} need a share of its memory, and the driver does not report it; "
             "set gpu_memory_limit_mb"
         ) from error
 
 
 def gpu_names() -> list[str]:
-    """What the GPUs that can be used here are called, as `NVIDIA A100-SXM4-40GB`."""
+    """Product names of the visible GPUs, as `NVIDIA A100-SXM4-40GB`."""
     gpus = tf.config.get_visible_devices("GPU")
     return [tf.config.experimental.get_device_details(gpu).get("device_name", gpu.name) for gpu in gpus]
 
 
 @functools.cache
 def processor_features() -> frozenset[str]:
-    """The instruction sets of the first processor by their Linux names, as `avx2`; empty on other systems."""
+    """Instruction sets of the first processor by their Linux names, as `avx2`; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    named = (line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features")))
-    return frozenset(next(named, "").split())
+    features = (line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(features, "").split())

@@ -1,5 +1,6 @@
-"""The synchronization point: K towers' gradients become one."""
+"""The synchronization point: average the gradients of K towers."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
@@ -8,24 +9,22 @@ import tensorflow as tf
 def average_gradients(
     tower_grads: Sequence[Iterable[tuple]], weights: Sequence[float] | None = None, device: str = ""
 ) -> list[tuple]:
-    """Averages each variable's gradient over the towers.
-
-    The mean is taken on the device of the variable, which is where it is needed next, unless another is given.
+    """Averages each variable's gradient over the towers, on the variable's device unless another is given.
 
     Args:
       tower_grads: K x N x (gradient, variable): for each tower, the pairs of all N variables in one order, as
         `zip(tape.gradient(loss, variables), variables)` gives them. A gradient is a tensor, `tf.IndexedSlices` or
         `None`; a variable is a `tf.Variable` or a Keras variable.
-      weights: [K], how much each tower counts, usually its number of examples; equal if not given.
-      device: where to take all the means, as `/CPU:0`; beside each variable if empty.
+      weights: [K], the weight of each tower, usually its number of examples; equal if not given.
+      device: computes all means, as `/CPU:0`; the device of each variable if empty.
 
     Returns:
-      N x (mean gradient, variable). With one tower, its pairs as they came. A variable that no tower has a gradient
-      for keeps `None`; a tower without one where others have it counts as zeros. Sparse gradients stay sparse where
-      all towers' are.
+      N x (mean gradient, variable). With one tower, its pairs unchanged. A variable that no tower has a gradient for
+      keeps `None`; where only some towers have one, the others count as zeros. Gradients that are sparse on all towers
+      stay sparse.
 
     Raises:
-      ValueError: no towers, towers that disagree on their variables, or weights that do not fit.
+      ValueError: no towers, towers that disagree on their variables, or weights that do not match the towers.
     """
     tower_grads = [list(pairs) for pairs in tower_grads]
     fractions = _fractions(tower_grads, weights)
@@ -53,13 +52,15 @@ def _mean(gradients: list, device: str, fractions: list[float]):
 
 
 def _device(variable) -> str:
-    """Where a variable lives; a Keras variable keeps the TensorFlow one as its value."""
+    """Device of a `tf.Variable`, or of the one that a Keras variable has as its value."""
     return getattr(variable, "device", None) or getattr(getattr(variable, "value", None), "device", "") or ""
 
 
 def _fractions(tower_grads, weights) -> list[float]:
     if not tower_grads:
-        raise ValueError("average_gradients needs the gradients of at least one tower; it was given none")
+        raise ValueError(
+            "average_gradients needs the gradients of at least one tower; pass a list with one entry per tower"
+        )
     if weights is None:
         return [1 / len(tower_grads)] * len(tower_grads)
     if len(weights) != len(tower_grads) or min(weights) < 0 or sum(weights) <= 0:
@@ -72,14 +73,12 @@ def _fractions(tower_grads, weights) -> list[float]:
 def _check_same_variables(tower_grads) -> None:
     first = [variable for _, variable in tower_grads[0]]
     for tower, pairs in enumerate(tower_grads):
-        here = [variable for _, variable in pairs]
-        for position in range(max(len(first), len(here))):
-            expected = first[position] if position < len(first) else None
-            found = here[position] if position < len(here) else None
-            if expected is not found:
+        variables = [variable for _, variable in pairs]
+        for position, (expected, actual) in enumerate(itertools.zip_longest(first, variables)):
+            if expected is not actual:
                 raise ValueError(
                     f"tower_{tower} and tower_0 disagree on variable {position}: "
-                    f"tower_{tower} has {_name(found)}, tower_0 has {_name(expected)}"
+                    f"tower_{tower} has {_name(actual)}, tower_0 has {_name(expected)}"
                 )
 
 

@@ -1,4 +1,7 @@
-"""Where shared variables live, and a table that shows where everything went."""
+"""Where shared variables live, and a report of the devices that a traced step uses.
+
+A placement policy is an entry of `PLACEMENTS` and its function; `communication` predicts with the same function.
+"""
 
 import contextlib
 import itertools
@@ -10,49 +13,69 @@ import tensorflow as tf
 
 from cifar_towers.towers.devices import Tower
 
-HOST = "/CPU:0"
-PLACEMENTS = ("cpu", "round_robin", "least_loaded")
-_pinned = threading.local()
+HOST = "/CPU:0"  # the device whose memory is the machine's main memory
+_thread = threading.local()  # .pinned: the device of the innermost `pin_to_device`
 
 
 @contextlib.contextmanager
 def variable_placement(policy: str = "cpu", towers: Sequence[Tower] = ()) -> Iterator[None]:
-    """Every variable born inside lives where `policy` says, Keras variables and optimizer slots alike.
+    """Creates every variable inside on the device that `policy` chooses, Keras variables and optimizer slots too.
 
-    `cpu`: in the host's memory, from which every tower reads. `round_robin`: on the towers' devices in turn.
-    `least_loaded`: each on the tower's device that holds the fewest bytes of variables so far, the first of equals.
-    What follows a variable is pinned beside it with `pin_to_device`, and counts among its device's bytes.
+    `cpu`: host memory, from which every tower reads. `round_robin`: the towers' devices in turn.
+    `least_loaded`: the towers' device that holds the fewest bytes of variables so far, the first of equals.
+    A variable under `pin_to_device` is on that device, and counts among its bytes.
 
     Raises:
-      ValueError: an unknown policy, no towers to spread over, or, when it is born, a variable of unknown shape whose
+      ValueError: an unknown policy, no towers to spread over, or, when a variable is created, an unknown shape whose
         bytes `least_loaded` would have to count.
     """
     if policy not in PLACEMENTS:
         raise ValueError(f"variable placement {policy!r} is not one of {', '.join(PLACEMENTS)}")
-    devices = [HOST] if policy == "cpu" else list(dict.fromkeys(tower.device for tower in towers))
-    if not devices:
-        raise ValueError(f"variable placement {policy} spreads variables over towers; give it some")
-    turns = itertools.cycle(devices)
-    held = Counter(dict.fromkeys(devices, 0))
+    if policy != "cpu" and not towers:
+        raise ValueError(f"variable placement {policy} spreads variables over towers; pass towers")
+    choose = PLACEMENTS[policy](list(dict.fromkeys(tower.device for tower in towers)))
+    with custom_placement(lambda creation, pinned_to: choose(lambda: _variable_bytes(creation), pinned_to)):
+        yield
 
-    def choose(creation: dict, pinned_to: str) -> str:
-        if policy != "least_loaded":
-            return pinned_to or next(turns)
-        size = _count_bytes(creation)
-        device = pinned_to or min(devices, key=held.__getitem__)
-        held[short_device(device)] += size
+
+# (bytes of a new variable, computed when called; device it is pinned to or "") -> device
+Chooser = Callable[[Callable[[], int], str], str]
+
+
+def _on_host(devices: Sequence[str]) -> Chooser:
+    return lambda count_bytes, pinned_to: pinned_to or HOST
+
+
+def _round_robin(devices: Sequence[str]) -> Chooser:
+    turns = itertools.cycle(devices)
+    return lambda count_bytes, pinned_to: pinned_to or next(turns)
+
+
+def _least_loaded(devices: Sequence[str]) -> Chooser:
+    load = Counter(dict.fromkeys(devices, 0))
+
+    def choose(count_bytes, pinned_to):
+        device = pinned_to or min(devices, key=load.__getitem__)
+        load[short_device(device)] += count_bytes()
         return device
 
-    with custom_placement(choose):
-        yield
+    return choose
+
+
+# name -> function from the towers' devices to a chooser for one set of variables
+PLACEMENTS: dict[str, Callable[[Sequence[str]], Chooser]] = {
+    "cpu": _on_host,
+    "round_robin": _round_robin,
+    "least_loaded": _least_loaded,
+}
 
 
 @contextlib.contextmanager
 def custom_placement(choose: Callable[[dict, str], str]) -> Iterator[None]:
-    """Every variable born inside lives on the device `choose(creation arguments, device it is pinned to or "")`."""
+    """Creates every variable inside on the device `choose(creation arguments, device it is pinned to or "")`."""
 
     def place(next_creator, **creation):
-        with tf.device(choose(creation, getattr(_pinned, "device", ""))):
+        with tf.device(choose(creation, getattr(_thread, "pinned", ""))):
             return next_creator(**creation)
 
     with tf.variable_creator_scope(place):
@@ -61,32 +84,32 @@ def custom_placement(choose: Callable[[dict, str], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pin_to_device(device: str) -> Iterator[None]:
-    """Variables born inside live on `device`, whatever the placement around: `with pinned(variable.device)`."""
-    before = getattr(_pinned, "device", "")
-    _pinned.device = device
+    """Creates variables inside on `device`, whatever the placement around it, as slots beside their weight."""
+    previous = getattr(_thread, "pinned", "")
+    _thread.pinned = device
     try:
         with tf.device(device):
             yield
     finally:
-        _pinned.device = before
+        _thread.pinned = previous
 
 
-def _count_bytes(creation: dict) -> int:
-    """What a variable will take; its first value, where it is a function, is computed once and put in its place."""
+def _variable_bytes(creation: dict) -> int:
+    """Bytes of a variable before it is created. A callable initial value is replaced by its result, drawn once."""
     value = creation["initial_value"]
     value = tf.convert_to_tensor(value() if callable(value) else value, dtype=creation.get("dtype"))
     shape = value.shape if creation.get("shape") is None else tf.TensorShape(creation["shape"])
     if not shape.is_fully_defined():
         raise ValueError(
-            f"variable {creation.get('name') or 'without a name'} has shape {shape}, so its bytes cannot be counted; "
-            "give it a whole shape, or place variables by round_robin"
+            f"variable {creation.get('name') or '(unnamed)'} has shape {shape}, so its bytes cannot be counted; "
+            "give it a fully defined shape, or place variables by round_robin"
         )
     creation["initial_value"] = value
     return shape.num_elements() * value.dtype.size
 
 
-def placement_report(function, towers: Iterable) -> str:
-    """What a traced step says of its devices, as text: each variable's, then the operations of each tower.
+def placement_report(function, towers: Iterable[Tower]) -> str:
+    """A table of the devices of a traced step: each variable's, their total bytes, and each tower's operations.
 
     Args:
       function: a `tf.types.experimental.ConcreteFunction`.
@@ -95,29 +118,27 @@ def placement_report(function, towers: Iterable) -> str:
     rows = [("variable", "shape", "bytes", "device")]
     bytes_on: Counter[str] = Counter()
     for variable in sorted(function.variables, key=lambda variable: variable.name):
-        size = variable.shape.num_elements() * variable.dtype.size
-        bytes_on[short_device(variable.device)] += size
-        name = variable.name.removesuffix(":0")
-        rows.append((name, str(variable.shape), f"{size:,}", short_device(variable.device)))
+        size, device = variable.shape.num_elements() * variable.dtype.size, short_device(variable.device)
+        bytes_on[device] += size
+        rows.append((variable.name.removesuffix(":0"), str(variable.shape), f"{size:,}", device))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"{n:{widths[0]}}  {s:{widths[1]}}  {b:>{widths[2]}}  {d}" for n, s, b, d in rows]
     lines += [f"{device}: {size:,} bytes of variables" for device, size in sorted(bytes_on.items())]
     for tower in towers:
-        counts = tower_devices(function, tower)
-        told = ", ".join(f"{count} operations on {device}" for device, count in counts.most_common())
-        lines.append(f"{tower.name}: {told}")
+        counts = tower_devices(function, tower).most_common()
+        lines.append(f"{tower.name}: " + ", ".join(f"{count} operations on {device}" for device, count in counts))
     return "\n".join(lines)
 
 
-def tower_devices(function, tower, kind: str = "") -> Counter[str]:
-    """Device -> number of operations under the tower's name scope (of one kind, such as `Conv2D`, if given).
+def tower_devices(function, tower: Tower, op_type: str = "") -> Counter[str]:
+    """Device -> number of operations in the tower's name scope (of one type, such as `Conv2D`, if given).
 
     Reads of variables are not counted: they happen where the variable lives.
     """
     return Counter(
         short_device(op.device)
         for op in function.graph.get_operations()
-        if op.device and f"{tower.name}/" in f"{op.name}/" and kind in ("", op.type)
+        if op.device and f"{tower.name}/" in f"{op.name}/" and op_type in ("", op.type)
     )
 
 

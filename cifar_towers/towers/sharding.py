@@ -1,4 +1,4 @@
-"""Splitting a batch over the towers and running one function on each."""
+"""Split a batch over the towers and run one function on each."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,10 +10,9 @@ from cifar_towers.towers.placement import HOST
 
 
 def split_batch(batch: Any, towers: Sequence[Tower]) -> list[Any]:
-    """Cuts every tensor of a structure on axis 0, in host memory, one shard a tower: [B, ...] -> K x [B/K, ...].
+    """Splits every tensor of a structure on axis 0, in host memory: [B, ...] -> K shards of [B/K, ...].
 
-    Where K does not divide B, the first B mod K shards have one example more; weigh their gradients by their
-    examples then.
+    Where K does not divide B, the first B mod K shards have one example more; weigh their gradients by examples then.
 
     Raises:
       ValueError: a tensor without a known axis 0, tensors that differ in it, or fewer examples than towers.
@@ -22,27 +21,12 @@ def split_batch(batch: Any, towers: Sequence[Tower]) -> list[Any]:
         return _split(batch, len(towers), "towers")
 
 
-def _split(batch: Any, count: int, what: str) -> list[Any]:
-    """In host memory: TensorFlow splits whole numbers on no GPU."""
-    tensors = tf.nest.flatten(batch)
-    sizes = {tensor.shape[0] if tensor.shape.rank else None for tensor in tensors}
-    if len(sizes) != 1 or None in sizes:
-        raise ValueError(f"all tensors of a batch need one known length on axis 0; these have {sorted(sizes, key=str)}")
-    (examples,) = sizes
-    if examples < count:
-        raise ValueError(f"{examples} examples cannot be shared by {count} {what}")
-    share_sizes = [examples // count + (k < examples % count) for k in range(count)]
-    with tf.device(HOST):
-        shares_of = [tf.split(tensor, share_sizes, axis=0) for tensor in tensors]
-    return [tf.nest.pack_sequence_as(batch, share) for share in zip(*shares_of, strict=True)]
-
-
 def run_on_towers(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: Sequence[Any]) -> list[Any]:
-    """Calls `fn(tower, shard)` for each tower, on its device and under its name scope; the results in tower order.
+    """Calls `fn(tower, shard)` for each tower, in its device and name scope; returns the results in tower order.
 
-    Call it inside one `tf.function`: there the towers run side by side, eagerly one after another. `fn` must take
-    its gradients itself, so that the backward pass lands on the tower's device too, and must leave nothing behind
-    but its result: a tower that writes to a variable makes the next one wait.
+    Call it inside one `tf.function`: there the towers run side by side, eagerly one after another. `fn` must compute
+    its gradients itself, so that the backward pass is on the tower's device too. It must have no side effects: a
+    tower that writes to a variable makes the next one wait.
     """
     results = []
     for tower, shard in zip(towers, shards, strict=True):
@@ -51,60 +35,75 @@ def run_on_towers(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shar
     return results
 
 
-def run_micro_batches(fn: Callable[[Any], Any], shard: Any, parts: int, sequential: bool = True) -> list[Any]:
-    """Calls `fn` on each of a shard's `parts`; the results in order.
+def run_micro_batches(fn: Callable[[Any], Any], shard: Any, count: int, sequential: bool = True) -> list[Any]:
+    """Splits a shard into `count` micro-batches and calls `fn` on each; returns the results in order.
 
-    With `sequential`, a part's input waits for the result of the part before also when the graph runs, so that memory
-    holds the activations of one part at a time. The results are all kept.
+    With `sequential`, the input of a micro-batch waits for the previous result when the graph runs, so that memory
+    holds the activations of one micro-batch at a time. The results of all stay in memory.
 
     Raises:
       ValueError: as `split_batch` does.
     """
-    if parts == 1:
+    if count == 1:
         return [fn(shard)]
     results: list[Any] = []
-    for index, part in enumerate(_split(shard, parts, "parts")):
+    for index, part in enumerate(_split(shard, count, "micro-batches")):
         with tf.name_scope(f"part_{index}"):
             if sequential and results:
-                before = [tensor for tensor in tf.nest.flatten(results[-1]) if tensor is not None]
-                with tf.control_dependencies(before):
+                previous = [tensor for tensor in tf.nest.flatten(results[-1]) if tensor is not None]
+                with tf.control_dependencies(previous):
                     part = tf.nest.map_structure(tf.identity, part)
             results.append(fn(part))
     return results
 
 
-def with_pinned_backward(device: str, scope: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, with its forward and its backward pass on `device` and under the name scope `scope`.
+def _split(batch: Any, count: int, unit: str) -> list[Any]:
+    tensors = tf.nest.flatten(batch)
+    lengths = {tensor.shape[0] if tensor.shape.rank else None for tensor in tensors}
+    if len(lengths) != 1 or None in lengths:
+        lengths = sorted(lengths, key=str)
+        raise ValueError(f"all tensors of a batch need one known length on axis 0; these have {lengths}")
+    (examples,) = lengths
+    if examples < count:
+        raise ValueError(f"{examples} examples cannot be shared by {count} {unit}")
+    sizes = [examples // count + (k < examples % count) for k in range(count)]
+    with tf.device(HOST):  # TensorFlow has no GPU kernel that splits integers
+        splits = [tf.split(tensor, sizes, axis=0) for tensor in tensors]
+    return [tf.nest.pack_sequence_as(batch, shard) for shard in zip(*splits, strict=True)]
 
-    A tape that is asked for gradients outside a tower puts the backward pass where it was asked. The function
-    returned here takes its own gradients, there where it ran, and hands them to whatever tape is outside. It is
-    called with positional structures of tensors; variables that `fn` reads get their gradients too.
+
+def with_pinned_backward(device: str, scope: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` with both its forward and its backward pass on `device`, in the name scope `scope`.
+
+    A tape that is asked for gradients outside a tower puts the backward pass where it was asked. The returned function
+    records a tape of its own on `device` and hands its gradients to any outer tape. Its arguments are positional
+    structures of tensors; variables that `fn` reads get gradients too.
     """
 
-    def kept(*structures):
+    def pinned(*structures):
+        output_structure = None
+
         @tf.custom_gradient
         def run(*inputs):
+            nonlocal output_structure
             with tf.device(device), tf.name_scope(scope), tf.GradientTape(persistent=True) as tape:
                 watched = [tensor for tensor in inputs if tensor.dtype.is_floating]
                 tape.watch(watched)
-                structure = fn(*tf.nest.pack_sequence_as(structures, inputs))
-                outputs = [tf.convert_to_tensor(output) for output in tf.nest.flatten(structure)]
-            shape_of_outputs.append(structure)
+                output_structure = fn(*tf.nest.pack_sequence_as(structures, inputs))
+                outputs = [tf.convert_to_tensor(output) for output in tf.nest.flatten(output_structure)]
 
             def gradient(*upstream, variables=()):
-                sources = [*watched, *variables]
                 pairs = [(y, dy) for y, dy in zip(outputs, upstream, strict=True) if y.dtype.is_floating]
+                targets, output_gradients = [y for y, _ in pairs], [dy for _, dy in pairs]
                 with tf.device(device), tf.name_scope(f"{scope}/gradient"):
-                    found = tape.gradient([y for y, _ in pairs], sources, output_gradients=[dy for _, dy in pairs])
-                of_watched = iter(found)
-                to_inputs = [next(of_watched) if tensor.dtype.is_floating else None for tensor in inputs]
-                return (to_inputs, list(of_watched)) if variables else to_inputs
+                    gradients = tape.gradient(targets, [*watched, *variables], output_gradients=output_gradients)
+                remaining = iter(gradients)
+                input_gradients = [next(remaining) if tensor.dtype.is_floating else None for tensor in inputs]
+                return (input_gradients, list(remaining)) if variables else input_gradients
 
             return outputs, gradient
 
-        shape_of_outputs: list[Any] = []
-        flat = [tf.convert_to_tensor(tensor) for tensor in tf.nest.flatten(structures)]
-        outputs = run(*flat)
-        return tf.nest.pack_sequence_as(shape_of_outputs[-1], outputs)
+        outputs = run(*[tf.convert_to_tensor(tensor) for tensor in tf.nest.flatten(structures)])
+        return tf.nest.pack_sequence_as(output_structure, outputs)
 
-    return kept
+    return pinned

@@ -109,7 +109,7 @@ def test_the_table_is_aligned_and_sorted_and_tells_the_spread():
 
 
 def test_the_table_of_predictions_is_aligned():
-    rows = predict(0.008, [VariableBytes(10**6)], 1024, 10**4, 10.0, ways=["cpu", "ring"])
+    rows = predict(0.008, [VariableBytes(10**6)], 1024, 10**4, 10.0, exchanges=["cpu", "ring"])
     lines = report.prediction_table(rows).splitlines()
     assert len(lines) == 1 + 2 * 7 and len(set(map(len, lines))) == 1
     assert lines[0].split()[:3] == ["variables", "devices", "batch"]

@@ -318,7 +318,7 @@ def test_a_prediction_from_one_tower(tmp_path, tiny):
     assert code == 0, err
     told = json.loads((tmp_path / "prediction.json").read_text())
     assert not (tmp_path / "benchmark.json").exists()
-    rows = {(row["way"], row["num_towers"]): row for row in told["predictions"]}
+    rows = {(row["exchange"], row["num_towers"]): row for row in told["predictions"]}
     assert {count for _, count in rows} == {1, 2, 4, 8, 16, 32, 64}
     assert rows["ring", 1]["compute_seconds"] == pytest.approx(160 / told["measured"]["median"])
     # the host sends 160 examples; each device sends half of 1,068,298 four-byte weights to the other, twice

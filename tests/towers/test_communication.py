@@ -1,4 +1,4 @@
-"""Bytes by hand, bytes of traced steps, and bytes that TensorFlow really sends; times by arithmetic."""
+"""Predicted bytes against arithmetic, traced steps and what TensorFlow sends; predicted times against arithmetic."""
 
 import itertools
 from collections import Counter
@@ -16,8 +16,8 @@ from cifar_towers.towers.placement import PLACEMENTS
 from cifar_towers.training import build
 from tests.towers.transfers import transfers
 
-EXAMPLE_BYTES = 32 * 32 * 3 + 8 + 1 + 2 * 4  # image, label, flip and window; nothing else is drawn here
-BATCH = 10  # shared unequally by four
+EXAMPLE_BYTES = 32 * 32 * 3 + 8 + 1 + 2 * 4  # image, label, flip and window; nothing else is random here
+BATCH = 10  # not divisible by four towers
 NET = [VariableBytes(100), VariableBytes(20, "statistic"), VariableBytes(60), VariableBytes(8, "frozen")]
 GPUS = ("/GPU:0", "/GPU:1")
 
@@ -41,11 +41,11 @@ def traced(towers, examples, **settings):
 
 
 def variables_of(model):
-    """The model's variables in the order they are born, layer by layer."""
+    """The model's variables in the order of creation, layer by layer."""
     role_of = {id(v): "weight" for v in model.trainable_variables}
     role_of |= {id(v): "frozen" for layer in model.layers if layer.name == "whitening" for v in layer.weights[:1]}
-    born = [v for layer in model.layers for v in layer.variables]
-    return [VariableBytes(v.value.shape.num_elements() * 4, role_of.get(id(v), "statistic")) for v in born]
+    created = [v for layer in model.layers for v in layer.variables]
+    return [VariableBytes(v.value.shape.num_elements() * 4, role_of.get(id(v), "statistic")) for v in created]
 
 
 SETUPS = [*itertools.product(("cifarnet", "resnet20"), PLACEMENTS, (2, 4))]
@@ -55,7 +55,7 @@ QUICK = [("cifarnet", placement, 4) for placement in PLACEMENTS] + [("resnet20",
 @pytest.mark.parametrize(
     ("model", "placement", "count"), [pytest.param(*s, marks=() if s in QUICK else pytest.mark.slow) for s in SETUPS]
 )
-def test_the_model_is_what_a_traced_step_sends(towers, examples, model, placement, count):
+def test_predicted_bytes_equal_those_of_a_traced_step(towers, examples, model, placement, count):
     state, _, function = traced(towers(count), examples, model=model, variable_placement=placement)
     devices = [tower.device for tower in towers(count)]
     expected = step_bytes(variables_of(state.model), placement, devices, BATCH, EXAMPLE_BYTES).total()
@@ -65,7 +65,7 @@ def test_the_model_is_what_a_traced_step_sends(towers, examples, model, placemen
 
 
 @pytest.mark.parametrize("settings", [{"gradient_device": "cpu"}, {"micro_batches": 2}, {"model": "speednet93"}])
-def test_and_so_with_other_settings(towers, examples, settings):
+def test_predicted_bytes_with_other_settings(towers, examples, settings):
     settings = {"model": "resnet20", "variable_placement": "round_robin"} | settings
     state, _, function = traced(towers(2), examples, **settings)
     device = "/CPU:0" if "gradient_device" in settings else ""
@@ -75,15 +75,14 @@ def test_and_so_with_other_settings(towers, examples, settings):
     assert transfers(function, scalars=False) == expected.total()
 
 
-def test_and_so_with_mirrored_variables(towers, examples):
+def test_predicted_bytes_with_mirrored_variables(towers, examples):
     state, _, function = traced(towers(4), examples, model="cifarnet", strategy="mirrored", all_reduce="one_device")
     devices = [tower.device for tower in towers(4)]
     expected = step_bytes(variables_of(state.model), "one_device", devices, BATCH, EXAMPLE_BYTES)
-    said = (
-        4 * 4 * (len(state.loss_averages.sums) + 3)
-    )  # [4, n] float32: losses, correct, bad, asked; needed on the first
+    # [4, n] float32 of losses, correct, nonfinite and stop signal, needed on the first device
+    metrics_bytes = 4 * 4 * (len(state.loss_averages.sums) + 3)
     rest = transfers(function, scalars=False) - expected.total()
-    assert rest == {(device, devices[0]): said for device in devices[1:]}
+    assert rest == {(device, devices[0]): metrics_bytes for device in devices[1:]}
 
 
 @pytest.mark.parametrize(
@@ -94,8 +93,8 @@ def test_and_so_with_mirrored_variables(towers, examples):
         pytest.param({"parallelism": "model"}, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_traced_is_what_tensorflow_sends(towers, examples, settings):
-    """Of the graphs that TensorFlow cuts a call into, one a device, every `_Send` counts."""
+def test_traced_bytes_equal_those_that_tensorflow_sends(towers, examples, settings):
+    """TensorFlow partitions a call into one graph a device; the witness is the sum over all `_Send` operations."""
     _, step, function = traced(towers(2), examples, model="resnet20", **settings)
     sent = sent_bytes(step, function.graph)
     assert len(sent) == 2
@@ -110,20 +109,20 @@ def sent_bytes(call, graph):
     finally:
         context.context().disable_run_metadata()
     sent = Counter()
-    made_here = {op.name: op for op in graph.get_operations()}
-    for node in (node for of_one in metadata.partition_graphs for node in of_one.node if node.op == "_Send"):
+    operations = {op.name: op for op in graph.get_operations()}
+    for node in (node for partition in metadata.partition_graphs for node in partition.node if node.op == "_Send"):
         name, _, index = node.input[0].partition(":")
-        if name not in made_here:  # a control edge, or a scalar that was folded
+        if name not in operations:  # a control edge, or a scalar that was folded
             continue
-        tensor = made_here[name].outputs[int(index or 0)]
+        tensor = operations[name].outputs[int(index or 0)]
         ends = ("/" + node.attr[end].s.decode().rsplit("device:")[-1] for end in ("send_device", "recv_device"))
         if tensor.shape.rank:
             sent[tuple(ends)] += tensor.shape.num_elements() * tensor.dtype.size
     return sent
 
 
-def test_shared_variables_by_hand():
-    """A step of NET on two GPUs: 180 + 8 bytes are read, 180 given back; batches of 3 examples of 10 bytes."""
+def test_bytes_of_shared_variables():
+    """A step of NET on two GPUs: 180 + 8 bytes are read, 180 returned; batches of 3 examples of 10 bytes."""
     host = step_bytes(NET, "cpu", GPUS, 3, 10)
     assert host.read == {("/CPU:0", "/GPU:0"): 188 + 20, ("/CPU:0", "/GPU:1"): 188 + 10}
     assert host.gather == {("/GPU:0", "/CPU:0"): 180, ("/GPU:1", "/CPU:0"): 180}
@@ -139,19 +138,19 @@ def test_shared_variables_by_hand():
     assert balanced.gather == {("/GPU:1", "/GPU:0"): 100, ("/GPU:0", "/GPU:1"): 80}
 
 
-def test_where_the_host_is_a_tower_nothing_travels_to_it():
+def test_no_bytes_to_the_host_where_it_is_a_tower():
     on_host = step_bytes(NET, "cpu", ["/CPU:0", "/CPU:1"], 4, 10)
     assert on_host == StepBytes({("/CPU:0", "/CPU:1"): 188 + 20}, {("/CPU:1", "/CPU:0"): 180}, {})
 
 
-def test_gradients_averaged_on_the_host_by_hand():
-    found = step_bytes(NET, "round_robin", GPUS, gradient_device="/CPU:0")
-    assert found.gather == {("/GPU:0", "/CPU:0"): 160, ("/GPU:1", "/CPU:0"): 160, ("/GPU:0", "/GPU:1"): 20}
-    assert found.scatter == {("/CPU:0", "/GPU:0"): 160}
+def test_bytes_of_gradients_averaged_on_the_host():
+    step = step_bytes(NET, "round_robin", GPUS, gradient_device="/CPU:0")
+    assert step.gather == {("/GPU:0", "/CPU:0"): 160, ("/GPU:1", "/CPU:0"): 160, ("/GPU:0", "/GPU:1"): 20}
+    assert step.scatter == {("/CPU:0", "/GPU:0"): 160}
     assert step_bytes(NET, "round_robin", GPUS[:1], gradient_device="/CPU:0").total() == {}  # nothing to average
 
 
-def test_mirrored_variables_by_hand():
+def test_bytes_of_mirrored_variables():
     four = [f"/GPU:{index}" for index in range(4)]
     star = step_bytes(NET, "one_device", four)
     assert star.gather == {(gpu, "/GPU:0"): 180 for gpu in four[1:]}
@@ -162,11 +161,11 @@ def test_mirrored_variables_by_hand():
     assert step_bytes(NET, "ring", four[:1]).total() == {}
 
 
-def test_times_by_hand():
+def test_step_times():
     """One weight of 10^6 bytes, 100 examples of 10^4, at 1 GB/s: a millisecond for each of the two."""
     settings = {"compute_seconds": 0.008, "variables": [VariableBytes(10**6)], "batch_size": 100}
     settings |= {"example_bytes": 10**4, "link_gb_per_s": 1.0, "num_towers": (1, 2, 4)}
-    rows = {(row.way, row.num_towers): row for row in predict(**settings)}
+    rows = {(row.exchange, row.num_towers): row for row in predict(**settings)}
     # alone, on the GPU: the batch in 1 ms, then 8 ms
     assert rows["round_robin", 1].step_seconds == pytest.approx(0.009)
     assert rows["round_robin", 1].efficiency == pytest.approx(1)
@@ -181,54 +180,67 @@ def test_times_by_hand():
     assert rows["ring", 4].transfer_seconds == pytest.approx(0.001 + 2 * 0.75 * 0.001)
     assert rows["ring", 2].transfer_seconds == pytest.approx(0.001 + 2 * 0.5 * 0.001)
 
-    weak = {(row.way, row.num_towers): row for row in predict(**settings, per_device_batch=True)}
+    weak = {(row.exchange, row.num_towers): row for row in predict(**settings, per_device_batch=True)}
     assert weak["ring", 4].batch_size == 400
     assert weak["ring", 4].step_seconds == pytest.approx(0.008 + 0.004 + 0.0015)
     assert weak["ring", 4].efficiency == pytest.approx(0.009 / 0.0135)
 
-    hidden = {(row.way, row.num_towers): row for row in predict(**settings, overlap=0.5)}
+    hidden = {(row.exchange, row.num_towers): row for row in predict(**settings, overlap=0.5)}
     assert hidden["ring", 4].step_seconds == pytest.approx(0.002 + 0.0025 - 0.001)
     assert hidden["ring", 1].step_seconds == pytest.approx(0.008)  # a transfer cannot take less than nothing
 
 
-def test_latency_by_hand():
+def test_latency_of_messages():
     """A millisecond a message, beside transfers that take no time to speak of; the batch is read in one."""
     settings = {"compute_seconds": 1.0, "variables": NET, "batch_size": 12, "link_gb_per_s": 1e9}
 
-    def waits(example_bytes, **more):
+    def latencies(example_bytes, **more):
         rows = predict(**settings, example_bytes=example_bytes, num_towers=(1, 2, 4), latency_seconds=1e-3, **more)
-        found = [(row.way, round(1000 * row.transfer_seconds, 3)) for row in rows]
-        return {way: [wait for of_row, wait in found if of_row == way] for way in dict(found)}
+        seconds: dict[str, list[float]] = {}
+        for row in rows:
+            seconds.setdefault(row.exchange, []).append(round(1000 * row.transfer_seconds, 3))
+        return seconds
 
-    assert waits(10) == {
+    assert latencies(10) == {
         "cpu": [2, 2, 2],  # read, gather
         "round_robin": [1, 2, 2],
         "least_loaded": [1, 2, 2],
         "one_device": [1, 3, 3],  # read, gather, scatter
         "ring": [1, 1 + 2 * 1, 1 + 2 * 3],
     }
-    assert waits(0, ways=["one_device", "ring"]) == {"one_device": [0, 2, 2], "ring": [0, 2, 6]}
-    assert waits(0, ways=["cpu"], gradient_device="/CPU:0") == {"cpu": [2, 2, 2]}
-    assert waits(0, ways=["round_robin"], gradient_device="/CPU:0") == {"round_robin": [0, 3, 3]}
-    (row,) = predict(**settings, example_bytes=0, num_towers=[4], ways=["ring"], latency_seconds=0.1, overlap=1.0)
-    assert row.step_seconds == pytest.approx(0.6)  # 0.25 of computing hide as much of the waiting
+    assert latencies(0, exchanges=["one_device", "ring"]) == {"one_device": [0, 2, 2], "ring": [0, 2, 6]}
+    assert latencies(0, exchanges=["cpu"], gradient_device="/CPU:0") == {"cpu": [2, 2, 2]}
+    assert latencies(0, exchanges=["round_robin"], gradient_device="/CPU:0") == {"round_robin": [0, 3, 3]}
+    (row,) = predict(**settings, example_bytes=0, num_towers=[4], exchanges=["ring"], latency_seconds=0.1, overlap=1.0)
+    assert row.step_seconds == pytest.approx(0.6)  # 0.25 s of computing hide as much of the latency
 
 
-def test_the_largest_shard_is_waited_for():
-    (row,) = predict(1.0, NET, 10, 0, 1.0, num_towers=[4], ways=["ring"])
+def test_compute_time_is_the_largest_shards():
+    (row,) = predict(1.0, NET, 10, 0, 1.0, num_towers=[4], exchanges=["ring"])
     assert row.compute_seconds == pytest.approx(0.3)
 
 
-def test_wrong_values_speak():
-    with pytest.raises(ValueError, match="'star' is not one of cpu, round_robin, least_loaded, one_device, ring"):
-        step_bytes(NET, "star", GPUS)
-    with pytest.raises(ValueError, match="not slot"):
-        step_bytes([VariableBytes(1, "slot")], "cpu", GPUS)
-    with pytest.raises(ValueError, match="at least one tower"):
-        step_bytes(NET, "ring", [])
-    with pytest.raises(ValueError, match="8 examples cannot be shared by 64 devices"):
-        predict(1.0, NET, 8, 1, 1.0)
-    with pytest.raises(ValueError, match="overlap from 0 to 1"):
-        predict(1.0, NET, 64, 1, 1.0, overlap=2.0)
-    with pytest.raises(ValueError, match="latency_seconds=-0.001 is below 0"):
-        predict(1.0, NET, 64, 1, 1.0, latency_seconds=-1e-3)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((NET, "star", GPUS), "'star' is not one of cpu, round_robin, least_loaded, one_device, ring"),
+        (([VariableBytes(1, "slot")], "cpu", GPUS), "not slot"),
+        ((NET, "ring", []), "at least one tower"),
+    ],
+)
+def test_step_bytes_rejects(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        step_bytes(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "options", "message"),
+    [
+        (8, {}, "8 examples cannot be shared by 64 devices"),
+        (64, {"overlap": 2.0}, "overlap from 0 to 1"),
+        (64, {"latency_seconds": -1e-3}, "latency_seconds=-0.001 is below 0"),
+    ],
+)
+def test_predict_rejects(batch_size, options, message):
+    with pytest.raises(ValueError, match=message):
+        predict(1.0, NET, batch_size, 1, 1.0, **options)

@@ -1,12 +1,15 @@
+import dataclasses
+
 import keras
 import pytest
 import tensorflow as tf
 
-from cifar_towers.towers import placement_report, run_on_towers, variable_placement
-from cifar_towers.towers.placement import pin_to_device
+from cifar_towers.config import TrainConfig
+from cifar_towers.towers import communication, placement_report, run_on_towers, variable_placement
+from cifar_towers.towers.placement import PLACEMENTS, pin_to_device
 
 
-def test_variables_go_to_the_cpu_whatever_device_is_asked_for():
+def test_cpu_policy_overrides_the_device_scope():
     with variable_placement("cpu"), tf.device("/CPU:5"):
         plain = tf.Variable(1.0)
         layer = keras.layers.Dense(2)
@@ -15,17 +18,17 @@ def test_variables_go_to_the_cpu_whatever_device_is_asked_for():
     assert all(v.value.device.endswith("CPU:0") for v in layer.variables)
 
 
-def homes(variables):
+def device_indices(variables):
     return [int(v.device[-1]) for v in variables]
 
 
-def test_round_robin_takes_the_towers_in_turn(towers):
+def test_round_robin_uses_the_towers_in_turn(towers):
     with variable_placement("round_robin", towers(3)):
         layers = [keras.layers.Dense(2) for _ in range(2)]
         for layer in layers:
             layer.build((None, 3))
         variables = [v.value for layer in layers for v in layer.variables] + [tf.Variable(0.0)]
-    assert homes(variables) == [0, 1, 2, 0, 1]
+    assert device_indices(variables) == [0, 1, 2, 0, 1]
 
 
 def test_least_loaded_counts_bytes(towers):
@@ -35,15 +38,15 @@ def test_least_loaded_counts_bytes(towers):
         layer = keras.layers.Dense(5)
         layer.build((None, 30))  # 600 on 2, 20 on 1, which makes 100
         with pin_to_device(small.device):
-            slot = tf.Variable(tf.zeros([60]))  # 240 beside it, which makes 340
+            slot = tf.Variable(tf.zeros([60]))  # 240 on the same device, which makes 340
         late = [tf.Variable(tf.zeros([n])) for n in (10, 20, 1)]  # 1 holds 380; 1 holds 460; then 0 has least
-    assert homes([big, small, *(v.value for v in layer.variables), slot, *late]) == [0, 1, 2, 1, 1, 1, 1, 0]
+    assert device_indices([big, small, *(v.value for v in layer.variables), slot, *late]) == [0, 1, 2, 1, 1, 1, 1, 0]
 
 
-def test_least_loaded_leaves_random_values_as_they_are(towers):
-    """The first value is drawn once, so that another placement changes no run."""
+def test_placement_does_not_change_initial_values(towers):
+    """`least_loaded` computes a random initial value once to count its bytes, and uses that value."""
 
-    def drawn(policy):
+    def initial_kernels(policy):
         keras.utils.set_random_seed(3)
         with variable_placement(policy, towers(2)):
             layers = [keras.layers.Dense(2) for _ in range(2)]
@@ -51,11 +54,11 @@ def test_least_loaded_leaves_random_values_as_they_are(towers):
                 layer.build((None, 3))
         return [layer.kernel.numpy() for layer in layers]
 
-    for one, other in zip(drawn("cpu"), drawn("least_loaded"), strict=True):
+    for one, other in zip(initial_kernels("cpu"), initial_kernels("least_loaded"), strict=True):
         assert (one == other).all()
 
 
-def test_least_loaded_must_know_the_bytes(towers):
+def test_least_loaded_rejects_an_unknown_shape(towers):
     with (
         pytest.raises(ValueError, match=r"variable growing has shape \(None, 3\).* round_robin"),
         variable_placement("least_loaded", towers(2)),
@@ -63,26 +66,40 @@ def test_least_loaded_must_know_the_bytes(towers):
         tf.Variable(tf.zeros([1, 3]), shape=tf.TensorShape([None, 3]), name="growing")
 
 
-def test_pinned_variables_stay_where_they_are_pinned(towers):
+def test_pin_to_device_overrides_the_policy(towers):
     for policy in ("cpu", "round_robin"):
         with variable_placement(policy, towers(2)), pin_to_device("/CPU:3"):
             variable = tf.Variable(0.0)
             with pin_to_device("/CPU:4"):
                 inner = tf.Variable(0.0)
-        assert homes([variable, inner]) == [3, 4]
+        assert device_indices([variable, inner]) == [3, 4]
 
 
-def test_unknown_policy(towers):
-    with pytest.raises(ValueError, match="placement 'moon' is not one of cpu"), variable_placement("moon"):
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [("moon", "placement 'moon' is not one of cpu"), ("round_robin", "round_robin spreads variables over towers")],
+)
+def test_variable_placement_rejects(policy, message):
+    with pytest.raises(ValueError, match=message), variable_placement(policy):
         pass
-    with (
-        pytest.raises(ValueError, match="round_robin spreads variables over towers"),
-        variable_placement("round_robin"),
-    ):
-        pass
 
 
-def test_the_table_tells_bytes_and_devices(towers):
+def test_the_flag_has_all_placements():
+    (field,) = (field for field in dataclasses.fields(TrainConfig) if field.name == "variable_placement")
+    assert field.metadata["choices"] == (*PLACEMENTS, "auto")
+
+
+def test_a_new_placement_needs_one_entry(towers, monkeypatch):
+    """The cost model predicts with the same function that places the variables."""
+    monkeypatch.setitem(PLACEMENTS, "last_tower", lambda devices: lambda count_bytes, pinned_to: devices[-1])
+    with variable_placement("last_tower", towers(3)):
+        assert device_indices([tf.Variable(0.0), tf.Variable(1.0)]) == [2, 2]
+    monkeypatch.setattr(communication, "EXCHANGES", (*communication.EXCHANGES, "last_tower"))
+    read = communication.step_bytes([communication.VariableBytes(100)], "last_tower", ["/GPU:0", "/GPU:1"]).read
+    assert read == {("/GPU:1", "/GPU:0"): 100}
+
+
+def test_placement_report_lists_bytes_and_devices(towers):
     with tf.device("/CPU:1"):
         v = tf.Variable(tf.zeros([10, 3]), name="v")
     step = tf.function(lambda: run_on_towers(lambda tower, _: tf.sin(v), towers(2), [0, 0]))

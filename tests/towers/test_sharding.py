@@ -5,28 +5,31 @@ import tensorflow as tf
 from cifar_towers.towers import run_on_towers, split_batch
 
 
-def test_a_structure_is_cut_on_axis_0(towers):
+def test_structures_are_split_on_axis_0(towers):
     batch = {"x": tf.reshape(tf.range(12), [6, 2]), "y": [tf.range(6)]}
     shards = split_batch(batch, towers(3))
     np.testing.assert_array_equal(shards[1]["x"], [[4, 5], [6, 7]])
     np.testing.assert_array_equal(shards[2]["y"][0], [4, 5])
 
 
-def test_the_first_towers_take_what_is_left_over(towers):
+def test_first_shards_have_the_remainder(towers):
     assert [len(s) for s in split_batch(tf.range(11), towers(4))] == [3, 3, 3, 2]
 
 
-def test_more_towers_than_examples(towers):
-    with pytest.raises(ValueError, match="3 examples cannot be shared by 4 towers"):
-        split_batch(tf.range(3), towers(4))
+@pytest.mark.parametrize(
+    ("batch", "count", "message"),
+    [
+        (tf.range(3), 4, "3 examples cannot be shared by 4 towers"),
+        ([tf.range(3), tf.range(4)], 2, r"one known length on axis 0; these have \[3, 4\]"),
+    ],
+    ids=["too few examples", "different lengths"],
+)
+def test_split_batch_rejects(towers, batch, count, message):
+    with pytest.raises(ValueError, match=message):
+        split_batch(batch, towers(count))
 
 
-def test_tensors_of_different_length(towers):
-    with pytest.raises(ValueError, match=r"one known length on axis 0; these have \[3, 4\]"):
-        split_batch([tf.range(3), tf.range(4)], towers(2))
-
-
-def test_each_tower_runs_on_its_device_under_its_name(towers):
+def test_each_tower_runs_in_its_device_and_name_scope(towers):
     @tf.function
     def graph(x):
         return run_on_towers(lambda tower, shard: tf.square(shard), towers(4), split_batch(x, towers(4)))

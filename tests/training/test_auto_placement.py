@@ -15,7 +15,7 @@ NET = f"{Path(__file__).parents[1] / 'nets.py'}:tiny"
 
 def test_the_fastest_is_taken_and_of_equals_the_plainest(towers, monkeypatch):
     """By a clock on which a step takes 3 seconds, 1.02 or 1, and with a schedule that the run's own length fits."""
-    assert PLACEMENTS == ("cpu", "round_robin", "least_loaded")
+    assert tuple(PLACEMENTS) == ("cpu", "round_robin", "least_loaded")
     steps = itertools.cycle([0.0, 3.0, 0.0, 1.02, 0.0, 1.0])  # before each one, and in it
     clock = itertools.accumulate(itertools.chain([0.0], steps))
     monkeypatch.setattr(auto_placement, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
