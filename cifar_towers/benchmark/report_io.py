@@ -35,7 +35,7 @@ def circumstances(config: TrainConfig, dataset: str) -> dict:
         "hard_example_pool": config.hard_example_pool,
         "dataset": dataset,
         "date": date.today().isoformat(),
-        **environment.machine(),
+        **environment.describe_machine(),
         "gpus": gpu_names(),
     }
 

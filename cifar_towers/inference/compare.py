@@ -62,7 +62,7 @@ def _records(one: Path, other: Path) -> tuple[bool, str] | None:
 
 
 def _training_records(run: Path) -> dict[int, dict]:
-    return {r["step"]: r for r in jsonl.read(run / run_files.METRICS) if r["kind"] == "train"}
+    return {r["step"]: r for r in jsonl.read_records(run / run_files.METRICS) if r["kind"] == "train"}
 
 
 def _checkpoints(one: Path, other: Path) -> tuple[bool, str] | None:

@@ -1,4 +1,4 @@
-"""The terminal: one live line an epoch for a person, one plain line an epoch for a pipe."""
+"""Training progress in the terminal: a live line for a person, one plain line per epoch for a pipe."""
 
 import contextlib
 import time
@@ -11,21 +11,22 @@ from rich.text import Text
 
 from cifar_towers.config.schedules import RunLength
 
-WIDEST_BAR, NARROWEST_BAR = 20, 5  # characters
+MIN_BAR, MAX_BAR = 5, 20  # characters
+OPTIONAL_FIELDS = ("rate", "step", "accuracy", "speed")  # left out in this order where the terminal is narrow
 
 
-class Status(NamedTuple):
-    """What a line tells: of one step, or as means of an epoch."""
+class ProgressStatus(NamedTuple):
+    """What a line shows, of one step or as means of an epoch."""
 
     step: int
     loss: float
     accuracy: float
-    rate: float
+    learning_rate: float
     images_per_sec: float  # 0 while compiling
 
 
-class _Console(Console):
-    """Says nothing more where nobody can hear it: into a closed pipe, or onto a full disk."""
+class _TolerantConsole(Console):
+    """Prints nothing more once its pipe is closed, and ignores a full disk."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -36,73 +37,73 @@ class _Console(Console):
 
 
 class Progress:
-    """Shows training as it goes, unless `quiet`; `console` decides by itself whether a person is looking."""
+    """Prints the progress of a run of this length, unless `quiet`; the live line needs a terminal."""
 
     def __init__(self, length: RunLength, console: Console | None = None, quiet: bool = False):
-        self.console = console or _Console(
+        self.console = console or _TolerantConsole(
             highlight=False, soft_wrap=True, quiet=quiet, force_terminal=False if quiet else None
         )
         self._length = length
         self._live: Live | None = None
-        self._started: tuple[float, int] | None = None
+        self._start: tuple[float, int] | None = None  # time and step
 
-    def say(self, line: str) -> None:
-        """A line that stays."""
+    def log(self, line: str) -> None:
+        """Prints a line that stays."""
         self.console.print(line, markup=False)
 
-    def step(self, status: Status) -> None:
-        """After each step. Does nothing unless a person is looking, but for the clock."""
-        self._started = self._started or (time.monotonic(), status.step)
+    def step(self, status: ProgressStatus) -> None:
+        """Updates the live line, if there is a terminal."""
+        self._start = self._start or (time.monotonic(), status.step)
         if not self.console.is_terminal:
             return
         if self._live is None:
             self._live = Live(console=self.console, refresh_per_second=8, transient=True)
             self._live.start()
-        self._live.update(Text(self._line(status), overflow="ellipsis", no_wrap=True))
+        self._live.update(Text(self._live_line(status), overflow="ellipsis", no_wrap=True))
 
-    def epoch(self, status: Status, scores: Sequence[str] = ()) -> None:
-        """At the end of an epoch: its means, and what an evaluation adds."""
+    def epoch(self, status: ProgressStatus, scores: Sequence[str] = ()) -> None:
+        """Prints the means of an epoch, and the scores of an evaluation at its end."""
         self.pause()
-        self.say("  ".join([*self._facts(status).values(), *scores]))
+        self.log("  ".join([*self._fields(status).values(), *scores]))
 
     def pause(self) -> None:
-        """Takes the live line away, so that other lines can be printed."""
+        """Removes the live line, so that other lines can be printed."""
         if self._live:
             self._live.stop()
             self._live = None
 
-    def _line(self, status: Status) -> str:
-        """As much as there is room for on the terminal: what can be missed the most easily goes first."""
-        facts, room = self._facts(status), self.console.width
-        for name in ("rate", "step", "accuracy", "speed"):
-            if len("  ".join(facts.values())) > room:
-                del facts[name]
-        told = "  ".join(facts.values())
-        width = min(WIDEST_BAR, room - len(told) - 1)
-        return f"{self._bar(status.step, width)} {told}" if width >= NARROWEST_BAR else told
+    def _live_line(self, status: ProgressStatus) -> str:
+        """The fields and the bar that fit the width of the terminal."""
+        fields, width = self._fields(status), self.console.width
+        for name in OPTIONAL_FIELDS:
+            if len("  ".join(fields.values())) > width:
+                del fields[name]
+        line = "  ".join(fields.values())
+        bar_width = min(MAX_BAR, width - len(line) - 1)
+        return f"{self._bar(status.step, bar_width)} {line}" if bar_width >= MIN_BAR else line
 
-    def _facts(self, status: Status) -> dict[str, str]:
+    def _fields(self, status: ProgressStatus) -> dict[str, str]:
         epoch, epochs = (step / self._length.steps_per_epoch for step in (status.step, self._length.last))
-        speed = f"{status.images_per_sec:,.0f} images/s" if status.images_per_sec else "compiling"
-        facts = {
+        fields = {
             "epoch": f"epoch {epoch:5.2f}/{epochs:.2f}",
             "step": f"step {status.step}/{self._length.last}",
             "loss": f"loss {status.loss:.4f}",
             "accuracy": f"accuracy {100 * status.accuracy:5.2f} %",
-            "rate": f"rate {status.rate:.4g}",
-            "speed": speed,
-            "left": self._remaining(status.step),
+            "rate": f"rate {status.learning_rate:.4g}",
+            "speed": f"{status.images_per_sec:,.0f} images/s" if status.images_per_sec else "compiling",
         }
-        return {name: fact for name, fact in facts.items() if fact}
+        return fields | self._remaining_time(status.step)
 
-    def _remaining(self, step: int) -> str:
-        started, first = self._started or (0.0, step)
-        if step <= first or step >= self._length.last:
-            return ""
-        seconds = (time.monotonic() - started) / (step - first) * (self._length.last - step)
-        return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
+    def _remaining_time(self, step: int) -> dict[str, str]:
+        """The estimated remaining time as a field; none before two steps and after the last."""
+        started, first = self._start or (0.0, step)
+        if not first < step < self._length.last:
+            return {}
+        seconds = int((time.monotonic() - started) / (step - first) * (self._length.last - step))
+        return {"left": f"{seconds // 60}:{seconds % 60:02d} left"}
 
     def _bar(self, step: int, width: int) -> str:
+        """The part of the epoch that is done."""
         done = (step - 1) % self._length.steps_per_epoch + 1
         filled = min(width, round(width * done / self._length.steps_per_epoch))
         return "━" * filled + "╺" * (width - filled)

@@ -1,37 +1,47 @@
-"""What a program runs on, and what a run is made of: the content of environment.json."""
+"""The content of environment.json: machine, software, devices, data, variables and layers of a run."""
 
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+
+import keras
+import tensorflow as tf
 
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.towers import Tower
 from cifar_towers.towers.devices import gpu_names
 from cifar_towers.towers.pipeline import layer_costs
 from cifar_towers.towers.placement import short_device
-from cifar_towers.training.state import TrainState
 
 PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 
 
-def of_run(
-    towers: Sequence[Tower], precision: str, dataset: Dataset, banner: str, state: TrainState, side: int
+def describe_run(
+    towers: Sequence[Tower],
+    precision: str,
+    dataset: Dataset,
+    banner: str,
+    model: keras.Model,
+    variables: Mapping[str, tf.Variable],
+    image_size: int,
 ) -> dict:
-    """Where a run runs, on what, and what it is made of.
+    """The environment of a run.
 
     Args:
-      precision: what the towers compute in. side: of the images that the net sees.
-      banner: what is to be said of data that is not real; else empty.
+      precision: the towers' compute precision.
+      banner: the warning about data that is not real; else empty.
+      variables: all variables of the training state by name.
+      image_size: side of the images that the model sees.
     """
     try:
-        layers = layer_costs(state.model, open_size=side)
-    except ValueError:  # a model that cannot be looked into
+        layers = layer_costs(model, open_size=image_size)
+    except ValueError:  # not a graph of layers
         layers = []
-    return machine() | {
+    return describe_machine() | {
         "towers": [{"name": tower.name, "device": tower.device} for tower in towers],
         "precision": precision,
         "gpus": gpu_names(),
@@ -41,18 +51,18 @@ def of_run(
         "variables": [
             {
                 "name": name,
-                "shape": v.shape.as_list(),
-                "bytes": v.shape.num_elements() * v.dtype.size,
-                "device": short_device(v.device),
+                "shape": variable.shape.as_list(),
+                "bytes": variable.shape.num_elements() * variable.dtype.size,
+                "device": short_device(variable.device),
             }
-            for name, v in state.named_variables().items()
+            for name, variable in variables.items()
         ],
         "model": [layer._asdict() for layer in layers],
     }
 
 
-def machine() -> dict:
-    """What a program runs on: command, versions, processor, code."""
+def describe_machine() -> dict:
+    """The command, versions, processor and git revision of this process."""
     return {
         "command": ["python", *sys.argv] if sys.argv[0].endswith(".py") else sys.argv,
         "python": platform.python_version(),
@@ -60,7 +70,7 @@ def machine() -> dict:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as TensorFlow chooses"),
+        "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as TensorFlow chooses"),  # earlier runs hold it
         "git_revision": _git_revision(),
     }
 
@@ -82,12 +92,11 @@ def _processor() -> str:
 
 def _git_revision() -> str:
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():  # an installed copy: what is around it is somebody else's
+    if not (root / ".git").exists():  # an installed copy may stand inside another project's repository
         return "unknown"
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     try:
-        told = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10
-        )
-        return told.stdout.strip() or "unknown"
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+        return output.strip() or "unknown"
     except (OSError, subprocess.SubprocessError):
         return "unknown"

@@ -1,4 +1,4 @@
-"""The files of a run that other programs read: their names, and how they are read and written."""
+"""metrics.jsonl, the records of a run; and writing of files that training does not depend on."""
 
 import contextlib
 import json
@@ -13,57 +13,62 @@ log = logging.getLogger(__name__)
 
 
 class JsonlWriter:
-    """metrics.jsonl: one object a line, appended."""
+    """Appends records to metrics.jsonl, one JSON object per line; an error of writing is logged once."""
 
     def __init__(self, train_dir: Path):
-        self._path, self._going_on = train_dir / run_files.METRICS, BestEffortWrites(train_dir / run_files.METRICS)
-        self._cut = False  # whether the last line may be but a part of one
+        self._path = train_dir / run_files.METRICS
+        self._best_effort = BestEffortWrites(self._path)
+        self._incomplete = False  # whether the last line may have been cut short
 
-    def keep(self, wanted: Callable[[dict], bool]) -> None:
-        """Drops all records but those that are wanted, as the later ones when a run goes back to a checkpoint."""
-        with self._going_on():
-            kept = [record for record in read(self._path) if wanted(record)]
+    def keep(self, condition: Callable[[dict], bool]) -> None:
+        """Removes all records that do not meet the condition, as those after the checkpoint of a rollback."""
+        with self._best_effort():
+            kept = [record for record in read_records(self._path) if condition(record)]
             atomic_io.write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
 
-    def of(self, kind: str) -> list[dict]:
+    def records(self, kind: str) -> list[dict]:
         """The records of one kind, `train` or `eval`."""
-        with self._going_on():
-            return [record for record in read(self._path) if record["kind"] == kind]
+        with self._best_effort():
+            return [record for record in read_records(self._path) if record["kind"] == kind]
         return []
 
     def write(self, **record) -> None:
         """Appends one record."""
-        line, self._cut = "\n" * self._cut + run_files.to_json(record) + "\n", True
-        with self._going_on():
+        line = "\n" * self._incomplete + run_files.to_json(record) + "\n"
+        self._incomplete = True
+        with self._best_effort():
             with self._path.open("a") as file:
                 file.write(line)
-            self._cut = False
+            self._incomplete = False
 
 
 class BestEffortWrites:
-    """`with going_on():` around what writes for the user's eyes: if it cannot, that is said once and ends no run."""
+    """Swallows write errors of a file or directory that training does not depend on; warns once.
+
+    Use as `with best_effort():` around each write.
+    """
 
     def __init__(self, path: Path, errors: tuple[type[Exception], ...] = (OSError,)):
-        self._path, self._errors, self._said = path, errors, False
+        self._path, self._errors, self._warned = path, errors, False
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Around one writing."""
+        """A context in which the errors are swallowed."""
         try:
             yield
         except self._errors as error:
-            if not self._said:
-                log.warning("%s cannot be written (%s); the run goes on without it", self._path, error_text(error))
-            self._said = True
+            if not self._warned:
+                log.warning("%s cannot be written (%s); training continues without it", self._path, error_text(error))
+            self._warned = True
 
 
-def best_effort_writes(path: Path):
-    """Around the writing of one file that no run should end for."""
+def best_effort_writes(path: Path) -> contextlib.AbstractContextManager[None]:
+    """`BestEffortWrites` around a single write."""
     return BestEffortWrites(path)()
 
 
-def read(path: Path) -> Iterator[dict]:
-    """The records of a metrics.jsonl, if there is one; lines that a crash or a full disk cut short are passed over."""
+def read_records(path: Path) -> Iterator[dict]:
+    """The records of a metrics.jsonl, if it exists, without lines that a crash or a full disk cut short."""
     if not path.exists():
         return
     for line in path.read_text(errors="replace").splitlines():

@@ -14,7 +14,7 @@ from cifar_towers.data.dataset import Dataset, Split
 from cifar_towers.evaluation.evaluator import Score
 from cifar_towers.files import atomic_io, run_files
 from cifar_towers.reporting import environment, figures, jsonl, tb_text
-from cifar_towers.reporting.console import Progress, Status
+from cifar_towers.reporting.console import Progress, ProgressStatus
 from cifar_towers.reporting.noise_scale import NoiseScale
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.resource_monitor import ResourceMonitor
@@ -57,7 +57,7 @@ class RunLogger:
         self.length, self.quiet = length, quiet
         self.directory = config.directory
         self.progress = Progress(length, quiet=quiet)
-        self.say = self.progress.say
+        self.say = self.progress.log
         self._usage = ResourceMonitor(devices)
         self._layers = [layer.name for layer in diagnostics.activation_layers(state.model)]
         self._weights = [variable.path for variable in state.model.trainable_variables]
@@ -89,12 +89,14 @@ class RunLogger:
         self.go_back(step)
         settings = dataclasses.asdict(self.config)
         side = self.config.crop or self.dataset.info.side
-        made_of = environment.of_run(self.towers, self.precision, self.dataset, self.banner, self.state, side)
+        made_of = environment.describe_run(
+            self.towers, self.precision, self.dataset, self.banner, self.state.model, self.state.named_variables(), side
+        )
         self._unwritten = {run_files.CONFIG: settings, run_files.ENVIRONMENT: made_of}
         self._write_what_it_is()
         shown = workdir.recipe_fields(self.config) | {"seed": self.config.seed, "towers": len(self.towers)}
         shown |= {"strategy": self.config.strategy, "precision": self.precision, "dataset": self.dataset.name}
-        self.summaries.begin(step, shown, tb_text.of_run(settings, made_of, self.banner))
+        self.summaries.begin(step, shown, tb_text.run_texts(settings, made_of, self.banner))
 
     def graph(self, function) -> None:
         """Draws the traced step, and says where it went if that was asked for."""
@@ -110,13 +112,13 @@ class RunLogger:
         self.metrics.keep(lambda record: record["step"] <= step)
         self.summaries.keep(step, step if self.evaluated(step) else step - 1)
         self._noise_scale = NoiseScale(self.config.batch_size)
-        for record in self.metrics.of("train"):
+        for record in self.metrics.records("train"):
             if "gradient_noise_scale" in record and record["gradient_norm"] is not None:
                 self._noise_scale.update(record["towers"]["gradient_norm"], record["gradient_norm"])
 
     def evaluated(self, step: int) -> list[dict]:
         """What is on record of the evaluations after `step`, as `evaluation` returned it."""
-        return [record for record in self.metrics.of("eval") if record["step"] == step]
+        return [record for record in self.metrics.records("eval") if record["step"] == step]
 
     def drop_evaluation(self, step: int) -> None:
         """Drops what is on record of an evaluation after `step` that is to be made again."""
@@ -134,7 +136,7 @@ class RunLogger:
         """After `step` steps, of which `metrics` is the last's; rates by parameter group."""
         self._epoch.append(metrics)
         rate, speed = next(iter(rates.values())), self.clock.recent_rate()
-        self.progress.step(Status(step, metrics.loss, metrics.accuracy, rate, speed))
+        self.progress.step(ProgressStatus(step, metrics.loss, metrics.accuracy, rate, speed))
         period = math.ceil(self.config.summary_every_steps / SCALARS_PER_SUMMARY)
         has_diagnostics = self.wants_diagnostics(step)
         if not has_diagnostics and not is_due(step, period):
@@ -175,7 +177,7 @@ class RunLogger:
         """The means over an epoch, or what there is of it, and the scores at its end."""
         good = [m for m in self._epoch if m.finite] or self._epoch
         loss, accuracy = (float(np.mean([getattr(m, name) for m in good])) for name in ("loss", "accuracy"))
-        status = Status(step, loss, accuracy, next(iter(rates.values())), self.clock.recent_rate())
+        status = ProgressStatus(step, loss, accuracy, next(iter(rates.values())), self.clock.recent_rate())
         self.progress.epoch(status, [told(score) for score in scores])
         self._epoch = []
 

@@ -112,7 +112,7 @@ def _read_run(directory: Path, name: str) -> RunRecord:
     )
     metrics = directory / run_files.METRICS
     try:
-        records = [record for record in jsonl.read(metrics) if isinstance(record["step"], int)]
+        records = [record for record in jsonl.read_records(metrics) if isinstance(record["step"], int)]
     except OSError as error:
         raise UsageError(f"{metrics} cannot be read: {error.strerror}; give the directory of a run") from None
     training, evaluations = ([record for record in records if record["kind"] == kind] for kind in ("train", "eval"))

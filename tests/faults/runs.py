@@ -157,7 +157,7 @@ def newest_saved(directory: Path) -> int:
 def recorded(directory: Path) -> list[int]:
     """The steps of our records of training, as they stand in the file."""
     path = directory / "metrics.jsonl"
-    return [record["step"] for record in jsonl.read(path) if record["kind"] == "train"] if path.exists() else []
+    return [record["step"] for record in jsonl.read_records(path) if record["kind"] == "train"] if path.exists() else []
 
 
 def last_recorded(directory: Path) -> int:
