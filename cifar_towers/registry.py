@@ -66,7 +66,7 @@ def check_dataset(dataset: str) -> None:
     named = dataset != FOLDER.rstrip(":") and re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", dataset)
     if not (known or named):
         raise UsageError(
-            f"dataset={dataset} is not cifar10, synthetic, auto, {FOLDER}<path> or the name of one of "
+            f"dataset={dataset} is not {', '.join(BUILT_IN)}, {FOLDER}<path> or the name of one of "
             "TensorFlow Datasets, as svhn_cropped"
         )
 

@@ -1,7 +1,6 @@
-"""Decoded splits, kept in the user's cache directory: a start that finds them needs neither TFDS nor PNG decoding.
+"""Cache of decoded splits in the user's cache directory, so that later starts need neither TFDS nor image decoding.
 
-A file holds a split's images, then its labels, as `Split.digest` takes them, so that its SHA-256 is the split's digest.
-Knows nothing of CIFAR-10.
+A file holds a split's images and its labels, each as `np.save` writes it.
 """
 
 import contextlib
@@ -17,13 +16,11 @@ from cifar_towers.files import atomic_io
 
 log = logging.getLogger(__name__)
 
-IMAGE = (32, 32, 3)
-BYTES = 32 * 32 * 3 + 8  # of an example and its label
-UNUSABLE = (OSError, RuntimeError)  # it cannot be read or written, or the user has no home
+UNUSABLE = (OSError, RuntimeError)  # the cache cannot be read or written, or the user has no home directory
 
 
 def directory() -> Path:
-    """Where decoded splits are kept: `$XDG_CACHE_HOME/cifar_towers`, or `~/.cache/cifar_towers`.
+    """`$XDG_CACHE_HOME/cifar_towers`, or `~/.cache/cifar_towers`.
 
     Raises:
       RuntimeError: the user has no home directory.
@@ -31,47 +28,56 @@ def directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cifar_towers"
 
 
-def holds(name: str, count: int) -> bool:
-    """Whether a file of this name and of `count` examples is there, whatever is in it."""
+def contains(name: str) -> bool:
+    """Whether a file of this name exists. Its content is checked when it is loaded."""
     with contextlib.suppress(*UNUSABLE):
-        return (directory() / name).stat().st_size == count * BYTES
+        return (directory() / name).is_file()
     return False
 
 
 def load(name: str, digest: str) -> Split | None:
-    """The split of this digest in a file; None if there is none that can be read. One that is damaged is removed, and
-    that is said. It is in memory, not mapped, so that what is verified is what is used."""
-    with contextlib.suppress(*UNUSABLE):
+    """The cached split, or None if there is none that can be read and has this digest. Removes damaged files.
+
+    The arrays are in memory, not mapped, so that what was verified cannot change.
+    """
+    try:
         path = directory() / name
-        content = np.fromfile(path, np.uint8)
-        count, rest = divmod(len(content), BYTES)
-        images, labels, _ = np.split(content, [count * (BYTES - 8), count * BYTES])
-        split = Split(images.reshape(count, *IMAGE), labels.view(np.int64))
-        if split.digest == digest and not rest:
+        with path.open("rb") as file:
+            split = _read(file)
+        if split and split.digest == digest:
             return split
-        log.warning("%s is damaged: removed, and made anew", path)
+        log.warning("%s is damaged; it is removed and decoded again", path)
         path.unlink()
+    except UNUSABLE:
+        pass
     return None
 
 
 def save(name: str, split: Split) -> None:
-    """Keeps a split, whole or not at all, unless another process does so now; where that cannot be, says so."""
+    """Write a split atomically, unless another process is writing to the cache; log if it cannot be written."""
     try:
-        final = directory() / name
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_io.locked(final.parent / ".lock") as ours:
-            if ours:
-                _write(final, split)
+        path = directory() / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_io.locked(path.parent / ".lock") as is_ours:
+            if is_ours:
+                _write(path, split)
     except UNUSABLE as error:
-        log.info("%s cannot be kept for the next start (%s), which decodes it again", name, error_text(error))
+        log.info("%s cannot be cached (%s); the next start decodes it again", name, error_text(error))
 
 
-def _write(final: Path, split: Split) -> None:
-    temporary = final.with_name(f".{final.name}.tmp")  # one for all, so that killed processes leave no more than one
+def _read(file) -> Split | None:
     try:
+        split = Split(np.load(file), np.load(file))
+    except OSError:
+        raise
+    except Exception:  # NumPy raises errors of all kinds on damaged headers
+        return None
+    return None if file.read(1) else split
+
+
+def _write(path: Path, split: Split) -> None:
+    with atomic_io.temporary_beside(path) as temporary:
         with temporary.open("wb") as file:
-            np.ascontiguousarray(split.images).tofile(file)
-            np.ascontiguousarray(split.labels).tofile(file)
-        os.replace(temporary, final)
-    finally:
-        temporary.unlink(missing_ok=True)
+            np.save(file, split.images)
+            np.save(file, split.labels)
+        atomic_io.replace(temporary, path)

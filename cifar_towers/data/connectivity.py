@@ -1,4 +1,4 @@
-"""Whether a download has a chance, found out in seconds."""
+"""Quick check whether a download can succeed."""
 
 import contextlib
 import socket
@@ -10,8 +10,8 @@ PORTS = {"http": 80, "https": 443, "ftp": 21}
 
 
 def reachable(url: str, timeout_seconds: float = 3.0) -> bool:
-    """Whether a URL's host, or the proxy on the way to it, answers in time, its name's look-up included. Where that is
-    of no kind that is known here, only a download can tell."""
+    """Whether a URL's host, or the proxy for it, accepts a connection in time, name resolution included. True for
+    addresses with an unknown port, as only a download can show it."""
     parts, proxies = urlsplit(url), getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
     if proxy and not proxy_bypass(parts.netloc):
@@ -19,13 +19,13 @@ def reachable(url: str, timeout_seconds: float = 3.0) -> bool:
     port = parts.port or PORTS.get(parts.scheme)
     if not port:
         return True
-    answered = threading.Event()
+    connected = threading.Event()
 
-    def probe():
+    def connect():
         with contextlib.suppress(OSError), socket.create_connection((parts.hostname, port), timeout=timeout_seconds):
-            answered.set()
+            connected.set()
 
-    asking = threading.Thread(target=probe, daemon=True)
-    asking.start()
-    asking.join(timeout_seconds)
-    return answered.is_set()
+    thread = threading.Thread(target=connect, daemon=True)  # name resolution has no timeout of its own
+    thread.start()
+    thread.join(timeout_seconds)
+    return connected.is_set()

@@ -1,96 +1,114 @@
-"""Which data set a run gets: CIFAR-10 or the synthetic set, TensorFlow Datasets' others, or a folder of pictures."""
+"""Data sets by name: CIFAR-10, the synthetic set, a folder of images, or any of TensorFlow Datasets."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from cifar_towers.data import cifar10, image_files, synthetic, tfds_source
-from cifar_towers.data import folder as folders
+from cifar_towers.data import cifar10, folder, image_files, synthetic, tfds_source
 from cifar_towers.data.dataset import CIFAR10, Dataset, Split, split_validation
+from cifar_towers.data.folder import Folder
 from cifar_towers.errors import DataError, UsageError, printable
-from cifar_towers.registry import BUILT_IN, FOLDER
+from cifar_towers.registry import FOLDER, check_dataset
 
 log = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
-    """Where a data set will come from, found before anything slow is started."""
+    """Where a data set will be loaded from, determined before anything slow starts."""
 
-    name: str  # as `--dataset` has it, but never "auto"
-    directory: Path | None
-    banner: str = ""  # what the user must know of the choice
-    folder: folders.Folder | None = None  # what was found in it, where it is one of pictures
+    name: str  # as in `--dataset`, but never "auto"
+    directory: Path | None = None
+    banner: str = ""  # warning for the user about the choice
+    folder: Folder | None = None  # its files, if it is a folder of images
+
+
+class SourceType(NamedTuple):
+    """One kind of data set: how to locate it, within seconds and without TensorFlow, and how to load it."""
+
+    locate: Callable[[str, str], Source]  # (name, data_dir) -> source
+    load: Callable[[Source, int], tuple[Split, Split]]  # (source, side) -> (train, test); any side that is at hand
+
+
+def _locate_folder(name: str, data_dir: str) -> Source:
+    files = folder.scan(Path(name.removeprefix(FOLDER)))
+    return Source(f"{FOLDER}{files.root}", files.root, folder=files)
+
+
+# By name or, where a path follows, by prefix. `registry.BUILT_IN` lists the same names for error messages.
+SOURCES = {
+    "cifar10": SourceType(
+        lambda name, data_dir: Source(name, cifar10.locate(data_dir)),
+        lambda source, side: cifar10.load(source.directory),
+    ),
+    "synthetic": SourceType(lambda name, data_dir: Source(name), lambda source, side: synthetic.load()),
+    FOLDER: SourceType(_locate_folder, lambda source, side: folder.load(source.folder, side)),
+}
+TFDS = SourceType(  # every other name
+    lambda name, data_dir: Source(name, tfds_source.tfds_directory(data_dir)),
+    lambda source, side: tfds_source.load(source.name, source.directory, side),
+)
 
 
 def find(dataset: str, data_dir: str = "") -> Source:
-    """Decides on the source within seconds.
+    """Locate a data set within seconds.
 
     Args:
-      dataset: `cifar10`, `synthetic`, `auto`, `folder:<path>`, or a name that TensorFlow Datasets knows.
+      dataset: a name in `SOURCES`, `auto`, `folder:<path>`, or a name that TensorFlow Datasets knows.
       data_dir: TFDS's directory.
 
     Raises:
-      DataError: CIFAR-10, or the folder, was asked for and cannot be had.
+      DataError: CIFAR-10 or the folder cannot be read. UsageError: this cannot be the name of a data set.
     """
-    if dataset == "synthetic":
-        return Source("synthetic", None)
-    if dataset.startswith(FOLDER):
-        folder = folders.find(Path(dataset.removeprefix(FOLDER)))
-        return Source(f"{FOLDER}{folder.root}", folder.root, folder=folder)
-    if dataset not in BUILT_IN:
-        return Source(dataset, cifar10.tfds_directory(data_dir))
+    check_dataset(dataset)
+    if dataset != "auto":
+        return _source_type(dataset).locate(dataset, data_dir)
     try:
-        return Source("cifar10", cifar10.locate(data_dir))
+        return find("cifar10", data_dir)
     except DataError as error:
-        if dataset == "cifar10":
-            raise
         return synthetic_fallback(error)
 
 
 def load(
     source: Source, validation_examples: int = 0, side: int = CIFAR10.side, fall_back: bool = False
 ) -> tuple[Source, Dataset]:
-    """The arrays of a source, in images of side x side pixels, and the source they really came from.
+    """The arrays of a data set, in images of side x side pixels, and the source they were loaded from.
 
-    `fall_back` lets the synthetic set stand in where CIFAR-10 cannot be downloaded after all.
+    With `fall_back` the synthetic set replaces a CIFAR-10 that cannot be downloaded; a damaged copy is still an error.
 
     Raises:
-      DataError: the data cannot be read or is damaged. UsageError: too many examples are held out, or there is no such
+      DataError: the data cannot be read or are damaged. UsageError: too many examples are held out, or there is no such
         data set.
     """
-    if source.name == "cifar10":
-        try:
-            train, test = cifar10.load(source.directory)
-        except DataError as error:
-            if not fall_back or cifar10.is_prepared(source.directory):  # a damaged copy is never papered over
-                raise
-            source = synthetic_fallback(error)
-    elif source.folder:
-        train, test = folders.load(source.folder, side)
-    elif source.name != "synthetic":
-        train, test = tfds_source.load(source.name, source.directory, side)
-    if source.name == "synthetic":
+    try:
+        train, test = _source_type(source.name).load(source, side)
+    except DataError as error:
+        if not fall_back or source.name != "cifar10" or cifar10.is_prepared(source.directory):
+            raise
+        source = synthetic_fallback(error)
         train, test = synthetic.load()
-    if source.name != "cifar10":
+    if source.name != "cifar10":  # which logs this itself
         for name, split in (("train", train), ("test", test)):
-            told = f"{len(split.labels)} images of {len(split.info.class_names)} classes, sha256 {split.digest[:16]}"
-            log.info("%s %s: %s", printable(source.name), name, told)
+            summary = f"{len(split.labels)} images of {len(split.info.class_names)} classes, sha256 {split.digest[:16]}"
+            log.info("%s %s: %s", printable(source.name), name, summary)
     train, test = (_resized(split, side) for split in (train, test))
     if validation_examples >= len(train.labels):
         raise UsageError(f"validation_examples={validation_examples} leaves none of {len(train.labels)} to train on")
-    kept, held = split_validation(train, validation_examples)
-    return source, Dataset(source.name, kept, held, test)
+    train, validation = split_validation(train, validation_examples)
+    return source, Dataset(source.name, train, validation, test)
+
+
+def synthetic_fallback(reason: DataError) -> Source:
+    """The synthetic set in place of CIFAR-10, with a banner that explains it."""
+    banner = f"SYNTHETIC DATA, NOT CIFAR-10: accuracies of this run say nothing about CIFAR-10. Reason: {reason}"
+    return Source("synthetic", banner=banner)
+
+
+def _source_type(name: str) -> SourceType:
+    return SOURCES.get(FOLDER if name.startswith(FOLDER) else name, TFDS)
 
 
 def _resized(split: Split, side: int) -> Split:
     if split.info.side == side:
         return split
-    return Split(image_files.fit_all(split.images, side), split.labels, split.info._replace(side=side))
-
-
-def synthetic_fallback(reason: DataError) -> Source:
-    return Source(
-        "synthetic",
-        None,
-        f"SYNTHETIC DATA, NOT CIFAR-10: accuracies of this run say nothing about CIFAR-10. Reason: {reason}",
-    )
+    return Split(image_files.resize_all(split.images, side), split.labels, split.info._replace(side=side))

@@ -1,7 +1,8 @@
-"""Any data set of TensorFlow Datasets that has images and their classes."""
+"""Image classification data sets of TensorFlow Datasets (TFDS)."""
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,45 +17,61 @@ from cifar_towers.data.connectivity import reachable
 from cifar_towers.data.dataset import DatasetInfo, Split, moments
 from cifar_towers.errors import DataError, RunError, UsageError, error_text
 from cifar_towers.files import atomic_io
+from cifar_towers.registry import BUILT_IN, FOLDER
 
 log = logging.getLogger(__name__)
 
-MEND = "put a good copy there, or delete it and let it be prepared again"
+REPAIR = "replace it by a good copy, or delete it, and it is prepared again"
 
 
 def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
     """Train and test as arrays of side x side pixels, from the central square of each image.
 
-    What tests is `test`, or where there is none or its images have no classes `validation`, or where there is none
-    either the last fifth of `train`.
+    Tests on `test`, or on `validation` if there is no test or its images have no labels, or else on the last fifth of
+    `train`.
 
     Raises:
-      UsageError: no such data set, or none of images with one of several classes each. DataError: it cannot be had.
+      UsageError: no such data set, or none of images with one of several classes each. DataError: it cannot be
+        downloaded or read.
     """
     tfds = import_tfds()
-    builder = _builder(tfds, name, directory)
-    picture, label = (_feature(builder.info, kind) for kind in (tfds.features.Image, tfds.features.ClassLabel))
-    if not picture or not label:
-        raise UsageError(f"dataset={name} has no images with one class each; it has {', '.join(builder.info.features)}")
+    builder = _make_builder(tfds, name, directory)
+    image, label = (_find_feature(builder.info, kind) for kind in (tfds.features.Image, tfds.features.ClassLabel))
+    if not image or not label:
+        features = ", ".join(builder.info.features)
+        raise UsageError(f"dataset={name} has no images with one class each; its features are {features}")
     if builder.info.features[label].num_classes == 1:
-        raise UsageError(f"dataset={name} has one class; two are the fewest")
+        raise UsageError(f"dataset={name} has one class; at least two are needed")
     try:
         if not builder.is_prepared():
-            _refuse_if_unreachable(name, directory, builder)
-            builder = whole(lambda: _builder(tfds, name, directory), name, directory)
-        parts = _parts(name, builder, lambda part: next(iter(in_stored_order(tfds, builder, part)))[label] >= 0)
-        # the test first: it is small, and the more likely to lack classes
-        test, train = (_read(tfds, builder, part, picture, label, side) for part in reversed(parts))
+            _check_reachable(name, directory, builder)
+            builder = prepare(lambda: _make_builder(tfds, name, directory), name, directory)
+        names = _split_names(name, builder, lambda split: next(iter(in_stored_order(tfds, builder, split)))[label] >= 0)
+        # test first: it is small, and more likely to lack labels
+        test, train = (_read(tfds, builder, split, image, label, side) for split in reversed(names))
     except RunError:
         raise
     except Exception as error:
-        raise DataError(f"{name} in {directory} cannot be read ({_reason(error)}); {MEND}") from error
+        raise DataError(f"{name} in {directory} cannot be read ({_describe(error)}); {REPAIR}") from error
     info = DatasetInfo(tuple(builder.info.features[label].names), side, *moments(train[0]))
     return Split(*train, info), Split(*test, info)
 
 
+def tfds_directory(data_dir: str = "") -> Path:
+    """Directory of TFDS's data sets: `data_dir`, `TFDS_DATA_DIR` or `~/tensorflow_datasets`.
+
+    Raises:
+      DataError: it begins with the home directory of a user who has none.
+    """
+    directory = Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
+    try:
+        return directory.expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{directory}: that user has no home directory; give --data_dir=<a directory>") from error
+
+
 def import_tfds() -> ModuleType:
-    """TensorFlow Datasets without its bars and notes. Importing it takes seconds, and it reads TFDS_DATA_DIR then."""
+    """Import TFDS, which takes seconds and reads TFDS_DATA_DIR, without its progress bars and log lines."""
     import tensorflow_datasets as tfds
 
     tfds.disable_progress_bar()
@@ -62,94 +79,96 @@ def import_tfds() -> ModuleType:
     return tfds
 
 
-def whole(make_builder: Callable, name: str, directory: Path):
-    """The builder that `make_builder()` makes of a data set that stands prepared in TFDS's directory: prepared by now,
-    by this process or by one that does so already."""
+def prepare(make_builder: Callable, name: str, directory: Path):
+    """Return the builder of a prepared data set; download and prepare it first unless another process does."""
     builder = make_builder()
     if not builder.is_prepared():
         with _prepare_lock(directory):
             builder = make_builder()
-            if not builder.is_prepared():  # another process has, in the meantime
+            if not builder.is_prepared():  # by another process, in the meantime
                 log.info("preparing %s in %s", name, directory)
                 builder.download_and_prepare()
     return builder
 
 
-def in_stored_order(tfds: ModuleType, builder, part: str, batch_size: int | None = None) -> Iterable[dict]:
-    """The examples of a part of a prepared set as arrays, file after file; in batches, if so many are given."""
+def in_stored_order(tfds: ModuleType, builder, split: str, batch_size: int | None = None) -> Iterable[dict]:
+    """The examples of a split of a prepared data set as arrays, file by file; in batches if `batch_size` is given."""
     config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
-    return tfds.as_numpy(builder.as_dataset(split=part, shuffle_files=False, batch_size=batch_size, read_config=config))
+    dataset = builder.as_dataset(split=split, shuffle_files=False, batch_size=batch_size, read_config=config)
+    return tfds.as_numpy(dataset)
 
 
 @contextlib.contextmanager
 def _prepare_lock(directory: Path) -> Iterator[None]:
-    """Waits until no other process prepares a data set there, as two would both do it, and one fail; where locks are
-    not to be had, goes on without."""
+    """Lets one process at a time prepare a data set in a directory, where the file system has locks."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
             if not stack.enter_context(atomic_io.locked(directory / ".preparing")):
-                log.info("waiting for another process to prepare what it needs in %s", directory)
+                log.info("waiting for another process that prepares a data set in %s", directory)
                 stack.enter_context(atomic_io.locked(directory / ".preparing", wait=True))
         yield
 
 
-def _builder(tfds, name: str, directory: Path):
-    """TFDS's builder of a data set; if there is a prepared copy, it is made from the description in that."""
+def _make_builder(tfds: ModuleType, name: str, directory: Path):
+    """TFDS's builder of a data set; made from the description in the prepared copy, if there is one."""
     copy = directory / re.split("[/:]", name)[0]
     try:
         return tfds.builder(name, data_dir=str(directory))
     except Exception as error:
         unknown = isinstance(error, tfds.core.DatasetNotFoundError)
         if copy.exists():
-            why = "dataset_info.json or features.json is missing" if unknown else _reason(error)
-            told = f"dataset={name} cannot be read from {copy} ({why}); if the name is right, {MEND}"
-            raise DataError(told) from error
-        nowhere = f"TensorFlow Datasets has none of this name, nor has {directory}"
-        raise UsageError(f"dataset={name}: {nowhere if unknown else _reason(error)}") from error
+            reason = "dataset_info.json or features.json is missing" if unknown else _describe(error)
+            raise DataError(
+                f"dataset={name} cannot be read from {copy} ({reason}); if the name is right, {REPAIR}"
+            ) from error
+        built_in = ", ".join((*BUILT_IN, f"{FOLDER}<path>"))
+        not_found = f"neither TensorFlow Datasets nor {directory} has it; built in are {built_in}"
+        raise UsageError(f"dataset={name}: {not_found if unknown else _describe(error)}") from error
 
 
-def _reason(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error_text(error, 300)}"
 
 
-def _feature(info, kind: type) -> str | None:
-    """The name of the feature of a kind that is learned from, or of the only one there is."""
+def _find_feature(info, kind: type) -> str | None:
+    """The name of the supervised feature of this kind, or of the only one of this kind."""
     names = [name for name, feature in info.features.items() if isinstance(feature, kind)]
-    named = [name for name in info.supervised_keys or () if name in names]
-    return next(iter(named or names), None) if named or len(names) == 1 else None
+    supervised = [name for name in info.supervised_keys or () if name in names]
+    return next(iter(supervised or names), None) if supervised or len(names) == 1 else None
 
 
-def _parts(name: str, builder, labelled: Callable[[str], bool]) -> tuple[str, str]:
-    """What is trained on, and what is tested on: `validation` for a `test` whose first image is not `labelled`."""
+def _split_names(name: str, builder, is_labeled: Callable[[str], bool]) -> tuple[str, str]:
+    """The splits to train and to test on; `validation` where the first image of `test` has no label."""
     splits = builder.info.splits
     if "train" not in splits:
-        raise UsageError(f"dataset={name} has no split to train on; it has {', '.join(splits)}")
-    named = next((split for split in ("test", "validation") if split in splits), None)
-    if named == "test" and "validation" in splits and not labelled("test"):
-        named = "validation"
-    return ("train", named) if named else ("train[:80%]", "train[80%:]")
+        raise UsageError(f"dataset={name} has no split to train on; its splits are {', '.join(splits)}")
+    test = next((split for split in ("test", "validation") if split in splits), None)
+    if test == "test" and "validation" in splits and not is_labeled("test"):
+        test = "validation"
+    return ("train", test) if test else ("train[:80%]", "train[80%:]")
 
 
-def _refuse_if_unreachable(name: str, directory: Path, builder) -> None:
-    hosts = {urlsplit(url)[:2] for url in builder.url_infos or ()}  # some tell nothing of what they will download
-    silent = sorted({host for scheme, host in hosts if host and not reachable(f"{scheme}://{host}")})
-    if silent:
+def _check_reachable(name: str, directory: Path, builder) -> None:
+    hosts = {urlsplit(url)[:2] for url in builder.url_infos or ()}  # some builders do not list their URLs
+    unreachable = sorted({host for scheme, host in hosts if host and not reachable(f"{scheme}://{host}")})
+    if unreachable:
         raise DataError(
-            f"no {name} in {directory} and {', '.join(silent)} does not answer; put a prepared copy there, or give "
-            f"--data_dir=<a directory that holds {builder.name}/{builder.version}>"
+            f"no {name} in {directory} and {', '.join(unreachable)} does not answer; put a prepared copy there, "
+            f"or give --data_dir=<a directory that holds {builder.name}/{builder.version}>"
         )
 
 
-def _read(tfds, builder, part: str, picture: str, label: str, side: int) -> tuple[np.ndarray, np.ndarray]:
-    decoded, labels = [], []
-    for example in in_stored_order(tfds, builder, part):
-        levels = example[picture]
+def _read(tfds: ModuleType, builder, split: str, image: str, label: str, side: int) -> tuple[np.ndarray, np.ndarray]:
+    images, labels = [], []
+    for example in in_stored_order(tfds, builder, split):
+        levels = example[image]
         if example[label] < 0:
             raise UsageError(
-                f"dataset={builder.name}: its split {part} has images without a class (label {example[label]}), which "
-                "can be neither learned nor scored; give another --dataset"
+                f"dataset={builder.name}: its split {split} has images without a class (label {example[label]}), which "
+                "can be neither trained on nor scored; give another --dataset"
             )
-        decoded.append(image_files.fit(Image.fromarray(levels.squeeze(-1) if levels.shape[-1] == 1 else levels), side))
+        gray = levels.shape[-1] == 1
+        images.append(image_files.resize_square(Image.fromarray(levels.squeeze(-1) if gray else levels), side))
         labels.append(example[label])
-    return np.stack(decoded), np.array(labels, np.int64)
+    return np.stack(images), np.array(labels, np.int64)

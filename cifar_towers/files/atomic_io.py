@@ -63,15 +63,51 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Raises:
       OSError: it could not be written; what was there before stays, and nothing is left of it.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
+    with temporary_beside(path) as temporary:
         if isinstance(content, str):
             temporary.write_text(content)
         else:
             temporary.write_bytes(content)
         os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def temporary_beside(path: Path) -> Iterator[Path]:
+    """A path to write a file or directory at before it is moved to `path`; removed at the end if it was not moved."""
+    temporary = path.with_name(f".{path.name}.tmp")  # always the same, so that killed processes leave only one
+    if temporary.is_dir():
+        shutil.rmtree(temporary)
+    try:
+        yield temporary
     finally:
-        temporary.unlink(missing_ok=True)
+        _remove_any(temporary)
+
+
+def replace(new: Path, final: Path) -> None:
+    """Move a file or directory to `final`, over what is there.
+
+    Raises:
+      OSError: it could not be moved; what was there before stays.
+    """
+    if not final.is_dir():
+        os.replace(new, final)
+        return
+    earlier = final.with_name(f".{final.name}.old")
+    _remove_any(earlier)
+    os.replace(final, earlier)
+    try:
+        os.replace(new, final)
+    except BaseException:
+        os.replace(earlier, final)
+        raise
+    _remove_any(earlier)
+
+
+def _remove_any(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def damage(directory: Path) -> str:

@@ -36,7 +36,7 @@ def predict(config: PredictConfig) -> None:
     width = max(len(_shown(path)) for path, _ in expanded)
     for start in range(0, len(expanded), size):
         some = expanded[start : start + size]
-        levels, told = image_files.read_all([path for path, _ in some], side, at_once=1)  # memory stays small
+        levels, told = image_files.read_all([path for path, _ in some], side, num_threads=1)  # memory stays small
         told |= {place: wrong for place, (_, wrong) in enumerate(some) if wrong}
         levels = np.pad(levels, [(0, size - len(some)), (0, 0), (0, 0), (0, 0)])  # always as many: one size is traced
         found = softmax(classify(levels, *load_run.variables_of(model), config.tta)[1])
@@ -70,7 +70,7 @@ def _expand(given: Sequence[str]) -> Iterator[tuple[Path, str]]:
         found = list(filter(image_files.is_picture, entries))
         others = [e for e in entries if not (image_files.is_picture(e) or e.name.startswith(".") or e.is_dir())]
         if found and others:
-            print(f"{_shown(path)}: {image_files.left_out(len(others))}", file=sys.stderr)
+            print(f"{_shown(path)}: {image_files.describe_ignored(len(others))}", file=sys.stderr)
         if not found:
             yield path, f"holds no pictures ({', '.join(image_files.SUFFIXES)})"
         yield from ((picture, "") for picture in found)

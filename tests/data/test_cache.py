@@ -1,4 +1,4 @@
-"""Decoded splits kept between starts: a small set stands in for CIFAR-10, its digests for the known ones."""
+"""The cache of decoded splits, with a small data set and its digests in place of CIFAR-10."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ SMALL = {"train": synthetic.make(200, 0, 0), "test": synthetic.make(100, 0, 1)}
 
 @pytest.fixture
 def decoded(monkeypatch, tmp_path):
-    """The names of the splits that had to be decoded."""
+    """Names of the splits that were decoded."""
     names = []
 
     def decode(directory, name):
@@ -34,7 +34,7 @@ def decoded(monkeypatch, tmp_path):
 
 @pytest.fixture
 def prepared(tmp_path):
-    """A directory that passes for one with a prepared copy."""
+    """A directory that `is_prepared` accepts."""
     (tmp_path / cifar10.BUILDER).mkdir(parents=True)
     (tmp_path / cifar10.BUILDER / "dataset_info.json").write_text("{}")
     return tmp_path
@@ -44,54 +44,54 @@ def files():
     return sorted(path for path in cache.directory().iterdir() if path.name != ".lock")
 
 
-def are_right(splits):
+def are_verified(splits):
     return [split.digest for split in splits] == list(cifar10.DIGESTS.values())
 
 
-def test_a_second_start_decodes_nothing_and_needs_no_prepared_copy(decoded, prepared, tmp_path):
+def test_second_start_reads_the_cache_and_needs_no_prepared_copy(decoded, prepared, tmp_path):
     cifar10.load(prepared)
     assert decoded == ["train", "test"] and len(files()) == 2
     nowhere = str(tmp_path / "nowhere")
     for dataset in ("cifar10", "auto"):
         source, data = sources.load(sources.find(dataset, nowhere))
-        assert source.name == "cifar10" and are_right((data.train, data.test))
+        assert source.name == "cifar10" and are_verified((data.train, data.test))
         np.testing.assert_array_equal(data.train.images, SMALL["train"].images)
         np.testing.assert_array_equal(data.test.labels, SMALL["test"].labels)
     assert decoded == ["train", "test"]
 
 
-def flip(content):
+def flip_bit(content):
     return content[:999] + bytes([content[999] ^ 1]) + content[1000:]
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        flip,
+        flip_bit,
         lambda content: content[:-1],
         lambda content: content[: len(content) // 2],
         lambda content: content + b"x",
         lambda content: content[:-8] + b"\xff" * 8,  # a label that no class has
         lambda content: b"",
     ],
-    ids=["a bit", "a byte short", "half", "a byte more", "a label", "nothing"],
+    ids=["flipped bit", "missing byte", "half", "extra byte", "wrong label", "empty"],
 )
-def test_damage_is_told_in_a_line_and_made_good(decoded, prepared, caplog, damage):
+def test_damaged_cache_is_reported_and_replaced(decoded, prepared, caplog, damage):
     cifar10.load(prepared)
     path = next(path for path in files() if "train" in path.name)
     path.write_bytes(damage(path.read_bytes()))
     decoded.clear()
     caplog.clear()
-    assert are_right(cifar10.load(prepared)) and decoded == ["train"]
-    told = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
-    assert told == [f"{path} is damaged: removed, and made anew"]
-    assert are_right(cifar10.load(prepared)) and decoded == ["train"]
+    assert are_verified(cifar10.load(prepared)) and decoded == ["train"]
+    messages = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert messages == [f"{path} is damaged; it is removed and decoded again"]
+    assert are_verified(cifar10.load(prepared)) and decoded == ["train"]
 
 
-def test_damage_with_nothing_to_make_it_anew_from_is_an_error(decoded, prepared, tmp_path):
+def test_damaged_cache_without_a_prepared_copy_is_an_error(decoded, prepared, tmp_path):
     cifar10.load(prepared)
     path = next(path for path in files() if "test" in path.name)
-    path.write_bytes(flip(path.read_bytes()))
+    path.write_bytes(flip_bit(path.read_bytes()))
     source = sources.find("cifar10", str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match="no CIFAR-10 in .*nowhere"):
         sources.load(source)
@@ -99,49 +99,49 @@ def test_damage_with_nothing_to_make_it_anew_from_is_an_error(decoded, prepared,
         sources.find("cifar10", str(tmp_path / "nowhere"))
 
 
-def test_what_is_decoded_is_verified_before_it_is_kept(decoded, prepared, monkeypatch):
+def test_splits_are_verified_before_they_are_cached(decoded, prepared, monkeypatch):
     monkeypatch.setitem(SMALL, "train", synthetic.make(200, 1, 0))
     with pytest.raises(DataError, match="train split is damaged"):
         cifar10.load(prepared)
     assert not cache.directory().exists()
 
 
-def test_where_nothing_can_be_kept_the_data_is_had_all_the_same(decoded, prepared, monkeypatch, tmp_path, caplog):
+def test_unwritable_cache_is_ignored(decoded, prepared, monkeypatch, tmp_path, caplog):
     caplog.set_level("INFO")
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no directory, for root neither
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # not a directory, so that root cannot write either
     for _ in range(2):
-        assert are_right(cifar10.load(prepared))
+        assert are_verified(cifar10.load(prepared))
     assert decoded == ["train", "test"] * 2
-    assert "cannot be kept for the next start (Not a directory)" in caplog.text
+    assert "cannot be cached (Not a directory)" in caplog.text
 
 
-def test_a_full_disk_leaves_no_part_of_a_file(decoded, prepared, monkeypatch):
+def test_full_disk_leaves_no_partial_file(decoded, prepared, monkeypatch):
     def replace(source, target):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", replace)
-    assert are_right(cifar10.load(prepared)) and files() == []
+    assert are_verified(cifar10.load(prepared)) and files() == []
 
 
-KEEP = """
+SAVE_AND_LOAD = """
 import sys
 from cifar_towers.data import cache, synthetic
-split, began = synthetic.make(200, 0, 0), False
+split, exists = synthetic.make(200, 0, 0), False
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(20):
     cache.save("small", split)
-    found = cache.load("small", split.digest)  # would remove one that is not whole
-    assert found or not began, "a file that stood is gone"
-    began = began or found is not None
+    loaded = cache.load("small", split.digest)  # removes a partial file
+    assert loaded or not exists, "an existing file is gone"
+    exists = exists or loaded is not None
 """
 
 
-def test_processes_that_keep_at_once_find_whole_files(monkeypatch, tmp_path):
+def test_concurrent_processes_never_read_partial_files(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
-    processes = [subprocess.Popen([sys.executable, "-c", KEEP], **pipes) for _ in range(4)]
+    processes = [subprocess.Popen([sys.executable, "-c", SAVE_AND_LOAD], **pipes) for _ in range(4)]
     assert [process.stdout.readline() for process in processes] == ["ready\n"] * 4
     for process in processes:
         process.stdin.write("go\n")
@@ -153,12 +153,12 @@ def test_processes_that_keep_at_once_find_whole_files(monkeypatch, tmp_path):
     assert cache.load("small", SMALL["train"].digest)
 
 
-def test_finding_and_loading_kept_data_imports_no_tensorflow(decoded, prepared):
+def test_loading_from_the_cache_imports_no_tensorflow(decoded, prepared):
     cifar10.load(prepared)
     program = (
         "import sys; from cifar_towers.data import cache; "
         f"split = cache.load({files()[0].name!r}, {cifar10.DIGESTS['test']!r}); "
         "print(len(split.labels), {'tensorflow', 'tensorflow_datasets'} & {*sys.modules})"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert told.stdout == "100 set()\n", told.stderr
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout == "100 set()\n", result.stderr

@@ -1,4 +1,4 @@
-"""Pictures as users have them: all kinds, all sizes, and all that is no picture."""
+"""Image files of all formats, modes and sizes, and files that are no images."""
 
 import io
 import os
@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image
 
 from cifar_towers.data import image_files
 from cifar_towers.data.image_files import PictureError
 
 
 def photo(width, height, mode="RGB"):
-    """A smooth picture, so that what JPEG and resizing do to it is small."""
+    """A smooth image, which JPEG and resizing change little."""
     y, x = np.mgrid[:height, :width] / max(width, height)
     levels = np.stack([255 * x, 255 * y, 128 + 100 * np.sin(5 * (x + y))], -1)
     return Image.fromarray(np.clip(levels, 0, 255).astype(np.uint8)).convert(mode)
@@ -30,7 +30,7 @@ def encoded(image, kind, **options):
 
 
 def png_header(width, height):
-    """A PNG that declares a size, with the pixels of a much smaller one."""
+    """A PNG that declares a size, with the pixels of a much smaller image."""
 
     def chunk(name, content):
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
@@ -46,7 +46,7 @@ def png_header(width, height):
 
 @pytest.fixture
 def read(tmp_path):
-    """read(content, side): what is read of a file of this content."""
+    """read(content, side): the image in a file of this content."""
 
     def read(content, side=32):
         path = tmp_path / "picture"
@@ -64,21 +64,21 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("kind", "mode"), KINDS)
-def test_every_kind_and_mode_looks_as_it_should(read, kind, mode):
+def test_every_format_and_mode(read, kind, mode):
     image = photo(96, 96, mode)
-    found = read(encoded(image, kind)).astype(int)
-    assert found.shape == (32, 32, 3)
-    seen = np.asarray(image.convert("RGB").resize((32, 32), Image.Resampling.BILINEAR)).astype(int)
-    assert abs(found - seen).mean() < (4 if kind in ("JPEG", "WEBP", "GIF") else 0.5)
+    levels = read(encoded(image, kind)).astype(int)
+    assert levels.shape == (32, 32, 3)
+    expected = np.asarray(image.convert("RGB").resize((32, 32), Image.Resampling.BILINEAR)).astype(int)
+    assert abs(levels - expected).mean() < (4 if kind in ("JPEG", "WEBP", "GIF") else 0.5)
 
 
-def test_a_picture_of_the_right_size_is_left_to_the_bit(read):
+def test_image_of_the_right_size_is_unchanged(read):
     levels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
     np.testing.assert_array_equal(read(encoded(Image.fromarray(levels), "PNG")), levels)
 
 
 @pytest.mark.parametrize("size", [(100, 60), (60, 100), (33, 32), (1, 7), (500, 20)])
-def test_the_central_square_is_what_is_seen(read, size):
+def test_central_square_is_resized(read, size):
     image = photo(*size)
     square = min(size)
     left, top = (size[0] - square) // 2, (size[1] - square) // 2
@@ -86,13 +86,13 @@ def test_the_central_square_is_what_is_seen(read, size):
     np.testing.assert_array_equal(read(encoded(image, "PNG")), np.asarray(expected))
 
 
-def test_sixteen_bits_are_halved_not_clipped(read):
+def test_sixteen_bits_are_scaled_not_clipped(read):
     levels = np.linspace(0, 65535, 32 * 32).astype(np.uint16).reshape(32, 32)
-    found = read(encoded(Image.fromarray(levels), "PNG"))
-    np.testing.assert_allclose(found[..., 0], levels / 257, atol=1)
+    scaled = read(encoded(Image.fromarray(levels), "PNG"))
+    np.testing.assert_allclose(scaled[..., 0], levels / 257, atol=1)
 
 
-def test_what_is_transparent_is_white(read):
+def test_transparent_pixels_are_white(read):
     clear = Image.new("RGBA", (64, 64), (200, 0, 0, 0))
     assert (read(encoded(clear, "PNG")) == 255).all()
     palette = Image.new("P", (64, 64))
@@ -102,7 +102,7 @@ def test_what_is_transparent_is_white(read):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_turned_camera_gives_an_upright_picture(read, orientation):
+def test_exif_orientation_is_applied(read, orientation):
     upright = photo(64, 64)
     stored = {
         1: [], 2: ["FLIP_LEFT_RIGHT"], 3: ["ROTATE_180"], 4: ["FLIP_TOP_BOTTOM"],
@@ -112,74 +112,76 @@ def test_a_turned_camera_gives_an_upright_picture(read, orientation):
     for turn in stored[orientation]:
         image = image.transpose(Image.Transpose[turn])
     exif = Image.Exif()
-    exif[image_files.ORIENTATION] = orientation
+    exif[ExifTags.Base.Orientation] = orientation
     np.testing.assert_allclose(read(encoded(image, "PNG", exif=exif)), read(encoded(upright, "PNG")), atol=1)
 
 
-def test_the_first_frame_stands_for_a_film(read):
+def test_first_frame_of_an_animation_is_read(read):
     frames = [Image.new("RGB", (40, 40), color) for color in ("red", "green", "blue")]
-    found = read(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
-    assert (found == [255, 0, 0]).all()
+    levels = read(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
+    assert (levels == [255, 0, 0]).all()
 
 
-def test_what_declares_too_much_is_refused_by_its_header(read):
-    with pytest.raises(PictureError, match="declares far more than 25 megapixels"):
+def test_images_of_too_many_pixels_are_refused_by_their_headers(read):
+    with pytest.raises(PictureError, match="declares far more than the limit of 25 megapixels"):
         read(png_header(20_000, 20_000))
-    with pytest.raises(PictureError, match="declares 6000 x 5000 pixels; 25 megapixels are the most"):
+    with pytest.raises(PictureError, match="declares 6000 x 5000 pixels; the limit is 25 megapixels"):
         read(png_header(6000, 5000))
-    with pytest.raises(PictureError, match="declares 4200 x 4000 pixels; 16 megapixels are the most in a WebP"):
+    with pytest.raises(PictureError, match="declares 4200 x 4000 pixels; the limit of a WebP image is 16 megapixels"):
         read(encoded(Image.new("RGB", (4200, 4000)), "WEBP"))
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"", "is empty"),
-        (b"not a picture at all", "is not a JPEG, PNG, GIF, BMP or WebP picture"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not a JPEG, PNG, GIF, BMP or WebP picture"),
+        (b"not a picture at all", "is not a JPEG, PNG, GIF, BMP or WebP image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not a JPEG, PNG, GIF, BMP or WebP image"),
         (encoded(photo(200, 200), "JPEG")[:1500], "is damaged"),
         (encoded(photo(200, 200), "PNG")[:800], "is damaged"),
-        (bytes(image_files.MOST_BYTES + 1), "has 20.0 MB; 20 MB are the most"),
+        (bytes(image_files.MAX_BYTES + 1), "has 20.0 MB; the limit is 20 MB"),
     ],
 )
-def test_what_is_no_whole_picture_is_told(read, content, told):
-    with pytest.raises(PictureError, match=told):
+def test_damaged_files_are_errors(read, content, message):
+    with pytest.raises(PictureError, match=message):
         read(content)
 
 
-def test_what_is_no_file_is_told_and_never_waited_for(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pipe.png", "is a pipe"),
+        ("folder.png", "is a directory"),
+        ("loop.png", "Too many levels"),
+        ("missing.png", "No such"),
+        ("/dev/zero", "is a device"),
+    ],
+)
+def test_paths_that_are_no_regular_files_are_errors_at_once(tmp_path, name, message):
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "loop.png").symlink_to("loop.png")
-    for name, told in (
-        ("pipe", "is a pipe"),
-        ("folder", "is a directory"),
-        ("loop", "Too many levels"),
-        ("no", "No such"),
-    ):
-        with pytest.raises(PictureError, match=told):
-            image_files.read(tmp_path / f"{name}.png", 32)
-    with pytest.raises(PictureError, match="is a device"):
-        image_files.read("/dev/zero", 32)
+    with pytest.raises(PictureError, match=message):
+        image_files.read(tmp_path / name, 32)
 
 
 def test_arrays_are_resized_as_files_are():
     levels = np.random.default_rng(0).integers(0, 256, (3, 48, 48, 3), np.uint8)
-    assert image_files.fit_all(levels, 48) is levels
+    assert image_files.resize_all(levels, 48) is levels
     expected = np.stack(
         [np.asarray(Image.fromarray(one).resize((32, 32), Image.Resampling.BILINEAR)) for one in levels]
     )
-    np.testing.assert_array_equal(image_files.fit_all(levels, 32), expected)
+    np.testing.assert_array_equal(image_files.resize_all(levels, 32), expected)
 
 
-def test_many_are_read_in_threads_and_what_is_wrong_is_told_by_their_places(tmp_path, recwarn):
+def test_files_are_read_in_threads_and_errors_returned_by_index(tmp_path, recwarn):
     filters = [*warnings.filters]
     paths = [tmp_path / f"{index}.png" for index in range(40)]
     for index, path in enumerate(paths):
-        image = encoded(Image.new("RGB", (8, 8), (5 * index, 0, 0)), "PNG", exif=b"II*\0\x08\0\0\0\x05\0")  # cut off
+        image = encoded(Image.new("RGB", (8, 8), (5 * index, 0, 0)), "PNG", exif=b"II*\0\x08\0\0\0\x05\0")  # truncated
         path.write_bytes(image if index % 7 else b"no picture")
-    levels, wrong = image_files.read_all(paths, 4)
-    assert [*wrong] == [0, 7, 14, 21, 28, 35] and all("is not a JPEG" in told for told in wrong.values())
+    levels, errors = image_files.read_all(paths, 4)
+    assert [*errors] == [0, 7, 14, 21, 28, 35] and all("is not a JPEG" in error for error in errors.values())
     assert levels[:, 0, 0, 0].tolist() == [5 * index if index % 7 else 0 for index in range(40)]
     assert warnings.filters == filters and not recwarn
 
@@ -193,7 +195,7 @@ edits = st.lists(st.tuples(st.integers(0, 5000), st.binary(min_size=0, max_size=
 
 
 def mutated(base, cut, changes):
-    """`base` with bytes taken out and others put in at some places, and its end cut off."""
+    """`base` with bytes removed and inserted at some positions, and its end cut off."""
     for place, inserted, removed in changes:
         place %= len(base)
         base = base[:place] + inserted + base[place + removed :]
@@ -206,19 +208,19 @@ def check_mutations(path, examples):
     def check(base, cut, changes):
         path.write_bytes(mutated(base, cut, changes))
         try:
-            found = image_files.read(path, 32)
+            levels = image_files.read(path, 32)
         except PictureError as error:
             assert "\n" not in str(error)
         else:
-            assert found.shape == (32, 32, 3) and found.dtype == np.uint8
+            assert levels.shape == (32, 32, 3) and levels.dtype == np.uint8
 
     check()
 
 
-def test_damage_of_any_kind_is_one_kind_of_error(tmp_path):
+def test_mutated_files_raise_only_picture_errors(tmp_path):
     check_mutations(tmp_path / "mutated", 150)
 
 
 @pytest.mark.slow
-def test_damage_of_five_thousand_kinds_is_one_kind_of_error(tmp_path):
+def test_five_thousand_mutated_files_raise_only_picture_errors(tmp_path):
     check_mutations(tmp_path / "mutated", 5000)
