@@ -1,27 +1,20 @@
-"""What can end a run, and the exit code each end answers with.
+"""Exceptions that end a run, and the exit code of each.
 
 Every error here carries one line for the user: what is wrong, why, what to type.
-A traceback appears only for an exception that is not one of these: a bug, exit 1.
+Only other exceptions, which are bugs, show a traceback; they exit with 1.
 """
 
+import signal
+
 NOTHING_TO_SAVE = "before the first step; nothing to save"  # message of an interrupt
-
-
-def printable(text: str) -> str:
-    """A text as one line that a terminal shows and never obeys: what is not printable, as in files' names, escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def error_text(error: BaseException, most: int = 200) -> str:
-    """What any exception says, on one line of at most so many characters. Of an `OSError` it is the system's words
-    alone: the message around them names the file."""
-    return " ".join(str(getattr(error, "strerror", None) or error).split())[:most]
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class RunError(Exception):
-    """A foreseen end of a run; `exit_code` is what the process returns."""
+    """A foreseen end of a run; `exit_code` is what the process returns, `meaning` what help texts call it."""
 
     exit_code = 1
+    meaning = "failed"
 
     def __init__(self, message: str):
         super().__init__(printable(message))
@@ -31,43 +24,70 @@ class UsageError(RunError, ValueError):
     """A flag, or a combination of flags, that cannot be used."""
 
     exit_code = 2
+    meaning = "usage"
 
 
 class DataError(RunError):
-    """The data set is missing, cannot be fetched, or is not what it should be."""
+    """The data set is missing, cannot be downloaded, or is not what it should be."""
 
     exit_code = 3
+    meaning = "data"
 
 
 class DivergedError(RunError):
-    """Losses, gradients or weights stopped being finite numbers."""
+    """Losses, gradients or weights are not finite numbers."""
 
     exit_code = 4
+    meaning = "diverged"
 
 
 class WorkerLostError(RunError):
-    """A worker of the cluster did not come, or is gone. All end; started again, they go on from the last checkpoint."""
+    """A worker of the cluster is missing or has stopped. All workers exit; when restarted they resume from the last
+    checkpoint."""
 
     exit_code = 5
+    meaning = "a worker was lost"
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to stop: 130 for SIGINT, 143 for SIGTERM. Like `KeyboardInterrupt`, no `Exception`:
-    it can be raised anywhere, and nobody on the way may take it for a failure of their own.
+    """A signal asked the run to stop. Like `KeyboardInterrupt` not an `Exception`, so that no `except Exception` on the
+    way takes it for a failure.
     """
 
     def __init__(self, signal_number: int, message: str):
         super().__init__(message)
-        self.exit_code = 128 + signal_number
+        self.exit_code = interrupt_exit_code(signal_number)
 
 
-def one_line(error: RunError | Interrupted) -> str:
-    """What is shown of it, as `usage: ...`."""
+def interrupt_exit_code(signal_number: int) -> int:
+    """The shell's exit code for a signal: 130 for SIGINT, 143 for SIGTERM."""
+    return 128 + signal_number
+
+
+def describe_exit_codes(*errors: type[RunError], success: str = "done", failure: str = "a bug") -> str:
+    """The exit codes of a program that may raise these errors, for its help text."""
+    codes = [f"0 {success}", *(f"{error.exit_code} {error.meaning}" for error in errors)]
+    interrupts = " and ".join(str(interrupt_exit_code(number)) for number in STOP_SIGNALS)
+    return ", ".join([*codes, f"{interrupts} interrupted", f"{RunError.exit_code} {failure}"])
+
+
+def error_line(error: RunError | Interrupted) -> str:
+    """The line shown to the user, as `usage: ...`."""
     return f"{type(error).__name__.removesuffix('Error').lower()}: {error}"
 
 
+def error_text(error: BaseException, max_length: int = 200) -> str:
+    """The message of any exception on one line; of an `OSError` only the system's words, without the file's name."""
+    return " ".join(str(getattr(error, "strerror", None) or error).split())[:max_length]
+
+
+def printable(text: str) -> str:
+    """A text on one line that no terminal interprets: characters that are not printable are escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def caused_by_interrupt(error: BaseException | None) -> bool:
-    """Whether an error is what others have made of `Interrupted`."""
+    """Whether `Interrupted` is among the causes of an error."""
     while error and not isinstance(error, Interrupted):
         error = error.__cause__ or error.__context__
     return error is not None

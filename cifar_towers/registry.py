@@ -1,26 +1,45 @@
-"""What nets, data sets and levels of test-time augmentation are called; without TensorFlow, so that a wrong name is
-refused at once."""
+"""Names of models, data sets and levels of test-time augmentation, and what each means.
+
+Does not import TensorFlow, so that a wrong name is refused at once.
+"""
 
 import re
 from typing import NamedTuple
 
 from cifar_towers.errors import UsageError
 
-MODELS = (
-    "cifarnet",
-    "resnet20",
-    "resnet32",
-    "resnet44",
-    "resnet56",
-    "resnet110",
-    "speednet93",
-    "speednet94",
-    "speednet95",
-    "speednet96",
-    "speednet_proxy",
-)
+
+class ModelSpec(NamedTuple):
+    """What a model allows.
+
+    Attributes:
+      any_image_size: the same weights take images of any size, so that `image_size_schedule` can change it.
+      whitening: the first layer's filters are whitening filters, computed from training images.
+      muon: Muon has been tried on its kernels.
+    """
+
+    any_image_size: bool = False
+    whitening: bool = False
+    muon: bool = False
+
+
+_RESNET = ModelSpec(any_image_size=True)
+_SPEEDNET = ModelSpec(any_image_size=True, whitening=True, muon=True)
+MODELS = {
+    "cifarnet": ModelSpec(),
+    "resnet20": _RESNET,
+    "resnet32": _RESNET,
+    "resnet44": _RESNET,
+    "resnet56": _RESNET,
+    "resnet110": _RESNET,
+    "speednet93": _SPEEDNET,
+    "speednet94": _SPEEDNET,
+    "speednet95": _SPEEDNET,
+    "speednet96": _SPEEDNET,
+    "speednet_proxy": _SPEEDNET,
+}
 BUILT_IN = ("cifar10", "synthetic", "auto")
-FOLDER = "folder:"  # what the name of a data set in a folder begins with
+FOLDER = "folder:"  # prefix of the name of a data set in a folder
 
 
 class TtaView(NamedTuple):
@@ -45,29 +64,34 @@ TTA_LEVELS = {  # `--tta`: views whose weights sum to 1, the image itself first.
 }
 
 
-def split_own_model(model: str) -> tuple[str, str] | None:
-    """(module or file, function) of a net that is not the project's; None for what does not name one."""
-    where, _, function = model.rpartition(":")
-    return (where, function) if where and function.isidentifier() else None
+def split_user_model(model: str) -> tuple[str, str] | None:
+    """(module or file, function) of a user's model, `"nets.py:make"` -> ("nets.py", "make"); None for other names."""
+    module, _, function = model.rpartition(":")
+    return (module, function) if module and function.isidentifier() else None
+
+
+def model_spec(model: str) -> ModelSpec:
+    """The spec of a built-in model by name; that of any user's model otherwise."""
+    return MODELS.get(model, ModelSpec())
 
 
 def check_model(model: str) -> None:
-    """Refuses what names no net, with a UsageError."""
-    if model not in MODELS and not split_own_model(model):
+    """Raises UsageError if the name is neither a built-in model nor a user's."""
+    if model not in MODELS and not split_user_model(model):
         raise UsageError(
-            f"model={model} is not one of {', '.join(MODELS)}; a net of your own is given as "
-            "package.module:function or path/to/file.py:function"
+            f"model={model} is not one of {', '.join(MODELS)}; give a model of your own as package.module:function or "
+            "path/to/file.py:function"
         )
 
 
 def check_dataset(dataset: str) -> None:
-    """Refuses what names no data set, with a UsageError."""
+    """Raises UsageError if the name cannot be a data set's."""
     known = dataset.startswith(FOLDER) and dataset != FOLDER
     named = dataset != FOLDER.rstrip(":") and re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", dataset)
     if not (known or named):
         raise UsageError(
-            f"dataset={dataset} is not {', '.join(BUILT_IN)}, {FOLDER}<path> or the name of one of "
-            "TensorFlow Datasets, as svhn_cropped"
+            f"dataset={dataset} is not {', '.join(BUILT_IN)}, {FOLDER}<path> or the name of a "
+            "TensorFlow Datasets builder, as svhn_cropped"
         )
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.manager import CheckpointManager
-from cifar_towers.config import TrainConfig, parse_window, schedules
+from cifar_towers.config import TrainConfig, parse_profile_steps, schedules
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
@@ -110,9 +110,9 @@ class Trainer:
         self.directory = config.directory
         self.precision = devices.choose_precision(config.precision, self.here)
         agreement.assert_workers_agree(team, dataset, self.precision, len(self.here))
-        count = config.drawn * len(self.here) // len(towers)
+        count = config.examples_drawn * len(self.here) // len(towers)
         self.batches = build.make_batches(config, dataset.train, rows=(team.index * count, count))
-        self.length = config.length(self.batches.steps_per_epoch)
+        self.length = config.run_length(self.batches.steps_per_epoch)
         self.config = config = auto_placement.resolve_placement(config, towers, self.precision, dataset, self.length)
         self.state, self.train_step, self.towers = build.make_training(
             config, towers, self.precision, dataset.train, self.length, strategy
@@ -125,7 +125,7 @@ class Trainer:
             quiet=not team.is_chief,
         )  # fmt: skip
         self.say = self.reporter.say
-        window = parse_window(config.profile_steps)
+        window = parse_profile_steps(config.profile_steps)
         if window and window[0] >= self.length.last:
             raise UsageError(
                 f"profile_steps={config.profile_steps}: this run ends with step {self.length.last}; give earlier steps"

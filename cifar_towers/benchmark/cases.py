@@ -143,7 +143,7 @@ def _timed(call: Callable, stream: Iterator | None, steps: int) -> Iterator[tupl
 
 
 def _training(config: TrainConfig, towers: list[Tower], batches: Batches, train: Split) -> setup.TrainSetup:
-    return setup.make_training(config, towers, config.precision, train, config.length(batches.steps_per_epoch))
+    return setup.make_training(config, towers, config.precision, train, config.run_length(batches.steps_per_epoch))
 
 
 def _steps_apart(config: TrainConfig, towers: list[Tower], batches: Batches, train: Split):
@@ -164,4 +164,4 @@ def _steps_apart(config: TrainConfig, towers: list[Tower], batches: Batches, tra
 
 def _usual_rates(training: setup.TrainSetup, config: TrainConfig, batches: Batches) -> dict[str, float]:
     """Those of the middle of the run, where what is trained for some epochs alone, as a whitening's bias, rests."""
-    return training.state.optimizer.rates(config.length(batches.steps_per_epoch).last // 2)
+    return training.state.optimizer.rates(config.run_length(batches.steps_per_epoch).last // 2)

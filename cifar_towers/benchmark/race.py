@@ -102,7 +102,7 @@ def count_work(config: TrainConfig, towers: Sequence[Tower], compute_dtype: str,
       UsageError: the graph of the step does not tell them.
     """
     batches = build.make_batches(config, train)
-    length = config.length(batches.steps_per_epoch)
+    length = config.run_length(batches.steps_per_epoch)
     side_at = schedules.ImageSizeSchedule(config.image_size_schedule, config.image_size).at(length)
     alone = config.replace_recipe(**ONE_TOWER)
     training = build.make_training(alone, towers[:1], compute_dtype, train, length)

@@ -8,42 +8,40 @@ from typing import TypeVar
 
 from absl import flags
 
-from cifar_towers.config.settings import REST
+from cifar_towers.config.settings import RENAMED, REST
 from cifar_towers.errors import UsageError
 
 Config = TypeVar("Config")
 
 
 def parse_command_line(config_class: type[Config], argv: Sequence[str], description: str) -> Config:
-    """Makes a config of flags and flagfiles; later ones win. Prints help and leaves if asked to.
+    """A config from flags and flagfiles, of which later ones override earlier ones. Prints help and exits if asked to.
 
     Raises:
-      UsageError: stray arguments, unknown flags, values of a wrong type, out of range or at odds with each other.
+      UsageError: stray arguments, unknown flags, or values of a wrong type, out of range or in conflict.
     """
     if any(argument in ("-h", "-help", "--help", "--helpfull") for argument in argv[1:]):
         print(help_text(config_class, description))
         sys.exit(0)
-    values = _flags_of(config_class)
+    values = _define_flags(config_class)
     try:
         stray = values(argv)[1:]
     except (flags.Error, UnicodeDecodeError) as error:
-        told = " ".join(str(error).split()).removeprefix("ERROR:: ")
-        listed = "configs/ has the recipes" if "flagfile" in told else "--help lists the flags"
-        raise UsageError(f"{told}; {listed}") from None
+        raise UsageError(_describe_flag_error(error, config_class)) from None
     rest = [field.name for field in dataclasses.fields(config_class) if field.metadata["group"] == REST]
     if stray and not rest:
         raise UsageError(f"{stray[0]!r} is not a flag; settings are given as --name=value, and --help lists them")
-    given = {field.name: getattr(values, field.name) for field in _flagged(config_class)}
-    given |= {name: tuple(stray) for name in rest}
-    if "recipe" in given and not given["recipe"]:
-        given["recipe"] = Path(_last_flagfile(argv)).stem
-    return config_class(**given)
+    settings = {field.name: getattr(values, field.name) for field in _fields_with_flags(config_class)}
+    settings |= {name: tuple(stray) for name in rest}
+    if "recipe" in settings and not settings["recipe"]:
+        settings["recipe"] = Path(_last_flagfile(argv)).stem
+    return config_class(**settings)
 
 
 def help_text(config_class: type, description: str) -> str:
-    """All flags under the names of their groups, with their defaults."""
+    """The help of all flags with their defaults, by group."""
     groups: dict[str, list[str]] = {}
-    for field in _flagged(config_class):
+    for field in _fields_with_flags(config_class):
         name = f"--[no]{field.name}" if field.type is bool else f"--{field.name}"
         choices = f" ({'|'.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
         default = "" if field.default == "" else f" [{field.default}]"
@@ -51,16 +49,23 @@ def help_text(config_class: type, description: str) -> str:
             f"  {name}{choices}\n      {field.metadata['help']}{default}"
         )
     body = [f"{group}:\n" + "\n".join(lines) for group, lines in groups.items()]
-    files = "Files:\n  --flagfile\n      take flags from a file, one a line; flags after it win"
+    files = "Files:\n  --flagfile\n      read flags from a file, one a line; later flags override them"
     return "\n\n".join([description, *body, files, f"Exit codes: {config_class.exit_codes}."])
 
 
-def _flagged(config_class: type) -> list[dataclasses.Field]:
-    """The settings that have a flag."""
+def _describe_flag_error(error: Exception, config_class: type) -> str:
+    name = getattr(error, "flagname", "").removeprefix("no")
+    if RENAMED.get(name) in (field.name for field in _fields_with_flags(config_class)):
+        return f"--{name} has been renamed to --{RENAMED[name]}"
+    message = " ".join(str(error).split()).removeprefix("ERROR:: ")
+    return f"{message}; {'configs/ has the recipes' if 'flagfile' in message else '--help lists the flags'}"
+
+
+def _fields_with_flags(config_class: type) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(config_class) if field.metadata["group"] != REST]
 
 
-def _flags_of(config_class: type) -> flags.FlagValues:
+def _define_flags(config_class: type) -> flags.FlagValues:
     values = flags.FlagValues()
     define = {
         bool: flags.DEFINE_boolean,
@@ -68,17 +73,17 @@ def _flags_of(config_class: type) -> flags.FlagValues:
         float: flags.DEFINE_float,
         str: flags.DEFINE_string,
     }
-    for field in _flagged(config_class):
+    for field in _fields_with_flags(config_class):
         define[field.type](field.name, field.default, field.metadata["help"], flag_values=values)
-    flags.DEFINE_string("flagfile", "", "take flags from a file", flag_values=values)
-    flags.DEFINE_string("undefok", "", "unknown flags to pass over", flag_values=values)
+    flags.DEFINE_string("flagfile", "", "read flags from a file", flag_values=values)
+    flags.DEFINE_string("undefok", "", "unknown flags to ignore", flag_values=values)
     return values
 
 
 def _last_flagfile(argv: Sequence[str]) -> str:
-    found = ""
+    last = ""
     for argument, following in zip(argv, [*argv[1:], ""], strict=True):
         name, equals, value = argument.lstrip("-").partition("=")
         if argument.startswith("-") and name == "flagfile":
-            found = value if equals else following
-    return found
+            last = value if equals else following
+    return last

@@ -25,7 +25,7 @@ from cifar_towers.cli.tool_configs import (
     SpeedrunConfig,
 )
 from cifar_towers.config import TrainConfig, parse_seeds
-from cifar_towers.errors import Interrupted, RunError, UsageError, error_text, one_line
+from cifar_towers.errors import Interrupted, RunError, UsageError, error_line, error_text
 from cifar_towers.multi_worker.launcher import LAUNCH_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ def _run(program: Callable[[ShutdownHandler], int | None]) -> int:
             raise
     except (RunError, Interrupted) as error:
         stop.ignore_signals()
-        print(one_line(error), file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         code = error.exit_code
     except BrokenPipeError:
         code = 1

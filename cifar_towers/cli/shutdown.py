@@ -8,10 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from cifar_towers.errors import NOTHING_TO_SAVE, Interrupted
+from cifar_towers.errors import NOTHING_TO_SAVE, STOP_SIGNALS, Interrupted, interrupt_exit_code
 from cifar_towers.multi_worker.launcher import LAUNCH_VARIABLE
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SIGNAL_DEBOUNCE_SECONDS = 0.1  # repeated signals within it count once: `timeout` signals a process, then its group
 LAUNCHER_DEBOUNCE_SECONDS = 1.0  # a launcher forwards a signal that its whole process group may have received
 
@@ -46,7 +45,7 @@ class ShutdownHandler:
 
     def reinstall_handlers(self) -> None:
         """Installs the handlers again after a library has replaced them."""
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
 
     def defer_signals(self) -> None:
@@ -99,7 +98,7 @@ class ShutdownHandler:
 
     def ignore_signals(self) -> None:
         """Ignores signals from now on, as the program is about to exit."""
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     def _interrupted(self) -> Interrupted:
@@ -123,13 +122,13 @@ class ShutdownHandler:
         debounce_seconds = LAUNCHER_DEBOUNCE_SECONDS if LAUNCH_VARIABLE in os.environ else SIGNAL_DEBOUNCE_SECONDS
         first = None
         while number := os.read(read_end, 1)[0]:
-            if number not in SIGNALS:
+            if number not in STOP_SIGNALS:
                 continue
             if first is not None:
                 if time.monotonic() - first > debounce_seconds:
                     with contextlib.suppress(Exception):
                         self.before_exit()
-                    os._exit(128 + number)
+                    os._exit(interrupt_exit_code(number))
                 continue
             time.sleep(SIGNAL_DEBOUNCE_SECONDS / 2)  # the main thread may exit by itself in the meantime
             if self._deferred and not self._exiting:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from cifar_towers.config import DeviceConfig, TrainConfig
 from cifar_towers.config.settings import REST, check_limits, parse_names, setting
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import DataError, UsageError, describe_exit_codes
 from cifar_towers.registry import MODELS, TTA_LEVELS, check_dataset, check_model, describe_tta_levels
 
 PEERS = {  # of the race, and the nets each of them has
@@ -49,7 +49,7 @@ class TrainedConfig(DeviceConfig):
 class ScoringConfig(TrainedConfig):
     """How a trained net computes."""
 
-    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes} or no room for the answer"
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes} or the output cannot be written"
 
     tta: int = setting(0, "Run", f"test-time augmentation: {describe_tta_levels()}", low=0, high=max(TTA_LEVELS))
     precision: str = setting("auto", "Run", "what to compute in", choices=("auto", "float32", "bfloat16", "float16"))
@@ -108,8 +108,8 @@ class ExportConfig(RunDataConfig):
 class CompareConfig:
     """Which runs to compare."""
 
-    exit_codes: ClassVar[str] = (
-        "0 what both have is the same, 1 not or no room to say so, 2 usage, 3 data, 130 and 143 interrupted"
+    exit_codes: ClassVar[str] = describe_exit_codes(
+        UsageError, DataError, success="everything in both runs is equal", failure="something differs, or a bug"
     )
 
     runs: tuple[str, ...] = setting((), REST, "two runs' directories")
@@ -123,7 +123,7 @@ class CompareConfig:
 class ReportConfig:
     """Which runs to write a page about, and where to."""
 
-    exit_codes: ClassVar[str] = "0 done, 2 usage, 130 and 143 interrupted, 1 a bug or no room to write the page"
+    exit_codes: ClassVar[str] = describe_exit_codes(UsageError, failure="a bug or the page cannot be written")
 
     out: str = setting(
         "", "Report", "where to; by default report.html in the directory of one run, and here for several"
@@ -170,7 +170,7 @@ class BenchmarkConfig(TrainConfig):
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise UsageError(f"{name} is not for the benchmark, which varies {', '.join(varied)} itself; leave it")
 
-    def _check_towers(self) -> None:
+    def _check_parallelism(self) -> None:
         """What goes together is seen when the settings are `varied`."""
 
     @property

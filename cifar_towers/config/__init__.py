@@ -1,13 +1,7 @@
 """Every setting of a training run: its name, default, help and limits."""
 
-from cifar_towers.config.train_config import (
-    MOST_PARTS,
-    MOST_TRACED,
-    DeviceConfig,
-    TrainConfig,
-    parse_seeds,
-    parse_window,
-    shared_settings,
-)
+from cifar_towers.config.device_config import DeviceConfig
+from cifar_towers.config.train_config import TrainConfig, shared_settings
+from cifar_towers.config.validation import parse_profile_steps, parse_seeds
 
-__all__ = ["MOST_PARTS", "MOST_TRACED", "DeviceConfig", "TrainConfig", "parse_seeds", "parse_window", "shared_settings"]
+__all__ = ["DeviceConfig", "TrainConfig", "parse_profile_steps", "parse_seeds", "shared_settings"]

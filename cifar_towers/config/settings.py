@@ -55,6 +55,11 @@ def setting(
     )
 
 
+def settings_of(group: str) -> Callable[..., Any]:
+    """`setting` for one section of the help text: (default, help, **options) -> field."""
+    return lambda default, help, **options: setting(default, group, help, **options)
+
+
 def names_with(config_class: type, **properties: Any) -> tuple[str, ...]:
     """Names of the settings with these properties: `names_with(TrainConfig, on_resume="allow")`."""
     return tuple(

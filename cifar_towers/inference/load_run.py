@@ -18,7 +18,7 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import DatasetInfo
 from cifar_towers.errors import UsageError
 from cifar_towers.files import run_files
-from cifar_towers.registry import check_dataset, split_own_model
+from cifar_towers.registry import check_dataset, split_user_model
 from cifar_towers.training import build
 
 MOST_NAMED = 8  # of the runs that a message offers
@@ -118,11 +118,11 @@ def _why_none(train_dir: Path) -> str:
 def _agreed(config: TrainConfig, model: str, train_dir: Path) -> TrainConfig:
     """The settings with the `model` that the user gave, who agrees to running it, in place of the one in the file."""
     theirs = shlex.quote(config.model)
-    if config.own_model and not split_own_model(model):
+    if config.user_model and not split_user_model(model):
         raise UsageError(
             f"{train_dir} was trained with --model={theirs}, code that is run to make the net again; if you trust it, "
             f"give --model={theirs}, or the place where it is now"
         )
-    if not config.own_model and model not in ("", config.model):
+    if not config.user_model and model not in ("", config.model):
         raise UsageError(f"{train_dir} was trained with --model={theirs}, not {model}; leave --model")
     return dataclasses.replace(config, model=model or config.model)

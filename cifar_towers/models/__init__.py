@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from cifar_towers.models.cifarnet import WEIGHT_DECAYS as CIFARNET_WEIGHT_DECAYS
 from cifar_towers.models.cifarnet import cifarnet
 from cifar_towers.models.resnet import resnet
 from cifar_towers.models.speednet import speednet
@@ -18,3 +19,4 @@ MODELS: dict[str, Callable] = {
     ),
     "speednet_proxy": partial(speednet, widths=(32, 64, 64), momentum=0.9, head_std=None, logit_divisor=9),
 }
+WEIGHT_DECAYS: dict[str, dict[str, float]] = {"cifarnet": CIFARNET_WEIGHT_DECAYS}  # layer -> factor of its weight loss

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from cifar_towers.errors import Interrupted, RunError, UsageError, WorkerLostError, error_text, one_line, printable
+from cifar_towers.errors import Interrupted, RunError, UsageError, WorkerLostError, error_line, error_text, printable
 from cifar_towers.multi_worker import messages
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 from cifar_towers.multi_worker.rendezvous import HEARTBEAT_TIMEOUT_SECONDS, Connections, first_difference, meet
@@ -198,7 +198,7 @@ def connect(cluster: ClusterSpec, settings: Mapping[str, Any], seconds: float) -
     try:
         yield team
     except (RunError, Interrupted) as error:
-        team.abort(one_line(error), error.exit_code)
+        team.abort(error_line(error), error.exit_code)
         raise
     except Exception as error:
         if type(error).__module__.startswith("tensorflow"):

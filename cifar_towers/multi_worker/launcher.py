@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cifar_towers.errors import DataError, DivergedError, UsageError
+from cifar_towers.errors import DataError, DivergedError, UsageError, interrupt_exit_code
 from cifar_towers.multi_worker.cluster_spec import COORDINATION_PORT_OFFSET, MAX_WORKER_PORT
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _run(command: Sequence[str], num_workers: int, stop: "ShutdownHandler") -> d
     while len(codes) < len(processes):
         for worker, process in enumerate(processes):
             if worker not in codes and (code := process.poll()) is not None:
-                codes[worker] = code if code >= 0 else 128 - code
+                codes[worker] = code if code >= 0 else interrupt_exit_code(-code)
                 if code:
                     deadline = min(deadline, time.monotonic() + PATIENCE)
         if stop.received_signal and not passed_on:

@@ -14,10 +14,10 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import Dataset, DatasetInfo, Split, chunks
 from cifar_towers.errors import UsageError
-from cifar_towers.models import MODELS, user_model
-from cifar_towers.models.cifarnet import WEIGHT_DECAYS
+from cifar_towers.models import MODELS, WEIGHT_DECAYS, user_model
 from cifar_towers.models.layers import synchronize
 from cifar_towers.models.speednet import whitening_kernel
+from cifar_towers.registry import model_spec
 from cifar_towers.towers import Tower, variable_placement
 from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
 from cifar_towers.towers.placement import HOST
@@ -55,7 +55,7 @@ def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None
             f"hard_example_pool={config.hard_example_pool} is more than the {len(train.labels)} training examples"
         )
     try:
-        return Batches(train, config.drawn, config.seed, config.flip, rows)
+        return Batches(train, config.examples_drawn, config.seed, config.flip, rows)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -81,7 +81,7 @@ def make_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo, train
     Raises:
       UsageError: a net of the user's own cannot be made, or towers cannot train it.
     """
-    if config.own_model:
+    if config.user_model:
         model = _own_model(config, compute_dtype, info)
     else:
         model = _project_model(config, compute_dtype, info, train)
@@ -93,7 +93,7 @@ def make_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo, train
 def _project_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo, train: Split | None) -> keras.Model:
     keras.utils.set_random_seed(config.seed)
     options = {"dtype": precision.POLICIES[compute_dtype], "num_classes": len(info.class_names)}
-    if config.model.startswith("speednet"):
+    if model_spec(config.model).whitening:
         if train is not None:
             parts = chunks(train.images[: config.whitening_images], WHITENED_AT_ONCE)
             normalize = make_augmentation(config, info).evaluate
@@ -107,7 +107,7 @@ def _own_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo) -> ke
     naming.reset_uids()  # layers without a name are called the same in every process, whatever was made before
     keras.utils.set_random_seed(config.seed)
     try:
-        function = user_model.find(*config.own_model)
+        function = user_model.find(*config.user_model)
         return user_model.make(
             function, config.crop or info.side, len(info.class_names), precision.POLICIES[compute_dtype]
         )
@@ -117,11 +117,11 @@ def _own_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo) -> ke
 
 def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, list[str]]:
     """The tower's loss, with the weight losses that belong to the net; and the names of its terms."""
-    decays = WEIGHT_DECAYS if config.model == "cifarnet" else {}
+    decays = WEIGHT_DECAYS.get(config.model, {})
     paths = [variable.path for variable in model.trainable_variables]
     weight_losses = {layer: (paths.index(f"{layer}/kernel"), factor) for layer, factor in decays.items()}
     terms = ["cross_entropy", *(f"{layer}/weight_loss" for layer in weight_losses)]
-    if config.own_model and user_model.adds_losses(model, config.crop or config.image_size):
+    if config.user_model and user_model.adds_losses(model, config.crop or config.image_size):
         terms.append(OWN)
     return make_loss(config.label_smoothing, weight_losses), [*terms, "total_loss"]
 

@@ -21,12 +21,13 @@ def main() -> None:
     from cifar_towers.benchmark import baselines
     from cifar_towers.models import MODELS
     from cifar_towers.models.speednet import whitening_kernel
+    from cifar_towers.registry import model_spec
     from cifar_towers.towers import make_towers
     from cifar_towers.training.precision import POLICIES
 
     towers = make_towers(given.mirrored)
     options = {"side": data["images"].shape[1], "dtype": POLICIES[given.precision]}
-    if given.model.startswith("speednet"):
+    if model_spec(given.model).whitening:
         options["whitening"] = whitening_kernel([data["images"]])
     model = MODELS[given.model](**options)
     run = baselines.fit_arrays(model, towers, data["images"], data["labels"], given.batch_size)

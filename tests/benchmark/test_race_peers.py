@@ -179,7 +179,7 @@ def moved(model, **settings):
         config = TrainConfig(
             model=model, batch_size=20, epochs=10, whitening_epochs=epochs, optimizer="momentum", **settings
         )
-        length = config.length(10)
+        length = config.run_length(10)
         optimizer = setup.make_state(config, "float32", train, length)[0].optimizer
         step = length.last // 2 if epochs else 0
         found.add(sum(variable.shape.num_elements() for variable in optimizer.moving(optimizer.rates(step))))

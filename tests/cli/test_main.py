@@ -13,7 +13,7 @@ import pytest
 
 from cifar_towers.cli import main, tf_import
 from cifar_towers.cli.shutdown import ShutdownHandler
-from cifar_towers.errors import DataError, DivergedError, Interrupted, UsageError, WorkerLostError, one_line
+from cifar_towers.errors import DataError, DivergedError, Interrupted, UsageError, WorkerLostError, error_line
 
 ROOT = Path(__file__).parents[2]
 SLOW = pytest.mark.slow
@@ -137,7 +137,7 @@ def test_errors_are_one_line_and_a_code(tmp_path, program, arguments, code, told
 
 
 def test_an_error_is_shown_as_a_line_that_a_terminal_does_not_obey():
-    assert one_line(UsageError("no checkpoint in no\x1bwhere\n")) == "usage: no checkpoint in no\\x1bwhere\\n"
+    assert error_line(UsageError("no checkpoint in no\x1bwhere\n")) == "usage: no checkpoint in no\\x1bwhere\\n"
     assert [error.exit_code for error in (UsageError, DataError, DivergedError, WorkerLostError)] == [2, 3, 4, 5]
 
 

@@ -25,11 +25,14 @@ def parse(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["stray"], "'stray' is not a flag"),
         (["--batch_size=8", "more", "--seed=1"], "'more' is not a flag"),
         (["--batch_sise=8"], "Did you mean: batch_size"),
+        (["--image_sides=0=24"], "--image_sides has been renamed to --image_size_schedule"),
+        (["--fresh"], "--fresh has been renamed to --overwrite"),
+        (["--nofresh"], "--fresh has been renamed to --overwrite"),
         (["--batch_size=many"], "--batch_size=many"),
         (["--batch_size"], "Missing value for flag --batch_size"),
         (["--batch_size=0"], "batch_size=0 is too small; the least is 1"),
@@ -45,21 +48,21 @@ def parse(*arguments):
         (["--seed=-1"], "seed=-1 is too small"),
         (["--profile_steps=100"], "profile_steps='100' is not a first and a later last step"),
         (["--profile_steps=9:9"], "profile_steps='9:9' is not a first and a later last step"),
-        (["--profile_steps=0:500"], "a trace holds up to 50 MB a step in memory; 100 are the most"),
+        (["--profile_steps=0:500"], "a profile takes up to 50 MB of memory a step; give at most 100"),
         (["--learning_rate_schedule=0=1"], "must begin with linear: or step:"),
-        (["--image_size_schedule=0=8"], "sides are whole numbers from 18 to 32"),
+        (["--image_size_schedule=0=8"], "sides must be whole numbers from 18 to 32"),
         (["--crop=40"], "crop=40 is not a side from 18 to 32"),
-        (["--model=cifarnet", "--image_size_schedule=0=24"], "model=cifarnet has dense layers for one size"),
-        (["--model=resnet20", "--optimizer=muon"], "optimizer=muon is made for the speednets"),
-        (["--crop=24", "--image_size_schedule=0=24"], "both set the image's side"),
+        (["--model=cifarnet", "--image_size_schedule=0=24"], "model=cifarnet takes images of one size"),
+        (["--model=resnet20", "--optimizer=muon"], "optimizer=muon is for speednet93, speednet94"),
+        (["--crop=24", "--image_size_schedule=0=24"], "both set the image size"),
         (
             ["--image_size_schedule=0=nan"],
             "image_size_schedule: '0=nan' is not a list of place=value, none below 0, as 0=24,45%=32",
         ),
-        (["--dataset=folder"], "dataset=folder is not cifar10, synthetic, auto, folder:<path> or the name of one"),
+        (["--dataset=folder"], "dataset=folder is not cifar10, synthetic, auto, folder:<path> or the name of a"),
         (["--flagfile=configs/resnet21.cfg"], "configs/ has the recipes"),
         (["--crop=24", "--cutout=28"], "cutout=28 is larger than the 24 pixels"),
-        (["--target_accuracy=0.9", "--eval_every_epochs=0"], "looked for at evaluations"),
+        (["--target_accuracy=0.9", "--eval_every_epochs=0"], "checked at evaluations"),
         (["--seed=1", "--seeds=2,3"], "are both given"),
         (["--seeds=0,99999999999"], "must be different numbers from 0"),
         (["--epochs=0"], "leave nothing to do"),
@@ -67,33 +70,33 @@ def parse(*arguments):
         (["--dataset=Image Net"], "dataset=Image Net is not cifar10"),
         (["--strategy=magic"], "strategy=magic is not one of towers, mirrored"),
         (["--variable_placement=gpu"], "variable_placement=gpu is not one of cpu, round_robin, least_loaded, auto"),
-        (["--strategy=mirrored", "--variable_placement=round_robin"], "keeps all on every device"),
-        (["--strategy=mirrored", "--gradient_device=cpu"], "keeps all on every device"),
+        (["--strategy=mirrored", "--variable_placement=round_robin"], "keeps every variable on every device"),
+        (["--strategy=mirrored", "--gradient_device=cpu"], "keeps every variable on every device"),
         (["--all_reduce=nccl"], "all_reduce=nccl is for strategy=mirrored"),
-        (["--worker_index=1"], "worker_index: for a cluster alone; give --strategy=multi_worker too"),
-        (["--workers=a:1,b:1", "--allow_public_cluster"], "workers and allow_public_cluster: for a cluster alone"),
-        (["--worker_wait_seconds=60"], "worker_wait_seconds: for a cluster alone"),
-        (["--strategy=multi_worker", "--seeds=0,1"], "a cluster trains one run and ends"),
+        (["--worker_index=1"], "worker_index: only with --strategy=multi_worker; give it too"),
+        (["--workers=a:1,b:1", "--allow_public_cluster"], "workers and allow_public_cluster: only with --strategy"),
+        (["--worker_wait_seconds=60"], "worker_wait_seconds: only with --strategy=multi_worker"),
+        (["--strategy=multi_worker", "--seeds=0,1"], "strategy=multi_worker trains one run; give one seed at a time"),
         (["--batch_statistics=synchronized", "--micro_batches=2"], "needs the whole batch at once"),
         (["--batch_statistics=synchronized", "--parallelism=model"], "leave parallelism=model"),
         (["--parallelism=model", "--strategy=mirrored"], "leave strategy=mirrored"),
-        (["--parallelism=model", "--variable_placement=auto"], "keeps each variable and its gradient with its stage"),
-        (["--parallelism=model", "--gradient_device=cpu"], "keeps each variable and its gradient with its stage"),
+        (["--parallelism=model", "--variable_placement=auto"], "keeps each variable and its gradient on"),
+        (["--parallelism=model", "--gradient_device=cpu"], "keeps each variable and its gradient on"),
         (
             ["--batch_size=100", "--num_gpus=2", "--micro_batches=3"],
             "batch_size=100 cannot be shared by 2 towers in 3 micro-batches each; 96 and 102 can",
         ),
     ],
 )
-def test_usage_errors_are_one_line(arguments, told):
+def test_usage_error_is_one_line_with_exit_code_2(arguments, message):
     with pytest.raises(UsageError) as caught:
         parse(*arguments)
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--towers=1,two"], "towers=1,two is not a list of whole numbers"),
         (["--towers=0"], "a number of towers is 1 or more"),
@@ -105,14 +108,14 @@ def test_usage_errors_are_one_line(arguments, told):
         (["--nogpu_memory_growth"], "gpu_memory_growth is needed by the benchmark, whose processes share the GPUs"),
     ],
 )
-def test_usage_errors_of_the_benchmark(arguments, told):
+def test_benchmark_usage_errors(arguments, message):
     with pytest.raises(UsageError) as caught:
         parse_command_line(BenchmarkConfig, ["benchmark.py", *arguments], "")
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--precisions=float16"], "precisions=float16: 'float16' is not one of float32, bfloat16"),
         (["--peers=jax"], "peers=jax: 'jax' is not one of pytorch, pytorch-compiled, keras"),
@@ -123,19 +126,19 @@ def test_usage_errors_of_the_benchmark(arguments, told):
         (["--epochs=1e308"], "epochs"),
     ],
 )
-def test_usage_errors_of_the_race(arguments, told):
+def test_race_usage_errors(arguments, message):
     with pytest.raises(UsageError) as caught:
         parse_command_line(SpeedrunConfig, ["speedrun.py", *arguments], "")
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_race_is_of_the_recipe_in_its_flagfile():
+def test_race_takes_its_recipe_from_the_flagfile():
     speed94 = next(path for path in CONFIGS if path.stem == "speed94")
     config = parse_command_line(SpeedrunConfig, ["speedrun.py", f"--flagfile={speed94}", "--seeds="], "")
     assert (config.seeds, config.optimizer, str(config.directory)) == ("", "muon", "runs/speedrun-speed94")
 
 
-def test_a_benchmark_is_of_the_recipe_in_its_flagfile():
+def test_benchmark_takes_its_recipe_from_the_flagfile():
     speed94 = next(path for path in CONFIGS if path.stem == "speed94")
     config = parse_command_line(BenchmarkConfig, ["benchmark.py", f"--flagfile={speed94}", "--towers=2,1,2"], "")
     assert config.tower_counts == (1, 2) and str(config.directory) == "runs/benchmark-speed94"
@@ -143,7 +146,7 @@ def test_a_benchmark_is_of_the_recipe_in_its_flagfile():
     assert type(varied) is TrainConfig and varied.optimizer == "muon" and varied.strategy == "mirrored"
 
 
-def test_flags_and_flagfiles_later_ones_win(tmp_path):
+def test_later_flags_and_flagfiles_override_earlier_ones(tmp_path):
     recipe = tmp_path / "mine.cfg"
     recipe.write_text("# a recipe\n--batch_size=96\n--seed=4\n")
     config = parse("--seed=1", f"--flagfile={recipe}", "--batch_size=48", "--nosoft_placement")
@@ -162,7 +165,7 @@ def test_every_recipe_parses_and_states_its_command_and_claim(path):
     assert re.search(r"not yet measured|n=\d+|seed", header)
 
 
-def test_the_recipes_there_are():
+def test_recipe_names():
     names = {"smoke", "cifarnet", "resnet20", "resnet56", "speed93", "speed94", "speed95", "speed96"}
     assert {path.stem for path in CONFIGS} == names
 
@@ -187,38 +190,38 @@ def test_help_exits_with_0(capsys):
 
 
 @pytest.mark.parametrize(
-    ("argument", "told"),
+    ("argument", "message"),
     [
         ("--model=mynets.py", "model=mynets.py is not one of cifarnet, .* path/to/file.py:function"),
         ("--dataset=../photos", "dataset=../photos is not cifar10"),
     ],
 )
-def test_usage_errors_of_an_evaluation(argument, told):
-    with pytest.raises(UsageError, match=told):
+def test_evaluation_usage_errors(argument, message):
+    with pytest.raises(UsageError, match=message):
         parse_command_line(EvaluateConfig, ["evaluate.py", "--train_dir=runs/one", argument], "")
 
 
-def test_evaluation_needs_a_run():
+def test_evaluation_requires_a_run():
     with pytest.raises(UsageError, match="which run"):
         parse_command_line(EvaluateConfig, ["evaluate.py"], "")
 
 
 @pytest.mark.parametrize("flag", [["--out=page.html"], ["--out", "page.html"]])
-def test_a_flag_may_stand_before_or_after_the_runs(flag):
+def test_flags_may_precede_or_follow_the_runs(flag):
     runs = ["runs/one", "runs/other"]
     for arguments in ([*flag, *runs], [*runs, *flag]):
         found = parse_command_line(ReportConfig, ["report.py", *arguments], "")
         assert found == ReportConfig("page.html", tuple(runs))
 
 
-def test_a_comparison_is_of_two_runs():
+def test_comparison_requires_two_runs():
     for runs in ([], ["one"], ["one", "other", "third"]):
         with pytest.raises(UsageError, match="which two runs"):
             parse_command_line(CompareConfig, ["compare_runs.py", *runs], "")
     assert parse_command_line(CompareConfig, ["compare_runs.py", "one", "one"], "").runs == ("one", "one")
 
 
-def test_max_steps_is_of_the_recipe_where_the_schedules_are_laid_over_it():
+def test_max_steps_belongs_to_the_recipe_where_schedules_depend_on_it():
     by_length = TrainConfig(epochs=0, max_steps=100)
     by_epochs = dataclasses.replace(by_length, learning_rate_schedule="step:350=0.1")
     assert "max_steps" in recipe_fields(by_length)
@@ -227,15 +230,12 @@ def test_max_steps_is_of_the_recipe_where_the_schedules_are_laid_over_it():
     assert "max_steps" not in recipe_fields(TrainConfig(epochs=8, max_steps=100))
 
 
-def test_as_many_towers_by_default_as_can_share_the_batch():
+def test_default_number_of_towers_divides_the_batch():
     why = "batch_size=1024 cannot be shared by 7 towers; 1022 and 1029 can"
     assert TrainConfig(batch_size=1024).default_num_towers(7) == (4, why)
     assert TrainConfig(batch_size=1024).default_num_towers(8) == (8, "")
     assert TrainConfig(batch_size=1000, hard_example_pool=1500).default_num_towers(8)[0] == 5
-    assert TrainConfig(batch_size=1001, micro_batches=2).default_num_towers(2) == (
-        2,
-        "",
-    )  # not one can: the number asked for is told
+    assert TrainConfig(batch_size=1001, micro_batches=2).default_num_towers(2) == (2, "")  # no number divides it
     assert TrainConfig(batch_size=1024, parallelism="model").default_num_towers(7) == (7, "")
     assert DeviceConfig().default_num_towers(7) == (7, "")
     with pytest.raises(UsageError, match=f"{why}$"):
@@ -253,7 +253,7 @@ def test_as_many_towers_by_default_as_can_share_the_batch():
         ({"batch_size": 4 * 1031}, ""),  # a prime number of parts, and more than there may be
     ],
 )
-def test_what_takes_less_memory_is_allowed(settings, flags):
+def test_suggested_micro_batches_are_valid(settings, flags):
     config = TrainConfig(**settings)
     assert config.suggest_smaller_micro_batches(4) == flags
     given = dict(flag.removeprefix("--").split("=") for flag in flags.split())
@@ -262,7 +262,7 @@ def test_what_takes_less_memory_is_allowed(settings, flags):
     assert smaller.micro_batches >= 2 * config.micro_batches or not flags
 
 
-def test_a_run_over_pictures_is_named_by_their_folder(tmp_path, monkeypatch):
+def test_default_directory_names_the_image_folder(tmp_path, monkeypatch):
     (tmp_path / "photos" / "new").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "photos" / "new")
     for dataset in ("folder:photos", "folder:/data/photos/", "folder:.."):
