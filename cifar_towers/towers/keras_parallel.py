@@ -1,4 +1,4 @@
-"""A Keras model on several towers that keeps its `fit`, in one line."""
+"""Run a Keras model on several towers behind its own `fit`, `evaluate` and `predict`."""
 
 import functools
 from collections.abc import Sequence
@@ -8,40 +8,40 @@ import keras
 import tensorflow as tf
 
 from cifar_towers.towers.devices import Tower
-from cifar_towers.towers.make_parallel import as_towers, join, on_each_tower, share
+from cifar_towers.towers.make_parallel import as_towers, join_outputs, run_on_shards, split_any_batch
 
-# A tower's random generators start this far from its neighbour's. Keras draws its default seeds below it.
+# Distance between the seeds of neighboring towers. Keras draws its default seeds below it.
 TOWER_SEED_STRIDE = 1_000_000_007
 
 
 def make_parallel_model(keras_model: keras.Model, num_towers: int | Sequence[Tower]) -> "ParallelModel":
-    """A Keras model that computes on several towers and has the very variables of `keras_model`.
+    """A Keras model that computes on several towers and shares the variables of `keras_model`.
 
     Compile, `fit`, `evaluate` and `predict` it as the original; batches may have any length. There is one loss, over
     the outputs of all towers, so a model without batch statistics and random numbers trains the same on any number of
-    towers, to rounding. `save` writes the original, and so do the other methods that name files.
+    towers, to rounding. `save`, `export` and `load_weights` read and write files of the original.
 
-    What training changes in the model besides its weights is written once a step: moving statistics become the mean
-    over the towers, weighed by examples, each tower normalizing by its own shard. Losses that layers add become the
-    same mean. Random generators move on as the first tower's, and each tower draws numbers of its own.
+    State that training changes besides the weights is updated once a step: moving statistics become the mean over the
+    towers, weighed by examples, each tower normalizing by its own shard. Losses that layers add become the same mean.
+    Seed generators advance as the first tower's, and each tower draws different numbers.
 
     Raises:
-      ValueError: a model that is not built, has a training step of its own, takes batches of one fixed length only,
-        or has state that several towers cannot share, such as a stateful layer or an integer counter.
+      ValueError: a model that is not built, overrides a training step, takes batches of one fixed length only, or has
+        state that several towers cannot share, such as a stateful layer or an integer counter.
     """
     towers = as_towers(num_towers)
     _check_model(keras_model)
     parallel = ParallelModel(keras_model, towers)
-    if getattr(keras_model, "inputs", None):  # a state that cannot be shared should be told of here, not in `fit`
+    if getattr(keras_model, "inputs", None):  # trace one tower: raises here, not in `fit`, for state that is not shared
         inputs = keras_model.inputs[0] if isinstance(keras_model, keras.Sequential) else keras_model.input
         specs = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), inputs)
-        rehearsal = tf.function(lambda x: parallel.on_tower(True, towers[0], x).outputs, autograph=False)
-        rehearsal.get_concrete_function(specs)
+        trial = tf.function(lambda x: parallel.on_tower(True, towers[0], x).outputs, autograph=False)
+        trial.get_concrete_function(specs)
     return parallel
 
 
 class TowerPass(NamedTuple):
-    """What one tower's forward pass through a Keras model gives."""
+    """The result of one tower's forward pass."""
 
     outputs: Any  # the model's structure of [B/K, ...]
     masks: dict[int, tf.Tensor]  # position among the outputs -> [B/K, T], where an output has a mask
@@ -53,7 +53,7 @@ class ParallelModel(keras.Model):
     """The model that `make_parallel_model` returns."""
 
     def __init__(self, model: keras.Model, towers: Sequence[Tower]):
-        # No precision of its own: the original casts its inputs and variables itself, inside each tower.
+        # float32 without autocast: the original casts its inputs and variables itself, inside each tower
         super().__init__(name=model.name, dtype="float32", autocast=False)
         self.model = model
         self._towers = tuple(towers)
@@ -62,12 +62,12 @@ class ParallelModel(keras.Model):
         if hasattr(model, "output_names"):
             self.output_names = model.output_names
         for name in ("save", "save_weights", "load_weights", "export", "summary", "get_layer"):
-            setattr(self, name, getattr(model, name))  # files and tables are the original's
+            setattr(self, name, getattr(model, name))
 
     def call(self, inputs, training=None):
-        shards = share(inputs, self._towers)
-        passes = on_each_tower(functools.partial(self.on_tower, training), self._towers, shards)
-        outputs, masks = join([(p.outputs, p.masks) for p in passes], shards)
+        shards = split_any_batch(inputs, self._towers)
+        passes = run_on_shards(functools.partial(self.on_tower, training), self._towers, shards)
+        outputs, masks = join_outputs([(p.outputs, p.masks) for p in passes], shards)
         total = sum(shard.examples for shard in shards)
         fractions = [shard.examples / total for shard in shards]
         for losses in zip(*(p.losses for p in passes), strict=True):
@@ -81,7 +81,7 @@ class ParallelModel(keras.Model):
         return outputs
 
     def on_tower(self, training: bool | None, tower: Tower, inputs: Any) -> TowerPass:
-        """The model's answer to one shard; its variables are read and not written."""
+        """The forward pass of one tower: reads the model's variables and writes none."""
         values = [(v, tf.convert_to_tensor(v.value)) for v in self.model.variables]
         values = [(v, t + tower.index * TOWER_SEED_STRIDE if _is_seed(v) else t) for v, t in values]
         with keras.StatelessScope(values, collect_losses=True) as scope:
@@ -95,7 +95,7 @@ class ParallelModel(keras.Model):
         return TowerPass(outputs, {i: m for i, m in masks.items() if m is not None}, list(scope.losses), state)
 
     def compile(self, optimizer="rmsprop", *args, **kwargs):
-        """Compiles the original too, with the same optimizer, so that a saved model can go on training."""
+        """Compiles the original too, with the same optimizer, so that a saved model can be trained further."""
         if kwargs.get("jit_compile") is True:
             raise ValueError("jit_compile=True: XLA compiles for one device and cannot span towers; leave it out")
         self.model.compile(optimizer, *args, **kwargs)
@@ -111,7 +111,7 @@ def _is_seed(variable) -> bool:
 
 
 def overridden_step(model: keras.Model) -> str:
-    """The first of the methods that `fit` and its like call and towers do not, which the model's class has changed."""
+    """Name of the first method that `fit` calls and towers do not and that the model's class overrides, or ""."""
     steps = ("train_step", "test_step", "predict_step", "compute_loss")
     return next((step for step in steps if getattr(type(model), step) is not getattr(keras.Model, step)), "")
 
@@ -121,12 +121,12 @@ def _check_model(model: keras.Model) -> None:
         raise ValueError(f"model {model.name!r} has no variables yet; build it or call it on a batch first")
     step = overridden_step(model)
     if step:
-        raise ValueError(f"model {model.name!r} has a {step} of its own, which towers would not run; use make_parallel")
+        raise ValueError(f"model {model.name!r} overrides {step}, which towers would not run; use make_parallel")
     for layer in model._flatten_layers():
         if getattr(layer, "stateful", False):
             raise ValueError(
-                f"layer {layer.name!r} is stateful: it keeps what it saw for its next call, and towers call it side by "
-                "side; make it with stateful=False"
+                f"layer {layer.name!r} is stateful: each call needs the state of the previous one, and towers call it "
+                "side by side; make it with stateful=False"
             )
     for tensor in getattr(model, "inputs", None) or []:
         if tensor.shape[0] is not None:
@@ -137,11 +137,11 @@ def _check_model(model: keras.Model) -> None:
 
 
 def _check_changes(changed: list, foreign: set) -> None:
-    """What a forward pass may change: moving statistics and random generators."""
+    """Raises unless a forward pass changes only float state, such as moving statistics, and seed generators."""
     for variable in changed:
         if variable.trainable:
             raise ValueError(
-                f"{variable.path} is trained and also written by its layer's call, which towers cannot share"
+                f"{variable.path} is trainable and also written by its layer's call, which towers cannot share"
             )
         if not (_is_seed(variable) or "float" in variable.dtype):
             raise ValueError(

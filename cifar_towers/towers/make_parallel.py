@@ -1,8 +1,4 @@
-"""A function, or a pass over a dataset, on several towers, in one line.
-
-`make_parallel` is for any function of batched tensors, `map_on_towers` for an expensive function over the batches of a
-`tf.data.Dataset`.
-"""
+"""Run a function of batched tensors, or a function over the batches of a `tf.data.Dataset`, on several towers."""
 
 import functools
 import itertools
@@ -17,7 +13,7 @@ from cifar_towers.towers.sharding import run_on_towers, split_batch, with_pinned
 
 
 def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **tensors: Any) -> Any:
-    """Calls `fn(**shard)` on every tower and joins the outputs: as `fn(**tensors)`, computed on several devices.
+    """Splits the tensors over K towers, calls `fn(**shard)` on each and joins the outputs: equals `fn(**tensors)`.
 
     Call it inside one `tf.function`: there the towers run side by side, eagerly one after another. Gradients with
     respect to `tensors` and to the variables that `fn` reads are computed on the tower that ran the forward pass;
@@ -25,10 +21,10 @@ def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **t
 
     Args:
       fn: called with keywords, each a shard [B/K, ...]; returns a structure of tensors [B/K, ...].
-      num_towers: how many towers, or the towers themselves.
+      num_towers: K, or a list of towers.
       **tensors: structures of tensors [B, ...]. Where K does not divide B, the first B mod K shards have one example
-        more. Where B is not known until the graph runs and is less than K, the towers without an example compute
-        the last one over again, and their outputs are dropped.
+        more. Where B is unknown until the graph runs and is less than K, towers without an example compute the last
+        example again, and their outputs are dropped.
 
     Returns:
       The structure that `fn` returns, with tensors [B, ...].
@@ -40,21 +36,21 @@ def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **t
     towers = as_towers(num_towers)
     tensors = tf.nest.map_structure(tf.convert_to_tensor, tensors)
     _check_batch(tensors, towers)
-    shards = share(tensors, towers)
-    outputs = on_each_tower(lambda tower, shard: _check_outputs(fn(**shard), shard, tower), towers, shards)
-    return join(outputs, shards)
+    shards = split_any_batch(tensors, towers)
+    outputs = run_on_shards(lambda tower, shard: _check_outputs(fn(**shard), shard, tower), towers, shards)
+    return join_outputs(outputs, shards)
 
 
 def map_on_towers(fn: Callable[[Any], Any], dataset: tf.data.Dataset, towers: int | Sequence[Tower]) -> Iterator[Any]:
     """Yields `fn(batch)` for each batch of a dataset, in order, K batches at a time on K devices.
 
-    One graph serves all groups of K batches and one more the last group, if it has fewer; the last batch may be
-    shorter. The dataset is read as it goes: at most K batches are held.
+    One graph runs all groups of K batches, another the last group if it has fewer; the last batch may be shorter. At
+    most K batches are in memory.
 
     Args:
-      fn: called with one element of the dataset as it is (a pair as a pair); returns a structure of tensors.
+      fn: called with one element of the dataset (a pair as a pair); returns a structure of tensors.
       dataset: of batches.
-      towers: how many towers, or the towers themselves.
+      towers: K, or a list of towers.
     """
     towers = as_towers(towers)
 
@@ -78,11 +74,11 @@ class Shard(NamedTuple):
     """One tower's part of a batch."""
 
     tensors: Any
-    examples: Any  # how many of its first rows count; less than it has only where it stands in for an empty shard
+    examples: Any  # number of its first rows that count: all, or 0 where a row stands in for an empty shard
 
 
-def share(tensors: Any, towers: Sequence[Tower]) -> list[Shard]:
-    """[B, ...] -> K x [B/K, ...], of which none is empty: without an example of its own a tower gets the last one."""
+def split_any_batch(tensors: Any, towers: Sequence[Tower]) -> list[Shard]:
+    """As `split_batch`, also for lengths unknown until the graph runs; the last example replaces an empty shard."""
     flat = tf.nest.flatten(tensors)
     length = next((t.shape[0] for t in flat if t.shape[0] is not None), None)
     if length is not None and length >= len(towers) and all(t.shape[0] == length for t in flat):
@@ -100,22 +96,22 @@ def share(tensors: Any, towers: Sequence[Tower]) -> list[Shard]:
     return shards
 
 
-def on_each_tower(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: list[Shard]) -> list[Any]:
-    """What `fn(tower, tensors)` gives for each tower's shard, on its device and under its name."""
+def run_on_shards(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: list[Shard]) -> list[Any]:
+    """As `run_on_towers`, with the backward pass on the tower's device wherever the gradients are taken."""
     return [
         with_pinned_backward(tower.device, tower.name, functools.partial(fn, tower))(shard.tensors)
         for tower, shard in zip(towers, shards, strict=True)
     ]
 
 
-def join(structures: list[Any], shards: list[Shard]) -> Any:
+def join_outputs(structures: list[Any], shards: list[Shard]) -> Any:
     """K x [B/K, ...] -> [B, ...] for every tensor of K equal structures."""
-    first = _places(structures[0])
+    first = _paths(structures[0])
     for tower, structure in enumerate(structures):
-        if _places(structure) != first:
+        if _paths(structure) != first:
             raise ValueError(
-                f"tower_{tower} returned {', '.join(_places(structure))} and tower_0 {', '.join(first)}; "
-                "the function must return one structure whatever its shard"
+                f"tower_{tower} returned {', '.join(_paths(structure))} and tower_0 {', '.join(first)}; "
+                "the function must return the same structure for every shard"
             )
     with tf.name_scope("join_batch"):
         counted = [
@@ -126,57 +122,57 @@ def join(structures: list[Any], shards: list[Shard]) -> Any:
 
 
 def as_towers(towers: int | Sequence[Tower]) -> list[Tower]:
-    """So many towers on the devices of this machine, or those that are given.
+    """`make_towers(towers)` for a number, else the towers as a list.
 
     Raises:
-      ValueError: there are none.
+      ValueError: no towers.
     """
     towers = make_towers(towers) if isinstance(towers, int) else list(towers)
     if not towers:
-        raise ValueError("no towers to run on; give their number or a list from make_towers")
+        raise ValueError("no towers to run on; pass their number or a list from make_towers")
     return towers
 
 
-def _places(structure: Any, name: str = "output") -> list[str]:
-    """'output['logits']', 'output[0]' or plain 'output': where each tensor of a structure is."""
+def _paths(structure: Any, name: str = "output") -> list[str]:
+    """The path of each tensor of a structure: "output['logits']", "output[0]" or "output"."""
     return [name + "".join(f"[{key!r}]" for key in path) for path, _ in keras.tree.flatten_with_path(structure)]
 
 
 def _check_batch(tensors: dict[str, Any], towers: Sequence[Tower]) -> None:
     if not tf.nest.flatten(tensors):
-        raise ValueError("no tensors to split over the towers; give them by keyword, as in x=images")
-    named = list(zip(_places(tensors, ""), tf.nest.flatten(tensors), strict=True))
-    for place, tensor in named:
+        raise ValueError("no tensors to split over the towers; pass them by keyword, as in x=images")
+    by_path = list(zip(_paths(tensors, ""), tf.nest.flatten(tensors), strict=True))
+    for path, tensor in by_path:
         if tensor.shape.rank == 0:
-            raise ValueError(f"{place} is a scalar and cannot be split; let the function close over it instead")
-    lengths = {place: tensor.shape[0] for place, tensor in named if tensor.shape[0] is not None}
+            raise ValueError(f"{path} is a scalar and cannot be split; let the function close over it instead")
+    lengths = {path: tensor.shape[0] for path, tensor in by_path if tensor.shape[0] is not None}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{place} has {length}" for place, length in lengths.items())
-        raise ValueError(f"the tensors differ in axis 0: {told}; all must have the same examples")
+        listed = ", ".join(f"{path} has {length}" for path, length in lengths.items())
+        raise ValueError(f"the tensors differ in axis 0: {listed}; all must have the same examples")
     length = next(iter(lengths.values()), None)
     if length is not None and length < len(towers):
         raise ValueError(
             f"{length} examples for {len(towers)} towers would leave shards of zero examples; "
-            f"give at least {len(towers)} examples or use fewer towers"
+            f"pass at least {len(towers)} examples or use fewer towers"
         )
 
 
 def _check_outputs(structure: Any, shard: dict[str, Any], tower: Tower) -> Any:
-    """The structure as it came, if axis 0 of each tensor is the shard's; lengths only known later are checked then."""
+    """The same structure, if each tensor has one row per example; unknown lengths are checked when the graph runs."""
     first = tf.nest.flatten(shard)[0]
     examples = first.shape[0]
-    for place, output in zip(_places(structure), tf.nest.flatten(structure), strict=True):
+    for path, output in zip(_paths(structure), tf.nest.flatten(structure), strict=True):
+        name = f"{path} of {tower.name}"
         shape = getattr(output, "shape", None)
         if shape is None:
-            raise ValueError(f"{place} of {tower.name} is {output!r}, not a tensor; the function must return tensors")
+            raise ValueError(f"{name} is {output!r}, not a tensor; the function must return tensors")
         if shape.rank == 0:
-            raise ValueError(f"{place} of {tower.name} is a scalar and cannot be joined; return one value an example")
+            raise ValueError(f"{name} is a scalar and cannot be joined; return one value per example")
         if shape.rank is None or shape[0] is None:
-            told = f"{place} of {tower.name} has not one row an example"
-            tf.debugging.assert_equal(tf.shape(output)[0], tf.shape(first)[0], told)
+            tf.debugging.assert_equal(tf.shape(output)[0], tf.shape(first)[0], f"{name} has not one row per example")
         elif shape[0] != examples:
-            of = f"{examples} examples" if examples is not None else "any number of examples"
+            expected = f"{examples} examples" if examples is not None else "any number of examples"
             raise ValueError(
-                f"{place} of {tower.name} has {shape[0]} on axis 0 for {of}; the function must return a row an example"
+                f"{name} has {shape[0]} on axis 0 for {expected}; the function must return one row for each"
             )
     return structure

@@ -1,7 +1,7 @@
-"""Model parallelism: one functional Keras model in stages, each on a device of its own.
+"""Model parallelism: one functional Keras model in stages, each on its own device.
 
-`staged_call` stands in for `model.stateless_call`. Give it several parts of a batch in one `tf.function` and the
-stages work as a pipeline: stage 1 on part 0 while stage 0 is on part 1.
+`staged_call` replaces `model.stateless_call`. Called on several micro-batches in one `tf.function`, the stages work as
+a pipeline: stage 1 on micro-batch 0 while stage 0 is on micro-batch 1.
 Source: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
 arXiv 1811.06965.
 """
@@ -20,8 +20,8 @@ import tensorflow as tf
 from cifar_towers.towers.placement import HOST, custom_placement
 from cifar_towers.towers.sharding import with_pinned_backward
 
-# Multiply-adds in the time that one element of a layer's output is read, changed and written: 20 to 40 measured on a
-# CPU in float32, about 200 by the peak rates of a GPU with matrix units.
+# Multiply-adds that take as long as reading, changing and writing one element of a layer's output: 20 to 40 measured on
+# a CPU in float32, about 200 by the peak rates of a GPU with matrix units.
 ELEMENT_COST = 100
 
 
@@ -29,33 +29,31 @@ class Stage(NamedTuple):
     """Consecutive layers of a model, on one device."""
 
     device: str
-    model: keras.Model  # from the tensors that enter to those that leave; its layers are the whole model's own
-    inputs: tuple[str, ...]  # names of the tensors that enter: the images, or outputs of any earlier stage
-    outputs: tuple[str, ...]  # names of the tensors that a later stage takes; the logits from the last
-    cost: int  # estimated, for one example: multiply-adds and what is as long as one
-    watched: tuple[str, ...] = ()  # names of the tensors that are shown; those that are no outputs leave after these
+    model: keras.Model  # inputs -> outputs, then activations that are no outputs; shares the whole model's layers
+    inputs: tuple[str, ...]  # names of tensors: the images, or outputs of any earlier stage
+    outputs: tuple[str, ...]  # names of tensors that a later stage needs; the logits in the last stage
+    cost: int  # estimated multiply-adds for one example, with `ELEMENT_COST` for each output element
+    activations: tuple[str, ...] = ()  # names of tensors that `staged_call` returns for diagnostics
 
 
 def cut_in_stages(
-    model: keras.Model, devices: Sequence[str], *, open_size: int = 32, watched: Sequence[str] = ()
+    model: keras.Model, devices: Sequence[str], *, open_size: int = 32, activation_layers: Sequence[str] = ()
 ) -> list[Stage]:
-    """Cuts a model's layers, in the order they run, into one stage for each device.
+    """Cuts a model's layers, in the order they run, into one stage per device.
 
-    Of all cuts it takes one whose most expensive stage is cheapest. A layer's cost is estimated: the multiply-adds
-    of its kernels (their elements times the positions of the output, the axes between batch and channels) and
-    `ELEMENT_COST` for each element of its output. What is sent between devices costs nothing here. A layer that is
-    itself a model stays whole.
+    Minimizes the cost of the most expensive stage. A layer's cost is estimated: the multiply-adds of its kernels (their
+    elements times the positions of the output, the axes between batch and channels) plus `ELEMENT_COST` for each
+    element of its output. Transfers between devices count as free. A layer that is itself a model is not cut.
 
     Args:
       model: functional, or a built `Sequential`; one input and one output.
-      devices: such as `["/GPU:0", "/GPU:1"]`, in the order of the stages; one may serve several.
-      open_size: what sizes the model leaves open (a speednet's side) are taken for when costs are estimated; the
-        stages leave them open.
-      watched: names of layers whose outputs `staged_call` is to give.
+      devices: such as `["/GPU:0", "/GPU:1"]`, in the order of the stages; one device may have several stages.
+      open_size: replaces sizes that the model leaves open (height and width of its images) when costs are estimated.
+      activation_layers: names of layers whose outputs `staged_call` returns.
 
     Raises:
       ValueError: a model without a graph of layers, with several inputs or outputs or with a layer that is called
-        more than once; no devices, or more than there are layers.
+        more than once; no devices, or more devices than layers.
     """
     functional = _as_functional(model)
     shape = functional.inputs[0].shape[1:]
@@ -65,7 +63,7 @@ def cut_in_stages(
     starts = cheapest_cuts(costs, len(devices))
     bounds = list(zip(starts, [*starts[1:], len(calls)], strict=True))
     return [
-        _stage(device, calls[begin:end], calls[end:], sum(costs[begin:end]), watched)
+        _stage(device, calls[begin:end], calls[end:], sum(costs[begin:end]), activation_layers)
         for device, (begin, end) in zip(devices, bounds, strict=True)
     ]
 
@@ -73,34 +71,32 @@ def cut_in_stages(
 def staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, Any, tf.Tensor], tuple]:
     """`model.stateless_call` for training, with each stage's forward and backward pass on the stage's device.
 
-    Operations are named `stage_0/...`, `stage_1/...`. Nothing but data orders them, so that a stage need not wait
-    for another part of the batch. Keras masks do not pass from stage to stage.
+    Operations are named `stage_0/...`, `stage_1/...`. They are ordered by data only, so that a stage need not wait for
+    another micro-batch. Keras masks do not pass from stage to stage.
 
     Returns:
-      (weights, statistics, [B, ...] images) -> ([B, ...] logits, new statistics, outputs of the `watched` layers), with
-      lists of tensors in the order of `model.trainable_variables` and `model.non_trainable_variables`. A statistic
-      that did not change comes back as the tensor it was; one that did carries no gradient, nor do the outputs.
+      (weights, non-trainable values, [B, ...] images) -> ([B, ...] logits, new non-trainable values, activations), with
+      lists of tensors in the order of `model.trainable_variables` and `model.non_trainable_variables`. A value that
+      does not change is returned as the same tensor; one that does carries no gradient, nor do the activations.
     """
     weights_of = _positions(model.trainable_variables, [s.model.trainable_variables for s in stages])
-    statistics_of = _positions(model.non_trainable_variables, [s.model.non_trainable_variables for s in stages])
+    non_trainable_of = _positions(model.non_trainable_variables, [s.model.non_trainable_variables for s in stages])
 
-    def call(weights, statistics, images):
-        live, statistics, seen = {stages[0].inputs[0]: images}, list(statistics), []
+    def call(weights, non_trainable, images):
+        tensors, non_trainable, activations = {stages[0].inputs[0]: images}, list(non_trainable), []
         for index, stage in enumerate(stages):
             forward = with_pinned_backward(stage.device, f"stage_{index}", functools.partial(_forward, stage))
-            with tf.device(
-                stage.device
-            ):  # the copies that `with_pinned_backward` makes of what enters and leaves belong here too
-                leaving, watched, changed = forward(
+            with tf.device(stage.device):  # for the copies that `with_pinned_backward` makes of inputs and outputs
+                outputs, stage_activations, changed = forward(
                     [weights[i] for i in weights_of[index]],
-                    [statistics[i] for i in statistics_of[index]],
-                    [live[name] for name in stage.inputs],
+                    [non_trainable[i] for i in non_trainable_of[index]],
+                    [tensors[name] for name in stage.inputs],
                 )
-            live |= dict(zip(stage.outputs, leaving, strict=True))
-            seen += watched
+            tensors |= dict(zip(stage.outputs, outputs, strict=True))
+            activations += stage_activations
             for position, value in changed.items():
-                statistics[statistics_of[index][position]] = value
-        return live[stages[-1].outputs[0]], statistics, seen
+                non_trainable[non_trainable_of[index][position]] = value
+        return tensors[stages[-1].outputs[0]], non_trainable, activations
 
     return call
 
@@ -112,32 +108,31 @@ def variable_devices(stages: Sequence[Stage]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def stage_placement(build: Callable[[], keras.Model], devices: Sequence[str], *, open_size: int = 32) -> Iterator[None]:
-    """The variables of the model that is built inside, as `build` builds it, live with their stages, which are cut for
-    images of its size or of `open_size`.
+    """Creates the variables of the model that is built inside, as `build` builds it, on the devices of their stages.
 
-    Stages are cut from a model, which has its variables by then: a first one is built to learn the cut and the order
-    in which variables are born. What follows a variable is pinned beside it; all else lives in the host's memory.
+    Stages can only be cut from a model that has its variables: `build` is called once before, to learn the cut and the
+    order in which variables are created. Slots are beside their variable; all else is in host memory.
 
     Raises:
       ValueError: as `cut_in_stages` does.
     """
-    born: list[tf.Variable] = []
+    created: list[tf.Variable] = []
 
-    def note(next_creator, **creation):
-        born.append(next_creator(**creation))
-        return born[-1]
+    def record(next_creator, **creation):
+        created.append(next_creator(**creation))
+        return created[-1]
 
-    with tf.variable_creator_scope(note):
+    with tf.variable_creator_scope(record):
         model = build()
     device_of = variable_devices(cut_in_stages(model, devices, open_size=open_size))
     by_variable = {id(variable.value): device_of[variable.path] for variable in model.variables}
-    turns = iter([by_variable.get(id(variable), HOST) for variable in born])
-    with custom_placement(lambda _, pinned_to: pinned_to or next(turns, HOST)):
+    order = iter([by_variable.get(id(variable), HOST) for variable in created])
+    with custom_placement(lambda _, pinned_to: pinned_to or next(order, HOST)):
         yield
 
 
 def cheapest_cuts(costs: Sequence[int], stages: int) -> list[int]:
-    """Where each of `stages` runs of consecutive costs starts, so that the largest sum of a run is smallest.
+    """First index of each of `stages` runs of consecutive costs that minimize the largest sum of a run.
 
     Exact, by dynamic programming over (layers, stages): stages * layers^2 steps.
 
@@ -158,12 +153,12 @@ def cheapest_cuts(costs: Sequence[int], stages: int) -> list[int]:
 
 
 class LayerCost(NamedTuple):
-    """What one layer of a model takes for one example."""
+    """Size and compute of one layer of a model, for one example."""
 
     name: str
     kind: str  # its class
     output: tuple[int, ...]  # shape, without the batch
-    parameters: int  # trained or not
+    parameters: int  # trainable or not
     flops: int  # two for each multiply-add of its kernels, forward
 
 
@@ -171,7 +166,7 @@ def layer_costs(model: keras.Model, *, open_size: int = 32) -> list[LayerCost]:
     """The layers of a functional model in the order they run, on images of its size or of `open_size`.
 
     Raises:
-      ValueError: as `cut_in_stages` does for a model it cannot look into.
+      ValueError: a model without a graph of layers, or with several inputs or outputs.
     """
     functional = _as_functional(model)
     shape = [size or open_size for size in functional.inputs[0].shape[1:]]
@@ -188,7 +183,7 @@ def layer_costs(model: keras.Model, *, open_size: int = 32) -> list[LayerCost]:
 
 
 class _Call(NamedTuple):
-    """One layer of a model and the symbolic tensors it takes and gives, by name."""
+    """One layer of a model with its symbolic inputs and outputs, by name."""
 
     layer: Any
     inputs: dict[str, keras.KerasTensor]
@@ -196,7 +191,7 @@ class _Call(NamedTuple):
 
 
 def _as_functional(model: keras.Model) -> keras.Model:
-    """The model as a plain functional one, which a `Sequential` becomes and a subclassed model cannot."""
+    """The model as `keras.Model(inputs, outputs)`; possible for a `Sequential`, not for a subclassed model."""
     try:
         functional = keras.Model(model.inputs, model.outputs, name=model.name)
     except (AttributeError, ValueError) as error:
@@ -208,7 +203,7 @@ def _as_functional(model: keras.Model) -> keras.Model:
 
 
 def _trace(functional: keras.Model, shape: Sequence[int | None]) -> list[_Call]:
-    """The model's layers in the order they run, on examples of `shape`; the layers are shared, the tensors new."""
+    """The model's layers in the order they run, on examples of `shape`, with new tensors and the same layers."""
     images = keras.Input(tuple(shape), dtype=functional.inputs[0].dtype)
     names = {id(images): "images"}
     calls = []
@@ -217,8 +212,8 @@ def _trace(functional: keras.Model, shape: Sequence[int | None]) -> list[_Call]:
         result = layer(*args, **kwargs)
         outputs = {f"{layer.name}:{i}": tensor for i, tensor in enumerate(keras.tree.flatten(result))}
         names.update((id(tensor), name) for name, tensor in outputs.items())
-        taken = [tensor for tensor in keras.tree.flatten((args, kwargs)) if isinstance(tensor, keras.KerasTensor)]
-        calls.append(_Call(layer, {names[id(tensor)]: tensor for tensor in taken}, outputs))
+        inputs = [tensor for tensor in keras.tree.flatten((args, kwargs)) if isinstance(tensor, keras.KerasTensor)]
+        calls.append(_Call(layer, {names[id(tensor)]: tensor for tensor in inputs}, outputs))
         return result
 
     keras.models.clone_model(
@@ -228,7 +223,7 @@ def _trace(functional: keras.Model, shape: Sequence[int | None]) -> list[_Call]:
 
 
 def _cost(call: _Call) -> int:
-    """Multiply-adds of the layer's kernels for one example, and those in the time its output takes to be written."""
+    """Estimated cost of a layer for one example, in multiply-adds."""
     elements = sum(math.prod(tensor.shape[1:]) for tensor in call.outputs.values())
     return _multiply_adds(call) + ELEMENT_COST * elements
 
@@ -249,28 +244,33 @@ def _check(name: str, calls: list[_Call], stages: int) -> None:
         raise ValueError(f"{stages} stages need at least {stages} layers; {name} has {len(calls)}")
 
 
-def _stage(device: str, calls: list[_Call], later: list[_Call], cost: int, watched: Sequence[str]) -> Stage:
-    """The stage of `calls`: what enters is what it does not make; what leaves is what later calls or the eye take."""
-    made = {name: tensor for call in calls for name, tensor in call.outputs.items()}
-    entering = {name: tensor for call in calls for name, tensor in call.inputs.items() if name not in made}
-    wanted = {name for call in later for name in call.inputs} if later else set(calls[-1].outputs)
-    leaving = {name: tensor for name, tensor in made.items() if name in wanted}
-    seen = {name: tensor for call in calls if call.layer.name in watched for name, tensor in call.outputs.items()}
-    model = keras.Model(list(entering.values()), list((leaving | seen).values()))
-    return Stage(device, model, tuple(entering), tuple(leaving), cost, tuple(seen))
+def _stage(device: str, calls: list[_Call], later: list[_Call], cost: int, activation_layers: Sequence[str]) -> Stage:
+    """The stage of `calls`. Its inputs are what it does not compute, its outputs what `later` calls need."""
+    computed = {name: tensor for call in calls for name, tensor in call.outputs.items()}
+    inputs = {name: tensor for call in calls for name, tensor in call.inputs.items() if name not in computed}
+    needed = {name for call in later for name in call.inputs} if later else set(calls[-1].outputs)
+    outputs = {name: tensor for name, tensor in computed.items() if name in needed}
+    shown = [call for call in calls if call.layer.name in activation_layers]
+    activations = {name: tensor for call in shown for name, tensor in call.outputs.items()}
+    model = keras.Model(list(inputs.values()), list((outputs | activations).values()))
+    return Stage(device, model, tuple(inputs), tuple(outputs), cost, tuple(activations))
 
 
-def _positions(whole: Sequence, of_stages: Sequence[Sequence]) -> list[list[int]]:
-    """For each stage, where its variables are among the whole model's."""
-    position = {id(variable): index for index, variable in enumerate(whole)}
-    return [[position[id(variable)] for variable in variables] for variables in of_stages]
+def _positions(variables: Sequence, of_stages: Sequence[Sequence]) -> list[list[int]]:
+    """For each stage, the positions of its variables among those of the whole model."""
+    position = {id(variable): index for index, variable in enumerate(variables)}
+    return [[position[id(variable)] for variable in stage] for stage in of_stages]
 
 
-def _forward(stage: Stage, weights: list, statistics: list, entering: list) -> tuple[list, list, dict[int, tf.Tensor]]:
-    """What leaves a stage, what is watched in it, and its statistics that changed, by position."""
-    made, new_statistics = stage.model.stateless_call(weights, statistics, entering, training=True)
-    pairs = enumerate(zip(new_statistics, statistics, strict=True))
-    # a stage's backward pass is given zeros for what no loss uses: do not compute with them
+def _forward(
+    stage: Stage, weights: list, non_trainable: list, inputs: list
+) -> tuple[list[tf.Tensor], list[tf.Tensor], dict[int, tf.Tensor]]:
+    """(outputs, activations, position -> new non-trainable value where it changed) of one stage."""
+    tensors, new_values = stage.model.stateless_call(weights, non_trainable, inputs, training=True)
+    pairs = enumerate(zip(new_values, non_trainable, strict=True))
+    # the backward pass gets zeros for values that no loss uses; without stop_gradient it would compute with them
     changed = {index: tf.stop_gradient(new) for index, (new, old) in pairs if new is not old}
-    made = dict(zip(dict.fromkeys(stage.outputs + stage.watched), keras.tree.flatten(made), strict=True))
-    return [made[name] for name in stage.outputs], [tf.stop_gradient(made[name]) for name in stage.watched], changed
+    names = dict.fromkeys(stage.outputs + stage.activations)
+    by_name = dict(zip(names, keras.tree.flatten(tensors), strict=True))
+    activations = [tf.stop_gradient(by_name[name]) for name in stage.activations]
+    return [by_name[name] for name in stage.outputs], activations, changed

@@ -173,7 +173,7 @@ def make_training(
             if OWN in state.loss_averages.sums:
                 raise ValueError("parallelism=model cannot train a net that adds losses of its own, as regularizers do")
             watched = [layer.name for layer in activation_layers(state.model)]
-            stages = cut_in_stages(state.model, devices, open_size=side, watched=watched)
+            stages = cut_in_stages(state.model, devices, open_size=side, activation_layers=watched)
             step = make_train_step(make_update(state, split_over, loss_fn, augmentation, stages=stages, **options))
         else:
             options["gradient_device"] = HOST if config.gradient_device == "cpu" else ""

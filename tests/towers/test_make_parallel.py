@@ -156,9 +156,9 @@ def test_it_finds_a_parabola(towers):
 @pytest.mark.parametrize(
     ("fn", "tensors", "message"),
     [
-        (tf.abs, {}, "no tensors to split over the towers; give them by keyword"),
+        (tf.abs, {}, "no tensors to split over the towers; pass them by keyword"),
         (tf.add, {"y": [1.0, 2, 3], "x": [1.0, 2]}, r"differ in axis 0: \['x'\] has 2, \['y'\] has 3; all must"),
-        (tf.abs, {"x": [1.0]}, "1 examples for 2 towers would leave shards of zero examples; give at least 2"),
+        (tf.abs, {"x": [1.0]}, "1 examples for 2 towers would leave shards of zero examples; pass at least 2"),
         (tf.abs, {"x": 1.0}, r"\['x'\] is a scalar and cannot be split; let the function close over it"),
         (lambda x: (x, {"loss": x[0]}), {"x": [1.0, 2]}, r"output\[1\]\['loss'\] of tower_0 is a scalar"),
         (lambda x: [x, x[:1]], {"x": [1.0, 2, 3]}, r"output\[1\] of tower_0 has 1 on axis 0 for 2 examples"),
@@ -183,7 +183,7 @@ def test_outputs_of_another_length_where_lengths_are_unknown(towers):
     with pytest.raises(ValueError, match="output of tower_0 has 1 on axis 0 for any number of examples"):
         graph(lambda x: tf.reduce_sum(x, keepdims=True)).get_concrete_function()
     twice = graph(lambda x: {"twice": tf.concat([x, x], 0)})
-    with pytest.raises(tf.errors.InvalidArgumentError, match="of tower_. has not one row an example"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="of tower_. has not one row per example"):
         twice(tf.ones(4))
 
 
@@ -403,11 +403,11 @@ class OwnStep(keras.Sequential):
     ("make", "message"),
     [
         (lambda: keras.Sequential([keras.layers.Dense(2)]), "has no variables yet; build it or call it on a batch"),
-        (stateful, "layer 'memory' is stateful: it keeps what it saw .* make it with stateful=False"),
+        (stateful, "layer 'memory' is stateful: each call needs the state .* make it with stateful=False"),
         (lambda: mlp(Counts("integer")), "counts.*/calls is int32 state written by its layer's call"),
-        (lambda: mlp(Counts("trained")), "counts.*/scale is trained and also written by its layer's call"),
+        (lambda: mlp(Counts("trained")), "counts.*/scale is trainable and also written by its layer's call"),
         (lambda: mlp(Counts("foreign")), "writes a variable that is not its own, such as .* global random generator"),
-        (lambda: OwnStep([keras.Input((2,)), keras.layers.Dense(1)]), "model 'own_step.*' has a train_step of its own"),
+        (lambda: OwnStep([keras.Input((2,)), keras.layers.Dense(1)]), "model 'own_step.*' overrides train_step"),
         (lambda: keras.Sequential([keras.Input((2,), batch_size=4), keras.layers.Dense(1)]), "takes batches of 4 only"),
     ],
 )
