@@ -49,7 +49,8 @@ def write(directories: Sequence[Path], out: Path) -> Path:
         raise RunError(f"{out} cannot be written: there is no directory {out.parent}; name another with --out=FILE")
     if os.path.exists(out) and not os.path.isfile(out):
         raise RunError(f"{out} cannot be written: it exists and is not a file; name one with --out=FILE")
-    html = render(runs).encode("ascii", "xmlcharrefreplace").decode()  # readable in any locale
+    html = render(runs).encode(errors="replace").decode()  # a name may hold surrogates
+    html = html.encode("ascii", "xmlcharrefreplace").decode()  # readable in any locale
     try:
         atomic_io.write_whole(out, html)
     except OSError as error:

@@ -1,0 +1,58 @@
+import pytest
+
+from cifar_towers.errors import UsageError
+from cifar_towers.reporting import run_records
+from tests.reporting.example_runs import change, make_run
+
+
+def group_names(directories):
+    groups = run_records.group_by_recipe(run_records.read_runs(directories))
+    return {name: [run.name for run in group] for name, group in groups.items()}
+
+
+def test_runs_of_one_recipe_with_other_settings_are_groups_of_their_own(tmp_path):
+    settings = [(0, 1536, 2), (1, 512, 2), (2, 512, 2), (0, 512, 4), (3, 512, 2)]
+    for name, (seed, batch_size, towers) in zip("abcde", settings, strict=True):
+        make_run(tmp_path / name, seed=seed, batch_size=batch_size, towers=towers)
+    change(tmp_path / "e", "environment.json", synthetic_data="SYNTHETIC DATA, NOT CIFAR-10")
+    make_run(tmp_path / "f", seed=4, batch_size=512, data_dir="/elsewhere", dataset="auto", overwrite=True)
+    change(tmp_path / "f", "config.json", workers="127.0.0.1:5000,127.0.0.1:5001", profile_steps="1:2")
+    groups = group_names([tmp_path / name for name in "abcdef"])
+    assert sorted(groups.values()) == [["a"], ["b", "c", "f"], ["d"], ["e"]]
+    assert all(name.startswith("speed94, batch_size=") for name in groups)
+
+
+def test_long_group_names_are_shortened_and_distinct(tmp_path):
+    runs = [make_run(tmp_path / f"r{i}", "n" * 100 + str(i), last_step=66) for i in range(2)]
+    assert [len(name) for name in group_names(runs)] == [44, 47]
+
+
+def test_run_names_are_the_shortest_ends_of_paths_that_differ(tmp_path):
+    paths = [make_run(tmp_path / name / "seed0", last_step=66) for name in ("one", "other")]
+    assert [run.name for run in run_records.read_runs(paths[:1])] == ["seed0"]
+    assert [run.name for run in run_records.read_runs(paths)] == ["one/seed0", "other/seed0"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "result.json"])
+def test_banner_of_requested_synthetic_data(tmp_path, name):
+    path = make_run(tmp_path / "run")
+    assert not run_records.read_runs([path])[0].banner
+    change(path, name, dataset="synthetic")
+    banner = "SYNTHETIC DATA, NOT CIFAR-10: these accuracies say nothing about CIFAR-10."
+    assert run_records.read_runs([path])[0].banner == banner
+
+
+@pytest.mark.parametrize(
+    ("directories", "message"),
+    [
+        (["none"], "there is no directory"),
+        (["run", "run/../run"], "given twice"),
+        (["run", "empty"], "holds no records of a run in metrics.jsonl"),
+    ],
+)
+def test_directories_that_are_no_runs(tmp_path, directories, message):
+    make_run(tmp_path / "run", last_step=66)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=message) as error:
+        run_records.read_runs([tmp_path / directory for directory in directories])
+    assert "\n" not in str(error.value)
