@@ -10,6 +10,9 @@ NOTHING_TO_SAVE = "before the first step; nothing to save"  # message of an inte
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+NOTHING_TO_SAVE = "before the first step; nothing to save"  # what a signal that early is answered with
+
+
 class RunError(Exception):
     """A foreseen end of a run; `exit_code` is what the process returns, `meaning` what help texts call it."""
 

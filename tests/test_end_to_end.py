@@ -16,8 +16,8 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_towers import trainer
-from cifar_towers.checkpointing import checkpoint as checkpoints
 from cifar_towers.checkpointing import workdir
+from cifar_towers.checkpointing.checkpoint import latest_checkpoint, list_checkpoints, read_metadata, read_variables
 from cifar_towers.cli import main, seeds
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.cli.tool_configs import EvaluateConfig
@@ -421,7 +421,7 @@ def test_a_run_on_the_hardest_examples_is_stopped_continued_and_shown(tmp_path, 
         run(parts, StopAt(2))
     assert run(parts)["weights_sha256"] == run(whole)["weights_sha256"]
     assert "4 steps of 50, the hardest of 200, 10 an epoch" in capsys.readouterr().out
-    one, other = (checkpoints.read(checkpoints.newest(c.directory)) for c in (whole, parts))
+    one, other = (read_variables(latest_checkpoint(c.directory)) for c in (whole, parts))
     for name in ("proxy.model.head.kernel", "proxy.optimizer.kernels.momentum.0", "proxy.step"):
         np.testing.assert_array_equal(one[name], other[name])
     shown = EventAccumulator(str(whole.directory / "train")).Reload()
@@ -540,7 +540,7 @@ def test_a_directory_that_cannot_be_made(tmp_path):
 def saved_run(tmp_path, one_run):
     """A run of 20 steps with checkpoints of steps 9, 18 and 20, and the config that goes on."""
     shutil.copytree(one_run[0], tmp_path, dirs_exist_ok=True)
-    assert [path.name[-2:] for path in checkpoints.saved(tmp_path)] == ["09", "18", "20"]
+    assert [path.name[-2:] for path in list_checkpoints(tmp_path)] == ["09", "18", "20"]
     return tmp_path, dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path))
 
 
@@ -562,7 +562,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(saved_run
 def test_a_run_whose_checkpoints_are_all_damaged_never_starts_again_by_itself(tmp_path, tiny_run):
     directory = shutil.copytree(tiny_run[0], tmp_path / "copy")
     config = dataclasses.replace(TINY, num_gpus=2, train_dir=str(directory))
-    for checkpoint in checkpoints.saved(directory):
+    for checkpoint in list_checkpoints(directory):
         (checkpoint / "facts.json").unlink()
     for _ in range(2):  # the second time they have other names
         with pytest.raises(DataError, match=r"every checkpoint in .* is damaged; .* --overwrite to start again"):
@@ -660,7 +660,7 @@ def test_what_a_run_is_gets_written_as_soon_as_it_can_be(tmp_path, monkeypatch, 
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
     config = dataclasses.replace(QUICK, train_dir=str(tmp_path), checkpoint_every_steps=2, keep_checkpoints=1)
     run(dataclasses.replace(config, eval_every_epochs=0.2))
-    kept = [checkpoints.read_metadata(path) for path in checkpoints.saved(tmp_path)]
+    kept = [read_metadata(path) for path in list_checkpoints(tmp_path)]
     scores = {r["step"]: r["accuracy"] for r in records_of(tmp_path, "eval") if r["weights"] == "ema"}
     best = max((step for step in scores if step < STEPS), key=lambda step: scores[step])
     assert [facts["step"] for facts in kept] == [best, STEPS] and kept[0]["accuracy"] == scores[best]
@@ -717,18 +717,18 @@ DIM = dataclasses.replace(TINY, brightness=1e-30, num_gpus=2)  # poison goes in 
 
 
 def all_finite(train_dir):
-    for checkpoint in checkpoints.saved(train_dir):
+    for checkpoint in list_checkpoints(train_dir):
         reader = tf.train.load_checkpoint(str(checkpoint / "state"))
         values = [reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if "OBJECT_GRAPH" not in name]
         assert all(np.isfinite(value).all() for value in values)
-    return bool(checkpoints.saved(train_dir))
+    return bool(list_checkpoints(train_dir))
 
 
 def test_a_bad_batch_costs_its_update_and_nothing_else(tmp_path, poison, capsys):
     poison({4, 5, 20})
     result = run(dataclasses.replace(DIM, train_dir=str(tmp_path), checkpoint_every_steps=1, summary_every_steps=1))
     assert result["step"] == STEPS and result["bad_steps"] == 3 and all_finite(tmp_path)
-    good, bad = (checkpoints.read(checkpoint) for checkpoint in checkpoints.saved(tmp_path)[-2:])
+    good, bad = (read_variables(checkpoint) for checkpoint in list_checkpoints(tmp_path)[-2:])
     assert (good.pop("step"), bad.pop("step")) == (19, 20)
     for name, value in good.items():
         if not name.startswith("ema"):  # averages follow what has not moved

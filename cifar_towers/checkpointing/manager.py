@@ -1,100 +1,139 @@
-"""What is kept of one run: which steps are saved, what could not be, and what it goes back to."""
+"""Decides when to checkpoint, keeps the newest N and the best, restores, and rolls back."""
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from cifar_towers.checkpointing import checkpoint as checkpoints
-from cifar_towers.errors import RunError
+from cifar_towers.checkpointing import checkpoint as checkpoint_files
+from cifar_towers.checkpointing.checkpoint import (
+    CHECKPOINTS_DIR,
+    checkpoint_path,
+    list_checkpoints,
+    read_metadata,
+    validate_checkpoint,
+)
+from cifar_towers.errors import DataError, RunError
 from cifar_towers.files import atomic_io
-from cifar_towers.training.state import TrainState
 
-SECONDS = 30.0  # between checkpoints where no number of steps is asked for
-SHARE = 0.01  # of the time, that saving may take there
+DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps is asked for
+MAX_TIME_FRACTION = 0.01  # of the run's time that saving may take there
 
 
 class CheckpointManager:
-    """The checkpoints of one run in its directory.
+    """The checkpoints of one run.
 
     Args:
-      every: steps between checkpoints; 0: by the clock.
-      keep: how many of the newest to keep.
+      state: has `named_variables()` and `first_nonfinite_variable()`, as `TrainState`.
+      every_steps: steps between checkpoints; 0: by the clock.
+      max_to_keep: how many of the newest to keep; the best is kept besides.
+      log: called with lines for the user.
 
     Attributes:
-      failed_saves: how many could not be made when they were due.
+      failed_saves: how many could not be written when they were due.
     """
 
-    def __init__(self, directory: Path, state: TrainState, every: int, keep: int, say: Callable[[str], None]):
+    def __init__(self, train_dir: Path, state, every_steps: int, max_to_keep: int, log: Callable[[str], None]):
         self.failed_saves = 0
-        self._directory, self._state, self._every, self._keep, self._say = directory, state, every, keep, say
+        self._train_dir, self._state, self._log = train_dir, state, log
+        self._every_steps, self._max_to_keep = every_steps, max_to_keep
         self._saved_step: int | None = None
-        self._went_back_to: int | None = None
-        self._cost, self._since = 0.0, time.monotonic()  # seconds that a save takes; when the last one ended
+        self._rolled_back_to: int | None = None
+        self._save_seconds, self._last_save = 0.0, time.monotonic()
 
-    def due(self, step: int, evaluated: bool) -> bool:
-        """Whether to save after `step`; its score is worth keeping if it was `evaluated`."""
-        if self._every:
-            return step % self._every == 0
-        return time.monotonic() - self._since >= max(self._cost / SHARE, 0.0 if evaluated else SECONDS)
+    def is_due(self, step: int, evaluated: bool) -> bool:
+        """Whether to save after `step`; an `evaluated` one is saved before its time, for its accuracy."""
+        if self._every_steps:
+            return step % self._every_steps == 0
+        interval = max(self._save_seconds / MAX_TIME_FRACTION, 0.0 if evaluated else DEFAULT_INTERVAL_SECONDS)
+        return time.monotonic() - self._last_save >= interval
 
-    def save(self, step: int, facts: Mapping) -> bool:
-        """Saves the state after `step`, or says why it cannot be; whether it is saved.
-
-        A state with a number that is not finite is never saved.
-        """
+    def save(self, step: int, metadata: Mapping) -> bool:
+        """Saves the state after `step`, and returns whether it is saved; logs why not. Never saves NaN or infinity."""
         if step == self._saved_step:
             return True
         start = time.monotonic()
-        bad, why = self._state.first_nonfinite_variable(), ""
-        try:
-            if not bad:
-                checkpoints.save(self._directory, step, self._state.named_variables(), facts, self._keep)
-        except OSError as error:
-            why = error.strerror or str(error)
-        self._since = time.monotonic()
-        self._cost = self._since - start
-        if bad or why:
+        error = ""
+        if nonfinite := self._state.first_nonfinite_variable():
+            error = f"{nonfinite} is not finite"
+        else:
+            try:
+                variables = self._state.named_variables()
+                checkpoint_files.save_checkpoint(self._train_dir, step, variables, metadata)
+                prune_checkpoints(self._train_dir, self._max_to_keep)
+            except OSError as failure:
+                error = failure.strerror or str(failure)
+        self._last_save = time.monotonic()
+        self._save_seconds = self._last_save - start
+        if error:
             self.failed_saves += 1
-            self._say(f"step {step} could not be saved ({why or f'{bad} is not finite'}); {self.what_is_kept()}")
+            self._log(f"step {step} could not be saved ({error}); {self.describe_latest()}")
             return False
         self._saved_step = step
-        self._say(f"saved step {step}")
+        self._log(f"saved step {step}")
         return True
 
-    def what_is_kept(self) -> str:
+    def describe_latest(self) -> str:
         """The newest checkpoint, in words."""
-        kept = checkpoints.saved(self._directory)
-        return f"{kept[-1].name} is kept" if kept else "no checkpoint was written"
+        checkpoints = list_checkpoints(self._train_dir)
+        return f"{checkpoints[-1].name} is kept" if checkpoints else "no checkpoint was written"
 
-    def tidy(self) -> None:
-        """Clears up after an earlier start that was killed, and says what was damaged."""
-        for told in checkpoints.tidy(self._directory):
-            self._say(told)
+    def quarantine_damaged(self) -> None:
+        """Removes what killed saves left; renames and logs damaged checkpoints."""
+        atomic_io.sweep(self._train_dir / CHECKPOINTS_DIR)
+        for checkpoint in list_checkpoints(self._train_dir):
+            if damage := validate_checkpoint(checkpoint):
+                renamed = atomic_io.quarantine(checkpoint).name
+                self._log(f"{checkpoint} is damaged ({damage}): set aside as {renamed}")
 
-    def restore(self, checkpoint: Path) -> None:
-        """Gives the state the values of a checkpoint."""
-        checkpoints.restore(checkpoint, self._state.named_variables())
-        self._saved_step = checkpoints.read_metadata(checkpoint)["step"]
+    def restore(self, checkpoint: Path) -> dict:
+        """Restores the state from a checkpoint and returns its metadata."""
+        checkpoint_files.restore_variables(checkpoint, self._state.named_variables())
+        metadata = read_metadata(checkpoint)
+        self._saved_step = metadata["step"]
+        return metadata
 
-    def go_back(self, last_good_step: int) -> int | None:
-        """Restores the newest whole checkpoint up to a step after which no step was good, and removes those after it;
-        the step it is of, or None if there is none. From where going back has not helped, it goes further back.
+    def roll_back(self, last_good_step: int) -> dict | None:
+        """Restores the newest undamaged checkpoint up to `last_good_step` and removes those after it.
+
+        If the previous rollback ended at the same checkpoint, the one before it is taken.
+
+        Returns:
+          Metadata of the checkpoint restored, or None if there is none to restore.
 
         Raises:
-          RunError: those after it cannot be removed, and would be mistaken for what the run comes to now.
+          RunError: a later checkpoint cannot be removed, and would be mistaken for one of the run as it continues.
         """
-        whole = [path for path in checkpoints.saved(self._directory) if not checkpoints.damage(path)]
-        steps = [step for path in whole if (step := checkpoints.read_metadata(path)["step"]) <= last_good_step]
+        undamaged = [path for path in list_checkpoints(self._train_dir) if not validate_checkpoint(path)]
+        steps = [step for path in undamaged if (step := read_metadata(path)["step"]) <= last_good_step]
         if not steps:
             return None
-        further = steps[-1] == last_good_step == self._went_back_to and len(steps) > 1
-        self._went_back_to = step = steps[-2 if further else -1]
-        checkpoint = checkpoints.path_of(self._directory, step)
-        self.restore(checkpoint)
-        for path in checkpoints.saved(self._directory):
+        go_further = steps[-1] == last_good_step == self._rolled_back_to and len(steps) > 1
+        self._rolled_back_to = step = steps[-2 if go_further else -1]
+        checkpoint = checkpoint_path(self._train_dir, step)
+        metadata = self.restore(checkpoint)
+        for path in list_checkpoints(self._train_dir):
             if path > checkpoint:
                 try:
                     atomic_io.remove(path)
                 except OSError as error:
                     raise RunError(f"{path} cannot be removed to go back to step {step}: {error.strerror}") from error
-        return step
+        return metadata
+
+
+def prune_checkpoints(train_dir: Path, max_to_keep: int) -> None:
+    """Removes all checkpoints but the newest and the one of highest accuracy; what cannot be removed stays."""
+    checkpoints = list_checkpoints(train_dir)
+    best = max(checkpoints, key=_accuracy)
+    for checkpoint in checkpoints[:-max_to_keep]:
+        if checkpoint != best or _accuracy(best) < 0:
+            with contextlib.suppress(OSError):
+                atomic_io.remove(checkpoint)
+
+
+def _accuracy(checkpoint: Path) -> float:
+    """Accuracy measured at its step; negative if none was, or if it is damaged."""
+    try:
+        return float(read_metadata(checkpoint).get("accuracy") or -1.0)
+    except DataError:
+        return -1.0

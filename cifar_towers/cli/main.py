@@ -55,10 +55,11 @@ def train(stop: ShutdownHandler) -> None:
         from cifar_towers import trainer
         from cifar_towers.cli import seeds
 
+        launch_id = os.environ.get(LAUNCH_VARIABLE, "")
         if several:
-            seeds.train_seeds(config, several, source, stop)
+            seeds.train_seeds(config, several, source, stop, launch_id)
         else:
-            trainer.train(config, source, stop, coordinator, os.environ.get(LAUNCH_VARIABLE, ""))
+            trainer.train(config, source, stop, coordinator, launch_id)
 
 
 @_program

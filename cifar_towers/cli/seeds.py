@@ -5,19 +5,22 @@ import dataclasses
 import keras
 import numpy as np
 
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
 from cifar_towers.trainer import train
 
 
-def train_seeds(config: TrainConfig, seeds: tuple[int, ...], source: sources.Source, stop: ShutdownHandler) -> None:
+def train_seeds(
+    config: TrainConfig, seeds: tuple[int, ...], source: sources.Source, shutdown, launch_id: str = ""
+) -> None:
     """Trains one run a seed and prints mean, standard deviation and n of each of their last accuracies."""
     scores: dict[str, list[float]] = {}
     speeds = []
     for seed in seeds:
         train_dir = f"{config.train_dir}/seed{seed}" if config.train_dir else ""
-        result = train(dataclasses.replace(config, seed=seed, seeds="", train_dir=train_dir), source, stop)
+        result = train(
+            dataclasses.replace(config, seed=seed, seeds="", train_dir=train_dir), source, shutdown, launch_id=launch_id
+        )
         speeds.append(result["images_per_sec"])
         for score in result["evaluations"]:
             key = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"

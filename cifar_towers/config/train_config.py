@@ -35,7 +35,7 @@ class TrainConfig(DeviceConfig):
         "how gradients are combined: towers share variables; mirrored and multi_worker are tf.distribute's replicas, "
         "each with a copy, in one process or in one process for each worker",
         choices=("towers", "mirrored", "multi_worker"),
-        on_resume="allow_without_batch_norm",
+        on_resume="allow",  # every strategy trains the same function on as many towers
     )
     variable_placement: str = _towers(
         "cpu",
@@ -270,6 +270,10 @@ class TrainConfig(DeviceConfig):
         """The run's length, which `max_steps` may cut short."""
         total = math.ceil(schedules.to_steps(self.epochs, steps_per_epoch)) or self.max_steps
         return schedules.RunLength(steps_per_epoch, total, min(total, self.max_steps or total))
+
+    def evaluate_every_steps(self, length: schedules.RunLength) -> int:
+        """Steps between evaluations before the end of a run; 0: none."""
+        return max(1, round(self.eval_every_epochs * length.steps_per_epoch)) if self.eval_every_epochs else 0
 
     def replace_recipe(self, **changes) -> "TrainConfig":
         """The settings of `TrainConfig` alone, some of them changed."""

@@ -1,7 +1,6 @@
-"""One pass over a split, every example exactly once, shared by the towers."""
+"""Evaluation of whole splits on the towers, every example exactly once."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -9,159 +8,158 @@ import tensorflow as tf
 
 from cifar_towers.data.augment import Augmentation, tta_views
 from cifar_towers.data.dataset import Split, chunks
+from cifar_towers.evaluation.score import Evaluation, Score, score_logits
 from cifar_towers.models.user_model import graph_node
-from cifar_towers.multi_worker.coordination import Coordinator, single_worker
 from cifar_towers.towers import Tower, run_on_towers, split_batch
 from cifar_towers.towers.placement import HOST
 
-AT_ONCE = 2000 * 32 * 32  # pixels of a batch
-MOST_MISTAKES = 32
-EMBEDDED = 1000  # examples whose features are kept
+MAX_BATCH_PIXELS = 2000 * 32 * 32
+MAX_FEATURES = 1000  # examples whose features are returned
 
 
-class Mistakes(NamedTuple):
-    """The wrong predictions that were most sure of themselves, the surest first: m of them, at most 32."""
+class Evaluator:
+    """The evaluations of one run: when, on which splits, with which weights.
 
-    examples: np.ndarray  # [m] their places in the split
-    predicted: np.ndarray  # [m] the classes they were taken for
-    confidence: np.ndarray  # [m] the probabilities of these
-
-
-class Score(NamedTuple):
-    """What a pass says at one level of test-time augmentation."""
-
-    count: int
-    correct: int
-    loss: float  # mean cross entropy, without label smoothing
-    confusion: np.ndarray  # [C, C] examples of class (row) taken for class (column)
-    mistakes: Mistakes
-    probabilities: np.ndarray  # [n, C] float32
-    features: np.ndarray | None = None  # [at most 1,000, d] what the last layer makes of the first examples' own view
-
-    @property
-    def accuracy(self) -> float:
-        """correct / count."""
-        return self.correct / self.count
-
-    def interval(self) -> tuple[float, float]:
-        """95 % interval of the accuracy, by Wilson's score (E. B. Wilson, JASA 1927)."""
-        z, n, p = 1.959964, self.count, self.accuracy
-        centre, spread = p + z * z / (2 * n), z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
-        return (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
-
-    def per_class(self) -> np.ndarray:
-        """[C] accuracy on each class; not a number for a class without examples."""
-        with np.errstate(invalid="ignore"):
-            return np.diag(self.confusion) / self.confusion.sum(1)
-
-
-def make_classifier(
-    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, team: Coordinator | None = None
-) -> Callable:
-    """A function (images, weights, statistics, tta) -> (plain logits [n, C], those of test-time augmentation, features
-    [at most 1,000, d] of the first images' own view, d = 0 where the net gives none) for [n, S, S, 3] uint8 images.
-
-    weights and statistics are the model's trainable and other variables, or averages of them. The workers of a `team`
-    call it together; each classifies its share, and all have the whole.
+    Args:
+      evaluate: from `make_evaluate_fn`.
+      splits: by name, in the order they are reported; before the end of the run, only the first is evaluated.
+      weight_sets: returns name -> (weights, non-trainable values) to evaluate with.
+      every_steps: steps between evaluations before the end; 0: only at the end.
+      last_step: of the run.
     """
-    team = team or single_worker()
-    call = _with_features(model)
 
-    def on_tower(tta, weights, statistics, tower, shard):
-        images = augmentation.evaluate(shard[0])
-        plain, features, augmented = None, None, 0.0
-        for share, view in tta_views(images, tta):
-            logits, own = call(weights, statistics, view)
-            if plain is None:  # the first view is the image itself
-                plain, features = logits, own
-            augmented += share * logits
-        return plain, augmented, features
+    def __init__(
+        self,
+        evaluate: Callable[..., dict[int, Score]],
+        splits: Mapping[str, Split],
+        weight_sets: Callable[[], Mapping[str, tuple]],
+        every_steps: int,
+        last_step: int,
+    ):
+        self.splits = {name: split for name, split in splits.items() if len(split.labels)}
+        self._evaluate, self._weight_sets = evaluate, weight_sets
+        self._every_steps, self._last_step = every_steps, last_step
 
-    @tf.function(autograph=False)
-    def on_towers(images, weights, statistics, tta: int):
-        shards = split_batch([images], towers)
-        results = run_on_towers(lambda *args: on_tower(tta, weights, statistics, *args), towers, shards)
-        return [tf.concat(level, 0) for level in zip(*results, strict=True)]
+    def is_due(self, step: int) -> bool:
+        """Whether the run is evaluated after `step`, before its end."""
+        return bool(self._every_steps) and step % self._every_steps == 0 and 0 < step < self._last_step
 
-    def classify(images: np.ndarray, weights, statistics, tta: int = 0) -> list[np.ndarray]:
-        shares = team.size if len(images) >= team.size else 1
-        share = team.index if shares > 1 else 0
-        mine = images[len(images) * share // shares : len(images) * (share + 1) // shares]
-        # a traced function takes one mirrored variable for another of its shape, so it is given values
-        weights, statistics = ([tf.convert_to_tensor(v) for v in values] for values in (weights, statistics))
-        found, wanted = [], EMBEDDED
-        for batch in _even_batches(mine, len(towers)):
-            plain, augmented, features = on_towers(batch, weights, statistics, tta)
-            found.append((plain, augmented, features[:wanted]))  # whose other features are let go
-            wanted = max(0, wanted - len(batch))
-        found = [np.concatenate(part)[: len(mine)] for part in zip(*found, strict=True)]
-        plain, augmented, features = (np.concatenate(p) for p in zip(*team.gather(found)[:shares], strict=True))
-        return [plain, augmented, features[:EMBEDDED]]
-
-    return classify
+    def run(self, tta: int = 0, final: bool = False) -> list[Evaluation]:
+        """Scores the first split, or, if `final`, all of them, with every set of weights."""
+        names = list(self.splits)[: None if final else 1]
+        return [
+            Evaluation(name, weights, level, score)
+            for name in names
+            for weights, values in self._weight_sets().items()
+            for level, score in self._evaluate(self.splits[name], *values, tta).items()
+        ]
 
 
-def make_evaluator(
-    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, team: Coordinator | None = None
-) -> Callable:
-    """A function (split, weights, statistics, tta) -> {0: score, tta: score}, from one pass of the largest tta, shared
-    by the workers of a `team`."""
-    classify = make_classifier(model, towers, augmentation, team)
+def make_evaluate_fn(
+    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, workers=None
+) -> Callable[..., dict[int, Score]]:
+    """The function (split, weights, non_trainable, tta) -> {0: score, tta: score}, from one pass at level `tta`.
 
-    def evaluate(split: Split, weights, statistics, tta: int = 0) -> dict[int, Score]:
-        plain, augmented, features = classify(split.images, weights, statistics, tta)
-        scores = {0: score(split.labels, plain), tta: score(split.labels, augmented)}
+    `workers`, if any, share the pass; see `make_classify_fn`.
+    """
+    classify = make_classify_fn(model, towers, augmentation, workers)
+
+    def evaluate(split: Split, weights, non_trainable, tta: int = 0) -> dict[int, Score]:
+        plain, augmented, features = classify(split.images, weights, non_trainable, tta)
         features = features if features.shape[1] else None
-        return {level: one._replace(features=features) for level, one in scores.items()}
+        by_level = {0: plain, tta: augmented}
+        return {level: score_logits(split.labels, logits, features) for level, logits in by_level.items()}
 
     return evaluate
 
 
-def _with_features(model: keras.Model) -> Callable:
-    """A function (weights, statistics, images) -> (logits, what enters the last layer that has weights [B, d]), whose
-    second part has d = 0 where that layer is itself a model."""
-    head = [layer for layer in model.layers if layer.weights][-1]
-    whole = None
-    if not isinstance(head, keras.Model):
-        features = keras.layers.Flatten(name="features_before_last_layer")(graph_node(model, head).input_tensors[0])
-        whole = keras.Model(model.input, [model.output, features])
+def make_classify_fn(
+    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, workers=None
+) -> Callable[..., list[np.ndarray]]:
+    """The function (images, weights, non_trainable, tta) -> [logits, logits with TTA, features].
 
-    def call(weights, statistics, images):
-        found, _ = (whole or model).stateless_call(weights, statistics, images, training=False)
-        logits, features = found if whole else (found, tf.zeros([tf.shape(found)[0], 0]))
-        return tf.cast(logits, tf.float32), tf.cast(features, tf.float32)
+    images are [n, S, S, 3] uint8, both logits [n, C], features [at most 1,000, d] of the first images, d = 0 where the
+    net has none. weights and non_trainable are the model's variables or averages of them.
+
+    Args:
+      workers: has `size`, `index` and `gather(value) -> list`; the workers of a cluster call the function together,
+        each classifies its share of the images, and all return the logits of all. None: this process alone.
+    """
+    call = _with_features(model)
+
+    def on_tower(tta, weights, non_trainable, tower, shard):
+        images = augmentation.evaluate(shard[0])
+        plain, features, augmented = None, None, 0.0
+        for share, view in tta_views(images, tta):
+            logits, view_features = call(weights, non_trainable, view)
+            if plain is None:  # the first view is the image itself
+                plain, features = logits, view_features
+            augmented += share * logits
+        return plain, augmented, features
+
+    @tf.function(autograph=False)
+    def on_towers(images, weights, non_trainable, tta: int):
+        shards = split_batch([images], towers)
+        results = run_on_towers(lambda *args: on_tower(tta, weights, non_trainable, *args), towers, shards)
+        return [tf.concat(outputs, 0) for outputs in zip(*results, strict=True)]
+
+    def classify(images: np.ndarray, weights, non_trainable, tta: int = 0) -> list[np.ndarray]:
+        # a traced function takes one mirrored variable for another of its shape, so it is given values
+        weights, non_trainable = ([tf.convert_to_tensor(v) for v in values] for values in (weights, non_trainable))
+        share = _share_of(images, workers)
+        outputs, missing_features = [], MAX_FEATURES
+        for batch in _even_batches(share, len(towers)):
+            plain, augmented, features = on_towers(batch, weights, non_trainable, tta)
+            outputs.append((plain, augmented, features[:missing_features]))
+            missing_features = max(0, missing_features - len(batch))
+        outputs = [np.concatenate(part)[: len(share)] for part in zip(*outputs, strict=True)]
+        if workers and workers.size > 1:
+            gathered = workers.gather(outputs)[: workers.size if len(images) >= workers.size else 1]
+            outputs = [np.concatenate(part) for part in zip(*gathered, strict=True)]
+        plain, augmented, features = outputs
+        return [plain, augmented, features[:MAX_FEATURES]]
+
+    return classify
+
+
+def _share_of(images: np.ndarray, workers) -> np.ndarray:
+    """This worker's part of the images; all of them where there are fewer images than workers."""
+    if not workers or len(images) < workers.size:
+        return images
+    start, end = (len(images) * index // workers.size for index in (workers.index, workers.index + 1))
+    return images[start:end]
+
+
+def _with_features(model: keras.Model) -> Callable:
+    """The function (weights, non_trainable, images) -> (logits [B, C], input of the last layer with weights [B, d]).
+
+    d = 0 where that layer is itself a model.
+    """
+    head = [layer for layer in model.layers if layer.weights][-1]
+    if isinstance(head, keras.Model):
+
+        def call(weights, non_trainable, images):
+            logits, _ = model.stateless_call(weights, non_trainable, images, training=False)
+            return tf.cast(logits, tf.float32), tf.zeros([tf.shape(logits)[0], 0])
+
+        return call
+
+    flat = keras.layers.Flatten(name="features_before_last_layer")(graph_node(model, head).input_tensors[0])
+    with_features = keras.Model(model.input, [model.output, flat])
+
+    def call(weights, non_trainable, images):
+        outputs, _ = with_features.stateless_call(weights, non_trainable, images, training=False)
+        return [tf.cast(output, tf.float32) for output in outputs]
 
     return call
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """[n, C] logits -> [n, C] probabilities, float64."""
-    shares = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True))
-    return shares / shares.sum(1, keepdims=True)
-
-
-def score(labels: np.ndarray, logits: np.ndarray) -> Score:
-    """Counts labels [n] against logits [n, C]."""
-    predicted, classes = logits.argmax(1), logits.shape[1]
-    confusion = np.bincount(labels * classes + predicted, minlength=classes**2)
-    probabilities = softmax(logits)
-    sure = probabilities.max(1)
-    behind = logits.max(1).astype(np.float64) - logits[np.arange(len(labels)), labels]
-    losses = behind - np.log(sure)  # finite also where the probability of the label is 0 in float64
-    right = int((predicted == labels).sum())
-    wrong = np.flatnonzero(predicted != labels)
-    surest = wrong[np.argsort(-sure[wrong], kind="stable")][:MOST_MISTAKES]
-    mistakes = Mistakes(surest, predicted[surest], sure[surest])
-    confusion = confusion.reshape(classes, classes)
-    return Score(len(labels), right, float(losses.mean()), confusion, mistakes, probabilities.astype(np.float32))
-
-
-def _even_batches(images: np.ndarray, towers: int):
-    """Batches of one size that all towers share evenly; the last is filled up with images whose logits are dropped."""
-    size = len(next(chunks(images, AT_ONCE)))
-    size = -(-size // towers) * towers
+def _even_batches(images: np.ndarray, num_towers: int):
+    """Batches of one size that the towers share evenly; the last is padded with zeros, whose logits are dropped."""
+    size = len(next(chunks(images, MAX_BATCH_PIXELS)))
+    size = -(-size // num_towers) * num_towers
     for start in range(0, len(images), size):
         batch = images[start : start + size]
-        filler = np.zeros((size - len(batch), *batch.shape[1:]), batch.dtype)
+        padding = np.zeros((size - len(batch), *batch.shape[1:]), batch.dtype)
         with tf.device(HOST):
-            yield tf.constant(np.concatenate([batch, filler]) if len(filler) else batch)
+            yield tf.constant(np.concatenate([batch, padding]) if len(padding) else batch)

@@ -110,7 +110,7 @@ def _remove_any(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def damage(directory: Path) -> str:
+def validate(directory: Path) -> str:
     """What differs from the manifest, in words; empty if every file is there as it was written, and none besides."""
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
@@ -138,7 +138,7 @@ def damage(directory: Path) -> str:
     return ""
 
 
-def set_aside(directory: Path) -> Path:
+def quarantine(directory: Path) -> Path:
     """Renames a damaged directory, so that nobody takes it for good; its new path."""
     numbers = (f"-{number}" if number else "" for number in range(1_000_000))
     aside = next(

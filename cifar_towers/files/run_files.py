@@ -13,6 +13,7 @@ CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl
 RESULT, ROLLBACKS, MISTAKES, REPORT = "result.json", "rollbacks.json", "mistakes.png", "report.html"
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard reads every file with `tfevents` in its name
 TRUNCATED_EVENTS = ".kept.tmp"  # an event file while it is truncated
+LAUNCH = ".launch"  # holds the name of the launch that cleared the directory
 FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, MISTAKES, REPORT)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cifar_towers.checkpointing import checkpoint
+from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_variables
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import names_with
 from cifar_towers.errors import UsageError
@@ -67,10 +67,10 @@ def _training_records(run: Path) -> dict[int, dict]:
 
 def _checkpoints(one: Path, other: Path) -> tuple[bool, str] | None:
     """Of the checkpoints: the first common step with other values, and which are furthest apart."""
-    names = [{path.name: path for path in checkpoint.saved(run)} for run in (one, other)]
+    names = [{path.name: path for path in list_checkpoints(run)} for run in (one, other)]
     common = sorted(names[0].keys() & names[1].keys())
     for name in common:
-        values = [checkpoint.read(of_one[name]) for of_one in names]
+        values = [read_variables(of_one[name]) for of_one in names]
         if values[0].keys() != values[1].keys():
             odd = sorted(values[0].keys() ^ values[1].keys())
             return False, f"checkpoints: {name} has other variables, among them {', '.join(odd[:3])}"

@@ -5,7 +5,8 @@ from pathlib import Path
 from cifar_towers.cli.tool_configs import EvaluateConfig
 from cifar_towers.data import sources
 from cifar_towers.errors import DataError, UsageError, printable
-from cifar_towers.evaluation.evaluator import Score, make_evaluator
+from cifar_towers.evaluation.evaluator import make_evaluate_fn
+from cifar_towers.evaluation.score import Score
 from cifar_towers.files import run_files
 from cifar_towers.inference import load_run
 from cifar_towers.training import devices
@@ -38,7 +39,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
         )
     kind = run.choose_weights(config.weights)
     model = run.load(kind, devices.choose_precision(config.precision, towers))
-    evaluate = make_evaluator(model, towers, run.augmentation)
+    evaluate = make_evaluate_fn(model, towers, run.augmentation)
     score = evaluate(split, *load_run.variables_of(model), config.tta)
     told = {"train_dir": str(run.directory), "step": run.facts["step"], "dataset": dataset.name}
     told |= {"split": config.split, "changed_data": changed, "weights": kind, "tta": config.tta}

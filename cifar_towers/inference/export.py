@@ -15,7 +15,8 @@ from cifar_towers.cli.tool_configs import ExportConfig
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import DataError, RunError, UsageError, error_text
-from cifar_towers.evaluation.evaluator import make_classifier, softmax
+from cifar_towers.evaluation.evaluator import make_classify_fn
+from cifar_towers.evaluation.score import softmax
 from cifar_towers.inference import load_run
 from cifar_towers.inference.export_formats import FORMATS, Format, ServingModule
 from cifar_towers.models.stock_layers import plain
@@ -85,7 +86,7 @@ def _test_images(source: sources.Source, run: load_run.TrainedRun, count: int) -
 
 
 def _probabilities(net: keras.Model, towers: list[Tower], run: load_run.TrainedRun, split: Split) -> np.ndarray:
-    classify = make_classifier(net, towers, run.augmentation)
+    classify = make_classify_fn(net, towers, run.augmentation)
     return softmax(classify(split.images, *load_run.variables_of(net))[0])
 
 

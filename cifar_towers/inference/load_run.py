@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 import keras
 
-from cifar_towers.checkpointing import checkpoint as checkpoints
+from cifar_towers.checkpointing.checkpoint import (
+    CHECKPOINTS_DIR,
+    checkpoint_at_step,
+    latest_checkpoint,
+    read_metadata,
+    read_variables,
+)
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import with_current_names
 from cifar_towers.data.augment import Augmentation
@@ -61,7 +67,7 @@ class TrainedRun(NamedTuple):
         variables = [*model.trainable_variables, *model.non_trainable_variables]
         prefix = "ema" if weights == "ema" else "model"
         names = [f"{prefix}.{variable.path.replace('/', '.')}" for variable in variables]
-        for variable, value in zip(variables, checkpoints.read(self.checkpoint, names).values(), strict=True):
+        for variable, value in zip(variables, read_variables(self.checkpoint, names).values(), strict=True):
             if variable.shape != value.shape:
                 raise UsageError(
                     f"{self.checkpoint} has {variable.path} of shape {value.shape}, model={self.config.model} makes it "
@@ -87,7 +93,7 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
     Raises:
       UsageError: there is no such run or checkpoint, or it has another net. DataError: it is damaged, or all are.
     """
-    checkpoint = checkpoints.of_step(train_dir, step) if step else checkpoints.newest(train_dir)
+    checkpoint = checkpoint_at_step(train_dir, step) if step else latest_checkpoint(train_dir)
     if not checkpoint:
         raise UsageError(_why_none(train_dir))
     of_devices = ("Towers", "Cluster")  # how it was trained, which is nothing to how it is used
@@ -97,7 +103,7 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
         config = TrainConfig(**{name: value for name, value in settings.items() if name in known})
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{train_dir / run_files.CONFIG}, the settings of the run, cannot be read: {error}") from None
-    facts = checkpoints.read_metadata(checkpoint)
+    facts = read_metadata(checkpoint)
     check_dataset(facts["dataset"])  # as strictly as one on the command line
     return TrainedRun(
         train_dir, checkpoint, _agreed(config, model, train_dir), facts, DatasetInfo.from_json(facts.get("traits", {}))
@@ -109,7 +115,7 @@ def _why_none(train_dir: Path) -> str:
     if (train_dir / run_files.CONFIG).exists():
         return f"no checkpoint in {train_dir}: its run has saved none yet; train on, and type the same again"
     told = "no run has been there" if train_dir.is_dir() else "it is not there"
-    others = sorted({path.parents[1].name for path in train_dir.parent.glob(f"*/{checkpoints.DIRECTORY}/step-*")})
+    others = sorted({path.parents[1].name for path in train_dir.parent.glob(f"*/{CHECKPOINTS_DIR}/step-*")})
     named = ", ".join(others[:MOST_NAMED]) + ", ..." * (len(others) > MOST_NAMED)
     give = f"beside it these have some: {named}" if others else "give that of a run, as runs/speed94-seed0"
     return f"no checkpoint in {train_dir}: {told}; {give}"

@@ -10,7 +10,8 @@ import numpy as np
 from cifar_towers.cli.tool_configs import PredictConfig
 from cifar_towers.data import image_files
 from cifar_towers.errors import DataError, printable
-from cifar_towers.evaluation.evaluator import make_classifier, softmax
+from cifar_towers.evaluation.evaluator import make_classify_fn
+from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import run_files
 from cifar_towers.inference import load_run
 from cifar_towers.training import devices
@@ -31,7 +32,7 @@ def predict(config: PredictConfig) -> None:
     expanded = list(_expand(config.pictures))
     towers = devices.setup_towers(config)
     model = run.load(run.choose_weights(config.weights), devices.choose_precision(config.precision, towers))
-    classify = make_classifier(model, towers, run.augmentation)
+    classify = make_classify_fn(model, towers, run.augmentation)
     size, side, bad = min(AT_ONCE, len(expanded)), run.info.side, []
     width = max(len(_shown(path)) for path, _ in expanded)
     for start in range(0, len(expanded), size):

@@ -128,6 +128,12 @@ def _positions(images) -> float:
     return float(images.shape[0] * images.shape[1] * images.shape[2])
 
 
+def has_batch_norm(model: keras.Model) -> bool:
+    """Whether a model has batch normalization, this module's or Keras's."""
+    kinds = (BatchNorm, keras.layers.BatchNormalization)
+    return any(isinstance(layer, kinds) for layer in model._flatten_layers(include_self=False))
+
+
 def synchronize(model: keras.Model) -> None:
     """Lets a net's batch norms, this one, Keras's and those made from Keras's, normalise by the moments of the whole
     batch, not of the tower's shard."""

@@ -1,13 +1,29 @@
 """What a run does with the other workers of a cluster; for a run of one machine there is nothing to do."""
 
-from collections.abc import Mapping
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import tensorflow as tf
 
+from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.multi_worker.coordination import Coordinator
 from cifar_towers.training.results import ForwardDiagnostics, StepMetrics, TensorStats, TowerGradientStats
+
+
+@contextlib.contextmanager
+def worker_train_dir(team: Coordinator, config: TrainConfig) -> Iterator[TrainConfig]:
+    """The config with this worker's `train_dir`: worker 0's stays; the others' are temporary."""
+    if team.is_chief:
+        yield config
+        return
+    own = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{team.index}-", ignore_cleanup_errors=True)
+    team.before_exit = own.cleanup
+    with own:
+        yield dataclasses.replace(config, train_dir=own.name)
 
 
 def assert_workers_agree(team: Coordinator, dataset: Dataset, compute_dtype: str, towers: int) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from cifar_towers.checkpointing import workdir
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.recipe import recipe_fields
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import Dataset, Split
-from cifar_towers.evaluation.evaluator import Score
+from cifar_towers.evaluation.score import Score
 from cifar_towers.files import atomic_io, run_files
 from cifar_towers.reporting import environment, figures, jsonl, tb_text
 from cifar_towers.reporting.console import Progress, ProgressStatus
@@ -94,7 +94,7 @@ class RunLogger:
         )
         self._unwritten = {run_files.CONFIG: settings, run_files.ENVIRONMENT: made_of}
         self._write_what_it_is()
-        shown = workdir.recipe_fields(self.config) | {"seed": self.config.seed, "towers": len(self.towers)}
+        shown = recipe_fields(self.config) | {"seed": self.config.seed, "towers": len(self.towers)}
         shown |= {"strategy": self.config.strategy, "precision": self.precision, "dataset": self.dataset.name}
         self.summaries.begin(step, shown, tb_text.run_texts(settings, made_of, self.banner))
 

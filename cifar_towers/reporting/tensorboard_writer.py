@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from cifar_towers.data.dataset import Split
-from cifar_towers.evaluation.evaluator import Score
+from cifar_towers.evaluation.score import Score
 from cifar_towers.reporting import figures, graph_layout, jsonl, projector, tb_protos
 from cifar_towers.reporting.event_files import Events
 from cifar_towers.towers import Tower

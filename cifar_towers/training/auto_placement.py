@@ -7,10 +7,9 @@ import time
 
 import tensorflow as tf
 
-from cifar_towers.checkpointing import workdir
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
-from cifar_towers.data.dataset import Dataset, Split
+from cifar_towers.data.dataset import Split
 from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import HOST, PLACEMENTS
 from cifar_towers.training import build
@@ -22,25 +21,21 @@ STEPS, SAME = 7, 0.03  # timed steps of each placement; times as near as this co
 
 
 def resolve_placement(
-    config: TrainConfig, towers: list[Tower], compute_dtype: str, dataset: Dataset, length: RunLength
+    config: TrainConfig,
+    towers: list[Tower],
+    compute_dtype: str,
+    train: Split,
+    length: RunLength,
+    placement_so_far: str | None,
 ) -> TrainConfig:
-    """`config` with `variable_placement=auto` settled: as the run began on as many towers, or by measuring.
-
-    Raises:
-      UsageError, DataError: as `run_directory.newest` does.
-    """
+    """`config` with `variable_placement=auto` resolved: as the run was trained so far, else by measuring."""
     if config.variable_placement != "auto":
         return config
-    found = None if config.overwrite else workdir.newest(config.directory, config, dataset)
-    facts = found[1] if found else {}
-    placement = facts.get("variable_placement")
-    if found and workdir.finished(config.directory, config, facts["step"], length.last):
-        placement = "cpu"  # nothing will be trained
-    elif placement in PLACEMENTS and facts["towers"] == len(towers):
-        log.info("variable placement %s: as the run began", placement)
-    else:
-        placement = benchmark_placements(config, towers, compute_dtype, dataset.train, length)
-    return dataclasses.replace(config, variable_placement=placement)
+    if placement_so_far in PLACEMENTS:
+        log.info("variable placement %s: as the run began", placement_so_far)
+        return dataclasses.replace(config, variable_placement=placement_so_far)
+    measured = benchmark_placements(config, towers, compute_dtype, train, length)
+    return dataclasses.replace(config, variable_placement=measured)
 
 
 def benchmark_placements(

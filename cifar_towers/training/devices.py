@@ -1,12 +1,13 @@
 """This machine's devices as the flags ask for them: its towers, those of a cluster, and what they compute in."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
 from cifar_towers.config import DeviceConfig, TrainConfig
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import UsageError, error_text
 from cifar_towers.towers import Tower, make_towers
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
 from cifar_towers.training import precision
@@ -55,6 +56,30 @@ def _open(config: DeviceConfig, make: Callable):
         return make(**{name: getattr(config, name) for name in names})
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+@contextlib.contextmanager
+def explained_errors(config: TrainConfig, num_devices: int) -> Iterator[None]:
+    """Turns TensorFlow's errors for what a device cannot do into one line with what to type instead.
+
+    Raises:
+      UsageError: a device's memory is too small, or an operation has no deterministic form.
+    """
+    try:
+        yield
+    except tf.errors.ResourceExhaustedError as error:
+        smaller = config.suggest_smaller_micro_batches(num_devices)
+        advice = "a smaller --batch_size, which is another run, may fit"
+        if smaller:
+            advice = f"the same command with {smaller} takes each tower's share in smaller parts, and resumes from the "
+            advice += "last checkpoint where the net has no batch normalization"
+        raise UsageError(f"{error_text(error)}: the memory is too small for this; {advice}") from error
+    except tf.errors.UnimplementedError as error:
+        if not config.deterministic:
+            raise
+        raise UsageError(
+            f"{error_text(error)}: train without --deterministic, or without what has no such form"
+        ) from error
 
 
 def choose_precision(setting: str, towers: list[Tower]) -> str:

@@ -5,7 +5,7 @@ import pytest
 from cifar_towers.checkpointing import checkpoint, manager
 
 
-class PhaseTimer:
+class Clock:
     now = 0.0
 
     def monotonic(self):
@@ -25,43 +25,44 @@ class State:
 @pytest.fixture
 def clock(monkeypatch):
     """Time that passes when a test says so; a save takes two seconds of it."""
-    clock = PhaseTimer()
+    clock = Clock()
     monkeypatch.setattr(manager, "time", clock)
-    monkeypatch.setattr(checkpoint, "save", lambda *_: setattr(clock, "now", clock.now + 2))
+    monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *_: setattr(clock, "now", clock.now + 2))
+    monkeypatch.setattr(manager, "prune_checkpoints", lambda *_: None)
     return clock
 
 
 def make(tmp_path, every=0):
-    said = []
-    return manager.CheckpointManager(tmp_path, State(), every, 3, said.append), said
+    log = []
+    return manager.CheckpointManager(tmp_path, State(), every, 3, log.append), log
 
 
-def test_by_the_clock_saving_takes_a_hundredth_of_the_time(tmp_path, clock):
-    kept, said = make(tmp_path)
+def test_by_default_saving_takes_one_percent_of_the_time(tmp_path, clock):
+    manager_, log = make(tmp_path)
     saved = []
     for step in range(1, 2000):
         clock.now += 1
-        if kept.due(step, evaluated=step % 50 == 0):
-            kept.save(step, {})
+        if manager_.is_due(step, evaluated=step % 50 == 0):
+            manager_.save(step, {})
             saved.append(step)
     assert saved[0] == 30  # then 200 s of steps for a save of two seconds
     assert all(after - before == 200 for before, after in itertools.pairwise(saved))
-    assert said[:2] == ["saved step 30", "saved step 230"]
+    assert log[:2] == ["saved step 30", "saved step 230"]
 
 
-def test_what_was_evaluated_is_saved_before_its_time(tmp_path, clock):
-    kept, _ = make(tmp_path)
+def test_evaluated_step_is_saved_before_its_time(tmp_path, clock):
+    manager_, _ = make(tmp_path)
     clock.now += 1
-    assert kept.due(1, evaluated=True) and not kept.due(1, evaluated=False)
+    assert manager_.is_due(1, evaluated=True) and not manager_.is_due(1, evaluated=False)
 
 
-def test_by_steps(tmp_path, clock):
-    kept, _ = make(tmp_path, every=3)
-    assert [step for step in range(1, 10) if kept.due(step, step == 4)] == [3, 6, 9]
+def test_save_every_n_steps(tmp_path, clock):
+    manager_, _ = make(tmp_path, every=3)
+    assert [step for step in range(1, 10) if manager_.is_due(step, step == 4)] == [3, 6, 9]
 
 
-def test_a_state_with_a_nan_is_not_saved(tmp_path, clock):
-    kept, said = make(tmp_path)
-    kept._state.bad = "model.head.kernel"
-    assert not kept.save(7, {}) and kept.failed_saves == 1
-    assert said == ["step 7 could not be saved (model.head.kernel is not finite); no checkpoint was written"]
+def test_state_with_nan_is_not_saved(tmp_path, clock):
+    manager_, log = make(tmp_path)
+    manager_._state.bad = "model.head.kernel"
+    assert not manager_.save(7, {}) and manager_.failed_saves == 1
+    assert log == ["step 7 could not be saved (model.head.kernel is not finite); no checkpoint was written"]

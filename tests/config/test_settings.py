@@ -4,7 +4,7 @@ from cifar_towers.config.settings import names_with
 
 def test_settings_that_change_the_function_only_under_batch_norm():
     names = names_with(TrainConfig, on_resume="allow_without_batch_norm")
-    assert set(names) == {"strategy", "batch_statistics", "micro_batches"}
+    assert set(names) == {"batch_statistics", "micro_batches"}
 
 
 def test_settings_of_data_model_and_optimizer_belong_to_the_recipe():

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.checkpointing.workdir import recipe_fields
 from cifar_towers.cli.flags import help_text, parse_command_line
 from cifar_towers.cli.tool_configs import (
     BenchmarkConfig,
@@ -15,6 +14,7 @@ from cifar_towers.cli.tool_configs import (
     SpeedrunConfig,
 )
 from cifar_towers.config import DeviceConfig, TrainConfig
+from cifar_towers.config.recipe import recipe_fields
 from cifar_towers.errors import UsageError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.cfg"))

@@ -6,7 +6,8 @@ import tensorflow as tf
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation import evaluator
-from cifar_towers.evaluation.evaluator import Score, make_classifier, make_evaluator, score
+from cifar_towers.evaluation.evaluator import make_classify_fn, make_evaluate_fn
+from cifar_towers.evaluation.score import Score, score_logits
 from cifar_towers.training.distributed_step import make_strategy
 
 
@@ -18,16 +19,16 @@ def reader():
     return keras.Model(images, keras.layers.Dense(10, use_bias=False, name="read")(red))
 
 
-def test_mistakes_are_the_surest_first():
+def test_mistakes_are_sorted_by_confidence():
     logits = np.array([[0, 5.0], [0, 1.0], [3.0, 0], [0, 2.0]]) @ np.eye(2, 10)
-    found = score(np.array([1, 0, 1, 0]), logits).mistakes
+    found = score_logits(np.array([1, 0, 1, 0]), logits).mistakes
     assert found.examples.tolist() == [2, 3, 1] and found.predicted.tolist() == [0, 1, 1]
     np.testing.assert_allclose(found.confidence, np.exp([3, 2, 1]) / (np.exp([3, 2, 1]) + 9))
 
 
 def test_score_by_hand():
     logits = np.log([[0.7, 0.2, 0.1] + [1e-9] * 7, [0.2, 0.7, 0.1] + [1e-9] * 7, [0.1, 0.2, 0.7] + [1e-9] * 7])
-    found = score(np.array([0, 1, 1]), logits)
+    found = score_logits(np.array([0, 1, 1]), logits)
     assert (found.count, found.correct) == (3, 2) and found.accuracy == pytest.approx(2 / 3)
     assert found.loss == pytest.approx(-np.log([0.7, 0.7, 0.2]).mean(), abs=1e-6)
     assert found.confusion[1].tolist() == [0, 1, 1] + [0] * 7
@@ -35,12 +36,12 @@ def test_score_by_hand():
     assert np.isnan(found.per_class()[5])
 
 
-def test_a_label_without_any_probability_has_a_finite_loss():
-    found = score(np.array([1, 0]), np.array([[2000, 0], [3000, 0]], "f4"))
+def test_label_of_probability_zero_has_finite_loss():
+    found = score_logits(np.array([1, 0]), np.array([[2000, 0], [3000, 0]], "f4"))
     assert found.loss == 1000 and found.probabilities.tolist() == [[1, 0], [1, 0]]
 
 
-def test_wilsons_interval():
+def test_wilson_interval():
     low, high = Score(100, 90, 0.0, np.zeros((10, 10)), None, None).interval()
     assert (low, high) == pytest.approx((0.8256, 0.9448), abs=1e-4)
     assert Score(10, 10, 0.0, np.zeros((10, 10)), None, None).interval()[1] == pytest.approx(1.0)
@@ -55,7 +56,7 @@ def test_every_example_counts_once_on_any_number_of_towers(towers, reader, count
     kernel = np.zeros((1, 10), "f4")
     kernel[0, 1] = 1.0
     expected = sum((1 if red else 0) == label for red, label in zip(images[:, 0, 0, 0] > 127, labels, strict=True))
-    evaluate = make_evaluator(reader, towers(count), Augmentation())
+    evaluate = make_evaluate_fn(reader, towers(count), Augmentation())
     found = evaluate(Split(images, labels), [tf.constant(kernel)], [])[0]
     # below the mean level the logit of class 1 is negative, and class 0 is the first of the others
     assert (found.count, found.correct) == (examples, expected)
@@ -64,7 +65,7 @@ def test_every_example_counts_once_on_any_number_of_towers(towers, reader, count
 
 @pytest.mark.parametrize(("side", "at_once"), [(18, 9), (32, 3), (40, 1), (64, 1)])
 def test_larger_images_come_in_smaller_batches(towers, monkeypatch, side, at_once):
-    monkeypatch.setattr(evaluator, "AT_ONCE", 3 * 32 * 32)
+    monkeypatch.setattr(evaluator, "MAX_BATCH_PIXELS", 3 * 32 * 32)
     seen = []
 
     class ForwardDiagnostics(keras.layers.Layer):
@@ -77,17 +78,17 @@ def test_larger_images_come_in_smaller_batches(towers, monkeypatch, side, at_onc
         images, keras.layers.GlobalMaxPooling2D()(keras.layers.Dense(2, use_bias=False)(ForwardDiagnostics()(images)))
     )
     split = Split(np.zeros((10, side, side, 3), np.uint8), np.arange(10) % 2)
-    found = make_evaluator(model, towers(1), Augmentation())(split, [tf.zeros([3, 2])], [])[0]
+    found = make_evaluate_fn(model, towers(1), Augmentation())(split, [tf.zeros([3, 2])], [])[0]
     assert {*seen} - {None} == {at_once} and found.count == 10 and found.confusion.sum() == 10
 
 
 @pytest.mark.parametrize("examples", [1, 5, 6, 9])
 def test_features_are_kept_of_the_first_examples_alone(towers, reader, monkeypatch, examples):
-    monkeypatch.setattr(evaluator, "AT_ONCE", 4 * 32 * 32)
-    monkeypatch.setattr(evaluator, "EMBEDDED", 6)
+    monkeypatch.setattr(evaluator, "MAX_BATCH_PIXELS", 4 * 32 * 32)
+    monkeypatch.setattr(evaluator, "MAX_FEATURES", 6)
     images = np.zeros((examples, 32, 32, 3), np.uint8)
     images[:, 0, 0, 0] = 20 * np.arange(examples)
-    plain, _, features = make_classifier(reader, towers(3), Augmentation())(images, [tf.ones([1, 10])], [])
+    plain, _, features = make_classify_fn(reader, towers(3), Augmentation())(images, [tf.ones([1, 10])], [])
     assert plain.shape == (examples, 10)
     np.testing.assert_array_equal(features, plain[:6, :1])  # what the net reads of each, and hands on
 
@@ -96,7 +97,7 @@ def test_one_pass_gives_both_levels(towers, reader):
     images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8)
     kernel = np.random.default_rng(1).normal(size=(1, 10)).astype("f4")
     split = Split(images, np.arange(6))
-    evaluate = make_evaluator(reader, towers(2), Augmentation())
+    evaluate = make_evaluate_fn(reader, towers(2), Augmentation())
     plain = evaluate(split, [tf.constant(kernel)], [], 0)[0]
     both = evaluate(split, [tf.constant(kernel)], [], 2)
     assert set(both) == {0, 2} and both[0].loss == pytest.approx(plain.loss) != both[2].loss
@@ -118,6 +119,6 @@ def test_two_sets_of_mirrored_weights_are_two(towers):
         weights = [v.value for v in model.trainable_variables]
         average = [tf.Variable(2 * v) for v in weights]
     split = Split(np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), np.uint8), np.zeros(8, np.int64))
-    classify = make_classifier(model, two, Augmentation())
+    classify = make_classify_fn(model, two, Augmentation())
     one, other = (classify(split.images, values, [])[0] for values in (weights, average))
     np.testing.assert_allclose(other, 2 * one, rtol=1e-5)

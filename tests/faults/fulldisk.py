@@ -168,7 +168,7 @@ def _stop_at_points(parent: socket.socket) -> None:
         parent.send(point.encode())  # by sendto, which is no call that is made to fail
         parent.recv(1)
 
-    save, train = checkpoints.save, trainer.Trainer._train
+    save, train = checkpoints.save_checkpoint, trainer.Trainer._train
 
     def telling_save(train_dir, step, *arguments):
         tell(f"saving {step}")
@@ -185,7 +185,7 @@ def _stop_at_points(parent: socket.socket) -> None:
         return train(self, first_step)
 
     synthetic.load = lambda seed=0: _small_set()
-    checkpoints.save, trainer.Trainer._train = telling_save, telling_train
+    checkpoints.save_checkpoint, trainer.Trainer._train = telling_save, telling_train
     tell("start")
 
 
@@ -213,13 +213,13 @@ def _undisturbed() -> Expected:
             if point == "saved 6":
                 tracer.end()
             if point.startswith("saved"):
-                states[int(point.split()[1])] = _state(checkpoints.saved(directory)[-1])
+                states[int(point.split()[1])] = _state(checkpoints.list_checkpoints(directory)[-1])
 
         code = _train(directory, scratch / "told", at)
         if code or tuple(states) != STEPS:
             raise RuntimeError(f"the run that nothing happens to ends with {code}: {(scratch / 'told').read_text()}")
         weights = json.loads((directory / "result.json").read_text())["weights_sha256"]
-        size = sum(path.stat().st_size for path in checkpoints.saved(directory)[-1].iterdir())
+        size = sum(path.stat().st_size for path in checkpoints.list_checkpoints(directory)[-1].iterdir())
         calls = Counter(re.findall(r"^\d+ +(\w+)\(", counted.read_text(), re.MULTILINE))
         return Expected(states, weights, size, calls, time.monotonic() - start)
 
@@ -367,7 +367,7 @@ def _saved(log: list[str]) -> list[int]:
 
 
 def _standing(directory: Path) -> dict[int, Path]:
-    return {int(path.name.split("-")[1]): path for path in checkpoints.saved(directory)}
+    return {int(path.name.split("-")[1]): path for path in checkpoints.list_checkpoints(directory)}
 
 
 def _too_few(log: list[str], directory: Path) -> bool:
@@ -430,7 +430,7 @@ def _wrong(expected: Expected, directory: Path, code: int | None, log: list[str]
         return "a save failed with room"
     if _too_few(log, directory) or (code == 0 and LAST not in standing):
         return "a checkpoint is gone"
-    if any(atomic_io.damage(path) or _state(path) != expected.states.get(step) for step, path in standing.items()):
+    if any(atomic_io.validate(path) or _state(path) != expected.states.get(step) for step, path in standing.items()):
         return "a checkpoint is damaged"
     if begun and f"weights sha256 {expected.weights[:16]}" not in told:
         return "other weights"

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers import trainer
-from cifar_towers.checkpointing import checkpoint as checkpoints
+from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_variables
 from cifar_towers.data.batches import Batches
 from cifar_towers.training import step
 from tests.faults import runs
@@ -35,7 +35,7 @@ def poison(_: str, number: int, rng: random.Random, scratch: Path) -> Outcome:
     held = in_child(_not_finite, run.directory)
     if held:
         return Outcome(what, f"saved {held}", False)
-    if not checkpoints.saved(run.directory):
+    if not list_checkpoints(run.directory):
         return Outcome(what, "nothing saved", False)
     told = re.search(rf"step {first} made no update \(1 in a row.*", run.output)
     named = told and (place == "weights" or f"tower_{tower} is not finite" in told[0])
@@ -115,8 +115,8 @@ def _before_step(steps: set[int], do, prepare=lambda poisons: None) -> None:
 
 def _not_finite(directory: Path) -> str:
     """The first value in any checkpoint that is not finite, by step and name."""
-    for checkpoint in checkpoints.saved(directory):
-        for name, value in checkpoints.read(checkpoint).items():
+    for checkpoint in list_checkpoints(directory):
+        for name, value in read_variables(checkpoint).items():
             if not np.isfinite(value).all():
                 return f"{checkpoint.name} {name}"
     return ""

@@ -151,7 +151,7 @@ def _exec(flags: Sequence[str], how: str, prepare: Callable[[], None]) -> None:
 
 def newest_saved(directory: Path) -> int:
     """The step of our newest checkpoint, undamaged or not; 0 if there is none."""
-    return max((int(path.name.rpartition("-")[2]) for path in checkpoint.saved(directory)), default=0)
+    return max((int(path.name.rpartition("-")[2]) for path in checkpoint.list_checkpoints(directory)), default=0)
 
 
 def recorded(directory: Path) -> list[int]:
@@ -360,12 +360,12 @@ def _put_step(during):
 
 
 def _put_evaluation(during):
-    make = trainer.make_evaluator
-    trainer.make_evaluator = lambda *arguments: during(make(*arguments))
+    make = trainer.make_evaluate_fn
+    trainer.make_evaluate_fn = lambda *arguments: during(make(*arguments))
 
 
 def _put_save(during):
-    checkpoint.save = during(checkpoint.save)
+    checkpoint.save_checkpoint = during(checkpoint.save_checkpoint)
 
 
 def _put_between(during):

@@ -9,7 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.checkpointing import checkpoint as checkpoints
+from cifar_towers.checkpointing.checkpoint import latest_checkpoint, read_metadata
+from cifar_towers.checkpointing.manager import CheckpointManager
 
 OURS, MANAGER, BACKUP = "cifar_towers", "CheckpointManager", "BackupAndRestore"
 EVERY = (OURS, MANAGER, BACKUP)
@@ -18,27 +19,37 @@ KEPT = 3
 
 
 class Ours:
-    """`checkpoints.save`, and what a start does: tidy, newest, restore."""
+    """`CheckpointManager`: save, and what a start does: quarantine what is damaged, restore the latest."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.variables = {name: tf.Variable(tf.zeros(shape)) for name, shape in SHAPES.items()}
         self.variables["step"] = tf.Variable(0, dtype=tf.int64)
+        self.manager = CheckpointManager(directory, self, 0, KEPT, lambda line: None)
+
+    def named_variables(self) -> dict[str, tf.Variable]:
+        """As `TrainState`."""
+        return self.variables
+
+    def first_nonfinite_variable(self) -> str:
+        """As `TrainState`."""
+        return ""
 
     def save(self, step: int) -> None:
         """The state after `step`."""
         for variable in self.variables.values():
             variable.assign(tf.fill(variable.shape, tf.cast(step, variable.dtype)))
-        checkpoints.save(self.directory, step, self.variables, {"accuracy": None}, KEPT)
+        if not self.manager.save(step, {"accuracy": None}):
+            raise OSError(f"step {step} was not saved")
 
     def recover(self) -> tuple[int, list[np.ndarray]]:
         """(the step that the run would go on from, the weights it would go on with)."""
-        checkpoints.tidy(self.directory)
-        found = checkpoints.newest(self.directory)
+        self.manager.quarantine_damaged()
+        found = latest_checkpoint(self.directory)
         if not found:
             return 0, []
-        checkpoints.restore(found, self.variables)
-        step = checkpoints.read_metadata(found)["step"]
+        self.manager.restore(found)
+        step = read_metadata(found)["step"]
         return step, [variable.numpy() for variable in self.variables.values()]
 
 

@@ -146,7 +146,7 @@ def test_a_commit_survives_and_one_that_forgets_to_sync_anything_is_caught(tmp_p
             left.mkdir()
             lay_out(state, left)
             step = left / "checkpoints" / "step-1"
-            good &= not atomic_io.damage(step) if step.exists() else moment < len(disk)
+            good &= not atomic_io.validate(step) if step.exists() else moment < len(disk)
     assert good == (forgotten is None)
 
 

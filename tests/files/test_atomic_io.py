@@ -29,7 +29,7 @@ def committed(parent, name="step-2"):
 def test_what_was_committed_is_there_and_undamaged(tmp_path):
     directory = committed(tmp_path / "checkpoints")
     assert {path.name: path.read_bytes() for path in directory.iterdir() if path.name != atomic_io.MANIFEST} == CONTENT
-    assert atomic_io.damage(directory) == ""
+    assert atomic_io.validate(directory) == ""
     assert [path.name for path in directory.parent.iterdir()] == ["step-2"]
 
 
@@ -99,7 +99,7 @@ def test_death_at_every_call_of_a_save_leaves_the_old_state_or_the_new(tmp_path)
         atomic_io.sweep(parent)
         left = sorted(path.name for path in parent.iterdir())
         assert left in (["step-1"], ["step-1", "step-2"], ["step-2"]), (point, left)
-        assert not any(atomic_io.damage(parent / name) for name in left)
+        assert not any(atomic_io.validate(parent / name) for name in left)
         seen.add(tuple(left))
     assert len(seen) == 3
 
@@ -137,13 +137,13 @@ def test_every_damage_is_seen(tmp_path):
         told = mutate(directory, dice)
         if told == f"grow {atomic_io.MANIFEST}":
             (directory / atomic_io.MANIFEST).write_text((directory / atomic_io.MANIFEST).read_text().rstrip("\0") + " ")
-            assert not atomic_io.damage(directory)
+            assert not atomic_io.validate(directory)
         else:
-            assert atomic_io.damage(directory), told
+            assert atomic_io.validate(directory), told
 
 
 def test_the_damaged_are_set_aside_under_names_of_their_own(tmp_path):
-    names = [atomic_io.set_aside(committed(tmp_path)).name for _ in range(3)]
+    names = [atomic_io.quarantine(committed(tmp_path)).name for _ in range(3)]
     assert names == ["damaged-step-2", "damaged-step-2-1", "damaged-step-2-2"]
 
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from PIL import Image
 
 from cifar_towers import trainer
-from cifar_towers.checkpointing import checkpoint
+from cifar_towers.checkpointing.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints, read_variables
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.cli.tool_configs import EvaluateConfig, ExportConfig, PredictConfig
 from cifar_towers.config import TrainConfig
@@ -265,7 +265,7 @@ def test_an_export_whose_replacement_is_broken_off_stays(earlier):
 
 
 def test_an_older_checkpoint_is_used_by_its_step(run, tmp_path, capsys):
-    steps = [int(path.name.removeprefix("step-")) for path in checkpoint.saved(run)]
+    steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(run)]
     assert len(steps) > 1 and load_run.open_run(run).facts["step"] == steps[-1]
     told = scoring.evaluate_checkpoint(EvaluateConfig(train_dir=str(run), step=steps[0], json=True))
     assert json.loads(told)["step"] == steps[0]
@@ -273,7 +273,7 @@ def test_an_older_checkpoint_is_used_by_its_step(run, tmp_path, capsys):
     with pytest.raises(UsageError, match=f"has no checkpoint of step 999; those it has are of: {there}$"):
         load_run.open_run(run, step=999)
     copy = shutil.copytree(run, tmp_path / "copy")
-    (checkpoint.path_of(copy, steps[0]) / "facts.json").write_text("{}")
+    (checkpoint_path(copy, steps[0]) / "facts.json").write_text("{}")
     with pytest.raises(DataError, match="is damaged .*; give another --step$"):
         load_run.open_run(copy, step=steps[0])
 
@@ -394,7 +394,7 @@ def test_with_synchronized_norms_two_towers_are_one(own_net, tmp_path, strategy)
             train_dir=str(tmp_path / f"on{count}"),
         )  # fmt: skip
         train(config)
-        values = checkpoint.read(checkpoint.newest(tmp_path / f"on{count}"))
+        values = read_variables(latest_checkpoint(tmp_path / f"on{count}"))
         found.append({name: value for name, value in values.items() if name.startswith("model.")})
     for name, value in found[0].items():
         np.testing.assert_allclose(found[1][name], value, atol=2e-5 * max(1e-3, abs(value).max()), err_msg=name)
@@ -421,7 +421,7 @@ def test_a_sequential_net_in_half_precision(own_net, tmp_path, precision):
 def test_a_constraint_holds_under_every_strategy(own_net, tmp_path, strategy):
     (tmp_path / "nets.py").write_text(SEQUENTIAL.replace("Dense(10)", "Dense(10, kernel_constraint='non_neg')"))
     train(dataclasses.replace(own_net, strategy=strategy, max_steps=2))
-    values = checkpoint.read(checkpoint.newest(tmp_path / "own"))
+    values = read_variables(latest_checkpoint(tmp_path / "own"))
     (head,) = (
         value
         for name, value in values.items()

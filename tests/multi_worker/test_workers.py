@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cifar_towers import trainer
-from cifar_towers.checkpointing import checkpoint
+from cifar_towers.checkpointing.checkpoint import latest_checkpoint, read_variables
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
@@ -89,7 +89,7 @@ def weights(train_dir):
 
 
 def last_values(train_dir):
-    return checkpoint.read(checkpoint.newest(train_dir))
+    return read_variables(latest_checkpoint(train_dir))
 
 
 def test_two_workers_come_to_what_two_towers_come_to(flags, tmp_path):
@@ -202,7 +202,7 @@ def test_a_signal_to_one_worker_saves_and_ends_all(flags, tmp_path):
     assert [process.returncode for process in workers] == [143, 143], outputs
     last = [output.strip().splitlines()[-1] for output in outputs]
     assert last[0] == last[1] and last[0].startswith("interrupted: saved step "), last
-    saved = checkpoint.newest(tmp_path / "run").name
+    saved = latest_checkpoint(tmp_path / "run").name
     assert last[0].startswith(f"interrupted: saved step {int(saved.removeprefix('step-'))}:"), (last, saved)
 
 

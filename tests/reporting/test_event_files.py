@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_towers.data.dataset import Split
-from cifar_towers.evaluation.evaluator import Score
+from cifar_towers.evaluation.score import Score
 from cifar_towers.files.run_files import EVENT_FILES
 from cifar_towers.reporting import tb_protos
 from cifar_towers.reporting.event_files import Events, read

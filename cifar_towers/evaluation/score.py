@@ -1,0 +1,79 @@
+"""What a pass over a split measures: accuracy, loss, confusion, and the most confident mistakes."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+MAX_MISTAKES = 32
+
+
+class Mistakes(NamedTuple):
+    """The m most confident wrong predictions, the most confident first; m is at most 32."""
+
+    examples: np.ndarray  # [m] indices in the split
+    predicted: np.ndarray  # [m] predicted classes
+    confidence: np.ndarray  # [m] their probabilities
+
+
+class Score(NamedTuple):
+    """The result of one pass over a split at one level of test-time augmentation."""
+
+    count: int
+    correct: int
+    loss: float  # mean cross entropy, without label smoothing
+    confusion: np.ndarray  # [C, C] examples of class (row) predicted as class (column)
+    mistakes: Mistakes
+    probabilities: np.ndarray  # [n, C] float32
+    features: np.ndarray | None = None  # [at most 1,000, d] input of the last layer, for the first examples
+
+    @property
+    def accuracy(self) -> float:
+        """correct / count."""
+        return self.correct / self.count
+
+    def interval(self) -> tuple[float, float]:
+        """95 % confidence interval of the accuracy, by Wilson's score (E. B. Wilson, JASA 1927)."""
+        z, n, p = 1.959964, self.count, self.accuracy
+        center, half_width = p + z * z / (2 * n), z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
+        return (center - half_width) / (1 + z * z / n), (center + half_width) / (1 + z * z / n)
+
+    def per_class(self) -> np.ndarray:
+        """[C] accuracy on each class; NaN for a class without examples."""
+        with np.errstate(invalid="ignore"):
+            return np.diag(self.confusion) / self.confusion.sum(1)
+
+
+class Evaluation(NamedTuple):
+    """One score of a run: on which split, with which weights (`raw` or `ema`), at which level of TTA."""
+
+    split: str
+    weights: str
+    tta: int
+    score: Score
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """[n, C] logits -> [n, C] probabilities, float64."""
+    exponentials = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True))
+    return exponentials / exponentials.sum(1, keepdims=True)
+
+
+def score_logits(labels: np.ndarray, logits: np.ndarray, features: np.ndarray | None = None) -> Score:
+    """Scores logits [n, C] against labels [n]."""
+    predicted, num_classes = logits.argmax(1), logits.shape[1]
+    confusion = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
+    probabilities = softmax(logits)
+    confidence = probabilities.max(1)
+    margin = logits.max(1).astype(np.float64) - logits[np.arange(len(labels)), labels]
+    losses = margin - np.log(confidence)  # finite even where the label's probability is 0 in float64
+    wrong = np.flatnonzero(predicted != labels)
+    top = wrong[np.argsort(-confidence[wrong], kind="stable")][:MAX_MISTAKES]
+    return Score(
+        count=len(labels),
+        correct=int((predicted == labels).sum()),
+        loss=float(losses.mean()),
+        confusion=confusion.reshape(num_classes, num_classes),
+        mistakes=Mistakes(top, predicted[top], confidence[top]),
+        probabilities=probabilities.astype(np.float32),
+        features=features,
+    )
