@@ -19,32 +19,32 @@ from cifar_towers.training.results import TensorStats, UpdateDiagnostics
 
 TRAIN, EVAL, RESULT, PROJECTOR = "train", "eval", "result", "projector"  # beside one directory a tower
 LAYOUT = {
-    "is it learning?": {
-        "training loss, and as the mean of the last steps": ["loss$", "losses/total_loss$", "losses/cross_entropy$"],
-        "accuracy on images not trained on": ["accuracy/.*"],
-        "accuracy on the training batch": ["accuracy$"],
-        "loss on images not trained on": ["loss/.*"],
+    "learning": {
+        "training loss, raw and smoothed": ["loss$", "losses/total_loss$", "losses/cross_entropy$"],
+        "evaluation accuracy": ["accuracy/.*"],
+        "training accuracy (batch)": ["accuracy$"],
+        "evaluation loss": ["loss/.*"],
     },
-    "is it healthy?": {
-        "norm of the gradient": ["health/gradient_norm"],
-        "how far a step moves each weight, of its norm": ["update_ratio/.*kernel"],
-        "activations that are 0": ["sparsity/.*"],
-        "steps without an update, rollbacks": ["health/bad_steps", "health/rollbacks"],
+    "health": {
+        "gradient norm": ["health/gradient_norm"],
+        "update-to-weight ratio": ["update_ratio/.*kernel"],
+        "activation sparsity": ["sparsity/.*"],
+        "bad steps and rollbacks": ["health/bad_steps", "health/rollbacks"],
         "learning rates": ["learning_rate/.*"],
     },
-    "are the towers alike?": {
+    "tower agreement": {
         "loss of each tower": ["towers/loss"],
-        "norm of each tower's gradient": ["towers/gradient_norm"],
-        "cosine of each tower's gradient to the mean": ["towers/cosine"],
-        "batch size at which a step is half noise": ["towers/gradient_noise_scale"],
+        "gradient norm of each tower": ["towers/gradient_norm"],
+        "cosine similarity to the mean gradient": ["towers/cosine"],
+        "gradient noise scale, examples": ["towers/gradient_noise_scale"],
     },
-    "what does it wait for?": {
-        "images a second": ["speed/images_per_sec"],
+    "speed": {
+        "throughput, images/s": ["speed/images_per_sec"],
         "share of the time waiting for input": ["speed/input_wait"],
-        "memory, in 10^6 bytes": ["memory/.*"],
-        "GPU utilisation, in percent": ["gpu_utilisation/.*"],
+        "memory, MB": ["memory/.*"],
+        "GPU utilization, %": ["gpu_utilisation/.*"],
     },
-    "which classes fail?": {"accuracy of each class": ["class_accuracy/.*"]},
+    "errors by class": {"accuracy of each class": ["class_accuracy/.*"]},
 }
 
 

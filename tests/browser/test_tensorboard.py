@@ -32,13 +32,13 @@ SCALARS = {  # tag: runs that have it, and at least so many points
     f"accuracy/{FINAL}": ([EVAL], 1),
 }
 CHARTS = {  # title of a chart under CUSTOM SCALARS: at least so many curves
-    "training loss, and as the mean of the last steps": 3,
-    "accuracy on images not trained on": 2,
-    "norm of the gradient": 1,
-    "activations that are 0": 8,
+    "training loss, raw and smoothed": 3,
+    "evaluation accuracy": 2,
+    "gradient norm": 1,
+    "activation sparsity": 8,
     "loss of each tower": len(TOWERS),
-    "cosine of each tower's gradient to the mean": len(TOWERS),
-    "images a second": 1,
+    "cosine similarity to the mean gradient": len(TOWERS),
+    "throughput, images/s": 1,
 }
 IMAGES = {"confusion/test": EVAL, "mistakes/test": EVAL, "input/augmented": TRAIN}
 HISTOGRAMS = [
