@@ -1,4 +1,4 @@
-"""The same net as most people would train it: stock Keras layers, `fit`, a distribution strategy."""
+"""Keras baseline: the same model from stock layers, trained by `fit` under a distribution strategy."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,79 +14,87 @@ from cifar_towers.models.speednet import Whitening
 from cifar_towers.models.stock_layers import STOCK_EQUIVALENTS, Made, as_it_is, rebuild
 from cifar_towers.towers import Tower
 
-NUM_FED_BATCHES = 3  # different batches, fed again and again
+NUM_FED_BATCHES = 3  # distinct batches, repeated
 
 
-def keras_fit(
+def make_keras_fit(
     model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, batches: Batches
 ) -> Callable[[int], Iterator[tuple[float, float]]]:
-    """`fit_arrays` with images that are augmented beforehand: a function (steps) -> (seconds, 0) for each of them."""
-    first = [batches.at(step) for step in range(NUM_FED_BATCHES)]
-    images = np.concatenate([augmentation.train(batch.images, batch.draws) for batch in first])
-    labels = np.concatenate([batch.labels for batch in first])
-    fit = fit_arrays(model, towers, images, labels, batches.batch_size)
+    """`make_array_fit` on augmented images: a function (steps) -> (seconds, 0 seconds waiting for input) of each."""
+    arrays = make_arrays(batches, augmentation)
+    fit = make_array_fit(model, towers, arrays["images"], arrays["labels"], batches.batch_size)
     return lambda steps: ((seconds, 0.0) for seconds in fit(steps))
 
 
-def fit_arrays(
+def make_arrays(batches: Batches, augmentation: Augmentation) -> dict[str, np.ndarray]:
+    """The recipe's first batches: `images` as the model gets them, `labels`, and `raw` images."""
+    first = [batches.at(step) for step in range(NUM_FED_BATCHES)]
+    return {
+        "images": np.concatenate([augmentation.train(batch.images, batch.draws) for batch in first]),
+        "labels": np.concatenate([batch.labels for batch in first]),
+        "raw": np.concatenate([batch.images for batch in first]),
+    }
+
+
+def make_array_fit(
     model: keras.Model, towers: Sequence[Tower], images: np.ndarray, labels: np.ndarray, batch_size: int
 ) -> Callable[[int], Iterator[float]]:
-    """`fit` of a stock copy of `model` on the same images again and again, under MirroredStrategy where there are
-    several towers.
+    """`fit` of a stock copy of `model` on the same images again and again; with several towers, under
+    MirroredStrategy.
 
-    Returns a function (steps) -> seconds of each of them: the time from one batch's end to the next, without that of
-    a first batch.
+    Returns a function (steps) -> seconds of each, measured from one batch's end to the next. An additional first step
+    is not timed.
     """
     strategy = tf.distribute.MirroredStrategy([tower.device for tower in towers])
     with strategy.scope() if len(towers) > 1 else tf.device(towers[0].device):
-        copy = stock(model)
-        copy.compile(
+        stock_model = to_stock_model(model)
+        stock_model.compile(
             keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
     data = tf.data.Dataset.from_tensor_slices((images, labels)).batch(batch_size, drop_remainder=True)
     data = data.cache().repeat().prefetch(2)
 
-    def run(steps: int) -> Iterator[float]:
+    def time_steps(steps: int) -> Iterator[float]:
         ends: list[float] = []
 
-        def end(batch: int, logs: dict) -> None:
-            float(logs["loss"])  # it is there when the step is done
+        def record_end(batch: int, logs: dict) -> None:
+            float(logs["loss"])  # waits for the step
             ends.append(time.perf_counter())
 
-        note = keras.callbacks.LambdaCallback(on_train_batch_end=end)
-        copy.fit(data, steps_per_epoch=steps + 1, epochs=1, verbose=0, shuffle=False, callbacks=[note])
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=record_end)
+        stock_model.fit(data, steps_per_epoch=steps + 1, epochs=1, verbose=0, shuffle=False, callbacks=[callback])
         yield from np.diff(ends).tolist()
 
-    return run
+    return time_steps
 
 
-def stock(model: keras.Model) -> keras.Model:
-    """A copy of `model` to train, of the layers as Keras ships them; what it has none for is as most would write it.
+def to_stock_model(model: keras.Model) -> keras.Model:
+    """A trainable copy of `model` with Keras's own layers, or the usual code where Keras has none.
 
-    A whitening rests, bias and all, as it does in most of a run.
+    Whitening layers are frozen with their bias, as they are in most of a run.
     """
-    made = {Whitening: _resting, LocalResponseNorm: _local_response_norm, PadChannels: as_it_is}
+    made = {Whitening: _frozen_whitening, LocalResponseNorm: _local_response_norm, PadChannels: as_it_is}
     return rebuild(model, STOCK_EQUIVALENTS | made)
 
 
-def count_trained(model: keras.Model) -> int:
-    """How many numbers a step over a net, or over its `stock` copy, trains where a whitening rests."""
+def num_trained_parameters(model: keras.Model) -> int:
+    """Parameters that a step trains, of a model or its stock copy, where whitening layers are frozen."""
     trained = [layer.trainable_variables for layer in model.layers if not isinstance(layer, Whitening)]
     return sum(variable.shape.num_elements() for variables in trained for variable in variables)
 
 
-def _resting(layer: Whitening) -> Made:
-    made, weights = STOCK_EQUIVALENTS[Whitening](layer)
-    made.trainable = False
-    return made, weights
+def _frozen_whitening(layer: Whitening) -> Made:
+    stock_layer, weights = STOCK_EQUIVALENTS[Whitening](layer)
+    stock_layer.trainable = False
+    return stock_layer, weights
 
 
 def _local_response_norm(layer: LocalResponseNorm) -> Made:
-    def norm(x):  # TensorFlow's operation knows float32 alone
-        wide = tf.nn.local_response_normalization(
+    def norm(x):  # TensorFlow's operation takes float32 only
+        normalized = tf.nn.local_response_normalization(
             tf.cast(x, tf.float32), layer.radius, layer.bias, layer.alpha, layer.beta
         )
-        return tf.cast(wide, x.dtype)
+        return tf.cast(normalized, x.dtype)
 
     return keras.layers.Lambda(norm, name=layer.name, dtype=layer.dtype_policy), []

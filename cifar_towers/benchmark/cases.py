@@ -1,4 +1,4 @@
-"""What is measured: one recipe's step, placed, combined, computed and fed in several ways."""
+"""Benchmark cases: one recipe's step with different placements, strategies, precisions, tower counts and inputs."""
 
 import dataclasses
 import functools
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from cifar_towers.benchmark import baselines
-from cifar_towers.cli.tool_configs import BenchmarkConfig
+from cifar_towers.benchmark.baselines import make_keras_fit
+from cifar_towers.benchmark.settings import BenchmarkConfig
 from cifar_towers.config import TrainConfig, schedules
 from cifar_towers.data.batches import Batch, Batches
 from cifar_towers.data.dataset import Split
@@ -18,150 +18,150 @@ from cifar_towers.models.layers import BatchNorm
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.communication import VariableBytes
 from cifar_towers.towers.placement import HOST, PLACEMENTS, custom_placement
-from cifar_towers.training import build as setup
+from cifar_towers.training import build
 from cifar_towers.training.results import to_numpy
 
 NO_EXCHANGE, KERAS = "no exchange", "keras fit"
-UNPLACED = "-"  # a copy on each device, so there is nothing to place
+UNPLACED = "-"  # the placement where every device has a copy of the variables
 
 
 class BenchmarkCase(NamedTuple):
-    """One way to make the step."""
+    """One way to compute the step."""
 
-    strategy: str  # towers, mirrored, `no exchange` (towers that never meet) or `keras fit` (the peer)
+    strategy: str  # towers, mirrored, `no exchange` (independent towers, an upper bound) or `keras fit`
     placement: str  # of the towers' variables, or `-`
     towers: int
     precision: str
-    input: str = "constant"  # the same batch again and again, or the recipe's `stream`
+    input: str = "constant"  # one batch again and again, or the recipe's input pipeline (`stream`)
 
     @property
     def trains(self) -> bool:
-        """Whether it is the step of a run, on a constant batch: of these one is recommended."""
+        """Whether a run can train this way, on a constant batch: one of these cases is recommended."""
         return self.strategy in ("towers", "mirrored") and self.input == "constant"
 
-    def told(self) -> str:
+    def label(self) -> str:
         """For a table or a plot: `towers, cpu, stream`."""
         parts = [self.strategy, self.placement if self.placement != UNPLACED else "", self.input]
         return ", ".join(part for part in parts if part not in ("", "constant"))
 
 
-def grid(
+class PreparedCase(NamedTuple):
+    """A case that is ready to run."""
+
+    run_steps: Callable[[int], Iterator[tuple[float, float]]]  # (steps) -> each step's seconds, and those of its input
+    step: Callable[[], Any] | None  # one step on the constant batch, for a profile; None for Keras
+    variables: tuple[VariableBytes, ...] = ()  # of the model, in the order of creation
+    example_bytes: int = 0
+
+
+def make_cases(
     counts: Sequence[int], precisions: Sequence[str], with_peers: bool, on_gpus: bool = False
 ) -> list[BenchmarkCase]:
-    """All that is worth measuring, without what is the same: placements for one tower on the CPU, or on its GPU or
-    not; one mirrored replica.
+    """All cases worth measuring, without duplicates such as several placements for one tower on the CPU.
 
-    The first precision is measured in every way, with the recipe's own input for the most towers, which ask most of
-    it; the others for the fewest and the most towers, on the CPU and mirrored. The peer stands beside the most.
+    The first precision is measured in every way, with the recipe's own input on the most towers. The others are
+    measured on the fewest and the most towers, with variables on the CPU and mirrored. Keras `fit` runs on the most.
     """
     fewest, most = counts[0], counts[-1]
-    found = []
+    first, *others = precisions
+    cases = []
     for count in counts:
         placements = tuple(PLACEMENTS) if count > 1 else ("cpu", "round_robin") if on_gpus else ("cpu",)
-        found += [BenchmarkCase("towers", placement, count, precisions[0]) for placement in placements]
+        cases += [BenchmarkCase("towers", placement, count, first) for placement in placements]
         if count > 1:
-            found.append(BenchmarkCase("mirrored", UNPLACED, count, precisions[0]))
-            found.append(BenchmarkCase(NO_EXCHANGE, UNPLACED, count, precisions[0]))
-    found.append(BenchmarkCase("towers", "cpu", most, precisions[0], "stream"))
-    for precision in precisions[1:]:
-        found += [BenchmarkCase("towers", "cpu", count, precision) for count in sorted({fewest, most})]
-        found += [BenchmarkCase("mirrored", UNPLACED, most, precision)] if most > 1 else []
+            cases += [BenchmarkCase(strategy, UNPLACED, count, first) for strategy in ("mirrored", NO_EXCHANGE)]
+    cases.append(BenchmarkCase("towers", "cpu", most, first, "stream"))
+    for precision in others:
+        cases += [BenchmarkCase("towers", "cpu", count, precision) for count in sorted({fewest, most})]
+        cases += [BenchmarkCase("mirrored", UNPLACED, most, precision)] if most > 1 else []
     if with_peers:
-        found += [BenchmarkCase(KERAS, UNPLACED, most, precision) for precision in precisions]
-    return found
+        cases += [BenchmarkCase(KERAS, UNPLACED, most, precision) for precision in precisions]
+    return cases
 
 
-class PreparedCase(NamedTuple):
-    """A variation ready to run: `run(steps)` makes that many steps and yields, a step, (seconds, of them waiting for
-    input)."""
-
-    run: Callable[[int], Iterator[tuple[float, float]]]
-    call: Callable[[], Any] | None  # one step on the constant batch, for a profile; None where there is no such thing
-    variables: tuple[VariableBytes, ...] = ()  # of the model, in the order they were born
-    example_bytes: int = 0  # what a tower gets of one example
-
-
-def build(config: BenchmarkConfig, variation: BenchmarkCase, towers: Sequence[Tower], train: Split) -> PreparedCase:
-    """Makes a variation of a recipe's step on the first of `towers`.
+def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: Sequence[Tower], train: Split) -> PreparedCase:
+    """Builds the step of a case on the first `case.towers` towers.
 
     Raises:
-      UsageError: this machine or this recipe cannot have it so.
+      UsageError: this machine or this recipe does not support it.
     """
-    towers = list(towers[: variation.towers])
-    changes = {"precision": variation.precision}
-    if variation.strategy == "mirrored":
-        changes |= {"strategy": "mirrored", "gradient_device": "variable"}
-    else:
-        changes |= {"variable_placement": variation.placement.replace(UNPLACED, "cpu"), "all_reduce": "auto"}
-    config = config.replace_recipe(**changes)
-    batches = setup.make_batches(config, train)
-    if variation.strategy == KERAS:
-        model = setup.make_model(config, variation.precision, train.info, train)
-        return PreparedCase(
-            baselines.keras_fit(model, towers, setup.make_augmentation(config, train.info), batches), None
-        )
+    towers = list(towers[: case.towers])
+    recipe = _case_recipe(config, case)
+    batches = build.make_batches(recipe, train)
+    if case.strategy == KERAS:
+        model = build.make_model(recipe, case.precision, train.info, train)
+        augmentation = build.make_augmentation(recipe, train.info)
+        return PreparedCase(make_keras_fit(model, towers, augmentation, batches), None)
     variables: tuple[VariableBytes, ...] = ()
-    if variation.strategy == NO_EXCHANGE:
-        step, rates = _steps_apart(config, towers, batches, train)
+    if case.strategy == NO_EXCHANGE:
+        step_fn, rates = _make_independent_steps(recipe, towers, batches, train)
     else:
-        training = _training(config, towers, batches, train)
-        step, rates = training.train_step, _usual_rates(training, config, batches)
+        training = _make_training(recipe, towers, batches, train)
+        step_fn, rates = training.train_step, _mid_run_rates(training, recipe, batches)
         variables = tuple(variable_bytes(training.state.model))
-    side = schedules.ImageSizeSchedule(config.image_size_schedule, config.image_size).largest()
+    image_size = schedules.ImageSizeSchedule(recipe.image_size_schedule, recipe.image_size).largest()
     with tf.device(HOST):
         rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
-        batch = batches.at(0)
+        constant_batch = batches.at(0)
 
-    def call(batch: Batch = batch) -> Any:
-        return to_numpy(step(batch, rates, side))
+    def step(batch: Batch = constant_batch) -> Any:
+        return to_numpy(step_fn(batch, rates, image_size))
 
-    stream = iter(batches.stream(0, 1_000_000)) if variation.input == "stream" else None
-    bytes_of = sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tf.nest.flatten(batch))
-    return PreparedCase(functools.partial(_timed, call, stream), call, variables, bytes_of // config.batch_size)
+    stream = iter(batches.stream(0, 1_000_000)) if case.input == "stream" else None
+    batch_bytes = sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tf.nest.flatten(constant_batch))
+    return PreparedCase(functools.partial(_time_steps, step, stream), step, variables, batch_bytes // recipe.batch_size)
+
+
+def _case_recipe(config: BenchmarkConfig, case: BenchmarkCase) -> TrainConfig:
+    if case.strategy == "mirrored":
+        changes = {"strategy": "mirrored", "gradient_device": "variable", "all_reduce": config.all_reduce}
+    else:
+        changes = {"variable_placement": "cpu" if case.placement == UNPLACED else case.placement}
+    return dataclasses.replace(config.recipe, precision=case.precision, **changes)
 
 
 def variable_bytes(model: keras.Model) -> list[VariableBytes]:
-    """What the cost model needs to know of a model's variables, in the order they were born."""
-    trained = {id(v) for v in model.trainable_variables}
-    found = []
+    """Size and role of a model's variables for the cost model, in the order of creation."""
+    trainable = {id(variable) for variable in model.trainable_variables}
+    sizes = []
     for layer in model.layers:
         for variable in layer.variables:
-            moves = isinstance(layer, BatchNorm)
-            role = "weight" if id(variable) in trained else "statistic" if moves else "frozen"
+            updated = isinstance(layer, BatchNorm)
+            role = "weight" if id(variable) in trainable else "statistic" if updated else "frozen"
             value = variable.value
-            found.append(VariableBytes(value.shape.num_elements() * value.dtype.size, role))
-    return found
+            sizes.append(VariableBytes(value.shape.num_elements() * value.dtype.size, role))
+    return sizes
 
 
-def _timed(call: Callable, stream: Iterator | None, steps: int) -> Iterator[tuple[float, float]]:
+def _time_steps(step: Callable, stream: Iterator | None, steps: int) -> Iterator[tuple[float, float]]:
     for _ in range(steps):
         start = time.perf_counter()
         batch = (next(stream),) if stream else ()
-        fed = time.perf_counter()
-        call(*batch)
-        yield time.perf_counter() - start, fed - start if stream else 0.0
+        input_seconds = time.perf_counter() - start if stream else 0.0
+        step(*batch)
+        yield time.perf_counter() - start, input_seconds
 
 
-def _training(config: TrainConfig, towers: list[Tower], batches: Batches, train: Split) -> setup.TrainSetup:
-    return setup.make_training(config, towers, config.precision, train, config.run_length(batches.steps_per_epoch))
+def _make_training(recipe: TrainConfig, towers: list[Tower], batches: Batches, train: Split) -> build.TrainSetup:
+    return build.make_training(recipe, towers, recipe.precision, train, recipe.run_length(batches.steps_per_epoch))
 
 
-def _steps_apart(config: TrainConfig, towers: list[Tower], batches: Batches, train: Split):
-    """One graph of K whole steps, each on its tower's device with variables of its own: the towers never meet."""
-    alone = dataclasses.replace(config, batch_size=config.batch_size // len(towers))
+def _make_independent_steps(recipe: TrainConfig, towers: list[Tower], batches: Batches, train: Split):
+    """One graph of K whole steps, each on its tower's device with variables of its own, without any exchange."""
+    recipe = dataclasses.replace(recipe, batch_size=recipe.batch_size // len(towers))
     trainings = []
     for tower in towers:
         with custom_placement(lambda _, pinned_to, device=tower.device: device):
-            trainings.append(_training(alone, [tower], batches, train))
+            trainings.append(_make_training(recipe, [tower], batches, train))
 
     @tf.function(autograph=False)
-    def step(batch, rates, side):
+    def step(batch, rates, image_size):
         shards = split_batch(batch, towers)
-        return [training.train_step(shard, rates, side) for training, shard in zip(trainings, shards, strict=True)]
+        return [each.train_step(shard, rates, image_size) for each, shard in zip(trainings, shards, strict=True)]
 
-    return step, _usual_rates(trainings[0], alone, batches)
+    return step, _mid_run_rates(trainings[0], recipe, batches)
 
 
-def _usual_rates(training: setup.TrainSetup, config: TrainConfig, batches: Batches) -> dict[str, float]:
-    """Those of the middle of the run, where what is trained for some epochs alone, as a whitening's bias, rests."""
-    return training.state.optimizer.rates(config.run_length(batches.steps_per_epoch).last // 2)
+def _mid_run_rates(training: build.TrainSetup, recipe: TrainConfig, batches: Batches) -> dict[str, float]:
+    """Learning rates in mid-run, when variables trained only at the start (whitening bias) are frozen."""
+    return training.state.optimizer.rates(recipe.run_length(batches.steps_per_epoch).last // 2)

@@ -1,11 +1,11 @@
-"""The same net, batch and machine in turn: whole trainings of ours, and the bare steps of peers."""
+"""Compares images/s of this project's trainings with the bare training steps of other frameworks."""
 
 import dataclasses
 import math
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from cifar_towers.benchmark import processes
-from cifar_towers.benchmark.baselines import NUM_FED_BATCHES
+from cifar_towers.benchmark.baselines import make_arrays
+from cifar_towers.benchmark.processes import script_path
 from cifar_towers.benchmark.round_stats import RoundStats
-from cifar_towers.cli import tf_import
-from cifar_towers.cli.tool_configs import PEERS, SpeedrunConfig
+from cifar_towers.benchmark.settings import PEERS, SpeedrunConfig
+from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import split_names
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
@@ -24,171 +25,178 @@ from cifar_towers.errors import RunError
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
 
 OURS = "cifar_towers"
-VISIT_SECONDS, LEAST_STEPS = 15.0, 8  # a visit is about this long, and has this many steps at least
-ON_ALL_DEVICES = ("keras-mirrored", "tutorial")  # the peers that are not on one alone
-PILOT_STEPS = 3  # steps of the training that tells how long a step takes
+VISIT_SECONDS, MIN_TIMED_STEPS = 15.0, 8  # of each competitor in each round
+ON_ALL_DEVICES = ("keras-mirrored", "tutorial")  # the other peers use one device
+PILOT_STEPS = 3  # of the training from which the number of timed steps is planned
 
 
 @dataclasses.dataclass
 class Competitor(RoundStats):
-    """Who takes part; `images_per_sec` holds one number a round."""
+    """One framework's step; `images_per_sec` holds one number per round."""
 
     name: str
     precision: str
-    images: int  # of a step
-    devices: int  # GPUs that it computes on; without GPUs the machine's CPU, which is one for all
-    steps: int  # of a visit
+    images: int  # per step
+    devices: int  # GPUs that it uses, or 1 for the CPU
+    steps: int  # timed in each round
     images_per_sec: list[float] = dataclasses.field(default_factory=list)
 
 
 class Entry(NamedTuple):
-    """A contestant with what makes so many steps of it and tells their images/s."""
+    """A competitor, and a function (steps) -> images/s."""
 
-    contestant: Competitor
-    visit: Callable[[int], float]
+    competitor: Competitor
+    measure: Callable[[int], float]
 
 
-def run(
+class Comparison(NamedTuple):
+    """Measured competitors, and the reason for each that was left out."""
+
+    competitors: list[Competitor]
+    left_out: dict[str, str]
+
+
+def compare_frameworks(
     config: SpeedrunConfig,
     devices: int,
     precisions: Sequence[str],
     batches: Batches,
     augmentation: Augmentation,
-    trained: int,
-) -> tuple[list[Competitor], dict[str, str]]:
-    """Rounds of visits to all who can run; and who was left out, with the reason.
+    trained_parameters: int,
+) -> Comparison:
+    """Times all competitors in rounds, in another order each time.
 
-    Ours are trainings by `scripts/train.py`, input, summaries and all; on several `devices` there are also some on one
-    of them, as some peers have one. Peers make steps over `NUM_FED_BATCHES` of the same batches. All are on full
-    images, every first step is left out, and a peer whose steps do not train as many numbers as are
-    `trained` in ours is none.
+    Ours are whole trainings by `scripts/train.py`, with input and summaries; with several `devices`, also on one of
+    them, as some peers use one. Peers repeat steps over `NUM_FED_BATCHES` of the same batches, at full image size. A
+    peer that does not train `trained_parameters` parameters is left out.
     """
-    left_out: dict[str, str] = {}
-
-    def leave_out(name: str, precision: str, error: RunError) -> None:
-        left_out[f"{name}, {precision}"] = str(error)
-        print(f"{name}, {precision}: left out: {error}", flush=True)
-
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        write_batches(folder / "batches.npz", batches, augmentation)
-        ours = {1: dataclasses.replace(config, num_gpus=1), devices: config}
-        entries = [_enter_ours(each, count, precision) for precision in precisions for count, each in ours.items()]
-        for name in _peers(config):
-            for precision in _precisions_of(name, precisions):
+        data = Path(stack.enter_context(tempfile.TemporaryDirectory()), "batches.npz")
+        np.savez(data, **make_arrays(batches, augmentation))
+        left_out: dict[str, str] = {}
+        entries = _enter_ours(config, devices, precisions)
+        for name in _peer_names(config):
+            for precision in _supported_precisions(name, precisions):
+                command = _peer_command(name, precision, config, data)
                 try:
-                    entries.append(
-                        _enter_peer(config, devices, name, precision, folder / "batches.npz", trained, stack)
-                    )
+                    time_steps = stack.enter_context(processes.open_peer(command, trained_parameters))
+                    entries.append(_enter_peer(name, precision, config, devices, time_steps))
                 except RunError as error:
-                    leave_out(name, precision, error)
-        for number in range(config.rounds):
-            print(f"round {number + 1}/{config.rounds}", flush=True)
-            order = list(entries)
-            random.Random(number).shuffle(order)
-            for entry in order:
-                contestant = entry.contestant
-                try:
-                    contestant.images_per_sec.append(entry.visit(contestant.steps))
-                except RunError as error:  # as where memory has become short; the others go on
-                    if contestant.name == OURS:
-                        raise
-                    leave_out(contestant.name, contestant.precision, error)
-                    entries.remove(entry)
-    return [entry.contestant for entry in entries], left_out
+                    _leave_out(name, precision, error, left_out)
+        _run_rounds(entries, config.rounds, left_out)
+    return Comparison([entry.competitor for entry in entries], left_out)
 
 
-def write_batches(path: Path, batches: Batches, augmentation: Augmentation) -> None:
-    """The recipe's first batches for peers: images as the net gets them, labels, and the images as they are."""
-    first = [batches.at(step) for step in range(NUM_FED_BATCHES)]
-    np.savez(
-        path,
-        images=np.concatenate([augmentation.train(batch.images, batch.draws) for batch in first]),
-        labels=np.concatenate([batch.labels for batch in first]),
-        raw=np.concatenate([batch.images for batch in first]),
-    )
+def _run_rounds(entries: list[Entry], rounds: int, left_out: dict[str, str]) -> None:
+    """Adds a measurement of each entry in each round; removes peers that fail."""
+    for number in range(rounds):
+        print(f"round {number + 1}/{rounds}", flush=True)
+        order = list(entries)
+        random.Random(number).shuffle(order)
+        for entry in order:
+            competitor = entry.competitor
+            try:
+                competitor.images_per_sec.append(entry.measure(competitor.steps))
+            except RunError as error:  # for example out of memory; the other peers are still measured
+                if competitor.name == OURS:
+                    raise
+                _leave_out(competitor.name, competitor.precision, error, left_out)
+                entries.remove(entry)
 
 
-def _enter_ours(config: SpeedrunConfig, devices: int, precision: str) -> Entry:
-    visit = _training(config, precision)
-    seconds = config.batch_size / visit(PILOT_STEPS)
-    return Entry(_contestant(OURS, precision, config.batch_size, devices, seconds), visit)
+def _leave_out(name: str, precision: str, error: RunError, left_out: dict[str, str]) -> None:
+    left_out[f"{name}, {precision}"] = str(error)
+    print(f"{name}, {precision}: left out: {error}", flush=True)
+
+
+def _enter_ours(config: SpeedrunConfig, devices: int, precisions: Sequence[str]) -> list[Entry]:
+    """Our trainings in each precision, on one device and on all."""
+    recipe = config.recipe
+    recipes = {1: dataclasses.replace(recipe, num_gpus=1), devices: recipe}
+    entries = []
+    for precision in precisions:
+        for count, each in recipes.items():
+            measure = _make_training_fn(each, precision, config.directory)
+            step_seconds = recipe.batch_size / measure(PILOT_STEPS)
+            entries.append(Entry(_make_competitor(OURS, precision, recipe.batch_size, count, step_seconds), measure))
+    return entries
 
 
 def _enter_peer(
-    config: SpeedrunConfig, devices: int, name: str, precision: str, data: Path, trained: int, stack: ExitStack
+    name: str, precision: str, config: SpeedrunConfig, devices: int, time_steps: Callable[[int], list[float]]
 ) -> Entry:
-    """A peer whose process has made its first step, and ends with `stack`."""
-    towers = _towers(config)
-    images = config.batch_size * (towers if name == "tutorial" else 1)
-    command = [*_command(name, config, towers), f"--model={config.model}", f"--precision={precision}"]
-    command += [f"--batch_size={config.batch_size}", f"--data={data}"]
-    ask = stack.enter_context(processes.peer(command, trained))
-    (step,) = ask(1)
+    """A peer whose process has made its first step."""
+    images = config.recipe.batch_size * (_num_towers(config.recipe) if name == "tutorial" else 1)
+    (step_seconds,) = time_steps(1)
     devices = devices if name in ON_ALL_DEVICES else 1
-    return Entry(_contestant(name, precision, images, devices, step), _asking(ask, images))
+
+    def measure(steps: int) -> float:
+        return images * steps / sum(time_steps(steps + 1)[1:])  # the first step warms the caches
+
+    return Entry(_make_competitor(name, precision, images, devices, step_seconds), measure)
 
 
-def _contestant(name: str, precision: str, images: int, devices: int, seconds: float) -> Competitor:
-    """One whose step takes so many seconds."""
-    print(f"{name}, {precision}, {devices} device{'s' * (devices > 1)}: a step {seconds:.2f} s", flush=True)
-    return Competitor(name, precision, images, devices, max(LEAST_STEPS, math.ceil(VISIT_SECONDS / seconds)))
+def _make_competitor(name: str, precision: str, images: int, devices: int, step_seconds: float) -> Competitor:
+    """Plans the number of timed steps by the seconds of one."""
+    print(f"{name}, {precision}, {devices} device{'s' * (devices > 1)}: a step {step_seconds:.2f} s", flush=True)
+    steps = max(MIN_TIMED_STEPS, math.ceil(VISIT_SECONDS / step_seconds))
+    return Competitor(name, precision, images, devices, steps)
 
 
-def _training(config: SpeedrunConfig, precision: str) -> Callable[[int], float]:
-    """A function (steps) -> images/s of a training of so many, and one that compiles before them."""
+def _make_training_fn(recipe: TrainConfig, precision: str, directory: Path) -> Callable[[int], float]:
+    """A function (steps) -> images/s of a training with that many steps, after a first one that compiles."""
 
-    def visit(steps: int) -> float:
-        epochs = config.epochs and max(config.epochs, steps + 1.0)  # one has a step at least
-        changes = {
-            "epochs": epochs,
-            "max_steps": steps + 1,
-            "image_size_schedule": "",
-            "tta": 0,
-            "eval_every_epochs": 0.0,
-        }
-        changes |= {
-            "seeds": "",
-            "whitening_epochs": 0.0,  # its bias rests, as it does in most of a run
-            "profile_steps": "",
-            "precision": precision,
-            "overwrite": True,
-            "train_dir": str(config.directory / "side-by-side" / precision),
-        }
-        return processes.train(config.replace_recipe(**changes), quiet=True)["images_per_sec"]
+    def measure(steps: int) -> float:
+        timed = dataclasses.replace(
+            recipe,
+            epochs=recipe.epochs and max(recipe.epochs, steps + 1.0),  # an epoch has at least one step
+            max_steps=steps + 1,
+            image_size_schedule="",
+            tta=0,
+            eval_every_epochs=0.0,
+            whitening_epochs=0.0,  # its bias is frozen, as it is in most of a run
+            profile_steps="",
+            precision=precision,
+            overwrite=True,
+            train_dir=str(directory / "side-by-side" / precision),
+        )
+        return processes.run_training(timed, quiet=True)["images_per_sec"]
 
-    return visit
+    return measure
 
 
-def _asking(ask: Callable[[int], list[float]], images: int) -> Callable[[int], float]:
-    """A function (steps) -> images/s of a peer; before them is one step that finds the memory as another left it."""
-    return lambda steps: images * steps / sum(ask(steps + 1)[1:])
+def _peer_names(config: SpeedrunConfig) -> list[str]:
+    several = _num_towers(config.recipe) > 1
+    available = [name for name, models in PEERS.items() if config.recipe.model in models]
+    return split_names(config.peers) or [name for name in available if several or name != "keras-mirrored"]
 
 
-def _peers(config: SpeedrunConfig) -> list[str]:
-    known = [name for name, models in PEERS.items() if config.model in models]
-    return split_names(config.peers) or [name for name in known if name != "keras-mirrored" or _towers(config) > 1]
+def _num_towers(recipe: TrainConfig) -> int:
+    """Towers of ours and of the peers that have several; with GPUs, the race has set `num_gpus`."""
+    return recipe.num_gpus or CPU_TOWERS_BY_DEFAULT
 
 
-def _towers(config: SpeedrunConfig) -> int:
-    """How many ours has, and the peers that have some; where there are GPUs, the config names their number."""
-    return config.num_gpus or CPU_TOWERS_BY_DEFAULT
+def _supported_precisions(name: str, precisions: Sequence[str]) -> list[str]:
+    """The tutorial runs in float32; no peer runs in float16."""
+    supported = ("float32",) if name == "tutorial" else ("float32", "bfloat16")
+    return [precision for precision in precisions if precision in supported]
 
 
-def _precisions_of(name: str, precisions: Sequence[str]) -> list[str]:
-    """Those that a peer has: the tutorial is of float32, and none is of float16."""
-    known = ("float32",) if name == "tutorial" else ("float32", "bfloat16")
-    return [precision for precision in precisions if precision in known]
-
-
-def _command(name: str, config: SpeedrunConfig, towers: int) -> list[str]:
-    """How a peer is started, without what all are told."""
-    pytorch = [config.peer_python or sys.executable, tf_import.script("peers/pytorch_step.py")]
-    keras = [sys.executable, tf_import.script("peers/keras_fit.py")]
-    return {
+def _peer_command(name: str, precision: str, config: SpeedrunConfig, data: Path) -> list[str]:
+    recipe, towers = config.recipe, _num_towers(config.recipe)
+    pytorch = [config.peer_python or sys.executable, script_path("peers/pytorch_step.py")]
+    keras = [sys.executable, script_path("peers/keras_fit.py")]
+    programs: Mapping[str, list[str]] = {
         "pytorch": pytorch,
         "pytorch-compiled": [*pytorch, "--compile"],
         "keras": keras,
         "keras-mirrored": [*keras, f"--mirrored={towers}"],
-        "tutorial": [sys.executable, tf_import.script("peers/tutorial_graph.py"), f"--towers={towers}"],
-    }[name]
+        "tutorial": [sys.executable, script_path("peers/tutorial_graph.py"), f"--towers={towers}"],
+    }
+    flags = [
+        f"--model={recipe.model}",
+        f"--precision={precision}",
+        f"--batch_size={recipe.batch_size}",
+        f"--data={data}",
+    ]
+    return [*programs[name], *flags]

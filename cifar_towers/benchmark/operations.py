@@ -1,7 +1,7 @@
-"""How many floating-point operations a traced function takes, read from its graph.
+"""Counts floating-point operations of a traced function in its graph.
 
-A multiply-add counts as two. Counted are convolutions, their gradients and products of matrices; what is done element
-by element, normalised, pooled or moved is not. Taps of a padded convolution that fall outside the image count.
+A multiply-add counts as two. Counted are convolutions, their gradients and matrix products, but no elementwise
+operations, normalization, pooling or copies. Taps of a padded convolution that fall outside the image count.
 """
 
 import math
@@ -15,48 +15,47 @@ WHILES = ("While", "StatelessWhile")
 
 
 def count(function) -> dict[str, int]:
-    """Operations of one call of a `tf.function`'s ConcreteFunction, by kind: {"Conv2D": .., "MatMul": .., ..}.
+    """Operations of one call of a ConcreteFunction, by type: {"Conv2D": .., "MatMul": .., ..}.
 
-    What the results do not depend on is not counted, as TensorFlow does not run it either. Called functions count
-    wherever they are called; of the branches of an `If` the one with the most operations.
+    Operations that no result depends on are not counted, as TensorFlow prunes them. Functions count at every call; of
+    the branches of an `If` the one with the most operations counts.
 
     Raises:
-      ValueError: an operation whose shapes the graph does not tell, or a loop around some, whose turns it does not
-        tell; the message names it.
+      ValueError: an operation has an unknown shape, or stands in a loop; the message names it.
     """
     return dict(_count(function.graph))
 
 
 def _count(graph) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for op in _needed(graph):
-        if op.type in COUNTED:
-            found[op.type] += COUNTED[op.type](op)
+    totals: Counter[str] = Counter()
+    for op in _reachable_ops(graph):
+        if op.type in COUNTERS:
+            totals[op.type] += COUNTERS[op.type](op)
         elif op.type in CALLS:
-            found += _count(_called(graph, op, "f"))
+            totals += _count(_function_graph(graph, op, "f"))
         elif op.type in IFS:
-            branches = [_count(_called(graph, op, branch)) for branch in ("then_branch", "else_branch")]
-            found += max(branches, key=Counter.total)
-        elif op.type in WHILES and _count(_called(graph, op, "body")):
-            raise ValueError(f"how often the loop {op.name} turns is not in the graph; write it out, or leave it")
-    return found
+            branches = [_count(_function_graph(graph, op, branch)) for branch in ("then_branch", "else_branch")]
+            totals += max(branches, key=Counter.total)
+        elif op.type in WHILES and _count(_function_graph(graph, op, "body")):
+            raise ValueError(f"the number of iterations of the loop {op.name} is not in the graph; unroll or remove it")
+    return totals
 
 
-def _needed(graph) -> set[tf.Operation]:
-    """The operations that the graph's outputs and side effects come from."""
-    needed: set[tf.Operation] = set()
-    waiting = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
-    while waiting:
-        op = waiting.pop()
-        if op not in needed:
-            needed.add(op)
-            waiting += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
-    return needed
+def _reachable_ops(graph) -> set[tf.Operation]:
+    """The operations that the graph's outputs and side effects depend on."""
+    reachable: set[tf.Operation] = set()
+    queue = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
+    while queue:
+        op = queue.pop()
+        if op not in reachable:
+            reachable.add(op)
+            queue += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+    return reachable
 
 
-def _called(graph, op: tf.Operation, attribute: str):
+def _function_graph(graph, op: tf.Operation, attribute: str):
     """The graph of a function that `op` calls."""
-    return graph._get_function(op.get_attr(attribute).name).graph  # there is no public way from a name to it
+    return graph._get_function(op.get_attr(attribute).name).graph  # TensorFlow has no public way from name to graph
 
 
 def _size(op: tf.Operation, tensor: tf.Tensor) -> int:
@@ -65,7 +64,7 @@ def _size(op: tf.Operation, tensor: tf.Tensor) -> int:
 
 def _shape(op: tf.Operation, tensor: tf.Tensor) -> tuple[int, ...]:
     if not tensor.shape.is_fully_defined():
-        raise ValueError(f"{op.type} {op.name}: {tensor.name} has the shape {tensor.shape}, which tells no count")
+        raise ValueError(f"{op.type} {op.name}: {tensor.name} has the unknown shape {tensor.shape}")
     return tuple(tensor.shape)
 
 
@@ -84,12 +83,12 @@ def _matmul(op: tf.Operation) -> int:
 
 
 def _einsum(op: tf.Operation) -> int:
-    """Of two tensors; one alone is only summed or turned."""
+    """Of two tensors; a single one is only summed or transposed."""
     terms = op.get_attr("equation").decode().split("->")[0].split(",")
     if len(terms) < 2:
         return 0
     if any("." in term for term in terms):
-        raise ValueError(f"Einsum {op.name}: the axes behind the dots of {op.get_attr('equation')} are not counted")
+        raise ValueError(f"Einsum {op.name}: the ellipsis of {op.get_attr('equation')} cannot be counted")
     sizes = {
         axis: size
         for term, tensor in zip(terms, op.inputs, strict=True)
@@ -98,7 +97,7 @@ def _einsum(op: tf.Operation) -> int:
     return 2 * math.prod(sizes.values())
 
 
-COUNTED = {
+COUNTERS = {
     "Conv2D": lambda op: _convolution(op, op.inputs[1], op.outputs[0]),
     "Conv2DBackpropInput": lambda op: _convolution(op, op.inputs[1], op.inputs[2]),
     "Conv2DBackpropFilter": lambda op: _convolution(op, op.outputs[0], op.inputs[2]),

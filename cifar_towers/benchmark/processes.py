@@ -1,4 +1,4 @@
-"""Programs of this project, started as a user starts them: trainings, and peers that wait for orders."""
+"""Programs of this project run as subprocesses: trainings, and peers that make steps on request."""
 
 import contextlib
 import dataclasses
@@ -7,85 +7,103 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TextIO
 
-from cifar_towers.cli import tf_import
 from cifar_towers.config import TrainConfig
-from cifar_towers.errors import RunError
+from cifar_towers.errors import RunError, UsageError
 from cifar_towers.files import run_files
 
 
-def train(config: TrainConfig, quiet: bool = False) -> dict:
-    """Runs `scripts/train.py` with these settings to its end; the content of its result.json.
+def script_path(name: str) -> str:
+    """The path of a program in `scripts/`.
 
     Raises:
-      RunError: it ended with another code than 0, or without a result. UsageError: this is no checkout.
+      UsageError: it does not exist, as in an installed copy.
     """
-    with tempfile.TemporaryFile("w+") as said:
-        output = {"stdout": said, "stderr": said} if quiet else {}
+    path = Path(__file__).resolve().parents[2] / "scripts" / name
+    if not path.exists():
+        raise UsageError(
+            f"{path} does not exist; this needs a checkout of the project: git clone it, and start it there"
+        )
+    return str(path)
+
+
+def run_training(config: TrainConfig, quiet: bool = False) -> dict:
+    """Runs `scripts/train.py` with these settings; returns the content of its result.json.
+
+    Raises:
+      RunError: it failed, or left no result.
+      UsageError: this is no checkout.
+    """
+    with tempfile.TemporaryFile("w+") as captured:
+        output = {"stdout": captured, "stderr": captured} if quiet else {}
         process = subprocess.Popen(train_command(config), **output)
         try:
             code = process.wait()
-        except BaseException:  # a signal: let it save its last step
+        except BaseException:  # on a signal, let the training save its last step
             process.terminate()
             process.wait()
             raise
         if code:
-            told = _last_line(said) if quiet else "its last words are above"
-            raise RunError(f"the training in {config.directory} ended with {code} ({told}); the same command goes on")
+            error = _last_line(captured) if quiet else "its error is printed above"
+            raise RunError(
+                f"the training in {config.directory} ended with exit code {code} ({error}); the same command resumes it"
+            )
     result = run_files.read_json_if_any(config.directory / run_files.RESULT)
     if not result:
         raise RunError(
-            f"the training in {config.directory} left no {run_files.RESULT}; make room, and the same command goes on"
+            f"the training in {config.directory} left no {run_files.RESULT}; free disk space and repeat the command"
         )
     return result
 
 
 def train_command(config: TrainConfig) -> list[str]:
     """The command of a training with these settings."""
-    given = {
-        f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default
-    }
-    return [sys.executable, tf_import.script("train.py"), *(f"--{name}={value}" for name, value in given.items())]
+    settings = ((field, getattr(config, field.name)) for field in dataclasses.fields(config))
+    flags = [f"--{field.name}={value}" for field, value in settings if value != field.default]
+    return [sys.executable, script_path("train.py"), *flags]
 
 
 @contextlib.contextmanager
-def peer(command: Sequence[str], trained: int) -> Iterator[Callable[[int], list[float]]]:
-    """A peer's process as a function (steps) -> seconds of each, once it is ready; see scripts/peers/protocol.py.
+def open_peer(command: Sequence[str], trained_parameters: int) -> Iterator[Callable[[int], list[float]]]:
+    """A peer's process as a function (steps) -> seconds of each; see scripts/peers/protocol.py.
 
     Raises:
-      RunError: it cannot run, or has ended; the message holds its last words. Or its steps train more or fewer numbers
-        than are to be `trained`.
+      RunError: it cannot be started, ends early (the message is its last line of output), or trains another number of
+        parameters than `trained_parameters`.
     """
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as errors:
         try:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True)
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
         except OSError as error:
             raise RunError(f"{command[0]} cannot be started: {error.strerror}") from error
 
-        def answer() -> str:
+        def read_line() -> str:
             line = process.stdout.readline().strip()
             if not line:
                 process.wait()
-                raise RunError(_last_line(said) or f"it ended with {process.returncode}")
+                raise RunError(_last_line(errors) or f"it ended with exit code {process.returncode}")
             return line
 
-        def run(steps: int) -> list[float]:
-            with contextlib.suppress(BrokenPipeError):  # there is no answer then
+        def time_steps(steps: int) -> list[float]:
+            with contextlib.suppress(BrokenPipeError):  # `read_line` raises the error
                 process.stdin.write(f"{steps}\n")
                 process.stdin.flush()
-            return json.loads(answer())
+            return json.loads(read_line())
 
         try:
-            _, found = answer().split()
-            if int(found) != trained:
-                raise RunError(f"it trains {int(found):,} numbers where ours trains {trained:,}: another net")
-            yield run
+            _, trained = read_line().split()
+            if int(trained) != trained_parameters:
+                raise RunError(
+                    f"it trains {int(trained):,} parameters where ours trains {trained_parameters:,}: another model"
+                )
+            yield time_steps
         finally:
             process.terminate()
             process.wait()
             process.stdout.close()
-            with contextlib.suppress(BrokenPipeError):  # what was not read
+            with contextlib.suppress(BrokenPipeError):  # unread requests
                 process.stdin.close()
 
 

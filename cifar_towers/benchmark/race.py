@@ -1,4 +1,4 @@
-"""The race: a recipe over seeds, each as a user would train it, against what this machine could do at its best."""
+"""Times a recipe over seeds, against the peak rate of this machine, and compares its step with other frameworks."""
 
 import dataclasses
 from collections import Counter
@@ -8,174 +8,201 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from cifar_towers.benchmark import baselines, framework_comparison, operations, peak_flops, processes, race_results
-from cifar_towers.benchmark.peak_flops import Ceilings
+from cifar_towers.benchmark import operations, peak_flops, processes, race_results
+from cifar_towers.benchmark.baselines import num_trained_parameters
+from cifar_towers.benchmark.framework_comparison import compare_frameworks
+from cifar_towers.benchmark.peak_flops import PeakFlops
 from cifar_towers.benchmark.race_results import SeedResult
-from cifar_towers.benchmark.report_io import circumstances, make_directory
-from cifar_towers.cli.tool_configs import SpeedrunConfig
+from cifar_towers.benchmark.report_io import environment_facts, make_directory
+from cifar_towers.benchmark.settings import SpeedrunConfig
 from cifar_towers.config import TrainConfig, parse_seeds, schedules
 from cifar_towers.config.settings import split_names
 from cifar_towers.data import sources
-from cifar_towers.data.dataset import Split
+from cifar_towers.data.dataset import Dataset, Split
 from cifar_towers.errors import UsageError, error_text
 from cifar_towers.files import run_files
 from cifar_towers.reporting import jsonl
 from cifar_towers.towers import Tower
 from cifar_towers.towers.devices import gpu_names
 from cifar_towers.training import build
-from cifar_towers.training import devices as opening
+from cifar_towers.training.devices import setup_towers
 from cifar_towers.training.precision import choose
 
-CEILINGS = "ceilings.json"  # in a seed's directory: what was measured before and after it
-MACHINE = ("processor", "cores", "gpus", "precision", "onednn")  # what of environment.json a race is not over
-ONE_TOWER = {"num_gpus": 1, "strategy": "towers", "parallelism": "data", "micro_batches": 1, "all_reduce": "auto"}
-ONE_TOWER |= {"variable_placement": "cpu", "gradient_device": "variable", "gpu_memory_growth": True, "seeds": ""}
+PEAK_FLOPS = "ceilings.json"  # in a seed's directory: the peak rates before and after it
+SAME_MACHINE = ("processor", "cores", "gpus", "precision", "onednn")  # of environment.json, equal for all seeds
+UNCHECKED = {"recipe", "train_dir", "data_dir", "overwrite"}  # settings in which the seeds of a race may differ
+ONE_TOWER = {
+    "num_gpus": 1,
+    "strategy": "towers",
+    "parallelism": "data",
+    "micro_batches": 1,
+    "all_reduce": "auto",
+    "variable_placement": "cpu",
+    "gradient_device": "variable",
+    "gpu_memory_growth": True,
+}
 
 
-class Kind(NamedTuple):
-    """What the operations of a step depend on: the side of its images, and the groups of variables that it moves."""
+class StepKind(NamedTuple):
+    """What the operations of a step depend on."""
 
-    side: int
-    moving: tuple[str, ...]
+    image_size: int
+    active_groups: tuple[str, ...]  # parameter groups that it updates
 
 
 class Work(NamedTuple):
-    """What a run has to do: its steps of each kind, and the operations of one of them, by their type."""
+    """A run's steps of each kind, and the operations of one such step by type."""
 
-    steps: dict[Kind, int]
-    operations: dict[Kind, dict[str, int]]
+    steps: dict[StepKind, int]
+    operations: dict[StepKind, dict[str, int]]
 
-    def total(self, less: int = 0) -> int:
-        """Operations of the run, without `less` steps of each kind."""
-        return sum((self.steps[kind] - less) * sum(of_step.values()) for kind, of_step in self.operations.items())
+    def total(self, without_first: bool = False) -> int:
+        """Operations of the run; optionally without the first step of each kind, which compiles."""
+        return sum(
+            (self.steps[kind] - without_first) * sum(per_step.values()) for kind, per_step in self.operations.items()
+        )
 
     def by_type(self) -> dict[str, int]:
-        """Operations of the run."""
-        types: Counter[str] = Counter()
-        for kind, of_step in self.operations.items():
-            types.update({name: self.steps[kind] * count for name, count in of_step.items()})
-        return dict(types)
+        """Operations of the run by type."""
+        totals: Counter[str] = Counter()
+        for kind, per_step in self.operations.items():
+            totals.update({name: self.steps[kind] * count for name, count in per_step.items()})
+        return dict(totals)
 
 
-def run(config: SpeedrunConfig, source: sources.Source) -> None:
-    """Trains the seeds that are not yet trained, then runs the side-by-side; prints and writes both."""
-    make_directory(config)
-    gpus = gpu_names()  # before one tower is opened, which hides those that it does not use
-    by_default = config.default_num_towers(len(gpus))[0] if gpus else 0
-    config = dataclasses.replace(config, num_gpus=config.num_gpus or by_default)
-    devices = min(config.num_gpus, len(gpus)) or 1
-    compute_dtype, _ = choose(config.precision, "GPU" if gpus else "CPU")  # as the weakest of them can
-    towers = opening.setup_towers(
-        config.replace_recipe(**ONE_TOWER)
-    )  # all cores for one operation, as the ceilings want it
-    source, dataset = build.load_data(config, source)
+def run_race(config: SpeedrunConfig, source: sources.Source) -> None:
+    """Trains the seeds that are not yet trained, then compares frameworks; prints and writes the results of both."""
+    make_directory(config.directory)
+    gpus = gpu_names()  # before `setup_towers` hides all GPUs but one
+    num_towers = config.recipe.num_gpus or (config.recipe.default_num_towers(len(gpus))[0] if gpus else 0)
+    num_devices = min(num_towers, len(gpus)) or 1
+    compute_dtype, _ = choose(config.recipe.precision, "GPU" if gpus else "CPU")
+    towers = setup_towers(dataclasses.replace(config.recipe, **ONE_TOWER))  # all cores for one operation
+    source, dataset = build.load_data(config.recipe, source)
     if source.banner:
         print(source.banner)
-    config = dataclasses.replace(config, dataset=dataset.name)
-    facts = circumstances(config, dataset.name) | {
+    recipe = dataclasses.replace(config.recipe, num_gpus=num_towers, dataset=dataset.name)
+    config = dataclasses.replace(config, recipe=recipe)
+    facts = environment_facts(recipe, dataset.name) | {
         "gpus": gpus,
         "precision": compute_dtype,
-        "tta": config.tta,
+        "tta": recipe.tta,
         "target": config.target,
     }
     if config.seeds:
-        work = count_work(config, towers, compute_dtype, dataset.train)
-        finishes = _finishes(config, facts | {"gpus": gpus[: config.num_gpus]}, devices)
-        race = race_results.tally(finishes, work.total(), work.total(less=1), config.target)
-        race |= {"operations": work.by_type(), "steps": sum(work.steps.values())}
-        race_results.publish_race(config.directory, facts, race)
+        _run_seeds(config, facts, towers, dataset.train, num_devices)
     if config.rounds:
-        asked = split_names(config.precisions)
-        precisions = list(dict.fromkeys(asked or [compute_dtype, "float32"]))
-        steps = dataclasses.replace(config, hard_example_pool=0)  # a step is compared, not how its examples are found
-        batches = build.make_batches(steps, dataset.train)
-        augmentation = build.make_augmentation(config, dataset.info)
-        trained = baselines.count_trained(build.make_model(steps, "float32", dataset.info))
-        rows, left_out = framework_comparison.run(steps, devices, precisions, batches, augmentation, trained)
-        race_results.publish_side_by_side(config.directory, facts | {"hard_example_pool": 0}, rows, left_out)
+        _compare(config, facts, dataset, num_devices)
 
 
-def count_work(config: TrainConfig, towers: Sequence[Tower], compute_dtype: str, train: Split) -> Work:
-    """The operations of a recipe's run, counted in its step as one tower makes it, once for each kind of step.
+def _run_seeds(config: SpeedrunConfig, facts: Mapping, towers: Sequence[Tower], train: Split, num_devices: int) -> None:
+    work = count_work(config.recipe, towers, facts["precision"], train)
+    used_gpus = facts["gpus"][: config.recipe.num_gpus]
+    results = _train_seeds(config, {**facts, "gpus": used_gpus}, num_devices)
+    race = race_results.summarize_race(results, work.total(), work.total(without_first=True), config.target)
+    race |= {"operations": work.by_type(), "steps": sum(work.steps.values())}
+    race_results.publish_race(config.directory, facts, race)
+
+
+def _compare(config: SpeedrunConfig, facts: Mapping, dataset: Dataset, num_devices: int) -> None:
+    recipe = dataclasses.replace(config.recipe, hard_example_pool=0)  # the bare step, without selecting examples
+    precisions = list(dict.fromkeys(split_names(config.precisions) or [facts["precision"], "float32"]))
+    comparison = compare_frameworks(
+        dataclasses.replace(config, recipe=recipe),
+        num_devices,
+        precisions,
+        build.make_batches(recipe, dataset.train),
+        build.make_augmentation(recipe, dataset.info),
+        num_trained_parameters(build.make_model(recipe, "float32", dataset.info)),
+    )
+    race_results.publish_comparison(config.directory, {**facts, "hard_example_pool": 0}, comparison)
+
+
+def count_work(recipe: TrainConfig, towers: Sequence[Tower], compute_dtype: str, train: Split) -> Work:
+    """Operations of a recipe's run, counted in the graph of one tower's step, for each kind of step.
 
     Raises:
-      UsageError: the graph of the step does not tell them.
+      UsageError: the operations cannot be counted in the graph.
     """
-    batches = build.make_batches(config, train)
-    length = config.run_length(batches.steps_per_epoch)
-    side_at = schedules.ImageSizeSchedule(config.image_size_schedule, config.image_size).at(length)
-    alone = config.replace_recipe(**ONE_TOWER)
-    training = build.make_training(alone, towers[:1], compute_dtype, train, length)
-    steps = Counter(Kind(side_at(step), tuple(training.state.optimizer.rates(step))) for step in range(length.last))
+    batches = build.make_batches(recipe, train)
+    length = recipe.run_length(batches.steps_per_epoch)
+    image_size_at = schedules.ImageSizeSchedule(recipe.image_size_schedule, recipe.image_size).at(length)
+    one_tower = dataclasses.replace(recipe, **ONE_TOWER)
+    training = build.make_training(one_tower, towers[:1], compute_dtype, train, length)
+    rates_at = training.state.optimizer.rates
+    steps = Counter(StepKind(image_size_at(step), tuple(rates_at(step))) for step in range(length.last))
     batch = batches.stream(0, 1).element_spec
-    counted = {}
+    counts = {}
     for kind in steps:
-        rates = dict.fromkeys(kind.moving, tf.TensorSpec([], tf.float32))
-        function = training.train_step.get_concrete_function(batch, rates, kind.side)
+        rates = dict.fromkeys(kind.active_groups, tf.TensorSpec([], tf.float32))
+        function = training.train_step.get_concrete_function(batch, rates, kind.image_size)
         try:
-            counted[kind] = operations.count(function)
+            counts[kind] = operations.count(function)
         except ValueError as error:
-            why = f"model={config.model} cannot be raced, as its operations cannot be counted ({error_text(error)})"
-            raise UsageError(f"{why}; --seeds= runs the side-by-side alone") from error
-    return Work(dict(steps), counted)
+            raise UsageError(
+                f"model={recipe.model} cannot be raced, as its operations cannot be counted ({error_text(error)}); "
+                "--seeds= runs only the comparison of frameworks"
+            ) from error
+    return Work(dict(steps), counts)
 
 
-def _finishes(config: SpeedrunConfig, facts: Mapping, devices: int) -> list[SeedResult]:
-    """One training a seed, and the ceilings of the machine, of so many of its devices, before, between and after them.
+def _train_seeds(config: SpeedrunConfig, facts: Mapping, num_devices: int) -> list[SeedResult]:
+    """Trains one run per seed, with the machine's peak rates measured before, between and after the runs.
 
     Args:
-      facts: where they train, as their environment.json has it.
+      facts: what the runs' environment.json holds.
     """
-    finishes = []
-    before = peak_flops.measure(facts["precision"], gpus=devices)
+    results = []
+    before = peak_flops.measure(facts["precision"], gpus=num_devices)
     for seed in parse_seeds(config.seeds):
         train_dir = config.directory / f"seed{seed}"
-        changes = {"seed": seed, "seeds": "", "train_dir": str(train_dir), "eval_every_epochs": 0.0}
-        wanted = config.replace_recipe(**changes)
-        _check_settings(train_dir, wanted, facts)
-        earlier = {} if config.overwrite else run_files.read_json_if_any(train_dir / run_files.RESULT)
-        result = processes.train(wanted)
+        recipe = dataclasses.replace(config.recipe, seed=seed, train_dir=str(train_dir), eval_every_epochs=0.0)
+        _check_same_conditions(train_dir, recipe, facts)
+        earlier = {} if recipe.overwrite else run_files.read_json_if_any(train_dir / run_files.RESULT)
+        result = processes.run_training(recipe)
         reused = result == earlier
-        if not reused:
-            after = peak_flops.measure(facts["precision"], gpus=devices)
-            measured, before = [before, after], after
-            with jsonl.best_effort_writes(train_dir / CEILINGS):
-                run_files.write_json(train_dir / CEILINGS, {"measured": measured})
+        if reused:
+            measured = run_files.read_json_if_any(train_dir / PEAK_FLOPS).get("measured", [])
         else:
-            measured = run_files.read_json_if_any(train_dir / CEILINGS).get("measured", [])
+            after = peak_flops.measure(facts["precision"], gpus=num_devices)
+            measured, before = [before, after], after
+            with jsonl.best_effort_writes(train_dir / PEAK_FLOPS):
+                run_files.write_json(train_dir / PEAK_FLOPS, {"measured": measured})
         environment = run_files.read_json_if_any(train_dir / run_files.ENVIRONMENT)
-        finishes.append(
+        results.append(
             SeedResult(
                 seed=seed,
                 reused=reused,
                 revision=environment.get("git_revision", "unknown"),
                 seconds=result["seconds"],
                 images_per_sec=result["images_per_sec"],
-                accuracy=race_results.accuracy(result["evaluations"], config.tta),
-                plain_accuracy=race_results.accuracy(result["evaluations"], 0),
-                ceilings=[Ceilings(*numbers) for numbers in measured],
+                accuracy=race_results.accuracy_on_test(result["evaluations"], recipe.tta),
+                plain_accuracy=race_results.accuracy_on_test(result["evaluations"], 0),
+                ceilings=[PeakFlops(*rates) for rates in measured],
             )
         )
-    return finishes
+    return results
 
 
-def _check_settings(train_dir: Path, wanted: TrainConfig, facts: Mapping) -> None:
-    """Refuses a run of other settings or on another machine: a training may go on with other towers, a race may not."""
-    if wanted.overwrite:
+def _check_same_conditions(train_dir: Path, recipe: TrainConfig, facts: Mapping) -> None:
+    """Refuses an existing run with other settings or of another machine. A training could be resumed with another
+    number of towers, but all seeds of a race need the same."""
+    if recipe.overwrite:
         return
-    theirs = run_files.read_json_if_any(train_dir / run_files.CONFIG)
-    passed_over = {"recipe", "train_dir", "data_dir", "overwrite"}
+    settings = run_files.read_json_if_any(train_dir / run_files.CONFIG)
     differing = [
-        f"{name} {theirs[name]} -> {value}"
-        for name, value in dataclasses.asdict(wanted).items()
-        if name in theirs and name not in passed_over and value not in (theirs[name], "auto")
+        f"{name} {settings[name]} -> {value}"
+        for name, value in dataclasses.asdict(recipe).items()
+        if name in settings and name not in UNCHECKED and value not in (settings[name], "auto")
     ]
-    there = run_files.read_json_if_any(train_dir / run_files.ENVIRONMENT)
+    machine = run_files.read_json_if_any(train_dir / run_files.ENVIRONMENT)
     differing += [
-        f"{name} {there[name]} -> {facts[name]}" for name in MACHINE if name in there and there[name] != facts[name]
+        f"{name} {machine[name]} -> {facts[name]}"
+        for name in SAME_MACHINE
+        if name in machine and machine[name] != facts[name]
     ]
     if differing:
         raise UsageError(
-            f"{train_dir} is of other settings or another machine ({', '.join(differing)}); "
+            f"{train_dir} has other settings or another machine ({', '.join(differing)}); "
             "give those settings, another --train_dir, or --overwrite to run all seeds again"
         )

@@ -1,207 +1,209 @@
-"""What was measured, as a table, a sentence, JSON, a plot and a page."""
+"""Results of the benchmark as a table, a recommendation, JSON, a plot and an HTML page."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED
-from cifar_towers.benchmark.report_io import align, png, publish_text, title
-from cifar_towers.benchmark.round_stats import Row
+from cifar_towers.benchmark import report_io
+from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, BenchmarkCase
+from cifar_towers.benchmark.round_stats import CaseResult
 from cifar_towers.reporting import html_page
 from cifar_towers.reporting.html_page import Picture, Section, Table
 from cifar_towers.reporting.profiler import PARTS
 from cifar_towers.towers.communication import Prediction
 from cifar_towers.towers.placement import PLACEMENTS
 
-WAITS, LOSES, SAME = 0.05, 0.05, 0.02  # shares above which a bottleneck is named, below which two rates are the same
-COLOURS = {"towers": "#0072b2", "mirrored": "#d55e00", NO_EXCHANGE: "#999999", KERAS: "#009e73"}  # told apart by all
+INPUT_BOUND_WAITING = 0.05  # fraction of the time waiting for input from which the input is the bottleneck
+MAX_LOSS = 0.05  # fraction of images/s lost to exchange or small batches before these are the bottleneck
+SAME_RATE = 0.02  # rates this close to the best count as equal
+COLORS = {"towers": "#0072b2", "mirrored": "#d55e00", NO_EXCHANGE: "#999999", KERAS: "#009e73"}  # colorblind-safe
 
 
-def publish(directory: Path, facts: Mapping, rows: Sequence[Row]) -> None:
+def publish(directory: Path, facts: Mapping, results: Sequence[CaseResult]) -> None:
     """Prints table and conclusion, and writes benchmark.json, benchmark.txt, benchmark.png and index.html."""
-    picture, conclusion = plot(rows, facts), conclude(rows, facts)
-    told = {"rows": [_as_json(row) for row in rows], "conclusion": conclusion}
-    more = {"benchmark.png": picture, "index.html": page(rows, facts, picture)}
-    publish_text(directory, "benchmark", facts | told, [_title(facts), table(rows)], more, conclusion)
+    picture, conclusion = plot(results, facts), conclude(results, facts)
+    as_json = {"rows": [_as_json(result) for result in results], "conclusion": conclusion}
+    files = {"benchmark.png": picture, "index.html": make_page(results, facts, picture)}
+    report_io.publish(directory, "benchmark", facts | as_json, [_title(facts), table(results)], files, conclusion)
 
 
 def publish_prediction(
-    directory: Path, facts: Mapping, row: Row, predictions: Sequence[Prediction], link_gb_per_s: float
+    directory: Path, facts: Mapping, result: CaseResult, predictions: Sequence[Prediction], link_gb_per_s: float
 ) -> None:
-    """Prints what was measured of one tower and what follows for more, and writes prediction.json, prediction.txt."""
-    links = f"links of {link_gb_per_s:g} GB/s each way, nothing at the same time"
+    """Prints one tower's measurement and the predictions from it, and writes prediction.json and prediction.txt."""
+    links = f"links of {link_gb_per_s:g} GB/s each way, no overlap of compute and transfers"
     parts = [
         _title(facts),
-        table([row]),
+        table([result]),
         f"On GPUs as fast as one tower here, {links}:\n{prediction_table(predictions)}",
     ]
-    told = {
-        "measured": _as_json(row),
+    as_json = {
+        "measured": _as_json(result),
         "link_gb_per_s": link_gb_per_s,
-        "predictions": [p._asdict() for p in predictions],
+        "predictions": [prediction._asdict() for prediction in predictions],
     }
-    publish_text(directory, "prediction", facts | told, parts)
+    report_io.publish(directory, "prediction", facts | as_json, parts)
 
 
 def _title(facts: Mapping) -> str:
-    return title(facts, facts["model"], f"batches of {facts['batch_size']:,}", facts["dataset"])
+    return report_io.make_title(facts, facts["model"], f"batches of {facts['batch_size']:,}", facts["dataset"])
 
 
-def prediction_table(rows: Sequence[Prediction]) -> str:
-    """Aligned text, a number of devices and a way a line; times in milliseconds."""
-    lines = [("variables", "devices", "batch", "compute ms", "transfer ms", "step ms", "images/s", "efficiency")]
-    for way, count, batch, *times, rate, efficiency in rows:
-        told = [f"{1000 * seconds:.2f}" for seconds in times]
-        lines.append((way, str(count), f"{batch:,}", *told, f"{rate:,.0f}", f"{efficiency:.1%}"))
-    return align(lines, left=(0,))
+def _as_json(result: CaseResult) -> dict:
+    fields = dataclasses.asdict(result)
+    del fields["case"]
+    return {"variation": result.case._asdict(), **fields, "median": result.median}
 
 
-def _as_json(row: Row) -> dict:
-    return dataclasses.asdict(row) | {"variation": row.variation._asdict(), "median": row.median}
+def prediction_table(predictions: Sequence[Prediction]) -> str:
+    """Aligned text, one line per exchange and number of devices; times in milliseconds."""
+    rows = [("variables", "devices", "batch", "compute ms", "transfer ms", "step ms", "images/s", "efficiency")]
+    for exchange, count, batch, *times, rate, efficiency in predictions:
+        milliseconds = [f"{1000 * seconds:.2f}" for seconds in times]
+        rows.append((exchange, str(count), f"{batch:,}", *milliseconds, f"{rate:,.0f}", f"{efficiency:.1%}"))
+    return report_io.format_table(rows, left=(0,))
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Aligned text, a variation a line, the fastest of a precision first."""
-    return align([_headings(rows), *(_cells(row) for row in _sorted(rows))], left=(0, 1, 2, 4))
+def table(results: Sequence[CaseResult]) -> str:
+    """Aligned text, one line per case, the fastest of each precision first."""
+    rows = [_headings(results), *(_cells(result) for result in _sorted(results))]
+    return report_io.format_table(rows, left=(0, 1, 2, 4))
 
 
-def _headings(rows: Sequence[Row]) -> tuple[str, ...]:
+def _sorted(results: Sequence[CaseResult]) -> list[CaseResult]:
+    return sorted(results, key=lambda result: (result.case.precision, -result.median))
+
+
+def _headings(results: Sequence[CaseResult]) -> tuple[str, ...]:
     return (
-        "precision", "strategy", "placement", "towers", "input", "images/s", rows[0].spread_of, "n", "efficiency",
-        "forward", "backward", "average", "apply", "other", "waiting", "compile",
+        "precision", "strategy", "placement", "towers", "input", "images/s", results[0].spread_of, "n", "efficiency",
+        *PARTS, "waiting", "compile",
     )  # fmt: skip
 
 
-def _cells(row: Row) -> list[str]:
-    variation, (low, high) = row.variation, row.spread
-    shares = [f"{100 * row.shares[part]:.1f} %" if row.shares else "-" for part in PARTS]
+def _cells(result: CaseResult) -> list[str]:
+    case, (low, high) = result.case, result.spread
     return [
-        variation.precision,
-        variation.strategy,
-        variation.placement,
-        str(variation.towers),
-        variation.input,
-        f"{row.median:,.0f}",
+        case.precision,
+        case.strategy,
+        case.placement,
+        str(case.towers),
+        case.input,
+        f"{result.median:,.0f}",
         f"{low:,.0f}-{high:,.0f}",
-        row.n,
-        f"{100 * row.efficiency:.1f} %" if row.efficiency else "-",
-        *shares,
-        f"{100 * row.waiting:.1f} %" if variation.input == "stream" else "-",
-        f"{row.compile_seconds:.0f} s",
+        result.n,
+        f"{100 * result.efficiency:.1f} %" if result.efficiency else "-",
+        *(f"{100 * result.shares[part]:.1f} %" if result.shares else "-" for part in PARTS),
+        f"{100 * result.waiting:.1f} %" if case.input == "stream" else "-",
+        f"{result.compile_seconds:.0f} s",
     ]
 
 
-def conclude(rows: Sequence[Row], facts: Mapping) -> str:
-    """One sentence: what bounds this machine, and which flags to use."""
-    ours = [row for row in rows if row.variation.trains]
-    top = max(row.median for row in ours)
-    # of those that are as good as the fastest, the plainest: shared variables, on the CPU, few towers
-    same = [row for row in ours if row.median >= (1 - SAME) * top]
-    best = min(same, key=lambda row: _plainness(row.variation))
-    bound = _bound(best, rows, facts)
-    flags = _flags(best.variation)
-    return f"This machine is bound by {bound}: use {flags} ({best.median:,.0f} images/s)."
+def conclude(results: Sequence[CaseResult], facts: Mapping) -> str:
+    """One sentence: this machine's bottleneck, and the flags to use."""
+    trainable = [result for result in results if result.case.trains]
+    fastest = max(result.median for result in trainable)
+    # of the cases as fast as the fastest, the simplest: shared variables, on the CPU, few towers
+    equal = [result for result in trainable if result.median >= (1 - SAME_RATE) * fastest]
+    best = min(equal, key=lambda result: _complexity(result.case))
+    bottleneck = _bottleneck(best, results, facts["batch_size"])
+    return f"This machine is bound by {bottleneck}: use {_flags(best.case)} ({best.median:,.0f} images/s)."
 
 
-def _plainness(variation) -> tuple:
-    order = (*PLACEMENTS, UNPLACED)
-    return variation.strategy != "towers", order.index(variation.placement), variation.towers
+def _complexity(case: BenchmarkCase) -> tuple:
+    return case.strategy != "towers", (*PLACEMENTS, UNPLACED).index(case.placement), case.towers
 
 
-def _flags(variation) -> str:
-    flags = [f"--num_gpus={variation.towers}", f"--precision={variation.precision}"]
-    if variation.strategy == "mirrored":
-        return " ".join([*flags, "--strategy=mirrored"])
-    return " ".join([*flags, f"--variable_placement={variation.placement}"])
+def _flags(case: BenchmarkCase) -> str:
+    placed = "--strategy=mirrored" if case.strategy == "mirrored" else f"--variable_placement={case.placement}"
+    return f"--num_gpus={case.towers} --precision={case.precision} {placed}"
 
 
-def _bound(best: Row, rows: Sequence[Row], facts: Mapping) -> str:
-    """Input, exchange, too small a batch per tower, or compute, with the figures that say so."""
-    alike = [row for row in rows if row.variation.precision == best.variation.precision]
-    for row in alike:
-        if row.variation.input == "stream" and row.waiting > WAITS and row.median < best.median:
+def _bottleneck(best: CaseResult, results: Sequence[CaseResult], batch_size: int) -> str:
+    """Input, exchange, too small a batch per tower, or compute, with the measurements that show it."""
+    same_precision = [result for result in results if result.case.precision == best.case.precision]
+    for result in same_precision:
+        if result.case.input == "stream" and result.waiting > INPUT_BOUND_WAITING and result.median < best.median:
             return (
-                f"its input ({row.median:,.0f} images/s with it; {row.variation.towers} towers wait for it "
-                f"{100 * row.waiting:.0f} % of the time)"
+                f"its input ({result.median:,.0f} images/s with it; {result.case.towers} towers wait for it "
+                f"{100 * result.waiting:.0f} % of the time)"
             )
-    # towers that never meet say what several devices could do: as many as the best has, or more, where one is best
-    several = best.variation.towers > 1
-    apart = [row for row in alike if row.variation.strategy == NO_EXCHANGE]
-    apart = [row for row in apart if not several or row.variation.towers == best.variation.towers]
-    most = max(apart, key=lambda row: row.median, default=None)
-    if most and best.median < (1 - LOSES) * most.median:
-        lost = 100 * (1 - best.median / most.median)
-        return f"the exchange between towers ({lost:.0f} % slower than {most.variation.towers} towers that never meet)"
-    if most and 0 < most.efficiency < 1 - LOSES:
-        share = facts["batch_size"] // most.variation.towers
+    # independent towers are the upper bound: as many as the best case has, or, if that is one, any number of them
+    independent = [result for result in same_precision if result.case.strategy == NO_EXCHANGE]
+    if best.case.towers > 1:
+        independent = [result for result in independent if result.case.towers == best.case.towers]
+    bound = max(independent, key=lambda result: result.median, default=None)
+    if bound and best.median < (1 - MAX_LOSS) * bound.median:
+        lost = 100 * (1 - best.median / bound.median)
+        return f"the exchange between towers ({lost:.0f} % slower than {bound.case.towers} towers that never meet)"
+    if bound and 0 < bound.efficiency < 1 - MAX_LOSS:
         return (
-            f"too small a batch per tower ({share} images: {most.variation.towers} towers that never meet reach "
-            f"{100 * most.efficiency:.0f} % of what their devices do with a whole batch)"
+            f"too small a batch per tower ({batch_size // bound.case.towers} images: {bound.case.towers} towers that "
+            f"never meet reach {100 * bound.efficiency:.0f} % of what their devices do with a whole batch)"
         )
     if not best.shares:
         return "compute"
-    busy = 100 * (best.shares["forward"] + best.shares["backward"])
-    return f"compute ({busy:.0f} % of the work is forward and backward)"
+    share = best.shares["forward"] + best.shares["backward"]
+    return f"compute ({100 * share:.0f} % of the work is forward and backward)"
 
 
-def _sorted(rows: Sequence[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: (row.variation.precision, -row.median))
-
-
-def plot(rows: Sequence[Row], facts: Mapping) -> bytes:
-    """PNG: a panel a precision, a bar a variation with its spread; a line where one tower stands."""
-    precisions = sorted({row.variation.precision for row in rows})
-    tallest = max(sum(row.variation.precision == precision for row in rows) for precision in precisions)
-    top = max(row.spread[1] for row in rows)
-    figure = Figure((7.2 * len(precisions), 1.6 + 0.3 * tallest), layout="constrained")
-    panels = figure.subplots(1, len(precisions), squeeze=False)
-    for panel, precision in zip(panels[0], precisions, strict=True):
-        shown = [row for row in _sorted(rows) if row.variation.precision == precision]
-        shown.sort(key=lambda row: (row.variation.towers, -row.median))
-        for place, row in enumerate(shown):
-            low, high = row.spread
-            errors = [[row.median - low], [high - row.median]]
-            panel.barh(
-                place, row.median, xerr=errors, color=COLOURS[row.variation.strategy], ecolor="#444444", height=0.75,
-                hatch="//" if row.variation.input == "stream" else "", edgecolor="white",
-            )  # fmt: skip
-            panel.text(high + 0.015 * top, place, f"{row.median:,.0f}", va="center", color="#222222", fontsize=8)
-        panel.set_yticks(
-            range(len(shown)), [f"{row.variation.told()}  x {row.variation.towers}" for row in shown], fontsize=9
-        )
-        panel.set_ylim(tallest - 0.4, -0.6)  # bars of one thickness in all panels
-        panel.set_xlim(0, 1.12 * top)
-        one = [row.median for row in shown if row.efficiency and row.variation[:3] == ("towers", "cpu", 1)]
-        if one:
-            panel.axvline(one[0], color="#222222", linestyle=":", linewidth=1)
-        panel.set_xlabel(f"images/s, median and {rows[0].spread_of}; dotted: one tower")
+def plot(results: Sequence[CaseResult], facts: Mapping) -> bytes:
+    """PNG: a panel per precision, a bar with its spread per case, and a dotted line for one tower."""
+    by_precision: dict[str, list[CaseResult]] = {}
+    for result in sorted(results, key=lambda result: (result.case.precision, result.case.towers, -result.median)):
+        by_precision.setdefault(result.case.precision, []).append(result)
+    most_bars = max(map(len, by_precision.values()))
+    top = max(result.spread[1] for result in results)
+    figure = Figure((7.2 * len(by_precision), 1.6 + 0.3 * most_bars), layout="constrained")
+    panels = figure.subplots(1, len(by_precision), squeeze=False)
+    for panel, (precision, shown) in zip(panels[0], by_precision.items(), strict=True):
+        _draw_panel(panel, shown, top)
+        panel.set_ylim(most_bars - 0.4, -0.6)  # bars of equal height in all panels
         panel.set_title(precision)
-        panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{facts['recipe']}, batches of {facts['batch_size']:,}; {facts['processor']}, {facts['date']}")
-    return png(figure)
+    return report_io.to_png(figure)
 
 
-def page(rows: Sequence[Row], facts: Mapping, picture: bytes) -> str:
-    """One HTML file with everything in it."""
+def _draw_panel(panel: Axes, results: Sequence[CaseResult], top: float) -> None:
+    for position, result in enumerate(results):
+        low, high = result.spread
+        panel.barh(
+            position, result.median, xerr=[[result.median - low], [high - result.median]], height=0.75,
+            color=COLORS[result.case.strategy], ecolor="#444444", edgecolor="white",
+            hatch="//" if result.case.input == "stream" else "",
+        )  # fmt: skip
+        panel.text(high + 0.015 * top, position, f"{result.median:,.0f}", va="center", color="#222222", fontsize=8)
+        if result.efficiency and result.case[:3] == ("towers", "cpu", 1) and result.case.input == "constant":
+            panel.axvline(result.median, color="#222222", linestyle=":", linewidth=1)
+    labels = [f"{result.case.label()}  x {result.case.towers}" for result in results]
+    panel.set_yticks(range(len(results)), labels, fontsize=9)
+    panel.set_xlim(0, 1.12 * top)
+    panel.set_xlabel(f"images/s, median and {results[0].spread_of}; dotted: one tower")
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def make_page(results: Sequence[CaseResult], facts: Mapping, picture: bytes) -> str:
+    """One self-contained HTML file."""
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
-    results = Section(
+    section = Section(
         "Results",
-        conclude(rows, facts),
-        [[Picture(picture, "images a second of every variation")]],
-        [Table(_headings(rows), [_cells(row) for row in _sorted(rows)], text_columns=3)],
-        note=f"{READING} Measured in {facts['minutes']:.0f} minutes with {packages}.",
+        conclude(results, facts),
+        [[Picture(picture, "images per second of every case")]],
+        [Table(_headings(results), [_cells(result) for result in _sorted(results)], text_columns=3)],
+        note=f"{EXPLANATION} Measured in {facts['minutes']:.0f} minutes with {packages}.",
     )
-    return html_page.render(_title(facts), [results])
+    return html_page.render(_title(facts), [section])
 
 
-READING = (
-    "Every variation makes the same update from the same batch of the recipe's size, as in the middle of a run. "
-    "Images/s are the median over rounds, each of which visits all variations in a new order, after compilation; n is "
-    "rounds x timed steps of a visit. 'no exchange' are towers with variables of their own that never meet, which is "
-    "the most that towers could reach; 'stream' prepares the recipe's batches while the step runs, the rest repeats "
-    "one batch. Efficiency is images/s over those of one tower, times the devices there really are. The shares are of "
-    "the step's work, as TensorFlow's profiler saw it on one step, all towers together; 'waiting' is the share of time "
-    "in which the step waited for its input."
+EXPLANATION = (
+    "Every case makes the same update from the same batch of the recipe's size, as in the middle of a run. "
+    "Images/s are the median over rounds, each of which runs all cases in a new order, after compilation; n is rounds "
+    "x timed steps per round. 'no exchange' are independent towers with variables of their own, an upper bound for "
+    "towers. 'stream' prepares the recipe's batches while the step runs; the other cases repeat one batch. Efficiency "
+    "is images/s over those of one tower times the physical devices. The shares are of the step's work, summed over "
+    "towers, as TensorFlow's profiler measured it in one step. 'waiting' is the fraction of time in which the step "
+    "waited for its input."
 )

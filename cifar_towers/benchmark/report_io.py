@@ -1,4 +1,4 @@
-"""What all reports of measurements have in common: circumstances, a title, aligned text, files, pictures."""
+"""Shared parts of all benchmark reports: facts about the machine, title, table layout, files, pictures."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -14,25 +14,25 @@ from cifar_towers.reporting import environment
 from cifar_towers.towers.devices import gpu_names
 
 
-def make_directory(config: TrainConfig) -> None:
-    """The place for what is written, before anything is measured.
+def make_directory(directory: Path) -> None:
+    """Makes the directory for the results, before anything is measured.
 
     Raises:
       UsageError: it cannot be made.
     """
     try:
-        config.directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"train_dir={config.directory} cannot be made: {error.strerror}") from error
+        raise UsageError(f"train_dir={directory} cannot be made: {error.strerror}") from error
 
 
-def circumstances(config: TrainConfig, dataset: str) -> dict:
-    """What was measured, on what, and when."""
+def environment_facts(recipe: TrainConfig, dataset: str) -> dict:
+    """Recipe, machine and date of a measurement."""
     return {
-        "recipe": config.name,
-        "model": config.model,
-        "batch_size": config.batch_size,
-        "hard_example_pool": config.hard_example_pool,
+        "recipe": recipe.name,
+        "model": recipe.model,
+        "batch_size": recipe.batch_size,
+        "hard_example_pool": recipe.hard_example_pool,
         "dataset": dataset,
         "date": date.today().isoformat(),
         **environment.describe_machine(),
@@ -40,60 +40,62 @@ def circumstances(config: TrainConfig, dataset: str) -> dict:
     }
 
 
-def title(facts: Mapping, *what: str) -> str:
+def make_title(facts: Mapping, *subjects: str) -> str:
     """`speed94: speednet94, batches of 1,024; Abacus, 2 cores, 1 CPU; 2026-01-01`."""
     machine = [facts["processor"], f"{facts['cores']} cores"]
     machine += [f"{facts['devices']} {facts['kind']}"] if "kind" in facts else []
     machine += sorted(set(facts.get("gpus", ())))
-    return f"{facts['recipe']}: {', '.join(what)}; {', '.join(machine)}; {facts['date']}"
+    return f"{facts['recipe']}: {', '.join(subjects)}; {', '.join(machine)}; {facts['date']}"
 
 
-def align(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    """Lines of as many cells each, under each other; the columns `left` from the left, the others from the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+def format_table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+    """Aligned text of rows with equally many cells; the columns `left` are left-justified."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        for line in lines
+        for row in rows
     )
 
 
-def publish_text(
+def publish(
     directory: Path,
     name: str,
-    told: Mapping,
+    results: Mapping,
     parts: Sequence[str],
-    more: Mapping[str, str | bytes] = {},
+    extra_files: Mapping[str, str | bytes] = {},
     conclusion: str = "",
 ) -> None:
-    """Prints a report, and writes it to name.txt and what it tells to name.json.
+    """Prints a report, and writes it to <name>.txt and its results to <name>.json.
 
     Args:
-      more: contents of files beside these two. conclusion: stands at the end.
+      parts: paragraphs of the report.
+      extra_files: contents of further files, by name.
+      conclusion: printed last.
 
     Raises:
-      RunError: they cannot be written; what was measured has been printed.
+      RunError: the files cannot be written; the report has been printed.
     """
-    files = f"in {directory}: {', '.join((f'{name}.txt', f'{name}.json', *more))}"
+    files = f"in {directory}: {', '.join((f'{name}.txt', f'{name}.json', *extra_files))}"
     text = "\n\n".join(part for part in (*parts, files, conclusion) if part)
-    try:  # it may have taken hours: what cannot be printed is written all the same, and the other way round
+    try:  # hours of measurements are written even if they cannot be printed
         print(f"\n{text}", flush=True)
     finally:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            run_files.write_json(directory / f"{name}.json", told)
-            for file, content in {f"{name}.txt": text + "\n", **more}.items():
+            run_files.write_json(directory / f"{name}.json", results)
+            for file, content in {f"{name}.txt": text + "\n", **extra_files}.items():
                 atomic_io.write_whole(directory / file, content)
         except OSError as error:
             raise RunError(
-                f"{directory} cannot be written ({error_text(error)}); what is above is all there is"
+                f"{directory} cannot be written ({error_text(error)}); the results are only printed above"
             ) from error
 
 
-def png(figure: Figure) -> bytes:
-    """A figure as a picture."""
+def to_png(figure: Figure) -> bytes:
+    """A figure as a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=120, facecolor="white")
     return buffer.getvalue()

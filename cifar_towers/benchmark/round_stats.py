@@ -1,32 +1,32 @@
-"""What is known of something that was visited round after round."""
+"""Statistics over rounds of measurements."""
 
 import dataclasses
 import statistics
 
 from cifar_towers.benchmark.cases import BenchmarkCase
 
-QUARTERED = 5  # rounds from which on there are quartiles worth the name
+MIN_ROUNDS_FOR_QUARTILES = 5
 
 
 class RoundStats:
-    """Adds median and spread to what has `images_per_sec`, one number a round, and makes `steps` a round."""
+    """Adds median and spread to a class with `images_per_sec`, one number per round, of `steps` steps each."""
 
     images_per_sec: list[float]
     steps: int
 
     @property
     def median(self) -> float:
-        """Images a second."""
+        """Images per second."""
         return statistics.median(self.images_per_sec)
 
     @property
     def spread_of(self) -> str:
-        """What the spread is: `quartiles`, or of few rounds `min-max`. All that were visited together have as many."""
-        return "quartiles" if len(self.images_per_sec) >= QUARTERED else "min-max"
+        """What `spread` is: `quartiles`, or `min-max` of few rounds."""
+        return "quartiles" if len(self.images_per_sec) >= MIN_ROUNDS_FOR_QUARTILES else "min-max"
 
     @property
     def spread(self) -> tuple[float, float]:
-        """A quarter of the rounds were slower than the first, a quarter faster than the second; with min-max none."""
+        """Lower and upper quartile, or minimum and maximum."""
         if self.spread_of == "min-max":
             return min(self.images_per_sec), max(self.images_per_sec)
         low, _, high = statistics.quantiles(self.images_per_sec, n=4, method="inclusive")
@@ -39,19 +39,19 @@ class RoundStats:
 
 
 @dataclasses.dataclass
-class Row(RoundStats):
-    """What was measured of one variation. `images_per_sec` holds one number a round."""
+class CaseResult(RoundStats):
+    """Measurements of one benchmark case."""
 
-    variation: BenchmarkCase
+    case: BenchmarkCase
     compile_seconds: float = 0.0
-    step_seconds: float = 0.0  # of one step after the first, to plan by
-    steps: int = 0  # that a visit times
+    step_seconds: float = 0.0  # of the second step; plans the number of timed steps
+    steps: int = 0  # timed in each round
     images_per_sec: list[float] = dataclasses.field(default_factory=list)
-    waits: list[float] = dataclasses.field(default_factory=list)  # a round: share of the time waiting for input
-    shares: dict[str, float] = dataclasses.field(default_factory=dict)
-    efficiency: float = 0.0  # images/s over those of one tower and the devices there are
+    waits: list[float] = dataclasses.field(default_factory=list)  # fraction of each round spent waiting for input
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)  # of the step's work, by part
+    efficiency: float = 0.0  # images/s over those of one tower times the physical devices
 
     @property
     def waiting(self) -> float:
-        """Share of the time in which the step waited for its input."""
+        """Fraction of the time in which the step waited for its input."""
         return statistics.median(self.waits)

@@ -1,207 +1,170 @@
-"""The measurement: every variation in turn, round after round, so that a machine's moods fall on all of them alike."""
+"""Times a recipe's step in all benchmark cases, interleaved in random order so that machine noise is shared."""
 
 import math
-import multiprocessing
 import random
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 import tensorflow as tf
 
 from cifar_towers.benchmark import report
-from cifar_towers.benchmark.cases import BenchmarkCase, grid
-from cifar_towers.benchmark.report_io import circumstances, make_directory
-from cifar_towers.benchmark.round_stats import Row
-from cifar_towers.cli import tf_import
-from cifar_towers.cli.tool_configs import BenchmarkConfig
+from cifar_towers.benchmark.cases import BenchmarkCase, make_cases
+from cifar_towers.benchmark.report_io import environment_facts, make_directory
+from cifar_towers.benchmark.round_stats import CaseResult
+from cifar_towers.benchmark.settings import BenchmarkConfig
+from cifar_towers.benchmark.worker_process import open_worker
 from cifar_towers.config.settings import split_names
 from cifar_towers.data.batches import NUM_PREFETCHED
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.towers import communication
 from cifar_towers.training import precision
 
-FEWEST_ROUNDS, MOST_ROUNDS, FEWEST_STEPS = 3, 15, 3
-VISIT_SECONDS = 2.0  # a visit to a variation makes as many steps as take about this long
+MIN_ROUNDS, MAX_ROUNDS, MIN_TIMED_STEPS = 3, 15, 3
+VISIT_SECONDS = 2.0  # target duration of the timed steps of a case in one round
+PREDICTED_DEVICES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def run(config: BenchmarkConfig) -> None:
-    """Measures, prints the table with a conclusion or a prediction, and writes them to the config's directory."""
+def run_benchmark(config: BenchmarkConfig, initializer: Callable[[], None]) -> None:
+    """Measures, prints the table with a conclusion or a prediction, and writes them to the config's directory.
+
+    Args:
+      initializer: called first in every worker process; imports TensorFlow.
+    """
     start = time.monotonic()
-    make_directory(config)
-    counts, variations = _plan(config)
+    make_directory(config.directory)
+    counts, cases = _plan(config)
     with ExitStack() as stack:
         workers, devices = {}, {}
         for count in counts:  # one after another: the first may have to download the data
-            workers[count] = stack.enter_context(open_worker(config, count))
+            workers[count] = stack.enter_context(open_worker(config, count, initializer))
             devices[count] = workers[count]()
-        rows = _prepare(variations, workers)
-        _refuse_without_runs(rows)
-        _measure(rows, workers, config, start)
-        _refuse_without_runs(rows)
-        _profile(rows, workers)
-        predictions = _predict(config, rows[0], workers) if config.predict else []
-    set_efficiency(rows, devices)
-    facts = circumstances(config, devices[counts[0]]["dataset"]) | {
+        results = _prepare(cases, workers)
+        _require_trainable(results)
+        _measure(results, workers, config, start)
+        _require_trainable(results)
+        _profile(results, workers)
+        predictions = _predict(config, results[0], workers) if config.predict else []
+    set_efficiency(results, {count: each["physical"] for count, each in devices.items()})
+    facts = environment_facts(config.recipe, devices[counts[0]]["dataset"]) | {
         "kind": devices[counts[0]]["kind"],
-        "devices": max(found["physical"] for found in devices.values()),
+        "devices": max(each["physical"] for each in devices.values()),
         "minutes": (time.monotonic() - start) / 60,
     }
     if config.predict:
-        report.publish_prediction(config.directory, facts, rows[0], predictions, config.link_gb_per_s)
+        report.publish_prediction(config.directory, facts, results[0], predictions, config.link_gb_per_s)
     else:
-        report.publish(config.directory, facts, rows)
+        report.publish(config.directory, facts, results)
 
 
 def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[BenchmarkCase]]:
-    """Numbers of towers, and what to measure."""
+    """Numbers of towers, and the cases to measure."""
     gpus = len(tf.config.get_visible_devices("GPU"))
-    asked = split_names(config.precisions)
     device = "GPU" if gpus else "CPU"
-    default = [precision.choose(config.precision, device)[0], *precision.native_halves(device), "float32"]
-    precisions = list(dict.fromkeys(asked or default))
+    default = [precision.choose(config.recipe.precision, device)[0], *precision.native_halves(device), "float32"]
+    precisions = list(dict.fromkeys(split_names(config.precisions) or default))
     if config.predict:
         return (1,), [BenchmarkCase("towers", "round_robin" if gpus else "cpu", 1, precisions[0])]
-    counts = config.tower_counts or tuple(n for n in _doubled(gpus or 4) if config.batch_size % n == 0)
-    return counts, grid(counts, precisions, config.peers, on_gpus=bool(gpus))
+    counts = config.tower_counts or tuple(n for n in _powers_of_two(gpus or 4) if config.recipe.batch_size % n == 0)
+    return counts, make_cases(counts, precisions, config.peers, on_gpus=bool(gpus))
 
 
-def _predict(config: BenchmarkConfig, row: Row, workers: dict) -> list[communication.Prediction]:
-    """What the cost model makes of one tower's time."""
-    variables, example_bytes = workers[1](("exchanged", row.variation))
-    seconds = config.batch_size / row.median
-    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= config.batch_size]
-    return communication.predict(seconds, variables, config.batch_size, example_bytes, config.link_gb_per_s, counts)
+def _powers_of_two(limit: int) -> list[int]:
+    """1, 2, 4, .. and the limit itself."""
+    return sorted({*(2**power for power in range(limit.bit_length())), limit})
 
 
-def _doubled(most: int) -> tuple[int, ...]:
-    return tuple(sorted({*(2**power for power in range(most.bit_length()) if 2**power <= most), most}))
-
-
-@contextmanager
-def open_worker(config: BenchmarkConfig, count: int):
-    """A process with `count` towers, as a function that sends an order, if one is given, and returns the answer."""
-    spawn = multiprocessing.get_context("spawn")  # TensorFlow does not survive a fork
-    connection, theirs = spawn.Pipe()
-    ask = asking(connection, count)
-    process = spawn.Process(target=tf_import.serve_benchmark, args=(config, count, theirs), daemon=True)
-    ctrl_c = {signal.SIGINT}  # is for the process that asks, whose end ends this one
-    signal.pthread_sigmask(signal.SIG_BLOCK, ctrl_c)  # what is started has it blocked too
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ctrl_c)
-    theirs.close()
-    try:
-        yield ask
-        with suppress(ConnectionError):  # it has ended by itself
-            connection.send(None)
-        process.join(10)
-    finally:  # after an error or a signal it may be in the middle of a step
-        process.terminate()
-
-
-def asking(connection: Connection, count: int) -> Callable:
-    """A function that sends an order, if one is given, to the process of `count` towers, and returns the answer.
-
-    Raises:
-      RunError: that is the answer, or the process has ended.
-    """
-
-    def ask(order: tuple | None = None):
+def _prepare(cases: list[BenchmarkCase], workers: Mapping[int, Callable]) -> list[CaseResult]:
+    """Traces and compiles all cases; logs and leaves out those that fail."""
+    results = []
+    for number, case in enumerate(cases, 1):
+        label = f"compiling {number}/{len(cases)}: {case.towers} x {case.label()}, {case.precision}"
         try:
-            if order:
-                connection.send(order)
-            answer = connection.recv()
-        except (EOFError, ConnectionError):
-            raise RunError(f"the process of {count} towers has ended; its last words are above") from None
-        if isinstance(answer, RunError):
-            raise answer
-        return answer
-
-    return ask
+            compile_seconds, step_seconds = workers[case.towers](("prepare", case))
+        except RunError as error:
+            print(f"{label}: left out: {error}", flush=True)
+            continue
+        print(f"{label}: {compile_seconds:.0f} s, a step {step_seconds:.2f} s", flush=True)
+        results.append(CaseResult(case, compile_seconds, step_seconds))
+    return results
 
 
-def _refuse_without_runs(rows: list[Row]) -> None:
-    """Raises a UsageError where no way to train is left."""
-    if not any(row.variation.trains for row in rows):
+def _require_trainable(results: list[CaseResult]) -> None:
+    """Raises a UsageError if no case is left that could be recommended."""
+    if not any(result.case.trains for result in results):
         raise UsageError("nothing could be measured; the lines above say why")
 
 
-def _profile(rows: list[Row], workers: dict) -> None:
-    """Adds the shares of a step; a row whose step cannot be profiled has none."""
-    for row in rows:
-        if row.variation.trains:
-            try:
-                row.shares = workers[row.variation.towers](("profile", row.variation))
-            except RunError as error:
-                print(f"no shares: {row.variation.towers} x {row.variation.told()}: {error}", flush=True)
-
-
-def _prepare(variations: list[BenchmarkCase], workers: dict) -> list[Row]:
-    """Traces and compiles everything; what this machine cannot do is said and left out."""
-    rows = []
-    for number, variation in enumerate(variations, 1):
-        told = f"compiling {number}/{len(variations)}: {variation.towers} x {variation.told()}, {variation.precision}"
-        try:
-            compiling, step = workers[variation.towers](("build", variation))
-        except RunError as error:
-            print(f"{told}: left out: {error}", flush=True)
-            continue
-        print(f"{told}: {compiling:.0f} s, a step {step:.2f} s", flush=True)
-        rows.append(Row(variation, compiling, step))
-    return rows
-
-
-def _measure(rows: list[Row], workers: dict, config: BenchmarkConfig, start: float) -> None:
-    """Rounds of short visits to every variation, in another order each time, for as long as there is time. A row whose
-    steps cannot be made any more is taken out."""
-    visit_seconds = min(VISIT_SECONDS, 60 * config.minutes / (FEWEST_ROUNDS * len(rows)))
-    for row in rows:
-        row.steps = max(FEWEST_STEPS, math.ceil(visit_seconds / row.step_seconds))
-    visits = list(rows)
-    round_seconds = sum((_passed_over(row) + row.steps) * row.step_seconds for row in visits)
-    profiling = 2 * sum(row.step_seconds for row in rows)
-    left = 60 * config.minutes - (time.monotonic() - start) - profiling
-    rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(left / round_seconds)))
+def _measure(results: list[CaseResult], workers: Mapping[int, Callable], config: BenchmarkConfig, start: float) -> None:
+    """Rounds over all cases, in another order each time, until `config.minutes` are over. Removes cases that fail."""
+    visit_seconds = min(VISIT_SECONDS, 60 * config.minutes / (MIN_ROUNDS * len(results)))
+    for result in results:
+        result.steps = max(MIN_TIMED_STEPS, math.ceil(visit_seconds / result.step_seconds))
+    round_seconds = sum((_warm_up_steps(result) + result.steps) * result.step_seconds for result in results)
+    profile_seconds = 2 * sum(result.step_seconds for result in results)
+    seconds_left = 60 * config.minutes - (time.monotonic() - start) - profile_seconds
+    rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, int(seconds_left / round_seconds)))
+    order = list(results)
     for number in range(rounds):
         print(f"round {number + 1}/{rounds}, about {round_seconds:.0f} s", flush=True)
-        random.Random(number).shuffle(visits)
-        for row in list(visits):
+        random.Random(number).shuffle(order)
+        for result in list(order):
             try:
-                told = workers[row.variation.towers](("run", row.variation, _passed_over(row) + row.steps))
-            except RunError as error:  # as where memory has become short; the others go on
-                print(f"left out: {row.variation.towers} x {row.variation.told()}: {error}", flush=True)
-                visits.remove(row)
-                rows.remove(row)
-                continue
-            seconds, waiting = (told[name][_passed_over(row) :] for name in ("seconds", "waiting"))
-            row.images_per_sec.append(config.batch_size * len(seconds) / sum(seconds))
-            row.waits.append(sum(waiting) / sum(seconds))
+                _visit(result, workers[result.case.towers], config.recipe.batch_size)
+            except RunError as error:  # for example out of memory; the other cases are still measured
+                print(f"left out: {result.case.towers} x {result.case.label()}: {error}", flush=True)
+                order.remove(result)
+                results.remove(result)
 
 
-def _passed_over(row: Row) -> int:
-    """A visit's first steps that do not count: one, which finds the memory as another left it, and those on batches
-    that were made ahead while others were measured, which tell nothing of the input."""
-    return 1 + NUM_PREFETCHED * (row.variation.input == "stream")
+def _visit(result: CaseResult, request: Callable, batch_size: int) -> None:
+    """Adds one round's timing to a result."""
+    warm_up = _warm_up_steps(result)
+    times = request(("run_steps", result.case, warm_up + result.steps))
+    seconds, waiting = times["seconds"][warm_up:], times["waiting"][warm_up:]
+    result.images_per_sec.append(batch_size * len(seconds) / sum(seconds))
+    result.waits.append(sum(waiting) / sum(seconds))
 
 
-def set_efficiency(rows: list[Row], devices: dict) -> None:
-    """Images/s against those of one tower with the same precision, where its variables are best placed, times the
-    devices that K towers really have."""
-    one: dict[str, float] = {}
-    for row in _alike(rows, towers=1, strategy="towers", input="constant"):
-        one[row.variation.precision] = max(row.median, one.get(row.variation.precision, 0.0))
-    for row in rows:
-        if row.variation.precision in one:
-            ideal = one[row.variation.precision] * devices[row.variation.towers]["physical"]
-            row.efficiency = row.median / ideal
+def _warm_up_steps(result: CaseResult) -> int:
+    """Untimed first steps of a visit: one that warms the caches, and those on batches that were prefetched while other
+    cases ran, which never wait for input."""
+    return 1 + NUM_PREFETCHED * (result.case.input == "stream")
 
 
-def _alike(rows: list[Row], **wanted) -> Iterator[Row]:
-    """The rows whose variation has these values."""
-    for row in rows:
-        if all(getattr(row.variation, name) == value for name, value in wanted.items()):
-            yield row
+def _profile(results: list[CaseResult], workers: Mapping[int, Callable]) -> None:
+    """Adds the shares of a step; a case whose step cannot be profiled has none."""
+    for result in results:
+        if result.case.trains:
+            try:
+                result.shares = workers[result.case.towers](("profile", result.case))
+            except RunError as error:
+                print(f"not profiled: {result.case.towers} x {result.case.label()}: {error}", flush=True)
+
+
+def _predict(
+    config: BenchmarkConfig, result: CaseResult, workers: Mapping[int, Callable]
+) -> list[communication.Prediction]:
+    """The cost model's prediction from one tower's time."""
+    variables, example_bytes = workers[1](("cost_model_inputs", result.case))
+    batch_size = config.recipe.batch_size
+    counts = [count for count in PREDICTED_DEVICES if count <= batch_size]
+    seconds = batch_size / result.median
+    return communication.predict(seconds, variables, batch_size, example_bytes, config.link_gb_per_s, counts)
+
+
+def set_efficiency(results: list[CaseResult], num_devices: Mapping[int, int]) -> None:
+    """Sets images/s over those of one tower (same precision, best placement) times the physical devices in use.
+
+    Args:
+      num_devices: number of towers -> physical devices under them.
+    """
+    one_tower: dict[str, float] = {}
+    for result in results:
+        case = result.case
+        if (case.towers, case.strategy, case.input) == (1, "towers", "constant"):
+            one_tower[case.precision] = max(result.median, one_tower.get(case.precision, 0.0))
+    for result in results:
+        if result.case.precision in one_tower:
+            ideal = one_tower[result.case.precision] * num_devices[result.case.towers]
+            result.efficiency = result.median / ideal

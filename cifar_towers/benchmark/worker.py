@@ -1,85 +1,90 @@
-"""A process that has opened some number of towers and times variations of the step when it is told to.
+"""Prepares and times benchmark cases on a fixed number of towers, on request.
 
-Threads an operation and logical devices are fixed for a process, so every number of towers has a worker of its own;
-all wait while one works.
+Threads per operation and logical devices are fixed for a process, so every number of towers has a process of its own.
+All are idle while one works.
 """
 
+import dataclasses
 import time
 import traceback
 from multiprocessing.connection import Connection
 
 import tensorflow as tf
 
-from cifar_towers.benchmark.cases import BenchmarkCase, PreparedCase, build
-from cifar_towers.cli.tool_configs import BenchmarkConfig
+from cifar_towers.benchmark.cases import BenchmarkCase, PreparedCase, prepare_case
+from cifar_towers.benchmark.settings import BenchmarkConfig
 from cifar_towers.data import sources
 from cifar_towers.errors import RunError, UsageError, error_text
 from cifar_towers.reporting.profiler import profiled
-from cifar_towers.training import build as setup
-from cifar_towers.training import devices
+from cifar_towers.training import build
+from cifar_towers.training.devices import setup_towers
 
-EXPECTED = (ValueError, NotImplementedError, MemoryError, tf.errors.OpError)  # what a machine or a net may not have
+EXPECTED_ERRORS = (ValueError, NotImplementedError, MemoryError, tf.errors.OpError)  # a case this machine cannot run
 
 
-def serve(config: BenchmarkConfig, towers: int, connection: Connection) -> None:
-    """Answers ("build" | "run" | "profile" | "exchanged", ...) until it gets nothing; a UsageError is
-    the answer to an order that fails, as it may where memory is short."""
+def serve(config: BenchmarkConfig, num_towers: int, connection: Connection) -> None:
+    """Sends a description of the towers, then a response to each request until it receives None.
+
+    A request is the name of a method of `Worker` and its arguments. The response to one that fails is a UsageError.
+    """
     try:
-        worker = _Worker(config, towers)
-        connection.send(worker.introduce())
-        while order := connection.recv():
-            name, *arguments = order
+        worker = Worker(config, num_towers)
+        connection.send(worker.describe())
+        while request := connection.recv():
+            name, *arguments = request
             try:
-                answer = getattr(worker, name)(*arguments)
-            except Exception as error:  # whatever it is, it is of one variation, and the others go on
-                if not isinstance(error, EXPECTED):
+                response = getattr(worker, name)(*arguments)
+            except Exception as error:  # it concerns one case; the others can still be measured
+                if not isinstance(error, EXPECTED_ERRORS):
                     traceback.print_exc()
-                answer = UsageError(error_text(error) or type(error).__name__)
-            connection.send(answer)
+                response = UsageError(error_text(error) or type(error).__name__)
+            connection.send(response)
     except RunError as error:
         connection.send(error)
-    except (EOFError, ConnectionError):  # the process that asks has gone
+    except (EOFError, ConnectionError):  # the parent process has ended
         return
 
 
-class _Worker:
-    def __init__(self, config: BenchmarkConfig, towers: int):
-        self.config = config
-        self.towers = devices.setup_towers(config.replace_recipe(num_gpus=towers))
-        source = sources.find(config.dataset, config.data_dir)
-        _, dataset = setup.load_data(config, source)
-        self.train, self.dataset = dataset.train, dataset.name
-        self.built: dict[BenchmarkCase, PreparedCase] = {}
+class Worker:
+    """Towers, data and the cases that have been prepared on them."""
 
-    def introduce(self) -> dict:
-        """What the towers are."""
+    def __init__(self, config: BenchmarkConfig, num_towers: int):
+        self.config = config
+        self.towers = setup_towers(dataclasses.replace(config.recipe, num_gpus=num_towers))
+        source = sources.find(config.recipe.dataset, config.recipe.data_dir)
+        _, dataset = build.load_data(config.recipe, source)
+        self.train, self.dataset = dataset.train, dataset.name
+        self.prepared: dict[BenchmarkCase, PreparedCase] = {}
+
+    def describe(self) -> dict:
+        """Kind and number of physical devices under the towers, and the data set's name."""
         kind = "GPU" if "GPU" in self.towers[0].device else "CPU"
         physical = len(tf.config.get_visible_devices(kind)) if kind == "GPU" else 1
         return {"kind": kind, "physical": min(physical, len(self.towers)), "dataset": self.dataset}
 
-    def build(self, variation: BenchmarkCase) -> tuple[float, float]:
-        """Seconds until the first step is done, with tracing and compilation; and of the second."""
+    def prepare(self, case: BenchmarkCase) -> tuple[float, float]:
+        """Seconds until the first step is done, tracing and compilation included; seconds of the second step."""
         start = time.perf_counter()
-        built = build(self.config, variation, self.towers, self.train)
-        list(built.run(1))
-        self.built[variation] = built
+        prepared = prepare_case(self.config, case, self.towers, self.train)
+        list(prepared.run_steps(1))
+        self.prepared[case] = prepared
         first = time.perf_counter() - start
-        ((second, _),) = self.built[variation].run(1)
+        ((second, _),) = prepared.run_steps(1)
         return first, second
 
-    def run(self, variation: BenchmarkCase, steps: int) -> dict:
-        """Seconds of each step, and seconds of them waiting for input."""
-        timed = list(self.built[variation].run(steps))
+    def run_steps(self, case: BenchmarkCase, steps: int) -> dict[str, list[float]]:
+        """Seconds of each step, and the part of them waiting for input."""
+        times = list(self.prepared[case].run_steps(steps))
         return {
-            "seconds": [float(seconds) for seconds, _ in timed],
-            "waiting": [float(waiting) for _, waiting in timed],
+            "seconds": [float(seconds) for seconds, _ in times],
+            "waiting": [float(waiting) for _, waiting in times],
         }
 
-    def exchanged(self, variation: BenchmarkCase) -> tuple[tuple, int]:
-        """The model's variables for the cost model, and the bytes of one example."""
-        return self.built[variation].variables, self.built[variation].example_bytes
+    def cost_model_inputs(self, case: BenchmarkCase) -> tuple[tuple, int]:
+        """The model's variables, and the bytes of one example."""
+        return self.prepared[case].variables, self.prepared[case].example_bytes
 
-    def profile(self, variation: BenchmarkCase) -> dict[str, float]:
-        """Shares of a step's work, of all towers together."""
-        call = self.built[variation].call
-        return profiled(call).shares() if call else {}
+    def profile(self, case: BenchmarkCase) -> dict[str, float]:
+        """Shares of a step's work, summed over towers; empty for a case that cannot be profiled."""
+        step = self.prepared[case].step
+        return profiled(step).shares() if step else {}

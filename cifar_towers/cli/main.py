@@ -10,19 +10,18 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from cifar_towers.benchmark.settings import BenchmarkConfig, SpeedrunConfig
 from cifar_towers.cli.cluster import join_cluster, resolve_cluster
 from cifar_towers.cli.flags import Config, parse_command_line
 from cifar_towers.cli.shutdown import ShutdownHandler
-from cifar_towers.cli.tf_import import import_tensorflow, script
+from cifar_towers.cli.tf_import import import_tensorflow
 from cifar_towers.cli.tool_configs import (
-    BenchmarkConfig,
     CompareConfig,
     EvaluateConfig,
     ExportConfig,
     LaunchConfig,
     PredictConfig,
     ReportConfig,
-    SpeedrunConfig,
 )
 from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.errors import Interrupted, RunError, UsageError, error_line, error_text
@@ -83,12 +82,13 @@ def launch(stop: ShutdownHandler) -> int:
         training.tower_batch_size(max(training.num_gpus, 1) * config.num_workers)
     else:
         resolve_cluster(training, os.environ)
+    from cifar_towers.benchmark.processes import script_path
     from cifar_towers.multi_worker import launcher
 
     stop.announce = lambda line: None  # the workers announce it
     stop.defer_signals()
     return launcher.launch(
-        [sys.executable, script("train.py"), *config.command],
+        [sys.executable, script_path("train.py"), *config.command],
         config.num_workers,
         config.max_restarts,
         log.info,
@@ -194,12 +194,13 @@ def benchmark(stop: ShutdownHandler) -> None:
         "Measures a recipe's step on this machine: placements, strategies, numbers of towers.\n\n"
         "  benchmark.py --flagfile=configs/speed94.cfg --towers=1,2,4",
     )
-    config = dataclasses.replace(config, hard_example_pool=0)  # a step is measured, not how its examples are found
+    recipe = dataclasses.replace(config.recipe, hard_example_pool=0)  # the bare step, without selecting examples
+    config = dataclasses.replace(config, recipe=recipe)
     stop.exit_immediately_from_now("the benchmark ends unfinished; the same command starts it again")
-    _find_data(config)
+    _find_data(recipe)
     from cifar_towers.benchmark import runner
 
-    runner.run(config)
+    runner.run_benchmark(config, initializer=import_tensorflow)
 
 
 @_program
@@ -213,10 +214,10 @@ def speedrun(stop: ShutdownHandler) -> None:
         "  speedrun.py --flagfile=configs/speed94.cfg --target=0.94 --seeds=0,1,2",
     )
     stop.exit_immediately_from_now("the seeds that are done are kept; the same command goes on")
-    source = _find_data(config)
+    source = _find_data(config.recipe)
     from cifar_towers.benchmark import race
 
-    race.run(config, source)
+    race.run_race(config, source)
 
 
 def _begin(config_class: type[Config], stop: ShutdownHandler, left: str, description: str) -> Config:

@@ -1,12 +1,9 @@
-"""How the project's processes start: TensorFlow without its notes, and the programs by name."""
+"""Importing TensorFlow quietly, configured as this project needs it."""
 
 import logging
 import os
 import tempfile
-from multiprocessing.connection import Connection
-from pathlib import Path
 
-from cifar_towers.cli.tool_configs import BenchmarkConfig
 from cifar_towers.errors import UsageError, caused_by_interrupt
 
 
@@ -41,23 +38,3 @@ def import_tensorflow() -> None:
         finally:
             os.dup2(terminal, 2)
             os.close(terminal)
-
-
-def script(name: str) -> str:
-    """The path of a program in `scripts/`, for processes that are started as a user starts them.
-
-    Raises:
-      UsageError: there is none, as in an installed copy.
-    """
-    path = Path(__file__).resolve().parents[2] / "scripts" / name
-    if not path.exists():
-        raise UsageError(f"{path} is not there; this wants a checkout of the project: git clone it, and start it there")
-    return str(path)
-
-
-def serve_benchmark(config: BenchmarkConfig, towers: int, connection: Connection) -> None:
-    """What a process of the benchmark runs that has `towers` towers."""
-    import_tensorflow()
-    from cifar_towers.benchmark import worker
-
-    worker.serve(config, towers, connection)

@@ -1,21 +1,13 @@
 """Every setting of the programs beside `train.py`. Like config.py it must not import TensorFlow."""
 
 import dataclasses
-from pathlib import Path
 from typing import ClassVar
 
 from cifar_towers.config import DeviceConfig, TrainConfig
-from cifar_towers.config.settings import REST, check_limits, parse_names, setting
+from cifar_towers.config.settings import REST, check_limits, setting
 from cifar_towers.errors import DataError, UsageError, describe_exit_codes
-from cifar_towers.registry import MODELS, TTA_LEVELS, check_dataset, check_model, describe_tta_levels
+from cifar_towers.registry import TTA_LEVELS, check_dataset, check_model, describe_tta_levels
 
-PEERS = {  # of the race, and the nets each of them has
-    "pytorch": ("speednet94", "resnet20"),
-    "pytorch-compiled": ("speednet94", "resnet20"),
-    "keras": MODELS,
-    "keras-mirrored": MODELS,
-    "tutorial": ("cifarnet",),
-}
 EXPORTS = ("saved_model", "keras", "litert", "onnx")
 
 
@@ -133,110 +125,6 @@ class ReportConfig:
     def __post_init__(self):
         if not self.runs:
             raise UsageError("which runs? write: report.py runs/one [runs/other ...] [--out=FILE]")
-
-
-@dataclasses.dataclass(frozen=True)
-class BenchmarkConfig(TrainConfig):
-    """A recipe, and how to measure its step. Placement, strategy and number of towers are what is varied."""
-
-    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or what it started failed"
-
-    towers: str = setting("", "Benchmark", "numbers of towers; by default 1,2,4, or 1 to all GPUs by doubling")
-    precisions: str = setting("", "Benchmark", "what to compute in; by default what precision says, and float32")
-    minutes: float = setting(12.0, "Benchmark", "how long to measure, at least three rounds", low=0)
-    peers: bool = setting(True, "Benchmark", "measure Keras fit with stock layers, mirrored for several towers, too")
-    predict: bool = setting(
-        False,
-        "Benchmark",
-        "measure one tower only, and compute what 1 to 64 devices with links of link_gb_per_s would do",
-    )
-    link_gb_per_s: float = setting(
-        16.0, "Benchmark", "for predict: a device's link each way, in 10^9 bytes/s", low=1e-3
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.predict and self.towers:
-            raise UsageError(f"towers={self.towers} is not for predict, which measures one; leave one of them")
-        if not self.gpu_memory_growth:
-            raise UsageError(
-                "gpu_memory_growth is needed by the benchmark, whose processes share the GPUs; leave it on"
-            )
-        for count in self.tower_counts:
-            self.tower_batch_size(count)
-        parse_names("precisions", self.precisions, ("float32", "bfloat16", "float16"))
-        varied = ("strategy", "variable_placement", "parallelism", "num_gpus")
-        for name in varied:
-            if getattr(self, name) != getattr(TrainConfig, name):
-                raise UsageError(f"{name} is not for the benchmark, which varies {', '.join(varied)} itself; leave it")
-
-    def _check_parallelism(self) -> None:
-        """What goes together is seen when the settings are `varied`."""
-
-    @property
-    def tower_counts(self) -> tuple[int, ...]:
-        """`towers` as numbers; empty if it is to be found out."""
-        try:
-            counts = tuple(int(part) for part in self.towers.split(",")) if self.towers else ()
-        except ValueError:
-            raise UsageError(f"towers={self.towers} is not a list of whole numbers; write --towers=1,2,4") from None
-        if any(count < 1 for count in counts):
-            raise UsageError(f"towers={self.towers}: a number of towers is 1 or more")
-        return tuple(sorted(set(counts)))
-
-    @property
-    def directory(self) -> Path:
-        """`train_dir`, or its default."""
-        return Path(self.train_dir or f"runs/benchmark-{self.name}")
-
-
-@dataclasses.dataclass(frozen=True)
-class SpeedrunConfig(TrainConfig):
-    """A recipe, the seeds it is raced over, and whom its step is run beside."""
-
-    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or what it started failed"
-
-    seeds: str = setting("0,1,2,3,4", "Run", "seeds to train, one after another; empty: only the side-by-side")
-    target: float = setting(
-        0.0,
-        "Race",
-        "the fraction that the mean test accuracy, with the recipe's TTA, is to reach; 0: none",
-        low=0,
-        high=1,
-    )
-    rounds: int = setting(
-        3,
-        "Race",
-        "visits to each contestant of the side-by-side, in another order each time; 0: no side-by-side",
-        low=0,
-    )
-    peers: str = setting("", "Race", f"who else runs: some of {', '.join(PEERS)}; by default all that have the net")
-    precisions: str = setting(
-        "", "Race", "what the side-by-side computes in; by default what precision says, and float32"
-    )
-    peer_python: str = setting("", "Race", "the Python that has PyTorch; by default the one that runs this")
-
-    def __post_init__(self):
-        if self.seed and self.seeds == SpeedrunConfig.seeds:
-            raise UsageError(f"seed={self.seed} is not for a race, which takes several; write --seeds={self.seed}")
-        super().__post_init__()
-        parse_names("precisions", self.precisions, ("float32", "bfloat16"))
-        for name in parse_names("peers", self.peers, tuple(PEERS)):
-            if self.model not in PEERS[name]:
-                raise UsageError(f"peers={self.peers}: {name} has no {self.model}; leave it")
-        if self.strategy == "multi_worker":
-            raise UsageError("strategy=multi_worker is not for a race, which starts its own processes; leave it")
-        if self.target_accuracy:
-            raise UsageError(
-                "target_accuracy ends a run early, and a race is over whole runs; give --target, the mean's"
-            )
-        if not self.seeds and not self.rounds:
-            raise UsageError("seeds is empty and rounds=0, which leave nothing to do; give one of them")
-
-    @property
-    def directory(self) -> Path:
-        """`train_dir`, or its default."""
-        return Path(self.train_dir or f"runs/speedrun-{self.name}")
 
 
 @dataclasses.dataclass(frozen=True)

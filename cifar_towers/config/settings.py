@@ -15,6 +15,7 @@ RENAMED = {  # earlier name, still in the files of earlier runs -> today's
     "threads_per_op": "intra_op_threads",
 }
 REST = "the rest"  # the group of a setting that is not a flag: it takes what else stands on the command line
+RECIPE = "the recipe"  # the group of a setting that holds a TrainConfig, which is made from flags of its own
 
 
 def setting(

@@ -275,11 +275,6 @@ class TrainConfig(DeviceConfig):
         """Steps between evaluations before the end of a run; 0: none."""
         return max(1, round(self.eval_every_epochs * length.steps_per_epoch)) if self.eval_every_epochs else 0
 
-    def replace_recipe(self, **changes) -> "TrainConfig":
-        """The settings of `TrainConfig` alone, some of them changed."""
-        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(TrainConfig)}
-        return TrainConfig(**settings | changes)
-
     @property
     def user_model(self) -> tuple[str, str] | None:
         """`split_user_model` of `model`."""

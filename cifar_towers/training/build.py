@@ -1,5 +1,6 @@
 """From settings to parts: data, model, state and step. Below here, functions take plain values."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -196,9 +197,8 @@ def make_training(
 
 def proxy_config(config: TrainConfig) -> TrainConfig:
     """The recipe of the net that picks the hardest examples for `config`'s: the same, on all, without averages."""
-    return config.replace_recipe(
-        model="speednet_proxy", batch_size=config.hard_example_pool, hard_example_pool=0, ema_decay=0.0, lookahead=False
-    )
+    changes = {"model": "speednet_proxy", "batch_size": config.hard_example_pool, "hard_example_pool": 0}
+    return dataclasses.replace(config, **changes, ema_decay=0.0, lookahead=False)
 
 
 def make_state(

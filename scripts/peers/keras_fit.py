@@ -30,8 +30,8 @@ def main() -> None:
     if model_spec(given.model).whitening:
         options["whitening"] = whitening_kernel([data["images"]])
     model = MODELS[given.model](**options)
-    run = baselines.fit_arrays(model, towers, data["images"], data["labels"], given.batch_size)
-    protocol.serve(run, given.batch_size, given.steps, baselines.count_trained(model))
+    run = baselines.make_array_fit(model, towers, data["images"], data["labels"], given.batch_size)
+    protocol.serve(run, given.batch_size, given.steps, baselines.num_trained_parameters(model))
 
 
 if __name__ == "__main__":

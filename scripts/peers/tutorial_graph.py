@@ -30,7 +30,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     if (given.model, given.precision) != ("cifarnet", "float32"):
-        protocol.leave("the tutorial has one net in one precision; give --model=cifarnet --precision=float32")
+        protocol.leave("the tutorial has one model in one precision; give --model=cifarnet --precision=float32")
     data = protocol.load(given.data, given.batch_size)
     import_tensorflow()
     import tensorflow as tf

@@ -24,21 +24,21 @@ def gradients(images, kernel):
     return tape.gradient(output, [images, kernel])
 
 
-ONE = 2 * 4 * 10 * 10 * 3 * 3 * 5 * 7  # a SAME 3x3 convolution of 5 to 7 channels over four images of 10 x 10
+FLOPS = 2 * 4 * 10 * 10 * 3 * 3 * 5 * 7  # a SAME 3x3 convolution of 5 to 7 channels over four images of 10 x 10
 SHAPES = [4, 10, 10, 5], [3, 3, 5, 7]
 
 
-def test_a_convolution_and_its_two_gradients():
-    assert operations.count(traced(convolution, *SHAPES)) == {"Conv2D": ONE}
-    found = operations.count(traced(gradients, *SHAPES))  # the output's own gradient is ones: no output is needed
-    assert found == {"Conv2DBackpropInput": ONE, "Conv2DBackpropFilter": ONE}
+def test_convolution_and_its_gradients():
+    assert operations.count(traced(convolution, *SHAPES)) == {"Conv2D": FLOPS}
+    counts = operations.count(traced(gradients, *SHAPES))  # the forward pass is pruned
+    assert counts == {"Conv2DBackpropInput": FLOPS, "Conv2DBackpropFilter": FLOPS}
 
 
-def test_what_no_result_needs_is_not_counted():
-    """TensorFlow writes both gradients of a convolution into the graph, whichever is asked for."""
+def test_pruned_operations_are_not_counted():
+    """The graph holds both gradients of a convolution, whichever is used."""
     function = traced(lambda images, kernel: gradients(images, kernel)[1], *SHAPES)
     assert {"Conv2DBackpropInput"} <= {op.type for op in function.graph.get_operations()}
-    assert operations.count(function) == {"Conv2DBackpropFilter": ONE}
+    assert operations.count(function) == {"Conv2DBackpropFilter": FLOPS}
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_what_no_result_needs_is_not_counted():
         (lambda x, y: tf.nn.gelu(x + y), ([4], [4]), {}),
     ],
 )
-def test_hand_counted(function, shapes, expected):
+def test_counts_equal_those_by_hand(function, shapes, expected):
     assert operations.count(traced(function, *shapes)) == expected
 
 
-def test_called_functions_count_where_they_are_called_and_of_branches_the_larger():
+def test_every_call_and_the_larger_branch_count():
     compiled = tf.function(tf.matmul, jit_compile=True, autograph=False)
 
     def calls(x, y):
@@ -75,20 +75,20 @@ def test_called_functions_count_where_they_are_called_and_of_branches_the_larger
     assert operations.count(traced(chooses, [4, 4], [4, 4])) == {"MatMul": 2 * 2 * 4**3}
 
 
-def test_what_cannot_be_counted_is_named():
+def test_errors_name_the_uncountable_operation():
     with pytest.raises(ValueError, match=r"Conv2D .*\(None, 10, 10, 7\)"):
         operations.count(traced(convolution, [None, 10, 10, 5], SHAPES[1]))
 
     def loop(x, y):
         return tf.while_loop(lambda x: x[0, 0] < 1, lambda x: [tf.matmul(x, y)], [x])
 
-    with pytest.raises(ValueError, match="how often the loop while turns"):
+    with pytest.raises(ValueError, match="the number of iterations of the loop while"):
         operations.count(traced(loop, [4, 4], [4, 4]))
 
 
-def test_a_speednet_takes_what_its_layers_say_on_one_tower_and_on_two(towers):
-    """118 million multiply-adds an image forward, as many for each of the two gradients; bfloat16 takes some of them
-    as products of matrices, which changes no number."""
+def test_speednet_step_counts_equal_for_tower_counts_and_precisions(towers):
+    """118 million multiply-adds an image forward, as many for each of the two gradients. In bfloat16 some are
+    matrix products."""
     examples, side = 8, 32
     train = synthetic.make(100, seed=0, stream=0)
     totals = {}

@@ -4,49 +4,48 @@ import pytest
 
 from cifar_towers.benchmark import peak_flops
 
-CONVOLUTION = 2 * 8 * 8 * 8 * 9 * 32 * 64  # of the smaller shapes here
+CONVOLUTION = 2 * 8 * 8 * 8 * 9 * 32 * 64  # operations of the smaller shapes here
 MATMUL = 2 * 256**3
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """clock(seconds): a machine on which the timed runs take so long, one after another, and the last for ever."""
+def set_run_seconds(monkeypatch):
+    """set_run_seconds(seconds): the timed runs take these times, one after another; the last is repeated."""
     monkeypatch.setattr(peak_flops, "CONVOLUTIONS", (((8, 8, 8, 32), (3, 3, 32, 64)),))
-    monkeypatch.setattr(peak_flops, "SIDE", 256)
+    monkeypatch.setattr(peak_flops, "MATRIX_SIZE", 256)
 
-    def tick(*seconds):
-        left, readings = list(seconds), [0.0]
+    def set_seconds(*seconds):
+        remaining, readings = list(seconds), [0.0]
 
-        def read():
+        def perf_counter():
             if len(readings) % 2 == 0:  # the end of a run
-                readings.append(readings[-1] + (left.pop(0) if len(left) > 1 else left[0]))
+                readings.append(readings[-1] + (remaining.pop(0) if len(remaining) > 1 else remaining[0]))
             else:
                 readings.append(readings[-1])
             return readings[-1]
 
-        monkeypatch.setattr(peak_flops, "time", SimpleNamespace(perf_counter=read))
+        monkeypatch.setattr(peak_flops, "time", SimpleNamespace(perf_counter=perf_counter))
 
-    return tick
-
-
-def test_a_rate_is_the_counted_operations_over_the_time_of_a_run(clock):
-    clock(0.125)
-    found = peak_flops.measure("float32", seconds=0.0)
-    assert found == (CONVOLUTION / 0.125 / 1e9, MATMUL / 0.125 / 1e9)
-    assert peak_flops.measure("float32", seconds=0.0, gpus=3) == tuple(3 * rate for rate in found)
+    return set_seconds
 
 
-def test_the_fastest_run_counts_and_short_ones_hold_several_calls(clock):
-    """After one that is not timed, one call is too short, and so are two; of runs of four the third is the fastest."""
+def test_rate_is_counted_operations_over_run_time(set_run_seconds):
+    set_run_seconds(0.125)
+    rates = peak_flops.measure("float32", seconds=0.0)
+    assert rates == (CONVOLUTION / 0.125 / 1e9, MATMUL / 0.125 / 1e9)
+    assert peak_flops.measure("float32", seconds=0.0, gpus=3) == tuple(3 * rate for rate in rates)
+
+
+def test_fastest_run_counts_and_short_runs_have_several_calls(set_run_seconds):
+    """After the warm-up, one and two calls are too short; of runs of four calls the third is the fastest."""
     convolution = [9.0, 0.015625, 0.03125, 0.0625, 0.25, 0.5, 0.125]
     matmul = [9.0, 0.5, 0.25, 0.5, 0.75]
-    clock(*convolution, *matmul)
-    found = peak_flops.measure("float32", seconds=0.0)
-    assert found == (4 * CONVOLUTION / 0.125 / 1e9, MATMUL / 0.25 / 1e9)
+    set_run_seconds(*convolution, *matmul)
+    rates = peak_flops.measure("float32", seconds=0.0)
+    assert rates == (4 * CONVOLUTION / 0.125 / 1e9, MATMUL / 0.25 / 1e9)
 
 
-def test_it_is_measured_for_as_long_as_it_may_take(clock):
+def test_measuring_takes_the_given_seconds(set_run_seconds):
     """1.95 s of convolutions: eight runs of a quarter of a second, of which the last is the fastest."""
-    runs = [9.0, 0.25, *[0.25] * 7, 0.2421875]
-    clock(*runs, 1.0)
+    set_run_seconds(9.0, 0.25, *[0.25] * 7, 0.2421875, 1.0)
     assert peak_flops.measure("float32", seconds=3.9).convolution == CONVOLUTION / 0.2421875 / 1e9

@@ -31,13 +31,13 @@ def test_the_benchmark_takes_every_recipe(monkeypatch):
 
     ran = []
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # as the program would leave it set
-    monkeypatch.setattr(runner, "run", ran.append)
+    monkeypatch.setattr(runner, "run_benchmark", lambda config, initializer: ran.append(config.recipe))
     recipes = sorted((ROOT / "configs").glob("*.cfg"))
     for recipe in recipes:
         monkeypatch.setattr(sys, "argv", ["benchmark.py", "--dataset=synthetic", f"--flagfile={recipe}"])
         main.benchmark.__wrapped__(ShutdownHandler())
-    assert [config.recipe for config in ran] == [recipe.stem for recipe in recipes]
-    assert not any(config.hard_example_pool for config in ran)  # how examples are found is not what is measured
+    assert [recipe.recipe for recipe in ran] == [recipe.stem for recipe in recipes]
+    assert not any(recipe.hard_example_pool for recipe in ran)  # how examples are found is not what is measured
 
 
 def start(program, *arguments, **environment):

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.cli.flags import help_text, parse_command_line
+from cifar_towers.benchmark.settings import BenchmarkConfig, SpeedrunConfig
+from cifar_towers.cli.flags import flag_settings, help_text, parse_command_line
 from cifar_towers.cli.tool_configs import (
-    BenchmarkConfig,
     CompareConfig,
     EvaluateConfig,
     ExportConfig,
     ReportConfig,
-    SpeedrunConfig,
 )
 from cifar_towers.config import DeviceConfig, TrainConfig
 from cifar_towers.config.recipe import recipe_fields
@@ -102,10 +101,18 @@ def test_usage_error_is_one_line_with_exit_code_2(arguments, message):
         (["--towers=0"], "a number of towers is 1 or more"),
         (["--towers=1,5"], "batch_size=1536 cannot be shared by 5 towers; 1535 and 1540 can"),
         (["--precisions=float32,int8"], "'int8' is not one of float32, bfloat16, float16"),
-        (["--predict", "--towers=2"], "towers=2 is not for predict"),
-        (["--strategy=mirrored"], "strategy is not for the benchmark, which varies strategy, variable_placement"),
-        (["--num_gpus=2"], "num_gpus is not for the benchmark"),
-        (["--nogpu_memory_growth"], "gpu_memory_growth is needed by the benchmark, whose processes share the GPUs"),
+        (["--predict", "--towers=2"], "towers=2 does not go with predict"),
+        (
+            ["--strategy=mirrored"],
+            "strategy is not a flag of this program: the benchmark varies strategy, variable_",
+        ),
+        (["--workers=a:1"], "workers is not a flag of this program: the benchmark measures one machine"),
+        (["--batchsize=2"], "Unknown command line flag 'batchsize'"),
+        (["--num_gpus=2"], "num_gpus is not a flag of this program: the benchmark varies"),
+        (
+            ["--nogpu_memory_growth"],
+            "gpu_memory_growth is not a flag of this program: the processes of the benchmark",
+        ),
     ],
 )
 def test_benchmark_usage_errors(arguments, message):
@@ -120,9 +127,9 @@ def test_benchmark_usage_errors(arguments, message):
         (["--precisions=float16"], "precisions=float16: 'float16' is not one of float32, bfloat16"),
         (["--peers=jax"], "peers=jax: 'jax' is not one of pytorch, pytorch-compiled, keras"),
         (["--peers=tutorial,keras"], "tutorial has no speednet94"),
-        (["--target_accuracy=0.9"], "give --target, the mean's"),
+        (["--target_accuracy=0.9"], "give --target, for their mean"),
         (["--seeds=", "--rounds=0"], "leave nothing to do"),
-        (["--seed=3"], "seed=3 is not for a race, which takes several; write --seeds=3"),
+        (["--seed=3"], "seed is not a flag of this program: a race takes several; write --seeds="),
         (["--epochs=1e308"], "epochs"),
     ],
 )
@@ -135,15 +142,14 @@ def test_race_usage_errors(arguments, message):
 def test_race_takes_its_recipe_from_the_flagfile():
     speed94 = next(path for path in CONFIGS if path.stem == "speed94")
     config = parse_command_line(SpeedrunConfig, ["speedrun.py", f"--flagfile={speed94}", "--seeds="], "")
-    assert (config.seeds, config.optimizer, str(config.directory)) == ("", "muon", "runs/speedrun-speed94")
+    assert (config.seeds, config.recipe.optimizer, str(config.directory)) == ("", "muon", "runs/speedrun-speed94")
 
 
 def test_benchmark_takes_its_recipe_from_the_flagfile():
     speed94 = next(path for path in CONFIGS if path.stem == "speed94")
     config = parse_command_line(BenchmarkConfig, ["benchmark.py", f"--flagfile={speed94}", "--towers=2,1,2"], "")
     assert config.tower_counts == (1, 2) and str(config.directory) == "runs/benchmark-speed94"
-    varied = config.replace_recipe(strategy="mirrored")
-    assert type(varied) is TrainConfig and varied.optimizer == "muon" and varied.strategy == "mirrored"
+    assert config.recipe == parse(f"--flagfile={speed94}")
 
 
 def test_later_flags_and_flagfiles_override_earlier_ones(tmp_path):
@@ -173,7 +179,7 @@ def test_recipe_names():
 def test_help_has_every_flag_under_a_group():
     for config_class in (TrainConfig, EvaluateConfig, SpeedrunConfig):
         text = help_text(config_class, "What it does.")
-        for field in dataclasses.fields(config_class):
+        for field in flag_settings(config_class):
             assert re.search(rf"^  --(\[no\])?{field.name}\b", text, re.M), field.name
             assert f"{field.metadata['group']}:" in text
     assert "Exit codes: 0 done, 2 usage" in text and text.endswith("or what it started failed.")

@@ -2,7 +2,7 @@ import keras
 import numpy as np
 import pytest
 
-from cifar_towers.benchmark.baselines import stock
+from cifar_towers.benchmark.baselines import to_stock_model
 from cifar_towers.models import MODELS
 from cifar_towers.models.layers import PadChannels
 from cifar_towers.models.stock_layers import plain
@@ -12,7 +12,7 @@ from cifar_towers.models.stock_layers import plain
     ("copied", "name"),
     [
         *((plain, name) for name in ("cifarnet", "resnet20", "speednet94", "speednet96")),
-        *((stock, name) for name in ("cifarnet", "resnet20", "speednet94")),
+        *((to_stock_model, name) for name in ("cifarnet", "resnet20", "speednet94")),
     ],
 )
 def test_stock_layers_compute_the_same(copied, name):
@@ -23,8 +23,8 @@ def test_stock_layers_compute_the_same(copied, name):
         variable.assign(random.uniform(low, high, variable.shape))
     copy = copied(model)
     own = {type(layer) for layer in copy.layers if not type(layer).__module__.startswith("keras.")}
-    assert own == ({PadChannels} if copied is stock and name == "resnet20" else set())
-    assert copied is stock or "cifar_towers" not in copy.to_json()  # nor initializers, which a file would ask for
+    assert own == ({PadChannels} if copied is to_stock_model and name == "resnet20" else set())
+    assert copied is to_stock_model or "cifar_towers" not in copy.to_json()
     images = random.normal(size=(4, 24, 24, 3)).astype("f4")
     expected = np.asarray(model(images, training=False))
     assert np.ptp(expected) > 1e-3
@@ -32,7 +32,7 @@ def test_stock_layers_compute_the_same(copied, name):
 
 
 def test_stock_layers_compute_in_the_same_type():
-    copy = stock(MODELS["speednet94"](side=24, dtype="mixed_bfloat16"))
+    copy = to_stock_model(MODELS["speednet94"](side=24, dtype="mixed_bfloat16"))
     norms = [layer for layer in copy.layers if isinstance(layer, keras.layers.BatchNormalization)]
     assert len(norms) == 6 and {layer.compute_dtype for layer in copy.layers[1:-1]} == {"bfloat16"}
 

@@ -1,0 +1,132 @@
+"""Settings of `benchmark.py` and `speedrun.py`: a recipe, and how to measure it. Must not import TensorFlow."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from cifar_towers.config import DeviceConfig, TrainConfig, parse_seeds
+from cifar_towers.config.settings import RECIPE, check_limits, names_with, parse_names, setting
+from cifar_towers.errors import UsageError
+from cifar_towers.registry import MODELS
+
+PEERS = {  # training steps of other frameworks -> the models each of them has
+    "pytorch": ("speednet94", "resnet20"),
+    "pytorch-compiled": ("speednet94", "resnet20"),
+    "keras": MODELS,
+    "keras-mirrored": MODELS,
+    "tutorial": ("cifarnet",),
+}
+VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus")  # by the benchmark
+CLUSTER = names_with(TrainConfig, group="Cluster")
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkConfig:
+    """A recipe, and how to measure its step. Placement, strategy and number of towers are varied."""
+
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or what it started failed"
+    refused: ClassVar[Mapping[str, str]] = {  # settings of the recipe without a flag here -> why
+        **dict.fromkeys(VARIED, f"the benchmark varies {', '.join(VARIED)} itself"),
+        **dict.fromkeys(CLUSTER, "the benchmark measures one machine"),
+        "gpu_memory_growth": "the processes of the benchmark share the GPUs, so it is always on",
+    }
+
+    recipe: TrainConfig = setting(TrainConfig(), RECIPE, "whose step is measured")
+    train_dir: str = setting("", "Benchmark", "where results are written; by default runs/benchmark-<recipe>")
+    towers: str = setting("", "Benchmark", "numbers of towers; by default 1,2,4, or 1 to all GPUs by doubling")
+    precisions: str = setting(
+        "", "Benchmark", "compute types; by default that of --precision, the native 16-bit ones, and float32"
+    )
+    all_reduce: str = setting(
+        "auto",
+        "Benchmark",
+        "how strategy=mirrored combines gradients; auto: NCCL where every tower has a GPU",
+        choices=("auto", "nccl", "hierarchical", "one_device"),
+    )
+    minutes: float = setting(12.0, "Benchmark", "how long to measure; at least three rounds are made", low=0)
+    peers: bool = setting(True, "Benchmark", "also measure Keras fit with stock layers, mirrored for several towers")
+    predict: bool = setting(
+        False,
+        "Benchmark",
+        "measure one tower only, and compute the step of 1 to 64 devices with links of link_gb_per_s",
+    )
+    link_gb_per_s: float = setting(
+        16.0, "Benchmark", "for predict: a device's link each way, in 10^9 bytes/s", low=1e-3
+    )
+
+    def __post_init__(self):
+        check_limits(self)
+        if self.predict and self.towers:
+            raise UsageError(f"towers={self.towers} does not go with predict, which measures one tower; leave one out")
+        for count in self.tower_counts:
+            self.recipe.tower_batch_size(count)
+        parse_names("precisions", self.precisions, ("float32", "bfloat16", "float16"))
+
+    @property
+    def tower_counts(self) -> tuple[int, ...]:
+        """`towers` as numbers; empty for the default."""
+        try:
+            counts = tuple(int(part) for part in self.towers.split(",")) if self.towers else ()
+        except ValueError:
+            raise UsageError(f"towers={self.towers} is not a list of whole numbers; write --towers=1,2,4") from None
+        if any(count < 1 for count in counts):
+            raise UsageError(f"towers={self.towers}: a number of towers is 1 or more")
+        return tuple(sorted(set(counts)))
+
+    @property
+    def directory(self) -> Path:
+        """`train_dir`, or its default."""
+        return Path(self.train_dir or f"runs/benchmark-{self.recipe.name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedrunConfig:
+    """A recipe, the seeds it is timed over, and the frameworks its step is compared with."""
+
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or what it started failed"
+    refused: ClassVar[Mapping[str, str]] = {  # settings of the recipe without a flag here -> why
+        **dict.fromkeys(CLUSTER, "a race is run on one machine"),
+        "seed": "a race takes several; write --seeds=",
+        "target_accuracy": "it ends a run early, and a race is over whole runs; give --target, for their mean",
+    }
+
+    recipe: TrainConfig = setting(TrainConfig(), RECIPE, "what is trained")
+    train_dir: str = setting("", "Race", "where runs and results are written; by default runs/speedrun-<recipe>")
+    seeds: str = setting(
+        "0,1,2,3,4", "Race", "seeds to train, one after another; empty: only the comparison of frameworks"
+    )
+    target: float = setting(
+        0.0,
+        "Race",
+        "the fraction that the mean test accuracy, with the recipe's TTA, is to reach; 0: none",
+        low=0,
+        high=1,
+    )
+    rounds: int = setting(
+        3, "Race", "rounds over all frameworks, in another order each time; 0: no comparison of frameworks", low=0
+    )
+    peers: str = setting(
+        "", "Race", f"frameworks to compare with, some of {', '.join(PEERS)}; by default all that have the model"
+    )
+    precisions: str = setting(
+        "", "Race", "compute types of the comparison; by default that of --precision, and float32"
+    )
+    peer_python: str = setting("", "Race", "the Python that has PyTorch; by default the one that runs this")
+
+    def __post_init__(self):
+        check_limits(self)
+        parse_seeds(self.seeds)
+        parse_names("precisions", self.precisions, ("float32", "bfloat16"))
+        for name in parse_names("peers", self.peers, tuple(PEERS)):
+            if self.recipe.model not in PEERS[name]:
+                raise UsageError(f"peers={self.peers}: {name} has no {self.recipe.model}; leave it out")
+        if self.recipe.strategy == "multi_worker":
+            raise UsageError("strategy=multi_worker: a race is run on one machine; leave it out")
+        if not self.seeds and not self.rounds:
+            raise UsageError("seeds is empty and rounds=0, which leave nothing to do; give one of them")
+
+    @property
+    def directory(self) -> Path:
+        """`train_dir`, or its default."""
+        return Path(self.train_dir or f"runs/speedrun-{self.recipe.name}")

@@ -1,0 +1,208 @@
+"""The peers' programs, as the race and as a user starts them."""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.benchmark import framework_comparison, processes
+from cifar_towers.benchmark.baselines import make_arrays, num_trained_parameters, to_stock_model
+from cifar_towers.benchmark.cases import NO_EXCHANGE, UNPLACED, BenchmarkCase, prepare_case
+from cifar_towers.benchmark.settings import BenchmarkConfig, SpeedrunConfig
+from cifar_towers.config import TrainConfig
+from cifar_towers.data import synthetic
+from cifar_towers.data.augment import Augmentation
+from cifar_towers.data.batches import Batches
+from cifar_towers.errors import RunError
+from cifar_towers.models import MODELS
+from cifar_towers.training import build
+
+PEERS = {
+    "keras_fit.py": ("--model=cifarnet", "--precision=float32"),
+    "tutorial_graph.py": ("--model=cifarnet", "--towers=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return Batches(synthetic.make(64, seed=0, stream=0), 16, seed=0)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, batches):
+    path = tmp_path_factory.mktemp("data") / "batches.npz"
+    np.savez(path, **make_arrays(batches, Augmentation(crop=24)))
+    return path
+
+
+def make_command(program, data, *flags, batch_size=16):
+    path = processes.script_path(f"peers/{program}")
+    return [sys.executable, path, f"--data={data}", f"--batch_size={batch_size}", *flags]
+
+
+def test_all_peers_get_the_same_batches(data):
+    with np.load(data) as file:
+        images, labels, raw = file["images"], file["labels"], file["raw"]
+    assert images.shape == (48, 24, 24, 3) and images.dtype == np.float32 and abs(images.mean()) < 1
+    assert raw.shape == (48, 32, 32, 3) and raw.dtype == np.uint8 and labels.shape == (48,)
+
+
+@pytest.mark.parametrize("program", PEERS)
+def test_peer_makes_the_requested_steps(data, program):
+    trained = num_updated("cifarnet", crop=24)
+    with processes.open_peer(make_command(program, data, *PEERS[program]), trained) as time_steps:
+        times = [time_steps(steps) for steps in (3, 1)]
+    assert [len(seconds) for seconds in times] == [3, 1]
+    assert all(0 < seconds < 60 for seconds in (*times[0], *times[1]))
+
+
+@pytest.mark.slow
+def test_peer_started_by_hand_prints_images_per_second(data):
+    command = make_command("keras_fit.py", data, "--model=cifarnet", "--steps=3")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and float(done.stdout.removesuffix(" images/s\n")) > 1, done.stderr
+
+
+HIDE_PYTORCH = (  # also where it is installed
+    "import runpy, sys; sys.modules['torch'] = None; program = sys.argv.pop(1);"
+    "sys.path.insert(0, program.rsplit('/', 1)[0]); runpy.run_path(program, run_name='__main__')"
+)
+
+
+@pytest.mark.parametrize(
+    ("python", "program", "flags", "message"),
+    [
+        ([], "keras_fit.py", ["--model=cifarnet"], "--batch_size=64 is more than the 48 images"),
+        ([], "tutorial_graph.py", ["--model=resnet20"], "the tutorial has one model in one precision"),
+        (["-c", HIDE_PYTORCH], "pytorch_step.py", [], "PyTorch is missing; type: pip install"),
+    ],
+)
+def test_error_of_a_peer_is_one_line(data, python, program, flags, message):
+    executable, *arguments = make_command(program, data, *flags, batch_size=64)
+    with pytest.raises(RunError, match=message), processes.open_peer([executable, *python, *arguments], 7):
+        pass
+
+
+def test_missing_python_is_an_error():
+    with pytest.raises(RunError, match="nowhere/python cannot be started"), processes.open_peer(["nowhere/python"], 7):
+        pass
+
+
+def test_peer_that_ends_between_rounds():
+    script = "print('ready 7', flush=True); input(); print([0.1], flush=True); raise SystemExit('out of memory')"
+    with processes.open_peer([sys.executable, "-c", script], 7) as time_steps:
+        assert time_steps(1) == [0.1]
+        for _ in range(2):
+            with pytest.raises(RunError, match="out of memory"):
+                time_steps(1)
+
+
+def test_peer_with_another_model_is_refused():
+    script = "print('ready 797962', flush=True); input()"
+    with (
+        pytest.raises(RunError, match="^it trains 797,962 parameters where ours trains 1,068,298: another model$"),
+        processes.open_peer([sys.executable, "-c", script], 1068298),
+    ):
+        pass
+
+
+def compare(tmp_path, batches, num_gpus, devices, **settings):
+    recipe = TrainConfig(dataset="synthetic", model="cifarnet", batch_size=16, num_gpus=num_gpus, crop=24, shift=0)
+    config = SpeedrunConfig(recipe=recipe, train_dir=str(tmp_path), **settings)
+    return framework_comparison.compare_frameworks(config, devices, ["float32"], batches, Augmentation(crop=24), 7)
+
+
+def test_failing_peer_leaves_the_others_measured(tmp_path, batches, monkeypatch):
+    """It answers the request from which its steps are planned, and that of the first round."""
+    answers = "[print([0.5] * int(input()), flush=True) for _ in range({})]"
+    script = f"print('ready 7', flush=True); {answers}; raise SystemExit('full')"
+    visits = {"keras": 2, "tutorial": 4}
+    monkeypatch.setattr(framework_comparison, "_make_training_fn", lambda *_: lambda steps: 100.0)
+    monkeypatch.setattr(
+        framework_comparison, "_peer_command", lambda name, *_: [sys.executable, "-c", script.format(visits[name])]
+    )
+    competitors, left_out = compare(tmp_path, batches, num_gpus=2, devices=1, rounds=3, peers="keras,tutorial")
+    assert {each.name: len(each.images_per_sec) for each in competitors} == {"cifar_towers": 3, "tutorial": 3}
+    assert left_out == {"keras, float32": "full"}
+
+
+def test_ours_is_also_measured_on_one_of_several_devices(tmp_path, batches, monkeypatch):
+    """Keras without a strategy uses one; mirrored, it uses all."""
+    monkeypatch.setattr(
+        framework_comparison, "_make_training_fn", lambda recipe, *_: lambda steps: 100.0 * recipe.num_gpus
+    )
+    script = "print('ready 7', flush=True); [print([0.5] * int(input()), flush=True) for _ in range(2)]"
+    monkeypatch.setattr(framework_comparison, "_peer_command", lambda *_: [sys.executable, "-c", script])
+    competitors, _ = compare(tmp_path, batches, num_gpus=4, devices=4, rounds=1, peers="keras,keras-mirrored")
+    assert [(each.name, each.devices, each.median) for each in competitors] == [
+        ("cifar_towers", 1, 100.0), ("cifar_towers", 4, 400.0), ("keras", 1, 32.0), ("keras-mirrored", 4, 32.0),
+    ]  # fmt: skip
+
+
+def test_ours_makes_the_step_with_frozen_whitening(tmp_path, monkeypatch):
+    configs = []
+
+    def run_training(config, quiet):
+        configs.append(config)
+        return {"images_per_sec": 5.0}
+
+    monkeypatch.setattr(processes, "run_training", run_training)
+    recipe = TrainConfig(dataset="synthetic", num_gpus=2)
+    measure = framework_comparison._make_training_fn(recipe, "bfloat16", tmp_path)
+    assert measure(8) == 5.0
+    (config,) = configs
+    assert (config.whitening_epochs, config.max_steps, config.precision) == (0, 9, "bfloat16")
+    assert config.run_length(100).last == 9
+    measure(2500)
+    assert configs[-1].run_length(48).last == 2501  # also where that is more than the recipe has
+
+
+def num_updated(model, **settings):
+    """How many parameters a step of ours updates, in the comparison and in the middle of a recipe's run."""
+    train = synthetic.make(200, seed=0, stream=0)
+    numbers = set()
+    for epochs in (0, 3):
+        config = TrainConfig(
+            model=model, batch_size=20, epochs=10, whitening_epochs=epochs, optimizer="momentum", **settings
+        )
+        length = config.run_length(10)
+        optimizer = build.make_state(config, "float32", train, length)[0].optimizer
+        step = length.last // 2 if epochs else 0
+        numbers.add(sum(variable.shape.num_elements() for variable in optimizer.moving(optimizer.rates(step))))
+    (number,) = numbers
+    return number
+
+
+@pytest.mark.parametrize("model", ["speednet94", "resnet20"])
+def test_keras_trains_as_many_parameters_as_ours(model):
+    net = MODELS[model](side=32)
+    stock, ours = (sum(v.shape.num_elements() for v in each.trainable_variables) for each in (to_stock_model(net), net))
+    assert num_trained_parameters(net) == stock == num_updated(model)
+    assert ours - stock == (24 if model == "speednet94" else 0)  # the whitening's bias
+
+
+def test_trained_parameters_of_a_user_model_are_counted():
+    images = keras.Input([8, 8, 3])
+    x = keras.layers.Conv2D(3, 1)(images)
+    assert num_trained_parameters(keras.Model(images, x + images)) == 12
+
+
+@pytest.mark.parametrize(("strategy", "steps"), [("towers", 1), (NO_EXCHANGE, 2)])
+def test_benchmark_makes_the_step_with_frozen_whitening(towers, monkeypatch, strategy, steps):
+    """The whitening is trained for the first of ten epochs."""
+    rates = []
+    make_training = build.make_training
+
+    def record_rates(*arguments):
+        training = make_training(*arguments)
+        return training._replace(train_step=lambda batch, given, size: rates.append(set(given)) or tf.constant(0.0))
+
+    monkeypatch.setattr(build, "make_training", record_rates)
+    recipe = TrainConfig(model="speednet93", batch_size=20, epochs=10, whitening_epochs=1, optimizer="momentum")
+    case = BenchmarkCase(strategy, UNPLACED, 2, "float32")
+    train = synthetic.make(200, seed=0, stream=0)
+    list(prepare_case(BenchmarkConfig(recipe=recipe), case, towers(2), train).run_steps(1))
+    assert rates == [{"kernels", "biases", "head"}] * steps

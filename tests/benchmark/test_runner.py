@@ -1,0 +1,126 @@
+import multiprocessing
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from cifar_towers.benchmark import runner, worker, worker_process
+from cifar_towers.benchmark.cases import KERAS, UNPLACED, BenchmarkCase, PreparedCase, make_cases
+from cifar_towers.benchmark.round_stats import CaseResult
+from cifar_towers.benchmark.settings import BenchmarkConfig
+from cifar_towers.config import TrainConfig
+from cifar_towers.errors import RunError, UsageError
+from cifar_towers.towers import Tower
+from tests.benchmark.results import make_result
+
+CONFIG = BenchmarkConfig(recipe=TrainConfig(batch_size=100), minutes=0.01)
+
+
+def test_cases_have_no_duplicates():
+    cases = make_cases((1, 2, 4), ("bfloat16", "float32"), with_peers=True)
+    first, second = ([case for case in cases if case.precision == precision] for precision in ("bfloat16", "float32"))
+    assert len(cases) == len(set(cases)) and (len(first), len(second)) == (13, 4)
+    assert [case[:2] for case in first if case.towers == 1] == [("towers", "cpu")]
+    assert [case.towers for case in first if case.input == "stream"] == [4]
+    for count in (2, 4):
+        placements = {case.placement for case in first if (case.strategy, case.towers) == ("towers", count)}
+        assert placements == {"cpu", "round_robin", "least_loaded"}
+    assert {case[:3] for case in second} == {
+        *(("towers", "cpu", count) for count in (1, 4)),
+        ("mirrored", UNPLACED, 4),
+        (KERAS, UNPLACED, 4),
+    }
+    assert make_cases((1,), ("float32",), with_peers=False) == [
+        BenchmarkCase("towers", "cpu", 1, "float32"),
+        BenchmarkCase("towers", "cpu", 1, "float32", "stream"),
+    ]
+
+
+def test_one_tower_on_a_gpu_is_measured_with_variables_on_gpu_and_cpu():
+    cases = make_cases((1,), ("float32",), with_peers=False, on_gpus=True)
+    assert [case.placement for case in cases if case.input == "constant"] == ["cpu", "round_robin"]
+
+
+def test_case_that_fails_during_a_round_is_left_out(capsys):
+    results = [make_result("towers", placement, 2, []) for placement in ("cpu", "round_robin")]
+    for result in results:
+        result.waits = []
+
+    def request(message):
+        if message[1].placement == "cpu" and results[0].images_per_sec:
+            raise UsageError("OOM when allocating")
+        return {"seconds": [9.0, *[0.1] * (message[2] - 1)], "waiting": [0.0] * message[2]}
+
+    runner._measure(results, {2: request}, CONFIG, time.monotonic())
+    (left,) = results
+    assert (left.steps, left.case.placement) == (3, "round_robin")
+    assert left.images_per_sec == [pytest.approx(1000)] * 3
+    assert "left out: 2 x towers, cpu: OOM when allocating" in capsys.readouterr().out
+
+
+def test_prefetched_batches_are_not_timed():
+    """Two of them are there at once, and each later one makes the step wait for 0.3 s."""
+    results = [CaseResult(BenchmarkCase("towers", "cpu", 2, "float32", "stream"), 3.0, 0.4)]
+
+    def request(message):
+        steps = message[2] - 3
+        return {"seconds": [9.0, 0.1, 0.1, *[0.4] * steps], "waiting": [0.0, 0.0, 0.0, *[0.3] * steps]}
+
+    runner._measure(results, {2: request}, CONFIG, time.monotonic())
+    assert results[0].images_per_sec == [pytest.approx(250)] * 3 and results[0].waiting == pytest.approx(0.75)
+
+
+def test_without_a_trainable_case_nothing_is_reported():
+    with pytest.raises(UsageError, match="nothing could be measured"):
+        runner._require_trainable([make_result(KERAS, UNPLACED, 2, [])])
+
+
+class WorkerWithoutData(worker.Worker):
+    def __init__(self, config, num_towers):
+        self.config, self.train, self.dataset = config, None, "none"
+        self.towers, self.prepared = [Tower(0, "/CPU:0")], {}
+
+
+def test_failing_cases_leave_the_others_measured(monkeypatch, capsys):
+    """One cannot be built, and one cannot be profiled; in the end the process has gone."""
+
+    def prepare_case(config, case, towers, train):
+        if case.strategy == "mirrored":
+            raise NotImplementedError
+        step = (lambda: 1 / 0) if case.placement == "round_robin" else (lambda: None)
+        return PreparedCase(lambda steps: iter([(0.1, 0.0)] * steps), step)
+
+    monkeypatch.setattr(worker, "Worker", WorkerWithoutData)
+    monkeypatch.setattr(worker, "prepare_case", prepare_case)
+    monkeypatch.setattr(worker, "profiled", lambda step: SimpleNamespace(shares=lambda: {"step": step()}))
+    connection, worker_connection = multiprocessing.Pipe()
+    serving = threading.Thread(target=worker.serve, args=(CONFIG, 2, worker_connection))
+    serving.start()
+    request = worker_process.make_request_fn(connection, 2)
+    assert request()["dataset"] == "none"
+    ways = [("towers", "cpu"), ("mirrored", UNPLACED), ("towers", "round_robin")]
+    cases = [BenchmarkCase(strategy, placement, 2, "float32") for strategy, placement in ways]
+    results = runner._prepare(cases, {2: request})
+    runner._measure(results, {2: request}, CONFIG, time.monotonic())
+    runner._profile(results, {2: request})
+    assert [(result.case.placement, result.shares, result.images_per_sec) for result in results] == [
+        ("cpu", {"step": None}, [pytest.approx(1000)] * 3),
+        ("round_robin", {}, [pytest.approx(1000)] * 3),
+    ]
+    output = capsys.readouterr().out
+    assert "2 x mirrored, float32: left out: NotImplementedError" in output
+    assert "not profiled: 2 x towers, round_robin: division by zero" in output
+    connection.send(None)
+    serving.join(10)
+    worker_connection.close()
+    with pytest.raises(RunError, match="the process of 2 towers has ended"):
+        request(("run_steps", cases[0], 1))
+
+
+def test_closing_a_worker_that_has_ended_is_no_error():
+    with (
+        worker_process.open_worker(CONFIG, 2, initializer=exit) as request,
+        pytest.raises(RunError, match="the process of 2 towers has"),
+    ):
+        request()
