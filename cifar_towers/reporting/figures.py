@@ -69,11 +69,10 @@ def confusion_matrix(counts: np.ndarray, class_names: Sequence[str], title: str)
     below.set_xlabel("precision", color=MUTED)
     beside.set_yticks(places, map(_percent, recall), size=size)
     beside.set_ylabel("recall", color=MUTED)
-    axes.set_xticks(places[1:] - 0.5, minor=True)
-    axes.set_yticks(places[1:] - 0.5, minor=True)
-    axes.grid(which="minor", color=BACKGROUND, linewidth=2 * cell)
+    axes.hlines(places[1:] - 0.5, -0.5, classes - 0.5, BACKGROUND, linewidth=2 * cell)
+    axes.vlines(places[1:] - 0.5, -0.5, classes - 0.5, BACKGROUND, linewidth=2 * cell)
     for part in (axes, below, beside):
-        part.tick_params(which="both", length=0)
+        part.tick_params(length=0)
         part.spines[:].set_visible(False)
 
     _add_colorbar(axes, right, 0.55, "correct, % of class", (0, 25, 50, 75, 100))
@@ -118,14 +117,15 @@ def image_grid(images: np.ndarray, captions: Sequence[str], title: str = "", col
     columns = max(1, min(columns, len(images)))
     font, title_font = _font(13), _font(20)
     measure = ImageDraw.Draw(Image.new("RGB", (1, 1))).multiline_textbbox
-    sizes = [measure((0, 0), caption, font, spacing=2)[2:] for caption in captions]
-    across = max([width, *(math.ceil(right) for right, _ in sizes)]) + 14
-    down = height + max([0, *(math.ceil(bottom) for _, bottom in sizes)]) + 16
+    boxes = np.array([(0, 0, width, 0), *(measure((0, 0), caption, font, spacing=2) for caption in captions)])
+    caption_width, caption_height = map(math.ceil, boxes.max(0)[2:])
+    across, down = caption_width + 14, height + caption_height + 16
     title = textwrap.fill(title, max(56, across * columns // 12)) if len(images) else f"{title}: none"
-    title_box = measure((0, 0), title, title_font) if title else (0, 0, 0, -14)
-    top = MARGIN_PIXELS + math.ceil(title_box[3]) + 14
-    sheet_width = max(across * columns, math.ceil(title_box[2])) + 2 * MARGIN_PIXELS
-    sheet = Image.new("RGB", (sheet_width, top + down * -(-len(images) // columns) + MARGIN_PIXELS), BACKGROUND)
+    _, _, title_width, title_height = map(math.ceil, measure((0, 0), title, title_font))
+    top = MARGIN_PIXELS + (title_height + 14 if title else 0)
+    rows = math.ceil(len(images) / columns)
+    size = max(across * columns, title_width) + 2 * MARGIN_PIXELS, top + down * rows + MARGIN_PIXELS
+    sheet = Image.new("RGB", size, BACKGROUND)
     draw = ImageDraw.Draw(sheet)
     draw.multiline_text((MARGIN_PIXELS, MARGIN_PIXELS), title, "black", title_font)
     for index, (image, caption) in enumerate(zip(images, captions, strict=True)):

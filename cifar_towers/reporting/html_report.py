@@ -8,7 +8,7 @@ import math
 import os
 import shlex
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,8 @@ def render(runs: Sequence[RunRecord]) -> str:
         Section("Errors", pictures=[report_figures.confusion_matrices(groups), report_figures.mistakes(runs)]),
         _towers(runs),
         _seconds(runs),
-        Section("Settings", tables=_settings(runs)),
-        Section("Environment", tables=_environments(runs)),
+        _comparison("Settings", {run.name: run.config for run in runs}),
+        _comparison("Environment", {run.name: _without(run.environment, SHOWN_ELSEWHERE) for run in runs}),
         _commands(runs),
         Section("Model and variables", tables=list(_listings(runs))),
     ]
@@ -177,29 +177,16 @@ def _seconds(runs: Sequence[RunRecord]) -> Section:
     return Section("Time", tables=[Table(["run", *names, "total, s"], rows)] if names else [])
 
 
-def _settings(runs: Sequence[RunRecord]) -> list[Table]:
-    differing, common = _compare({run.name: run.config for run in runs})
-    summary = f"{len(common)} settings" + (" that all runs share" if len(runs) > 1 else "")
-    return differing + ([Table(["", "value"], common, text_columns=2, summary=summary)] if common else [])
-
-
-def _environments(runs: Sequence[RunRecord]) -> list[Table]:
-    environments = {
-        run.name: {key: value for key, value in run.environment.items() if key not in SHOWN_ELSEWHERE} for run in runs
-    }
-    differing, common = _compare(environments)
-    heading = "all runs" if differing else ""
-    return differing + ([Table(["", heading], common, text_columns=2)] if common else [])
-
-
-def _compare(columns: Mapping[str, Mapping]) -> tuple[list[Table], list[list[str]]]:
-    """A table of the values that differ, if any, and the rows [name, value] of those that do not."""
-    flat = {name: _flatten(values) for name, values in columns.items()}
-    keys = list(dict.fromkeys(key for values in flat.values() for key in values))
-    rows = {key: [values.get(key, "-") for values in flat.values()] for key in keys}
-    differing = [[key, *values] for key, values in rows.items() if len(set(values)) > 1]
-    common = [[key, values[0]] for key, values in rows.items() if len(set(values)) == 1]
-    return [Table(["", *flat], differing, text_columns=1 + len(flat))] if differing else [], common
+def _comparison(title: str, columns: Mapping[str, Mapping]) -> Section:
+    """A table of the values that differ between runs, and a folded one of those that all share."""
+    flat = {run: _flatten(values) for run, values in columns.items()}
+    keys = dict.fromkeys(key for values in flat.values() for key in values)
+    rows = [[key, *(values.get(key, "-") for values in flat.values())] for key in keys]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    common = [row[:2] for row in rows if len(set(row[1:])) == 1]
+    tables = [Table(["", *flat], differing, text_columns=1 + len(flat))] if differing else []
+    summary = f"{len(common)} values" + (" that all runs share" if len(flat) > 1 else "")
+    return Section(title, tables=[*tables, Table(["", "value"], common, 2, summary=summary)] if common else tables)
 
 
 def _commands(runs: Sequence[RunRecord]) -> Section:
@@ -241,6 +228,10 @@ def _distinct(runs: Sequence[RunRecord], value: Callable[[RunRecord], Any]) -> l
         for group in owners.values()
         if value(group[0])
     ]
+
+
+def _without(values: Mapping, names: Container[str]) -> dict:
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def _flatten(values: Mapping, prefix: str = "") -> dict[str, str]:
