@@ -75,7 +75,7 @@ class ParallelModel(keras.Model):
         for position in passes[0].state:
             variable = self.model.non_trainable_variables[position]
             values = [p.state[position] for p in passes]
-            variable.assign(values[0] if _is_seed(variable) else _mean(values, fractions))
+            variable.assign(values[0] if is_seed(variable) else _mean(values, fractions))
         for position, mask in masks.items():
             tf.nest.flatten(outputs)[position]._keras_mask = mask
         return outputs
@@ -83,7 +83,7 @@ class ParallelModel(keras.Model):
     def on_tower(self, training: bool | None, tower: Tower, inputs: Any) -> TowerPass:
         """The forward pass of one tower: reads the model's variables and writes none."""
         values = [(v, tf.convert_to_tensor(v.value)) for v in self.model.variables]
-        values = [(v, t + tower.index * TOWER_SEED_STRIDE if _is_seed(v) else t) for v, t in values]
+        values = [(v, t + tower.index * TOWER_SEED_STRIDE if is_seed(v) else t) for v, t in values]
         with keras.StatelessScope(values, collect_losses=True) as scope:
             outputs = self.model(inputs, training=training)
         changed = {id(v) for v, before in values if scope.get_current_value(v) is not before}
@@ -106,7 +106,8 @@ def _mean(values: Sequence[tf.Tensor], fractions: Sequence[Any]) -> tf.Tensor:
     return tf.add_n([value * tf.cast(fraction, value.dtype) for value, fraction in zip(values, fractions, strict=True)])
 
 
-def _is_seed(variable) -> bool:
+def is_seed(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
     return variable.name == "seed_generator_state"
 
 
@@ -143,7 +144,7 @@ def _check_changes(changed: list, foreign: set) -> None:
             raise ValueError(
                 f"{variable.path} is trainable and also written by its layer's call, which towers cannot share"
             )
-        if not (_is_seed(variable) or "float" in variable.dtype):
+        if not (is_seed(variable) or "float" in variable.dtype):
             raise ValueError(
                 f"{variable.path} is {variable.dtype} state written by its layer's call; towers can share float state "
                 "(as its mean) and seed generators only"

@@ -108,8 +108,8 @@ def _own_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo) -> ke
     naming.reset_uids()  # layers without a name are called the same in every process, whatever was made before
     keras.utils.set_random_seed(config.seed)
     try:
-        function = user_model.find(*config.user_model)
-        return user_model.make(
+        function = user_model.load_function(*config.user_model)
+        return user_model.build_model(
             function, config.crop or info.side, len(info.class_names), precision.POLICIES[compute_dtype]
         )
     except user_model.ModelError as error:

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.data.batches import RandomDraws
-from cifar_towers.models.user_model import is_seed
+from cifar_towers.towers.keras_parallel import is_seed
 from cifar_towers.towers.placement import HOST, pin_to_device
 from cifar_towers.training.diagnostics import update_diagnostics
 from cifar_towers.training.ema import ExponentialMovingAverage, Lookahead, SmoothedLosses

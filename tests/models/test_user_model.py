@@ -1,4 +1,4 @@
-"""Nets of a user's own: what trains on towers, and what is refused by the layer's name."""
+"""Models of users: those that train on towers, and those that are rejected by the layer's name."""
 
 import keras
 import numpy as np
@@ -19,7 +19,7 @@ def net(*layers, side=24, classes=10, head=True):
 
 
 class Scaled(L.Layer):
-    """A layer as users write them."""
+    """A user's layer with a weight and a counter."""
 
     def build(self, shape):
         self.factor = self.add_weight(name="factor", shape=shape[-1:], initializer="ones")
@@ -32,8 +32,12 @@ class Scaled(L.Layer):
 
 
 class Noisy(L.Layer):
+    def __init__(self, seed=None, **kwargs):
+        super().__init__(**kwargs)
+        self.op_seed = seed
+
     def call(self, x):
-        return x + tf.random.normal(tf.shape(x))
+        return x + tf.random.normal(tf.shape(x), seed=self.op_seed)
 
 
 class Unseeded(L.Layer):
@@ -77,12 +81,13 @@ class Once(L.Layer):
 
 
 class Subclassed(keras.Model):
-    def __init__(self, classes=10):
+    def __init__(self, classes=10, first=None):
         super().__init__()
-        self.flat, self.head = L.Flatten(), L.Dense(classes, name="logits")
+        self.first, self.flat = first or L.Flatten(), L.Flatten()
+        self.head = L.Dense(classes, name="logits", kernel_initializer="zeros")
 
     def call(self, x):
-        return self.head(self.flat(x))
+        return self.head(self.flat(self.first(x)))
 
 
 class Trained(Subclassed):
@@ -100,85 +105,89 @@ class Trained(Subclassed):
         Subclassed,
     ],
 )
-def test_nets_that_towers_can_train(make):
-    model = user_model.make(make, 24, 10, "float32")
+def test_models_that_towers_can_train(make):
+    model = user_model.build_model(make, 24, 10, "float32")
     assert model(np.zeros((2, 24, 24, 3), "f4")).shape == (2, 10)
 
 
+NOT_A_WEIGHT = "uses a variable that is not a weight of the model"
+UNSEEDED = "returns other values in a second call .* draws random numbers without a seed"
+HEAD_OF_PROBABILITIES = L.Dense(10, "softmax", name="shares")
+
+
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
-        (
-            lambda: net(Noisy(name="grain")),
-            "layer grain keeps something beside its weights, or draws random numbers without",
-        ),
-        (lambda: net(Unseeded(name="drop")), "layer drop keeps something beside its weights, or draws random numbers"),
-        (lambda: net(Counting(name="counter")), "layer counter changes a variable of its own"),
-        (lambda: net(Remembering(name="memory")), "layer memory keeps something beside its weights"),
+        (lambda: net(Noisy(name="grain")), f"layer grain {UNSEEDED}"),
+        (lambda: net(Noisy(seed=3, name="grain")), f"layer grain {UNSEEDED}"),
+        (lambda: net(Noisy(name="grain"), Scaled(name="grain_1")), f"layer grain {UNSEEDED}"),
+        (lambda: net(Scaled(), DrawnOnce(name="print")), f"layer print {UNSEEDED}"),
+        (lambda: Subclassed(first=Noisy()), f"layer subclassed.* {UNSEEDED}"),
+        (lambda: net(Unseeded(name="drop")), f"layer drop {NOT_A_WEIGHT}"),
+        (lambda: net(Counting(name="counter")), f"layer counter {NOT_A_WEIGHT}"),
+        (lambda: net(Remembering(name="memory")), f"layer memory {NOT_A_WEIGHT}"),
         (lambda: net(Once(name="once")), "two towers cannot call it on 24x24 images: .*I can be called once"),
-        (lambda: net(Noisy(name="grain"), Scaled(name="grain_1")), "layer grain keeps something"),
-        (lambda: net(Scaled(), DrawnOnce(name="print")), "layer print has other constants in another call"),
-        (lambda: net(classes=7), r"layer head gives an output of shape \(7,\) an image; 10 classes want \(10,\)"),
-        (lambda: Subclassed(7), r"layer logits gives an output of shape \(7,\) an image"),
+        (lambda: net(classes=7), r"layer head has an output of shape \(7,\) per image; 10 classes need \(10,\)"),
+        (lambda: Subclassed(7), r"layer logits has an output of shape \(7,\) per image"),
         (
             lambda: net(L.Conv2D(10, 3), L.MaxPooling2D(2, name="pool"), head=False),
-            r"layer pool gives an output of shape \(11, 11, 10\) an image",
+            r"layer pool has an output of shape \(11, 11, 10\) per image",
         ),
-        (lambda: net(L.Flatten(), L.Dense(10, "softmax", name="shares"), head=False), "layer shares ends in softmax"),
-        (lambda: Trained(), "it has a train_step of its own, which towers would not run; leave it out"),
+        (lambda: net(L.Flatten(), HEAD_OF_PROBABILITIES, head=False), "layer shares ends in softmax"),
+        (lambda: Trained(), "it overrides train_step, which towers would not run; leave it out"),
         (lambda: net(side=32), r"expected shape=\(None, 32, 32, 3\)"),
         (lambda: net(L.Flatten(), L.Lambda(lambda x: x[:, :10]), head=False), "it has no weights to train"),
         (lambda: 3, "it returns int, not a Keras model"),
-        (lambda: 1 / 0, "it cannot be made: test_user_model.py, line .*ZeroDivisionError"),
+        (lambda: 1 / 0, "the model cannot be built: test_user_model.py, line .*ZeroDivisionError"),
     ],
 )
-def test_nets_that_towers_cannot_train_are_told_in_a_line(make, told):
-    with pytest.raises(ModelError, match=told) as caught:
-        user_model.make(make, 24, 10, "float32")
+def test_models_that_towers_cannot_train_are_rejected_in_one_line(make, message):
+    with pytest.raises(ModelError, match=message) as caught:
+        user_model.build_model(make, 24, 10, "float32")
     assert "\n" not in str(caught.value)
 
 
-def test_a_function_is_handed_what_it_asks_for():
-    def mine(num_classes, side, width=3):
+def test_arguments_are_passed_by_name():
+    def make(num_classes, side, width=3):
         return net(L.Conv2D(width, 3), side=side, classes=num_classes)
 
-    model = user_model.make(mine, 20, 7, "mixed_bfloat16")
+    model = user_model.build_model(make, 20, 7, "mixed_bfloat16")
     assert model.output_shape == (None, 7) and model.layers[1].compute_dtype == "bfloat16"
     assert keras.config.dtype_policy().name == "float32"
 
 
-def test_functions_are_found_in_files_and_modules(tmp_path, monkeypatch):
+def test_functions_are_loaded_from_files_and_modules(tmp_path, monkeypatch):
     (tmp_path / "mynets.py").write_text("import keras\n\ndef small():\n    return 3\n")
     (tmp_path / "broken.py").write_text("import keras\n\nraise OSError('no')\n")
-    assert user_model.find(str(tmp_path / "mynets.py"), "small")() == 3
+    assert user_model.load_function(str(tmp_path / "mynets.py"), "small")() == 3
     monkeypatch.chdir(tmp_path)
-    assert user_model.find("mynets", "small")() == 3
-    for where, function, told in (
+    assert user_model.load_function("mynets", "small")() == 3
+    for source, name, message in (
         ("nowhere.py", "small", "there is no file nowhere.py"),
         ("nosuchmodule", "small", "nosuchmodule cannot be imported: ModuleNotFoundError"),
         ("mynets", "large", "mynets has no function large; it has small"),
         ("broken.py", "small", "broken.py cannot be imported: broken.py, line 3: OSError: no"),
     ):
-        with pytest.raises(ModelError, match=told):
-            user_model.find(where, function)
+        with pytest.raises(ModelError, match=message):
+            user_model.load_function(source, name)
 
 
-def test_what_losses_a_net_adds_is_known():
+def test_adds_losses():
     assert user_model.adds_losses(net(L.Conv2D(2, 3, kernel_regularizer="l2")), 24)
     assert not user_model.adds_losses(net(L.Conv2D(2, 3), L.Dropout(0.1)), 24)
 
 
 class Narrow(L.BatchNormalization):
-    """A norm as users derive it from Keras's."""
+    """A user's subclass of Keras's norm."""
 
 
 def test_all_kinds_of_batch_norms_are_synchronized(towers):
-    """Of two towers, on halves with other moments: what each makes of its half is what one makes of the whole."""
+    """Two towers, on halves with different moments, compute what one tower computes on the whole batch."""
     images = np.random.default_rng(0).normal(size=(8, 6, 6, 3)).astype("f4") * np.repeat([1, 3], 4)[:, None, None, None]
 
     def outputs(kind, count):
         keras.utils.set_random_seed(0)
-        model = user_model.make(lambda: net(kind(name="norm"), side=6), 6, 10, "float32")
+        model = user_model.build_model(lambda: net(kind(name="norm"), side=6), 6, 10, "float32")
         synchronize(model)
         weights, statistics = (
             [v.value for v in of] for of in (model.trainable_variables, model.non_trainable_variables)
@@ -187,23 +196,26 @@ def test_all_kinds_of_batch_norms_are_synchronized(towers):
         @tf.function(autograph=False)
         def run():
             shards = split_batch([tf.constant(images)], towers(count))
-            call = lambda tower, shard: model.stateless_call(weights, statistics, shard[0], training=True)  # noqa: E731
-            results = run_on_towers_synchronized(call, towers(count), shards)
-            return tf.concat([logits for logits, _ in results], 0), [changed for _, changed in results]
 
-        logits, changed = run()
-        for others in zip(*changed, strict=True):
-            np.testing.assert_allclose(others[0], others[-1], rtol=1e-6)
+            def call(tower, shard):
+                return model.stateless_call(weights, statistics, shard[0], training=True)
+
+            results = run_on_towers_synchronized(call, towers(count), shards)
+            return tf.concat([logits for logits, _ in results], 0), [values for _, values in results]
+
+        logits, new_statistics = run()
+        for by_tower in zip(*new_statistics, strict=True):
+            np.testing.assert_allclose(by_tower[0], by_tower[-1], rtol=1e-6)
         return logits
 
     for kind in (L.BatchNormalization, Narrow, BatchNorm):
         np.testing.assert_allclose(outputs(kind, 2), outputs(kind, 1), atol=1e-5, err_msg=kind.__name__)
 
 
-def test_a_sequential_net_can_be_looked_into():
-    """As one of layers: for stages, activations, and the features of the last layer."""
-    mine = net(L.Conv2D(4, 3, name="first"))
-    paths = [variable.path for variable in mine.variables]
-    model = user_model.make(lambda: mine, 24, 10, "float32")
+def test_a_sequential_model_becomes_a_graph_of_its_layers():
+    """For stages, activations, and the features before the last layer."""
+    sequential = net(L.Conv2D(4, 3, name="first"))
+    paths = [variable.path for variable in sequential.variables]
+    model = user_model.build_model(lambda: sequential, 24, 10, "float32")
     assert [layer.name for layer in model.layers[1:]] == ["first", "flat", "head"]
-    assert [variable.path for variable in model.variables] == paths  # by which checkpoints know them
+    assert [variable.path for variable in model.variables] == paths  # the names in checkpoints
