@@ -26,8 +26,8 @@ from cifar_towers.data import cifar10, sources, synthetic
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError
 from cifar_towers.files import atomic_io
-from cifar_towers.inference import compare as comparing
 from cifar_towers.inference import evaluate
+from cifar_towers.inference.compare import compare_runs
 from cifar_towers.reporting import figures, run_logger
 from cifar_towers.training import health
 
@@ -261,12 +261,12 @@ def test_scoring_repeats_the_runs_own_score(one_run):
 
 
 def test_scoring_what_is_not_there(one_run, tmp_path):
-    beside = f"beside it these have some: .*{one_run[0].name}"
+    beside = f"runs beside it: .*{one_run[0].name}"
     (tmp_path / "empty" / "run").mkdir(parents=True)
     begun = shutil.copytree(one_run[0], tmp_path / "begun", ignore=lambda *_: ["checkpoints"])
     for place, why in (
-        (tmp_path / "empty" / "run", "no run has been there; give that of a run, as runs/"),
-        (one_run[0].parent / "none", f"it is not there; {beside}"),
+        (tmp_path / "empty" / "run", "it is not the directory of a run; give the directory of a run, as runs/"),
+        (one_run[0].parent / "none", f"there is no such directory; {beside}"),
         (begun, "its run has saved none yet; train on"),
     ):
         with pytest.raises(UsageError, match=f"no checkpoint in {place}: {why}"):
@@ -306,9 +306,9 @@ def stop_and_go_on(config, at, uninterrupted):
     assert run(config)["weights_sha256"] == uninterrupted[1]["weights_sha256"]
     steps = [r["step"] for r in records_of(config.directory, "train")]
     assert steps == sorted(set(steps))
-    same, told = comparing.compare(uninterrupted[0], config.directory)
-    assert same and "records: the same at all 20 common steps, the last 20" in told
-    assert "to the bit at step-00000020" in told and "weights after step 20: the same to the bit" in told
+    same, told = compare_runs(uninterrupted[0], config.directory)
+    assert same and "records: equal at all 20 common steps, the last 20" in told
+    assert "to the bit at step-00000020" in told and "weights after step 20: equal to the bit" in told
 
 
 def test_what_differs_between_two_runs_is_told(tmp_path, tiny_run, monkeypatch, capsys):
@@ -322,19 +322,19 @@ def test_what_differs_between_two_runs_is_told(tmp_path, tiny_run, monkeypatch, 
     monkeypatch.setattr(sys, "argv", ["compare_runs.py", str(tiny_run[0]), str(changed)])
     assert main.compare_runs.__wrapped__(ShutdownHandler()) == 1  # the exit code
     told = capsys.readouterr().out
-    assert "records: the same until step 6, different at step 7: loss " in told
+    assert "records: equal until step 6, different at step 7: loss " in told
     assert "to the bit at step-00000009" in told and "weights after step 20: different" in told
     environment = json.loads((changed / "environment.json").read_text())
     (changed / "environment.json").write_text(json.dumps(environment | {"variables": environment["variables"][1:]}))
     count = len(environment["variables"])
-    assert f"variables a list of {count} -> a list of {count - 1}" in comparing.compare(tiny_run[0], changed)[1]
+    assert f"variables a list of {count} -> a list of {count - 1}" in compare_runs(tiny_run[0], changed)[1]
     result.write_text("[1, 2]")
-    told = comparing.compare(tiny_run[0], changed)[1]
-    assert f"{tiny_run[0]} ended at step 20, {changed} has not ended: only what both have is compared" in told
+    told = compare_runs(tiny_run[0], changed)[1]
+    assert f"{tiny_run[0]} ended at step 20, {changed} has not ended: only the common part is compared" in told
     metrics.unlink()
     shutil.rmtree(changed / "checkpoints")
-    same, told = comparing.compare(tiny_run[0], changed)
-    assert not same and "they have no step in common: nothing can be said" in told
+    same, told = compare_runs(tiny_run[0], changed)
+    assert not same and "the runs have no step in common, so nothing can be compared" in told
 
 
 class Killed(BaseException):
@@ -399,7 +399,7 @@ def test_overwrite_applies_once_per_launch(tmp_path, capsys):
 def test_two_seeds_are_told_apart(tmp_path, one_run):
     config = dataclasses.replace(QUICK, num_gpus=2, train_dir=str(tmp_path), seed=1, checkpoint_every_steps=9)
     run(dataclasses.replace(config, max_steps=9))
-    same, told = comparing.compare(one_run[0], tmp_path)
+    same, told = compare_runs(one_run[0], tmp_path)
     assert not same and "max_steps 0 -> 9, seed 0 -> 1, tta 2 -> 0\n" in told
     assert "records: different at step 1: loss " in told and "step-00000009 differs in " in told
 

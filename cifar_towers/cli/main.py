@@ -106,10 +106,10 @@ def evaluate(stop: ShutdownHandler) -> None:
         "Scores a checkpoint of a run, the newest unless --step is given.\n\n"
         "  evaluate.py --train_dir=runs/speed94-seed0 --tta=2",
     )
-    from cifar_towers.inference import evaluate as scoring
+    from cifar_towers.inference.evaluate import evaluate_checkpoint
 
     with _answering():
-        print(scoring.evaluate_checkpoint(config))
+        print(evaluate_checkpoint(config))
 
 
 @_program
@@ -124,10 +124,10 @@ def predict(stop: ShutdownHandler) -> None:
         "JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels and 20 MB (WebP: 16 megapixels). The net sees the central\n"
         "square, upright, over white where it is transparent, resized to what it was trained on.",
     )
-    from cifar_towers.inference import predict as predicting
+    from cifar_towers.inference.predict import predict_images
 
     with _answering():
-        predicting.predict(config)
+        predict_images(config)
 
 
 @_program
@@ -141,9 +141,9 @@ def export(stop: ShutdownHandler) -> int:
         "after it: uint8 pictures of any size in, probabilities and names of classes out.\n\n"
         "  export.py --train_dir=runs/speed94-seed0 --format=saved_model",
     )
-    from cifar_towers.inference import export as exporting
+    from cifar_towers.inference.export import export_model
 
-    return 0 if exporting.export(config) else 1
+    return 0 if export_model(config) else 1
 
 
 @_program
@@ -156,12 +156,12 @@ def compare_runs(stop: ShutdownHandler) -> int:
         "Says whether two runs are the same to the bit, and where and why they part.\n\n"
         "  compare_runs.py runs/one runs/other",
     )
-    from cifar_towers.inference import compare as comparing
+    from cifar_towers.inference import compare
 
-    same, told = comparing.compare(*map(Path, config.runs))
+    finding = compare.compare_runs(*map(Path, config.runs))
     with _answering():
-        print(told)
-    return 0 if same else 1
+        print(finding.text)
+    return 0 if finding.equal else 1
 
 
 @_program

@@ -74,7 +74,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 @contextlib.contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
     """A path to write a file or directory at before it is moved to `path`; removed at the end if it was not moved."""
-    temporary = path.with_name(f".{path.name}.tmp")  # always the same, so that killed processes leave only one
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")  # always the same, so that killed processes leave only one
     if temporary.is_dir():
         shutil.rmtree(temporary)
     try:

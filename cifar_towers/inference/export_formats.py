@@ -1,7 +1,7 @@
-"""What a trained net is exported as: the net with what comes before and after it, and the formats that hold it.
+"""Export formats, and the module that is exported: a model with its preprocessing and postprocessing.
 
-It takes uint8 pictures of any size and gives probabilities and the name of the likeliest class. All that is done to a
-picture before the net sees it is inside, as operations that every format has.
+It takes uint8 images of any size and returns probabilities and the name of the most probable class. The preprocessing
+consists of operations that every format supports.
 """
 
 import tempfile
@@ -20,63 +20,63 @@ ONNX_OPSET = 17
 
 
 class Format(NamedTuple):
-    """How a net is written in one format and run again by what that format is for."""
+    """How to write a module in one format, and how to run what was written with that format's own library."""
 
     name: str  # of the file or directory
-    needs: tuple[str, ...]  # modules beside the project's own
+    packages: tuple[str, ...]  # needed besides the project's own
     write: Callable[["ServingModule", Path], None]
     open: Callable[[Path], Callable[[np.ndarray], np.ndarray]]  # -> uint8 images [B, H, W, 3] -> probabilities [B, C]
     is_directory: bool = False
 
 
 class ServingModule(tf.Module):
-    """A net with what comes before and after it: uint8 pictures -> probabilities and names.
+    """A model with its preprocessing and postprocessing: uint8 images -> probabilities and names.
 
     Args:
-      net: images as `augmentation` makes them -> logits; of stock layers, in float32.
-      side: pixels of the square that a picture's central one is resized to.
+      model: preprocessed images -> logits; of stock layers, in float32.
+      side: pixels; the central square of an image is resized to it.
     """
 
-    def __init__(self, net: keras.Model, augmentation: Augmentation, side: int, class_names: tuple[str, ...]):
+    def __init__(self, model: keras.Model, augmentation: Augmentation, side: int, class_names: tuple[str, ...]):
         super().__init__(name="deployed")
-        self.net, self.augmentation, self.side, self.class_names = net, augmentation, side, class_names
+        self.model, self.augmentation, self.side, self.class_names = model, augmentation, side, class_names
 
     @tf.function(input_signature=[tf.TensorSpec([None, None, None, 3], tf.uint8, name="images")], autograph=False)
     def serve(self, images):
         """[B, H, W, 3] uint8 -> {probabilities [B, C] float32, class_name [B] and class_names [C] strings}."""
-        levels = fit(tf.cast(images, tf.float32), self.side)
-        probabilities = tf.nn.softmax(self.net(self.augmentation.evaluate(levels), training=False))
+        levels = resize_square(tf.cast(images, tf.float32), self.side)
+        probabilities = tf.nn.softmax(self.model(self.augmentation.evaluate(levels), training=False))
         names = tf.constant(self.class_names)
-        best = tf.gather(names, tf.argmax(probabilities, 1))
-        return {"probabilities": probabilities, "class_name": best, "class_names": names}
+        class_name = tf.gather(names, tf.argmax(probabilities, 1))
+        return {"probabilities": probabilities, "class_name": class_name, "class_names": names}
 
 
-def fit(images: tf.Tensor, side: int) -> tf.Tensor:
-    """[B, H, W, C] float -> [B, side, side, C]: the central square, resized as `data.images.fit` does it, by two
-    products with matrices, which every format has; images that fit already are left as they are."""
+def resize_square(images: tf.Tensor, side: int) -> tf.Tensor:
+    """[B, H, W, C] float -> [B, side, side, C]: the central square, resized as by `image_files.resize_square` but with
+    two matrix products, which every format supports. Images of this size are unchanged."""
     shape = tf.shape(images)
     square = tf.minimum(shape[1], shape[2])
-    rows, columns = (_window(shape[axis], square, side) for axis in (1, 2))
+    rows, columns = (_resizing_matrix(shape[axis], square, side) for axis in (1, 2))
     planes = tf.transpose(images, [0, 3, 1, 2])
     planes = tf.matmul(tf.matmul(rows, planes), columns, transpose_b=True)
     return tf.ensure_shape(tf.transpose(planes, [0, 2, 3, 1]), [None, side, side, images.shape[3]])
 
 
-def _window(length: tf.Tensor, square: tf.Tensor, side: int) -> tf.Tensor:
-    """[side, length]: row i weighs the pixels of the central `square` of a line by a triangle about the place of output
-    pixel i, as wide as an output pixel, or as an input pixel where these are larger."""
+def _resizing_matrix(length: tf.Tensor, square: tf.Tensor, side: int) -> tf.Tensor:
+    """[side, length]: row i holds a triangle about the center of output pixel i, over the central `square` input
+    pixels; its half-width is the larger of an output and an input pixel."""
     ratio = tf.cast(square, tf.float32) / side
-    places = tf.cast(tf.range(length) - (length - square) // 2, tf.float32)
-    centres = (tf.range(side, dtype=tf.float32) + 0.5) * ratio - 0.5
-    weights = tf.nn.relu(1 - tf.abs(places - centres[:, None]) / tf.maximum(ratio, 1.0))
-    inside = tf.cast((places >= 0) & (places < tf.cast(square, tf.float32)), tf.float32)
+    positions = tf.cast(tf.range(length) - (length - square) // 2, tf.float32)
+    centers = (tf.range(side, dtype=tf.float32) + 0.5) * ratio - 0.5
+    weights = tf.nn.relu(1 - tf.abs(positions - centers[:, None]) / tf.maximum(ratio, 1.0))
+    inside = tf.cast((positions >= 0) & (positions < tf.cast(square, tf.float32)), tf.float32)
     weights *= inside
     return weights / tf.reduce_sum(weights, 1, keepdims=True)
 
 
-def _write_saved_model(deployed: tf.Module, path: Path) -> None:
-    options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)  # it is for inference
-    tf.saved_model.save(deployed, str(path), signatures={"serving_default": deployed.serve}, options=options)
+def _write_saved_model(module: tf.Module, path: Path) -> None:
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)  # for inference only
+    tf.saved_model.save(module, str(path), signatures={"serving_default": module.serve}, options=options)
 
 
 def _open_saved_model(path: Path):
@@ -84,34 +84,34 @@ def _open_saved_model(path: Path):
     return lambda images: serve(images=tf.constant(images))["probabilities"].numpy()
 
 
-def _write_keras(deployed: ServingModule, path: Path) -> None:
-    deployed_model(deployed).save(path)
+def _write_keras(module: ServingModule, path: Path) -> None:
+    _to_keras(module).save(path)
 
 
-def deployed_model(deployed: ServingModule) -> keras.Model:
-    """`deployed` as one Keras model of stock layers."""
-    augmentation, side = deployed.augmentation, deployed.side
+def _to_keras(module: ServingModule) -> keras.Model:
+    """The module as one Keras model of stock layers."""
+    augmentation, side = module.augmentation, module.side
     images = keras.Input((None, None, 3), dtype="uint8", name="images")
     x = keras.layers.Resizing(
-        side, side, "bilinear", crop_to_aspect_ratio=True, antialias=True, dtype="float32", name="fit"
+        side, side, "bilinear", crop_to_aspect_ratio=True, antialias=True, dtype="float32", name="resize"
     )(images)
     if augmentation.crop:
         x = keras.layers.CenterCrop(augmentation.crop, augmentation.crop, name="crop")(x)
         side = augmentation.crop
     if augmentation.standardize == "dataset":
         variance = np.square(augmentation.std)
-        x = keras.layers.Normalization(mean=augmentation.mean, variance=variance, name="normalise")(x)
+        x = keras.layers.Normalization(mean=augmentation.mean, variance=variance, name="normalize")(x)
     else:
         mean = keras.ops.mean(x, [1, 2, 3], keepdims=True)
-        deviation = keras.ops.std(x, [1, 2, 3], keepdims=True)
-        x = (x - mean) / keras.ops.maximum(deviation, (3 * side**2) ** -0.5)
-    logits = deployed.net(x, training=False)  # else a resizing layer before it lets it train wherever nothing is said
+        std = keras.ops.std(x, [1, 2, 3], keepdims=True)
+        x = (x - mean) / keras.ops.maximum(std, (3 * side**2) ** -0.5)
+    logits = module.model(x, training=False)  # after a resizing layer, the default would be training mode
     probabilities = keras.layers.Softmax(dtype="float32", name="probabilities")(logits)
-    names = keras.layers.StringLookup(
-        vocabulary=list(deployed.class_names), num_oov_indices=0, invert=True, name="class_name"
+    to_name = keras.layers.StringLookup(
+        vocabulary=list(module.class_names), num_oov_indices=0, invert=True, name="class_name"
     )
-    best = names(keras.ops.argmax(probabilities, 1))
-    return keras.Model(images, {"probabilities": probabilities, "class_name": best}, name="deployed")
+    class_name = to_name(keras.ops.argmax(probabilities, 1))
+    return keras.Model(images, {"probabilities": probabilities, "class_name": class_name}, name="deployed")
 
 
 def _open_keras(path: Path):
@@ -119,19 +119,19 @@ def _open_keras(path: Path):
     return lambda images: model(tf.constant(images))["probabilities"].numpy()
 
 
-def _write_litert(deployed: ServingModule, path: Path) -> None:
-    with tempfile.TemporaryDirectory() as directory:  # only from there the converter keeps the signature
-        _write_saved_model(_frozen(deployed), Path(directory))
+def _write_litert(module: ServingModule, path: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory:  # the converter keeps the signature of saved models only
+        _write_saved_model(_frozen(module), Path(directory))
         converter = tf.lite.TFLiteConverter.from_saved_model(directory, signature_keys=["serving_default"])
         path.write_bytes(converter.convert())
 
 
-def _frozen(deployed: ServingModule) -> tf.Module:
-    """The same with the weights as constants: the converter loses variables."""
-    concrete = deployed.serve.get_concrete_function()
+def _frozen(module: ServingModule) -> tf.Module:
+    """The module with its weights as constants, as the LiteRT converter loses variables."""
+    concrete = module.serve.get_concrete_function()
     constant = convert_variables_to_constants_v2(concrete)
 
-    @tf.function(input_signature=deployed.serve.input_signature, autograph=False)
+    @tf.function(input_signature=module.serve.input_signature, autograph=False)
     def serve(images):
         return dict(zip(sorted(concrete.structured_outputs), constant(images), strict=True))
 
@@ -147,10 +147,10 @@ def _open_litert(path: Path):
     return lambda images: runner(images=images)["probabilities"]
 
 
-def _write_onnx(deployed: ServingModule, path: Path) -> None:
+def _write_onnx(module: ServingModule, path: Path) -> None:
     import tf2onnx
 
-    def erfc(graph, node, name, _):  # which TensorFlow's GELU is made of, and ONNX has not
+    def erfc(graph, node, name, _):  # part of TensorFlow's GELU; ONNX has only Erf
         node.type = "Erf"
         one = graph.make_const(tf2onnx.utils.make_name("one"), np.ones(1, np.float32))
         graph.insert_new_node_on_output(
@@ -158,8 +158,8 @@ def _write_onnx(deployed: ServingModule, path: Path) -> None:
         )
 
     tf2onnx.convert.from_function(
-        deployed.serve,
-        input_signature=deployed.serve.input_signature,
+        module.serve,
+        input_signature=module.serve.input_signature,
         opset=ONNX_OPSET,
         custom_op_handlers={"Erfc": (erfc, [])},
         output_path=str(path),

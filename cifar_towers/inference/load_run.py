@@ -1,7 +1,6 @@
-"""What a run has trained, on any machine: its net rebuilt from its settings, with the weights of a checkpoint.
+"""Trained runs: the model rebuilt from a run's settings, with the weights of one of its checkpoints.
 
-Nothing in a run's directory is executed, nor what a file in it names; a net of the user's own is made by the function
-that the user names.
+Nothing in a run's directory is executed. A model of the user's own is made by the function that the user names.
 """
 
 import dataclasses
@@ -27,41 +26,42 @@ from cifar_towers.files import run_files
 from cifar_towers.registry import check_dataset, split_user_model
 from cifar_towers.training import build
 
-MOST_NAMED = 8  # of the runs that a message offers
+MAX_LISTED = 8  # runs in one error message
+DEVICE_GROUPS = ("Towers", "Cluster")  # settings of how a run was trained, which its use does not depend on
 
 
 class TrainedRun(NamedTuple):
-    """A run's checkpoint, and what was trained in it."""
+    """A run's settings and one of its checkpoints."""
 
     directory: Path
     checkpoint: Path
     config: TrainConfig
-    facts: dict  # saved with the checkpoint: its `step`, its `dataset` and more
+    metadata: dict  # saved with the checkpoint: `step`, `dataset` and more
     info: DatasetInfo
 
     @property
     def augmentation(self) -> Augmentation:
-        """What is done to an image before the net sees it."""
+        """Preprocessing of the model's images."""
         return build.make_augmentation(self.config, self.info)
 
-    def choose_weights(self, asked: str) -> str:
-        """`raw` or `ema` for one of these or `auto`, the average where there is one.
+    def choose_weights(self, weights: str) -> str:
+        """Resolve `auto` to `ema` if the run has a moving average of its weights, else to `raw`.
 
         Raises:
-          UsageError: the run kept no average.
+          UsageError: `ema` was asked for and the run has no moving average.
         """
-        if asked == "ema" and not self.config.ema_decay:
-            raise UsageError(f"{self.directory} kept no moving average of its weights; give --weights=raw")
-        if asked == "auto":
+        if weights == "ema" and not self.config.ema_decay:
+            raise UsageError(f"{self.directory} has no moving average of its weights; give --weights=raw")
+        if weights == "auto":
             return "ema" if self.config.ema_decay else "raw"
-        return asked
+        return weights
 
     def load(self, weights: str, compute_dtype: str) -> keras.Model:
-        """The net with its `raw` or `ema` weights, computing in a precision.
+        """The model with its `raw` or `ema` weights.
 
         Raises:
-          UsageError: the function that made the net is not there any more, or makes another one.
-          DataError: the checkpoint is damaged.
+          UsageError: the function that made the model is missing or makes another one. DataError: the checkpoint is
+            damaged.
         """
         model = build.make_model(self.config, compute_dtype, self.info)
         variables = [*model.trainable_variables, *model.non_trainable_variables]
@@ -70,65 +70,69 @@ class TrainedRun(NamedTuple):
         for variable, value in zip(variables, read_variables(self.checkpoint, names).values(), strict=True):
             if variable.shape != value.shape:
                 raise UsageError(
-                    f"{self.checkpoint} has {variable.path} of shape {value.shape}, model={self.config.model} makes it "
-                    f"of shape {tuple(variable.shape)} now; give the net back that was trained"
+                    f"{self.checkpoint} has {variable.path} of shape {value.shape}, and model={self.config.model} now "
+                    f"makes it of shape {tuple(variable.shape)}; restore the model that was trained"
                 )
             variable.assign(value)
         return model
 
 
-def variables_of(model: keras.Model) -> tuple[list, list]:
-    """(weights, statistics) of a net, as an evaluator takes them."""
-    weights, statistics = model.trainable_variables, model.non_trainable_variables
-    return [variable.value for variable in weights], [variable.value for variable in statistics]
-
-
 def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
-    """A checkpoint of a run.
+    """Open a checkpoint of a run.
 
     Args:
-      model: where the function stands that makes the run's net, if it is the user's own.
-      step: which checkpoint; 0 for the newest that is undamaged.
+      model: the function that makes the model, if it is the user's own.
+      step: of the checkpoint; 0 for the newest that is undamaged.
 
     Raises:
-      UsageError: there is no such run or checkpoint, or it has another net. DataError: it is damaged, or all are.
+      UsageError: there is no such run or checkpoint, or it has another model. DataError: the checkpoint, or all of
+        them, are damaged.
     """
     checkpoint = checkpoint_at_step(train_dir, step) if step else latest_checkpoint(train_dir)
     if not checkpoint:
-        raise UsageError(_why_none(train_dir))
-    of_devices = ("Towers", "Cluster")  # how it was trained, which is nothing to how it is used
-    known = {field.name for field in dataclasses.fields(TrainConfig) if field.metadata["group"] not in of_devices}
+        raise UsageError(_explain_missing(train_dir))
+    config = _read_config(train_dir / run_files.CONFIG)
+    _check_model(config, model, train_dir)
+    config = dataclasses.replace(config, model=model or config.model)
+    metadata = read_metadata(checkpoint)
+    check_dataset(metadata["dataset"])  # as strictly as one on the command line
+    return TrainedRun(train_dir, checkpoint, config, metadata, DatasetInfo.from_json(metadata.get("traits", {})))
+
+
+def model_variables(model: keras.Model) -> tuple[list, list]:
+    """(weights, non-trainable values) of a model, as evaluators and classifiers take them."""
+    weights, non_trainable = model.trainable_variables, model.non_trainable_variables
+    return [variable.value for variable in weights], [variable.value for variable in non_trainable]
+
+
+def _read_config(path: Path) -> TrainConfig:
+    fields = dataclasses.fields(TrainConfig)
+    names = {field.name for field in fields if field.metadata["group"] not in DEVICE_GROUPS}
     try:
-        settings = with_current_names(run_files.read_json(train_dir / run_files.CONFIG))
-        config = TrainConfig(**{name: value for name, value in settings.items() if name in known})
+        settings = with_current_names(run_files.read_json(path))
+        return TrainConfig(**{name: value for name, value in settings.items() if name in names})
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"{train_dir / run_files.CONFIG}, the settings of the run, cannot be read: {error}") from None
-    facts = read_metadata(checkpoint)
-    check_dataset(facts["dataset"])  # as strictly as one on the command line
-    return TrainedRun(
-        train_dir, checkpoint, _agreed(config, model, train_dir), facts, DatasetInfo.from_json(facts.get("traits", {}))
-    )
+        raise UsageError(f"{path}, the settings of the run, cannot be read: {error}") from None
 
 
-def _why_none(train_dir: Path) -> str:
-    """Why a directory has no checkpoint, and which ones beside it have some."""
+def _explain_missing(train_dir: Path) -> str:
+    """Why a directory has no checkpoint, and which directories beside it have some."""
     if (train_dir / run_files.CONFIG).exists():
-        return f"no checkpoint in {train_dir}: its run has saved none yet; train on, and type the same again"
-    told = "no run has been there" if train_dir.is_dir() else "it is not there"
+        return f"no checkpoint in {train_dir}: its run has not saved any yet; train on, then repeat this command"
+    reason = "it is not the directory of a run" if train_dir.is_dir() else "there is no such directory"
     others = sorted({path.parents[1].name for path in train_dir.parent.glob(f"*/{CHECKPOINTS_DIR}/step-*")})
-    named = ", ".join(others[:MOST_NAMED]) + ", ..." * (len(others) > MOST_NAMED)
-    give = f"beside it these have some: {named}" if others else "give that of a run, as runs/speed94-seed0"
-    return f"no checkpoint in {train_dir}: {told}; {give}"
+    listed = ", ".join(others[:MAX_LISTED]) + ", ..." * (len(others) > MAX_LISTED)
+    hint = f"runs beside it: {listed}" if others else "give the directory of a run, as runs/speed94-seed0"
+    return f"no checkpoint in {train_dir}: {reason}; {hint}"
 
 
-def _agreed(config: TrainConfig, model: str, train_dir: Path) -> TrainConfig:
-    """The settings with the `model` that the user gave, who agrees to running it, in place of the one in the file."""
-    theirs = shlex.quote(config.model)
+def _check_model(config: TrainConfig, model: str, train_dir: Path) -> None:
+    """Raise unless the user names the function of a model of the user's own, and thereby agrees to executing it."""
+    trained = shlex.quote(config.model)
     if config.user_model and not split_user_model(model):
         raise UsageError(
-            f"{train_dir} was trained with --model={theirs}, code that is run to make the net again; if you trust it, "
-            f"give --model={theirs}, or the place where it is now"
+            f"{train_dir} was trained with --model={trained}, code that must be executed to make the model; if you "
+            f"trust it, give --model={trained}, or the path where it is now"
         )
     if not config.user_model and model not in ("", config.model):
-        raise UsageError(f"{train_dir} was trained with --model={theirs}, not {model}; leave --model")
-    return dataclasses.replace(config, model=model or config.model)
+        raise UsageError(f"{train_dir} was trained with --model={trained}, not {model}; leave --model out")

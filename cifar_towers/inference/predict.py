@@ -1,9 +1,10 @@
-"""What a trained net says of pictures: the class of each, and how sure it is."""
+"""Prediction of the classes of image files."""
 
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,80 +14,86 @@ from cifar_towers.errors import DataError, printable
 from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import run_files
-from cifar_towers.inference import load_run
+from cifar_towers.inference.load_run import model_variables, open_run
 from cifar_towers.training import devices
 
-AT_ONCE = 256  # pictures that the net gets at a time
-TOP_K = 3  # classes that are told of each
+BATCH_SIZE = 256
+TOP_K = 3  # classes shown for each image
 
 
-def predict(config: PredictConfig) -> None:
-    """Prints a line for each picture, in the order they were given; those of a folder by their names.
+class ImageFile(NamedTuple):
+    """A file or folder to predict, and why it cannot be read if it cannot."""
 
-    A picture that cannot be read is told of on the standard error, and the others go on.
+    path: Path
+    error: str = ""
+
+
+def predict_images(config: PredictConfig) -> None:
+    """Print a line for each image, in the order given; those of a folder are sorted by name.
+
+    Errors of single images are printed to standard error, and the others are still predicted.
 
     Raises:
-      UsageError: there is no such run or set of weights. DataError: at the end, if some could not be read.
+      UsageError: there is no such run or set of weights. DataError: at the end, if some images could not be read.
     """
-    run = load_run.open_run(Path(config.train_dir), config.model, config.step)
-    expanded = list(_expand(config.pictures))
+    run = open_run(Path(config.train_dir), config.model, config.step)
+    files = list(_expand(config.pictures))
     towers = devices.setup_towers(config)
     model = run.load(run.choose_weights(config.weights), devices.choose_precision(config.precision, towers))
     classify = make_classify_fn(model, towers, run.augmentation)
-    size, side, bad = min(AT_ONCE, len(expanded)), run.info.side, []
-    width = max(len(_shown(path)) for path, _ in expanded)
-    for start in range(0, len(expanded), size):
-        some = expanded[start : start + size]
-        levels, told = image_files.read_all([path for path, _ in some], side, num_threads=1)  # memory stays small
-        told |= {place: wrong for place, (_, wrong) in enumerate(some) if wrong}
-        levels = np.pad(levels, [(0, size - len(some)), (0, 0), (0, 0), (0, 0)])  # always as many: one size is traced
-        found = softmax(classify(levels, *load_run.variables_of(model), config.tta)[1])
-        for place, (path, _) in enumerate(some):
-            if place in told:
-                bad.append(path)
-                print(f"{_shown(path)} {told[place]}", file=sys.stderr)
+    batch_size, width, failed = min(BATCH_SIZE, len(files)), max(len(_shown(file.path)) for file in files), []
+    for start in range(0, len(files), batch_size):
+        batch = files[start : start + batch_size]
+        # one thread, as each may take hundreds of megabytes
+        levels, errors = image_files.read_all([file.path for file in batch], run.info.side, num_threads=1)
+        levels = np.pad(levels, [(0, batch_size - len(batch)), (0, 0), (0, 0), (0, 0)])  # to trace for one size only
+        probabilities = softmax(classify(levels, *model_variables(model), config.tta)[1])
+        for index, (path, error) in enumerate(batch):
+            error = error or errors.get(index)
+            top = None if error else _top_classes(probabilities[index], run.info.class_names)
+            if error:
+                failed.append(path)
+                print(f"{_shown(path)} {error}", file=sys.stderr)
             if config.json:
-                answer = {"error": told[place]} if place in told else _best(found[place], run.info.class_names)
-                print(run_files.to_json({"picture": os.fspath(path), **answer}))
-            elif place not in told:
-                print(f"{_shown(path):{width}}  {_as_text(_best(found[place], run.info.class_names))}")
+                print(run_files.to_json({"picture": os.fspath(path), **(top or {"error": error})}))
+            elif top:
+                print(f"{_shown(path):{width}}  {_as_text(top)}")
         sys.stdout.flush()
-    if bad:
-        names = ", ".join(map(os.fspath, bad))
-        raise DataError(f"{len(bad)} of {len(expanded)} pictures could not be read: {names}")
+    if failed:
+        names = ", ".join(map(os.fspath, failed))
+        raise DataError(f"{len(failed)} of {len(files)} images could not be read: {names}")
 
 
-def _expand(given: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """(path, what is wrong with it or nothing) of the pictures that were given, and of those in folders that were
-    given, but in none of their subfolders."""
-    for path in map(Path, given):
+def _expand(paths: Sequence[str]) -> Iterator[ImageFile]:
+    """The given files, and the images in given folders but not in their subfolders."""
+    for path in map(Path, paths):
         if not os.path.isdir(path):
-            yield path, ""
+            yield ImageFile(path)
             continue
         try:
             entries = sorted(path.iterdir())
         except OSError as error:
-            yield path, f"cannot be read: {error.strerror}"
+            yield ImageFile(path, f"cannot be read: {error.strerror}")
             continue
-        found = list(filter(image_files.is_picture, entries))
+        images = list(filter(image_files.is_picture, entries))
         others = [e for e in entries if not (image_files.is_picture(e) or e.name.startswith(".") or e.is_dir())]
-        if found and others:
+        if images and others:
             print(f"{_shown(path)}: {image_files.describe_ignored(len(others))}", file=sys.stderr)
-        if not found:
-            yield path, f"holds no pictures ({', '.join(image_files.SUFFIXES)})"
-        yield from ((picture, "") for picture in found)
+        if not images:
+            yield ImageFile(path, f"contains no images ({', '.join(image_files.SUFFIXES)})")
+        yield from map(ImageFile, images)
 
 
-def _best(probabilities: np.ndarray, class_names: Sequence[str]) -> dict:
-    best = np.argsort(-probabilities, kind="stable")[:TOP_K]
+def _top_classes(probabilities: np.ndarray, class_names: Sequence[str]) -> dict:
+    top = np.argsort(-probabilities, kind="stable")[:TOP_K]
     return {
-        "class": class_names[best[0]],
-        "probabilities": {class_names[index]: round(float(probabilities[index]), 6) for index in best},
+        "class": class_names[top[0]],
+        "probabilities": {class_names[index]: round(float(probabilities[index]), 6) for index in top},
     }
 
 
-def _as_text(answer: dict) -> str:
-    return printable("  ".join(f"{name} {100 * share:.1f} %" for name, share in answer["probabilities"].items()))
+def _as_text(top: dict) -> str:
+    return printable("  ".join(f"{name} {100 * value:.1f} %" for name, value in top["probabilities"].items()))
 
 
 def _shown(path: Path) -> str:

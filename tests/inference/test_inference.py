@@ -1,4 +1,4 @@
-"""What was trained, used: predicted with, exported, and trained further; with nets and data of the user's own."""
+"""Prediction, evaluation and export of trained runs, also with models and data of the user's own."""
 
 import dataclasses
 import json
@@ -19,10 +19,11 @@ from cifar_towers.cli.tool_configs import EvaluateConfig, ExportConfig, PredictC
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import image_files, sources, synthetic
 from cifar_towers.errors import DataError, UsageError
-from cifar_towers.inference import evaluate as scoring
-from cifar_towers.inference import export as exporting
-from cifar_towers.inference import export_formats, load_run
-from cifar_towers.inference import predict as predicting
+from cifar_towers.files import atomic_io
+from cifar_towers.inference import export, export_formats, load_run, predict
+from cifar_towers.inference.evaluate import evaluate_checkpoint
+from cifar_towers.inference.export import export_model
+from cifar_towers.inference.predict import predict_images
 from cifar_towers.reporting import figures
 
 SMALL = synthetic.make(400, 0, 0), synthetic.make(200, 0, 1)
@@ -55,7 +56,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Some of the test images as files, one that is none, and one in a subfolder, which nobody asks for."""
+    """Some of the test images as files, a file that is no image, and an image in a subfolder, which is not used."""
     (tmp_path / "pictures" / "more").mkdir(parents=True)
     Image.fromarray(SMALL[1].images[5]).save(tmp_path / "pictures" / "more" / "5.png")
     for index in range(5):
@@ -67,78 +68,69 @@ def folder(tmp_path):
 # Prediction ---------------------------------------------------------------------------------------------------------
 
 
-def test_pictures_get_the_probabilities_that_evaluation_gives(run, folder, capsys):
-    with pytest.raises(DataError, match=r"1 of 6 pictures could not be read: .*3a.png") as caught:
-        predicting.predict(
+def test_predicted_probabilities_are_those_of_evaluation(run, folder, capsys):
+    with pytest.raises(DataError, match=r"1 of 6 images could not be read: .*3a.png") as caught:
+        predict_images(
             PredictConfig(train_dir=str(run), num_gpus=2, precision="float32", json=True, pictures=(str(folder),))
         )
     assert caught.value.exit_code == 3
     out, err = capsys.readouterr()
     answers = [json.loads(line) for line in out.splitlines()]
-    assert [answer["picture"][-6:] for answer in answers] == [
-        "/0.png",
-        "/1.png",
-        "/2.png",
-        "/3.png",
-        "3a.png",
-        "/4.png",
-    ]
+    names = [answer["picture"].removeprefix(str(folder)) for answer in answers]
+    assert names == ["/0.png", "/1.png", "/2.png", "/3.png", "/3a.png", "/4.png"]
     assert answers[4]["error"].startswith("is not a JPEG") and "3a.png is not a JPEG" in err
     opened = load_run.open_run(run)
     model = opened.load("ema", "float32")
     logits = model(opened.augmentation.evaluate(tf.constant(SMALL[1].images[:5])), training=False).numpy()
     expected = tf.nn.softmax(logits).numpy()
-    for answer, shares in zip(answers[:4] + answers[5:], expected, strict=True):
-        best = np.argsort(-shares)[:3]
-        assert answer["class"] == synthetic.CLASSES[best[0]]
-        assert list(answer["probabilities"]) == [synthetic.CLASSES[index] for index in best]
-        np.testing.assert_allclose(list(answer["probabilities"].values()), shares[best], atol=1e-5)
+    for answer, probabilities in zip(answers[:4] + answers[5:], expected, strict=True):
+        top = np.argsort(-probabilities)[:3]
+        assert answer["class"] == synthetic.CLASSES[top[0]]
+        assert list(answer["probabilities"]) == [synthetic.CLASSES[index] for index in top]
+        np.testing.assert_allclose(list(answer["probabilities"].values()), probabilities[top], atol=1e-5)
 
 
-def test_what_is_no_picture_in_a_folder_is_counted(run, folder, capsys):
+def test_other_files_in_a_folder_are_counted(run, folder, capsys):
     (folder / "3a.png").unlink()
     (folder / "phone.heic").write_bytes(b"")
-    predicting.predict(PredictConfig(train_dir=str(run), pictures=(str(folder),)))
+    predict_images(PredictConfig(train_dir=str(run), pictures=(str(folder),)))
     out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 5 and f"{folder}: 1 file of other kinds left out" in err
+    assert len(out.splitlines()) == 5 and f"{folder}: 1 file of other types ignored" in err
 
 
-def test_a_table_names_three_classes_a_picture(run, folder, capsys):
-    predicting.predict(
-        PredictConfig(train_dir=str(run), tta=2, pictures=(str(folder / "0.png"), str(folder / "4.png")))
-    )
+def test_table_shows_three_classes_per_image(run, folder, capsys):
+    predict_images(PredictConfig(train_dir=str(run), tta=2, pictures=(str(folder / "0.png"), str(folder / "4.png"))))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and all(line.count(" %") == 3 for line in lines)
 
 
-def test_more_pictures_than_the_net_takes_at_once(run, folder, capsys, monkeypatch):
+def test_several_batches_give_the_same_predictions(run, folder, capsys, monkeypatch):
     (folder / "3a.png").unlink()
     answers = []
-    for at_once in (predicting.AT_ONCE, 2):
-        monkeypatch.setattr(predicting, "AT_ONCE", at_once)
-        predicting.predict(PredictConfig(train_dir=str(run), pictures=(str(folder),)))
+    for batch_size in (predict.BATCH_SIZE, 2):
+        monkeypatch.setattr(predict, "BATCH_SIZE", batch_size)
+        predict_images(PredictConfig(train_dir=str(run), pictures=(str(folder),)))
         answers.append(capsys.readouterr().out.splitlines())
     assert answers[0] == answers[1] and len(set(answers[0])) == 5
 
 
-def test_a_name_cannot_write_to_the_terminal(run, folder, capsys):
-    odd = folder / "a\n\x1b[31mred.png"
-    (folder / "0.png").rename(odd)
-    predicting.predict(PredictConfig(train_dir=str(run), pictures=(str(odd),)))
+def test_control_characters_in_file_names_are_escaped(run, folder, capsys):
+    path = (folder / "0.png").rename(folder / "a\n\x1b[31mred.png")
+    predict_images(PredictConfig(train_dir=str(run), pictures=(str(path),)))
     out = capsys.readouterr().out
     assert out.count("\n") == 1 and "\x1b" not in out
 
 
-def test_folders_without_pictures_are_told_and_the_others_go_on(run, folder, tmp_path, capsys):
+def test_folders_without_images_are_errors_of_their_own(run, folder, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    given = (str(tmp_path / "empty"), str(folder / "0.png"), str(tmp_path / ("x" * 300)))
-    with pytest.raises(DataError, match="2 of 3 pictures could not be read"):
-        predicting.predict(PredictConfig(train_dir=str(run), pictures=given))
+    pictures = (str(tmp_path / "empty"), str(folder / "0.png"), str(tmp_path / ("x" * 300)))
+    with pytest.raises(DataError, match="2 of 3 images could not be read"):
+        predict_images(PredictConfig(train_dir=str(run), pictures=pictures))
     out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 1 and "empty holds no pictures" in err and "File name too long" in err
+    assert len(out.splitlines()) == 1 and "empty contains no images" in err and "File name too long" in err
 
 
-def test_nothing_to_predict(run):
+def test_predicting_nothing_is_an_error(run):
     with pytest.raises(UsageError, match="which pictures"):
         PredictConfig(train_dir=str(run))
 
@@ -146,26 +138,24 @@ def test_nothing_to_predict(run):
 # Export -------------------------------------------------------------------------------------------------------------
 
 
-def test_resizing_by_matrices_is_resizing_by_pillow():
+def test_resizing_by_matrices_agrees_with_pillow():
     random = np.random.default_rng(0)
     for height, width in ((32, 32), (50, 70), (71, 40), (20, 24), (300, 301)):
         levels = random.integers(0, 256, (height, width, 3), np.uint8)
-        found = export_formats.fit(tf.constant(levels[None], tf.float32), 32)[0].numpy()
-        np.testing.assert_allclose(
-            found, image_files.resize_square(Image.fromarray(levels), 32), atol=1.01
-        )  # Pillow rounds twice
-    np.testing.assert_array_equal(
-        export_formats.fit(tf.constant(SMALL[0].images[:2], tf.float32), 32), SMALL[0].images[:2].astype("f4")
-    )
+        resized = export_formats.resize_square(tf.constant(levels[None], tf.float32), 32)[0].numpy()
+        expected = image_files.resize_square(Image.fromarray(levels), 32)
+        np.testing.assert_allclose(resized, expected, atol=1.01)  # Pillow rounds twice
+    images = tf.constant(SMALL[0].images[:2], tf.float32)
+    np.testing.assert_array_equal(export_formats.resize_square(images, 32), images)
 
 
 ELSEWHERE = """
 import sys
-sys.modules["cifar_towers"] = None  # it is not installed there
+sys.modules["cifar_towers"] = None  # as if it were not installed
 import numpy as np
 images = np.load("images.npy")
 """
-BODIES = {
+RUN_EXPORT = {
     "saved_model": "import tensorflow as tf\n"
     "serve = tf.saved_model.load(path).signatures['serving_default']\n"
     "answer = {name: tensor.numpy() for name, tensor in serve(images=tf.constant(images)).items()}",
@@ -177,18 +167,20 @@ BODIES = {
     "names = [output.name for output in session.get_outputs()]\n"
     "answer = dict(zip(names, session.run(names, {session.get_inputs()[0].name: images})))",
 }
-KEPT = "np.savez({kind!r}, **{{n: np.array(v).astype(str if 'class' in n else float) for n, v in answer.items()}})"
+SAVE_ANSWER = (
+    "np.savez({kind!r}, **{{n: np.array(v).astype(str if 'class' in n else float) for n, v in answer.items()}})"
+)
 
 
 @pytest.mark.parametrize("kinds", [("saved_model", "keras"), ("litert",), ("onnx",)], ids="-".join)
-def test_what_is_exported_answers_where_this_package_is_not(run, tmp_path, capsys, kinds):
+def test_exports_run_without_this_package(run, tmp_path, capsys, kinds):
     program = ELSEWHERE
     for kind in kinds:
-        place = tmp_path / export_formats.FORMATS[kind].name
-        assert exporting.export(ExportConfig(train_dir=str(run), num_gpus=1, format=kind, out=str(place), check=200))
+        path = tmp_path / export_formats.FORMATS[kind].name
+        assert export_model(ExportConfig(train_dir=str(run), num_gpus=1, format=kind, out=str(path), check=200))
         out = capsys.readouterr().out
         assert "checked on 200 test images" in out and "ema weights" in out
-        program += f"path = {str(place)!r}\n{BODIES[kind]}\n{KEPT.format(kind=kind)}\n"
+        program += f"path = {str(path)!r}\n{RUN_EXPORT[kind]}\n{SAVE_ANSWER.format(kind=kind)}\n"
     np.save(tmp_path / "images.npy", np.pad(SMALL[1].images[:6], [(0, 0), (0, 0), (4, 4), (0, 0)]))
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=tmp_path)
     opened = load_run.open_run(run)
@@ -197,40 +189,40 @@ def test_what_is_exported_answers_where_this_package_is_not(run, tmp_path, capsy
     )
     expected = tf.nn.softmax(logits).numpy()
     for kind in kinds:
-        found = np.load(tmp_path / f"{kind}.npz")
-        np.testing.assert_allclose(found["probabilities"], expected, atol=1e-5)
-        assert found["class_name"].tolist() == [synthetic.CLASSES[index] for index in expected.argmax(1)]
-        assert kind == "keras" or found["class_names"].tolist() == list(synthetic.CLASSES)
+        answer = np.load(tmp_path / f"{kind}.npz")
+        np.testing.assert_allclose(answer["probabilities"], expected, atol=1e-5)
+        assert answer["class_name"].tolist() == [synthetic.CLASSES[index] for index in expected.argmax(1)]
+        assert kind == "keras" or answer["class_names"].tolist() == list(synthetic.CLASSES)
 
 
-def test_what_is_there_is_replaced_only_by_its_like(run, tmp_path):
+def test_only_earlier_exports_are_replaced(run, tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.png").write_bytes(b"")
-    with pytest.raises(UsageError, match="is there already and no saved_model"):
-        exporting.export(ExportConfig(train_dir=str(run), out=str(tmp_path / "photos")))
+    with pytest.raises(UsageError, match="exists and is no saved_model"):
+        export_model(ExportConfig(train_dir=str(run), out=str(tmp_path / "photos")))
     with pytest.raises(UsageError, match="does not end in .keras; write --out=.*net.keras"):
-        exporting.export(ExportConfig(train_dir=str(run), format="keras", out=str(tmp_path / "net")))
-    for place in (".", "..", "/"):
-        with pytest.raises(UsageError, match=rf"--out={place} is where others stand; write --out=.*saved_model"):
-            exporting.export(ExportConfig(train_dir=str(run), out=place))
+        export_model(ExportConfig(train_dir=str(run), format="keras", out=str(tmp_path / "net")))
+    for path in (".", "..", "/"):
+        with pytest.raises(UsageError, match=rf"--out={path} may hold other files; write --out=.*saved_model"):
+            export_model(ExportConfig(train_dir=str(run), out=path))
     with pytest.raises(UsageError, match="does not end in .onnx; write --out=model.onnx"):
-        exporting.export(ExportConfig(train_dir=str(run), format="onnx", out="."))
+        export_model(ExportConfig(train_dir=str(run), format="onnx", out="."))
 
 
-def unopened(path):
+def fail_to_open(path):
     raise ValueError("no such operation")
 
 
 @pytest.fixture
 def earlier(tmp_path):
-    """What an earlier export has left, as far as the next one looks."""
+    """A directory that counts as an earlier export."""
     (tmp_path / "net").mkdir()
     (tmp_path / "net" / "saved_model.pb").write_text("earlier")
     return tmp_path / "net"
 
 
-def test_a_failed_check_keeps_the_earlier_export_and_the_failed_one(run, earlier, capsys, monkeypatch):
-    def write(deployed, path):
+def test_failed_check_keeps_the_earlier_export_and_the_failed_one(run, earlier, capsys, monkeypatch):
+    def write(module, path):
         path.mkdir()
         (path / "saved_model.pb").write_text("new")
 
@@ -238,39 +230,37 @@ def test_a_failed_check_keeps_the_earlier_export_and_the_failed_one(run, earlier
         monkeypatch.setitem(
             export_formats.FORMATS, "saved_model", export_formats.Format("saved_model", (), write, function, True)
         )
-        return exporting.export(ExportConfig(train_dir=str(run), out=str(earlier), check=50))
+        return export_model(ExportConfig(train_dir=str(run), out=str(earlier), check=50))
 
-    def even(path):
-        return lambda image_files: np.full((len(image_files), 10), 0.1)
+    def uniform(path):
+        return lambda images: np.full((len(images), 10), 0.1)
 
-    for number, (function, told) in enumerate(
-        ((even, "differs by more than the 1e-04"), (unopened, "cannot be run")), 1
-    ):
+    cases = ((uniform, "differs by more than the 1e-04"), (fail_to_open, "cannot be run"))
+    for number, (function, problem) in enumerate(cases, 1):
         assert not export_opened_by(function)
         failed = earlier.with_name(f"failed-{number}-net")
-        told = f"{failed} {told}.*: do not use it; {earlier} is the earlier one"
-        assert re.search(told, capsys.readouterr().err)
-        assert (failed / "saved_model.pb").read_text() == "new" and (
-            earlier / "saved_model.pb"
-        ).read_text() == "earlier"
-    monkeypatch.setattr(exporting, "PROBABILITY_ATOL", 1.0)
-    assert export_opened_by(even) and (earlier / "saved_model.pb").read_text() == "new"
+        message = f"{failed} {problem}.*: do not use it; {earlier} is the earlier export"
+        assert re.search(message, capsys.readouterr().err)
+        assert (failed / "saved_model.pb").read_text() == "new"
+        assert (earlier / "saved_model.pb").read_text() == "earlier"
+    monkeypatch.setattr(export, "PROBABILITY_ATOL", 1.0)
+    assert export_opened_by(uniform) and (earlier / "saved_model.pb").read_text() == "new"
     assert {path.name for path in earlier.parent.iterdir()} == {"net", "failed-1-net", "failed-2-net"}
 
 
-def test_an_export_whose_replacement_is_broken_off_stays(earlier):
+def test_earlier_export_stays_if_replacing_it_fails(earlier):
     with pytest.raises(FileNotFoundError):
-        exporting._put(earlier.with_name("nowhere"), earlier)
+        atomic_io.replace(earlier.with_name("nowhere"), earlier)
     assert (earlier / "saved_model.pb").read_text() == "earlier"
 
 
-def test_an_older_checkpoint_is_used_by_its_step(run, tmp_path, capsys):
+def test_older_checkpoint_is_chosen_by_its_step(run, tmp_path, capsys):
     steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(run)]
-    assert len(steps) > 1 and load_run.open_run(run).facts["step"] == steps[-1]
-    told = scoring.evaluate_checkpoint(EvaluateConfig(train_dir=str(run), step=steps[0], json=True))
-    assert json.loads(told)["step"] == steps[0]
-    there = ", ".join(map(str, steps))
-    with pytest.raises(UsageError, match=f"has no checkpoint of step 999; those it has are of: {there}$"):
+    assert len(steps) > 1 and load_run.open_run(run).metadata["step"] == steps[-1]
+    output = evaluate_checkpoint(EvaluateConfig(train_dir=str(run), step=steps[0], json=True))
+    assert json.loads(output)["step"] == steps[0]
+    listed = ", ".join(map(str, steps))
+    with pytest.raises(UsageError, match=f"has no checkpoint of step 999; those it has are of: {listed}$"):
         load_run.open_run(run, step=999)
     copy = shutil.copytree(run, tmp_path / "copy")
     (checkpoint_path(copy, steps[0]) / "facts.json").write_text("{}")
@@ -278,28 +268,26 @@ def test_an_older_checkpoint_is_used_by_its_step(run, tmp_path, capsys):
         load_run.open_run(copy, step=steps[0])
 
 
-def test_without_data_an_export_can_be_left_unchecked(run, tmp_path, capsys, monkeypatch):
+def test_export_without_data_can_skip_the_check(run, tmp_path, capsys, monkeypatch):
     def find(*_):
         raise DataError("no CIFAR-10 here")
 
     monkeypatch.setattr(sources, "find", find)
     config = ExportConfig(train_dir=str(run), out=str(tmp_path / "net"))
-    with pytest.raises(
-        DataError, match="^the export is checked on test images, and no CIFAR-10 here; --check=0 leaves"
-    ):
-        exporting.export(config)
-    assert exporting.export(dataclasses.replace(config, check=0)) and "not checked" in capsys.readouterr().out
+    with pytest.raises(DataError, match="^the export is checked on test images, and no CIFAR-10 here; --check=0 skips"):
+        export_model(config)
+    assert export_model(dataclasses.replace(config, check=0)) and "not checked" in capsys.readouterr().out
 
 
-def test_a_package_that_is_missing_is_named(run, monkeypatch):
+def test_missing_package_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "tf2onnx", None)
-    with pytest.raises(UsageError, match=r"format=onnx needs tf2onnx, which is not installed; for it: .*\[export\]"):
-        exporting.export(ExportConfig(train_dir=str(run), format="onnx"))
+    with pytest.raises(UsageError, match=r"format=onnx needs tf2onnx, which is not installed; to install .*\[export\]"):
+        export_model(ExportConfig(train_dir=str(run), format="onnx"))
 
 
-# One's own net and data ---------------------------------------------------------------------------------------------
+# The user's own model and data --------------------------------------------------------------------------------------
 
-NET = """
+MODEL = """
 import keras
 from keras import layers
 
@@ -323,59 +311,59 @@ def net(num_classes):
 
 
 @pytest.fixture
-def own_net(tmp_path):
-    (tmp_path / "nets.py").write_text(NET)
+def own_model(tmp_path):
+    (tmp_path / "nets.py").write_text(MODEL)
     return dataclasses.replace(
         CONFIG, model=f"{tmp_path / 'nets.py'}:net", crop=0, ema_decay=0.0, train_dir=str(tmp_path / "own")
     )
 
 
-def test_a_net_of_ones_own_is_trained_stopped_continued_and_used(own_net, tmp_path, folder, capsys):
-    whole = train(own_net)
-    parted = dataclasses.replace(own_net, train_dir=str(tmp_path / "parted"))
-    train(dataclasses.replace(parted, max_steps=3))
-    assert train(parted)["weights_sha256"] == whole["weights_sha256"]  # dropout's numbers follow from the step
+def test_own_model_is_trained_resumed_and_used(own_model, tmp_path, folder, capsys):
+    result = train(own_model)
+    resumed = dataclasses.replace(own_model, train_dir=str(tmp_path / "resumed"))
+    train(dataclasses.replace(resumed, max_steps=3))
+    assert train(resumed)["weights_sha256"] == result["weights_sha256"]  # dropout's numbers follow from the step
     records = [json.loads(line) for line in (tmp_path / "own" / "metrics.jsonl").read_text().splitlines()]
-    assert records[-1]["accuracy"] == whole["evaluations"][-1]["accuracy"]
+    assert records[-1]["accuracy"] == result["evaluations"][-1]["accuracy"]
     (tmp_path / "elsewhere").mkdir()
     moved = (tmp_path / "nets.py").rename(tmp_path / "elsewhere" / "nets.py")
-    use = {"train_dir": own_net.train_dir, "model": f"{moved}:net"}
-    told = scoring.evaluate_checkpoint(EvaluateConfig(**use, precision="float32", json=True))
-    assert json.loads(told)["accuracy"] == whole["evaluations"][-1]["accuracy"]
-    predicting.predict(PredictConfig(**use, pictures=(str(folder / "0.png"),)))
-    assert exporting.export(ExportConfig(**use, format="keras", out=str(tmp_path / "net.keras"), check=100))
+    use = {"train_dir": own_model.train_dir, "model": f"{moved}:net"}
+    output = evaluate_checkpoint(EvaluateConfig(**use, precision="float32", json=True))
+    assert json.loads(output)["accuracy"] == result["evaluations"][-1]["accuracy"]
+    predict_images(PredictConfig(**use, pictures=(str(folder / "0.png"),)))
+    assert export_model(ExportConfig(**use, format="keras", out=str(tmp_path / "net.keras"), check=100))
 
 
-def test_a_net_of_ones_own_is_run_only_if_the_user_names_it(run, tmp_path):
+def test_own_model_is_executed_only_if_the_user_names_it(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "sent")
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
     config, evil = copy / "config.json", f"{tmp_path / 'evil.py'}:net"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model": evil}))
     uses = {
-        scoring.evaluate_checkpoint: lambda **model: EvaluateConfig(train_dir=str(copy), **model),
-        predicting.predict: lambda **model: PredictConfig(train_dir=str(copy), pictures=("a.png",), **model),
-        exporting.export: lambda **model: ExportConfig(train_dir=str(copy), **model),
+        evaluate_checkpoint: lambda **model: EvaluateConfig(train_dir=str(copy), **model),
+        predict_images: lambda **model: PredictConfig(train_dir=str(copy), pictures=("a.png",), **model),
+        export_model: lambda **model: ExportConfig(train_dir=str(copy), **model),
     }
     for use, settings in uses.items():
         for model in ({}, {"model": "cifarnet"}):
             with pytest.raises(
-                UsageError, match=f"trained with --model={evil}, code that is run .* give --model={evil}"
+                UsageError, match=f"trained with --model={evil}, code that must be executed .* give --model={evil}"
             ):
                 use(settings(**model))
     assert not (tmp_path / "executed").exists()
     with pytest.raises(UsageError, match="has no function net"):
-        predicting.predict(uses[predicting.predict](model=evil))
+        predict_images(uses[predict_images](model=evil))
     assert (tmp_path / "executed").exists()
 
 
-def test_the_projects_own_net_needs_no_name_and_takes_no_other(run):
+def test_built_in_model_cannot_be_replaced(run):
     assert load_run.open_run(run).config == load_run.open_run(run, "cifarnet").config
     for other in ("resnet20", "nets.py:net"):
-        with pytest.raises(UsageError, match=f"trained with --model=cifarnet, not {other}; leave --model"):
+        with pytest.raises(UsageError, match=f"trained with --model=cifarnet, not {other}; leave --model out"):
             load_run.open_run(run, other)
 
 
-def test_another_net_than_was_trained_is_refused(run, tmp_path):
+def test_other_model_than_was_trained_is_refused(run, tmp_path):
     (tmp_path / "nets.py").write_text(SEQUENTIAL)
     copy = shutil.copytree(run, tmp_path / "sent")
     config = copy / "config.json"
@@ -385,19 +373,19 @@ def test_another_net_than_was_trained_is_refused(run, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
-def test_with_synchronized_norms_two_towers_are_one(own_net, tmp_path, strategy):
-    (tmp_path / "nets.py").write_text(NET.replace("Dropout(0.2)", "Activation('tanh')"))
-    found = []
+def test_two_towers_with_synchronized_norms_equal_one(own_model, tmp_path, strategy):
+    (tmp_path / "nets.py").write_text(MODEL.replace("Dropout(0.2)", "Activation('tanh')"))
+    results = []
     for count in (1, 2):
         config = dataclasses.replace(
-            own_net, num_gpus=count, strategy=strategy, batch_statistics="synchronized", max_steps=5,
+            own_model, num_gpus=count, strategy=strategy, batch_statistics="synchronized", max_steps=5,
             train_dir=str(tmp_path / f"on{count}"),
         )  # fmt: skip
         train(config)
         values = read_variables(latest_checkpoint(tmp_path / f"on{count}"))
-        found.append({name: value for name, value in values.items() if name.startswith("model.")})
-    for name, value in found[0].items():
-        np.testing.assert_allclose(found[1][name], value, atol=2e-5 * max(1e-3, abs(value).max()), err_msg=name)
+        results.append({name: value for name, value in values.items() if name.startswith("model.")})
+    for name, value in results[0].items():
+        np.testing.assert_allclose(results[1][name], value, atol=2e-5 * max(1e-3, abs(value).max()), err_msg=name)
 
 
 SEQUENTIAL = """
@@ -411,16 +399,16 @@ def net():
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_a_sequential_net_in_half_precision(own_net, tmp_path, precision):
+def test_sequential_model_in_half_precision(own_model, tmp_path, precision):
     (tmp_path / "nets.py").write_text(SEQUENTIAL)
-    result = train(dataclasses.replace(own_net, precision=precision, max_steps=4))
+    result = train(dataclasses.replace(own_model, precision=precision, max_steps=4))
     assert np.isfinite(result["evaluations"][-1]["loss"])
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("towers", marks=pytest.mark.slow), "mirrored"])
-def test_a_constraint_holds_under_every_strategy(own_net, tmp_path, strategy):
+def test_constraints_hold_with_every_strategy(own_model, tmp_path, strategy):
     (tmp_path / "nets.py").write_text(SEQUENTIAL.replace("Dense(10)", "Dense(10, kernel_constraint='non_neg')"))
-    train(dataclasses.replace(own_net, strategy=strategy, max_steps=2))
+    train(dataclasses.replace(own_model, strategy=strategy, max_steps=2))
     values = read_variables(latest_checkpoint(tmp_path / "own"))
     (head,) = (
         value
@@ -445,56 +433,56 @@ net = Mine
 """
 
 
-def test_a_net_that_keras_cannot_make_again_is_told_what_it_lacks(own_net, tmp_path, capsys):
+def test_subclassed_model_without_get_config_is_explained(own_model, tmp_path, capsys):
     (tmp_path / "nets.py").write_text(SUBCLASSED)
-    train(dataclasses.replace(own_net, max_steps=1))
-    use = {"train_dir": own_net.train_dir, "model": own_net.model, "check": 50}
-    assert not exporting.export(ExportConfig(**use, format="keras", out=str(tmp_path / "net.keras")))
-    assert "get_config and **kwargs; saved_model needs neither" in capsys.readouterr().err
-    assert exporting.export(ExportConfig(**use, out=str(tmp_path / "net")))
+    train(dataclasses.replace(own_model, max_steps=1))
+    use = {"train_dir": own_model.train_dir, "model": own_model.model, "check": 50}
+    assert not export_model(ExportConfig(**use, format="keras", out=str(tmp_path / "net.keras")))
+    assert "needs get_config and **kwargs in layers of your own; saved_model does not" in capsys.readouterr().err
+    assert export_model(ExportConfig(**use, out=str(tmp_path / "net")))
 
 
-def test_a_net_that_towers_cannot_train_is_refused_in_a_line(own_net, tmp_path):
+def test_untrainable_model_is_an_error_of_one_line(own_model, tmp_path):
     (tmp_path / "nets.py").write_text(
-        NET.replace("return x + self.shift", "import tensorflow as tf; return x + tf.random.normal([])")
+        MODEL.replace("return x + self.shift", "import tensorflow as tf; return x + tf.random.normal([])")
     )
     with pytest.raises(UsageError, match=r"model=.*nets.py:net: layer shift.* draws random numbers without a seed"):
-        train(own_net)
+        train(own_model)
 
 
-def test_a_folder_of_ones_own_is_trained_on_scored_and_predicted(tmp_path, folder, capsys):
+def test_own_folder_is_trained_on_evaluated_and_predicted(tmp_path, folder, capsys):
     for split, name in ((SMALL[0], "train"), (SMALL[1], "test")):
         for index in range(150):
-            place = tmp_path / "set" / name / synthetic.CLASSES[split.labels[index]].replace(" ", "_")
-            place.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(split.images[index]).save(place / f"{index}.png")
+            directory = tmp_path / "set" / name / synthetic.CLASSES[split.labels[index]].replace(" ", "_")
+            directory.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(split.images[index]).save(directory / f"{index}.png")
     data = f"folder:{tmp_path / 'set'}"
     config = dataclasses.replace(CONFIG, dataset=data, batch_size=50, train_dir=str(tmp_path / "mine"))
     result = train(config)
     opened = load_run.open_run(tmp_path / "mine")
     assert opened.info.class_names == tuple(sorted(name.replace(" ", "_") for name in synthetic.CLASSES))
-    told = scoring.evaluate_checkpoint(EvaluateConfig(train_dir=config.train_dir, precision="float32", json=True))
-    assert json.loads(told)["accuracy"] == result["evaluations"][-1]["accuracy"]
-    predicting.predict(PredictConfig(train_dir=config.train_dir, pictures=(str(folder / "0.png"),)))
+    output = evaluate_checkpoint(EvaluateConfig(train_dir=config.train_dir, precision="float32", json=True))
+    assert json.loads(output)["accuracy"] == result["evaluations"][-1]["accuracy"]
+    predict_images(PredictConfig(train_dir=config.train_dir, pictures=(str(folder / "0.png"),)))
     answer = capsys.readouterr().out.splitlines()[-1].removeprefix(str(folder / "0.png"))
     assert any(name in answer for name in opened.info.class_names)
     (tmp_path / "set").rename(tmp_path / "moved")
     moved = EvaluateConfig(
         train_dir=config.train_dir, dataset=f"folder:{tmp_path / 'moved'}", precision="float32", json=True
     )
-    assert json.loads(scoring.evaluate_checkpoint(moved))["accuracy"] == result["evaluations"][-1]["accuracy"]
+    assert json.loads(evaluate_checkpoint(moved))["accuracy"] == result["evaluations"][-1]["accuracy"]
     (tmp_path / "moved").rename(tmp_path / "set")
     next((tmp_path / "set" / "test").glob("*/*.png")).unlink()
     with pytest.raises(DataError, match="made with other test images than"):
         train(config)
     evaluation = EvaluateConfig(train_dir=config.train_dir, precision="float32")
-    with pytest.raises(DataError, match="made with other test images than .* give --changed_data to score these"):
-        scoring.evaluate_checkpoint(evaluation)
-    told = scoring.evaluate_checkpoint(dataclasses.replace(evaluation, changed_data=True))
-    assert "test (other images than it was made with), ema weights" in told and "of 149;" in told
+    with pytest.raises(DataError, match="made with other test images than .* give --changed_data to evaluate on these"):
+        evaluate_checkpoint(evaluation)
+    output = evaluate_checkpoint(dataclasses.replace(evaluation, changed_data=True))
+    assert "test (other images than it was made with), ema weights" in output and "of 149;" in output
     next((tmp_path / "set" / "train").glob("*/*.png")).unlink()
     with pytest.raises(DataError, match="made with other train and test images than"):
         train(config)
     (tmp_path / "set" / "test" / opened.info.class_names[0]).rename(tmp_path / "set" / "test" / "other")
     with pytest.raises(DataError, match="no pictures of|in test, and not in train"):
-        scoring.evaluate_checkpoint(EvaluateConfig(train_dir=config.train_dir))
+        evaluate_checkpoint(EvaluateConfig(train_dir=config.train_dir))
