@@ -23,9 +23,11 @@ from cifar_towers.multi_worker.coordination import Coordinator, single_worker
 from cifar_towers.reporting.jsonl import best_effort_writes
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.profiler import StepProfiler
-from cifar_towers.reporting.run_logger import RunLogger, told
+from cifar_towers.reporting.run_info import RunInfo, describe_score
+from cifar_towers.reporting.run_logger import RunLogger
 from cifar_towers.towers import Tower
 from cifar_towers.training import auto_placement, build, devices
+from cifar_towers.training.diagnostics import activation_layers
 from cifar_towers.training.distributed_step import towers_here
 from cifar_towers.training.health import DivergenceState, HealthMonitor
 from cifar_towers.training.results import StepMetrics
@@ -105,11 +107,21 @@ class Trainer:
         augmentation = build.make_augmentation(config, dataset.info)
         image_size_at = ImageSizeSchedule(config.image_size_schedule, config.image_size).at(self.length)
         self.step_runner = StepRunner(train_step, self.state.optimizer, image_size_at)
-        self.logger = RunLogger(
-            config, dataset, banner, local_towers, step_towers, precision, self.state, self.length, timer,
-            quiet=not workers.is_chief,
-        )  # fmt: skip
-        self.log = self.logger.say
+        run_info = RunInfo(
+            config=config,
+            dataset=dataset,
+            banner=banner,
+            devices=local_towers,
+            towers=step_towers,
+            compute_dtype=precision,
+            length=self.length,
+            model=self.state.model,
+            variables=self.state.named_variables(),
+            activation_layers=[layer.name for layer in activation_layers(self.state.model)],
+            loss_terms=list(self.state.loss_averages.sums),
+        )
+        self.logger = RunLogger(run_info, timer, quiet=not workers.is_chief)
+        self.log = self.logger.log
         self.evaluator = Evaluator(
             make_evaluate_fn(self.state.model, local_towers, augmentation, workers),
             {"validation": dataset.validation, "test": dataset.test},
@@ -145,22 +157,22 @@ class Trainer:
 
     def run(self) -> dict:
         """Resumes, trains, evaluates and writes the result; or returns the result of a finished run."""
-        self.logger.introduce()
+        self.logger.log_start()
         step, evaluations = self._resume()
         result = self.workers.broadcast_from_chief(
             lambda: workdir.completed_result(self.config.directory, step, self.length.last, self.config.target_accuracy)
         )
         if result:
-            self.log(f"{self.config.directory} is complete at step {step}: {told(result['evaluations'][-1])}")
+            self.log(f"{self.config.directory} is complete at step {step}: {describe_score(result['evaluations'][-1])}")
             return result
-        self.logger.begin(step)
+        self.logger.open(step)
         self.shutdown.announce = self.log
         self.shutdown.check()
         self.shutdown.defer_signals()
         if self.workers.size > 1:
             self.shutdown.require_consensus()
         try:
-            self.timer.charge("start")
+            self.timer.end_phase("start")
             if self.config.rollback_on_divergence and step == 0:
                 self._save(0)
             return self._finish(self._train(step, evaluations))
@@ -190,12 +202,12 @@ class Trainer:
                 metrics = self._train_step(step, batch, inputs, compiled)
                 step, evaluations = step + 1, []
                 self.health(step, metrics, batch, inputs.learning_rates, inputs.image_size)
-                self.logger.step(step, metrics, inputs.learning_rates, inputs.image_size, self.divergence)
-                self.timer.charge("report" if compiled else "compile")
+                self.logger.log_step(step, metrics, inputs.learning_rates, inputs.image_size, self.divergence)
+                self.timer.end_phase("report" if compiled else "compile")
                 if self.evaluator.is_due(step):
                     evaluations = self._evaluate(step)
                 if step % self.length.steps_per_epoch == 0 or step == self.length.last:
-                    self.logger.end_epoch(step, inputs.learning_rates, evaluations)
+                    self.logger.log_epoch(step, inputs.learning_rates, evaluations)
                 if self._is_save_due(step, bool(evaluations)):
                     self._save(step, evaluations)
                 if self._reached_target(step, evaluations):
@@ -209,21 +221,20 @@ class Trainer:
 
     def _train_step(self, step: int, batch: Batch, inputs: StepInputs, compiled: bool) -> StepMetrics:
         """One update; one that is not `compiled` yet is compiled, which is timed apart."""
-        self.timer.charge("input" if compiled else "compile")
+        self.timer.end_phase("input" if compiled else "compile")
         options = {"collect_diagnostics": self.logger.wants_diagnostics(step + 1)}
         if self.workers.size > 1:
             options["stop_signal"] = self.shutdown.received_signal
         if not compiled:
             with self.shutdown.interruptible():  # it takes a while, and nothing has changed yet
-                self.logger.graph(self.step_runner.trace(batch, inputs, **options))
+                self.logger.log_graph(self.step_runner.trace(batch, inputs, **options))
         self._profile(StepProfiler.before, step)
         metrics = self.step_runner.run(batch, inputs, **options)
         self._profile(StepProfiler.after, step + 1)
         if self.workers.size > 1:
             self.shutdown.set_agreed_signal(int(metrics.stop_signal))
             metrics = agreement.gather_diagnostics(self.workers, metrics)
-        self.timer.charge("train" if compiled else "compile")
-        self.timer.count(self.config.batch_size if compiled else 0)
+        self.timer.end_step(self.config.batch_size, compiled)
         return metrics
 
     def _profile(self, action: Callable, *step: int) -> None:
@@ -231,15 +242,15 @@ class Trainer:
         if self.profiler and (message := action(self.profiler, *step)):
             self.logger.progress.pause()
             self.log(message)
-            self.timer.charge("profile")
+            self.timer.end_phase("profile")
 
     def _evaluate(self, step: int, tta: int = 0, final: bool = False) -> list[dict]:
         """Scores validation where it exists, else test; both if `final`. Records and returns the scores."""
-        self.logger.drop_evaluation(step)  # of an attempt that was interrupted
+        self.logger.drop_evaluations(step)  # of an attempt that was interrupted
         with self.shutdown.interruptible():
             scores = self.evaluator.run(tta, final)
-        records = self.logger.evaluation(step, scores, self.evaluator.splits, final)
-        self.timer.charge("evaluate")
+        records = self.logger.log_evaluation(step, scores, self.evaluator.splits, final)
+        self.timer.end_phase("evaluate")
         return records
 
     def _reached_target(self, step: int, evaluations: list[dict]) -> bool:
@@ -268,7 +279,7 @@ class Trainer:
         try:
             return self.checkpoints.save(step, metadata)
         finally:
-            self.timer.charge("save")
+            self.timer.end_phase("save")
 
     def _save_on_interrupt(self, step: int, evaluations: list[dict]) -> Interrupted:
         """Saves the last finished step, if there is one; returns the error to raise."""
@@ -304,7 +315,7 @@ class Trainer:
         agreement.broadcast_state(self.workers, self.state.named_variables())
         self.target.reached = 0.0
         step = metadata["step"]
-        self.logger.go_back(step)
+        self.logger.truncate_after(step)
         self.log(str(error))
         self.log(f"back to step {step}, on with {self.divergence.rate_factor:g} of the recipe's rates")
         return step, metadata.get("evaluations", [])
@@ -349,7 +360,7 @@ class Trainer:
             "reached": self.target.reached,
             "dataset": self.dataset.name,
             "seconds": {phase: round(seconds, 3) for phase, seconds in self.timer.seconds.items()},
-            "images_per_sec": self.timer.rate(),
+            "images_per_sec": self.timer.images_per_sec(),
             "weights_sha256": weights_sha256,
             "failed_saves": self.checkpoints.failed_saves,
             "bad_steps": self.divergence.bad_steps,
@@ -359,5 +370,5 @@ class Trainer:
         self.logger.log_result(result)
         if not saved and not self._save(step):  # a last attempt: evaluation took a while
             raise RunError(f"step {step}, the last, could not be saved; make room, and the same command goes on")
-        self.logger.result(result)
+        self.logger.write_result(result)
         return result

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
 
 from cifar_towers import trainer
 from cifar_towers.checkpointing import workdir
@@ -177,6 +179,22 @@ def test_tensorboard_finds_all_of_the_training(one_run):
     for tower in ("tower_0", "tower_1"):
         alike = values_of(events_of(one_run[0] / tower), "towers/cosine")
         assert list(alike) == [5, 10, 15, 20] and 0 < alike[5] <= 1
+
+
+def test_every_chart_of_custom_scalars_has_a_curve(one_run):
+    """A tag that is renamed where it is written, and not in the charts, would leave a chart empty."""
+    parts = [events_of(one_run[0] / part) for part in ("train", "eval", "tower_0")]
+    written = [tag for events in parts for tag in events.Tags()["tensors"]]
+    layout = layout_pb2.Layout.FromString(values_of(parts[0], CONFIG_SUMMARY_TAG)[0].item())
+    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    without_curve = {
+        (title, pattern)
+        for title, patterns in charts.items()
+        for pattern in patterns
+        if not any(re.match(pattern, tag) for tag in written)
+    }
+    assert without_curve == {("GPU utilization, %", "gpu_utilisation/.*")}  # there is no GPU
+    assert len(charts["training loss, raw and smoothed"]) == 3
 
 
 def test_tags_are_the_same_for_any_number_of_towers(tmp_path, one_run):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from cifar_towers.benchmark import report_io
 from cifar_towers.benchmark.framework_comparison import OURS, Comparison, Competitor
 from cifar_towers.benchmark.peak_flops import PeakFlops
-from cifar_towers.reporting.phase_timer import TRAINING
+from cifar_towers.reporting.phase_timer import STEP_PHASES
 
 
 class PublishedRecord(NamedTuple):
@@ -42,7 +42,7 @@ class SeedResult:
     @property
     def step_seconds(self) -> float:
         """Seconds of all steps with input and reporting, without compilation."""
-        return sum(self.seconds.get(phase, 0.0) for phase in TRAINING)
+        return sum(self.seconds.get(phase, 0.0) for phase in STEP_PHASES)
 
 
 def accuracy_on_test(evaluations: Sequence[Mapping], tta: int) -> float:

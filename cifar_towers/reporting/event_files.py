@@ -1,4 +1,4 @@
-"""Event files, as TensorBoard reads them: written, cut back when a run goes back, and never a reason for it to end."""
+"""TensorBoard's event files: appended to, truncated after a step, and never a reason for a run to end."""
 
 import itertools
 import os
@@ -14,54 +14,57 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from cifar_towers.files.run_files import EVENT_FILES, TRUNCATED_EVENTS
 from cifar_towers.reporting.jsonl import BestEffortWrites
 
-FLUSHED_EVERY = 10.0  # seconds
+FLUSH_SECONDS = 10.0
 ERRORS = (OSError, tf.errors.OpError)
-_files = itertools.count()
+_file_numbers = itertools.count()
 
 
-class Events:
-    """The event files of one directory, which TensorBoard shows as one run. A file is begun with the first event, and
-    a new one after a failure, so that what a full disk cut short costs only itself."""
+class EventWriter:
+    """Writes the event files of one directory, which TensorBoard shows as one run.
+
+    A file is begun with the first event, and a new one after a failure, so that only what a full disk truncated is
+    lost. A failure is logged once.
+    """
 
     def __init__(self, directory: Path):
-        self._directory, self._going_on = directory, BestEffortWrites(directory, ERRORS)
+        self._directory, self._best_effort = directory, BestEffortWrites(directory, ERRORS)
         self._writer: tf.io.TFRecordWriter | None = None
         self._path = directory
-        self._flushed = time.monotonic()
+        self._last_flush = time.monotonic()
 
     def write(self, step: int, values: Sequence[Summary.Value] = (), **fields) -> None:
-        """Appends one event: summary values of a step, or another field of `Event`, such as graph_def."""
-        with self._going_on():
+        """Append one event: summary values of a step, or another field of `Event`, such as graph_def."""
+        with self._best_effort():
             try:
                 self._append(Event(step=step, summary=Summary(value=values) if values else None, **fields))
-                if time.monotonic() > self._flushed + FLUSHED_EVERY:
+                if time.monotonic() > self._last_flush + FLUSH_SECONDS:
                     self._writer.flush()
-                    self._flushed = time.monotonic()
-                    if not self._path.exists():  # somebody removed it; the next event begins a new one
-                        self._give_up()
+                    self._last_flush = time.monotonic()
+                    if not self._path.exists():  # it was removed; the next event begins a new file
+                        self._abandon()
             except ERRORS:
-                self._give_up()
+                self._abandon()
                 raise
 
-    def keep(self, last_step: int) -> None:
-        """Drops all events after `last_step`, as a run does that goes back to it; each file is replaced whole."""
+    def truncate_after(self, step: int) -> None:
+        """Remove all events after `step`. Each file is replaced atomically."""
         self.close()
-        with self._going_on():
+        with self._best_effort():
             for path in sorted(self._directory.glob(EVENT_FILES)):
-                events = list(read(path))
-                kept = [event for event in events if event.step <= last_step]
-                if len(kept) < len(events):
-                    _replace(path, kept)
+                events = list(read_events(path))
+                remaining = [event for event in events if event.step <= step]
+                if len(remaining) < len(events):
+                    _replace(path, remaining)
 
     def flush(self) -> None:
-        """Hands everything to the operating system."""
-        with self._going_on():
+        """Hand all events to the operating system."""
+        with self._best_effort():
             if self._writer:
                 self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file; another event begins a new one."""
-        with self._going_on():
+        """End the file; the next event begins a new one."""
+        with self._best_effort():
             writer, self._writer = self._writer, None
             if writer:
                 writer.close()
@@ -69,15 +72,15 @@ class Events:
     def _append(self, event: Event) -> None:
         if not self._writer:
             self._directory.mkdir(parents=True, exist_ok=True)
-            # Readers take the files by name, so those of one second have to sort in the order they were begun.
-            name = EVENT_FILES.replace("*", f"{time.time():.0f}.{platform.node()}.{os.getpid()}.{next(_files):06d}")
-            self._path = self._directory / name
+            # TensorBoard reads files in the order of their names, so those of one second are numbered.
+            name = f"{time.time():.0f}.{platform.node()}.{os.getpid()}.{next(_file_numbers):06d}"
+            self._path = self._directory / EVENT_FILES.replace("*", name)
             self._writer = tf.io.TFRecordWriter(str(self._path))
             self._writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         event.wall_time = time.time()
         self._writer.write(event.SerializeToString())
 
-    def _give_up(self) -> None:
+    def _abandon(self) -> None:
         writer, self._writer = self._writer, None
         try:
             if writer:
@@ -86,8 +89,8 @@ class Events:
             pass
 
 
-def read(path: Path) -> Iterator[Event]:
-    """The events of a file, up to where it was cut short, if it was."""
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a file, up to a truncated one."""
     try:
         for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
             yield Event.FromString(record)

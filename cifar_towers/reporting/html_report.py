@@ -18,7 +18,7 @@ from cifar_towers.errors import RunError
 from cifar_towers.files import atomic_io
 from cifar_towers.reporting import html_page, report_figures
 from cifar_towers.reporting.html_page import Cell, Section, Table
-from cifar_towers.reporting.phase_timer import TRAINING
+from cifar_towers.reporting.phase_timer import TRAINING_PHASES
 from cifar_towers.reporting.run_records import (  # fmt: skip
     Groups,
     RunRecord,
@@ -32,7 +32,6 @@ from cifar_towers.reporting.run_records import (  # fmt: skip
     shorten,
 )
 
-TRAINING_PHASES = (*TRAINING, "compile")  # the phases whose seconds are training time
 SHOWN_ELSEWHERE = {"command", "towers", "synthetic_data", "class_names", "variables", "model"}
 LISTINGS = (("model", "layers", ("parameters", "flops")), ("variables", "variables", ("bytes",)))
 

@@ -1,57 +1,76 @@
-"""Where the seconds of a run go."""
+"""Wall-clock seconds of a run by phase, and images per second."""
 
 import time
 from collections import Counter
+from typing import NamedTuple
 
-TRAINING = ("train", "input", "report")  # what a step takes: itself, the wait for its batch, and telling of it
+STEP_PHASES = ("train", "input", "report")  # of every step: the step, the wait for its batch, logging
+TRAINING_PHASES = (*STEP_PHASES, "compile")
+PHASES = ("start", *TRAINING_PHASES, "evaluate", "save", "profile")
+RECENT_STEPS = 20  # steps that recent rates are averaged over
+
+
+class _StepTime(NamedTuple):
+    seconds: float  # with the wait
+    wait: float  # for the batch
+    images: int
 
 
 class PhaseTimer:
-    """Where the seconds of a run go, by activity; carried on in checkpoints."""
+    """Adds up the seconds of each phase over all starts of a run.
 
-    RECENT = 20  # steps that the rate shown is taken over
+    Attributes:
+      seconds: by phase. images: trained on in steps that did not compile.
+    """
 
     def __init__(self):
         self.seconds: Counter[str] = Counter()
-        self.images = 0  # of the steps charged to "train"
-        self._since = time.monotonic()
-        self._last: dict[str, float] = {}
-        self._steps: list[tuple[float, float, int]] = []  # seconds, seconds of these spent waiting, images
-
-    def charge(self, activity: str) -> None:
-        """Books the time since the last call."""
-        now = time.monotonic()
-        self.seconds[activity] += now - self._since
-        self._last[activity], self._since = now - self._since, now
-
-    def count(self, images: int) -> None:
-        """Counts the images of the step just charged to "train", and before it to "input"."""
-        self.images += images
-        if images:
-            waited = self._last.get("input", 0.0)
-            self._steps = [*self._steps[1 - self.RECENT :], (self._last["train"] + waited, waited, images)]
-
-    def recent_rate(self) -> float:
-        """Images a second over the last steps, evaluation, saving and compilation excluded."""
-        seconds = sum(spent for spent, _, _ in self._steps)
-        return sum(images for _, _, images in self._steps) / seconds if seconds else 0.0
-
-    def recent_wait(self) -> float:
-        """Share of the last steps' time in which they waited for their input."""
-        seconds = sum(spent for spent, _, _ in self._steps)
-        return sum(waited for _, waited, _ in self._steps) / seconds if seconds else 0.0
-
-    def rate(self) -> float:
-        """Images a second over all steps that did not compile, what is told of them included."""
-        seconds = sum(self.seconds[activity] for activity in TRAINING)
-        return self.images / seconds if seconds else 0.0
+        self.images = 0
+        self._last_end = time.monotonic()
+        self._input_wait = 0.0  # of the current step
+        self._recent: list[_StepTime] = []
 
     def resume(self, seconds: dict[str, float], images: int) -> None:
-        """Goes on from what an earlier start of the run had booked."""
+        """Add what earlier starts of the run took."""
         self.seconds.update(seconds)
         self.images = images
 
+    def end_phase(self, phase: str) -> float:
+        """Book the seconds since the end of the last phase, and return them."""
+        if phase not in PHASES:
+            raise ValueError(f"phase {phase}: one of {', '.join(PHASES)}")
+        now = time.monotonic()
+        seconds, self._last_end = now - self._last_end, now
+        self.seconds[phase] += seconds
+        if phase == "input":
+            self._input_wait = seconds
+        return seconds
+
+    def end_step(self, images: int, compiled: bool) -> None:
+        """End the phase "train" of a step over so many images; "compile" if the step was not `compiled` before."""
+        seconds = self.end_phase("train" if compiled else "compile")
+        if not compiled:
+            return
+        self.images += images
+        step = _StepTime(seconds + self._input_wait, self._input_wait, images)
+        self._recent = [*self._recent[1 - RECENT_STEPS :], step]
+
+    def recent_images_per_sec(self) -> float:
+        """Of the last steps, without evaluation, saving and compilation; 0 before the first."""
+        seconds = sum(step.seconds for step in self._recent)
+        return sum(step.images for step in self._recent) / seconds if seconds else 0.0
+
+    def recent_input_wait(self) -> float:
+        """Fraction of the last steps' time spent waiting for their batches."""
+        seconds = sum(step.seconds for step in self._recent)
+        return sum(step.wait for step in self._recent) / seconds if seconds else 0.0
+
+    def images_per_sec(self) -> float:
+        """Of all steps that did not compile, with their logging."""
+        seconds = sum(self.seconds[phase] for phase in STEP_PHASES)
+        return self.images / seconds if seconds else 0.0
+
     @property
     def training_seconds(self) -> float:
-        """Steps and compilation, without start, evaluation and saving."""
-        return sum(self.seconds[activity] for activity in (*TRAINING, "compile"))
+        """Of steps and compilation, without start, evaluation and saving."""
+        return sum(self.seconds[phase] for phase in TRAINING_PHASES)

@@ -1,180 +1,164 @@
-"""What TensorBoard shows of a run: its training, its evaluations, each tower, what it came to.
+"""The event files of a run: training, evaluations, one directory per tower, and the result.
 
-Tags never hold a tower's prefix, so they are the same for any number of towers: what is said of each tower has one tag
-and a directory for every tower, which TensorBoard lays over each other in one chart.
+The tags are in `tags`.
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from cifar_towers.data.dataset import Split
+from cifar_towers.data.dataset import DatasetInfo, Split
 from cifar_towers.evaluation.score import Score
-from cifar_towers.reporting import figures, graph_layout, jsonl, projector, tb_protos
-from cifar_towers.reporting.event_files import Events
+from cifar_towers.reporting import figures, graph_layout, jsonl, projector, tags, tb_protos
+from cifar_towers.reporting.event_files import EventWriter
 from cifar_towers.towers import Tower
 from cifar_towers.training.results import TensorStats, UpdateDiagnostics
 
-TRAIN, EVAL, RESULT, PROJECTOR = "train", "eval", "result", "projector"  # beside one directory a tower
-LAYOUT = {
-    "learning": {
-        "training loss, raw and smoothed": ["loss$", "losses/total_loss$", "losses/cross_entropy$"],
-        "evaluation accuracy": ["accuracy/.*"],
-        "training accuracy (batch)": ["accuracy$"],
-        "evaluation loss": ["loss/.*"],
-    },
-    "health": {
-        "gradient norm": ["health/gradient_norm"],
-        "update-to-weight ratio": ["update_ratio/.*kernel"],
-        "activation sparsity": ["sparsity/.*"],
-        "bad steps and rollbacks": ["health/bad_steps", "health/rollbacks"],
-        "learning rates": ["learning_rate/.*"],
-    },
-    "tower agreement": {
-        "loss of each tower": ["towers/loss"],
-        "gradient norm of each tower": ["towers/gradient_norm"],
-        "cosine similarity to the mean gradient": ["towers/cosine"],
-        "gradient noise scale, examples": ["towers/gradient_noise_scale"],
-    },
-    "speed": {
-        "throughput, images/s": ["speed/images_per_sec"],
-        "share of the time waiting for input": ["speed/input_wait"],
-        "memory, MB": ["memory/.*"],
-        "GPU utilization, %": ["gpu_utilisation/.*"],
-    },
-    "errors by class": {"accuracy of each class": ["class_accuracy/.*"]},
-}
+TRAIN, EVAL, RESULT, PROJECTOR = "train", "eval", "result", "projector"  # beside one directory per tower
 
 
-class Summaries:
-    """The event files of a run's directory."""
+class TensorBoardWriter:
+    """Writes the event files of a run's directory."""
 
     def __init__(self, train_dir: Path, towers: Sequence[Tower]):
         self._train_dir = train_dir
-        self._train, self._eval, self._result = (Events(train_dir / name) for name in (TRAIN, EVAL, RESULT))
-        self._towers = [Events(train_dir / tower.name) for tower in towers]
+        self._train, self._eval, self._result = (EventWriter(train_dir / name) for name in (TRAIN, EVAL, RESULT))
+        self._towers = [EventWriter(train_dir / tower.name) for tower in towers]
 
-    def begin(self, step: int, settings: Mapping, texts: Mapping[str, str]) -> None:
-        """A start of the run at `step`: its settings for the table of runs, texts in Markdown by title, the charts."""
-        self._train.write(step, [tb_protos.layout(LAYOUT), *(tb_protos.text(*text) for text in texts.items())])
+    def write_run(self, step: int, settings: Mapping, texts: Mapping[str, str], loss_terms: Iterable[str]) -> None:
+        """What does not change in a run that starts at `step`: settings for HPARAMS, texts in Markdown by tag, and the
+        charts of CUSTOM SCALARS."""
+        charts = tb_protos.custom_scalars(tags.custom_scalars(loss_terms))
+        self._train.write(step, [charts, *(tb_protos.text(*text) for text in texts.items())])
         if step == 0:
             self._result.write(0, [tb_protos.hparams(settings)])
 
-    def graph(self, function) -> None:
-        """Draws a traced step (`ConcreteFunction`), its towers as boxes."""
+    def write_graph(self, function) -> None:
+        """Draw a traced step (`ConcreteFunction`), its towers as boxes."""
         handles = {id(variable.handle): variable.name.removesuffix(":0") for variable in function.variables}
         captured = function.graph.captures
         variables = {inner.op.name: handles[id(outer)] for outer, inner in captured if id(outer) in handles}
-        graph = graph_layout.drawn(function.graph.as_graph_def(add_shapes=True), variables)
+        graph = graph_layout.relabel(function.graph.as_graph_def(add_shapes=True), variables)
         self._train.write(0, graph_def=graph.SerializeToString())
 
-    def training(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Scalars of one step by tag; those that are None are left out."""
+    def write_scalars(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        """Scalars of a step by tag, without those that are None."""
         self._train.write(step, [tb_protos.scalar(tag, value) for tag, value in scalars.items() if value is not None])
 
-    def towers(self, step: int, scalars: Mapping[str, Sequence[float]]) -> None:
-        """Scalars of each tower, tag -> [K]."""
+    def write_tower_scalars(self, step: int, scalars: Mapping[str, Sequence[float]]) -> None:
+        """Scalars of each tower: {tag: [K]}."""
         for index, events in enumerate(self._towers):
-            events.write(step, [tb_protos.scalar(f"towers/{tag}", each[index]) for tag, each in scalars.items()])
+            events.write(step, [tb_protos.scalar(tag, values[index]) for tag, values in scalars.items()])
 
-    def images(self, step: int, tag: str, images: np.ndarray, labels: Sequence[str]) -> None:
-        """A row of images [n, height, width, 3] of uint8 over their labels."""
-        self._train.write(step, [tb_protos.image(tag, figures.image_grid(images, labels, columns=4))])
+    def write_input_images(self, step: int, images: np.ndarray, labels: Sequence[str]) -> None:
+        """Images [n, height, width, 3] of uint8 above their labels."""
+        self._train.write(step, [tb_protos.image(tags.INPUT_IMAGES, figures.image_grid(images, labels, columns=4))])
 
-    def activations(self, step: int, layers: Sequence[str], stats: TensorStats) -> None:
+    def write_activations(self, step: int, layers: Sequence[str], stats: TensorStats) -> None:
         """Histogram and sparsity of each layer's output."""
-        shown = []
+        values = []
         for index, layer in enumerate(layers):
             output = stats.at(index)
-            shown.append(_histogram(f"activations/{layer}", output))
-            shown.append(tb_protos.scalar(f"sparsity/{layer}", output.zero_fraction))
-        self._train.write(step, shown)
+            values.append(_histogram(f"{tags.ACTIVATIONS}/{layer}", output))
+            values.append(tb_protos.scalar(f"{tags.SPARSITY}/{layer}", output.zero_fraction))
+        self._train.write(step, values)
 
-    def update(self, step: int, weights: Sequence[str], update: UpdateDiagnostics) -> None:
+    def write_update(self, step: int, weights: Sequence[str], update: UpdateDiagnostics) -> None:
         """Histogram and norm of each weight and its mean gradient, and the update-to-weight ratio."""
-        shown = []
+        values = []
         for index, name in enumerate(weights):
             weight, gradient = update.weights.at(index), update.gradients.at(index)
-            shown += [
-                _histogram(f"weights/{name}", weight),
-                _histogram(f"gradients/{name}", gradient),
-                tb_protos.scalar(f"weight_norm/{name}", weight.norm),
-                tb_protos.scalar(f"gradient_norm/{name}", gradient.norm),
+            values += [
+                _histogram(f"{tags.WEIGHTS}/{name}", weight),
+                _histogram(f"{tags.GRADIENTS}/{name}", gradient),
+                tb_protos.scalar(f"{tags.WEIGHT_NORM}/{name}", weight.norm),
+                tb_protos.scalar(f"{tags.WEIGHT_GRADIENT_NORM}/{name}", gradient.norm),
             ]
             if weight.norm:
-                shown.append(tb_protos.scalar(f"update_ratio/{name}", update.update_norm[index] / weight.norm))
-        self._train.write(step, shown)
+                ratio = update.update_norm[index] / weight.norm
+                values.append(tb_protos.scalar(f"{tags.UPDATE_RATIO}/{name}", ratio))
+        self._train.write(step, values)
 
-    def evaluation(self, step: int, which: str, score: Score) -> None:
-        """Accuracy and loss of one score; `which` names split, weights and test-time augmentation."""
-        told = {"accuracy": score.accuracy, "loss": score.loss}
-        self._eval.write(step, [tb_protos.scalar(f"{name}/{which}", value) for name, value in told.items()])
+    def write_score(self, step: int, name: str, score: Score) -> None:
+        """Accuracy and loss of an evaluation called `name`, as from `tags.score_tag`."""
+        values = {f"{tags.ACCURACY}/{name}": score.accuracy, f"{tags.LOSS}/{name}": score.loss}
+        self._eval.write(step, [tb_protos.scalar(*value) for value in values.items()])
 
-    def classes(self, step: int, which: str, score: Score, split: Split, class_names: Sequence[str]) -> None:
-        """Each class's accuracy in a score over `split`, and of up to `figures.MAX_CLASSES` their precision-recall
-        curves.
+    def write_class_scores(self, step: int, name: str, score: Score, split: Split, class_names: Sequence[str]) -> None:
+        """Accuracy and precision-recall curve of each class; no curves of more than `figures.MAX_CLASSES`.
 
-        Tags have the split alone, so that the last evaluation, with test-time augmentation, goes on where others ended.
+        Tags have the split alone, so that the final evaluation, with test-time augmentation, continues the others.
         """
-        name_of_split, shown = which.partition("/")[0], []
-        for name, accuracy in zip(class_names, score.per_class(), strict=True):
-            shown.append(tb_protos.scalar(f"class_accuracy/{name_of_split}/{name}", accuracy))
+        split_name, values = name.partition("/")[0], []
+        for class_name, accuracy in zip(class_names, score.per_class(), strict=True):
+            values.append(tb_protos.scalar(f"{tags.CLASS_ACCURACY}/{split_name}/{class_name}", accuracy))
         if len(class_names) <= figures.MAX_CLASSES and np.isfinite(score.probabilities).all():
-            for index, (name, probability) in enumerate(zip(class_names, score.probabilities.T, strict=True)):
-                shown.append(
-                    tb_protos.pr_curve(f"precision_recall/{name_of_split}/{name}", split.labels == index, probability)
-                )
-        self._eval.write(step, shown)
+            for index, (class_name, probabilities) in enumerate(zip(class_names, score.probabilities.T, strict=True)):
+                tag = f"{tags.PRECISION_RECALL}/{split_name}/{class_name}"
+                values.append(tb_protos.pr_curve(tag, split.labels == index, probabilities))
+        self._eval.write(step, values)
         self._eval.flush()
 
-    def failures(
-        self, step: int, which: str, score: Score, split: Split, class_names: Sequence[str], mistakes: np.ndarray
+    def write_mistakes(
+        self, step: int, name: str, score: Score, split: Split, class_names: Sequence[str], mistakes: np.ndarray
     ) -> None:
-        """Pictures of where a score over `split` fails: the confusion matrix where it can be drawn, the mistakes, and
-        how the examples lie to each other before the last layer. Tags as those of `classes`."""
-        name_of_split = which.partition("/")[0]
-        shown = [tb_protos.image(f"mistakes/{name_of_split}", mistakes)]
+        """Images of the mistakes and, where it can be drawn, of the confusion matrix; the projector's embedding."""
+        split_name = name.partition("/")[0]
+        values = [tb_protos.image(f"{tags.MISTAKES}/{split_name}", mistakes)]
         if len(class_names) <= figures.MAX_CLASSES:
-            matrix = figures.confusion_matrix(score.confusion, class_names, f"{which}, step {step}")
-            shown.append(tb_protos.image(f"confusion/{name_of_split}", matrix))
+            matrix = figures.confusion_matrix(score.confusion, class_names, f"{name}, step {step}")
+            values.append(tb_protos.image(f"{tags.CONFUSION}/{split_name}", matrix))
         if score.features is not None and np.isfinite(score.features).all() and np.isfinite(score.probabilities).all():
-            self._embedding(step, score, split, class_names)
-        self._eval.write(step, shown)
+            self._write_embedding(step, score, split, class_names)
+        self._eval.write(step, values)
         self._eval.flush()
 
-    def end(self, step: int, scalars: Mapping[str, float]) -> None:
-        """What the run came to, for the table of runs."""
-        self._result.write(step, [tb_protos.scalar(f"final/{tag}", value) for tag, value in scalars.items()])
+    def write_result(self, step: int, scalars: Mapping[str, float]) -> None:
+        """The run's metrics under HPARAMS, and its end."""
+        self._result.write(step, [tb_protos.scalar(f"{tags.FINAL}/{tag}", value) for tag, value in scalars.items()])
         self._result.write(step, [tb_protos.hparams_end()])
 
-    def keep(self, trained: int, evaluated: int) -> None:
-        """Drops what was written of later steps, as a run does that goes back: of training, and of evaluations."""
+    def truncate_after(self, train_step: int, eval_step: int) -> None:
+        """Remove what was written of training after `train_step`, and of evaluations after `eval_step`."""
         for events in self._towers:
             events.close()  # its file is replaced
-        for path in self._train_dir.glob("tower_*"):  # there may have been more of them
-            Events(path).keep(trained)
-        self._train.keep(trained)
-        self._eval.keep(evaluated)
-        self._result.keep(0)
+        for path in self._train_dir.glob("tower_*"):  # there may have been more towers
+            EventWriter(path).truncate_after(train_step)
+        self._train.truncate_after(train_step)
+        self._eval.truncate_after(eval_step)
+        self._result.truncate_after(0)
 
     def flush(self) -> None:
-        """Hands everything to the operating system."""
+        """Hand all events to the operating system."""
         for events in (self._train, self._eval, self._result, *self._towers):
             events.flush()
 
-    def _embedding(self, step: int, score: Score, split: Split, class_names: Sequence[str]) -> None:
-        """A directory a step, as TensorBoard reads each only once; the one before goes when the new one stands."""
-        count, place = len(score.features), self._train_dir / f"{PROJECTOR}_{step:08}"
-        predicted, confidence = score.probabilities[:count].argmax(1), score.probabilities[:count].max(1)
-        facts = projector.describe(split.labels[:count], predicted, confidence, np.arange(count), class_names)
-        with jsonl.best_effort_writes(place):
-            projector.write(place, score.features, split.images[:count], facts)
+    def _write_embedding(self, step: int, score: Score, split: Split, class_names: Sequence[str]) -> None:
+        """The projector's files, in a new directory as TensorBoard reads each only once; earlier ones are removed."""
+        count, directory = len(score.features), self._train_dir / f"{PROJECTOR}_{step:08}"
+        columns = projector.metadata_columns(split.labels[:count], score.probabilities[:count], class_names)
+        with jsonl.best_effort_writes(directory):
+            projector.write(directory, score.features, split.images[:count], columns)
             for other in self._train_dir.glob(f"{PROJECTOR}_*"):
-                if other != place:
+                if other != directory:
                     shutil.rmtree(other)
 
 
 def _histogram(tag: str, stats: TensorStats):
     return tb_protos.histogram(tag, stats.min, stats.max, stats.counts)
+
+
+def denormalize(images: np.ndarray, info: DatasetInfo | None) -> np.ndarray:
+    """Images [n, side, side, 3] as the model sees them -> levels 0..255 of uint8.
+
+    Undoes the normalization by the data set's mean and deviation; without `info`, where each image is normalized by
+    itself, its range is stretched.
+    """
+    if info:
+        levels = images * info.std + np.array(info.mean)
+    else:
+        low, high = (reduce(images, axis=(1, 2, 3), keepdims=True) for reduce in (np.min, np.max))
+        levels = 255 * (images - low) / np.maximum(high - low, 1e-6)
+    return np.clip(np.round(levels), 0, 255).astype(np.uint8)

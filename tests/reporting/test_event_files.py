@@ -10,8 +10,8 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation.score import Score
 from cifar_towers.files.run_files import EVENT_FILES
 from cifar_towers.reporting import tb_protos
-from cifar_towers.reporting.event_files import Events, read
-from cifar_towers.reporting.tensorboard_writer import Summaries
+from cifar_towers.reporting.event_files import EventWriter, read_events
+from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter
 from cifar_towers.towers import Tower
 
 
@@ -26,7 +26,7 @@ def write(events, steps):
 
 
 def test_what_is_written_is_found(tmp_path):
-    events = Events(tmp_path / "train")
+    events = EventWriter(tmp_path / "train")
     write(events, [1, 2])
     events.flush()
     loaded = EventAccumulator(str(tmp_path / "train")).Reload()
@@ -37,15 +37,15 @@ def test_what_is_written_is_found(tmp_path):
 
 
 def test_a_run_that_goes_back_has_one_curve(tmp_path):
-    killed = Events(tmp_path)
+    killed = EventWriter(tmp_path)
     write(killed, [1, 2, 3, 4, 5])
     killed.flush()
-    again = Events(tmp_path)
-    again.keep(3)
+    again = EventWriter(tmp_path)
+    again.truncate_after(3)
     write(again, [4, 5, 6])
     again.flush()
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6]
-    again.keep(5)  # as after a divergence, in the same process
+    again.truncate_after(5)  # as after a divergence, in the same process
     write(again, [6, 7])
     again.flush()
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
@@ -53,16 +53,16 @@ def test_a_run_that_goes_back_has_one_curve(tmp_path):
 
 def test_towers_have_one_curve_after_a_rollback(tmp_path):
     """Within one process, whether what is dropped had reached the disk or not."""
-    summaries = Summaries(tmp_path, [Tower(index, "/CPU:0") for index in range(2)])
+    writer = TensorBoardWriter(tmp_path, [Tower(index, "/CPU:0") for index in range(2)])
     for flushed in (True, False):
         for step in (1, 2, 3, 4):
-            summaries.towers(step, {"loss": [0.5, 0.25]})
+            writer.write_tower_scalars(step, {"towers/loss": [0.5, 0.25]})
         if flushed:
-            summaries.flush()
-        summaries.keep(2 if flushed else 0, 0)
+            writer.flush()
+        writer.truncate_after(2 if flushed else 0, 0)
     for step in (1, 2):
-        summaries.towers(step, {"loss": [0.5, 0.25]})
-    summaries.flush()
+        writer.write_tower_scalars(step, {"towers/loss": [0.5, 0.25]})
+    writer.flush()
     for name in ("tower_0", "tower_1"):
         loaded = EventAccumulator(str(tmp_path / name)).Reload()
         assert [event.step for event in loaded.Tensors("towers/loss")] == [1, 2]
@@ -74,30 +74,30 @@ def test_of_a_thousand_classes_each_has_its_accuracy_and_no_cell(tmp_path):
     labels = np.arange(2000) % 1000
     split = Split(np.zeros((2000, 18, 18, 3), np.uint8), labels)
     score = Score(2000, 2000, 0.1, np.diag(np.full(1000, 2)), None, np.full((2000, 1000), 1e-3, np.float32))
-    summaries = Summaries(tmp_path, [])
-    summaries.classes(7, "test/raw", score, split, names)
-    summaries.failures(7, "test/raw", score, split, names, np.zeros((18, 18, 3), np.uint8))
+    writer = TensorBoardWriter(tmp_path, [])
+    writer.write_class_scores(7, "test/raw", score, split, names)
+    writer.write_mistakes(7, "test/raw", score, split, names, np.zeros((18, 18, 3), np.uint8))
     tags = EventAccumulator(str(tmp_path / "eval")).Reload().Tags()["tensors"]
     assert sorted(tags) == sorted(["mistakes/test", *(f"class_accuracy/test/{name}" for name in names)])
 
 
 def test_a_file_that_was_cut_short_is_read_up_to_there(tmp_path):
-    events = Events(tmp_path)
+    events = EventWriter(tmp_path)
     write(events, [1, 2, 3])
     events.close()
     (path,) = tmp_path.glob(EVENT_FILES)
     os.truncate(path, path.stat().st_size - 5)
-    assert [event.step for event in read(path)] == [0, 1, 2]
-    again = Events(tmp_path)
-    again.keep(1)
+    assert [event.step for event in read_events(path)] == [0, 1, 2]
+    again = EventWriter(tmp_path)
+    again.truncate_after(1)
     write(again, [2, 3])
     again.close()
     assert steps_in(tmp_path) == [1, 2, 3]
 
 
 def test_a_removed_directory_ends_nothing_and_is_made_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("cifar_towers.reporting.event_files.FLUSHED_EVERY", 0.0)
-    events = Events(tmp_path / "run" / "train")
+    monkeypatch.setattr("cifar_towers.reporting.event_files.FLUSH_SECONDS", 0.0)
+    events = EventWriter(tmp_path / "run" / "train")
     write(events, [1, 2])
     shutil.rmtree(tmp_path / "run")
     write(events, [3, 4, 5])
@@ -107,7 +107,7 @@ def test_a_removed_directory_ends_nothing_and_is_made_again(tmp_path, monkeypatc
 
 def test_what_cannot_be_written_is_said_once_and_tried_again(tmp_path, caplog):
     (tmp_path / "train").write_text("in the way")
-    events = Events(tmp_path / "train")
+    events = EventWriter(tmp_path / "train")
     write(events, [1, 2, 3])
     assert len(caplog.records) == 1 and "train cannot be written" in caplog.text
     (tmp_path / "train").unlink()

@@ -1,6 +1,6 @@
 import tensorflow as tf
 
-from cifar_towers.reporting.graph_layout import drawn
+from cifar_towers.reporting.graph_layout import relabel
 from cifar_towers.towers import average_gradients, run_on_towers, split_batch
 
 
@@ -26,7 +26,7 @@ def test_towers_are_drawn_side_by_side(towers):
     ((_, placeholder),) = [pair for pair in function.graph.captures if pair[0] is weight.handle]
     assert placeholder.op.name.startswith("tower_0/")  # where the variable was first read
     graph = function.graph.as_graph_def()
-    shown = drawn(graph, {placeholder.op.name: "layer/kernel"})
+    shown = relabel(graph, {placeholder.op.name: "layer/kernel"})
     names = {node.name for node in shown.node}
     assert len(names) == len(graph.node) and "variables/layer/kernel" in names
     assert {f"tower_{k}" for k in range(3)} <= {name.split("/")[0] for name in names}

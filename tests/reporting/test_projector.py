@@ -22,9 +22,8 @@ def state(number, width=5, side=32):
     generator = np.random.default_rng(number)
     features = np.maximum(generator.normal(size=(number, width)), 0).astype(np.float32)
     images = generator.integers(0, 256, (number, side, side, 3), np.uint8)
-    labels, predicted = generator.integers(0, 10, (2, number))
-    facts = projector.describe(labels, predicted, generator.random(number), 100 + np.arange(number), CIFAR)
-    return features, images, facts
+    labels, probabilities = generator.integers(0, 10, number), generator.dirichlet(np.ones(10), number)
+    return features, images, projector.metadata_columns(labels, probabilities, CIFAR)
 
 
 def fetch(logdir, route, run="", encoded=False):
@@ -61,13 +60,14 @@ def test_the_logdir_itself_can_be_the_run(tmp_path):
 
 
 def test_what_is_said_of_an_example():
-    told = projector.describe(np.array([3, 5]), np.array([3, 3]), np.array([0.98765, 1]), np.array([7, 0]), CIFAR)
-    assert told == {
+    probabilities = np.zeros((2, 10))
+    probabilities[:, 3] = 0.98765, 1
+    assert projector.metadata_columns(np.array([3, 5]), probabilities, CIFAR) == {
         "class": ["cat", "dog"],
         "predicted": ["cat", "cat"],
         "confidence": ["0.9877", "1.0000"],
         "right": ["yes", "no"],
-        "example": [7, 0],
+        "example": [0, 1],
     }
 
 

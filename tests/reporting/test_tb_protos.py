@@ -16,7 +16,6 @@ from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalar
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 from tensorboard.plugins.hparams import metadata as sessions
-from tensorboard.plugins.pr_curve import summary as tensorboard_pr_curve
 from tensorboard.plugins.pr_curve.pr_curves_plugin import PrCurvesPlugin
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_ndarray
@@ -120,18 +119,6 @@ def test_a_pr_curve_is_counted(tmp_path, dtype):
     np.testing.assert_allclose(told, counted(right, probability), rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_pr_curve_is_tensorboards(dtype):
-    right, probability = examples(10_000, dtype)
-    probability[:127] = np.arange(127, dtype=dtype) / 126  # on the thresholds
-    ours, theirs = (
-        tb_protos.pr_curve("cat", right, probability),
-        tensorboard_pr_curve.pb("cat", right, probability, num_thresholds=127).value[0],
-    )
-    assert np.array_equal(content(ours), content(theirs))
-    assert ours.metadata.SerializeToString() == theirs.metadata.SerializeToString()
-
-
 @pytest.mark.parametrize("right", [[], [True], [False], [False] * 5, [True] * 5])
 def test_pr_curves_of_few_examples_and_of_one_kind(tmp_path, right):
     probability = np.linspace(0.2, 0.9, len(right))
@@ -195,7 +182,7 @@ def test_a_layout_names_its_charts(tmp_path):
         "accuracy": {"test": [r"accuracy/test"], "all": [r"accuracy/.*", r"top5/\w+"]},
         "losses": {"raw": ["losses/"]},
     }
-    write(tmp_path / "eval", tb_protos.layout(charts), tb_protos.scalar("accuracy/test", 0.5))
+    write(tmp_path / "eval", tb_protos.custom_scalars(charts), tb_protos.scalar("accuracy/test", 0.5))
     plugin = CustomScalarsPlugin(tensorboard(tmp_path))
     shown = json.loads(plugin.layout_impl(RequestContext(), ""))["category"]
     told = {c["title"]: {chart["title"]: chart["multiline"]["tag"] for chart in c["chart"]} for c in shown}
