@@ -1,1 +1,1 @@
-"""What a run tells: to the terminal, to files, to TensorBoard."""
+"""Reports of a run: terminal, JSON records, TensorBoard, pictures, HTML pages, profiles."""

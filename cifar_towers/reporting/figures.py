@@ -50,10 +50,10 @@ def confusion_matrix(counts: np.ndarray, class_names: Sequence[str], title: str)
     axes = _new_axes(classes * cell, classes * cell, f"{title}\naccuracy {_percent(accuracy)} %")
     axes.set_facecolor(NO_EXAMPLES)
     diagonal = np.eye(classes, dtype=bool)
-    right = axes.imshow(np.where(diagonal, shares, np.nan), "Blues", vmin=0, vmax=1)
-    wrong = axes.imshow(np.where(diagonal, np.nan, shares), "Oranges", norm=PowerNorm(ERROR_POWER, 0, 1))
+    correct_cells = axes.imshow(np.where(diagonal, shares, np.nan), "Blues", vmin=0, vmax=1)
+    error_cells = axes.imshow(np.where(diagonal, np.nan, shares), "Oranges", norm=PowerNorm(ERROR_POWER, 0, 1))
     if classes <= MAX_CLASSES_WITH_SHARES:
-        colors = np.where(diagonal[..., None], right.to_rgba(shares), wrong.to_rgba(shares))[..., :3]
+        colors = np.where(diagonal[..., None], correct_cells.to_rgba(shares), error_cells.to_rgba(shares))[..., :3]
         _write_cells(axes, counts, shares, colors, min(10, 26.6 * cell))
 
     places, size = np.arange(classes), min(10, max(6, 36 * cell))
@@ -75,8 +75,8 @@ def confusion_matrix(counts: np.ndarray, class_names: Sequence[str], title: str)
         part.tick_params(length=0)
         part.spines[:].set_visible(False)
 
-    _add_colorbar(axes, right, 0.55, "correct, % of class", (0, 25, 50, 75, 100))
-    _add_colorbar(axes, wrong, 0, "errors, % of class", (0, 1, 5, 20, 50, 100))
+    _add_colorbar(axes, correct_cells, 0.55, "correct, % of class", (0, 25, 50, 75, 100))
+    _add_colorbar(axes, error_cells, 0, "errors, % of class", (0, 1, 5, 20, 50, 100))
     return _rasterize(axes.figure)
 
 
@@ -102,8 +102,8 @@ def line_plot(curves: Mapping[str, tuple], title: str, x_label: str, y_label: st
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.yaxis.set_major_formatter("{x:,.10g}")
-    whole = all((np.asarray(x) % 1 == 0).all() for x, *_ in curves.values())
-    axes.xaxis.get_major_locator().set_params(integer=whole)  # no ticks at half epochs
+    integers = all((np.asarray(x) % 1 == 0).all() for x, *_ in curves.values())
+    axes.xaxis.get_major_locator().set_params(integer=integers)  # no ticks at half epochs
     return _rasterize(axes.figure)
 
 

@@ -93,7 +93,7 @@ class Drawing:
 
     def texts(self):
         """(text, its box [[left, top], [right, bottom]] in pixels of the picture, its Matplotlib artist if any)."""
-        found = list(self.pillow_texts)
+        entries = list(self.pillow_texts)
         for figure in self.figures:
             figure.draw_without_rendering()  # legends lie where they were drawn last
             left, top = corner(figure)
@@ -101,8 +101,8 @@ class Drawing:
                 box = text.get_window_extent()
                 if text.get_text() and text.get_visible():
                     corners = [[box.x0 - left, top - box.y1], [box.x1 - left, top - box.y0]]
-                    found.append((text.get_text(), np.array(corners), text))
-        return [entry for entry in found if entry[0]]
+                    entries.append((text.get_text(), np.array(corners), text))
+        return [entry for entry in entries if entry[0]]
 
     def lines(self):
         """All texts, line by line."""
