@@ -4,11 +4,14 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from cifar_towers.config import TrainConfig, shared_settings
 from cifar_towers.multi_worker import cluster_spec
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
-from cifar_towers.multi_worker.coordination import Coordinator, connect
+
+if TYPE_CHECKING:
+    from cifar_towers.multi_worker.coordination import Coordinator
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> Clus
 
 
 @contextlib.contextmanager
-def join_cluster(config: TrainConfig) -> Iterator[Coordinator | None]:
+def join_cluster(config: TrainConfig) -> Iterator["Coordinator | None"]:
     """Connects this worker with the others; None, and no open port, for a run in one process."""
     cluster = resolve_cluster(config, os.environ)
     if not cluster:
@@ -42,5 +45,7 @@ def join_cluster(config: TrainConfig) -> Iterator[Coordinator | None]:
         f"{cluster.name(cluster.index)}: TensorFlow opens port {address.rpartition(':')[2]} on every interface, "
         "without authentication; see docs/cluster.md"
     )
+    from cifar_towers.multi_worker.coordination import connect  # it imports NumPy
+
     with connect(cluster, shared_settings(config), config.worker_wait_seconds) as coordinator:
         yield coordinator

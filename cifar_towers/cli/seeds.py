@@ -1,4 +1,4 @@
-"""A recipe over several seeds, a run each."""
+"""Training a recipe with several seeds."""
 
 import dataclasses
 
@@ -11,10 +11,10 @@ from cifar_towers.trainer import train
 
 
 def train_seeds(
-    config: TrainConfig, seeds: tuple[int, ...], source: sources.Source, shutdown, launch_id: str = ""
+    config: TrainConfig, seeds: tuple[int, ...], source: sources.Source, shutdown: ShutdownHandler, launch_id: str = ""
 ) -> None:
-    """Trains one run a seed and prints mean, standard deviation and n of each of their last accuracies."""
-    scores: dict[str, list[float]] = {}
+    """Trains one run for each seed; prints mean, standard deviation and n of their final accuracies."""
+    accuracies: dict[str, list[float]] = {}
     speeds = []
     for seed in seeds:
         train_dir = f"{config.train_dir}/seed{seed}" if config.train_dir else ""
@@ -23,10 +23,10 @@ def train_seeds(
         )
         speeds.append(result["images_per_sec"])
         for score in result["evaluations"]:
-            key = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"
-            scores.setdefault(key, []).append(score["accuracy"])
+            name = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"
+            accuracies.setdefault(name, []).append(score["accuracy"])
         keras.backend.clear_session()
     print(f"{config.name}, seeds {', '.join(map(str, seeds))}: {np.mean(speeds):,.0f} images/s")
-    for key, values in scores.items():
-        spread = f"std {100 * np.std(values, ddof=1):.2f}" if len(values) > 1 else "std not known"
-        print(f"{key}: mean {100 * np.mean(values):.2f} %, {spread}, n={len(values)}")
+    for name, values in accuracies.items():
+        std = f"std {100 * np.std(values, ddof=1):.2f}" if len(values) > 1 else "std unknown"
+        print(f"{name}: mean {100 * np.mean(values):.2f} %, {std}, n={len(values)}")

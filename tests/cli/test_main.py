@@ -22,22 +22,22 @@ TINY = ["--dataset=synthetic", "--model=cifarnet", "--crop=24", "--shift=0", "--
 
 @pytest.fixture
 def tiny(small_folder):
-    """Flags of what trains at once."""
+    """Flags of a run that starts quickly."""
     return [*TINY, f"--dataset={small_folder}", "--epochs=1000", "--eval_every_epochs=0"]
 
 
-def test_the_benchmark_takes_every_recipe(monkeypatch):
+def test_benchmark_accepts_every_recipe(monkeypatch):
     from cifar_towers.benchmark import runner
 
-    ran = []
+    configs = []
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # as the program would leave it set
-    monkeypatch.setattr(runner, "run_benchmark", lambda config, initializer: ran.append(config.recipe))
+    monkeypatch.setattr(runner, "run_benchmark", lambda config, initializer: configs.append(config.recipe))
     recipes = sorted((ROOT / "configs").glob("*.cfg"))
     for recipe in recipes:
         monkeypatch.setattr(sys, "argv", ["benchmark.py", "--dataset=synthetic", f"--flagfile={recipe}"])
         main.benchmark.__wrapped__(ShutdownHandler())
-    assert [recipe.recipe for recipe in ran] == [recipe.stem for recipe in recipes]
-    assert not any(recipe.hard_example_pool for recipe in ran)  # how examples are found is not what is measured
+    assert [config.recipe for config in configs] == [recipe.stem for recipe in recipes]
+    assert not any(config.hard_example_pool for config in configs)  # selecting examples is not part of the step
 
 
 def start(program, *arguments, **environment):
@@ -83,27 +83,27 @@ PROGRAMS = [
 
 def test_every_program_is_a_script_and_a_console_command():
     names = {program.removesuffix(".py") for program in PROGRAMS}
-    assert {path.stem for path in (ROOT / "scripts").glob("*.py")} == names
+    assert {path.stem for path in (ROOT / "scripts").glob("*.py")} == names | {"compare_revisions"}  # for developers
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     commands = setup["options.entry_points"]["console_scripts"].split("\n")[1:]
-    told = {f"cifar-towers-{name.replace('_', '-')} = cifar_towers.cli.main:{name}" for name in names}
-    assert set(commands) == told and all(callable(getattr(main, name)) for name in names)
+    expected = {f"cifar-towers-{name.replace('_', '-')} = cifar_towers.cli.main:{name}" for name in names}
+    assert set(commands) == expected and all(callable(getattr(main, name)) for name in names)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_help_answers_without_what_is_slow_to_import(program):
+def test_help_imports_nothing_slow(program):
     code, out, err = finish(start(program, "--help"))
     assert code == 0 and "Exit codes" in out and not err
     source = f"import runpy, sys; sys.argv = ['x', '--help']; runpy.run_path('scripts/{program}', run_name='__main__')"
     slow = "{'numpy', 'tensorflow', 'keras', 'matplotlib', 'rich'} & {*sys.modules}"
     checked = f"try:\n {source}\nexcept SystemExit: print({slow})"
-    told = subprocess.run([sys.executable, "-c", checked], capture_output=True, text=True, cwd=ROOT)
-    assert told.stdout.endswith("set()\n")
+    done = subprocess.run([sys.executable, "-c", checked], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.endswith("set()\n")
 
 
 @pytest.mark.parametrize(
-    ("program", "arguments", "code", "told"),
+    ("program", "arguments", "code", "message"),
     [
         ("train.py", ["--batch_sise=3"], 2, "Did you mean: batch_size"),
         ("train.py", ["here"], 2, "'here' is not a flag"),
@@ -129,24 +129,24 @@ def test_help_answers_without_what_is_slow_to_import(program):
         ),
     ],
 )
-def test_errors_are_one_line_and_a_code(tmp_path, program, arguments, code, told):
+def test_error_is_one_line_and_an_exit_code(program, arguments, code, message):
     found, out, err = finish(start(program, *arguments))
-    assert found == code and told in err
+    assert found == code and message in err
     assert "Traceback" not in out + err
     assert len([line for line in err.splitlines() if line.startswith(("usage:", "data:"))]) == 1
 
 
-def test_an_error_is_shown_as_a_line_that_a_terminal_does_not_obey():
+def test_error_line_escapes_control_characters():
     assert error_line(UsageError("no checkpoint in no\x1bwhere\n")) == "usage: no checkpoint in no\\x1bwhere\\n"
     assert [error.exit_code for error in (UsageError, DataError, DivergedError, WorkerLostError)] == [2, 3, 4, 5]
 
 
-def test_a_backend_that_has_no_towers():
+def test_other_keras_backends_are_refused():
     code, _, err = finish(start("train.py", *TINY, KERAS_BACKEND="jax"))
     assert code == 2 and "KERAS_BACKEND=jax" in err
 
 
-def test_a_run_into_a_pipe_is_plain_and_quiet(tmp_path, tiny):
+def test_output_to_a_pipe_has_no_control_characters(tmp_path, tiny):
     code, out, err = finish(start("train.py", *tiny, "--max_steps=4", f"--train_dir={tmp_path}", "--num_gpus=2"))
     assert code == 0, err
     assert "\x1b" not in out and "\r" not in out
@@ -157,7 +157,7 @@ def test_a_run_into_a_pipe_is_plain_and_quiet(tmp_path, tiny):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=SLOW)])
-def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, tiny, number, code):
+def test_signal_saves_and_the_same_command_resumes(tmp_path, tiny, number, code):
     command = [
         "train.py",
         *tiny,
@@ -173,13 +173,13 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, tiny, number, cod
     found, _, err = finish(process)
     assert found == code and "saved step" in err and "Traceback" not in err
     if number == signal.SIGINT:
-        return  # going on is the same
+        return  # resuming is the same
     found, out, err = finish(start(*command))
     assert found == 0 and "going on from step" in out, err
 
 
 @pytest.mark.slow
-def test_two_processes_with_one_seed_give_the_same_bits(tmp_path, tiny):
+def test_two_processes_with_one_seed_give_the_same_weights(tmp_path, tiny):
     runs = [start("train.py", *tiny, "--max_steps=4", f"--train_dir={tmp_path / name}") for name in "ab"]
     assert [finish(process)[0] for process in runs] == [0, 0]
     first, second = (json.loads((tmp_path / name / "result.json").read_text()) for name in "ab")
@@ -188,8 +188,8 @@ def test_two_processes_with_one_seed_give_the_same_bits(tmp_path, tiny):
 
 
 @pytest.mark.slow
-def test_evaluate_scores_what_train_left(tmp_path, tiny):
-    """In a process of its own: the data must not wake TensorFlow before the towers do."""
+def test_evaluate_gives_the_accuracy_of_the_training_run(tmp_path, tiny):
+    """In its own process: loading the data must not initialize TensorFlow before the towers are set up."""
     code, out, err = finish(start("train.py", *tiny, "--max_steps=2", "--deterministic", f"--train_dir={tmp_path}"))
     assert code == 0, err
     shared = [f"--train_dir={tmp_path}", "--json", "--precision=float32", "--num_gpus=2"]
@@ -200,7 +200,7 @@ def test_evaluate_scores_what_train_left(tmp_path, tiny):
 
 
 @pytest.mark.slow
-def test_output_onto_a_full_disk_ends_no_run(tmp_path, tiny):
+def test_full_output_disk_does_not_end_a_run(tmp_path, tiny):
     with open("/dev/full", "w") as full:
         command = [sys.executable, str(ROOT / "scripts/train.py"), *tiny, "--max_steps=2", f"--train_dir={tmp_path}"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
@@ -209,7 +209,7 @@ def test_output_onto_a_full_disk_ends_no_run(tmp_path, tiny):
 
 
 @pytest.mark.parametrize("cause", [Interrupted(signal.SIGINT, ""), OSError()])
-def test_notes_of_an_import_are_shown_if_it_fails_and_not_if_it_was_stopped(monkeypatch, capfd, cause):
+def test_import_messages_are_shown_after_a_failure_but_not_after_an_interrupt(monkeypatch, capfd, cause):
     class Keras:
         @property
         def config(self):
@@ -228,7 +228,7 @@ def test_notes_of_an_import_are_shown_if_it_fails_and_not_if_it_was_stopped(monk
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             [],
@@ -238,17 +238,17 @@ def test_notes_of_an_import_are_shown_if_it_fails_and_not_if_it_was_stopped(monk
         (["--num_workers=1", "--", "--seed=1"], "num_workers=1 is no cluster"),
     ],
 )
-def test_a_launcher_says_where_the_flags_of_a_training_stand(monkeypatch, arguments, told):
+def test_launcher_usage_errors_point_to_the_flags_of_train(monkeypatch, arguments, message):
     monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
     with pytest.raises(UsageError) as caught:
         main.launch.__wrapped__(ShutdownHandler())
-    assert told in str(caught.value) and ("stand after --" in str(caught.value)) == ("--" not in arguments)
+    assert message in str(caught.value) and ("stand after --" in str(caught.value)) == ("--" not in arguments)
 
 
 @pytest.mark.parametrize("stdout", ["full", "closed"])
-def test_an_answer_that_nobody_can_read_is_no_success(stdout):
+def test_unwritable_output_is_a_failure(stdout):
     code = "from cifar_towers.cli import main as programs\n"
-    code += "def body(stop):\n    with programs._answering():\n        print('told')\n"
+    code += "def body(shutdown):\n    with programs._checked_output():\n        print('output')\n"
     code += "import sys; sys.exit(programs._run(body))"
     if stdout == "closed":
         reader, writer = os.pipe()
@@ -258,18 +258,18 @@ def test_an_answer_that_nobody_can_read_is_no_success(stdout):
     done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     os.close(writer)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert ("the answer cannot be written (No space left on device)" in done.stderr) == (stdout == "full")
+    assert ("the output cannot be written (No space left on device)" in done.stderr) == (stdout == "full")
 
 
 @pytest.mark.slow
-def test_comparing_what_is_no_run(tmp_path):
+def test_comparing_directories_without_runs(tmp_path):
     assert finish(start("compare_runs.py", "--help"))[0] == 0
     assert finish(start("compare_runs.py", str(tmp_path)))[0] == 2
     code, _, err = finish(start("compare_runs.py", str(tmp_path), str(tmp_path)))
     assert code == 2 and "holds no config.json; give two runs' directories" in err
 
 
-def test_a_signal_before_the_first_step(tmp_path):
+def test_signal_before_the_first_step(tmp_path):
     process = start("train.py", *TINY, f"--train_dir={tmp_path}")
     wait_until(lambda: answers(process, signal.SIGTERM))
     process.send_signal(signal.SIGTERM)
@@ -277,24 +277,24 @@ def test_a_signal_before_the_first_step(tmp_path):
     assert found == 143 and "Traceback" not in err
 
 
-def test_a_signal_while_the_program_begins_to_listen(monkeypatch, capsys):
-    def install(stop):
-        stop._on_signal(signal.SIGTERM, None)
+def test_signal_while_handlers_are_installed(monkeypatch, capsys):
+    def install(shutdown):
+        shutdown._on_signal(signal.SIGTERM, None)
 
     monkeypatch.setattr(ShutdownHandler, "install", install)
-    monkeypatch.setattr(ShutdownHandler, "ignore_signals", lambda stop: None)  # it would have pytest deaf
-    assert main._run(lambda stop: 0) == 143
+    monkeypatch.setattr(ShutdownHandler, "ignore_signals", lambda shutdown: None)  # pytest would ignore Ctrl-C
+    assert main._run(lambda shutdown: 0) == 143
     assert capsys.readouterr().err == "interrupted: before the first step; nothing to save\n"
 
 
 @pytest.mark.slow
-def test_a_benchmark_from_start_to_sentence(tmp_path, tiny):
+def test_benchmark_end_to_end(tmp_path, tiny):
     """One step a visit, two towers: all that is measured of them, and what it is written to."""
     flags = ["--towers=2", "--precisions=float32", "--minutes=0", "--nopeers", f"--train_dir={tmp_path}"]
     code, out, err = finish(start("benchmark.py", *tiny, *flags))
     assert code == 0, err
-    told = json.loads((tmp_path / "benchmark.json").read_text())
-    rows = {tuple(row["variation"][key] for key in ("strategy", "placement", "input")): row for row in told["rows"]}
+    results = json.loads((tmp_path / "benchmark.json").read_text())
+    rows = {tuple(row["variation"][key] for key in ("strategy", "placement", "input")): row for row in results["rows"]}
     assert set(rows) == {
         *(("towers", placement, "constant") for placement in ("cpu", "round_robin", "least_loaded")),
         ("towers", "cpu", "stream"),
@@ -307,27 +307,27 @@ def test_a_benchmark_from_start_to_sentence(tmp_path, tiny):
     shares = rows["towers", "cpu", "constant"]["shares"]
     assert shares["forward"] > 0.1 and shares["backward"] > 0.2 and 0 < shares["apply"] < 0.5
     assert rows["no exchange", "-", "constant"]["shares"] == {}
-    assert told["conclusion"].startswith("This machine is bound by ") and told["conclusion"] in out
+    assert results["conclusion"].startswith("This machine is bound by ") and results["conclusion"] in out
     assert {path.name for path in tmp_path.iterdir()} >= {"benchmark.txt", "benchmark.png", "index.html"}
 
 
 @pytest.mark.slow
-def test_a_prediction_from_one_tower(tmp_path, tiny):
+def test_benchmark_prediction_from_one_tower(tmp_path, tiny):
     flags = ["--batch_size=160", "--predict", "--link_gb_per_s=2", "--precisions=float32", "--minutes=0"]
     code, out, err = finish(start("benchmark.py", *tiny, *flags, f"--train_dir={tmp_path}"))
     assert code == 0, err
-    told = json.loads((tmp_path / "prediction.json").read_text())
+    results = json.loads((tmp_path / "prediction.json").read_text())
     assert not (tmp_path / "benchmark.json").exists()
-    rows = {(row["exchange"], row["num_towers"]): row for row in told["predictions"]}
+    rows = {(row["exchange"], row["num_towers"]): row for row in results["predictions"]}
     assert {count for _, count in rows} == {1, 2, 4, 8, 16, 32, 64}
-    assert rows["ring", 1]["compute_seconds"] == pytest.approx(160 / told["measured"]["median"])
+    assert rows["ring", 1]["compute_seconds"] == pytest.approx(160 / results["measured"]["median"])
     # the host sends 160 examples; each device sends half of 1,068,298 four-byte weights to the other, twice
     assert rows["ring", 2]["transfer_seconds"] == pytest.approx((1068298 * 4 + 160 * 3105) / 2e9, rel=0.01)
     assert "ring" in out and "efficiency" in out
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (
             ["--num_workers=5", "--", "--batch_size=999"],
@@ -338,6 +338,6 @@ def test_a_prediction_from_one_tower(tmp_path, tiny):
         (["--", "--seeds=0,x"], "seeds=0,x is not a list of whole numbers"),
     ],
 )
-def test_a_launcher_starts_nothing_that_cannot_train(flags, told):
+def test_launcher_checks_the_flags_of_train(flags, message):
     code, _, err = finish(start("launch.py", *flags))
-    assert code == 2 and told in err and len(err.splitlines()) == 1
+    assert code == 2 and message in err and len(err.splitlines()) == 1
