@@ -5,6 +5,7 @@ import dataclasses
 import keras
 import numpy as np
 
+from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
 from cifar_towers.trainer import train

@@ -1,4 +1,4 @@
-"""The settings that decide what is trained, and whether a run may be resumed with others."""
+"""The settings that decide what is trained: which a resumed run, and all workers of a cluster, must have in common."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -32,3 +32,8 @@ def differing_settings(config: TrainConfig, saved: Mapping[str, Any], has_batch_
     saved, current = defaults | saved, recipe_fields(config)
     compared = [name for name in current if name in saved and (has_batch_norm or name not in conditional)]
     return [f"{name} {saved[name]} -> {current[name]}" for name in compared if saved[name] != current[name]]
+
+
+def shared_settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings that must be the same on all workers of a cluster."""
+    return {name: getattr(config, name) for name in names_with(TrainConfig, per_worker=False)}

@@ -8,12 +8,12 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from cifar_towers import registry
 from cifar_towers.config import batch_shares, schedules, validation
 from cifar_towers.config.device_config import ERRORS, DeviceConfig
-from cifar_towers.config.settings import names_with, settings_of
+from cifar_towers.config.settings import settings_of
 from cifar_towers.errors import DivergedError, WorkerLostError, describe_exit_codes
 from cifar_towers.registry import BUILT_IN, FOLDER, MODELS, TTA_LEVELS
 
@@ -291,8 +291,3 @@ class TrainConfig(DeviceConfig):
         data = os.path.basename(os.path.abspath(self.dataset.removeprefix(FOLDER)))
         suffix = "" if self.dataset in BUILT_IN else "-" + re.sub(r"\W+", "-", data).strip("-")
         return Path(self.train_dir or f"runs/{self.name}{suffix}-seed{self.seed}")
-
-
-def shared_settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings that must be the same on all workers of a cluster."""
-    return {name: getattr(config, name) for name in names_with(type(config), per_worker=False)}
