@@ -15,7 +15,7 @@ from cifar_towers.benchmark.cases import BenchmarkCase, PreparedCase, prepare_ca
 from cifar_towers.benchmark.settings import BenchmarkConfig
 from cifar_towers.data import sources
 from cifar_towers.errors import RunError, UsageError, error_text
-from cifar_towers.reporting.profiler import profiled
+from cifar_towers.reporting.profiler import profile_step
 from cifar_towers.training import build
 from cifar_towers.training.devices import setup_towers
 
@@ -87,4 +87,4 @@ class Worker:
     def profile(self, case: BenchmarkCase) -> dict[str, float]:
         """Shares of a step's work, summed over towers; empty for a case that cannot be profiled."""
         step = self.prepared[case].step
-        return profiled(step).shares() if step else {}
+        return profile_step(step).shares() if step else {}

@@ -9,7 +9,7 @@ from tensorflow.core.framework.graph_pb2 import GraphDef
 # gathered, as TensorBoard moves boxes aside when there are many.
 SCOPES = (
     (r"gradient_tape/((?:proxy/)?tower_\d+)/(.+)", r"\1/gradients/\2"),
-    (r"((?:batch|rates|look|collect_diagnostics)(?:_\d+)?)", r"inputs/\1"),
+    (r"((?:batch|rates|learning_rates|look|collect_diagnostics|stop_signal)(?:_\d+)?)", r"inputs/\1"),
     (r"((?:Identity|NoOp)(?:_\d+)?)", r"results/\1"),
     (r"([^/]+)", r"step/\1"),
 )

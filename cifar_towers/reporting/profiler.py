@@ -1,4 +1,8 @@
-"""What TensorFlow's profiler saw of some steps, summed up by part of the step and by kind of operation."""
+"""Profiles of training steps: traces for TensorBoard, and the time of each part of the step and type of operation.
+
+The tables are read from the trace (XPlane). TensorFlow's own `framework_op_stats`, the same in xprof, omits what XLA
+compiled for the CPU, such as the activations, and cannot leave out evaluations between the steps.
+"""
 
 import bisect
 import importlib.util
@@ -13,243 +17,231 @@ import tensorflow as tf
 from cifar_towers.reporting import jsonl
 
 PARTS = ("forward", "backward", "average", "apply", "other")
-AVERAGING = ("average_gradients", "all_reduce", "average_statistics")
-APPLYING = ("apply", "weight_averages", "loss_averages")
-STEP = "train"  # what a trace calls a step, as Keras does; TensorBoard's profile plugin goes by the number it carries
-CALL = "ExecutorState::ProcessAsync::Start"  # how a trace calls the start of an operation that others may follow
-COMPILED = "CpuExecutable::ExecuteAsyncOnStream"  # and the run of a function that XLA compiled
-ROWS = 12  # kinds of operation that a table names
-PLUGINS = "xprof", "tensorboard_plugin_profile"  # the module that shows traces in TensorBoard, now and formerly
+AVERAGE_SCOPES = ("average_gradients", "all_reduce", "average_statistics")
+APPLY_SCOPES = ("apply", "weight_averages", "loss_averages")
+STEP_EVENT = "train"  # of `Trace`, as in Keras
+OP_START_EVENT = "ExecutorState::ProcessAsync::Start"  # carries the name of the operation that a thread runs next
+XLA_EVENT = "CpuExecutable::ExecuteAsyncOnStream"  # carries no name
+TABLE_ROWS = 12
+PLUGIN = "xprof"  # package that shows traces in TensorBoard
 
 
-class Work(NamedTuple):
-    """One operation's run, or one of its kernels on a GPU."""
+class OpTime(NamedTuple):
+    """One execution of an operation, or of one of its kernels on a GPU."""
 
-    name: str  # its name in the graph
-    kind: str  # as `Conv2D`
+    name: str  # in the graph
+    op_type: str  # such as `Conv2D`
     seconds: float
 
 
-class Profile(NamedTuple):
-    """The work of some steps, all towers together."""
+class StepProfile(NamedTuple):
+    """The operations of some steps, of all towers and threads."""
 
-    steps: int
-    seconds: float  # on the clock, all steps; 0: not known
-    work: list[Work]
+    num_steps: int
+    seconds: float  # wall-clock time of all steps; 0 if unknown
+    ops: list[OpTime]
     on_gpu: bool
 
     @property
-    def total(self) -> float:
-        """Seconds of work, all steps: time of threads, or of GPUs, added up."""
-        return sum(work.seconds for work in self.work)
+    def op_seconds(self) -> float:
+        """Sum over all operations: time of threads and GPUs, not of the clock."""
+        return sum(op.seconds for op in self.ops)
 
     def shares(self) -> dict[str, float]:
-        """Part of the step -> share of the work; the proxy, where there is one, is a part of its own."""
+        """Part of the step -> fraction of `op_seconds`; a proxy is a part of its own."""
         seconds = dict.fromkeys(PARTS, 0.0)
-        for work in self.work:
-            part = part_of(work.name)
-            seconds[part] = seconds.get(part, 0.0) + work.seconds
-        total = self.total or 1.0
-        return {part: spent / total for part, spent in seconds.items()}
+        for op in self.ops:
+            part = part_of(op.name)
+            seconds[part] = seconds.get(part, 0.0) + op.seconds
+        total = self.op_seconds or 1.0
+        return {part: part_seconds / total for part, part_seconds in seconds.items()}
 
-    def by_kind(self) -> dict[str, tuple[float, float]]:
-        """Kind of operation -> its seconds and calls in a mean step, longest first."""
-        found: dict[str, list[float]] = {}
-        for work in self.work:
-            found.setdefault(work.kind, []).append(work.seconds)
-        kinds = {kind: (sum(times) / self.steps, len(times) / self.steps) for kind, times in found.items()}
-        return dict(sorted(kinds.items(), key=lambda item: -item[1][0]))
+    def by_op_type(self) -> dict[str, tuple[float, float]]:
+        """Type of operation -> its mean seconds and calls per step, longest first."""
+        by_type: dict[str, list[float]] = {}
+        for op in self.ops:
+            by_type.setdefault(op.op_type, []).append(op.seconds)
+        means = {name: (sum(times) / self.num_steps, len(times) / self.num_steps) for name, times in by_type.items()}
+        return dict(sorted(means.items(), key=lambda item: -item[1][0]))
 
     def table(self) -> str:
-        """The parts' shares; then a row for each of the longest kinds and one for the rest, of a mean step."""
-        rows, total = list(self.by_kind().items()), self.total or 1.0
-        if len(rows) > ROWS + 1:
-            seconds, calls = (sum(column) for column in zip(*(row for _, row in rows[ROWS:]), strict=True))
-            rows = [*rows[:ROWS], (f"all other ({len(rows) - ROWS} kinds)", (seconds, calls))]
+        """The shares of the parts, then a row for each of the longest types of operation and one for all others."""
+        rows, total = list(self.by_op_type().items()), self.op_seconds or 1.0
+        if len(rows) > TABLE_ROWS + 1:
+            seconds, calls = (sum(column) for column in zip(*(row for _, row in rows[TABLE_ROWS:]), strict=True))
+            rows = [*rows[:TABLE_ROWS], (f"all other ({len(rows) - TABLE_ROWS} types)", (seconds, calls))]
         lines = [
             "  ".join(f"{part} {100 * share:.1f} %" for part, share in self.shares().items()),
             f"{'ms/step':>9}  {'share':>7}  {'kernels' if self.on_gpu else 'calls':>7}  operation",
         ]
-        for kind, (seconds, calls) in rows:
-            share = seconds * self.steps / total
-            lines.append(f"{1e3 * seconds:9.2f}  {100 * share:5.1f} %  {calls:7.1f}  {kind}")
+        for op_type, (seconds, calls) in rows:
+            share = seconds * self.num_steps / total
+            lines.append(f"{1e3 * seconds:9.2f}  {100 * share:5.1f} %  {calls:7.1f}  {op_type}")
         return "\n".join(lines)
 
 
-def profiled(call: Callable[[], Any]) -> Profile:
-    """Calls one step under the profiler."""
+def profile_step(step: Callable[[], Any]) -> StepProfile:
+    """Run a step under TensorFlow's profiler."""
     with tempfile.TemporaryDirectory() as directory:
-        tf.profiler.experimental.start(directory)
-        try:
-            call()
-        finally:
-            tf.profiler.experimental.stop()
-        return read(next(Path(directory).rglob("*.xplane.pb")))
+        with tf.profiler.experimental.Profile(directory):
+            step()
+        return read_trace(next(Path(directory).rglob("*.xplane.pb")))
 
 
 class StepProfiler:
-    """Traces the steps of a run from `first` up to `last`, counted from 0, into `train_dir/train` for TensorBoard.
+    """Traces the steps from `first` up to `last` of a run, counted from 0, into `train_dir/train` for TensorBoard.
 
-    What cannot be traced or written is said once and ends no run.
+    A trace that cannot be started or written is logged once and ends no run.
     """
 
     def __init__(self, train_dir: Path, first: int, last: int):
-        self._logs, self._first, self._last = train_dir / "train", first, last
-        self._going_on = jsonl.BestEffortWrites(self._logs / "plugins" / "profile", (OSError, tf.errors.OpError))
-        self._running = self._over = False
-        self._step: tf.profiler.experimental.Trace | None = None
-        self._traced: list[int] = []
+        self._logdir, self._first, self._last = train_dir / "train", first, last
+        self._best_effort = jsonl.BestEffortWrites(self._logdir / "plugins" / "profile", (OSError, tf.errors.OpError))
+        self._is_running = self._is_done = False
+        self._step_event: tf.profiler.experimental.Trace | None = None
+        self._steps: list[int] = []
 
     def before(self, step: int) -> None:
-        """To be called right before each step with the number of updates done; starts the trace when it is time."""
-        if self._over or not self._first <= step < self._last:
+        """Call right before each step, with the number of steps done."""
+        if self._is_done or not self._first <= step < self._last:
             return
-        if not self._running:
-            with self._going_on():
-                tf.profiler.experimental.start(str(self._logs))
-                self._running = True
-            self._over = not self._running
-        if self._running:
-            self._step = tf.profiler.experimental.Trace(STEP, step_num=step, _r=1)
+        if not self._is_running:
+            with self._best_effort():
+                tf.profiler.experimental.start(str(self._logdir))
+                self._is_running = True
+            self._is_done = not self._is_running
+        if self._is_running:
+            self._step_event = tf.profiler.experimental.Trace(STEP_EVENT, step_num=step, _r=1)
 
     def after(self, step: int) -> str | None:
-        """To be called right after each step with the number of updates done; at the end, what there is to say."""
-        if self._step:
-            self._step.__exit__(None, None, None)
-            self._step = None
-            self._traced.append(step - 1)
-        return self.close() if self._running and step == self._last else None
+        """Call right after each step, with the number of steps done. Returns the summary after the last one."""
+        if self._step_event:
+            self._step_event.__exit__(None, None, None)
+            self._step_event = None
+            self._steps.append(step - 1)
+        return self.close() if self._is_running and step == self._last else None
 
     def close(self) -> str | None:
-        """Ends a trace that still runs; what there is to say of the steps it holds."""
-        if not self._running:
+        """End a running trace, and return its summary."""
+        if not self._is_running:
             return None
-        self._running, self._over = False, True
-        told = None
-        with self._going_on():
-            if self._traced:
-                told = self._told(self._write())
+        self._is_running, self._is_done = False, True
+        summary = None
+        with self._best_effort():
+            if self._steps:
+                summary = self._summarize(self._write_trace())
             else:
                 tf.profiler.experimental.stop(save=False)
-        self._step = None  # not earlier: a step that was cut short has no place in the trace
-        return told
+        self._step_event = None  # not earlier: its end would record a step that was interrupted
+        return summary
 
-    def _write(self) -> Path:
-        """Ends the trace; its file. What could be written only in part is removed."""
+    def _write_trace(self) -> Path:
+        """End the trace and return its file; an incomplete one is removed."""
         earlier = set(self._traces())
         try:
             tf.profiler.experimental.stop()
         except tf.errors.OpError:
-            for part in set(self._traces()) - earlier:
-                part.unlink()
+            for path in set(self._traces()) - earlier:
+                path.unlink()
             raise
         return max(self._traces(), key=lambda path: path.stat().st_mtime_ns)
 
     def _traces(self) -> Iterator[Path]:
-        return self._logs.glob("plugins/profile/*/*.xplane.pb")
+        return self._logdir.glob("plugins/profile/*/*.xplane.pb")
 
-    def _told(self, trace: Path) -> str:
-        profile = read(trace)
-        steps = f"steps {self._traced[0]} to {self._traced[-1]}" if self._traced[1:] else f"step {self._traced[0]}"
-        clock, spent = (1e3 * seconds / profile.steps for seconds in (profile.seconds, profile.total))
-        added = "kernels and host operations" if profile.on_gpu else "operations, all towers' and threads'"
-        told = f"profile of {steps}: a step takes {clock:.1f} ms, with {spent:.1f} ms of {added} added up\n"
-        told += f"{profile.table()}\n"
-        told += f"trace of {trace.stat().st_size / 1e6:.1f} MB in {trace.parent}; to see it in TensorBoard's Profile: "
-        seen = any(importlib.util.find_spec(plugin) for plugin in PLUGINS)
-        return told + (f"tensorboard --logdir={self._logs.parent}" if seen else "pip install xprof")
+    def _summarize(self, trace: Path) -> str:
+        profile, first, last = read_trace(trace), self._steps[0], self._steps[-1]
+        steps = f"step {first}" if len(self._steps) == 1 else f"steps {first} to {last}"
+        wall, ops = (1e3 * seconds / profile.num_steps for seconds in (profile.seconds, profile.op_seconds))
+        summed = "kernels and host operations" if profile.on_gpu else "operations, summed over towers and threads"
+        view = (
+            f"tensorboard --logdir={self._logdir.parent}" if importlib.util.find_spec(PLUGIN) else "pip install xprof"
+        )
+        return (
+            f"profile of {steps}: a step takes {wall:.1f} ms, with {ops:.1f} ms of {summed}\n{profile.table()}\n"
+            f"trace of {trace.stat().st_size / 1e6:.1f} MB in {trace.parent}; view it under Profile: {view}"
+        )
 
 
 def part_of(name: str) -> str:
-    """The part of the step that an operation of this name belongs to.
+    """The part of the step that an operation belongs to, by its name.
 
     >>> part_of("gradient_tape/tower_0/conv1/Conv2D/Conv2DBackpropFilter")
     'backward'
     """
     scopes = name.split("/")
-    if name.removeprefix("gradient_tape/").startswith("proxy/"):  # and no layer of that name
+    if name.removeprefix("gradient_tape/").startswith("proxy/"):  # a layer may have that name too
         return "proxy"
-    if any(scope.startswith(AVERAGING) for scope in scopes):
+    if any(scope.startswith(AVERAGE_SCOPES) for scope in scopes):
         return "average"
-    if any(scope.startswith(APPLYING) for scope in scopes):
+    if any(scope.startswith(APPLY_SCOPES) for scope in scopes):
         return "apply"
     if any(scope.startswith(("gradient_tape", "backward")) for scope in scopes):
         return "backward"
     return "forward" if any(re.fullmatch(r"tower_\d+", scope) for scope in scopes) else "other"
 
 
-def read(trace: Path) -> Profile:
-    """A trace file's operations: the kernels on the GPUs, and what the host's threads did beside launching them.
+class _Event(NamedTuple):
+    """An event of a trace; times in picoseconds."""
 
-    What began between marked steps, as an evaluation, is left out; a trace without marks is taken as one step.
+    thread: int
+    name: str
+    start: int
+    duration: int
+    stats: dict[str, str]  # numbers are empty
+
+
+def read_trace(path: Path) -> StepProfile:
+    """The kernels on GPUs, and the operations on the host that did not only launch them.
+
+    Operations that began between steps are left out. A trace without step events counts as one step.
     """
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-    space = xplane_pb2.XSpace.FromString(trace.read_bytes())
-    host = [plane for plane in space.planes if plane.name == "/host:CPU"]
-    gpus = [plane for plane in space.planes if plane.name.startswith("/device:GPU")]
-    steps = sorted(step for plane in host for step in _steps(plane))
-    kernels = [work for plane in gpus for work in _on_gpu(plane)]
-    launched = {work.name for _, work in kernels}
-    found = kernels + [(at, work) for plane in host for at, work in _on_host(plane) if work.name not in launched]
-    work = [work for start, work in found if _within(steps, start)]
-    return Profile(len(steps) or 1, sum(end - start for start, end in steps) / 1e12, work, bool(kernels))
+    planes = xplane_pb2.XSpace.FromString(path.read_bytes()).planes
+    host = [event for plane in planes if plane.name == "/host:CPU" for event in _events(plane)]
+    gpu = [event for plane in planes if plane.name.startswith("/device:GPU") for event in _events(plane)]
+    steps = sorted((e.start, e.start + e.duration) for e in host if e.name == STEP_EVENT and "step_num" in e.stats)
+    kernels = [(e.start, op) for e in gpu if (op := _op_time(e.stats.get("tf_op", e.name), e))]
+    launched = {op.name for _, op in kernels}
+    ops = kernels + [(start, op) for start, op in _host_ops(host) if op.name not in launched]
+    in_steps = [op for start, op in ops if _is_in_step(start, steps)]
+    return StepProfile(len(steps) or 1, sum(end - start for start, end in steps) / 1e12, in_steps, bool(kernels))
 
 
-def _steps(plane) -> Iterator[tuple[int, int]]:
-    """Start and end of each marked step, in picoseconds."""
-    marks = {number for number, event in plane.event_metadata.items() if event.name == STEP}
-    for line in plane.lines:
+def _events(plane) -> Iterator[_Event]:
+    stat_names = {number: stat.name for number, stat in plane.stat_metadata.items()}
+    for thread, line in enumerate(plane.lines):
         for event in line.events:
-            if event.metadata_id in marks and "step_num" in _texts(plane, event):
-                start = 1000 * line.timestamp_ns + event.offset_ps
-                yield start, start + event.duration_ps
+            stats = {
+                stat_names.get(s.metadata_id, ""): s.str_value or stat_names.get(s.ref_value, "") for s in event.stats
+            }
+            start = 1000 * line.timestamp_ns + event.offset_ps
+            yield _Event(thread, plane.event_metadata[event.metadata_id].name, start, event.duration_ps, stats)
 
 
-def _within(steps: list[tuple[int, int]], start: int) -> bool:
+def _host_ops(events: list[_Event]) -> Iterator[tuple[int, OpTime]]:
+    """Start and operation. What XLA compiled has the name of the operation that its thread runs."""
+    running = None
+    for event in events:
+        if event.name == OP_START_EVENT:
+            running = event
+        elif event.name == XLA_EVENT:
+            is_inside = running and event.thread == running.thread and event.start < running.start + running.duration
+            name = running.stats.get("name", "") if is_inside else ""
+            yield event.start, OpTime(name, "XLA", event.duration / 1e12)
+        elif op := _op_time(event.name, event):
+            yield event.start, op
+
+
+def _op_time(label: str, event: _Event) -> OpTime | None:
+    """The operation of an event labelled `name:type`, as operations are."""
+    name, colon, op_type = label.rpartition(":")
+    if not colon or "::" in label or " " in label:
+        return None
+    return OpTime(name, op_type.removeprefix("_MklNative").removeprefix("_Mkl"), event.duration / 1e12)
+
+
+def _is_in_step(start: int, steps: list[tuple[int, int]]) -> bool:
     latest = bisect.bisect_right(steps, start, key=lambda step: step[0]) - 1
     return not steps or (latest >= 0 and start < steps[latest][1])
-
-
-def _on_host(plane) -> Iterator[tuple[int, Work]]:
-    """Start, in picoseconds, and work. A function compiled by XLA bears the name of the call that the thread is in."""
-    names = {number: event.name for number, event in plane.event_metadata.items()}
-    operations = {number: operation for number, name in names.items() if (operation := _operation(name))}
-    calls = {number for number, name in names.items() if name == CALL}
-    compiled = {number for number, name in names.items() if name == COMPILED}
-    for line in plane.lines:
-        call = None
-        for event in line.events:
-            number = event.metadata_id
-            if number in calls:
-                call = event
-            elif number in operations or number in compiled:
-                inside = call and event.offset_ps < call.offset_ps + call.duration_ps
-                name = _texts(plane, call).get("name", "") if number in compiled and inside else ""
-                work = Work(*operations.get(number, (name, "XLA")), event.duration_ps / 1e12)
-                yield 1000 * line.timestamp_ns + event.offset_ps, work
-
-
-def _on_gpu(plane) -> Iterator[tuple[int, Work]]:
-    """Start, in picoseconds, and work of the kernels that say which operation they belong to."""
-    for line in plane.lines:
-        for event in line.events:
-            told = _texts(plane, event).get("tf_op", plane.event_metadata[event.metadata_id].name)
-            if operation := _operation(told):
-                yield 1000 * line.timestamp_ns + event.offset_ps, Work(*operation, event.duration_ps / 1e12)
-
-
-def _operation(told: str) -> tuple[str, str] | None:
-    """An operation's name and kind, if it is one that is told of."""
-    name, colon, kind = told.rpartition(":")
-    if colon and "::" not in told and " " not in told:
-        return name, kind.removeprefix("_MklNative").removeprefix("_Mkl")
-    return None
-
-
-def _texts(plane, event) -> dict[str, str]:
-    """What an event carries, by name; empty where that is a number."""
-    return {
-        plane.stat_metadata[stat.metadata_id].name: stat.str_value or plane.stat_metadata[stat.ref_value].name
-        for stat in event.stats
-    }

@@ -93,7 +93,7 @@ def test_failing_cases_leave_the_others_measured(monkeypatch, capsys):
 
     monkeypatch.setattr(worker, "Worker", WorkerWithoutData)
     monkeypatch.setattr(worker, "prepare_case", prepare_case)
-    monkeypatch.setattr(worker, "profiled", lambda step: SimpleNamespace(shares=lambda: {"step": step()}))
+    monkeypatch.setattr(worker, "profile_step", lambda step: SimpleNamespace(shares=lambda: {"step": step()}))
     connection, worker_connection = multiprocessing.Pipe()
     serving = threading.Thread(target=worker.serve, args=(CONFIG, 2, worker_connection))
     serving.start()

@@ -6,8 +6,16 @@ import pytest
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from cifar_towers.reporting import profiler as profile
-from cifar_towers.reporting.profiler import PARTS, Profile, StepProfiler, Work, part_of, profiled, read
+from cifar_towers.reporting import profiler
+from cifar_towers.reporting.profiler import (
+    PARTS,
+    OpTime,
+    StepProfile,
+    StepProfiler,
+    part_of,
+    profile_step,
+    read_trace,
+)
 from cifar_towers.towers import average_gradients, run_on_towers, split_batch
 
 
@@ -55,7 +63,7 @@ def step(towers):
 
 @pytest.fixture
 def count():
-    """count(): a step so small that only its operations are of interest: three products."""
+    """count(): a small step: three products."""
     w = tf.Variable(tf.ones([4, 4]))
 
     @tf.function
@@ -74,92 +82,97 @@ def evaluate():
 
 
 def run(window, step, steps):
-    """Makes the steps as a run does, an evaluation after each; all that the window said."""
-    told = []
+    """Make the steps as a run does, with an evaluation after each; the summaries that the profiler returned."""
+    summaries = []
     for number in steps:
         window.before(number)
         step()
-        told.append(window.after(number + 1))
+        summaries.append(window.after(number + 1))
         evaluate()
-    return [lines for lines in [*told, window.close()] if lines]
+    return [summary for summary in [*summaries, window.close()] if summary]
 
 
 def traces(train_dir):
     return sorted(train_dir.glob("train/plugins/profile/*/*.xplane.pb"))
 
 
-def test_a_profile_knows_the_work(step):
+def test_profile_has_all_operations(step):
     x = tf.ones([1600, 400])
     start = time.perf_counter()
     step(x)
     took = time.perf_counter() - start
-    found = profiled(lambda: step(x))
-    products = [work for work in found.work if work.kind == "MatMul"]
+    profile = profile_step(lambda: step(x))
+    products = [op for op in profile.ops if op.op_type == "MatMul"]
     assert len(products) == 4  # two towers, forward and backward
-    assert 0 < sum(work.seconds for work in products) < 20 * took
-    compiled = [work for work in found.work if work.kind == "XLA"]
-    assert len(compiled) == 2 and all(part_of(work.name) == "forward" and work.seconds > 0 for work in compiled)
-    shares = profiled(lambda: step(x)).shares()
+    assert 0 < sum(op.seconds for op in products) < 20 * took
+    compiled = [op for op in profile.ops if op.op_type == "XLA"]
+    assert len(compiled) == 2 and all(part_of(op.name) == "forward" and op.seconds > 0 for op in compiled)
+    shares = profile_step(lambda: step(x)).shares()
     assert tuple(shares) == PARTS and sum(shares.values()) == pytest.approx(1)
     assert shares["forward"] > 0.05 and shares["backward"] > 0.05 and shares["average"] > 0 and shares["apply"] > 0
 
 
-def test_the_table_is_of_a_mean_step():
-    work = [Work("tower_0/a", "A", 0.003), Work("tower_1/a", "A", 0.003), Work("gradient_tape/tower_0/b", "B", 0.002)]
-    assert Profile(2, 0.01, work, on_gpu=False).table().splitlines() == [
+def test_table_shows_a_mean_step():
+    ops = [
+        OpTime("tower_0/a", "A", 0.003),
+        OpTime("tower_1/a", "A", 0.003),
+        OpTime("gradient_tape/tower_0/b", "B", 0.002),
+    ]
+    assert StepProfile(2, 0.01, ops, on_gpu=False).table().splitlines() == [
         "forward 75.0 %  backward 25.0 %  average 0.0 %  apply 0.0 %  other 0.0 %",
         "  ms/step    share    calls  operation",
         "     3.00   75.0 %      1.0  A",
         "     1.00   25.0 %      0.5  B",
     ]
-    assert "kernels  operation" in Profile(2, 0.01, work, on_gpu=True).table()
-    assert Profile(1, 0.0, [], on_gpu=False).table().startswith("forward 0.0 %")
+    assert "kernels  operation" in StepProfile(2, 0.01, ops, on_gpu=True).table()
+    assert StepProfile(1, 0.0, [], on_gpu=False).table().startswith("forward 0.0 %")
 
 
-@pytest.mark.parametrize(("kinds", "rows", "last"), [(13, 13, "kind12"), (15, 13, "all other (3 kinds)")])
-def test_the_table_is_short(kinds, rows, last):
-    work = [Work("apply/x", f"kind{number}", 0.001 * (20 - number)) for number in range(kinds)]
-    lines = Profile(1, 1.0, work, on_gpu=False).table().splitlines()[2:]
-    assert len(lines) == rows and lines[0].endswith("1.0  kind0") and lines[-1].endswith(last)
-    assert sum(float(line.split()[0]) for line in lines) == pytest.approx(1e3 * sum(one.seconds for one in work))
+@pytest.mark.parametrize(("types", "rows", "last"), [(13, 13, "type12"), (15, 13, "all other (3 types)")])
+def test_table_sums_up_short_types(types, rows, last):
+    ops = [OpTime("apply/x", f"type{number}", 0.001 * (20 - number)) for number in range(types)]
+    lines = StepProfile(1, 1.0, ops, on_gpu=False).table().splitlines()[2:]
+    assert len(lines) == rows and lines[0].endswith("1.0  type0") and lines[-1].endswith(last)
+    assert sum(float(line.split()[0]) for line in lines) == pytest.approx(1e3 * sum(one.seconds for one in ops))
 
 
-def test_a_window_traces_its_steps_and_nothing_between_them(tmp_path, count):
-    (told,) = run(StepProfiler(tmp_path, 2, 5), count, range(8))
+def test_window_traces_its_steps_without_evaluations_between_them(tmp_path, count):
+    (summary,) = run(StepProfiler(tmp_path, 2, 5), count, range(8))
     (trace,) = traces(tmp_path)
-    found = read(trace)
-    assert found.steps == 3 and 0 < found.seconds < 5
-    assert found.by_kind()["MatMul"][1] == 3 and "MatrixInverse" not in found.by_kind()
+    profile = read_trace(trace)
+    assert profile.num_steps == 3 and 0 < profile.seconds < 5
+    assert profile.by_op_type()["MatMul"][1] == 3 and "MatrixInverse" not in profile.by_op_type()
     assert b"MatrixInverse" in trace.read_bytes()
-    lines = told.splitlines()
+    lines = summary.splitlines()
     assert re.fullmatch(
-        r"profile of steps 2 to 4: a step takes [\d.]+ ms, with [\d.]+ ms of operations, .* added up", lines[0]
+        r"profile of steps 2 to 4: a step takes [\d.]+ ms, with [\d.]+ ms of operations, summed over towers and .*",
+        lines[0],
     )
-    assert re.search(r"^ +[\d.]+ +[\d.]+ % +3\.0  MatMul$", told, re.MULTILINE)
+    assert re.search(r"^ +[\d.]+ +[\d.]+ % +3\.0  MatMul$", summary, re.MULTILINE)
     assert str(trace.parent) in lines[-1]
 
 
 @pytest.mark.parametrize(
     ("steps", "which"), [(range(3, 9), "steps 3 to 4"), (range(4), "steps 2 to 3"), ([4], "step 4")]
 )
-def test_a_run_that_begins_or_ends_inside_the_window(tmp_path, count, steps, which):
-    (told,) = run(StepProfiler(tmp_path, 2, 5), count, steps)
-    assert told.startswith(f"profile of {which}: ")
-    assert read(traces(tmp_path)[0]).by_kind()["MatMul"][1] == 3
+def test_run_that_begins_or_ends_inside_the_window(tmp_path, count, steps, which):
+    (summary,) = run(StepProfiler(tmp_path, 2, 5), count, steps)
+    assert summary.startswith(f"profile of {which}: ")
+    assert read_trace(traces(tmp_path)[0]).by_op_type()["MatMul"][1] == 3
 
 
 @pytest.mark.parametrize("steps", [range(2), range(5, 8), []])
-def test_a_run_outside_the_window_is_not_traced(tmp_path, count, steps):
+def test_run_outside_the_window_is_not_traced(tmp_path, count, steps):
     assert run(StepProfiler(tmp_path, 2, 5), count, steps) == [] and not any(tmp_path.iterdir())
 
 
-def test_a_run_that_goes_back_traces_once(tmp_path, count):
+def test_rolled_back_run_traces_once(tmp_path, count):
     window = StepProfiler(tmp_path, 2, 5)
-    (told,) = run(window, count, [0, 1, 2, 3, 1, 2, 3, 4, 5, 2, 3, 4, 5])
-    assert told.startswith("profile of steps 2 to 4: ") and read(traces(tmp_path)[0]).steps == 5
+    (summary,) = run(window, count, [0, 1, 2, 3, 1, 2, 3, 4, 5, 2, 3, 4, 5])
+    assert summary.startswith("profile of steps 2 to 4: ") and read_trace(traces(tmp_path)[0]).num_steps == 5
 
 
-def test_a_step_that_was_cut_short_does_not_count(tmp_path, count):
+def test_interrupted_step_is_not_counted(tmp_path, count):
     window = StepProfiler(tmp_path, 0, 5)
     window.before(0)
     assert window.close() is None and not traces(tmp_path)
@@ -169,15 +182,15 @@ def test_a_step_that_was_cut_short_does_not_count(tmp_path, count):
     window.after(1)
     window.before(1)
     count()
-    assert window.close().startswith("profile of step 0: ") and read(traces(tmp_path)[0]).steps == 1
+    assert window.close().startswith("profile of step 0: ") and read_trace(traces(tmp_path)[0]).num_steps == 1
     assert window.after(2) is None and window.close() is None
 
 
 @pytest.mark.parametrize(("plugin", "how"), [("json", "tensorboard --logdir={}"), ("not_here", "pip install xprof")])
-def test_it_says_how_to_see_the_trace(tmp_path, count, monkeypatch, plugin, how):
-    monkeypatch.setattr(profile, "PLUGINS", ["neither", plugin])
-    (told,) = run(StepProfiler(tmp_path, 0, 1), count, range(1))
-    assert told.endswith(how.format(tmp_path))
+def test_summary_ends_with_how_to_view_the_trace(tmp_path, count, monkeypatch, plugin, how):
+    monkeypatch.setattr(profiler, "PLUGIN", plugin)
+    (summary,) = run(StepProfiler(tmp_path, 0, 1), count, range(1))
+    assert summary.endswith(how.format(tmp_path))
 
 
 def profiler_is_free():
@@ -185,14 +198,14 @@ def profiler_is_free():
     tf.profiler.experimental.stop(save=False)
 
 
-def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path, count, caplog):
+def test_unwritable_trace_ends_no_run(tmp_path, count, caplog):
     (tmp_path / "train").write_text("in the way")
     assert run(StepProfiler(tmp_path, 0, 2), count, range(5)) == []
     assert len(caplog.records) == 1 and "cannot be written" in caplog.text and "not a directory" in caplog.text
     profiler_is_free()
 
 
-def test_a_trace_that_finds_no_room_leaves_nothing(tmp_path, count, caplog):
+def test_truncated_trace_is_removed(tmp_path, count, caplog):
     window = StepProfiler(tmp_path, 0, 5)
     window.before(0)
     count()
@@ -208,7 +221,7 @@ def test_a_trace_that_finds_no_room_leaves_nothing(tmp_path, count, caplog):
     profiler_is_free()
 
 
-def test_a_profiler_that_is_in_use_is_left_alone(tmp_path, count, caplog):
+def test_profiler_in_use_is_left_alone(tmp_path, count, caplog):
     tf.profiler.experimental.start(str(tmp_path / "other"))
     window = StepProfiler(tmp_path, 0, 4)
     window.before(0)
@@ -218,7 +231,7 @@ def test_a_profiler_that_is_in_use_is_left_alone(tmp_path, count, caplog):
     assert not traces(tmp_path) and list((tmp_path / "other").rglob("*.xplane.pb"))
 
 
-def test_a_directory_that_is_removed_meanwhile_is_made_again(tmp_path, count):
+def test_removed_directory_is_made_again(tmp_path, count):
     (tmp_path / "train").mkdir()
     window = StepProfiler(tmp_path, 0, 2)
     window.before(0)
@@ -228,7 +241,7 @@ def test_a_directory_that_is_removed_meanwhile_is_made_again(tmp_path, count):
     assert "MatMul" in window.close() and traces(tmp_path)
 
 
-def test_kernels_of_a_gpu_belong_to_their_operations(tmp_path):
+def test_gpu_kernels_belong_to_their_operations(tmp_path):
     space = xplane_pb2.XSpace()
     host, gpu = space.planes.add(name="/host:CPU"), space.planes.add(name="/device:GPU:0")
     on_host = ["train", "tower_0/dense/MatMul:MatMul", "apply/Mul:Mul"]
@@ -248,6 +261,6 @@ def test_kernels_of_a_gpu_belong_to_their_operations(tmp_path):
         kernel.stats.add(metadata_id=2, ref_value=3)
     stream.events.add(metadata_id=2, offset_ps=600, duration_ps=10)
     (tmp_path / "x.xplane.pb").write_bytes(space.SerializeToString())
-    found = read(tmp_path / "x.xplane.pb")
-    work = [Work("tower_0/dense/MatMul", "MatMul", 2e-9)] * 2 + [Work("apply/Mul", "Mul", 2e-11)]
-    assert found == Profile(2, pytest.approx(6e-9), work, on_gpu=True)
+    profile = read_trace(tmp_path / "x.xplane.pb")
+    ops = [OpTime("tower_0/dense/MatMul", "MatMul", 2e-9)] * 2 + [OpTime("apply/Mul", "Mul", 2e-11)]
+    assert profile == StepProfile(2, pytest.approx(6e-9), ops, on_gpu=True)
