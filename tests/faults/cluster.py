@@ -1,132 +1,108 @@
-"""A worker of a local cluster that is killed, stopped or told to leave: the others notice, and all ends as undisturbed.
+"""A worker of a local cluster is killed, stopped or interrupted: the others end, and the restarted run loses no bit.
 
-`scripts/launch.py` starts the workers, and starts all again from the last checkpoint.
+`scripts/launch.py` starts the workers, and restarts all of them from the last checkpoint.
 """
 
 import contextlib
 import functools
 import os
-import random
 import re
 import signal
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from cifar_towers.files import run_files
-from tests.faults.harness import Experiment, Outcome
+from tests.faults import harness
+from tests.faults.harness import Experiment, Outcome, Trial
 from tests.faults.runs import last_recorded
 from tests.faults.subjects import OURS
 
-STEPS, LIMIT, NOTICED = 60, 240.0, 30.0  # seconds that no run takes, and within which all must have ended
+STEPS = 60
+TIMEOUT = 240.0  # seconds that no run takes
+MAX_RESPONSE = 30.0  # seconds from the signal to the end of the other workers
 FLAGS = (
     *("--dataset=synthetic", "--model=cifarnet", "--batch_size=24", "--precision=float32", "--intra_op_threads=1"),
     *("--checkpoint_every_steps=7", "--summary_every_steps=1", "--eval_every_epochs=0", f"--max_steps={STEPS}"),
 )
 LAUNCH = Path(__file__).parents[2] / "scripts" / "launch.py"
-FAULT = "a worker: "
 
 
-def hurt(number: signal.Signals):
-    """A trial of one signal to one worker after some step; the first has two workers, the second three, and so on."""
-
-    def trial(_: str, index: int, rng: random.Random, scratch: Path) -> Outcome:
-        count = 2 + index % 2
-        victim, after = rng.randrange(count), rng.randint(1, STEPS - 10)
-        with launched(count, scratch) as launcher:
-            started = time.monotonic()
-            while last_recorded(scratch / "run") < after:
-                if launcher.poll() is not None or time.monotonic() - started > LIMIT:
-                    return Outcome(f"{number.name} after step {after}", "did not come so far", False)
-                time.sleep(0.002)
-            workers = workers_of(launcher.pid)
-            os.kill(workers[victim], number)
-            signalled, others = time.monotonic(), [pid for place, pid in workers.items() if place != victim]
-            while any(_runs(pid) for pid in others) and time.monotonic() - signalled < LIMIT:
-                time.sleep(0.002)
-            noticed = time.monotonic() - signalled
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(LIMIT)
-        told = (scratch / "output").read_text(errors="replace")
-        result = run_files.read_json_if_any(scratch / "run" / "result.json")
-        what = f"{number.name} to worker {victim} of {count} after step {after}: all had ended in {noticed:.2f} s"
-        restarts = len(re.findall(r"restart \d+ of at most", told))
-        if launcher.returncode != 0 or noticed > NOTICED:
-            return Outcome(what, f"exit code {launcher.returncode}: {told.strip().splitlines()[-1][:100]}", False)
-        if number != signal.SIGTERM and f"lost: worker {victim} of {count}" not in told:
-            return Outcome(what, "the lost worker was not named", False)
-        same = result.get("weights_sha256") == undisturbed(count)
-        return Outcome(what, f"{restarts} restart, {'same bits' if same else 'OTHER WEIGHTS'}", same and restarts == 1)
-
-    return trial
+def signal_worker(number: signal.Signals, trial: Trial) -> Outcome:
+    """One signal to one of two or three workers after a random step."""
+    count = 2 + trial.index % 2
+    victim, after = trial.rng.randrange(count), trial.rng.randint(1, STEPS - 10)
+    with launched(count, trial.scratch) as launcher:
+        start = time.monotonic()
+        while last_recorded(trial.scratch / "run") < after:
+            if launcher.exitcode is not None or time.monotonic() - start > TIMEOUT:
+                return Outcome(f"{number.name} after step {after}", "step not reached", False)
+            time.sleep(0.002)
+        workers = worker_pids(launcher.pid)
+        os.kill(workers.pop(victim), number)
+        sent = time.monotonic()
+        while any(map(_is_running, workers.values())) and time.monotonic() - sent < TIMEOUT:
+            time.sleep(0.002)
+        response = time.monotonic() - sent
+        harness.wait(launcher, TIMEOUT)
+    output = (trial.scratch / "output").read_text(errors="replace")
+    details = f"{number.name} to worker {victim} of {count} after step {after}"
+    details += f": all others ended {response:.3f} s after the signal"
+    if launcher.exitcode != 0 or response > MAX_RESPONSE:
+        return Outcome(details, f"exit code {launcher.exitcode}: {output.strip().splitlines()[-1][:100]}", False)
+    if number != signal.SIGTERM and f"lost: worker {victim} of {count}" not in output:
+        return Outcome(details, "the lost worker was not named", False)
+    restarts = len(re.findall(r"restart \d+ of at most", output))
+    same = final_weights(trial.scratch / "run") == undisturbed_weights(count)
+    weights = "same weights" if same else "OTHER WEIGHTS"
+    return Outcome(details, f"{restarts} restart, {weights}", same and restarts == 1)
 
 
 @contextlib.contextmanager
-def launched(count: int, scratch: Path, flags: Sequence[str] = ()):
-    """`launch.py` with so many workers that train in `scratch/run`; all of them are gone afterwards."""
-    with (scratch / "output").open("w") as output:
-        command = [
-            sys.executable,
-            str(LAUNCH),
-            f"--num_workers={count}",
-            "--",
-            *FLAGS,
-            f"--train_dir={scratch / 'run'}",
-        ]
-        launcher = subprocess.Popen([*command, *flags], stdout=output, stderr=output, start_new_session=True)
-        try:
-            yield launcher
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
+def launched(count: int, scratch: Path):
+    """`launch.py` with this many workers that train in `scratch/run`; all are killed at the end of the block."""
+    train_dir = f"--train_dir={scratch / 'run'}"
+    command = [sys.executable, str(LAUNCH), f"--num_workers={count}", "--", *FLAGS, train_dir]
+    launcher = harness.fork(functools.partial(os.execv, sys.executable, command), scratch / "output")
+    try:
+        yield launcher
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.join()
 
 
 @functools.cache
-def undisturbed(count: int) -> str:
-    """SHA-256 of the weights that so many workers come to when nothing happens to them."""
-    with tempfile.TemporaryDirectory() as scratch, launched(count, Path(scratch)) as launcher:
-        launcher.wait(LIMIT)
-        return run_files.read_json(Path(scratch, "run", "result.json"))["weights_sha256"]
+def undisturbed_weights(count: int) -> str:
+    """SHA-256 of the final weights of an undisturbed run of this many workers."""
+    with harness.scratch_directory() as scratch, launched(count, scratch) as launcher:
+        harness.wait(launcher, TIMEOUT)
+        return final_weights(scratch / "run")
 
 
-def workers_of(launcher: int) -> dict[int, int]:
-    """Worker -> process, of those that a launcher has started."""
-    found = {}
+def final_weights(directory: Path) -> str:
+    """SHA-256 of the weights of a finished run; empty if it did not finish."""
+    return run_files.read_json_if_any(directory / "result.json").get("weights_sha256", "")
+
+
+def worker_pids(launcher: int) -> dict[int, int]:
+    """Worker index -> process id, of the launcher's children."""
+    pids = {}
     for pid in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
         index = re.search(r"--worker_index=(\d+)", Path(f"/proc/{pid}/cmdline").read_text())
         if index:
-            found[int(index[1])] = pid
-    return found
+            pids[int(index[1])] = pid
+    return pids
 
 
-def _runs(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
+def _is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def noticed(rows: Sequence[dict]) -> str:
-    """How soon all workers had ended, by signal; empty where none was tried."""
-    lines = []
-    for name in ("SIGKILL", "SIGSTOP", "SIGTERM"):
-        told = (re.search(rf"^{name} to worker .* ended in ([\d.]+) s", row["what"]) for row in rows)
-        seconds = [float(match[1]) for match in told if match]
-        if seconds:
-            lines.append(
-                f"{name} to one worker, n={len(seconds)}: all had ended after {statistics.median(seconds):.2f} s in "
-                f"the median, {max(seconds):.2f} s at most"
-            )
-    return "\n".join(lines)
-
-
 EXPERIMENTS = [
-    Experiment(f"{FAULT}{number.name}", (OURS,), 1, 12, hurt(number))
+    Experiment(f"a worker: {number.name}", (OURS,), 1, 12, functools.partial(signal_worker, number))
     for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 ]

@@ -1,7 +1,4 @@
-"""Damage on disk: to checkpoints after they were saved, and to the prepared CIFAR-10.
-
-Nothing of the run is wrong when the damage is done; what is asked is whether the next start sees it.
-"""
+"""Damage on disk that the next start must detect: to saved checkpoints, and to the prepared CIFAR-10."""
 
 import functools
 import io
@@ -9,7 +6,6 @@ import os
 import random
 import re
 import struct
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,154 +14,157 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image
 
-from cifar_towers.cli import main
 from cifar_towers.data import cifar10
 from cifar_towers.data.dataset import CLASSES
-from tests.faults import harness, subjects
-from tests.faults.harness import Experiment, Outcome
+from tests.faults import harness, hooks, subjects
+from tests.faults.harness import ChildDied, ChildError, Experiment, Outcome, Trial
 
-# What can happen to the bytes of one file: (rng, content) -> (what was done, content) ----------------------------
+# Every fault changes its second argument in place and returns a description.
 
-
-def _flip_bit(rng: random.Random, content: bytes) -> tuple[str, bytes]:
-    place, bit = rng.randrange(len(content)), rng.randrange(8)
-    changed = bytes([content[place] ^ 1 << bit])
-    return f"bit {bit} of byte {place} flipped", content[:place] + changed + content[place + 1 :]
+# Bytes of a file ---------------------------------------------------------------------------------------------------
 
 
-def _change_byte(rng: random.Random, content: bytes) -> tuple[str, bytes]:
-    place = rng.randrange(len(content))
-    changed = bytes([content[place] ^ rng.randrange(1, 256)])
-    return f"byte {place} made {changed.hex()}", content[:place] + changed + content[place + 1 :]
+def _flip_bit(rng: random.Random, content: bytearray) -> str:
+    position, bit = rng.randrange(len(content)), rng.randrange(8)
+    content[position] ^= 1 << bit
+    return f"bit {bit} of byte {position} flipped"
 
 
-def _truncate(rng: random.Random, content: bytes) -> tuple[str, bytes]:
-    left = rng.randrange(1, len(content))
-    return f"cut to {left} bytes", content[:left]
+def _change_byte(rng: random.Random, content: bytearray) -> str:
+    position = rng.randrange(len(content))
+    content[position] ^= rng.randrange(1, 256)
+    return f"byte {position} set to {content[position]}"
 
 
-def _empty(rng: random.Random, content: bytes) -> tuple[str, bytes]:
-    return "emptied", b""
+def _truncate(rng: random.Random, content: bytearray) -> str:
+    del content[rng.randrange(1, len(content)) :]
+    return f"truncated to {len(content)} bytes"
 
 
-def _zero_block(rng: random.Random, content: bytes) -> tuple[str, bytes]:
+def _empty(rng: random.Random, content: bytearray) -> str:
+    content.clear()
+    return "emptied"
+
+
+def _zero_block(rng: random.Random, content: bytearray) -> str:
     start = rng.randrange(0, len(content), 512)
-    zeros = bytes(len(content[start : start + 512]))
-    return f"the 512 bytes from {start} zeroed", content[:start] + zeros + content[start + 512 :]
+    content[start : start + 512] = bytes(len(content[start : start + 512]))
+    return f"512 bytes from {start} zeroed"
 
 
-def _zero(rng: random.Random, content: bytes) -> tuple[str, bytes]:
-    return "zeroed", bytes(len(content))
+def _zero(rng: random.Random, content: bytearray) -> str:
+    content[:] = bytes(len(content))
+    return "zeroed"
 
 
-def _garble(rng: random.Random, content: bytes) -> tuple[str, bytes]:
+def _garble(rng: random.Random, content: bytearray) -> str:
     size = rng.choice((len(content), rng.randrange(1, 2 * len(content))))
-    return f"made {size} bytes of garbage", rng.randbytes(size)
+    content[:] = rng.randbytes(size)
+    return f"replaced by {size} random bytes"
 
 
 BYTE_FAULTS = (_flip_bit, _change_byte, _truncate, _empty, _zero_block, _zero, _garble)
 
-# Damaged checkpoints ----------------------------------------------------------------------------------------------
+# Files of checkpoints ----------------------------------------------------------------------------------------------
 
 STEPS = (1, 2, 3)
-Tree = dict[str, bytes]  # what a directory holds: path -> content
+Tree = dict[str, bytearray]  # path -> content
 
 
 @functools.cache
-def _saved(subject: str) -> Tree:
-    """What a subject leaves that saved three steps."""
-    with harness.scratch() as directory:
+def _saved_tree(subject: str) -> dict[str, bytes]:
+    """The files that a subject leaves after three saves."""
+    with harness.scratch_directory() as directory:
         harness.in_child(subjects.save, subject, directory, *STEPS)
-        return {str(path.relative_to(directory)): path.read_bytes() for path in harness.files_of(directory)}
+        paths = sorted(path for path in directory.rglob("*") if path.is_file())
+        return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
 
 
 def _by_checkpoint(tree: Tree) -> dict[str, list[str]]:
-    """The files of each checkpoint, oldest first; a backup counts as the older one of two."""
+    """The files of each checkpoint, oldest first; of two backups, `.bkp` is the older."""
     checkpoints: dict[str, list[str]] = {}
     for name in sorted(tree, key=lambda name: (not name.endswith(".bkp"), name)):
         numbered = re.search(r"(step|ckpt)-\d+", name)
-        if name != "checkpoint":  # the manager's list of all
+        if name != "checkpoint":  # the manager's index
             key = numbered[0] if numbered else "the backup" if name.endswith(".bkp") else "the newest"
             checkpoints.setdefault(key, []).append(name)
     return checkpoints
 
 
-def _damage_file(rng: random.Random, tree: Tree) -> tuple[str, Tree]:
+def _any_file(rng: random.Random, tree: Tree) -> str:
+    """Any file, every other time one of the newest checkpoint."""
+    *_, newest = _by_checkpoint(tree).values()
+    return rng.choice(newest if rng.random() < 0.5 else list(tree))
+
+
+def _damage_file(rng: random.Random, tree: Tree) -> str:
     name = _any_file(rng, tree)
-    what, content = rng.choice(BYTE_FAULTS)(rng, tree[name])
-    return f"{name}: {what}", tree | {name: content}
+    return f"{name}: {rng.choice(BYTE_FAULTS)(rng, tree[name])}"
 
 
-def _delete_file(rng: random.Random, tree: Tree) -> tuple[str, Tree]:
+def _delete_file(rng: random.Random, tree: Tree) -> str:
     name = _any_file(rng, tree)
-    return f"{name} deleted", _without(tree, name)
+    del tree[name]
+    return f"{name} deleted"
 
 
-def _swap_files(rng: random.Random, tree: Tree) -> tuple[str, Tree]:
+def _swap_files(rng: random.Random, tree: Tree) -> str:
     name = _any_file(rng, tree)
-    other = rng.choice(list(_without(tree, name)))
-    return f"{name} and {other} swapped", tree | {name: tree[other], other: tree[name]}
+    other = rng.choice([other for other in tree if other != name])
+    tree[name], tree[other] = tree[other], tree[name]
+    return f"{name} and {other} swapped"
 
 
-def _swap_checkpoints(rng: random.Random, tree: Tree) -> tuple[str, Tree]:
-    """All files of two, or all but what is told of them in JSON."""
+def _swap_checkpoints(rng: random.Random, tree: Tree) -> str:
+    """All files of two checkpoints, every other time except JSON."""
     (one, names), (other, other_names) = rng.sample(list(_by_checkpoint(tree).items()), 2)
-    pairs = list(zip(names, other_names, strict=True))
-    what = f"{one} and {other} swapped"
-    if rng.random() < 0.5:
-        pairs, what = [pair for pair in pairs if ".json" not in pair[0]], f"{what}, without JSON"
-    return what, tree | {a: tree[b] for a, b in pairs} | {b: tree[a] for a, b in pairs}
+    keep_json = rng.random() < 0.5
+    for a, b in zip(names, other_names, strict=True):
+        if not (keep_json and ".json" in a):
+            tree[a], tree[b] = tree[b], tree[a]
+    return f"{one} and {other} swapped{', without JSON' if keep_json else ''}"
 
 
-def _delete_checkpoint(rng: random.Random, tree: Tree) -> tuple[str, Tree]:
-    checkpoint, names = rng.choice(list(_by_checkpoint(tree).items()))
-    return f"{checkpoint} deleted", _without(tree, *names)
+def _delete_checkpoint(rng: random.Random, tree: Tree) -> str:
+    name, files = rng.choice(list(_by_checkpoint(tree).items()))
+    for file in files:
+        del tree[file]
+    return f"{name} deleted"
 
 
 TREE_FAULTS = (*[_damage_file] * len(BYTE_FAULTS), _delete_file, _swap_files, _swap_checkpoints, _delete_checkpoint)
 
 
-def _any_file(rng: random.Random, tree: Tree) -> str:
-    """Any one; every other time, one of the newest checkpoint's."""
-    *_, newest = _by_checkpoint(tree).values()
-    return rng.choice(newest if rng.random() < 0.5 else list(tree))
-
-
-def _without(tree: Tree, *names: str) -> Tree:
-    return {name: content for name, content in tree.items() if name not in names}
-
-
-def _damaged_checkpoint(subject: str, number: int, rng: random.Random, scratch: Path) -> Outcome:
-    """Promised: whole weights of some step, or a refusal where no checkpoint stands as it was saved."""
-    tree = _saved(subject)
-    what, damaged = "", tree
-    while damaged == tree:  # as when a block of zeros is zeroed
-        what, damaged = rng.choice(TREE_FAULTS)(rng, tree)
+def damage_checkpoint(trial: Trial) -> Outcome:
+    """Guaranteed: the weights of some step, or a refusal if no checkpoint is intact."""
+    saved = _saved_tree(trial.subject)
+    damaged, details = saved, ""
+    while damaged == saved:  # as when a block of zeros is zeroed
+        damaged = {name: bytearray(content) for name, content in saved.items()}
+        details = trial.rng.choice(TREE_FAULTS)(trial.rng, damaged)
     for name, content in damaged.items():
-        path = scratch / name
+        path = trial.scratch / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    one_stands = any(all(damaged.get(name) == tree[name] for name in names) for names in _by_checkpoint(tree).values())
+    intact = [all(damaged.get(name) == saved[name] for name in names) for names in _by_checkpoint(saved).values()]
     try:
-        step, weights = harness.in_child(subjects.recover, subject, scratch)
-    except harness.Raised as error:
+        step, weights = harness.in_child(subjects.recover, trial.subject, trial.scratch)
+    except ChildError as error:
         refusal = f"refused: {str(error).partition(':')[0]}"
-        return Outcome(what, refusal if one_stands else f"{refusal}, nothing stood", not one_stands)
-    except harness.ChildDied as error:
-        return Outcome(what, f"recovery {error}", False)
+        return Outcome(details, refusal if any(intact) else f"{refusal}, none intact", not any(intact))
+    except ChildDied as error:
+        return Outcome(details, f"recovery {error}", False)
     if weights == "wrong weights":
-        return Outcome(what, weights, False)
+        return Outcome(details, weights, False)
     if step not in STEPS:
-        return Outcome(what, f"restart at {step}", False)
-    return Outcome(what, "newest taken" if step == STEPS[-1] else "older taken", True)
+        return Outcome(details, f"restart at {step}", False)
+    return Outcome(details, "newest taken" if step == STEPS[-1] else "older taken", True)
 
 
-# Damaged data -----------------------------------------------------------------------------------------------------
+# Records of a split, whose checksums are right afterwards ------------------------------------------------------------
 
-SPLITS = ("train", "test")
 PREPARED = Path(os.environ.get("TFDS_DATA_DIR", "")).expanduser().resolve()
-WITH_PROGRAM = 8  # the first trials, a kind of fault each, are whole programs
-ONE_STEP = ("--dataset=cifar10", "--model=cifarnet", "--batch_size=200", "--max_steps=1", "--num_gpus=2")
+SPLITS = ("train", "test")
 Records = list[bytes]
 
 
@@ -178,18 +177,18 @@ def _content(name: str) -> bytes:
 
 
 @functools.cache
-def _records(split: str) -> Records:
-    """The examples of a split, without lengths and checksums."""
-    content, records, place = _content(_file_name(split)), [], 0
-    while place < len(content):
-        (size,) = struct.unpack_from("<Q", content, place)
-        records.append(content[place + 12 : place + 12 + size])
-        place += 12 + size + 4
-    return records
+def _records(split: str) -> tuple[bytes, ...]:
+    """The examples of a split. Read here, as TensorFlow must not be initialized in the parent."""
+    content, records, position = _content(_file_name(split)), [], 0
+    while position < len(content):
+        (size,) = struct.unpack_from("<Q", content, position)
+        records.append(content[position + 12 : position + 12 + size])
+        position += 12 + size + 4
+    return tuple(records)
 
 
-def _with_checksums(records: Records) -> bytes:
-    """A record file of these examples in which every checksum is right."""
+def _record_file(records: Records) -> bytes:
+    """A TFRecord file of these examples."""
     with tempfile.NamedTemporaryFile() as file:
         with tf.io.TFRecordWriter(file.name) as writer:
             for record in records:
@@ -197,94 +196,16 @@ def _with_checksums(records: Records) -> bytes:
         return Path(file.name).read_bytes()
 
 
-# What can happen to a split whose checksums then are right: (rng, records) -> (what was done, records)
+def _feature(record: bytes, name: str) -> int | bytes:
+    feature = tf.train.Example.FromString(record).features.feature[name]
+    return [*feature.int64_list.value, *feature.bytes_list.value][0]
 
 
-def _drop_last(rng: random.Random, records: Records) -> tuple[str, Records]:
-    left = rng.choice((len(records) - 1, rng.randrange(1, len(records))))
-    return f"only the first {left} records left", records[:left]
-
-
-def _drop_one(rng: random.Random, records: Records) -> tuple[str, Records]:
-    at = rng.randrange(len(records))
-    return f"record {at} left out", records[:at] + records[at + 1 :]
-
-
-def _swap_records(rng: random.Random, records: Records) -> tuple[str, Records]:
-    one, other = rng.sample(range(len(records)), 2)
-    return f"records {one} and {other} swapped", _replaced(records, {one: records[other], other: records[one]})
-
-
-def _repeat_record(rng: random.Random, records: Records) -> tuple[str, Records]:
-    """Over another of the same class, so that counting does not tell."""
-    one = rng.randrange(len(records))
-    label = _label(records[one])
-    other = rng.choice([at for at, record in enumerate(records) if at != one and _label(record) == label])
-    return f"record {one} over record {other}", _replaced(records, {other: records[one]})
-
-
-def _change_pixel(rng: random.Random, records: Records) -> tuple[str, Records]:
-    at, example = _any_example(rng, records)
-    png = example.features.feature["image"].bytes_list.value
-    image = np.array(Image.open(io.BytesIO(png[0])))
-    place = tuple(rng.randrange(size) for size in image.shape)
-    image[place] ^= rng.randrange(1, 256)
-    png[0] = _png(image)
-    return f"record {at}: value {place} of its image made {image[place]}", _replaced(records, {at: _bytes(example)})
-
-
-def _change_label(rng: random.Random, records: Records) -> tuple[str, Records]:
-    at, example = _any_example(rng, records)
-    label = (_label(records[at]) + rng.randrange(1, len(CLASSES))) % len(CLASSES)
-    return f"record {at}: label made {label}", _replaced(records, {at: _relabelled(example, label)})
-
-
-def _exchange_labels(rng: random.Random, records: Records) -> tuple[str, Records]:
-    """So that there are as many of each class as before."""
-    one, example = _any_example(rng, records)
-    label = _label(records[one])
-    other = rng.choice([at for at, record in enumerate(records) if _label(record) != label])
-    changed = {one: _relabelled(example, _label(records[other]))}
-    changed[other] = _relabelled(tf.train.Example.FromString(records[other]), label)
-    return f"labels of records {one} and {other} exchanged", _replaced(records, changed)
-
-
-def _other_pictures(rng: random.Random, records: Records) -> tuple[str, Records]:
-    """As many of the same shape, with labels of as many classes or, as of CIFAR-100, of more."""
-    classes = rng.choice((len(CLASSES), 100))
-    noise = [_png(np.frombuffer(rng.randbytes(32 * 32 * 3), np.uint8).reshape(32, 32, 3)) for _ in range(64)]
-    labels = [at % classes for at in range(len(records))]
-    rng.shuffle(labels)
-    example = tf.train.Example.FromString(records[0])
-    others = []
-    for label in labels:
-        example.features.feature["image"].bytes_list.value[0] = rng.choice(noise)
-        others.append(_relabelled(example, label))
-    return f"other pictures of {classes} classes", others
-
-
-def _change_id(rng: random.Random, records: Records) -> tuple[str, Records]:
-    """Which nothing is trained on."""
-    at, example = _any_example(rng, records)
-    example.features.feature["id"].bytes_list.value[0] = b"another"
-    return f"record {at}: another id", _replaced(records, {at: _bytes(example)})
-
-
-def _any_example(rng: random.Random, records: Records) -> tuple[int, tf.train.Example]:
-    at = rng.randrange(len(records))
-    return at, tf.train.Example.FromString(records[at])
-
-
-def _label(record: bytes) -> int:
-    return tf.train.Example.FromString(record).features.feature["label"].int64_list.value[0]
-
-
-def _relabelled(example: tf.train.Example, label: int) -> bytes:
-    example.features.feature["label"].int64_list.value[0] = label
-    return _bytes(example)
-
-
-def _bytes(example: tf.train.Example) -> bytes:
+def _with_features(record: bytes, **values: int | bytes) -> bytes:
+    example = tf.train.Example.FromString(record)
+    for name, value in values.items():
+        feature = example.features.feature[name]
+        (feature.int64_list if isinstance(value, int) else feature.bytes_list).value[0] = value
     return example.SerializeToString(deterministic=True)
 
 
@@ -294,130 +215,188 @@ def _png(image: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def _replaced(records: Records, changed: dict[int, bytes]) -> Records:
-    return [changed.get(at, record) for at, record in enumerate(records)]
+def _drop_last(rng: random.Random, records: Records) -> str:
+    del records[rng.choice((len(records) - 1, rng.randrange(1, len(records)))) :]
+    return f"only the first {len(records)} records left"
 
 
-# What can happen to a prepared copy: (rng, the split that will be read) -> (what was done, {file: content or None})
+def _drop_one(rng: random.Random, records: Records) -> str:
+    at = rng.randrange(len(records))
+    del records[at]
+    return f"record {at} dropped"
+
+
+def _swap_records(rng: random.Random, records: Records) -> str:
+    one, other = rng.sample(range(len(records)), 2)
+    records[one], records[other] = records[other], records[one]
+    return f"records {one} and {other} swapped"
+
+
+def _repeat_record(rng: random.Random, records: Records) -> str:
+    """Over another of the same class, which counts per class do not reveal."""
+    one = rng.randrange(len(records))
+    label = _feature(records[one], "label")
+    same = [at for at, record in enumerate(records) if at != one and _feature(record, "label") == label]
+    records[other := rng.choice(same)] = records[one]
+    return f"record {one} over record {other}"
+
+
+def _change_pixel(rng: random.Random, records: Records) -> str:
+    at = rng.randrange(len(records))
+    image = np.array(Image.open(io.BytesIO(_feature(records[at], "image"))))
+    place = tuple(rng.randrange(size) for size in image.shape)
+    image[place] ^= rng.randrange(1, 256)
+    records[at] = _with_features(records[at], image=_png(image))
+    return f"record {at}: value {place} of its image set to {image[place]}"
+
+
+def _change_label(rng: random.Random, records: Records) -> str:
+    at = rng.randrange(len(records))
+    label = (_feature(records[at], "label") + rng.randrange(1, len(CLASSES))) % len(CLASSES)
+    records[at] = _with_features(records[at], label=label)
+    return f"record {at}: label set to {label}"
+
+
+def _exchange_labels(rng: random.Random, records: Records) -> str:
+    """Counts per class stay the same."""
+    one = rng.randrange(len(records))
+    label = _feature(records[one], "label")
+    other = rng.choice([at for at, record in enumerate(records) if _feature(record, "label") != label])
+    records[one] = _with_features(records[one], label=_feature(records[other], "label"))
+    records[other] = _with_features(records[other], label=label)
+    return f"labels of records {one} and {other} exchanged"
+
+
+def _other_images(rng: random.Random, records: Records) -> str:
+    """As many images of noise, with labels of 10 or, as in CIFAR-100, 100 classes."""
+    classes = rng.choice((len(CLASSES), 100))
+    noise = [_png(np.frombuffer(rng.randbytes(32 * 32 * 3), np.uint8).reshape(32, 32, 3)) for _ in range(64)]
+    labels = [at % classes for at in range(len(records))]
+    rng.shuffle(labels)
+    records[:] = [_with_features(records[0], image=rng.choice(noise), label=label) for label in labels]
+    return f"other images of {classes} classes"
+
+
+def _change_id(rng: random.Random, records: Records) -> str:
+    """Harmless: training does not read it."""
+    at = rng.randrange(len(records))
+    records[at] = _with_features(records[at], id=b"another")
+    return f"record {at}: another id"
+
+
+# Files of the prepared CIFAR-10: (rng, split to be read) -> (details, {file: content, None if deleted}) --------------
 
 Change = tuple[str, dict[str, bytes | None]]
 
 
 def _of_records(fault: Callable) -> Callable[[random.Random, str], Change]:
-    def damage(rng: random.Random, split: str) -> Change:
-        what, records = fault(rng, _records(split))
-        return f"{split}: {what}", {_file_name(split): _with_checksums(records)}
+    def change(rng: random.Random, split: str) -> Change:
+        records = list(_records(split))
+        details = fault(rng, records)
+        return f"{split}: {details}", {_file_name(split): _record_file(records)}
 
-    return damage
-
-
-def _of_bytes(fault: Callable) -> Callable[[random.Random, str], Change]:
-    def damage(rng: random.Random, split: str) -> Change:
-        what, content = fault(rng, _content(_file_name(split)))
-        return f"{split}: {what}", {_file_name(split): content}
-
-    return damage
+    return change
 
 
-def _swap_splits(rng: random.Random, split: str) -> Change:
-    train, test = map(_file_name, SPLITS)
-    return f"the splits' files swapped, {split} read", {train: _content(test), test: _content(train)}
+def _of_bytes(fault: Callable, *names: str) -> Callable[[random.Random, str], Change]:
+    def change(rng: random.Random, split: str) -> Change:
+        name = rng.choice(names) if names else _file_name(split)
+        content = bytearray(_content(name))
+        details = fault(rng, content)
+        return f"{name}: {details}", {name: bytes(content)}
+
+    return change
 
 
 def _delete_records(rng: random.Random, split: str) -> Change:
     return f"{split}: deleted", {_file_name(split): None}
 
 
-def _damage_description(rng: random.Random, split: str) -> Change:
-    name = rng.choice(("dataset_info.json", "features.json"))
-    what, content = rng.choice(BYTE_FAULTS)(rng, _content(name))
-    return f"{name}: {what}", {name: content}
+def _swap_splits(rng: random.Random, split: str) -> Change:
+    train, test = map(_file_name, SPLITS)
+    return f"the files of the splits swapped, {split} read", {train: _content(test), test: _content(train)}
+
+
+def _any_byte_fault(rng: random.Random, content: bytearray) -> str:
+    return rng.choice(BYTE_FAULTS)(rng, content)
 
 
 DATA_FAULTS = (
-    *map(_of_records, (_change_pixel, _exchange_labels, _swap_records, _repeat_record, _other_pictures)),
+    *map(_of_records, (_change_pixel, _exchange_labels, _swap_records, _repeat_record, _other_images)),
     *map(_of_bytes, (_flip_bit, _truncate)),
-    _delete_records,  # the last of WITH_PROGRAM
+    _delete_records,
     *map(_of_records, (_change_label, _drop_last, _drop_one, _change_id)),
     *map(_of_bytes, (_flip_bit, _change_byte, _empty, _zero_block, _zero, _garble)),
     _swap_splits,
-    *[_damage_description] * 4,
+    *[_of_bytes(_any_byte_fault, "dataset_info.json", "features.json")] * 4,
 )
+PROGRAM_TRIALS = 8  # the first trials, a fault each, run the whole program
+ONE_STEP = ("--dataset=cifar10", "--model=cifarnet", "--batch_size=200", "--max_steps=1", "--num_gpus=2")
 
 
-def _damaged_data(subject: str, number: int, rng: random.Random, scratch: Path) -> Outcome:
-    """Promised: what differs in what would be trained or judged on is found, and where it is is said."""
+def damage_data(trial: Trial) -> Outcome:
+    """Guaranteed: a difference in images, labels or their order is detected, and the message names the split."""
     import tensorflow_datasets  # noqa: F401 - in the parent, once for all children
 
-    split = "train" if rng.random() < 0.04 else "test"
-    copy = scratch / "data" / cifar10.BUILDER
+    split = "train" if trial.rng.random() < 0.04 else "test"
+    copy = trial.scratch / "data" / cifar10.BUILDER
     copy.mkdir(parents=True)
     for path in (PREPARED / cifar10.BUILDER).iterdir():
         (copy / path.name).symlink_to(path)
-    changed: dict[str, bytes | None] = {}
-    what = ""
+    details, changed = "", {}
     while all(content == _content(name) for name, content in changed.items()):
-        what, changed = DATA_FAULTS[number % len(DATA_FAULTS)](rng, split)
+        details, changed = DATA_FAULTS[trial.index % len(DATA_FAULTS)](trial.rng, split)
     for name, content in changed.items():
         (copy / name).unlink()
         if content is not None:
             (copy / name).write_bytes(content)
-    judge = _judge_program if number < WITH_PROGRAM else _judge_reading
-    outcome, ok = judge(scratch, split)
-    return Outcome(what, outcome, ok)
+    check = _check_program if trial.index < PROGRAM_TRIALS else _check_reading
+    return Outcome(details, *check(trial.scratch, split))
 
 
-def _judge_reading(scratch: Path, split: str) -> tuple[str, bool]:
+def _check_reading(scratch: Path, split: str) -> tuple[str, bool]:
     try:
-        right = harness.in_child(_is_right, scratch / "data", split)
-        return ("harmless", True) if right else ("not found", False)
-    except harness.Raised as error:
-        told = str(error)
-    except harness.ChildDied as error:
+        unchanged = harness.in_child(_reads_unchanged, scratch, split)
+        return ("harmless", True) if unchanged else ("not detected", False)
+    except ChildError as error:
+        kind = str(error).partition(":")[0]
+        return _how_detected(str(error), split) if kind == "DataError" else (f"raised {kind}", False)
+    except ChildDied as error:
         return f"reading {error}", False
-    if not told.startswith("DataError: "):
-        return f"raised {told.partition(':')[0]}", False
-    return _how_found(told, split), _names(told, split)
 
 
-def _is_right(directory: Path, split: str) -> bool:
-    _forget_decoded(directory)
-    return cifar10.read_split(directory, split).digest == cifar10.DIGESTS[split]
+def _reads_unchanged(scratch: Path, split: str) -> bool:
+    _use_empty_cache(scratch)
+    return cifar10.read_split(scratch / "data", split).digest == cifar10.DIGESTS[split]
 
 
-def _forget_decoded(directory: Path) -> None:
-    """Leaves this process no split that was decoded before the damage."""
-    os.environ["XDG_CACHE_HOME"] = str(directory / "cache")
+def _use_empty_cache(scratch: Path) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
 
 
-def _judge_program(scratch: Path, split: str) -> tuple[str, bool]:
-    """One that ends with exit code 3, the code of bad data, and one line that says so."""
-
-    def train():
-        _forget_decoded(scratch / "data")
-        sys.argv = ["train.py", *ONE_STEP, f"--data_dir={scratch / 'data'}", f"--train_dir={scratch / 'run'}"]
-        main.train()
-
-    code = harness.wait(harness.fork(train, scratch / "told"), timeout=120)
-    told = (scratch / "told").read_text()
-    lines = [line for line in told.splitlines() if line.startswith("data: ")]
-    if code != 3 or len(lines) != 1 or "Traceback" in told:
-        return f"exit code {code}, {len(lines)} lines", False
-    return f"{_how_found(lines[0], split)}, by the program", _names(lines[0], split)
+def _check_program(scratch: Path, split: str) -> tuple[str, bool]:
+    """The program must end with exit code 3, bad data, and one line of error."""
+    flags = (*ONE_STEP, f"--data_dir={scratch / 'data'}", f"--train_dir={scratch / 'run'}")
+    prepare = functools.partial(_use_empty_cache, scratch)
+    child = harness.fork(functools.partial(hooks.train, flags, prepare=prepare), scratch / "output")
+    harness.wait(child)
+    output = (scratch / "output").read_text()
+    lines = [line for line in output.splitlines() if line.startswith("data: ")]
+    if child.exitcode != 3 or len(lines) != 1 or "Traceback" in output:
+        return f"exit code {child.exitcode}, {len(lines)} lines", False
+    outcome, ok = _how_detected(lines[0], split)
+    return f"{outcome}, by the program", ok
 
 
-def _how_found(told: str, split: str) -> str:
+def _how_detected(message: str, split: str) -> tuple[str, bool]:
     ways = {"its digest is": "digest", "examples, ": "counts", "cannot be read": "unreadable"}
-    way = next((ways[part] for part in ways if part in told), "otherwise")
-    return f"found: {way}" if _names(told, split) else f"found without its name: {way}"
+    way = next((way for part, way in ways.items() if part in message), "otherwise")
+    named = f"{split} split" in message or _file_name(split) in message
+    return f"detected{'' if named else ', split not named'}: {way}", named
 
 
-def _names(told: str, split: str) -> bool:
-    return f"{split} split" in told or _file_name(split) in told
-
-
-EXPERIMENTS = [Experiment("damaged checkpoint", subjects.EVERY, 60, 1000, _damaged_checkpoint)]
+EXPERIMENTS = [Experiment("damaged checkpoint", subjects.ALL, 60, 1000, damage_checkpoint)]
 if cifar10.is_prepared(PREPARED):
-    EXPERIMENTS.append(Experiment("damaged data", (subjects.OURS,), 20, 500, _damaged_data))
+    EXPERIMENTS.append(Experiment("damaged data", (subjects.OURS,), 20, 500, damage_data))
 else:
     print("no prepared CIFAR-10 in TFDS_DATA_DIR: its files are not damaged")

@@ -1,53 +1,59 @@
-"""What every experiment shares: trials in a CSV that can be gone on with, children to kill, and the table at the end.
+"""What all experiments share: trials recorded in a CSV, child processes that can be killed, tables of results.
 
-The parent imports TensorFlow and never wakes it: a forked child starts in milliseconds, and is a process of its own
-that can be killed, starved and traced like any other.
+The parent imports TensorFlow and never initializes it, so that a forked child starts in milliseconds. A child is a
+process of its own that can be killed, traced and starved like any other.
 """
 
+import contextlib
 import csv
+import multiprocessing
 import os
-import pickle
 import random
-import select
-import shutil
-import signal
+import re
+import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+FORK = multiprocessing.get_context("fork")
+TIMEOUT = 120.0  # seconds that no child takes
+
+
+class Trial(NamedTuple):
+    """One try of a fault: everything random comes from `rng`; `scratch` is an empty directory."""
+
+    subject: str
+    index: int
+    rng: random.Random
+    scratch: Path
+
 
 class Outcome(NamedTuple):
-    """What came of one trial."""
+    """The result of one trial."""
 
-    what: str  # the fault that was done, so that it can be repeated by hand
-    outcome: str  # in a word or two, for counting
-    ok: bool  # whether what is promised held
+    details: str  # the fault, so that it can be repeated by hand
+    outcome: str  # the category to count
+    ok: bool  # whether the guarantee held
 
 
 class Experiment(NamedTuple):
-    """One kind of fault, tried on one or more subjects.
-
-    `trial(subject, number, rng, scratch)` does trial `number`, all chance taken from `rng`, in an empty directory.
-    `quick` and `long` are numbers of trials, or functions of the subject that find out how many there are.
-    """
+    """A kind of fault, tried on one or more subjects; `quick` and `long` are numbers of trials, or return them."""
 
     name: str
     subjects: Sequence[str]
     quick: int | Callable[[str], int]
     long: int | Callable[[str], int]
-    trial: Callable[[str, int, random.Random, Path], Outcome]
+    trial: Callable[[Trial], Outcome]
 
 
-FIELDS = ("fault", "subject", "trial", "what", "outcome", "ok", "seconds")
+class TrialLog:
+    """The trials in a CSV file. A finished trial is one row and is not repeated."""
 
-
-class Log:
-    """The trials of a CSV: each is a row as soon as it is done, and is not done again."""
+    FIELDS = ("fault", "subject", "trial", "details", "outcome", "ok", "seconds")
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,211 +61,176 @@ class Log:
         self.rows: list[dict] = []
         if path.exists():
             with path.open(newline="") as file:
-                self.rows = [row for row in csv.DictReader(file) if row["seconds"]]  # a row cut short is done again
+                self.rows = [row for row in csv.DictReader(file) if row["seconds"]]  # drops a row that was cut short
         with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
+            writer = csv.DictWriter(file, self.FIELDS)
             writer.writeheader()
             writer.writerows(self.rows)
 
-    def done(self, fault: str, subject: str) -> set[int]:
-        """Numbers of the trials that are in."""
-        return {int(row["trial"]) for row in self.rows if (row["fault"], row["subject"]) == (fault, subject)}
+    def of(self, fault: str, subject: str) -> list[dict]:
+        """The rows of one fault and subject."""
+        return [row for row in self.rows if (row["fault"], row["subject"]) == (fault, subject)]
 
-    def add(self, fault: str, subject: str, number: int, outcome: Outcome, seconds: float) -> None:
+    def add(self, fault: str, trial: Trial, outcome: Outcome, seconds: float) -> None:
         """Writes one row."""
-        values = (fault, subject, number, outcome.what, outcome.outcome, str(outcome.ok), f"{seconds:.3f}")
-        row = dict(zip(FIELDS, map(str, values), strict=True))
-        self.rows.append(row)
+        values = (fault, trial.subject, trial.index, *outcome, f"{seconds:.3f}")
+        self.rows.append(dict(zip(self.FIELDS, map(str, values), strict=True)))
         with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, FIELDS).writerow(row)
+            csv.DictWriter(file, self.FIELDS).writerow(self.rows[-1])
 
 
-def run(experiment: Experiment, log: Log, *, long: bool, seed: int) -> None:
-    """Does the trials of an experiment that are not in the log yet."""
+def run(experiment: Experiment, log: TrialLog, *, long: bool, seed: int) -> None:
+    """Runs the trials of an experiment that are not in the log yet."""
     for subject in experiment.subjects:
         count = experiment.long if long else experiment.quick
         count = count(subject) if callable(count) else count
-        done = log.done(experiment.name, subject)
-        for number in range(count):
-            if number in done:
-                continue
-            rng = random.Random(f"{seed}/{experiment.name}/{subject}/{number}")
+        done = {int(row["trial"]) for row in log.of(experiment.name, subject)}
+        for index in sorted(set(range(count)) - done):
+            rng = random.Random(f"{seed}/{experiment.name}/{subject}/{index}")
             start = time.monotonic()
-            with scratch() as directory:
-                outcome = experiment.trial(subject, number, rng, directory)
-            log.add(experiment.name, subject, number, outcome, time.monotonic() - start)
+            with scratch_directory() as scratch:
+                trial = Trial(subject, index, rng, scratch)
+                outcome = experiment.trial(trial)
+            log.add(experiment.name, trial, outcome, time.monotonic() - start)
             if sys.stdout.isatty():
-                print(f"\r{experiment.name} {subject} {number + 1}/{count}", end="\033[K", flush=True)
+                print(f"\r{experiment.name} {subject} {index + 1}/{count}", end="\033[K", flush=True)
     if sys.stdout.isatty():
         print("\r\033[K", end="")
 
 
-class scratch:
-    """An empty directory that is gone afterwards; in memory where there is such a place."""
-
-    def __enter__(self) -> Path:
-        place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self._path = Path(tempfile.mkdtemp(prefix="faults-", dir=place))
-        return self._path
-
-    def __exit__(self, *_):
-        shutil.rmtree(self._path, ignore_errors=True)
+@contextlib.contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """A temporary directory, in memory where possible."""
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="faults-", dir=parent, ignore_cleanup_errors=True) as path:
+        yield Path(path)
 
 
-def table(rows: Sequence[dict]) -> str:
-    """n, failures, the bound on their rate, and what came of the trials, for each fault and subject.
+# Tables ----------------------------------------------------------------------------------------------------------
 
-    No failure in n trials: with 95 % confidence the rate is below 3/n, if their faults were drawn by chance. What
-    follows a colon in an outcome is left to the rows.
+
+def results_table(log: TrialLog) -> str:
+    """Trials, failures, the bound on their rate and the outcomes of each fault and subject.
+
+    If none of n random trials failed, the failure rate is below 3/n with 95 % confidence. An outcome is counted
+    without what follows its colon.
     """
-    lines = [
-        "| fault | subject | trials | failures | rate below (95 %) | outcomes |",
-        "| --- | --- | --- | --- | --- | --- |",
+    rows = []
+    for fault, subject in dict.fromkeys((row["fault"], row["subject"]) for row in log.rows):
+        trials = log.of(fault, subject)
+        failures = sum(row["ok"] != "True" for row in trials)
+        bound = "" if failures else f"{min(100, 300 / len(trials)):.2g} %"
+        counts = Counter(row["outcome"].split(":")[0] for row in trials).most_common()
+        outcomes = ", ".join(f"{outcome} {count:,}" for outcome, count in counts)
+        rows.append((fault, subject, f"{len(trials):,}", f"{failures:,}", bound, outcomes))
+    return _table(("fault", "subject", "trials", "failures", "rate below (95 %)", "outcomes"), rows)
+
+
+def response_times(log: TrialLog) -> str:
+    """Seconds from a signal to the end of the processes it should end, for each fault that sends one."""
+    seconds: dict[str, list[float]] = {}
+    for row in log.rows:
+        if match := re.search(r"ended ([\d.]+) s after the signal", row["details"]):
+            seconds.setdefault(row["fault"], []).append(float(match[1]))
+    rows = [
+        (fault, len(times), f"{statistics.median(times):.3f} s", f"{max(times):.3f} s")
+        for fault, times in seconds.items()
     ]
-    for fault, subject in dict.fromkeys((row["fault"], row["subject"]) for row in rows):
-        mine = [row for row in rows if (row["fault"], row["subject"]) == (fault, subject)]
-        failed = sum(row["ok"] != "True" for row in mine)
-        bound = "" if failed else f"{min(100, 300 / len(mine)):.2g} %"
-        counted = Counter(row["outcome"].split(":")[0] for row in mine).most_common()
-        told = ", ".join(f"{outcome} {count:,}" for outcome, count in counted)
-        lines.append(f"| {fault} | {subject} | {len(mine):,} | {failed:,} | {bound} | {told} |")
-    return "\n".join(lines)
+    return _table(("signal", "responses", "median", "largest"), rows)
 
 
-# Children --------------------------------------------------------------------------------------------------------
+def _table(header: Sequence[str], rows: Sequence[Sequence]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) if rows else ""
 
 
-def fork(call: Callable[[], Any], output: Path | None = None) -> int:
-    """A child that calls `call` and ends with what it returns as exit code; its process id.
+# Child processes -------------------------------------------------------------------------------------------------
 
-    It leads a process group of its own; what it prints goes to a file, or nowhere.
-    """
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
-        return child
-    code = 70
-    try:
+
+def fork(function: Callable[[], Any], output: str | Path = os.devnull) -> multiprocessing.Process:
+    """A child that calls `function` as the leader of a process group of its own; what it prints goes to `output`."""
+
+    def call():
         os.setpgid(0, 0)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        file = os.open(output or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
-        code = call() or 0
-    except SystemExit as error:
-        code = error.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with open(os.devnull, "w") as nowhere:
-            for stream in (sys.stdout, sys.stderr):
-                try:
-                    stream.flush()
-                except (OSError, ValueError):
-                    nowhere.write("")
-        os._exit(code if isinstance(code, int) else 1)
+        function()
+
+    sys.stdout.flush()
+    child = FORK.Process(target=call, daemon=True)
+    child.start()
+    with contextlib.suppress(OSError):  # parent and child both set it, so that neither has to wait
+        os.setpgid(child.pid, child.pid)
+    return child
 
 
-def wait(child: int, timeout: float) -> int | None:
-    """A child's exit code, or -number of the signal that ended it; None, and it is killed, if it takes too long."""
-    end = time.monotonic() + timeout
-    while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
+def wait(child: multiprocessing.Process, seconds: float = TIMEOUT) -> bool:
+    """Whether the child ends within these seconds. Polls, as `join` blocks on a child that called `exec`."""
+    end = time.monotonic() + seconds
+    while child.exitcode is None:
         if time.monotonic() > end:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return None
-        time.sleep(0.002)
+            return False
+        time.sleep(0.001)
+    return True
 
 
-def in_child(call: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> Any:
-    """What `call(*arguments)` returns or raises in a child; `TimeoutError` if it does not answer in time."""
-    with children(call, timeout) as ask:
-        return ask(*arguments)
-
-
-class children:
-    """`with children(call) as ask:` a child answers `ask(*arguments)`, as often as one likes, with what `call` returns
-    or raises there. One that dies or hangs is a `ChildDied`, and the next question gets a new one."""
-
-    def __init__(self, call: Callable[..., Any], timeout: float = 120.0):
-        self._call, self._timeout, self._child = call, timeout, 0
-
-    def __enter__(self) -> Callable[..., Any]:
-        return self._ask
-
-    def __exit__(self, *_):
-        self._end()
-
-    def _ask(self, *arguments: Any) -> Any:
-        if not self._child:
-            self._begin()
-        _send(self._to, arguments)
-        ready, _, _ = select.select([self._from], [], [], self._timeout)
-        answer = _receive(self._from) if ready else None
-        if answer is None:
-            self._end()
-            raise ChildDied("hung" if not ready else "died")
-        kind, value = answer
-        if kind == "raised":
-            raise value
-        return value
-
-    def _begin(self) -> None:
-        from_parent, self._to = os.pipe()
-        self._from, to_parent = os.pipe()
-
-        def answer_all():
-            os.close(self._to)
-            while (arguments := _receive(from_parent)) is not None:
-                try:
-                    answer = "returned", self._call(*arguments)
-                except Exception as error:
-                    answer = "raised", Raised(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-                _send(to_parent, answer)
-
-        self._child = fork(answer_all)
-        os.close(from_parent)
-        os.close(to_parent)
-
-    def _end(self) -> None:
-        if self._child:
-            os.kill(self._child, signal.SIGKILL)
-            os.waitpid(self._child, 0)
-            os.close(self._to)
-            os.close(self._from)
-            self._child = 0
-
-
-class Raised(Exception):
-    """What a child raised, in words: `DataLossError: ...`."""
+class ChildError(Exception):
+    """An exception raised in a child, as text: `DataLossError: ...`."""
 
 
 class ChildDied(Exception):
-    """A child that gave no answer."""
+    """A child did not answer."""
 
 
-def _send(pipe: int, value: Any) -> None:
-    data = pickle.dumps(value)
-    data = len(data).to_bytes(8, "big") + data
-    while data:
-        data = data[os.write(pipe, data) :]
+class Worker:
+    """A child that answers `worker(*arguments)` with what `function` returns there, or raises `ChildError`.
+
+    A child that dies or exceeds the timeout raises `ChildDied`, and the next call starts a new one.
+    """
+
+    def __init__(self, function: Callable[..., Any], timeout: float = TIMEOUT):
+        self._function, self._timeout = function, timeout
+        self._child: multiprocessing.Process | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self._child:
+            self._pipe, pipe = FORK.Pipe()
+            self._child = fork(lambda: self._serve(pipe))
+            pipe.close()
+        try:
+            self._pipe.send(arguments)
+            if not self._pipe.poll(self._timeout):
+                self.close()
+                raise ChildDied("hung")
+            value, error = self._pipe.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            self.close()
+            raise ChildDied("died") from error
+        if error:
+            raise ChildError(error)
+        return value
+
+    def _serve(self, pipe) -> None:
+        self._pipe.close()
+        while True:
+            arguments = pipe.recv()
+            try:
+                answer = self._function(*arguments), None
+            except Exception as error:
+                answer = None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            pipe.send(answer)
+
+    def close(self) -> None:
+        """Ends the child."""
+        if self._child:
+            self._child.kill()
+            self._child.join()
+            self._pipe.close()
+            self._child = None
 
 
-def _receive(pipe: int) -> Any:
-    def exactly(count: int) -> bytes:
-        data = b""
-        while len(data) < count and (more := os.read(pipe, count - len(data))):
-            data += more
-        return data
-
-    head = exactly(8)
-    return pickle.loads(exactly(int.from_bytes(head, "big"))) if len(head) == 8 else None
-
-
-def files_of(directory: Path) -> Iterator[Path]:
-    """Every file below, in one order."""
-    return iter(sorted(path for path in directory.rglob("*") if path.is_file()))
+def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` returns or raises in a new child."""
+    with contextlib.closing(Worker(function)) as worker:
+        return worker(*arguments)

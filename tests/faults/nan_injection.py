@@ -1,65 +1,54 @@
-"""NaN and infinity in a run's input, weights and gradients: no checkpoint ever holds one."""
+"""NaN and infinity in the input, weights or gradients of a run: no checkpoint ever holds one."""
 
 import functools
 import itertools
-import random
-import re
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers import trainer
 from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_variables
 from cifar_towers.data.batches import Batches
 from cifar_towers.training import step
-from tests.faults import runs
-from tests.faults.harness import Experiment, Outcome, in_child
+from tests.faults import hooks, runs
+from tests.faults.harness import Experiment, Outcome, Trial, in_child
 from tests.faults.subjects import OURS
 
-PLACES = ("input", "weights", "gradient")
-MOST_IN_A_ROW = 3  # the program's default
+MAX_NONFINITE_STEPS = 3  # the program's default
 FLAGS = ("--brightness=1e-30", "--checkpoint_every_steps=1", "--keep_checkpoints=100")
 
 
-def poison(_: str, number: int, rng: random.Random, scratch: Path) -> Outcome:
-    """Poisons one to four steps in a row of a whole run, one in three of them with rollback."""
-    place, tower = PLACES[number % len(PLACES)], rng.randrange(2)
-    first, count = rng.randrange(2, runs.STEPS - 5), rng.choice((1, 1, 2, 3, 4))
-    value, rollback = rng.choice((np.nan, np.inf, -np.inf)), rng.random() < 1 / 3
-    what = f"{value} in the {place} of tower_{tower}, steps {first} to {first + count - 1}"
-    prepare = functools.partial(_prepare, place, tower, set(range(first, first + count)), value)
+def inject(trial: Trial) -> Outcome:
+    """A non-finite value in one to four consecutive steps, in one run of three with rollback."""
+    place, tower = list(INJECTORS)[trial.index % len(INJECTORS)], trial.rng.randrange(2)
+    first, count = trial.rng.randrange(2, runs.STEPS - 5), trial.rng.choice((1, 1, 2, 3, 4))
+    value, rollback = trial.rng.choice((np.nan, np.inf, -np.inf)), trial.rng.random() < 1 / 3
+    details = f"{value} in the {place} of tower_{tower}, steps {first} to {first + count - 1}"
+    details += ", with rollback" if rollback else ""
+    prepare = functools.partial(INJECTORS[place], tower, set(range(first, first + count)), value)
     flags = (*FLAGS, "--rollback_on_divergence") if rollback else FLAGS
-    with runs.Run(OURS, scratch, flags=flags, prepare=prepare) as run:
+    with runs.Run(OURS, trial.scratch, flags=flags, prepare=prepare) as run:
         run.wait()
-    held = in_child(_not_finite, run.directory)
-    if held:
-        return Outcome(what, f"saved {held}", False)
+    if nonfinite := in_child(_nonfinite_in_checkpoints, run.directory):
+        return Outcome(details, f"saved {nonfinite}", False)
     if not list_checkpoints(run.directory):
-        return Outcome(what, "nothing saved", False)
-    told = re.search(rf"step {first} made no update \(1 in a row.*", run.output)
-    named = told and (place == "weights" or f"tower_{tower} is not finite" in told[0])
-    lasting = place == "weights" or count >= MOST_IN_A_ROW
+        return Outcome(details, "nothing saved", False)
+    message = hooks.skipped_message(first).search(run.output)
+    named = message and (place == "weights" or f"tower_{tower} is not finite" in message[0])
+    lasting = place == "weights" or count >= MAX_NONFINITE_STEPS
     expected = 4 if lasting and not rollback else 0
-    what += (", with rollback: " if rollback else ": ") + (told[0] if told else "nothing told")
-    outcome = {0: "went on", 4: "ended with 4"}.get(run.code, f"ended with {run.code}")
-    return Outcome(what, outcome, bool(named) and run.code == expected)
+    details += f": {message[0] if message else 'no message'}"
+    outcome = "finished" if run.exit_code == 0 else f"ended with {run.exit_code}"
+    return Outcome(details, outcome, bool(named) and run.exit_code == expected)
 
 
-def _prepare(place: str, tower: int, steps: set[int], value: float) -> None:
-    """Has the program, in this process, meet `value` in these updates; each once, however often it comes to them."""
-    if place == "input":
-        _poison_input(tower, steps, value)
-    elif place == "weights":
-        _before_step(steps, lambda state: _poison_weight(state, tower, value))
-    else:
-        _poison_gradient(tower, steps, value)
+# Each injector changes the program in this process: `value` comes up in each of these steps once, also after rollback
 
 
-def _poison_input(tower: int, steps: set[int], value: float) -> None:
+def _inject_into_input(tower: int, steps: set[int], value: float) -> None:
     stream = Batches.stream
 
-    def poisoned(self, first_step, last_step):
+    def wrapped(self, first_step, last_step):
         for number, batch in enumerate(stream(self, first_step, last_step), first_step + 1):
             if number in steps:
                 steps.remove(number)
@@ -68,58 +57,51 @@ def _poison_input(tower: int, steps: set[int], value: float) -> None:
                 batch = batch._replace(draws=batch.draws._replace(brightness=brightness))
             yield batch
 
-    Batches.stream = poisoned
+    Batches.stream = wrapped
 
 
-def _poison_weight(state, index: int, value: float) -> None:
-    weight = state.weights[(7 * index + 1) % len(state.weights)]
-    values = weight.numpy()
-    values.flat[values.size // 2] = value
-    weight.assign(values)
+def _inject_into_weights(tower: int, steps: set[int], value: float) -> None:
+    def before(trainer, number):
+        if number in steps:
+            steps.remove(number)
+            weights = trainer.state.weights
+            weight = weights[(7 * tower + 1) % len(weights)]
+            values = weight.numpy()
+            values.flat[values.size // 2] = value
+            weight.assign(values)
+
+    hooks.around_steps(before)
 
 
-def _poison_gradient(tower: int, steps: set[int], value: float) -> None:
-    average, towers, added = step.average_gradients, itertools.count(), []
+def _inject_into_gradient(tower: int, steps: set[int], value: float) -> None:
+    average, calls, added = step.average_gradients, itertools.count(), []
 
-    def poisoned(gradients, **options):  # each tower averages its own parts first, in order; then all meet
+    def wrapped(gradients, **options):  # each tower averages its micro-batches first, in order; then all towers meet
         averaged = average(gradients, **options)
-        if next(towers) == tower:
+        if next(calls) == tower:
             (gradient, variable), *rest = averaged
             averaged = [(gradient + added[0], variable), *rest]
         return averaged
 
-    step.average_gradients = poisoned
-    _before_step(steps, lambda _: added[0].assign(value), lambda poisons: _add(added, poisons))
+    def before(_, number):
+        added[:] = added or [tf.Variable(0.0)]  # made before the step is traced
+        added[0].assign(value if number in steps else 0.0)
+        steps.discard(number)
+
+    step.average_gradients = wrapped
+    hooks.around_steps(before)
 
 
-def _add(added: list, poisons: bool) -> None:
-    """Makes, before the step is traced, what is added to a gradient; nothing, unless this step is poisoned."""
-    added[:] = added or [tf.Variable(0.0)]
-    if not poisons:
-        added[0].assign(0.0)
+INJECTORS = {"input": _inject_into_input, "weights": _inject_into_weights, "gradient": _inject_into_gradient}
 
 
-def _before_step(steps: set[int], do, prepare=lambda poisons: None) -> None:
-    call = trainer.Trainer._step
-
-    def poisoned(self, *arguments):
-        number = int(self.state.step.numpy()) + 1
-        prepare(number in steps)
-        if number in steps:
-            steps.remove(number)
-            do(self.state)
-        return call(self, *arguments)
-
-    trainer.Trainer._step = poisoned
-
-
-def _not_finite(directory: Path) -> str:
-    """The first value in any checkpoint that is not finite, by step and name."""
-    for checkpoint in list_checkpoints(directory):
-        for name, value in read_variables(checkpoint).items():
+def _nonfinite_in_checkpoints(directory: Path) -> str:
+    """The first non-finite variable of any checkpoint, by step and name; empty if there is none."""
+    for path in list_checkpoints(directory):
+        for name, value in read_variables(path).items():
             if not np.isfinite(value).all():
-                return f"{checkpoint.name} {name}"
+                return f"{path.name} {name}"
     return ""
 
 
-EXPERIMENTS = [Experiment("NaN, infinity", (OURS,), 6, 60, poison)]
+EXPERIMENTS = [Experiment("NaN, infinity", (OURS,), 6, 60, inject)]

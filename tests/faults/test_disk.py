@@ -6,7 +6,7 @@ import random
 import pytest
 
 from cifar_towers.files import atomic_io
-from tests.faults.disk import Disk, lay_out
+from tests.faults.disk import Disk, write_state
 
 
 def states(disk, moment=None, tries=300, **options):
@@ -95,7 +95,7 @@ def test_a_write_beyond_the_end_leaves_zeros_before_it():
 
 
 def test_a_state_can_be_laid_out(tmp_path):
-    lay_out({"a": None, "a/file": b"x", "b": b""}, tmp_path)
+    write_state({"a": None, "a/file": b"x", "b": b""}, tmp_path)
     assert (tmp_path / "a" / "file").read_bytes() == b"x"
     assert (tmp_path / "b").read_bytes() == b""
 
@@ -144,7 +144,7 @@ def test_a_commit_survives_and_one_that_forgets_to_sync_anything_is_caught(tmp_p
         for number, state in enumerate(states(disk, moment, tries=100)):
             left = tmp_path / f"{moment}-{number}"
             left.mkdir()
-            lay_out(state, left)
+            write_state(state, left)
             step = left / "checkpoints" / "step-1"
             good &= not atomic_io.validate(step) if step.exists() else moment < len(disk)
     assert good == (forgotten is None)

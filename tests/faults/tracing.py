@@ -1,13 +1,13 @@
-"""What a child asks of the file system, by strace: read, replayed on a `Disk`, or ended by a kill at one of the calls.
+"""File system calls of a child, traced by strace: read, and replayed on a `Disk`.
 
-A replay refuses what it does not understand; what it made of the rest is compared with the directory itself.
+A replay raises on calls it does not know, and its result is compared with the directory itself.
 """
 
-import contextlib
 import os
 import re
+import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +17,12 @@ CHANGES = (
     *("openat", "write", "pwrite64", "sendfile", "ftruncate", "fsync", "fdatasync"),
     *("rename", "renameat", "renameat2", "unlink", "unlinkat", "rmdir", "mkdir", "mkdirat"),
 )
-MARKS = ("access", "faccessat", "faccessat2")  # by which a child says how far it is
+MARKS = ("access", "faccessat", "faccessat2")  # by which a child marks its progress in the trace
 UNKNOWN = (
     *("open", "creat", "openat2", "writev", "pwritev", "pwritev2", "copy_file_range", "truncate", "fallocate"),
     *("link", "linkat", "symlink", "symlinkat", "syncfs", "sync_file_range"),
 )
-REPLAYED = (*CHANGES, *UNKNOWN, *MARKS, "lseek")  # what `replay` needs to see
+REPLAYED = (*CHANGES, *UNKNOWN, *MARKS, "lseek")  # what `replay` needs
 
 _DESCRIPTOR = re.compile(r"(\w+)<(.*)>")  # its number and, by `-y`, its path
 
@@ -36,81 +36,91 @@ class Call(NamedTuple):
     result: str  # `?` if it never returned
 
     def failed(self) -> bool:
-        """Whether it came back with an error."""
+        """Whether it returned an error."""
         return self.result.startswith("-1 ")
 
     def paths(self) -> list[str]:
-        """The absolute paths it names, in words, by descriptor, or both, in order."""
-        found, directory = [], ""
+        """The absolute paths it names, as strings, descriptors or both, in order."""
+        paths, directory = [], ""
         for argument in self.arguments[: 1 if "write" in self.name else None]:  # what is written is no path
             if argument.startswith('"'):
-                found.append(os.path.join(directory or os.getcwd(), os.fsdecode(_bytes(argument))))
+                paths.append(os.path.join(directory or os.getcwd(), os.fsdecode(_bytes(argument))))
                 directory = ""
             elif descriptor := _DESCRIPTOR.fullmatch(argument):
-                found += [directory] if directory else []
+                paths += [directory] if directory else []
                 directory = os.fsdecode(_bytes(descriptor[2]))
-        return [*found, directory] if directory else found
+        return [*paths, directory] if directory else paths
 
     def changes(self, root: Path) -> bool:
-        """Whether it changes, or has synced, something in a directory."""
-        makes = self.name != "openat" or "O_CREAT" in self.arguments[2] or "O_TRUNC" in self.arguments[2]
+        """Whether it changes or syncs something in a directory."""
+        modifies = self.name != "openat" or "O_CREAT" in self.arguments[2] or "O_TRUNC" in self.arguments[2]
         inside = any(Path(path).is_relative_to(root) for path in self.paths())
-        return self.name in CHANGES and makes and inside and not self.failed()
+        return self.name in CHANGES and modifies and inside and not self.failed()
 
-    def told(self, root: Path) -> str:
-        """In words."""
+    def describe(self, root: Path) -> str:
+        """Its name and paths, relative to a directory."""
         return f"{self.name} {', '.join(os.path.relpath(path, root) for path in self.paths())}"
 
 
-@contextlib.contextmanager
-def traced(child: int, output: Path, names: Sequence[str], *options: str) -> Iterator[None]:
-    """strace follows every thread of a child, that must end inside, and writes its calls of these names to a file."""
-    trace = "trace=" + ",".join(f"?{name}" for name in names)
-    command = ["strace", "-f", "-y", "-xx", "-s", "100000000", "-o", output, "-e", trace, *options, "-p", str(child)]
-    strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        told = strace.stderr.readline()  # from here on no thread makes a call that strace does not see
-        if not re.search(r"Process \d+ attached", told):
-            raise RuntimeError(f"strace cannot follow the child: {told.strip()}")
-        yield
-        strace.wait(60)
-    finally:
-        strace.kill()
-        strace.wait()
-        strace.stderr.close()
+class Strace:
+    """strace on every thread of a process from `attach` to `detach`; calls of these names are written to a file."""
+
+    def __init__(self, output: Path, names: Sequence[str], *options: str):
+        trace = "trace=" + ",".join(f"?{name}" for name in names)  # a processor may lack some of them
+        self._command = ["strace", "-f", "-o", str(output), "-e", trace, *options]
+        self._process: subprocess.Popen | None = None
+
+    def attach(self, pid: int) -> None:
+        """Returns when all threads are traced."""
+        self._process = subprocess.Popen([*self._command, "-p", str(pid)], stderr=subprocess.PIPE, text=True)
+        message = self._process.stderr.readline()
+        if not re.search(r"Process \d+ attached", message):
+            raise RuntimeError(f"strace cannot attach: {message.strip()}")
+
+    def wait(self) -> None:
+        """Waits until the process has ended."""
+        self._process.wait(60)
+
+    def detach(self) -> None:
+        """Leaves the process as it was."""
+        if self._process and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait()
 
 
-def calls(output: Path) -> list[Call]:
-    """The calls in a file of strace's, in the order in which they were made."""
-    begun: dict[str, int] = {}
+def read_calls(output: Path) -> list[Call]:
+    """The calls in an output file of strace, in the order in which they were made."""
+    unfinished: dict[str, int] = {}
     lines: list[str] = []
     for line in output.read_text().splitlines():
         thread, rest = line.split(maxsplit=1)
         if resumed := re.match(r"<\.\.\. \w+ resumed>", rest):
-            lines[begun.pop(thread)] += rest[resumed.end() :]
+            lines[unfinished.pop(thread)] += rest[resumed.end() :]
         elif not rest.startswith(("+++", "---")):
             if rest.endswith("<unfinished ...>"):
-                begun[thread] = len(lines)
+                unfinished[thread] = len(lines)
                 line = line.removesuffix("<unfinished ...>")
             lines.append(line)
     return [_call(line) for line in lines]
 
 
 def _call(line: str) -> Call:
-    found = re.fullmatch(r"(\d+) +(\w+)\((.*?)\)? *(?:= (.*))?", line)
-    if not found:
-        raise ValueError(f"not a line of strace's: {line[:200]}")
-    thread, name, arguments, result = found.groups()
+    match = re.fullmatch(r"(\d+) +(\w+)\((.*?)\)? *(?:= (.*))?", line)
+    if not match:
+        raise ValueError(f"not a line of strace: {line[:200]}")
+    thread, name, arguments, result = match.groups()
     return Call(int(thread), name, tuple(part.strip() for part in arguments.split(",")), result or "?")
 
 
 def replay(traced: Sequence[Call], root: Path, marker: str) -> tuple[Disk, list[tuple[int, str]]]:
-    """The disk that these calls made of an empty directory; and for each `access` to `<root>/<marker>...`, how many
-    operations had been done by then and what followed the marker.
+    """Repeats these calls on an empty disk.
+
+    Returns:
+      The disk; and for each `access` to `<root>/<marker>...`, the number of operations before it and what follows the
+      marker.
 
     Raises:
-      RuntimeError: a call did to the directory what this module does not know.
-      RuntimeError: the directory is not what the calls would have made of it.
+      RuntimeError: a call that changes the directory is unknown, or the directory differs from the disk.
     """
     disk, marks, offsets = Disk(), [], {}
     for call in traced:
@@ -119,9 +129,9 @@ def replay(traced: Sequence[Call], root: Path, marker: str) -> tuple[Disk, list[
             marks += [(len(disk), path.removeprefix(marker)) for path in paths if path.startswith(marker)]
         elif paths and not call.failed():
             _do(disk, call, paths, offsets)
-    there = {str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in root.rglob("*")}
-    if disk.now() != there:
-        raise RuntimeError("what was traced does not explain what is in the directory")
+    actual = {str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in root.rglob("*")}
+    if disk.now() != actual:
+        raise RuntimeError("the traced calls do not explain the content of the directory")
     return disk, marks
 
 
@@ -135,7 +145,7 @@ def _do(disk: Disk, call: Call, paths: Sequence[str], offsets: dict[str, int]) -
             elif "O_TRUNC" in flags:
                 disk.truncate(path)
             offsets.pop(_number(call.result), None)
-            if "O_WRONLY" in flags and "O_APPEND" not in flags:  # else it is not known where a plain write goes
+            if "O_WRONLY" in flags and "O_APPEND" not in flags:  # else the offset of a plain write is unknown
                 offsets[_number(call.result)] = 0
         case "lseek":
             if descriptor in offsets:
@@ -143,7 +153,7 @@ def _do(disk: Disk, call: Call, paths: Sequence[str], offsets: dict[str, int]) -
         case "write" | "sendfile":
             if call.name == "write":
                 data = _bytes(call.arguments[1])
-            else:  # the third argument is `[from] => [to]`
+            else:  # its third argument is `[from] => [to]`
                 start = int(call.arguments[2].split("]")[0].removeprefix("["))
                 data = disk.content(paths[1])[start : start + int(call.result)]
             disk.write(path, offsets[descriptor], data)
@@ -161,15 +171,15 @@ def _do(disk: Disk, call: Call, paths: Sequence[str], offsets: dict[str, int]) -
         case "mkdir" | "mkdirat":
             disk.mkdir(path)
         case name:
-            raise RuntimeError(f"{name} in a directory that is recorded")
+            raise RuntimeError(f"unknown call {name} in a traced directory")
 
 
 def _number(descriptor: str) -> str:
-    found = _DESCRIPTOR.fullmatch(descriptor)
-    return found[1] if found else ""
+    match = _DESCRIPTOR.fullmatch(descriptor)
+    return match[1] if match else ""
 
 
 def _bytes(text: str) -> bytes:
-    """What strace's `-xx` wrote; what it leaves in plain, like the name of a pipe, as it is."""
+    """Decodes what `strace -xx` wrote in hexadecimal; the rest, such as the name of a pipe, is plain text."""
     plain = text.strip('"')
     return bytes.fromhex(plain.replace("\\x", "")) if "\\x" in plain else plain.encode()

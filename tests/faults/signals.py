@@ -1,0 +1,177 @@
+"""SIGTERM and SIGINT to whole runs: at random moments, in named phases, and twice."""
+
+import functools
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tests.faults import hooks, runs
+from tests.faults.harness import Experiment, Outcome, Trial
+from tests.faults.runs import SCRIPT, SMALL, Run
+from tests.faults.subjects import OURS
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SECOND_SIGNAL_SECONDS = 0.2  # from the first to the second
+IMMEDIATE_SECONDS = 0.5  # from the second to the end of the run
+
+
+class Phase(NamedTuple):
+    """A wrapped function: the signal comes in one of its calls `first` to `last`, at most `delay` seconds in."""
+
+    wrap: Callable[[hooks.Wrapper], None]
+    first: int
+    last: int
+    delay: float
+
+
+PHASES = {
+    "loading the data": Phase(hooks.wrap_loading, 1, 1, 0.1),
+    "tracing": Phase(hooks.wrap_tracing, 1, 2, 0.1),  # once a tower
+    "the first step": Phase(hooks.wrap_train_step, 1, 1, 0.1),
+    "a step": Phase(hooks.wrap_train_step, 2, runs.STEPS, 0.01),
+    "an evaluation": Phase(hooks.wrap_evaluation, 1, 6, 0.01),  # three times, of two sets of weights
+    "a save": Phase(hooks.wrap_save, 1, runs.STEPS // 3, 0.03),
+    "the final evaluation": Phase(hooks.wrap_evaluation, 7, 8, 0.01),
+    "between steps": Phase(hooks.wrap_progress, 1, runs.STEPS, 0.0),
+}
+
+
+def interrupt(number: signal.Signals, trial: Trial) -> Outcome:
+    """A signal at a random moment."""
+    kind = runs.kind_of(trial)
+    with runs.interrupted_run(trial, kind) as run:
+        while kind == SMALL and not run.handles_signals() and not run.wait(0.001):
+            pass  # before, a forked child is not the program yet
+        return _send(trial, run, number, kind)
+
+
+def interrupt_import(trial: Trial) -> Outcome:
+    """A signal while TensorFlow is imported."""
+    with Run(OURS, trial.scratch, SCRIPT) as run:
+        run.wait(trial.rng.uniform(0.3, 3.0))
+        return _send(trial, run, SIGNALS[trial.index % 2], SCRIPT)
+
+
+def interrupt_exit(trial: Trial) -> Outcome:
+    """A signal after the result is written, while the process ends."""
+    delay = trial.rng.uniform(0, 0.05)
+    with Run(OURS, trial.scratch, SCRIPT) as run:
+        while not run.weights and not run.wait(0.001):
+            pass
+        run.wait(delay)
+        return _send(trial, run, SIGNALS[trial.index % 2], SCRIPT)
+
+
+def _send(trial: Trial, run: Run, number: signal.Signals, kind: str) -> Outcome:
+    """Sends a signal, SIGINT to the whole group as Ctrl-C does, and checks how the run ends and resumes."""
+    sent, finished, handled = time.monotonic(), bool(run.weights), run.handles_signals()
+    details = f"{kind} run, {number.name} {sent - run.start:.3f} s after its start"
+    if run.exit_code is None:
+        (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)
+        run.wait()
+        details += f", ended {run.end - sent:.3f} s after the signal"
+    return _check(trial, run, number, details, kind, handled, finished)
+
+
+def _check(
+    trial: Trial,
+    run: Run,
+    number: int,
+    details: str,
+    kind: str = SMALL,
+    handled: bool = True,
+    finished: bool = False,
+) -> Outcome:
+    """Checks how a run ended after one signal, and resumes it.
+
+    Args:
+      handled: the program had installed its handlers when the signal came.
+      finished: it had written its result.
+    """
+    step, saved = runs.last_recorded(run.directory), runs.newest_saved(run.directory)
+    if "Traceback" in run.output and (handled or finished):  # before, Python answers SIGINT with one
+        return Outcome(details, "traceback", False)
+    if finished and run.exit_code == 0:
+        outcome = "had written its result"
+    elif not handled and run.exit_code == -number:
+        outcome = "ended on its way out" if finished else "ended before it had handlers"
+    elif run.exit_code != 128 + number:
+        return Outcome(details, f"exit code {run.exit_code}", False)
+    elif saved != step:
+        return Outcome(details, f"saved step {saved} of {step}", False)
+    elif step > run.first_step and not hooks.is_saved_message(step).search(run.output):
+        return Outcome(details, "saved without a message", False)
+    else:
+        outcome = "saved and ended" if step else "ended before the first step"
+    return runs.finish(trial, kind, saved, details, outcome)
+
+
+def interrupt_in(phase: str, trial: Trial) -> Outcome:
+    """One signal in a phase."""
+    number = SIGNALS[trial.index % 2]
+    run, details, sent = _signalled_run(trial, phase, number, count=1)
+    if not sent:
+        return Outcome(details, "phase not reached", False)
+    return _check(trial, run, number, details)
+
+
+def interrupt_twice(trial: Trial) -> Outcome:
+    """Two signals, the first in each phase in turn: the second ends the run at once, and it can be resumed."""
+    phase = list(PHASES)[trial.index % len(PHASES)]
+    number = SIGNALS[trial.index // len(PHASES) % 2]
+    run, details, sent = _signalled_run(trial, phase, number, count=2)
+    if not sent:
+        return Outcome(details, "phase not reached", False)
+    late = run.end - sent[-1] > IMMEDIATE_SECONDS
+    if late or run.exit_code != 128 + number or "Traceback" in run.output:
+        return Outcome(details, f"exit code {run.exit_code}{', late' if late else ''}", False)
+    return runs.finish(trial, SMALL, run.saved, details, f"ended by signal {len(sent)}")
+
+
+def _signalled_run(trial: Trial, phase: str, number: signal.Signals, count: int) -> tuple[Run, str, list[float]]:
+    """(a run that got up to `count` signals in a phase, details, times of the signals)."""
+    wrap, first, last, longest = PHASES[phase]
+    call, delay = trial.rng.randint(first, last), trial.rng.uniform(0, longest)
+    prepare = functools.partial(wrap, functools.partial(_send_during, call, delay, number, count))
+    with Run(OURS, trial.scratch, prepare=prepare) as run:
+        run.wait()
+    sent = [float(moment) for moment in re.findall(r"signal sent at (\S+)", run.output)]
+    details = f"{number.name} in {phase}, call {call}, {delay:.3f} s after its start"
+    if sent:
+        details += f", ended {run.end - sent[-1]:.3f} s after the signal"
+        details += f" ({len(sent)} sent)" if count > 1 else ""
+    return run, details, sent
+
+
+def _send_during(call: int, delay: float, number: int, count: int, function: Callable) -> Callable:
+    """`function`, during whose `call`-th call another thread sends signals to this process."""
+    calls = 0
+
+    def send():
+        for index in range(count):
+            time.sleep(SECOND_SIGNAL_SECONDS if index else delay)
+            os.write(1, f"signal sent at {time.monotonic():.4f}\n".encode())
+            os.kill(os.getpid(), number)
+
+    def wrapped(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            threading.Thread(target=send, daemon=True).start()
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+EXPERIMENTS = [
+    Experiment("SIGTERM at a random moment", (OURS,), 6, 80, functools.partial(interrupt, signal.SIGTERM)),
+    Experiment("SIGINT at a random moment", (OURS,), 3, 30, functools.partial(interrupt, signal.SIGINT)),
+    Experiment("signal: the import", (OURS,), 2, 6, interrupt_import),
+    *(Experiment(f"signal: {name}", (OURS,), 2, 6, functools.partial(interrupt_in, name)) for name in PHASES),
+    Experiment("signal: the exit", (OURS,), 2, 6, interrupt_exit),
+    Experiment("second signal", (OURS,), len(PHASES), 4 * len(PHASES), interrupt_twice),
+]
