@@ -11,7 +11,7 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
 from cifar_towers.models.layers import LocalResponseNorm, PadChannels
 from cifar_towers.models.speednet import Whitening
-from cifar_towers.models.stock_layers import STOCK_EQUIVALENTS, Made, as_it_is, rebuild
+from cifar_towers.models.stock_layers import STOCK_EQUIVALENTS, LayerAndWeights, clone_layer, replace_layers
 from cifar_towers.towers import Tower
 
 NUM_FED_BATCHES = 3  # distinct batches, repeated
@@ -74,8 +74,8 @@ def to_stock_model(model: keras.Model) -> keras.Model:
 
     Whitening layers are frozen with their bias, as they are in most of a run.
     """
-    made = {Whitening: _frozen_whitening, LocalResponseNorm: _local_response_norm, PadChannels: as_it_is}
-    return rebuild(model, STOCK_EQUIVALENTS | made)
+    made = {Whitening: _frozen_whitening, LocalResponseNorm: _local_response_norm, PadChannels: clone_layer}
+    return replace_layers(model, STOCK_EQUIVALENTS | made)
 
 
 def num_trained_parameters(model: keras.Model) -> int:
@@ -84,13 +84,13 @@ def num_trained_parameters(model: keras.Model) -> int:
     return sum(variable.shape.num_elements() for variables in trained for variable in variables)
 
 
-def _frozen_whitening(layer: Whitening) -> Made:
+def _frozen_whitening(layer: Whitening) -> LayerAndWeights:
     stock_layer, weights = STOCK_EQUIVALENTS[Whitening](layer)
     stock_layer.trainable = False
     return stock_layer, weights
 
 
-def _local_response_norm(layer: LocalResponseNorm) -> Made:
+def _local_response_norm(layer: LocalResponseNorm) -> LayerAndWeights:
     def norm(x):  # TensorFlow's operation takes float32 only
         normalized = tf.nn.local_response_normalization(
             tf.cast(x, tf.float32), layer.radius, layer.bias, layer.alpha, layer.beta

@@ -18,7 +18,7 @@ from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import atomic_io
 from cifar_towers.inference.export_formats import FORMATS, Format, ServingModule
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
-from cifar_towers.models.stock_layers import plain
+from cifar_towers.models.stock_layers import to_stock_layers
 from cifar_towers.towers import Tower
 from cifar_towers.training import devices
 
@@ -47,7 +47,7 @@ def export_model(config: ExportConfig) -> bool:
     model = run.load(weights, "float32")
     images = _load_test_images(source, run, config.check) if source else None
     expected = _probabilities(model, towers, run, images) if images else None
-    module = ServingModule(plain(model), run.augmentation, run.info.side, run.info.class_names)
+    module = ServingModule(to_stock_layers(model), run.augmentation, run.info.side, run.info.class_names)
     own_layers = _own_layers(model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

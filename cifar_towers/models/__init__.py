@@ -1,4 +1,7 @@
-"""The nets, by name: functions that return a Keras model from [B, side, side, 3] images to [B, num_classes] logits."""
+"""The models by name: functions that return a Keras model from [B, side, side, 3] images to [B, num_classes] logits.
+
+A new model is an entry here and its spec in `registry.MODELS`.
+"""
 
 from collections.abc import Callable
 from functools import partial

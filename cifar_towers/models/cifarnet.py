@@ -11,7 +11,7 @@ WEIGHT_DECAYS = {"local3": 0.004, "local4": 0.004}  # layer -> factor of its wei
 
 
 def cifarnet(side: int = 24, dtype: str = "float32", num_classes: int = 10) -> keras.Model:
-    """[B, side, side, 3] standardised images -> [B, num_classes] logits (not softmax), float32 or wider."""
+    """[B, side, side, 3] standardized images -> [B, num_classes] logits (not softmax), float32 or wider."""
     options = {"dtype": dtype}
     images = keras.Input((side, side, 3))
     x = _conv("conv1", bias=0.0, options=options)(images)

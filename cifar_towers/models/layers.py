@@ -1,4 +1,4 @@
-"""The few layers Keras lacks, or has only in a slower form."""
+"""Layers that Keras lacks or has only in a slower form."""
 
 import keras
 import numpy as np
@@ -9,13 +9,13 @@ from cifar_towers.towers import all_reduce_mean, num_replicas
 
 
 def logits_dtype(dtype: str) -> str:
-    """What the logits of a net of compute policy `dtype` are for the loss: float32 at least."""
+    """Type of the logits of a model of policy `dtype`: float32 or wider, for the loss."""
     return "float64" if dtype == "float64" else "float32"
 
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class Conv2D(keras.layers.Conv2D):
-    """Keras's, through `kernels.conv2d` where that has it."""
+    """Keras's layer, computed by `conv_gradient.conv2d` where possible."""
 
     def convolution_op(self, inputs, kernel):
         if self.groups > 1 or set(self.dilation_rate) != {1} or len(set(self.strides)) > 1:
@@ -26,19 +26,19 @@ class Conv2D(keras.layers.Conv2D):
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class BatchNorm(keras.layers.Layer):
-    """Batch normalisation over [B, H, W] through TensorFlow's fused operation.
+    """Batch normalization over [B, H, W] through TensorFlow's fused operation.
 
-    The moments are float32 whatever the compute type. Training returns the new moving statistics through
-    `stateless_call`; the moving variance gets the unbiased one of the batch.
+    The moments are float32 in any compute type. In training, `stateless_call` returns the new moving statistics; the
+    moving variance averages the unbiased variance of the batch.
 
     Args:
       momentum: fraction of the moving statistics that each update keeps.
-      scale: train a factor per channel as well as a shift; fixed at 1 otherwise.
-      synchronized: normalise by the moments of the whole batch, not of the tower's shard. The towers meet three times
-        a layer, twice forward and once backward, to average two vectors of C numbers.
+      scale: train a scale per channel as well as a shift; otherwise the scale is 1.
+      synchronized: normalize by the moments of the whole batch, not of the tower's shard. Costs three all-reduces a
+        layer, two forward and one backward, of at most two vectors of C numbers.
     """
 
-    epsilon = 1.001e-5  # added to the variance; TensorFlow's fused operation takes no smaller one
+    epsilon = 1.001e-5  # added to the variance; the smallest that TensorFlow's fused operation takes
 
     def __init__(self, momentum: float = 0.9, scale: bool = True, synchronized: bool = False, **kwargs):
         super().__init__(**kwargs)
@@ -58,31 +58,31 @@ class BatchNorm(keras.layers.Layer):
         gamma = tf.ones_like(beta) if self.gamma is None else tf.convert_to_tensor(self.gamma.value)
         if not training:
             mean, variance = (tf.convert_to_tensor(v.value) for v in (self.moving_mean, self.moving_variance))
-            return _normalise(inputs, gamma, beta, mean, variance, self.epsilon)
+            return _normalize(inputs, gamma, beta, mean, variance, self.epsilon)
         if self.synchronized and num_replicas() > 1:
-            normalised, mean, variance = _synchronized_batch_norm(inputs, gamma, beta, self.epsilon)
+            normalized, mean, variance = _synchronized_batch_norm(inputs, gamma, beta, self.epsilon)
         else:
-            normalised, mean, variance = tf.compat.v1.nn.fused_batch_norm(inputs, gamma, beta, epsilon=self.epsilon)
+            normalized, mean, variance = tf.compat.v1.nn.fused_batch_norm(inputs, gamma, beta, epsilon=self.epsilon)
         self.moving_mean.assign(self.momentum * self.moving_mean + (1 - self.momentum) * mean)
         self.moving_variance.assign(self.momentum * self.moving_variance + (1 - self.momentum) * variance)
-        return normalised
+        return normalized
 
     def get_config(self):
         fields = {"momentum": self.momentum, "scale": self.scale, "synchronized": self.synchronized}
         return super().get_config() | fields
 
 
-def _normalise(images, gamma, beta, mean, variance, epsilon):
-    """gamma (images - mean) / sqrt(variance + epsilon) + beta, a channel."""
+def _normalize(images, gamma, beta, mean, variance, epsilon):
+    """gamma (images - mean) / sqrt(variance + epsilon) + beta, per channel."""
     return tf.compat.v1.nn.fused_batch_norm(
         images, gamma, beta, mean=mean, variance=variance, epsilon=epsilon, is_training=False
     )[0]
 
 
 def _synchronized_batch_norm(images, gamma, beta, epsilon):
-    """(normalised images, mean, unbiased variance) over the towers' shards together: [B/K, H, W, C] -> same, [C], [C].
+    """(normalized images, mean, unbiased variance) over the towers' shards together: [B/K, H, W, C] -> same, [C], [C].
 
-    The gradient is that of the norm of the whole batch: S. Ioffe and C. Szegedy, arXiv 1502.03167, section 3, its
+    The gradient is that of the norm of the whole batch (S. Ioffe and C. Szegedy, arXiv 1502.03167, section 3), with its
     two sums over the batch averaged over the towers.
     """
 
@@ -104,15 +104,15 @@ def _synchronized_batch_norm(images, gamma, beta, epsilon):
                 is_training=False,
             )
             sums = all_reduce_mean(tf.stack([to_beta, to_gamma])) / _positions(images)
-            deviation = tf.math.rsqrt(variance + epsilon)
-            slope = gamma * tf.square(deviation) * sums[1]
-            shift = gamma * deviation * sums[0] - slope * mean
+            inverse_std = tf.math.rsqrt(variance + epsilon)
+            slope = gamma * tf.square(inverse_std) * sums[1]
+            shift = gamma * inverse_std * sums[0] - slope * mean
             through_moments = tf.cast(tf.cast(images, tf.float32) * slope + shift, images.dtype)
             return to_images - through_moments, to_gamma, to_beta
 
         count = _positions(images) * num_replicas()
         unbiased = variance * (count / (count - 1))
-        return (_normalise(images, gamma, beta, mean, variance, epsilon), mean, unbiased), gradient
+        return (_normalize(images, gamma, beta, mean, variance, epsilon), mean, unbiased), gradient
 
     return norm(images, gamma, beta)
 
@@ -124,7 +124,7 @@ def _moments(images):
 
 
 def _positions(images) -> float:
-    """How many values of each channel a batch of images has."""
+    """Number of values per channel in a batch of images."""
     return float(images.shape[0] * images.shape[1] * images.shape[2])
 
 
@@ -135,18 +135,17 @@ def has_batch_norm(model: keras.Model) -> bool:
 
 
 def synchronize(model: keras.Model) -> None:
-    """Lets a net's batch norms, this one, Keras's and those made from Keras's, normalise by the moments of the whole
-    batch, not of the tower's shard."""
+    """Makes all batch norms of a model (this one, Keras's and its subclasses) use the moments of the whole batch."""
     for layer in model._flatten_layers(include_self=False):
         kind = type(layer)
         if isinstance(layer, BatchNorm):
             layer.synchronized = True
         elif isinstance(layer, keras.layers.BatchNormalization):
-            layer.__class__ = type(kind.__name__, (_MomentsOfAll, kind), {})
+            layer.__class__ = type(kind.__name__, (_SynchronizedMoments, kind), {})
 
 
-class _MomentsOfAll:
-    """In front of Keras's batch norm: its moments are the towers' together."""
+class _SynchronizedMoments:
+    """Mixin for Keras's batch norm: moments of the whole batch, not of the tower's shard."""
 
     def _moments(self, inputs, mask):
         local_mean, local_variance = super()._moments(inputs, mask)
@@ -158,23 +157,23 @@ class _MomentsOfAll:
 class LocalResponseNorm(keras.layers.Layer):
     """x / (bias + alpha * sum of squares over the 2 radius + 1 nearest channels) ** beta.
 
-    The sum is a product with a banded channels x channels matrix: the same numbers as
-    `tf.nn.local_response_normalization` in every float type, on every device, at the speed of a 1x1 convolution.
+    The sum is a product with a banded channels x channels matrix: equal to `tf.nn.local_response_normalization`, for
+    every float type and device, at the speed of a 1x1 convolution.
     """
 
-    radius, bias, alpha, beta = 4, 1.0, 0.001 / 9, 0.75  # the tutorial's; `call` has this beta and no other
+    radius, bias, alpha, beta = 4, 1.0, 0.001 / 9, 0.75  # the tutorial's; `call` computes this beta only
 
     def call(self, inputs):
         channels = np.arange(inputs.shape[-1])
         near = np.abs(channels[:, None] - channels[None, :]) <= self.radius
         squares = tf.tensordot(tf.square(inputs), tf.constant(self.alpha * near, inputs.dtype), 1)
         root = tf.math.rsqrt(self.bias + squares)
-        return inputs * (root * tf.sqrt(root))  # to the -3/4: processors have roots, and no powers
+        return inputs * (root * tf.sqrt(root))  # to the -3/4: roots are faster than powers
 
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class Activation(keras.layers.Layer):
-    """GELU or SiLU as one compiled pass forward and one backward, instead of five trips through memory each."""
+    """GELU or SiLU with forward and backward pass compiled by XLA, one pass through memory each instead of five."""
 
     def __init__(self, function: str, **kwargs):
         super().__init__(**kwargs)
@@ -188,9 +187,9 @@ class Activation(keras.layers.Layer):
 
 
 def _compiled(function):
-    """`function`, elementwise, with forward and backward each fused by XLA; keeps only its input for the backward.
+    """An elementwise `function` with forward and backward each fused by XLA; stores only its input for the backward.
 
-    Half types are widened inside: XLA's CPU code rounds after each operation otherwise, and takes twice as long.
+    Computes half types in float32: XLA's CPU code would round after each operation and take twice as long.
     """
 
     def wide(x):
@@ -223,7 +222,7 @@ COMPILED = {
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class PadChannels(keras.layers.Layer):
-    """Shortcut A of residual nets: every second pixel, and zeros for the channels that are new."""
+    """Shortcut A of residual nets: every `stride`-th pixel, and zeros for the new channels."""
 
     def __init__(self, channels: int, stride: int, **kwargs):
         super().__init__(**kwargs)

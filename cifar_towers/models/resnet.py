@@ -9,10 +9,10 @@ from cifar_towers.models.layers import BatchNorm, Conv2D, PadChannels, logits_dt
 
 
 def resnet(side: int = 32, dtype: str = "float32", num_classes: int = 10, *, depth: int = 20) -> keras.Model:
-    """[B, side, side, 3] normalised images -> [B, num_classes] logits, float32 or wider.
+    """[B, side, side, 3] normalized images -> [B, num_classes] logits, float32 or wider.
 
     Args:
-      depth: 6n + 2 layers: 20, 32, 44, 56, 110.
+      depth: number of layers, 6n + 2: 20, 32, 44, 56, 110.
 
     Raises:
       ValueError: a depth that is not 6n + 2.

@@ -27,17 +27,17 @@ def speednet(
     residual: bool = False,
     whitening: np.ndarray | None = None,
 ) -> keras.Model:
-    """[B, side, side, 3] normalised images -> [B, num_classes] logits, float32 or wider; any side from 18 if None.
+    """[B, side, side, 3] normalized images -> [B, num_classes] logits, float32 or wider; any side from 18 if None.
 
     Args:
       widths: channels of the three groups.
       convs: convolutions in each group.
       later_activation: `gelu` or `silu` in the groups; the one after the whitening is GELU.
       momentum: of the batch norms: the fraction of the moving statistics that each step keeps.
-      head_std: standard deviation the head's weights start with; uniform +-1/sqrt(fan_in) if None.
-      logit_divisor: what the head's output is divided by.
-      residual: add each group's first activation to what its last norm gives.
-      whitening: [2, 2, 3, 24] kernel from `whitening_kernel`; zeros if not given, for restoring into.
+      head_std: initial standard deviation of the head's weights; uniform +-1/sqrt(fan_in) if None.
+      logit_divisor: divides the head's output.
+      residual: add each group's first activation to the output of its last norm.
+      whitening: [2, 2, 3, 24] kernel from `whitening_kernel`; zeros if not given, to be restored from a checkpoint.
     """
     options = {"dtype": dtype}
     images = keras.Input((side, side, 3))
@@ -92,7 +92,7 @@ class Whitening(keras.layers.Conv2D):
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class IdentityFirst(keras.initializers.Initializer):
-    """Uniform +-1/sqrt(fan_in), with the first C_in filters passing their channel's centre pixel on as it is."""
+    """Uniform +-1/sqrt(fan_in), where the first C_in filters pass their channel's center pixel through unchanged."""
 
     def __call__(self, shape, dtype=None):
         height, width, channels_in, filters = shape
@@ -105,7 +105,7 @@ class IdentityFirst(keras.initializers.Initializer):
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class ScaledUniform(keras.initializers.Initializer):
-    """Uniform, scaled so that the weights drawn have the standard deviation `std` to the last digit."""
+    """Uniform, scaled so that the sample standard deviation of the weights is exactly `std`."""
 
     def __init__(self, std: float):
         self.std = std
@@ -119,15 +119,15 @@ class ScaledUniform(keras.initializers.Initializer):
 
 
 def whitening_kernel(parts: Iterable[np.ndarray], epsilon: float = 5e-4) -> np.ndarray:
-    """The filters that decorrelate 2x2 patches of images and give them unit variance.
+    """Filters that decorrelate 2x2 patches of images and scale them to unit variance.
 
     Args:
-      parts: the images, [n, H, W, 3] of normalised floats at a time; the patches of one part are in memory together.
+      parts: the images, [n, H, W, 3] of normalized floats at a time; the patches of one part are in memory together.
         The records use the first 960 to 5,000 of the training set.
-      epsilon: added to each eigenvalue, so that directions of little variance are not blown up.
+      epsilon: added to each eigenvalue, so that directions of little variance are not amplified.
 
     Returns:
-      [2, 2, 3, 24]: the 12 eigenvectors of the uncentred patch covariance, each over the root of its eigenvalue,
+      [2, 2, 3, 24]: the 12 eigenvectors of the uncentered patch covariance, each divided by the root of its eigenvalue,
       then their negatives.
     """
     products, count = 0.0, 0
@@ -140,7 +140,7 @@ def whitening_kernel(parts: Iterable[np.ndarray], epsilon: float = 5e-4) -> np.n
 
 
 def _patches(images: np.ndarray) -> np.ndarray:
-    """[n, H, W, 3] -> [n (H - 1) (W - 1), 12] float64, every 2x2 patch a row."""
+    """[n, H, W, 3] -> [n (H - 1) (W - 1), 12] float64, one row per 2x2 patch."""
     height, width = images.shape[1] - 1, images.shape[2] - 1
     corners = [images[:, y : y + height, x : x + width, :] for y in (0, 1) for x in (0, 1)]
     return np.stack(corners, axis=3).reshape(-1, 12).astype(np.float64)

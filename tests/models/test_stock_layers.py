@@ -5,20 +5,20 @@ import pytest
 from cifar_towers.benchmark.baselines import to_stock_model
 from cifar_towers.models import MODELS
 from cifar_towers.models.layers import PadChannels
-from cifar_towers.models.stock_layers import plain
+from cifar_towers.models.stock_layers import to_stock_layers
 
 
 @pytest.mark.parametrize(
     ("copied", "name"),
     [
-        *((plain, name) for name in ("cifarnet", "resnet20", "speednet94", "speednet96")),
+        *((to_stock_layers, name) for name in ("cifarnet", "resnet20", "speednet94", "speednet96")),
         *((to_stock_model, name) for name in ("cifarnet", "resnet20", "speednet94")),
     ],
 )
 def test_stock_layers_compute_the_same(copied, name):
     model = MODELS[name](side=24, num_classes=7)
     random = np.random.default_rng(0)
-    for variable in model.variables:  # as after training: no ones and zeros
+    for variable in model.variables:  # as after training: not ones and zeros
         low, high = (0.5, 1.5) if "variance" in variable.path or "gamma" in variable.path else (-0.1, 0.1)
         variable.assign(random.uniform(low, high, variable.shape))
     copy = copied(model)
@@ -31,12 +31,12 @@ def test_stock_layers_compute_the_same(copied, name):
     np.testing.assert_allclose(copy(images, training=False), expected, rtol=1e-4, atol=1e-5 * abs(expected).max())
 
 
-def test_stock_layers_compute_in_the_same_type():
+def test_stock_layers_have_the_same_compute_dtype():
     copy = to_stock_model(MODELS["speednet94"](side=24, dtype="mixed_bfloat16"))
     norms = [layer for layer in copy.layers if isinstance(layer, keras.layers.BatchNormalization)]
     assert len(norms) == 6 and {layer.compute_dtype for layer in copy.layers[1:-1]} == {"bfloat16"}
 
 
-def test_a_net_of_stock_layers_stays_as_it_is():
+def test_a_model_of_stock_layers_is_unchanged():
     model = keras.Sequential([keras.layers.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(10)])
-    assert plain(model) is model
+    assert to_stock_layers(model) is model
