@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Says whether two runs are the same, and where and why they part: `compare_runs.py runs/a runs/b`."""
+"""Compares two runs to the bit: `compare_runs.py runs/a runs/b`."""
 
 import sys
 from pathlib import Path

@@ -22,7 +22,6 @@ from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.checkpoint import latest_checkpoint, list_checkpoints, read_metadata, read_variables
 from cifar_towers.cli import main, seeds
 from cifar_towers.cli.shutdown import ShutdownHandler
-from cifar_towers.cli.tool_configs import EvaluateConfig
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import cifar10, sources, synthetic
 from cifar_towers.data.batches import Batches
@@ -30,6 +29,7 @@ from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError,
 from cifar_towers.files import atomic_io
 from cifar_towers.inference import evaluate
 from cifar_towers.inference.compare import compare_runs
+from cifar_towers.inference.settings import EvaluateConfig
 from cifar_towers.reporting import figures, run_logger
 from cifar_towers.training import health
 

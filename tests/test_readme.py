@@ -9,15 +9,9 @@ import pytest
 
 from cifar_towers.benchmark.settings import BenchmarkConfig, SpeedrunConfig
 from cifar_towers.cli.flags import flag_settings
-from cifar_towers.cli.tool_configs import (
-    CompareConfig,
-    EvaluateConfig,
-    ExportConfig,
-    LaunchConfig,
-    PredictConfig,
-    ReportConfig,
-)
+from cifar_towers.cli.tool_configs import LaunchConfig, ReportConfig
 from cifar_towers.config import TrainConfig
+from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, ExportConfig, PredictConfig
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

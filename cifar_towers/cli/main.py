@@ -15,16 +15,10 @@ from cifar_towers.cli.cluster import join_cluster, resolve_cluster
 from cifar_towers.cli.flags import Config, parse_command_line
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.cli.tf_import import import_tensorflow
-from cifar_towers.cli.tool_configs import (
-    CompareConfig,
-    EvaluateConfig,
-    ExportConfig,
-    LaunchConfig,
-    PredictConfig,
-    ReportConfig,
-)
+from cifar_towers.cli.tool_configs import LaunchConfig, ReportConfig
 from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.errors import Interrupted, RunError, UsageError, error_line, error_text
+from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, ExportConfig, PredictConfig
 from cifar_towers.multi_worker import launcher
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from cifar_towers.cli.tool_configs import EvaluateConfig
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError, printable
@@ -11,6 +10,7 @@ from cifar_towers.evaluation.evaluator import make_evaluate_fn
 from cifar_towers.evaluation.score import Score
 from cifar_towers.files import run_files
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
+from cifar_towers.inference.settings import EvaluateConfig
 from cifar_towers.training import devices
 
 
@@ -52,10 +52,10 @@ def _check_data(config: EvaluateConfig, run: TrainedRun, dataset: Dataset) -> bo
     if not len(getattr(dataset, config.split).labels):
         raise UsageError(f"{run.directory} held out no validation examples; give --split=test")
     is_changed = config.split in dataset.changed_splits(run.metadata)
-    if is_changed and not config.changed_data:
+    if is_changed and not config.allow_changed_data:
         raise DataError(
             f"{run.directory} was made with other {config.split} images than {dataset.name} has now; restore those, "
-            "or give --changed_data to evaluate on these"
+            "or give --allow_changed_data to evaluate on these"
         )
     return is_changed
 

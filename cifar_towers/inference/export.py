@@ -9,7 +9,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.cli.tool_configs import ExportConfig
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import DataError, RunError, UsageError, error_text
@@ -18,6 +17,7 @@ from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import atomic_io
 from cifar_towers.inference.export_formats import FORMATS, Format, ServingModule
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
+from cifar_towers.inference.settings import ExportConfig
 from cifar_towers.models.stock_layers import to_stock_layers
 from cifar_towers.towers import Tower
 from cifar_towers.training import devices

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cifar_towers.cli.tool_configs import PredictConfig
 from cifar_towers.data import image_files
 from cifar_towers.errors import DataError, printable
 from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import run_files
 from cifar_towers.inference.load_run import model_variables, open_run
+from cifar_towers.inference.settings import PredictConfig
 from cifar_towers.training import devices
 
 BATCH_SIZE = 256

@@ -6,15 +6,11 @@ import pytest
 
 from cifar_towers.benchmark.settings import BenchmarkConfig, SpeedrunConfig
 from cifar_towers.cli.flags import flag_settings, help_text, parse_command_line
-from cifar_towers.cli.tool_configs import (
-    CompareConfig,
-    EvaluateConfig,
-    ExportConfig,
-    ReportConfig,
-)
+from cifar_towers.cli.tool_configs import ReportConfig
 from cifar_towers.config import DeviceConfig, TrainConfig
 from cifar_towers.config.recipe import recipe_fields
 from cifar_towers.errors import UsageError
+from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, ExportConfig
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.cfg"))
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.cli.tool_configs import EvaluateConfig, PredictConfig
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import augment
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import RandomDraws
 from cifar_towers.data.dataset import CIFAR10
+from cifar_towers.inference.settings import EvaluateConfig, PredictConfig
 from cifar_towers.registry import TTA_LEVELS
 
 

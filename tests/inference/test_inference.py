@@ -15,7 +15,6 @@ from PIL import Image
 from cifar_towers import trainer
 from cifar_towers.checkpointing.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints, read_variables
 from cifar_towers.cli.shutdown import ShutdownHandler
-from cifar_towers.cli.tool_configs import EvaluateConfig, ExportConfig, PredictConfig
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import image_files, sources, synthetic
 from cifar_towers.errors import DataError, UsageError
@@ -24,6 +23,7 @@ from cifar_towers.inference import export, export_formats, load_run, predict
 from cifar_towers.inference.evaluate import evaluate_checkpoint
 from cifar_towers.inference.export import export_model
 from cifar_towers.inference.predict import predict_images
+from cifar_towers.inference.settings import EvaluateConfig, ExportConfig, PredictConfig
 from cifar_towers.reporting import figures
 
 SMALL = synthetic.make(400, 0, 0), synthetic.make(200, 0, 1)
@@ -131,7 +131,7 @@ def test_folders_without_images_are_errors_of_their_own(run, folder, tmp_path, c
 
 
 def test_predicting_nothing_is_an_error(run):
-    with pytest.raises(UsageError, match="which pictures"):
+    with pytest.raises(UsageError, match="which images"):
         PredictConfig(train_dir=str(run))
 
 
@@ -476,9 +476,11 @@ def test_own_folder_is_trained_on_evaluated_and_predicted(tmp_path, folder, caps
     with pytest.raises(DataError, match="made with other test images than"):
         train(config)
     evaluation = EvaluateConfig(train_dir=config.train_dir, precision="float32")
-    with pytest.raises(DataError, match="made with other test images than .* give --changed_data to evaluate on these"):
+    with pytest.raises(
+        DataError, match="made with other test images than .* give --allow_changed_data to evaluate on these"
+    ):
         evaluate_checkpoint(evaluation)
-    output = evaluate_checkpoint(dataclasses.replace(evaluation, changed_data=True))
+    output = evaluate_checkpoint(dataclasses.replace(evaluation, allow_changed_data=True))
     assert "test (other images than it was made with), ema weights" in output and "of 149;" in output
     next((tmp_path / "set" / "train").glob("*/*.png")).unlink()
     with pytest.raises(DataError, match="made with other train and test images than"):

@@ -1,0 +1,113 @@
+"""Settings of `evaluate.py`, `predict.py`, `export.py` and `compare_runs.py`. Must not import TensorFlow."""
+
+import dataclasses
+from typing import ClassVar
+
+from cifar_towers.config import DeviceConfig
+from cifar_towers.config.settings import REST, setting
+from cifar_towers.errors import DataError, UsageError, describe_exit_codes
+from cifar_towers.registry import TTA_LEVELS, check_dataset, check_model, describe_tta_levels
+
+EXPORT_FORMATS = ("saved_model", "keras", "litert", "onnx")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedRunConfig(DeviceConfig):
+    """A run, one of its checkpoints, and which of its weights."""
+
+    train_dir: str = setting("", "Run", "directory of the run")
+    step: int = setting(0, "Run", "step of the checkpoint; 0: the newest", low=0)
+    weights: str = setting(
+        "auto",
+        "Run",
+        "raw: as trained; ema: their moving average; auto: the average if the run has one",
+        choices=("auto", "raw", "ema"),
+    )
+    model: str = setting(
+        "",
+        "Run",
+        "for a run with a model of your own: the function that makes it, as package.module:function or "
+        "path/to/file.py:function; allows to execute it",
+        check=check_model,
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.train_dir:
+            raise UsageError("which run? give --train_dir=runs/...")
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeConfig(TrainedRunConfig):
+    """How a trained model computes."""
+
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes} or the output cannot be written"
+
+    tta: int = setting(0, "Run", f"test-time augmentation: {describe_tta_levels()}", low=0, high=max(TTA_LEVELS))
+    precision: str = setting("auto", "Run", "compute dtype", choices=("auto", "float32", "bfloat16", "float16"))
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDataConfig(TrainedRunConfig):
+    """Where a run's data are now."""
+
+    dataset: str = setting(
+        "",
+        "Data",
+        "where the run's data are now, as folder:<path>; by default where they were when it was trained",
+        check=check_dataset,
+    )
+    data_dir: str = setting("", "Data", "directory of the prepared data sets")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig(ComputeConfig, RunDataConfig):
+    """Settings of `evaluate.py`."""
+
+    split: str = setting("test", "Evaluation", "which examples", choices=("test", "validation", "train"))
+    allow_changed_data: bool = setting(False, "Evaluation", "evaluate on images other than those of the run")
+    json: bool = setting(False, "Evaluation", "print one JSON object and nothing else")
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictConfig(ComputeConfig):
+    """Settings of `predict.py`."""
+
+    json: bool = setting(False, "Prediction", "print one JSON object per image")
+    pictures: tuple[str, ...] = setting((), REST, "image files and folders")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.pictures:
+            raise UsageError("which images? write: predict.py --train_dir=runs/... image.jpg folder/")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig(RunDataConfig):
+    """Settings of `export.py`."""
+
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, a failed check, or nothing could be written"
+    format: str = setting("saved_model", "Export", "format of the export", choices=EXPORT_FORMATS)
+    out: str = setting(
+        "",
+        "Export",
+        "path of the export; by default saved_model, model.keras, model.tflite or model.onnx in train_dir's export/",
+    )
+    check: int = setting(
+        1000, "Export", "test images on which it must agree with the checkpoint; 0: none", low=0, high=10_000
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareConfig:
+    """Settings of `compare_runs.py`."""
+
+    exit_codes: ClassVar[str] = describe_exit_codes(
+        UsageError, DataError, success="everything in both runs is equal", failure="something differs, or a bug"
+    )
+
+    runs: tuple[str, ...] = setting((), REST, "two runs' directories")
+
+    def __post_init__(self):
+        if len(self.runs) != 2:
+            raise UsageError("which two runs? write: compare_runs.py runs/one runs/other")
