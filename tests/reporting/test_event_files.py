@@ -25,7 +25,7 @@ def write(events, steps):
         events.write(step, [tb_protos.scalar("loss", 1 / (step + 1))])
 
 
-def test_what_is_written_is_found(tmp_path):
+def test_scalars_are_read_back(tmp_path):
     events = EventWriter(tmp_path / "train")
     write(events, [1, 2])
     events.flush()
@@ -36,7 +36,7 @@ def test_what_is_written_is_found(tmp_path):
     ]
 
 
-def test_a_run_that_goes_back_has_one_curve(tmp_path):
+def test_truncated_run_has_one_curve(tmp_path):
     killed = EventWriter(tmp_path)
     write(killed, [1, 2, 3, 4, 5])
     killed.flush()
@@ -45,14 +45,14 @@ def test_a_run_that_goes_back_has_one_curve(tmp_path):
     write(again, [4, 5, 6])
     again.flush()
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6]
-    again.truncate_after(5)  # as after a divergence, in the same process
+    again.truncate_after(5)  # as on a rollback, in the same process
     write(again, [6, 7])
     again.flush()
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_towers_have_one_curve_after_a_rollback(tmp_path):
-    """Within one process, whether what is dropped had reached the disk or not."""
+    """Within one process, whether the removed events were flushed or not."""
     writer = TensorBoardWriter(tmp_path, [Tower(index, "/CPU:0") for index in range(2)])
     for flushed in (True, False):
         for step in (1, 2, 3, 4):
@@ -69,7 +69,7 @@ def test_towers_have_one_curve_after_a_rollback(tmp_path):
         assert not list((tmp_path / name).glob(".*"))
 
 
-def test_of_a_thousand_classes_each_has_its_accuracy_and_no_cell(tmp_path):
+def test_thousand_classes_have_accuracies_but_no_confusion_matrix(tmp_path):
     names = [f"class {index}" for index in range(1000)]
     labels = np.arange(2000) % 1000
     split = Split(np.zeros((2000, 18, 18, 3), np.uint8), labels)
@@ -81,7 +81,7 @@ def test_of_a_thousand_classes_each_has_its_accuracy_and_no_cell(tmp_path):
     assert sorted(tags) == sorted(["mistakes/test", *(f"class_accuracy/test/{name}" for name in names)])
 
 
-def test_a_file_that_was_cut_short_is_read_up_to_there(tmp_path):
+def test_truncated_file_is_read_up_to_there(tmp_path):
     events = EventWriter(tmp_path)
     write(events, [1, 2, 3])
     events.close()
@@ -95,7 +95,7 @@ def test_a_file_that_was_cut_short_is_read_up_to_there(tmp_path):
     assert steps_in(tmp_path) == [1, 2, 3]
 
 
-def test_a_removed_directory_ends_nothing_and_is_made_again(tmp_path, monkeypatch):
+def test_removed_directory_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr("cifar_towers.reporting.event_files.FLUSH_SECONDS", 0.0)
     events = EventWriter(tmp_path / "run" / "train")
     write(events, [1, 2])
@@ -105,7 +105,7 @@ def test_a_removed_directory_ends_nothing_and_is_made_again(tmp_path, monkeypatc
     assert steps_in(tmp_path / "run" / "train") == [4, 5]  # the third went where the directory had been
 
 
-def test_what_cannot_be_written_is_said_once_and_tried_again(tmp_path, caplog):
+def test_failed_write_is_logged_once_and_retried(tmp_path, caplog):
     (tmp_path / "train").write_text("in the way")
     events = EventWriter(tmp_path / "train")
     write(events, [1, 2, 3])

@@ -18,7 +18,7 @@ FILES = ["features.tsv", "metadata.tsv", "sprite.png", "projector_config.pbtxt"]
 
 
 def state(number, width=5, side=32):
-    """Features, images and facts of examples."""
+    """Features, images and metadata of examples."""
     generator = np.random.default_rng(number)
     features = np.maximum(generator.normal(size=(number, width)), 0).astype(np.float32)
     images = generator.integers(0, 256, (number, side, side, 3), np.uint8)
@@ -27,7 +27,7 @@ def state(number, width=5, side=32):
 
 
 def fetch(logdir, route, run="", encoded=False):
-    """What TensorBoard's projector answers to a page."""
+    """The response of TensorBoard's projector."""
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(logdir)).Reload()
     plugin = ProjectorPlugin(
         TBContext(logdir=str(logdir), data_provider=MultiplexerDataProvider(multiplexer, str(logdir)))
@@ -38,12 +38,12 @@ def fetch(logdir, route, run="", encoded=False):
 
 
 @pytest.mark.parametrize(("number", "width", "side"), [(1, 1, 32), (7, 5, 32), (30, 64, 24)])
-def test_tensorboard_shows_what_was_written(tmp_path, number, width, side):
-    features, images, facts = state(number, width, side)
-    projector.write(tmp_path / "run" / "projector", features, images, facts)
+def test_projector_plugin_serves_all_files(tmp_path, number, width, side):
+    features, images, columns = state(number, width, side)
+    projector.write(tmp_path / "run" / "projector", features, images, columns)
     assert fetch(tmp_path, "/runs", encoded=True) == ["run/projector"]
-    (told,) = fetch(tmp_path, "/info", "run/projector", encoded=True)["embeddings"]
-    assert told["tensorShape"] == [number, width] and told["sprite"]["singleImageDim"] == [side, side]
+    (embedding,) = fetch(tmp_path, "/info", "run/projector", encoded=True)["embeddings"]
+    assert embedding["tensorShape"] == [number, width] and embedding["sprite"]["singleImageDim"] == [side, side]
 
     vectors = np.frombuffer(fetch(tmp_path, "/tensor", "run/projector"), np.float32).reshape(number, width)
     np.testing.assert_allclose(vectors, features, rtol=1e-5)
@@ -51,15 +51,15 @@ def test_tensorboard_shows_what_was_written(tmp_path, number, width, side):
     assert np.array_equal(np.array(sprite), figures.sprite(images, side))
     header, *rows = [line.split("\t") for line in fetch(tmp_path, "/metadata", "run/projector").decode().splitlines()]
     assert header == ["class", "predicted", "confidence", "right", "example"]
-    assert rows == [[str(value) for value in row] for row in zip(*facts.values(), strict=True)]
+    assert rows == [[str(value) for value in row] for row in zip(*columns.values(), strict=True)]
 
 
-def test_the_logdir_itself_can_be_the_run(tmp_path):
+def test_logdir_itself_can_be_the_run(tmp_path):
     projector.write(tmp_path, *state(3))
     assert fetch(tmp_path, "/runs", encoded=True) == ["."]
 
 
-def test_what_is_said_of_an_example():
+def test_metadata_columns():
     probabilities = np.zeros((2, 10))
     probabilities[:, 3] = 0.98765, 1
     assert projector.metadata_columns(np.array([3, 5]), probabilities, CIFAR) == {
@@ -71,7 +71,7 @@ def test_what_is_said_of_an_example():
     }
 
 
-def test_names_that_would_break_a_table(tmp_path):
+def test_tabs_and_newlines_in_names_become_spaces(tmp_path):
     features, images, _ = state(2)
     projector.write(
         tmp_path, features, images, {"class": ["tabby\tcat", "big\r\ndog "], "of a\nkind": ["ä\u2028b", ""]}
@@ -79,7 +79,7 @@ def test_names_that_would_break_a_table(tmp_path):
     assert (tmp_path / "metadata.tsv").read_bytes().decode() == "class\tof a kind\ntabby cat\tä b\nbig dog\t\n"
 
 
-def test_files_are_replaced_whole_and_the_run_is_seen_last(tmp_path, monkeypatch):
+def test_files_are_replaced_atomically_and_the_event_file_is_last(tmp_path, monkeypatch):
     projector.write(tmp_path, *state(4))
     before = {name: (tmp_path / name).read_bytes() for name in FILES}
     order = []
@@ -100,22 +100,22 @@ def test_files_are_replaced_whole_and_the_run_is_seen_last(tmp_path, monkeypatch
     assert not list((tmp_path / "new").glob("*tfevents*"))
 
 
-def test_a_run_that_is_there_keeps_its_event_files(tmp_path):
+def test_existing_event_files_stay(tmp_path):
     (tmp_path / "events.out.tfevents.1.host").touch()
     projector.write(tmp_path, *state(2))
     assert [path.name for path in tmp_path.glob("*tfevents*")] == ["events.out.tfevents.1.host"]
 
 
-def test_what_cannot_be_shown(tmp_path):
-    features, images, facts = state(4)
-    for wrong, message in (
-        ((features[:3], images, facts), "'features': 3, 'images': 4"),
-        ((features, images[:3], facts), "'images': 3"),
-        ((features, images, facts | {"right": ["yes"]}), "'right': 1"),
+def test_invalid_arguments_are_refused(tmp_path):
+    features, images, columns = state(4)
+    for arguments, message in (
+        ((features[:3], images, columns), "'features': 3, 'images': 4"),
+        ((features, images[:3], columns), "'images': 3"),
+        ((features, images, columns | {"right": ["yes"]}), "'right': 1"),
         (state(0), "at least one"),
-        ((features * np.nan, images, facts), "finite"),
+        ((features * np.nan, images, columns), "finite"),
         (state(2, side=5000), "1 images of 5000 x 5000, not 2"),
     ):
         with pytest.raises(ValueError, match=message):
-            projector.write(tmp_path / "projector", *wrong)
+            projector.write(tmp_path / "projector", *arguments)
     assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ class NVMLError(Exception):
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """A stand-in for NVIDIA's library with two GPUs, as none is here."""
+    """A fake of NVIDIA's library with two GPUs."""
     library = SimpleNamespace(
         NVMLError=NVMLError,
         nvmlInit=lambda: None,
@@ -28,17 +28,17 @@ def nvml(monkeypatch):
     return library
 
 
-def test_the_host_alone():
+def test_host_memory():
     gc.collect()  # not between the two
     before, held = host_memory_mb(), bytearray(10**8)
     assert set(ResourceMonitor([Tower(0, "/CPU:0")])()) == {"memory/host_mb"}
     assert 90 < host_memory_mb() - before < 130 and held
 
 
-def test_gpus(nvml):
-    found = ResourceMonitor([Tower(0, "/GPU:0"), Tower(1, "/GPU:1")])()
-    assert found.pop("memory/host_mb") > 100
-    assert found == {
+def test_gpu_memory_and_utilization(nvml):
+    values = ResourceMonitor([Tower(0, "/GPU:0"), Tower(1, "/GPU:1")])()
+    assert values.pop("memory/host_mb") > 100
+    assert values == {
         "memory/GPU:0_mb": 6000,
         "memory/GPU:1_mb": 6000,
         "gpu_utilisation/0": 90,
@@ -46,7 +46,7 @@ def test_gpus(nvml):
     }
 
 
-def test_gpus_whose_driver_does_not_answer(nvml, monkeypatch):
+def test_failing_driver_is_left_out(nvml, monkeypatch):
     def fails(*_):
         raise NVMLError
 

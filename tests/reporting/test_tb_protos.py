@@ -41,7 +41,7 @@ def read(directory, tag):
 
 
 def tensorboard(logdir):
-    """What TensorBoard's plugins are made with."""
+    """The context that TensorBoard's plugins are made with."""
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(logdir)).Reload()
     return TBContext(logdir=str(logdir), data_provider=MultiplexerDataProvider(multiplexer, str(logdir)))
 
@@ -50,7 +50,7 @@ def content(value):
     return make_ndarray(value.tensor)
 
 
-def test_scalars_and_texts_come_back(tmp_path):
+def test_scalars_and_texts_are_read_back(tmp_path):
     write(
         tmp_path,
         tb_protos.scalar("loss", 0.5),
@@ -63,32 +63,32 @@ def test_scalars_and_texts_come_back(tmp_path):
     assert plugin == "text" and texts[2].item().decode() == "# ≥ 94 %"
 
 
-def test_an_image_comes_back(tmp_path):
+def test_image_is_read_back(tmp_path):
     shown = np.random.default_rng(0).integers(0, 256, (4, 7, 3), np.uint8)
     write(tmp_path, tb_protos.image("mistakes", shown))
-    (told,), plugin = read(tmp_path, "mistakes")[0].values(), read(tmp_path, "mistakes")[1]
-    width, height, png = told
+    (value,), plugin = read(tmp_path, "mistakes")[0].values(), read(tmp_path, "mistakes")[1]
+    width, height, png = value
     assert plugin == "images" and (width, height) == (b"7", b"4")
     assert np.array_equal(np.array(Image.open(io.BytesIO(png))), shown)
 
 
 @pytest.mark.parametrize("data", [[0, 1, 1, 2, 5, 5, 8], [-3.0, 4.0], [2.5] * 9, [0.0], []])
-def test_histograms_are_tensorboards(tmp_path, data):
+def test_histograms_equal_tensorboards(tmp_path, data):
     low, high = (min(data), max(data)) if data else (np.inf, -np.inf)
     counts = np.histogram(data, 8, (low, high))[0] if data else np.zeros(8, int)
     write(tmp_path, tb_protos.histogram("weights", low, high, counts))
-    (told,), plugin = read(tmp_path, "weights")[0].values(), read(tmp_path, "weights")[1]
-    assert plugin == "histograms" and told.dtype == np.float64
-    np.testing.assert_allclose(told, content(histogram_pb("weights", data, 8).value[0]))
+    (value,), plugin = read(tmp_path, "weights")[0].values(), read(tmp_path, "weights")[1]
+    assert plugin == "histograms" and value.dtype == np.float64
+    np.testing.assert_allclose(value, content(histogram_pb("weights", data, 8).value[0]))
 
 
-def test_values_all_the_same_may_be_counted_in_any_bucket():
+def test_equal_values_may_be_counted_in_any_bucket():
     first, last = (tb_protos.histogram("weights", 3, 3, counts) for counts in ([7, 0, 0], [0, 0, 7]))
     assert first == last and content(last).tolist() == [[3, 3, 0], [3, 3, 0], [3, 3, 7]]
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 0), (np.nan, 1), (0, np.nan), (-np.inf, 0), (np.inf, np.inf)])
-def test_a_histogram_of_no_range(low, high):
+def test_histogram_without_a_range_is_refused(low, high):
     with pytest.raises(ValueError, match=r"weights: a histogram from (1|nan|0|-?inf) to"):
         tb_protos.histogram("weights", low, high, [1, 2])
 
@@ -100,8 +100,8 @@ def examples(number, dtype=np.float32):
     return generator.random(number) < probability, probability
 
 
-def counted(right, probability):
-    """The curve by its definition, one threshold at a time."""
+def pr_curve_by_definition(right, probability):
+    """One threshold at a time."""
     curve = []
     for threshold in np.linspace(0, 1, 127):
         taken = probability >= threshold
@@ -111,32 +111,32 @@ def counted(right, probability):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_pr_curve_is_counted(tmp_path, dtype):
+def test_pr_curve_equals_its_definition(tmp_path, dtype):
     right, probability = examples(1000, dtype)
     write(tmp_path, tb_protos.pr_curve("cat", right, probability))
-    (told,), plugin = read(tmp_path, "cat")[0].values(), read(tmp_path, "cat")[1]
-    assert plugin == "pr_curves" and told.shape == (6, 127) and told.dtype == np.float32
-    np.testing.assert_allclose(told, counted(right, probability), rtol=1e-6)
+    (value,), plugin = read(tmp_path, "cat")[0].values(), read(tmp_path, "cat")[1]
+    assert plugin == "pr_curves" and value.shape == (6, 127) and value.dtype == np.float32
+    np.testing.assert_allclose(value, pr_curve_by_definition(right, probability), rtol=1e-6)
 
 
 @pytest.mark.parametrize("right", [[], [True], [False], [False] * 5, [True] * 5])
 def test_pr_curves_of_few_examples_and_of_one_kind(tmp_path, right):
     probability = np.linspace(0.2, 0.9, len(right))
-    told = tb_protos.pr_curve("cat", right, probability)
-    assert np.array_equal(content(told), np.float32(counted(np.array(right, bool), probability)))
-    write(tmp_path / "eval", told)
+    value = tb_protos.pr_curve("cat", right, probability)
+    assert np.array_equal(content(value), np.float32(pr_curve_by_definition(np.array(right, bool), probability)))
+    write(tmp_path / "eval", value)
     plugin = PrCurvesPlugin(tensorboard(tmp_path))
     (shown,) = plugin.pr_curves_impl(RequestContext(), "", ["eval"], "cat")["eval"]
     assert len(shown["precision"]) == 1 + int(126 * probability.max(initial=0))
 
 
 @pytest.mark.parametrize("probability", [-0.01, 1.01, np.nan, np.inf])
-def test_what_is_no_probability(probability):
+def test_values_outside_0_to_1_are_no_probabilities(probability):
     with pytest.raises(ValueError, match="cat: probabilities from"):
         tb_protos.pr_curve("cat", [True, False], [0.5, probability])
 
 
-def test_more_than_certain_by_rounding():
+def test_probability_above_1_by_rounding():
     assert content(tb_protos.pr_curve("cat", [True], np.nextafter(np.ones(1, np.float32), np.float32(2))))[0, -1] == 1
 
 
@@ -147,7 +147,7 @@ def session_groups(logdir):
 
 
 @pytest.mark.parametrize("logdir", ["", "second"])
-def test_settings_stand_beside_the_scalars_of_their_run(tmp_path, logdir):
+def test_settings_are_listed_with_the_scalars_of_their_run(tmp_path, logdir):
     for run, accuracy in (("first", 0.5), ("second", 0.75)):
         ended = [tb_protos.hparams_end()] if run == "second" else []
         write(tmp_path / run / "train", tb_protos.scalar("rate", 1))
@@ -162,7 +162,7 @@ def test_settings_stand_beside_the_scalars_of_their_run(tmp_path, logdir):
     assert shown[0].sessions[0].status == status
 
 
-def test_the_first_end_of_a_run_counts(tmp_path):
+def test_first_end_of_a_run_counts(tmp_path):
     started, first, second = tb_protos.hparams(SETTINGS), tb_protos.hparams_end(), tb_protos.hparams_end()
     write(tmp_path / "eval", started, first, second)
     (session,) = session_groups(tmp_path)[0].sessions
@@ -172,12 +172,12 @@ def test_the_first_end_of_a_run_counts(tmp_path):
     assert read(tmp_path / "eval", sessions.SESSION_END_INFO_TAG)[1] == "hparams"
 
 
-def test_a_setting_of_another_type():
+def test_setting_of_another_type_is_refused():
     with pytest.raises(TypeError, match="decay"):
         tb_protos.hparams({"decay": None})
 
 
-def test_a_layout_names_its_charts(tmp_path):
+def test_custom_scalars_have_their_charts(tmp_path):
     charts = {
         "accuracy": {"test": [r"accuracy/test"], "all": [r"accuracy/.*", r"top5/\w+"]},
         "losses": {"raw": ["losses/"]},
@@ -185,5 +185,5 @@ def test_a_layout_names_its_charts(tmp_path):
     write(tmp_path / "eval", tb_protos.custom_scalars(charts), tb_protos.scalar("accuracy/test", 0.5))
     plugin = CustomScalarsPlugin(tensorboard(tmp_path))
     shown = json.loads(plugin.layout_impl(RequestContext(), ""))["category"]
-    told = {c["title"]: {chart["title"]: chart["multiline"]["tag"] for chart in c["chart"]} for c in shown}
-    assert told == charts
+    titles = {c["title"]: {chart["title"]: chart["multiline"]["tag"] for chart in c["chart"]} for c in shown}
+    assert titles == charts
