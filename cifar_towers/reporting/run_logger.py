@@ -89,12 +89,7 @@ class RunLogger:
         return is_due(step, self.run.config.summary_every_steps) or step == self.run.length.last
 
     def log_step(
-        self,
-        step: int,
-        metrics: StepMetrics,
-        rates: Mapping[str, float],
-        image_side: int,
-        divergence,
+        self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_side: int, divergence
     ) -> None:
         """Show and write the metrics of the step after which `step` are done.
 
