@@ -38,6 +38,7 @@ MODELS = {
     "speednet96": _SPEEDNET,
     "speednet_proxy": _SPEEDNET,
 }
+OPTIMIZERS = ("momentum", "muon", "adamw")  # `training.param_groups.RULES` has the update rules of each
 BUILT_IN = ("cifar10", "synthetic", "auto")
 FOLDER = "folder:"  # prefix of the name of a data set in a folder
 

@@ -141,7 +141,7 @@ class Trainer:
             local_towers,
             augmentation,
             config.micro_batches,
-            workers,
+            workers.gather,
             self.log,
         )
         window = parse_profile_steps(config.profile_steps)
@@ -201,7 +201,7 @@ class Trainer:
                 compiled = self.step_runner.is_traced(inputs)
                 metrics = self._train_step(step, batch, inputs, compiled)
                 step, evaluations = step + 1, []
-                self.health(step, metrics, batch, inputs.learning_rates, inputs.image_size)
+                self.health(step, metrics, batch, inputs.image_size)
                 self.logger.log_step(step, metrics, inputs.learning_rates, inputs.image_size, self.divergence)
                 self.timer.end_phase("report" if compiled else "compile")
                 if self.evaluator.is_due(step):
@@ -274,7 +274,7 @@ class Trainer:
             "evaluations": list(evaluations),
             "seconds": self.timer.seconds,
             "images": self.timer.images,
-            **self.divergence.facts(),
+            **self.divergence.metadata(),
         }
         try:
             return self.checkpoints.save(step, metadata)
@@ -335,7 +335,7 @@ class Trainer:
         rollbacks = self.workers.broadcast_from_chief(
             lambda: run_files.read_json_if_any(directory / run_files.ROLLBACKS)
         )
-        self.divergence.resume(metadata, rollbacks)
+        self.divergence.restore(metadata, rollbacks)
         towers = f"{metadata['towers']} tower{'s' * (metadata['towers'] > 1)}"
         self.log(f"going on from step {metadata['step']}, saved with {towers} in {metadata['precision']}")
         return metadata["step"], metadata.get("evaluations", [])
@@ -353,7 +353,7 @@ class Trainer:
         )
         evaluations = self._evaluate(step, self.config.tta, final=True)
         self._reached_target(step, evaluations)
-        weights_sha256 = self.state.digest()
+        weights_sha256 = self.state.weights_sha256()
         self.workers.assert_equal({"weights, as sha256,": weights_sha256})
         result = {
             "step": step,

@@ -819,7 +819,7 @@ def test_a_rate_that_is_too_large_is_left_out_of_every_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_rolls_back_to_smaller_rates(tmp_path, poison, monkeypatch, capsys):
-    monkeypatch.setattr(health, "MOST_ROLLBACKS", 2)
+    monkeypatch.setattr(health, "MAX_ROLLBACKS", 2)
     steps = {7, 8}
     poison(steps)
     config = dataclasses.replace(DIM, train_dir=str(tmp_path), checkpoint_every_steps=2, summary_every_steps=1)

@@ -164,4 +164,4 @@ def _make_independent_steps(recipe: TrainConfig, towers: list[Tower], batches: B
 
 def _mid_run_rates(training: build.TrainSetup, recipe: TrainConfig, batches: Batches) -> dict[str, float]:
     """Learning rates in mid-run, when variables trained only at the start (whitening bias) are frozen."""
-    return training.state.optimizer.rates(recipe.run_length(batches.steps_per_epoch).last // 2)
+    return training.state.optimizer.learning_rates(recipe.run_length(batches.steps_per_epoch).last // 2)

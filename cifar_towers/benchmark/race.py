@@ -129,7 +129,7 @@ def count_work(recipe: TrainConfig, towers: Sequence[Tower], compute_dtype: str,
     image_size_at = schedules.ImageSizeSchedule(recipe.image_size_schedule, recipe.image_size).at(length)
     one_tower = dataclasses.replace(recipe, **ONE_TOWER)
     training = build.make_training(one_tower, towers[:1], compute_dtype, train, length)
-    rates_at = training.state.optimizer.rates
+    rates_at = training.state.optimizer.learning_rates
     steps = Counter(StepKind(image_size_at(step), tuple(rates_at(step))) for step in range(length.last))
     batch = batches.stream(0, 1).element_spec
     counts = {}

@@ -15,7 +15,7 @@ from cifar_towers.config import batch_shares, schedules, validation
 from cifar_towers.config.device_config import ERRORS, DeviceConfig
 from cifar_towers.config.settings import settings_of
 from cifar_towers.errors import DivergedError, WorkerLostError, describe_exit_codes
-from cifar_towers.registry import BUILT_IN, FOLDER, MODELS, TTA_LEVELS
+from cifar_towers.registry import BUILT_IN, FOLDER, MODELS, OPTIMIZERS, TTA_LEVELS
 
 _towers, _cluster, _run = settings_of("Towers"), settings_of("Cluster"), settings_of("Run")
 _data, _model, _optimizer = settings_of("Data"), settings_of("Model"), settings_of("Optimizer")
@@ -189,7 +189,7 @@ class TrainConfig(DeviceConfig):
     whitening_images: int = _model(5000, "training images from which whitening filters are computed", low=12)
 
     optimizer: str = _optimizer(
-        "momentum", "muon: Muon for convolutions, momentum SGD for the rest", choices=("momentum", "muon", "adamw")
+        "momentum", "muon: Muon for convolutions, momentum SGD for the rest", choices=OPTIMIZERS
     )
     learning_rate: float = _optimizer(0.1, "peak learning rate", low=0)
     bias_learning_rate: float = _optimizer(0.0, "for biases and norm shifts; 0: learning_rate", low=0)

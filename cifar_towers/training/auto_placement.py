@@ -61,7 +61,7 @@ def benchmark_placements(
         batches = build.make_batches(small, train)
         training = build.make_training(small, towers, compute_dtype, train, length)
         with tf.device(HOST):
-            rates = {name: tf.constant(0.0) for name in training.state.optimizer.rates(0)}
+            rates = {name: tf.constant(0.0) for name in training.state.optimizer.learning_rates(0)}
             steps[placement] = (training.train_step, batches.at(0), rates)
         training.train_step(*steps[placement][1:])  # traces
     seconds: dict[str, list[float]] = {placement: [] for placement in steps}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,11 +23,12 @@ from cifar_towers.registry import model_spec
 from cifar_towers.towers import Tower, variable_placement
 from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
 from cifar_towers.towers.placement import HOST
-from cifar_towers.training import hard_examples, precision
+from cifar_towers.training import hard_examples, param_groups, precision
 from cifar_towers.training.diagnostics import activation_layers
 from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
 from cifar_towers.training.losses import OWN, cross_entropy, make_loss
-from cifar_towers.training.param_groups import make_optimizer
+from cifar_towers.training.optimizers import Optimizer
+from cifar_towers.training.param_groups import Hyperparameters, RoleSchedule
 from cifar_towers.training.results import PROXY
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import make_train_step, make_update
@@ -212,3 +214,34 @@ def make_state(
         model, optimizer, terms, length.total, config.ema_decay, config.lookahead, precision=compute_dtype
     )
     return state, loss_fn
+
+
+def make_optimizer(config: TrainConfig, model: keras.Model, length: schedules.RunLength) -> Optimizer:
+    """The optimizer of a recipe, with the learning rate of each role over a run of this length."""
+    kind, knots = schedules.parse_rate(config.learning_rate_schedule)
+    shape = {"linear": schedules.piecewise_linear, "step": schedules.piecewise_constant}[kind]
+    steps = knots.steps(length)
+    whitening_steps = math.ceil(schedules.to_steps(config.whitening_epochs, length.steps_per_epoch))
+    bias_rate = config.bias_learning_rate or config.learning_rate
+
+    def factor(step):
+        return shape(step, steps, knots.values)
+
+    def whitening_factor(step):
+        return 1 - step / whitening_steps
+
+    role_schedules = {
+        "kernels": RoleSchedule(config.learning_rate, factor),
+        "biases": RoleSchedule(bias_rate, factor),
+        "head": RoleSchedule(config.head_learning_rate or config.learning_rate, factor),
+        "whitening": RoleSchedule(config.whitening_learning_rate or bias_rate, whitening_factor, whitening_steps),
+    }
+    settings = Hyperparameters(
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        muon_momentum=config.muon_momentum,
+        total_steps=length.total,
+    )
+    return param_groups.make_optimizer(config.optimizer, model, role_schedules, settings)

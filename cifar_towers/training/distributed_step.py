@@ -1,12 +1,11 @@
-"""The same step under `tf.distribute`: a replica for every tower, each with its own copy of all variables, in one
-process or in several.
+"""The training step under `tf.distribute`: one replica for each tower, in one process or in several.
 
-Nothing is shared, so nothing is read from afar; the gradients meet in an all-reduce, and every replica makes the same
-update to its own copy. Here towers are called replicas, as TensorFlow calls them.
+Every replica has its own copy of all variables. The gradients meet in an all-reduce, and each replica applies the same
+update to its copy.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -15,9 +14,9 @@ from cifar_towers.data.batches import Batch
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.devices import plan_devices, prepare_devices
 from cifar_towers.training.diagnostics import tower_gradient_stats
-from cifar_towers.training.results import StepMetrics, TowerGradientStats
-from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import TowerResult, all_finite, apply_update, make_tower_fn, metrics
+from cifar_towers.training.results import ForwardDiagnostics, StepMetrics, TowerGradientStats
+from cifar_towers.training.state import TrainState, UpdateResult
+from cifar_towers.training.step import StepOptions, TowerResult, all_finite, make_step_metrics, make_tower_fn
 
 
 def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distribute.MirroredStrategy:
@@ -88,6 +87,25 @@ def make_multi_worker_strategy(
     return strategy, [Tower(place, device) for place, device in enumerate(everyone)]
 
 
+class TowerScalars(NamedTuple):
+    """Scalars of one tower in its own replica; after `_all_gather`, [K] of all towers on every replica."""
+
+    losses: dict[str, tf.Tensor]
+    num_correct: tf.Tensor
+    nonfinite_index: tf.Tensor
+
+
+class ReplicaResult(NamedTuple):
+    """What one replica knows when all have met."""
+
+    gradients: list[tf.Tensor | None]  # N, means
+    non_trainable: list[tf.Tensor | None]
+    towers: TowerScalars
+    stop_signal: tf.Tensor | None
+    tower_stats: TowerGradientStats | None  # its own
+    diagnostics: ForwardDiagnostics | None  # its own
+
+
 def make_mirrored_step(
     strategy: tf.distribute.Strategy,
     state: TrainState,
@@ -98,65 +116,84 @@ def make_mirrored_step(
     micro_batches: int = 1,
     batch_statistics: str = "mean",
 ) -> Callable[..., StepMetrics]:
-    """What `make_train_step` makes, for a `state` that was built in `strategy.scope()`.
+    """The function that `make_train_step` makes, for a `state` that was built in `strategy.scope()`.
+
+    Where other processes have some of the towers, it takes this process's part of the batch and returns the metrics of
+    all; only `diagnostics` is of the towers here. It then also takes a `stop_signal`, and returns the largest of all
+    processes in the metrics.
 
     Args:
-      towers: K, in the order of the strategy's replicas. Where other processes have some of them, the function takes
-        this process's part of the batch and gives the metrics of all; only `diagnostics` is of the towers here. It then
-        takes a fifth argument too, a number; the largest that any process gave is `stop_signal` in the metrics of all.
+      towers: K, in the order of the strategy's replicas.
     """
     tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches)
-    here = towers_here(strategy, towers)
+    local_towers = towers_here(strategy, towers)
 
-    def on_replica(side: int, groups: Sequence[str], shards: Sequence[Batch], look, asked) -> dict:
+    def on_replica(shards: Sequence[Batch], options: StepOptions, stop_signal: tf.Tensor | None) -> ReplicaResult:
         context = tf.distribute.get_replica_context()
         tower = towers[int(tf.get_static_value(context.replica_id_in_sync_group))]
         with tf.name_scope(tower.name):
-            result = tower_fn(side, groups, tower, (shards[here.index(tower)], look))
-        gradients = [gradient for gradient, _ in result.gradients]
-        floating = [s if s is not None and s.dtype.is_floating else None for s in result.statistics]
-        with tf.name_scope("all_reduce"):  # the replicas meet here
-            gradients, means = _mean(context, gradients, [] if batch_statistics == "final" else floating)
-            said = _all_say(context, [*result.losses.values(), result.correct, result.bad, asked], tower, len(towers))
-            if batch_statistics == "final":
-                means = _of_final(context, floating, tower, len(towers))
-        pairs = list(zip(gradients, state.weights, strict=True))
-        return {
-            "alike": None if look is None else tower_gradient_stats(look, [result.gradients], pairs),
-            "gradients": gradients,
-            "statistics": [own if mean is None else mean for mean, own in zip_longest(means, result.statistics)],
-            "said": said,
-            "look": result.look,
-        }
+            result = tower_fn(tower, shards[local_towers.index(tower)], options)
+        return _meet(context, result, stop_signal, tower, len(towers), batch_statistics, options.collect_diagnostics)
 
-    def update(_, *arguments) -> dict:
-        return _update(state, *arguments)
+    def update_replica(_, gradients, non_trainable, losses, learning_rates, finite, collect) -> UpdateResult:
+        pairs = list(zip(gradients, state.weights, strict=True))
+        return state.apply(pairs, non_trainable, losses, learning_rates, finite, collect)
 
     @tf.function(autograph=False)
-    def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 0, look=None, asked=0.0) -> StepMetrics:
-        outcome = strategy.run(on_replica, (side, tuple(rates), split_batch(batch, here), look, asked))
-        results, asked = _results(_by_replica(strategy, outcome["said"])[0], list(state.loss_averages.sums))
-        results[-1] = results[-1]._replace(look=_by_replica(strategy, outcome["look"])[-1])
-        arguments = rates, results[-1].losses, all_finite(results), look
-        arguments = outcome["gradients"], outcome["statistics"], *arguments
-        updated = strategy.extended.update(state.step, update, args=arguments)
-        updated = _by_replica(strategy, updated)[0]
-        alike = None
-        if look is not None:
-            replicas = _by_replica(strategy, outcome["alike"])
-            alike = TowerGradientStats(*(tf.concat(field, 0) for field in zip(*replicas, strict=True)))
-        told = updated["told"], updated["averages"], updated.get("seen"), alike
-        examples = batch.labels.shape[0] * len(towers) // len(here)
-        return metrics(results, *told, examples)._replace(stop_signal=asked)
+    def train_step(
+        batch: Batch,
+        learning_rates: dict[str, tf.Tensor],
+        image_size: int = 0,
+        collect_diagnostics: tf.Tensor | None = None,
+        stop_signal: tf.Tensor | None = None,
+    ) -> StepMetrics:
+        options = StepOptions(frozenset(learning_rates), image_size, collect_diagnostics)
+        replicas = strategy.run(on_replica, (split_batch(batch, local_towers), options, stop_signal))
+        local = _by_replica(strategy, replicas._replace(gradients=None, non_trainable=None))
+        results = _tower_results(local[0].towers, len(towers), local[-1].diagnostics)
+        losses, finite = results[-1].losses, all_finite(results)
+        updated = strategy.extended.update(
+            state.step,
+            update_replica,
+            args=(replicas.gradients, replicas.non_trainable, losses, learning_rates, finite, collect_diagnostics),
+        )
+        tower_stats = None
+        if collect_diagnostics is not None:
+            fields = zip(*(replica.tower_stats for replica in local), strict=True)
+            tower_stats = TowerGradientStats(*(tf.concat(field, 0) for field in fields))
+        num_examples = batch.labels.shape[0] * len(towers) // len(local_towers)
+        metrics = make_step_metrics(results, _by_replica(strategy, updated)[0], tower_stats, num_examples)
+        return metrics._replace(stop_signal=local[0].stop_signal)
 
     return train_step
 
 
-def _update(state: TrainState, gradients, statistics, rates, losses, finite, look) -> dict:
-    """What every replica does to its own copy."""
-    pairs = state.loss_scale.unscale(list(zip(gradients, state.weights, strict=True)))
-    told, averages, seen = apply_update(state, pairs, statistics, rates, losses, finite, look)
-    return {"told": told, "averages": averages} | ({"seen": seen} if seen else {})
+def _meet(
+    context, result: TowerResult, stop_signal, tower: Tower, num_towers: int, batch_statistics: str, collect
+) -> ReplicaResult:
+    """Exchanges a tower's result with the other replicas."""
+    gradients = [gradient for gradient, _ in result.gradients]
+    floating = [s if s is not None and s.dtype.is_floating else None for s in result.non_trainable]
+    with tf.name_scope("all_reduce"):  # the replicas meet here
+        if batch_statistics == "final":
+            (gradients,) = _all_reduce_mean(context, gradients)
+            reduced = _from_final(context, floating, tower, num_towers)
+        else:
+            gradients, reduced = _all_reduce_mean(context, gradients, floating)
+        scalars = TowerScalars(result.losses, result.num_correct, result.nonfinite_index)
+        scalars, signals = _all_gather(context, (scalars, stop_signal), tower, num_towers)
+    tower_stats = None
+    if collect is not None:
+        pairs = [(mean, variable) for mean, (_, variable) in zip(gradients, result.gradients, strict=True)]
+        tower_stats = tower_gradient_stats(collect, [result.gradients], pairs)
+    return ReplicaResult(
+        gradients=gradients,
+        non_trainable=[own if new is None else new for own, new in zip(result.non_trainable, reduced, strict=True)],
+        towers=scalars,
+        stop_signal=None if signals is None else tf.reduce_max(signals),
+        tower_stats=tower_stats,
+        diagnostics=result.diagnostics,
+    )
 
 
 def towers_here(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> list[Tower]:
@@ -165,43 +202,46 @@ def towers_here(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> li
     return [tower for tower in towers if tower.device in mine] if len(mine) < len(towers) else list(towers)
 
 
-def _mean(context, *lists: Sequence) -> list[list]:
-    """Lists of tensors, some of them None, as their means over all replicas."""
+def _all_reduce_mean(context, *lists: Sequence) -> list[list]:
+    """Means over all replicas of the tensors in some lists; None stays None."""
     present = [tensor for tensors in lists for tensor in tensors if tensor is not None]
     means = iter(context.all_reduce(tf.distribute.ReduceOp.MEAN, present))
     return [[None if tensor is None else next(means) for tensor in tensors] for tensors in lists]
 
 
-def _all_say(context, numbers: Sequence, tower: Tower, towers: int) -> tf.Tensor:
-    """[K, n] float32: the n numbers of each replica, on all. Nothing is rounded, as the rest of each sum is zeros."""
-    row = tf.stack([tf.cast(number, tf.float32) for number in numbers])
-    table = tf.pad(row[None], [[tower.index, towers - 1 - tower.index], [0, 0]])
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, table)
+def _all_gather(context, scalars: Any, tower: Tower, num_towers: int) -> Any:
+    """A structure of scalars -> of [K] float32 with the values of all replicas; None stays None.
+
+    In one all-reduce, which rounds nothing: to each value only zeros are added.
+    """
+    leaves = tf.nest.flatten(scalars)
+    row = tf.stack([tf.cast(leaf, tf.float32) for leaf in leaves if leaf is not None])
+    table = tf.pad(row[None], [[tower.index, num_towers - 1 - tower.index], [0, 0]])
+    columns = iter(tf.unstack(context.all_reduce(tf.distribute.ReduceOp.SUM, table), axis=1))
+    return tf.nest.pack_sequence_as(scalars, [None if leaf is None else next(columns) for leaf in leaves])
 
 
-def _of_final(context, statistics: Sequence, tower: Tower, towers: int) -> list:
-    """The final replica's, on all."""
-    final = tower.index == towers - 1
-    own = [None if s is None else s if final else tf.zeros_like(s) for s in statistics]
+def _from_final(context, values: Sequence, tower: Tower, num_towers: int) -> list:
+    """The final replica's tensors on all replicas; None stays None."""
+    final = tower.index == num_towers - 1
+    own = [None if value is None else value if final else tf.zeros_like(value) for value in values]
     present = [tensor for tensor in own if tensor is not None]
     sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present) if present else ())
     return [None if tensor is None else next(sums) for tensor in own]
 
 
-def _results(said: tf.Tensor, terms: Sequence[str]) -> tuple[list[TowerResult], tf.Tensor]:
-    """What `_all_say` brought together, as results without gradients; and the largest number that was asked."""
+def _tower_results(scalars: TowerScalars, num_towers: int, final_diagnostics) -> list[TowerResult]:
+    """K results without gradients, as the metrics need them."""
     results = []
-    for row in tf.unstack(said):
-        *losses, correct, bad, _ = tf.unstack(row)
-        losses = dict(zip(terms, losses, strict=True))
-        results.append(TowerResult(losses, [], [], correct, tf.cast(bad, tf.int32)))
-    return results, tf.reduce_max(said[:, -1])
+    for index in range(num_towers):
+        losses, num_correct, nonfinite_index = tf.nest.map_structure(lambda values, index=index: values[index], scalars)
+        results.append(TowerResult(losses, [], [], num_correct, tf.cast(nonfinite_index, tf.int32)))
+    return [*results[:-1], results[-1]._replace(diagnostics=final_diagnostics)]
 
 
-def _by_replica(strategy: tf.distribute.Strategy, values) -> list:
-    """A structure of per-replica values -> one structure for each replica that is in this process."""
-    leaves = tf.nest.flatten(values)
-    each = [strategy.experimental_local_results(leaf) for leaf in leaves]
+def _by_replica(strategy: tf.distribute.Strategy, values: Any) -> list:
+    """A structure of per-replica values -> one structure for each replica in this process."""
     count = len(strategy.extended.worker_devices)
-    each = [(leaf * count if len(leaf) < count else leaf) for leaf in each]  # one value for all: a None
-    return [tf.nest.pack_sequence_as(values, of_one) for of_one in zip(*each, strict=True)]
+    leaves = [strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(values)]
+    leaves = [leaf if len(leaf) == count else leaf * count for leaf in leaves]  # a None is there once
+    return [tf.nest.pack_sequence_as(values, replica) for replica in zip(*leaves, strict=True)]

@@ -1,4 +1,4 @@
-"""Moving averages that follow the variables: of the weights, of the losses, and lookahead."""
+"""Moving averages of the weights and of the losses, and lookahead."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,33 +11,34 @@ LOSS_DECAY = 0.9
 
 
 class ExponentialMovingAverage:
-    """a <- d a + (1 - d) w after every step, with d = min(decay, (1 + step) / (10 + step)); step counts updates done.
+    """a <- d a + (1 - d) w after every update, with d = min(decay, (1 + step) / (10 + step)).
 
-    The ramp keeps the first average from remembering the first weights. Statistics of batch norm are averaged too.
+    The ramp keeps the average from remembering the initial weights. Moving statistics of batch norm are averaged too.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], decay: float):
         self.decay, self.variables = decay, list(variables)
         self.averages = [make_slot(v, "ema", tf.convert_to_tensor(v)) for v in self.variables] if decay else []
 
-    def update(self, step: tf.Tensor) -> None:
-        """Follows the variables; `step` counts the updates done, this one included."""
+    def update(self, step: tf.Tensor, finite: tf.Tensor) -> None:
+        """Averages in the variables if this step was `finite`; `step` counts the steps done, this one included."""
         if not self.averages:
             return
         with tf.device(step.device):
             done = tf.cast(step, tf.float32)
-            decay = tf.minimum(self.decay, (1 + done) / (10 + done))
+            weight = tf.where(finite, 1 - tf.minimum(self.decay, (1 + done) / (10 + done)), 0.0)
         for average, variable in zip(self.averages, self.variables, strict=True):
             with tf.device(variable.device):
                 if average.dtype.is_floating:
-                    average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - variable))
-                else:  # a count, or a seed
+                    average.assign_sub(tf.cast(weight, average.dtype) * (average - variable))
+                else:  # a counter or a seed
                     average.assign(variable)
 
 
 class Lookahead:
     """Every five steps slow <- d slow + (1 - d) w, w <- slow, with d = 0.95^5 (step / total)^3; at the end w <- slow.
 
+    A step that is skipped changes neither; only the last step of a run takes the slow weights in any case.
     Source: M. Zhang et al., arXiv 1907.08610, in the form of the CIFAR-10 speed records.
     """
 
@@ -48,16 +49,16 @@ class Lookahead:
         self.slow = [make_slot(v, "lookahead", tf.convert_to_tensor(v)) for v in self.variables] if enabled else []
 
     def update(self, step: tf.Tensor, finite: tf.Tensor) -> None:
-        """Pulls the variables if this step is one of the fifth and `finite`, or the last; `step` counts those done."""
+        """Updates slow weights and variables where they are due; `step` counts the steps done, this one included."""
         if not self.slow:
             return
         with tf.device(step.device):
-            regular = tf.equal(step % self.PERIOD, 0)
-            due = tf.logical_or(tf.logical_and(regular, finite), tf.equal(step, self.total_steps))
+            regular = tf.logical_and(tf.equal(step % self.PERIOD, 0), finite)
+            due = tf.logical_or(regular, tf.equal(step, self.total_steps))
             decay = 0.95**5 * tf.cast(step / self.total_steps, tf.float32) ** 3
-            decay = tf.where(regular, decay, 1.0)  # a last step between two pulls only takes the slow weights
+            decay = tf.where(regular, decay, 1.0)  # elsewhere the last step only takes the slow weights
 
-        def pull():
+        def synchronize():
             for slow, variable in zip(self.slow, self.variables, strict=True):
                 with tf.device(variable.device):
                     if slow.dtype.is_floating:
@@ -65,11 +66,11 @@ class Lookahead:
                         variable.assign(slow)
             return tf.constant(True)
 
-        tf.cond(due, pull, lambda: tf.constant(False))
+        tf.cond(due, synchronize, lambda: tf.constant(False))
 
 
 class SmoothedLosses:
-    """The final tower's loss terms, smoothed for the eye: a <- 0.9 a + 0.1 loss, from a first value of 0, debiased."""
+    """Moving averages of the final tower's loss terms: a <- 0.9 a + 0.1 loss, from 0, debiased."""
 
     def __init__(self, terms: Sequence[str]):
         with pin_to_device(HOST):
@@ -77,7 +78,7 @@ class SmoothedLosses:
             self.weight = tf.Variable(0.0, trainable=False, name="loss_average_weight")
 
     def update(self, losses: Mapping[str, tf.Tensor], finite: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Takes in one step's losses if they are `finite`; {term: average of all so far, the older the less}."""
+        """Averages in the losses of one step if it was `finite`; the averages by term."""
         with tf.name_scope("loss_averages"), tf.device(self.weight.device):
             weight = tf.where(finite, LOSS_DECAY * self.weight + (1 - LOSS_DECAY), self.weight)
             self.weight.assign(weight)

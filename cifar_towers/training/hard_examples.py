@@ -1,11 +1,11 @@
-"""Training on the hardest part of each batch: a small net beside the large one, the proxy, says which that is.
+"""Training on the hardest examples of each batch, as a small net beside the large one selects them: the proxy.
 
-The proxy trains on all that is drawn, on the same towers, a step before each of the large net's, which so takes the
-gradients of a part of the examples alone. K towers pick what one picks but for two things: losses as near as rounding,
-and batch norm, which sees a tower's share.
+The proxy trains on the whole batch, on the same towers, before each step of the large net, which takes gradients of
+the selected examples only. K towers select what one selects, but for rounding where losses are nearly equal and for
+batch norm, which sees one tower's share.
 
-Source: K. Jordan's CIFAR-10 records of 2024 (airbench96), where the proxy picks the harder half of every batch in a run
-of its own before the large net's, and moves at every fourth batch, by its harder half.
+Source: K. Jordan's CIFAR-10 records of 2024 (airbench96), where the proxy selects the harder half of every batch in a
+run of its own before the large net's, and is updated at every fourth batch, by its harder half.
 """
 
 from collections.abc import Callable
@@ -19,28 +19,28 @@ from cifar_towers.training.results import PROXY, HardExamples, StepMetrics
 
 def select_hard_examples(
     update: Callable[..., StepMetrics], proxy_update: Callable[..., StepMetrics], count: int
-) -> Callable:
-    """`update`, made with the `count` examples of each batch that have the highest losses by the proxy as it is before
-    it makes its own update, with all. Of losses that are the same the first counts as the highest.
+) -> Callable[..., StepMetrics]:
+    """`update` on the `count` examples of each batch with the highest losses by the proxy, before its own update.
 
-    Both get the same rates, so a group of the proxy's that the large net does not have rests.
+    Of equal losses the first counts as the highest. Both nets get the same learning rates, so a parameter group of the
+    proxy that the large net lacks is frozen.
 
     Args:
       update, proxy_update: those of `step.make_update`, the second with an `example_loss`.
     """
 
-    def both(batch: Batch, rates: dict[str, tf.Tensor], side: int = 0, look=None) -> StepMetrics:
+    def update_both(batch: Batch, learning_rates, image_size: int = 0, collect_diagnostics=None) -> StepMetrics:
         with tf.name_scope(PROXY):
-            proxy = proxy_update(batch, rates, side)
+            proxy = proxy_update(batch, learning_rates, image_size)
         with tf.name_scope("hardest"), tf.device(HOST):
             rows = tf.sort(tf.math.top_k(proxy.example_losses, count, sorted=False).indices)
-            hardest = take(batch, rows)
-        hard_examples = HardExamples(rows, proxy._replace(example_losses=None))
-        return update(hardest, rates, side, look)._replace(hard_examples=hard_examples)
+            selected = gather_rows(batch, rows)
+        metrics = update(selected, learning_rates, image_size, collect_diagnostics)
+        return metrics._replace(hard_examples=HardExamples(rows, proxy._replace(example_losses=None)))
 
-    return both
+    return update_both
 
 
-def take(batch: Batch, rows: tf.Tensor) -> Batch:
-    """These rows of a batch."""
+def gather_rows(batch: Batch, rows: tf.Tensor) -> Batch:
+    """The examples of a batch at these indices."""
     return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), batch)

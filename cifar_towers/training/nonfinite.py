@@ -1,4 +1,4 @@
-"""Whether numbers are finite, and where the first that is not came from."""
+"""Where NaN and infinity come from: the first tower, tensor, variable or layer."""
 
 import contextlib
 from collections.abc import Sequence
@@ -11,26 +11,29 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.models.user_model import graph_node
 from cifar_towers.towers import Tower, run_micro_batches
+from cifar_towers.training.results import StepMetrics
 
 
-def describe(metrics, towers: Sequence, terms: Sequence[str], weights: Sequence[str], moved: Sequence[str]) -> str:
-    """Which numbers of a step were not finite, in words, as `total_loss of tower_1 is not finite`.
+def describe_nonfinite(
+    metrics: StepMetrics, towers: Sequence[Tower], weight_names: Sequence[str], update_names: Sequence[str]
+) -> str:
+    """The first non-finite number of a step, as `total_loss of tower_1 is not finite`.
 
     Args:
-      metrics: the step's `StepMetrics`, on the host.
-      terms, weights: names of the loss terms and of the trained variables. moved: of what the update assigns.
+      metrics: as NumPy arrays.
+      weight_names, update_names: those of the `TrainState`.
     """
-    names = [*terms, *(f"the gradient of {name}" for name in reversed(weights))]
-    for tower, bad in zip(towers, np.atleast_1d(metrics.nonfinite_towers), strict=True):
-        if bad >= 0:
-            return f"{names[bad]} of {tower.name} is not finite"
-    return f"the new value of {moved[metrics.nonfinite_update]} is not finite"
+    names = [*metrics.losses, *(f"the gradient of {name}" for name in reversed(weight_names))]
+    for tower, index in zip(towers, np.atleast_1d(metrics.nonfinite_towers), strict=True):
+        if index >= 0:
+            return f"{names[index]} of {tower.name} is not finite"
+    return f"the new value of {update_names[metrics.nonfinite_update]} is not finite"
 
 
 def first_nonfinite_index(tensors: Sequence[tf.Tensor | None], devices: Sequence[str] = ()) -> tf.Tensor:
     """Index of the first of N tensors that holds a NaN or an infinity, as int32; -1 if none does.
 
-    Each is looked at on its own of N devices, if they are given. None counts as finite, and so do integers.
+    Each is checked on its own of N devices, if they are given. None and integers count as finite.
     """
     finite = []
     for index, tensor in enumerate(tensors):
@@ -44,38 +47,39 @@ def first_nonfinite_index(tensors: Sequence[tf.Tensor | None], devices: Sequence
 
 
 def first_nonfinite_layer(model: keras.Model, images: tf.Tensor) -> str:
-    """What in a forward pass of `images` [B, height, width, 3] is first not finite, in words; empty if all is.
-
-    Looks at the model's variables, the images, and the output of each layer in turn, with batch norm over the images.
-    """
+    """The first non-finite variable, input or layer output of a forward pass of `images` [B, height, width, 3], with
+    batch norm over the images; empty if all is finite."""
     for variable in model.variables:
-        if variable.dtype.startswith(("float", "bfloat")) and not _finite(variable.value):
+        if variable.dtype.startswith(("float", "bfloat")) and not _is_finite(variable.value):
             return f"variable {variable.path}"
-    if not _finite(images):
+    if not _is_finite(images):
         return "the images"
     layers = [layer for layer in model.layers if not isinstance(layer, (keras.layers.InputLayer, keras.Model))]
-    until_each = keras.Model(model.input, [graph_node(model, layer).output_tensors for layer in layers])
-    variables = [
-        [v.value for v in kind] for kind in (until_each.trainable_variables, until_each.non_trainable_variables)
-    ]
-    outputs, _ = until_each.stateless_call(*variables, images, training=True)
-    return next((f"the output of {layer.name}" for layer, of in zip(layers, outputs) if not all(map(_finite, of))), "")
+    by_layer = keras.Model(model.input, [graph_node(model, layer).output_tensors for layer in layers])
+    weights, non_trainable = (
+        [v.value for v in variables] for variables in (by_layer.trainable_variables, by_layer.non_trainable_variables)
+    )
+    outputs, _ = by_layer.stateless_call(weights, non_trainable, images, training=True)
+    for layer, tensors in zip(layers, outputs, strict=False):
+        if not all(map(_is_finite, tensors)):
+            return f"the output of {layer.name}"
+    return ""
 
 
 def locate_nonfinite(
-    model: keras.Model, augmentation: Augmentation, tower: Tower, shard: Batch, side: int, micro_batches: int
+    model: keras.Model, augmentation: Augmentation, tower: Tower, shard: Batch, image_size: int, micro_batches: int
 ) -> str:
-    """What in a tower's forward pass over its shard, in images of this side, is first not finite: an addition to what
-    `describe` says, empty if all is, or if that cannot be found out."""
+    """The first non-finite tensor of a tower's forward pass over its shard, as an addition to `describe_nonfinite`;
+    empty if there is none, or if it cannot be located, as where memory is short."""
 
-    def look(part):
-        return first_nonfinite_layer(model, augmentation.train(part.images, part.draws, side))
+    def locate(part):
+        return first_nonfinite_layer(model, augmentation.train(part.images, part.draws, image_size))
 
-    found = []
-    with contextlib.suppress(tf.errors.OpError, ValueError), tf.device(tower.device):  # as where memory is short
-        found = [first for first in run_micro_batches(look, shard, micro_batches, sequential=False) if first]
-    return f"; first of its tensors: {found[0]}" if found else ""
+    tensors = []
+    with contextlib.suppress(tf.errors.OpError, ValueError), tf.device(tower.device):
+        tensors = list(filter(None, run_micro_batches(locate, shard, micro_batches, sequential=False)))
+    return f"; first of its tensors: {tensors[0]}" if tensors else ""
 
 
-def _finite(tensor) -> bool:
+def _is_finite(tensor: tf.Tensor) -> bool:
     return bool(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(tensor))))

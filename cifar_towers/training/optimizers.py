@@ -1,25 +1,31 @@
-"""Update rules over groups of variables. They know nothing of towers: a mean gradient comes in, variables move.
-
-A rule owns its variables' slots. `rule.move(index, gradient, rate, step)` tells the next values of one variable and its
-slots, without assigning them. The optimizer calls it on the variable's device, where its slots are too.
-"""
+"""Update rules over parameter groups: from mean gradients to new values, which the caller assigns."""
 
 import math
-from collections.abc import Callable, Container, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import tensorflow as tf
 
 from cifar_towers.towers.placement import pin_to_device
 
-Updates = list[tuple[tf.Variable, tf.Tensor]]  # each with the value it is to have
+Updates = list[tuple[tf.Variable, tf.Tensor]]  # (variable, new value)
+
+
+class UpdateRule(Protocol):
+    """Computes the new values of its variables and of the slots it keeps for them."""
+
+    variables: list[tf.Variable]
+    slots: dict[str, list[tf.Variable]]  # name -> one for each variable, or none
+
+    def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
+        """New values of one variable and its slots, on whose device it is called; `step` counts from 0."""
 
 
 class Momentum:
-    """SGD with momentum: m <- mu m + d, w <- w - rate m, where d = g + weight_decay w.
+    """SGD with momentum: m <- mu m + d, w <- w - learning_rate m, where d = g + weight_decay w.
 
-    Nesterov's form moves by d + mu m instead of m. The rate stays outside the buffer, so a changing rate acts at
-    once (Keras keeps it inside).
+    Nesterov's form subtracts d + mu m instead of m. The learning rate is not part of the buffer, as it is in Keras, so
+    a new rate acts at once.
     """
 
     def __init__(self, variables, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 0.0):
@@ -27,22 +33,22 @@ class Momentum:
         self.momentum, self.nesterov, self.weight_decay = momentum, nesterov, weight_decay
         self.slots = {"momentum": [_zeros_like(v, "momentum") for v in self.variables] if momentum else []}
 
-    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> Updates:
-        """One variable and its buffer after a step by its gradient."""
-        variable, change = self.variables[index], gradient
+    def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
+        """New values of one variable and its buffer."""
+        variable, direction = self.variables[index], gradient
         if self.weight_decay:
-            change += self.weight_decay * variable
-        moves: Updates = []
+            direction += self.weight_decay * variable
+        updates: Updates = []
         if self.momentum:
             buffer = self.slots["momentum"][index]
-            moved = self.momentum * buffer + change
-            moves.append((buffer, moved))
-            change = change + self.momentum * moved if self.nesterov else moved
-        return [*moves, (variable, variable - tf.cast(rate, variable.dtype) * change)]
+            new_buffer = self.momentum * buffer + direction
+            updates.append((buffer, new_buffer))
+            direction = direction + self.momentum * new_buffer if self.nesterov else new_buffer
+        return [*updates, (variable, variable - tf.cast(learning_rate, variable.dtype) * direction)]
 
 
 class AdamW:
-    """Adam with decoupled weight decay: w <- w - rate (m^ / (sqrt(v^) + eps) + weight_decay w).
+    """Adam with decoupled weight decay: w <- w - learning_rate (m^ / (sqrt(v^) + eps) + weight_decay w).
 
     Source: I. Loshchilov and F. Hutter, arXiv 1711.05101.
     """
@@ -53,11 +59,11 @@ class AdamW:
         self.variables, self.weight_decay = list(variables), weight_decay
         self.slots = {name: [_zeros_like(v, name) for v in self.variables] for name in ("mean", "square")}
 
-    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> Updates:
-        """One variable and its two averages after a step; `step` counts from 0 and corrects the first steps' bias.
+    def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
+        """New values of one variable and its two averages; `step` corrects the bias of the first steps.
 
-        Steps that made no update count too: where the very first are such, as when a loss scale is sought, the next are
-        the shorter for it.
+        Skipped steps count too: after some at the very start, as while a loss scale is sought, the correction is too
+        small and the first updates are shorter.
         """
         variable, mean, square = self.variables[index], self.slots["mean"][index], self.slots["square"][index]
         count = tf.cast(step + 1, variable.dtype)
@@ -66,15 +72,15 @@ class AdamW:
         unbiased_mean = new_mean / (1 - tf.pow(tf.constant(self.BETA1, count.dtype), count))
         unbiased_square = new_square / (1 - tf.pow(tf.constant(self.BETA2, count.dtype), count))
         direction = unbiased_mean / (tf.sqrt(unbiased_square) + self.EPSILON) + self.weight_decay * variable
-        moved = variable - tf.cast(rate, variable.dtype) * direction
-        return [(mean, new_mean), (square, new_square), (variable, moved)]
+        new_value = variable - tf.cast(learning_rate, variable.dtype) * direction
+        return [(mean, new_mean), (square, new_square), (variable, new_value)]
 
 
 class Muon:
     """Momentum whose direction is made nearly orthogonal, for convolution kernels [height, width, C_in, C_out].
 
-    m <- mu m + g; w <- w (1 - rate weight_decay) - rate orthogonal(g + mu m). Now and then, every
-    2 + 15 x (step / total_steps) steps, a kernel is rescaled to norm sqrt(C_out) before it moves.
+    m <- mu m + g; w <- w (1 - learning_rate weight_decay) - learning_rate orthogonal(g + mu m). Every
+    2 + 15 x (step / total_steps) steps a kernel is first rescaled to norm sqrt(C_out).
     Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024, and the 2025 CIFAR-10 record.
     """
 
@@ -83,24 +89,24 @@ class Muon:
         self.momentum, self.total_steps, self.weight_decay = momentum, total_steps, weight_decay
         self.slots = {"momentum": [_zeros_like(v, "momentum") for v in self.variables]}
 
-    def move(self, index: int, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> Updates:
-        """One kernel and its buffer after a step by its gradient."""
+    def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
+        """New values of one kernel and its buffer."""
         variable, buffer = self.variables[index], self.slots["momentum"][index]
-        moved = self.momentum * buffer + gradient
+        new_buffer = self.momentum * buffer + gradient
         period = 2 + 15 * tf.cast(step, tf.int64) // self.total_steps
         rescale = tf.equal(tf.cast(step, tf.int64) % period, 0)
-        rate_here = tf.cast(rate, variable.dtype)
+        learning_rate = tf.cast(learning_rate, variable.dtype)
         target = tf.constant(variable.shape[-1] ** 0.5, variable.dtype)
-        scale = tf.where(rescale, target / tf.norm(variable), 1.0) * (1 - rate_here * self.weight_decay)
-        direction = orthogonalize(gradient + self.momentum * moved)
-        return [(buffer, moved), (variable, scale * variable - rate_here * direction)]
+        scale = tf.where(rescale, target / tf.norm(variable), 1.0) * (1 - learning_rate * self.weight_decay)
+        direction = orthogonalize(gradient + self.momentum * new_buffer)
+        return [(buffer, new_buffer), (variable, scale * variable - learning_rate * direction)]
 
 
 def orthogonalize(kernel: tf.Tensor) -> tf.Tensor:
-    """Brings the singular values of [..., C_out], seen as a [rest, C_out] matrix, near to 1.
+    """Brings the singular values of [..., C_out], reshaped to a [rest, C_out] matrix, near to 1.
 
-    Three Newton-Schulz steps X <- a X + (b A + c A A) X with A = X X^T, from X = kernel / |kernel|, on the shorter
-    side.
+    Three Newton-Schulz steps X <- a X + (b A + c A A) X with A = X X^T, from X = kernel / |kernel|, with the shorter
+    side first.
     """
     a, b, c = 3.4576, -4.7391, 2.0843
     matrix = tf.reshape(kernel, [-1, kernel.shape[-1]])
@@ -113,46 +119,56 @@ def orthogonalize(kernel: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.transpose(x) if tall else x, kernel.shape)
 
 
-class Group(NamedTuple):
-    """Variables that one rule moves at one rate: `rate(step)` gives it on the host, step counted from 0. From step
-    `until` on they rest for good, and their gradients need not be taken."""
+class ParamGroup(NamedTuple):
+    """Variables that share an update rule and a learning rate."""
 
     name: str
-    rule: Momentum | AdamW | Muon
-    rate: Callable[[int], float]
-    until: float = math.inf
+    rule: UpdateRule
+    learning_rate: Callable[[int], float]  # of the step, counted from 0
+    frozen_from_step: float = math.inf  # from here on no gradients are taken and nothing is updated
 
 
 class Optimizer:
-    """All groups of a run, in one order."""
+    """All parameter groups of a run, in a fixed order."""
 
-    def __init__(self, groups: Sequence[Group]):
+    def __init__(self, groups: Sequence[ParamGroup]):
         self.groups = [group for group in groups if group.rule.variables]
 
-    def rates(self, step: int, factor: float = 1.0) -> dict[str, float]:
-        """Group name -> rate, times `factor`, of the update that makes step `step` into `step + 1`; without the groups
-        that rest."""
-        return {group.name: factor * group.rate(step) for group in self.groups if step < group.until}
+    def learning_rates(self, step: int, factor: float = 1.0) -> dict[str, float]:
+        """Active group -> learning rate, times `factor`, of the update from `step` to `step + 1`."""
+        active = [group for group in self.groups if step < group.frozen_from_step]
+        return {group.name: factor * group.learning_rate(step) for group in active}
 
-    def moving(self, rates: Container[str]) -> list[tf.Variable]:
-        """The variables of the groups that have a rate."""
-        return [variable for group in self.groups if group.name in rates for variable in group.rule.variables]
+    def active_variables(self, group_names: Container[str]) -> list[tf.Variable]:
+        """The trained variables of these groups."""
+        return [variable for group in self.groups if group.name in group_names for variable in group.rule.variables]
 
-    def moves(self, gradients: Sequence[tuple], rates: dict[str, tf.Tensor], step: tf.Tensor) -> Updates:
-        """What N x (gradient, variable), in any order, make of variables and slots, each by its group's rule; what has
-        no gradient, or no rate, stays."""
+    def updated_variables(self) -> list[tf.Variable]:
+        """Everything `compute_updates` may give a new value: each variable after its slots, in group order."""
+        variables = []
+        for group in self.groups:
+            slots = [slots for slots in group.rule.slots.values() if slots]
+            variables += [variable for of_one in zip(*slots, group.rule.variables, strict=True) for variable in of_one]
+        return variables
+
+    def compute_updates(
+        self, gradients: Sequence[tuple], learning_rates: Mapping[str, tf.Tensor], step: tf.Tensor
+    ) -> Updates:
+        """New values from N x (gradient, variable), in any order; none for a variable without a gradient, or whose
+        group has no learning rate."""
         gradient_of = {id(variable): gradient for gradient, variable in gradients}
-        moves: Updates = []
+        updates: Updates = []
         for group in self.groups:
             for index, variable in enumerate(group.rule.variables):
                 gradient = gradient_of[id(variable)]
-                if gradient is not None and group.name in rates:
+                if gradient is not None and group.name in learning_rates:
                     with tf.device(variable.device):
-                        moves += group.rule.move(index, tf.convert_to_tensor(gradient), rates[group.name], step)
-        return moves
+                        gradient = tf.convert_to_tensor(gradient)
+                        updates += group.rule.compute_update(index, gradient, learning_rates[group.name], step)
+        return updates
 
     def slots(self) -> dict[str, tf.Variable]:
-        """Every slot by a lasting name, for checkpoints."""
+        """Every slot by its name in checkpoints."""
         return {
             f"{group.name}.{slot}.{index}": variable
             for group in self.groups
@@ -165,7 +181,12 @@ def _zeros_like(variable: tf.Variable, name: str) -> tf.Variable:
     return make_slot(variable, name, tf.zeros(variable.shape, variable.dtype))
 
 
-def make_slot(variable: tf.Variable, what: str, value: tf.Tensor) -> tf.Variable:
-    """A variable that lives beside another and is named after it: `conv1/kernel/momentum`."""
-    with tf.name_scope(""), pin_to_device(variable.device):  # the variable's name has its scopes in it already
-        return tf.Variable(value, trainable=False, name=f"{variable.name.removesuffix(':0')}/{what}")
+def make_slot(variable: tf.Variable, name: str, value: tf.Tensor) -> tf.Variable:
+    """A variable on the device of another and named after it, as `conv1/kernel/momentum`."""
+    with tf.name_scope(""), pin_to_device(variable.device):  # the variable's name includes its scopes already
+        return tf.Variable(value, trainable=False, name=f"{variable_name(variable)}/{name}")
+
+
+def variable_name(variable: tf.Variable) -> str:
+    """A variable's name with its scopes, as `conv1/kernel`."""
+    return variable.name.removesuffix(":0")

@@ -1,64 +1,83 @@
-"""A recipe's groups of parameters: which variables move by which rule, how fast, and for how long."""
+"""Parameter groups by role, as kernels and biases, and the update rule that each optimizer gives a role."""
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import keras
+import tensorflow as tf
 
-from cifar_towers.config import TrainConfig, schedules
-from cifar_towers.training.optimizers import AdamW, Group, Momentum, Muon, Optimizer
+from cifar_towers.training.optimizers import AdamW, Momentum, Muon, Optimizer, ParamGroup, UpdateRule
 
 
-def make_optimizer(config: TrainConfig, model: keras.Model, length: schedules.RunLength) -> Optimizer:
-    """The groups of a recipe: kernels, biases (with norm shifts), head, and the bias of a whitening layer.
+class Hyperparameters(NamedTuple):
+    """Settings of the update rules."""
 
-    Weight decay takes the same fraction of every weight a step: a group with another rate gets the coefficient that
+    learning_rate: float  # that the weight decay is given for
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    muon_momentum: float
+    total_steps: int
+
+
+class RoleSchedule(NamedTuple):
+    """The learning rate of a role: `peak_rate` times a factor of the step, until it is frozen."""
+
+    peak_rate: float
+    factor: Callable[[int], float]
+    frozen_from_step: float = math.inf
+
+
+def _momentum(variables: Sequence[tf.Variable], weight_decay: float, settings: Hyperparameters) -> UpdateRule:
+    return Momentum(variables, settings.momentum, settings.nesterov, weight_decay)
+
+
+def _adamw(variables: Sequence[tf.Variable], weight_decay: float, settings: Hyperparameters) -> UpdateRule:
+    return AdamW(variables, weight_decay)
+
+
+def _muon(variables: Sequence[tf.Variable], weight_decay: float, settings: Hyperparameters) -> UpdateRule:
+    return Muon(variables, settings.muon_momentum, settings.total_steps, weight_decay)
+
+
+RULES = {  # optimizer, one of `registry.OPTIMIZERS` -> role -> update rule; Muon's is for convolution kernels alone
+    "momentum": {"kernels": _momentum, "biases": _momentum, "head": _momentum, "whitening": _momentum},
+    "muon": {"kernels": _muon, "biases": _momentum, "head": _momentum, "whitening": _momentum},
+    "adamw": {"kernels": _adamw, "biases": _adamw, "head": _adamw, "whitening": _adamw},
+}
+
+
+def make_optimizer(
+    name: str, model: keras.Model, schedules: Mapping[str, RoleSchedule], settings: Hyperparameters
+) -> Optimizer:
+    """One parameter group for each role of `schedules`.
+
+    Weight decay takes the same fraction of every weight a step: a role with another rate gets the coefficient that
     makes rate x coefficient the same.
+
+    Raises:
+      ValueError: there is no such optimizer.
     """
-    kind, points = schedules.parse_rate(config.learning_rate_schedule)
-    places = points.steps(length)
-    shape = {"linear": schedules.piecewise_linear, "step": schedules.piecewise_constant}[kind]
-    whitening_steps = math.ceil(schedules.to_steps(config.whitening_epochs, length.steps_per_epoch))
-
-    def group(name, variables, peak, factor, rule, until=math.inf):
-        decay = config.weight_decay * config.learning_rate / peak if peak else 0.0
-        return Group(name, rule(variables, weight_decay=decay), lambda step: peak * factor(step), until)
-
-    def momentum(variables, weight_decay):
-        return Momentum(variables, config.momentum, config.nesterov, weight_decay)
-
-    def muon(variables, weight_decay):
-        return Muon(variables, config.muon_momentum, length.total, weight_decay)
-
-    def adamw(variables, weight_decay):
-        return AdamW(variables, weight_decay=weight_decay)
-
-    def recipe_factor(step):
-        return shape(step, places, points.values)
-
-    def whitening_factor(step):
-        return 1 - step / whitening_steps
-
-    kernel_rule = {"momentum": momentum, "muon": muon, "adamw": adamw}[config.optimizer]
-    rest_rule = adamw if config.optimizer == "adamw" else momentum
-    bias_rate = config.bias_learning_rate or config.learning_rate
-    whitening_rate = config.whitening_learning_rate or bias_rate
-    head_rate = config.head_learning_rate or config.learning_rate
-    roles = split_by_role(model)
-    return Optimizer(
-        [
-            group("kernels", roles["kernels"], config.learning_rate, recipe_factor, kernel_rule),
-            group("biases", roles["biases"], bias_rate, recipe_factor, rest_rule),
-            group("head", roles["head"], head_rate, recipe_factor, rest_rule),
-            group("whitening", roles["whitening"], whitening_rate, whitening_factor, rest_rule, whitening_steps),
-        ]
-    )
+    if name not in RULES:
+        raise ValueError(f"optimizer={name} is not one of {', '.join(RULES)}")
+    variables = split_by_role(model)
+    groups = []
+    for role, (peak, factor, frozen_from_step) in schedules.items():
+        weight_decay = settings.weight_decay * settings.learning_rate / peak if peak else 0.0
+        rule = RULES[name][role](variables[role], weight_decay, settings)
+        groups.append(ParamGroup(role, rule, _learning_rate(peak, factor), frozen_from_step))
+    return Optimizer(groups)
 
 
-def split_by_role(model: keras.Model) -> dict[str, list]:
-    """Role -> the `tf.Variable`s that have it. The head is the last kernel, if any is trained; vectors count as
-    biases."""
+def _learning_rate(peak: float, factor: Callable[[int], float]) -> Callable[[int], float]:
+    return lambda step: peak * factor(step)
+
+
+def split_by_role(model: keras.Model) -> dict[str, list[tf.Variable]]:
+    """Role -> trained variables. The head is the last kernel, if any is trained; vectors count as biases."""
     head = next((v for v in reversed(model.trainable_variables) if len(v.shape) > 1), None)
-    roles = {"kernels": [], "biases": [], "head": [], "whitening": []}
+    roles: dict[str, list[tf.Variable]] = {"kernels": [], "biases": [], "head": [], "whitening": []}
     for variable in model.trainable_variables:
         if variable.path.startswith("whitening/"):
             role = "whitening"

@@ -1,7 +1,8 @@
-"""All that a run carries from step to step, as one named thing."""
+"""Everything a run carries from step to step."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -13,21 +14,39 @@ from cifar_towers.towers.placement import HOST, pin_to_device
 from cifar_towers.training.diagnostics import update_diagnostics
 from cifar_towers.training.ema import ExponentialMovingAverage, Lookahead, SmoothedLosses
 from cifar_towers.training.nonfinite import first_nonfinite_index
-from cifar_towers.training.optimizers import Optimizer
+from cifar_towers.training.optimizers import Optimizer, Updates, variable_name
 from cifar_towers.training.precision import LossScale
+from cifar_towers.training.results import UpdateDiagnostics
 
-MOST_DRAWS = 1024  # of one layer in a step
+MAX_DRAWS = 1024  # of one layer in a step
+
+
+class ModelValues(NamedTuple):
+    """The values of a model's variables."""
+
+    weights: list[tf.Tensor]  # N, trained
+    non_trainable: list[tf.Tensor]
+
+
+class UpdateResult(NamedTuple):
+    """What `TrainState.apply` did."""
+
+    finite: tf.Tensor  # bool: the variables were updated
+    nonfinite_index: tf.Tensor  # in `TrainState.update_names`, of the first new value that is not finite, or -1
+    gradient_norm: tf.Tensor  # of the mean gradient, all variables together
+    smoothed_losses: dict[str, tf.Tensor]
+    loss_scale: tf.Tensor  # of this step
+    diagnostics: UpdateDiagnostics | None
 
 
 class TrainState:
-    """The model's variables and what follows them. Build it inside the placement its variables should obey.
+    """The model's variables, the optimizer's slots and the averages. Build it inside the placement of its variables.
 
     Attributes:
-      step: updates done.
-      weights: N trained variables. statistics: the model's other variables, frozen filters among them.
-      seeds: for each of the statistics, whether it is what a layer draws random numbers from.
-      proxy: the state of a smaller net that moves beside this one, and is saved and restored with it; as a rule None.
-      moved_names: what `apply` assigns, in its order, by the groups that have a rate, once it has been traced.
+      step: steps done.
+      weights: N trained variables. non_trainable: the model's other variables, frozen filters among them.
+      is_seed: for each of `non_trainable`, whether a layer draws random numbers from it.
+      proxy: the state of a smaller net that is trained, saved and restored beside this one, or None.
     """
 
     def __init__(
@@ -42,95 +61,129 @@ class TrainState:
     ):
         self.model, self.optimizer = model, optimizer
         self.proxy: TrainState | None = None
-        self.update_names: dict[frozenset[str], list[str]] = {}
         with pin_to_device(HOST):
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         self.weights = [v.value for v in model.trainable_variables]
-        self.statistics = [v.value for v in model.non_trainable_variables]
-        self.seeds = [is_seed(v) for v in model.non_trainable_variables]
-        constrained = (v for v in model.trainable_variables if v.constraint)
-        self._constraints = {id(v.value): v.constraint for v in constrained}
-        self.ema = ExponentialMovingAverage(self.weights + self.statistics, ema_decay)
-        self.lookahead = Lookahead(self.weights + self.statistics, total_steps, lookahead)
+        self.non_trainable = [v.value for v in model.non_trainable_variables]
+        self.is_seed = [is_seed(v) for v in model.non_trainable_variables]
+        self._constraints = {id(v.value): v.constraint for v in model.trainable_variables if v.constraint}
+        self.ema = ExponentialMovingAverage(self.weights + self.non_trainable, ema_decay)
+        self.lookahead = Lookahead(self.weights + self.non_trainable, total_steps, lookahead)
         self.loss_averages = SmoothedLosses(loss_terms)
         self.loss_scale = LossScale(precision)
 
-    def read(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """(weights, statistics) as tensors, read where they live; they travel to where they are used."""
-        return [tf.convert_to_tensor(v) for v in self.weights], [tf.convert_to_tensor(v) for v in self.statistics]
+    @property
+    def weight_names(self) -> list[str]:
+        """Of the N trained variables."""
+        return [variable_name(variable) for variable in self.weights]
 
-    def with_layer_seeds(self, statistics: list[tf.Tensor], draws: RandomDraws) -> list[tf.Tensor]:
-        """The statistics for a part of the batch, with seeds that follow from the run's own and the part's first
-        example: no two parts draw the same numbers, and the same step always does."""
-        count = draws.example_index[0] * MOST_DRAWS
+    @property
+    def update_names(self) -> list[str]:
+        """Of all variables that a step may update, in the order of `UpdateResult.nonfinite_index`."""
+        return [variable_name(variable) for variable in self._updated_variables()]
+
+    def read_variables(self) -> ModelValues:
+        """The model's values as tensors, read where the variables are placed."""
+        return ModelValues(*([tf.convert_to_tensor(v) for v in kind] for kind in (self.weights, self.non_trainable)))
+
+    def with_layer_seeds(self, non_trainable: list[tf.Tensor], draws: RandomDraws) -> list[tf.Tensor]:
+        """The non-trainable values for a part of the batch, with seeds that follow from the run's own and the part's
+        first example: no two parts draw the same numbers, and the same step always does."""
+        count = draws.example_index[0] * MAX_DRAWS
         return [
             tf.stack([value[0], tf.cast(count, value.dtype)]) if seed else value
-            for value, seed in zip(statistics, self.seeds, strict=True)
+            for value, seed in zip(non_trainable, self.is_seed, strict=True)
         ]
 
     def apply(
         self,
         gradients: list[tuple],
-        statistics: list,
-        rates: dict[str, tf.Tensor],
+        non_trainable: Sequence[tf.Tensor | None],
+        losses: Mapping[str, tf.Tensor],
+        learning_rates: Mapping[str, tf.Tensor],
         finite: tf.Tensor,
-        look: tf.Tensor | None = None,
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor | None]:
-        """One step: the weights move, their averages follow, the step counts on.
+        collect_diagnostics: tf.Tensor | None = None,
+    ) -> UpdateResult:
+        """One step: updates the variables, then the averages, then the loss scale and the step counter.
 
-        Nothing moves unless the towers' numbers were `finite` and all that variables are to become is so too; then only
-        the step counts, and the averages follow what has not moved.
+        A step is skipped unless the towers' results and all new values are finite. It then changes no weight, slot,
+        non-trainable variable or average. Only the step counter advances, the loss scale of float16 adapts, and with
+        lookahead the last step of a run still takes the slow weights.
 
         Args:
-          gradients: N x (mean gradient, variable).
-          statistics: a new value for each of the model's, or None to leave it.
-          finite: whether all that the towers hand over is.
-          look: whether to look at the update closely; None where nobody ever does.
-
-        Returns:
-          (whether the variables moved, index in its `update_names` of the first that would not have been finite, or -1,
-          what `update_diagnostics` says of each trained variable or None)
+          gradients: N x (mean gradient of the scaled loss, variable).
+          non_trainable: a new value for each of the model's, or None to leave it.
+          losses: the final tower's, by term.
+          learning_rates: by active parameter group.
+          finite: whether all results of the towers are.
+          collect_diagnostics: whether this is a summary step; without it the graph has no diagnostics.
         """
+        loss_scale = self.loss_scale.value()
+        gradients = self.loss_scale.unscale(gradients)
         with tf.name_scope("apply"):
-            moves = [self._constrained(*move) for move in self.optimizer.moves(gradients, rates, self.step)]
-            moves += [pair for pair in zip(self.statistics, statistics, strict=True) if pair[1] is not None]
-            self.update_names[frozenset(rates)] = [variable.name.removesuffix(":0") for variable, _ in moves]
-            bad = first_nonfinite_index([value for _, value in moves], [variable.device for variable, _ in moves])
+            updates = self._compute_updates(gradients, non_trainable, learning_rates)
+            nonfinite_index = self._first_nonfinite(updates)
             with tf.device(self.step.device):
-                moves_finite = tf.logical_and(finite, bad < 0)
-            seen = None if look is None else update_diagnostics(look, gradients, moves)
-            for variable, value in moves:
+                updated = tf.logical_and(finite, nonfinite_index < 0)
+            diagnostics = None
+            if collect_diagnostics is not None:
+                diagnostics = update_diagnostics(collect_diagnostics, gradients, updates)
+            for variable, value in updates:
                 with tf.device(variable.device):
-                    variable.assign(tf.where(moves_finite, value, variable))
+                    variable.assign(tf.where(updated, value, variable))
         with tf.name_scope("weight_averages"):
             with tf.device(self.step.device):
-                done = self.step + 1
-            self.lookahead.update(done, moves_finite)
-            self.ema.update(done)
+                steps_done = self.step + 1
+            self.lookahead.update(steps_done, updated)
+            self.ema.update(steps_done, updated)
         self.loss_scale.adapt(finite)
         self.step.assign_add(1)
-        return moves_finite, bad, seen
+        return UpdateResult(
+            finite=updated,
+            nonfinite_index=nonfinite_index,
+            gradient_norm=tf.linalg.global_norm([gradient for gradient, _ in gradients]),
+            smoothed_losses=self.loss_averages.update(losses, updated),
+            loss_scale=loss_scale,
+            diagnostics=diagnostics,
+        )
 
-    def _constrained(self, variable: tf.Variable, value: tf.Tensor) -> tuple[tf.Variable, tf.Tensor]:
-        """A move of the optimizer, within the constraint that a layer of a user's own has put on the variable."""
+    def _compute_updates(
+        self, gradients: list[tuple], non_trainable: Sequence[tf.Tensor | None], learning_rates: Mapping
+    ) -> Updates:
+        updates = self.optimizer.compute_updates(gradients, learning_rates, self.step)
+        updates = [(variable, self._constrained(variable, value)) for variable, value in updates]
+        pairs = zip(self.non_trainable, non_trainable, strict=True)
+        return updates + [(variable, value) for variable, value in pairs if value is not None]
+
+    def _constrained(self, variable: tf.Variable, value: tf.Tensor) -> tf.Tensor:
+        """A new value within the constraint that a layer of a user's model puts on its variable."""
         constraint = self._constraints.get(id(variable))
         if not constraint:
-            return variable, value
+            return value
         with tf.device(variable.device):
-            return variable, tf.convert_to_tensor(constraint(value))
+            return tf.convert_to_tensor(constraint(value))
+
+    def _updated_variables(self) -> list[tf.Variable]:
+        return self.optimizer.updated_variables() + self.non_trainable
+
+    def _first_nonfinite(self, updates: Updates) -> tf.Tensor:
+        """Index among `_updated_variables` of the first whose new value is not finite, or -1."""
+        new_values = {id(variable): value for variable, value in updates}
+        variables = self._updated_variables()
+        return first_nonfinite_index([new_values.get(id(v)) for v in variables], [v.device for v in variables])
 
     def evaluation_weights(self) -> dict[str, tuple[list, list]]:
-        """`raw`, and `ema` where one is kept -> (weights, statistics) to evaluate with."""
-        sets = {"raw": (self.weights, self.statistics)}
+        """`raw`, and `ema` where one is kept -> values of (weights, non-trainable) to evaluate with."""
+        sets = {"raw": (self.weights, self.non_trainable)}
         if self.ema.averages:
             sets["ema"] = self.ema.averages[: len(self.weights)], self.ema.averages[len(self.weights) :]
         return sets
 
     def named_variables(self) -> dict[str, tf.Variable]:
-        """Every variable of the run by a name that does not depend on towers or devices."""
+        """Every variable by its name in checkpoints, which does not depend on towers or devices."""
         model = [*self.model.trainable_variables, *self.model.non_trainable_variables]
         paths = [v.path.replace("/", ".") for v in model]
-        named = dict(zip((f"model.{path}" for path in paths), self.weights + self.statistics, strict=True))
+        named = dict(zip((f"model.{path}" for path in paths), self.weights + self.non_trainable, strict=True))
         for prefix, averages in (("ema", self.ema.averages), ("lookahead", self.lookahead.slow)):
             named |= {f"{prefix}.{path}": v for path, v in zip(paths, averages, strict=False)}
         named |= {f"optimizer.{name}": v for name, v in self.optimizer.slots().items()}
@@ -141,12 +194,12 @@ class TrainState:
         return named | {"loss_average.weight": self.loss_averages.weight, "step": self.step}
 
     def first_nonfinite_variable(self) -> str:
-        """The name of a variable with a value that is no finite number; empty if there is none."""
+        """The name of a variable with a non-finite value; empty if there is none."""
         floats = ((name, v) for name, v in self.named_variables().items() if v.dtype.is_floating)
         return next((name for name, v in floats if not np.isfinite(v.numpy()).all()), "")
 
-    def digest(self) -> str:
-        """SHA-256 of the names and bytes of the model's variables: two runs that agree on it have the same net."""
+    def weights_sha256(self) -> str:
+        """SHA-256 of the names and bytes of the model's variables."""
         digest = hashlib.sha256()
         for name, variable in sorted(self.named_variables().items()):
             if name.startswith("model."):

@@ -1,7 +1,6 @@
-"""One update: split, run, average, apply, follow, report."""
+"""One training step: split, run, average, apply, report."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -25,35 +24,59 @@ from cifar_towers.training.diagnostics import (
 )
 from cifar_towers.training.nonfinite import first_nonfinite_index
 from cifar_towers.training.results import ForwardDiagnostics, StepDiagnostics, StepMetrics, TowerGradientStats
-from cifar_towers.training.state import TrainState
+from cifar_towers.training.state import ModelValues, TrainState, UpdateResult
+
+
+class StepOptions(NamedTuple):
+    """What a tower needs to know of a step besides its shard."""
+
+    active_groups: frozenset[str]  # parameter groups whose gradients are taken
+    image_size: int = 0  # pixels that images are downsampled to; 0: as they are
+    collect_diagnostics: tf.Tensor | None = None  # [] bool; None: the graph has no diagnostics
+
+
+class MicroBatchResult(NamedTuple):
+    """What a tower computes from a micro-batch."""
+
+    losses: dict[str, tf.Tensor]  # scalars by term
+    gradients: list[tf.Tensor | None]  # N, of the scaled loss
+    non_trainable: list[tf.Tensor | None]  # new values; None for an unchanged one
+    num_correct: tf.Tensor
+    diagnostics: ForwardDiagnostics | None
+    example_losses: tf.Tensor | None  # of each example, if there is an `example_loss`
 
 
 class TowerResult(NamedTuple):
-    """What one tower hands over of its shard. A part of a shard has no `bad`."""
+    """What one tower computes from its shard: as of a micro-batch, with a variable beside each gradient."""
 
-    losses: dict[str, tf.Tensor]  # scalars by term
-    gradients: list  # N x (gradient, variable)
-    statistics: list[tf.Tensor | None]  # new values; None where one did not change
-    correct: tf.Tensor  # examples it got right
-    # The first that is not finite: its index in the losses and, after them, the gradients from the last to the first,
-    # or -1.
-    bad: tf.Tensor | None = None
-    look: ForwardDiagnostics | None = None
-    example_losses: tf.Tensor | None = None  # of each example in turn, if there was an `example_loss`
+    losses: dict[str, tf.Tensor]
+    gradients: list[tuple[tf.Tensor | None, tf.Variable]]
+    non_trainable: list[tf.Tensor | None]
+    num_correct: tf.Tensor
+    nonfinite_index: tf.Tensor  # in the losses, then the gradients from last to first; -1 if all are finite
+    diagnostics: ForwardDiagnostics | None = None
+    example_losses: tf.Tensor | None = None
 
 
 def make_train_step(update: Callable[..., StepMetrics]) -> Callable[..., StepMetrics]:
-    """The function (batch, rates, side, look) -> metrics that a run calls: an update of `make_update` as one graph.
+    """An update of `make_update` as one graph: (batch, learning_rates, image_size, collect_diagnostics) -> metrics.
 
-    `rates` are those of the optimizer's groups that move; no gradient is taken for the others. `side` is the Python
-    number of pixels the images are shrunk to, 0: none. Each set of groups and each side is traced once. `look` is a
-    tensor that says whether the step is looked at closely; without it there are no `diagnostics`, and
-    nothing of them in the graph.
+    Args of the returned function:
+      learning_rates: by active parameter group; no gradients are taken for the other groups.
+      image_size: a Python number of pixels that images are downsampled to; 0: as they are.
+      collect_diagnostics: [] bool; without it the graph has no diagnostics.
+
+    Each set of groups and each image size is traced once.
     """
 
     @tf.function(autograph=False)
-    def train_step(batch: Batch, rates: dict[str, tf.Tensor], side: int = 0, look=None) -> StepMetrics:
-        return update(batch, rates, side, look)
+    def train_step(
+        batch: Batch,
+        learning_rates: dict[str, tf.Tensor],
+        image_size: int = 0,
+        collect_diagnostics: tf.Tensor | None = None,
+    ) -> StepMetrics:
+        return update(batch, learning_rates, image_size, collect_diagnostics)
 
     return train_step
 
@@ -70,33 +93,36 @@ def make_update(
     stages: Sequence[Stage] = (),
     example_loss: Callable | None = None,
 ) -> Callable[..., StepMetrics]:
-    """The function (batch, rates, side, look) -> metrics that moves `state` by one step; see `make_train_step`.
+    """The function of one step on `state`; see `make_train_step` for its arguments.
 
     Args:
       micro_batches: parts that each tower takes its shard in.
-      batch_statistics: what becomes of K towers' new statistics: their `mean`, the `final` tower's, or `synchronized`,
-        where the towers meet in the norms on the way, and of what else there is the mean is taken.
+      batch_statistics: `mean` over the towers, the `final` tower's, or `synchronized`: computed over all towers in
+        each norm. Other non-trainable values are averaged then.
       gradient_device: where gradients are averaged; beside each variable if empty.
-      stages: the model cut over several devices, for one tower; they work on different parts at the same time.
-      example_loss: (labels, logits) -> [B] losses, for the metrics; none are there if None.
+      stages: the model cut over several devices, for one tower; they work on different micro-batches at a time.
+      example_loss: (labels, logits) -> [B] losses to return in the metrics.
     """
     tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches, stages, example_loss)
     run = run_on_towers_synchronized if batch_statistics == "synchronized" else run_on_towers
+    devices = [variable.device for variable in state.non_trainable]
 
-    def update(batch: Batch, rates: dict[str, tf.Tensor], side: int = 0, look=None) -> StepMetrics:
-        shards = split_batch(batch, towers)
-        looks = [None] * (len(towers) - 1) + [look]  # at the final tower
-        on_tower = functools.partial(tower_fn, side, tuple(rates))
-        results = run(on_tower, towers, list(zip(shards, looks, strict=True)))
+    def update(batch: Batch, learning_rates: Mapping, image_size: int = 0, collect_diagnostics=None) -> StepMetrics:
+        def on_tower(tower: Tower, shard: Batch) -> TowerResult:
+            collect = collect_diagnostics if tower == towers[-1] else None
+            return tower_fn(tower, shard, StepOptions(frozenset(learning_rates), image_size, collect))
+
+        results = run(on_tower, towers, split_batch(batch, towers))
 
         gradients = average_gradients([r.gradients for r in results], device=gradient_device)  # the towers meet here
 
-        alike = None if look is None else tower_gradient_stats(look, [r.gradients for r in results], gradients)
-        gradients = state.loss_scale.unscale(gradients)
-        homes = [variable.device for variable in state.statistics]
-        statistics = reduce_batch_stats([r.statistics for r in results], batch_statistics, homes)
-        told = apply_update(state, gradients, statistics, rates, results[-1].losses, all_finite(results), look)
-        return metrics(results, *told, alike, batch.labels.shape[0])
+        tower_stats = None
+        if collect_diagnostics is not None:
+            tower_stats = tower_gradient_stats(collect_diagnostics, [r.gradients for r in results], gradients)
+        non_trainable = reduce_batch_stats([r.non_trainable for r in results], batch_statistics, devices)
+        losses, finite = results[-1].losses, all_finite(results)
+        updated = state.apply(gradients, non_trainable, losses, learning_rates, finite, collect_diagnostics)
+        return make_step_metrics(results, updated, tower_stats, batch.labels.shape[0])
 
     return update
 
@@ -108,51 +134,41 @@ def make_tower_fn(
     micro_batches: int = 1,
     stages: Sequence[Stage] = (),
     example_loss: Callable | None = None,
-) -> Callable[..., TowerResult]:
-    """The function (side, groups, tower, (shard, look)) -> result that each tower runs: it takes the gradients of the
-    variables in these of the optimizer's groups. It only reads."""
+) -> Callable[[Tower, Batch, StepOptions], TowerResult]:
+    """The function that each tower runs on its shard. It only reads variables."""
     forward = _staged(stages, state.model) if stages else stateless_call_with_activations(state.model)
 
-    def micro_batch_fn(
-        side: int, groups: Sequence[str], look, weights: list[tf.Tensor], statistics: list[tf.Tensor], part: Batch
-    ) -> TowerResult:
-        statistics = state.with_layer_seeds(statistics, part.draws)
-        images = augmentation.train(part.images, part.draws, side)
-        moving = {id(variable) for variable in state.optimizer.moving(groups)}
+    def micro_batch_fn(part: Batch, values: ModelValues, options: StepOptions) -> MicroBatchResult:
+        non_trainable = state.with_layer_seeds(values.non_trainable, part.draws)
+        images = augmentation.train(part.images, part.draws, options.image_size)
+        active = {id(variable) for variable in state.optimizer.active_variables(options.active_groups)}
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([w for w, variable in zip(weights, state.weights, strict=True) if id(variable) in moving])
-            logits, new_statistics, own_losses, activations = forward(weights, statistics, images)
-            losses = loss_fn(part.labels, logits, weights, own_losses)
-            scaled = state.loss_scale.scale_loss(losses["total_loss"])
+            pairs = zip(values.weights, state.weights, strict=True)
+            tape.watch([weight for weight, variable in pairs if id(variable) in active])
+            logits, new_values, model_losses, activations = forward(values.weights, non_trainable, images)
+            losses = loss_fn(part.labels, logits, values.weights, model_losses)
+            scaled_loss = state.loss_scale.scale_loss(losses["total_loss"])
         with tf.name_scope("backward"):
-            gradients = tape.gradient(scaled, weights)
-        moved = zip(new_statistics, statistics, state.seeds, strict=True)
-        changed = [None if seed or new is old else new for new, old, seed in moved]
-        seen = None if look is None else forward_diagnostics(look, images, part.labels, activations)
-        correct, each = num_correct(part.labels, logits), example_loss(part.labels, logits) if example_loss else None
-        return TowerResult(losses, gradients, changed, correct, look=seen, example_losses=each)
-
-    def on_tower(side: int, groups: Sequence[str], tower: Tower, shard_and_look: tuple) -> TowerResult:
-        shard, look = shard_and_look
-        values = state.read()  # once for all parts: they travel to the tower
-        part_fn = functools.partial(micro_batch_fn, side, groups, look, *values)
-        results = run_micro_batches(part_fn, shard, micro_batches, sequential=not stages)
-        pairs = [list(zip(r.gradients, state.weights, strict=True)) for r in results]
-        losses = {term: _mean([r.losses[term] for r in results]) for term in results[0].losses}
-        gradients = average_gradients(pairs, device="" if stages else tower.device)
-        homes = [v.device if stages else tower.device for v in reversed(state.weights)]
-        return TowerResult(
+            gradients = tape.gradient(scaled_loss, values.weights)
+        diagnostics = None
+        if options.collect_diagnostics is not None:
+            diagnostics = forward_diagnostics(options.collect_diagnostics, images, part.labels, activations)
+        changes = zip(new_values, non_trainable, state.is_seed, strict=True)
+        return MicroBatchResult(
             losses=losses,
             gradients=gradients,
-            statistics=reduce_batch_stats([r.statistics for r in results], "mean"),
-            correct=tf.add_n([r.correct for r in results]),
-            bad=first_nonfinite_index(
-                [*losses.values(), *(gradient for gradient, _ in reversed(gradients))],
-                [*(tower.device for _ in losses), *homes],
-            ),
-            look=results[-1].look,
-            example_losses=_joined(results),
+            non_trainable=[None if seed or new is old else new for new, old, seed in changes],
+            num_correct=num_correct(part.labels, logits),
+            diagnostics=diagnostics,
+            example_losses=example_loss(part.labels, logits) if example_loss else None,
         )
+
+    def on_tower(tower: Tower, shard: Batch, options: StepOptions) -> TowerResult:
+        values = state.read_variables()  # once for all micro-batches: they travel to the tower
+        results = run_micro_batches(
+            lambda part: micro_batch_fn(part, values, options), shard, micro_batches, sequential=not stages
+        )
+        return _combine_micro_batches(results, state.weights, tower.device, pipelined=bool(stages))
 
     return on_tower
 
@@ -161,79 +177,85 @@ def _staged(stages: Sequence[Stage], model) -> Callable:
     """`stateless_call_with_activations` for a model cut in stages, which has no losses of its own."""
     call = staged_call(stages, model)
 
-    def forward(weights, statistics, images):
-        logits, new_statistics, activations = call(weights, statistics, images)
-        return logits, new_statistics, [], activations
+    def forward(weights, non_trainable, images):
+        logits, new_values, activations = call(weights, non_trainable, images)
+        return logits, new_values, [], activations
 
     return forward
 
 
+def _combine_micro_batches(
+    results: Sequence[MicroBatchResult], weights: Sequence[tf.Variable], device: str, pipelined: bool
+) -> TowerResult:
+    """The result of a tower on `device`. A pipeline's gradients are averaged beside their variables instead."""
+    losses = {term: _mean([r.losses[term] for r in results]) for term in results[0].losses}
+    gradients = average_gradients(
+        [list(zip(r.gradients, weights, strict=True)) for r in results], device="" if pipelined else device
+    )
+    devices = [variable.device if pipelined else device for variable in reversed(weights)]
+    return TowerResult(
+        losses=losses,
+        gradients=gradients,
+        non_trainable=reduce_batch_stats([r.non_trainable for r in results]),
+        num_correct=tf.add_n([r.num_correct for r in results]),
+        nonfinite_index=first_nonfinite_index(
+            [*losses.values(), *(gradient for gradient, _ in reversed(gradients))], [device] * len(losses) + devices
+        ),
+        diagnostics=results[-1].diagnostics,
+        example_losses=_concat_example_losses(results),
+    )
+
+
 def all_finite(results: Sequence[TowerResult]) -> tf.Tensor:
-    """Whether what K towers hand over has no NaN and no infinity in it."""
-    return tf.reduce_all(tf.stack([r.bad for r in results]) < 0)
+    """Whether all losses and gradients of K towers are finite."""
+    return tf.reduce_all(tf.stack([r.nonfinite_index for r in results]) < 0)
 
 
-def apply_update(
-    state: TrainState, gradients: list, statistics: list, rates: dict, losses: dict, finite: tf.Tensor, look=None
-) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor], tuple[tf.Tensor, tf.Tensor] | None]:
-    """Moves the state by mean gradients: ({`gradient_norm`, `finite`, `nonfinite_update`}, averages of the losses, what
-    `update_diagnostics` says and the loss scale, if it was asked for)."""
-    scale = state.loss_scale.value()
-    finite, nonfinite_update, seen = state.apply(gradients, statistics, rates, finite, look)
-    averages = state.loss_averages.update(losses, finite)
-    norm = tf.linalg.global_norm([gradient for gradient, _ in gradients])
-    told = {"gradient_norm": norm, "finite": finite, "nonfinite_update": nonfinite_update}
-    return told, averages, None if look is None else (seen, scale)
-
-
-def metrics(
-    results: Sequence[TowerResult],
-    update: dict,
-    averages: dict,
-    seen: tuple | None,
-    alike: TowerGradientStats | None,
-    examples: int,
+def make_step_metrics(
+    results: Sequence[TowerResult], update: UpdateResult, tower_stats: TowerGradientStats | None, num_examples: int
 ) -> StepMetrics:
-    """What K towers' results, an `apply_update` and `tower_gradient_stats` say of a step over `examples` examples. The
-    final tower speaks for the loss terms."""
-    diagnostics = None if seen is None else StepDiagnostics(results[-1].look, alike, *seen)
+    """The metrics of a step over `num_examples` examples."""
+    diagnostics = None
+    if tower_stats is not None:
+        diagnostics = StepDiagnostics(results[-1].diagnostics, tower_stats, update.diagnostics, update.loss_scale)
     with tf.name_scope("metrics"):
-        told = StepMetrics(
+        metrics = StepMetrics(
             loss=_mean([r.losses["cross_entropy"] for r in results]),
-            accuracy=tf.add_n([r.correct for r in results]) / examples,
+            accuracy=tf.add_n([r.num_correct for r in results]) / num_examples,
+            gradient_norm=update.gradient_norm,
             tower_losses=tf.stack([r.losses["total_loss"] for r in results]),
             losses=results[-1].losses,
-            smoothed_losses=averages,
-            nonfinite_towers=tf.stack([r.bad for r in results]),
-            example_losses=_joined(results),
-            **update,
+            smoothed_losses=update.smoothed_losses,
+            finite=update.finite,
+            nonfinite_towers=tf.stack([r.nonfinite_index for r in results]),
+            nonfinite_update=update.nonfinite_index,
+            example_losses=_concat_example_losses(results),
         )
-        with tf.device(HOST):  # a GPU sends them on its own, and is not asked for one after the other
-            told = tf.nest.map_structure(lambda value: None if value is None else tf.identity(value), told)
-            return told._replace(diagnostics=diagnostics)
+        with tf.device(HOST):  # a GPU sends them by itself, instead of being asked for one after the other
+            metrics = tf.nest.map_structure(lambda value: None if value is None else tf.identity(value), metrics)
+    return metrics._replace(diagnostics=diagnostics)
 
 
 def reduce_batch_stats(
-    tower_statistics: Sequence[Sequence[tf.Tensor | None]], how: str, devices: Sequence[str] = ()
+    tower_values: Sequence[Sequence[tf.Tensor | None]], batch_statistics: str = "mean", devices: Sequence[str] = ()
 ) -> list[tf.Tensor | None]:
-    """K lists of the same S statistics -> one: their mean, or, if that is `how`, the `final` tower's, as with whole
-    numbers. None where none changed.
+    """K lists of new values for the same S non-trainable variables -> one; None where none changed.
 
-    Each mean is taken on its own of S devices, if they are given: beside the variable, where it is needed next.
+    The mean, except that `batch_statistics="final"` takes the final tower's, as is done with integers always. Each mean
+    is computed on its own of S devices, if they are given: beside the variable.
     """
-    if how == "final":
-        return list(tower_statistics[-1])
-    combined = []
+    if batch_statistics == "final":
+        return list(tower_values[-1])
+    reduced = []
     with tf.name_scope("average_statistics"):
-        for index, of_one in enumerate(zip(*tower_statistics, strict=True)):
+        for index, values in enumerate(zip(*tower_values, strict=True)):
             with tf.device(devices[index] if devices else ""):
-                averaged = of_one[-1] is not None and of_one[-1].dtype.is_floating
-                combined.append(_mean(of_one) if averaged else of_one[-1])
-    return combined
+                averaged = values[-1] is not None and values[-1].dtype.is_floating
+                reduced.append(_mean(values) if averaged else values[-1])
+    return reduced
 
 
-def _joined(results: Sequence[TowerResult]) -> tf.Tensor | None:
-    """The losses of all their examples in turn, where there are some."""
+def _concat_example_losses(results: Sequence[MicroBatchResult | TowerResult]) -> tf.Tensor | None:
     losses = [r.example_losses for r in results]
     return None if losses[0] is None else tf.concat(losses, 0)
 

@@ -171,7 +171,8 @@ def num_updated(model, **settings):
         length = config.run_length(10)
         optimizer = build.make_state(config, "float32", train, length)[0].optimizer
         step = length.last // 2 if epochs else 0
-        numbers.add(sum(variable.shape.num_elements() for variable in optimizer.moving(optimizer.rates(step))))
+        active = optimizer.active_variables(optimizer.learning_rates(step))
+        numbers.add(sum(variable.shape.num_elements() for variable in active))
     (number,) = numbers
     return number
 

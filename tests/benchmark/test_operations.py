@@ -98,7 +98,7 @@ def test_speednet_step_counts_equal_for_tower_counts_and_precisions(towers):
         training = build.make_training(
             config, towers(count), precision, train, RunLength(batches.steps_per_epoch, 10, 10)
         )
-        rates = {name: tf.TensorSpec([], tf.float32) for name in training.state.optimizer.rates(0)}
+        rates = {name: tf.TensorSpec([], tf.float32) for name in training.state.optimizer.learning_rates(0)}
         function = training.train_step.get_concrete_function(batches.stream(0, 1).element_spec, rates, side)
         totals[count, precision] = sum(operations.count(function).values())
     assert totals[1, "float32"] / examples == pytest.approx(3 * 2 * 118e6, rel=0.01)

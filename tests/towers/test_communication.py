@@ -36,7 +36,7 @@ def traced(towers, examples, **settings):
     state, step, _ = build.make_training(
         config, towers, "float32", examples, RunLength(batches.steps_per_epoch, 10, 10)
     )
-    arguments = batches.at(0), {name: tf.constant(0.1) for name in state.optimizer.rates(0)}
+    arguments = batches.at(0), {name: tf.constant(0.1) for name in state.optimizer.learning_rates(0)}
     return state, lambda: step(*arguments), step.get_concrete_function(*arguments)
 
 
@@ -80,7 +80,7 @@ def test_predicted_bytes_with_mirrored_variables(towers, examples):
     devices = [tower.device for tower in towers(4)]
     expected = step_bytes(variables_of(state.model), "one_device", devices, BATCH, EXAMPLE_BYTES)
     # [4, n] float32 of losses, correct, nonfinite and stop signal, needed on the first device
-    metrics_bytes = 4 * 4 * (len(state.loss_averages.sums) + 3)
+    metrics_bytes = 4 * 4 * (len(state.loss_averages.sums) + 2)
     rest = transfers(function, scalars=False) - expected.total()
     assert rest == {(device, devices[0]): metrics_bytes for device in devices[1:]}
 

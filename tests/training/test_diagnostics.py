@@ -33,7 +33,7 @@ def made(towers, examples, **settings):
 
 
 def one_step(training, batch, look=True):
-    rates = training.state.optimizer.rates(0)
+    rates = training.state.optimizer.learning_rates(0)
     rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
     return to_numpy(training.train_step(batch, rates, 32, tf.constant(look)))
 
@@ -82,7 +82,7 @@ def test_a_close_up_is_of_the_step_it_is_of(towers, examples, count, settings):
 
     def gradients_of(shard):
         with tf.GradientTape() as tape:
-            weights, statistics = reference.state.read()
+            weights, statistics = reference.state.read_variables()
             tape.watch(weights)
             logits, _ = model.stateless_call(weights, statistics, augment(shard.images, shard.draws), training=True)
             loss = loss_fn(shard.labels, logits, weights)["total_loss"]
@@ -127,7 +127,7 @@ def test_looking_changes_no_bit(towers, examples, strategy):
         _, batches, training = made(towers(2), examples, strategy=strategy)
         for step in range(3):
             metrics = one_step(training, batches.at(step), look)
-        digests.add(training.state.digest())
+        digests.add(training.state.weights_sha256())
         assert metrics.diagnostics.update.update_norm.any() == look
         assert metrics.diagnostics.forward.activations.norm.any() == look
     assert len(digests) == 1

@@ -19,7 +19,7 @@ from cifar_towers.towers import variable_placement
 from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
 from cifar_towers.training import build
 from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
-from cifar_towers.training.optimizers import Group, Momentum, Optimizer
+from cifar_towers.training.optimizers import Momentum, Optimizer, ParamGroup
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import make_train_step, make_update
 
@@ -62,7 +62,9 @@ def after_steps(state, step, batches):
 def make_state(synchronized=False):
     model = small_net(synchronized)
     rule = Momentum([v.value for v in model.trainable_variables], MOMENTUM)
-    return TrainState(model, Optimizer([Group("all", rule, lambda step: RATE)]), ["cross_entropy", "total_loss"], STEPS)
+    return TrainState(
+        model, Optimizer([ParamGroup("all", rule, lambda step: RATE)]), ["cross_entropy", "total_loss"], STEPS
+    )
 
 
 def combined(strategy, how, towers, batches, **options):

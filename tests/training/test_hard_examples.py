@@ -44,7 +44,7 @@ class Run:
         self.state, self.call, _ = build.make_training(self.config, towers, precision, examples, LENGTH)
 
     def step(self, number, batch=None, rates=None):
-        rates = rates or self.state.optimizer.rates(number)
+        rates = rates or self.state.optimizer.learning_rates(number)
         rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
         metrics = self.call(self.batches.at(number) if batch is None else batch, rates)
         return to_numpy(metrics)
@@ -76,9 +76,9 @@ def test_it_is_training_on_what_a_small_net_finds_hardest(towers, examples, coun
         assert set(metrics.hard_examples.rows) == set(np.argsort(by_hand)[-16:])
         assert (np.diff(metrics.hard_examples.rows) > 0).all()
         assert metrics.finite and metrics.hard_examples.proxy.finite
-        told = small.step(number, batch, both.state.optimizer.rates(number))  # so that its whitening rests
+        told = small.step(number, batch, both.state.optimizer.learning_rates(number))  # so that its whitening rests
         assert told.loss == pytest.approx(metrics.hard_examples.proxy.loss, rel=1e-5)
-        told = alone.step(number, hard_examples.take(batch, metrics.hard_examples.rows))
+        told = alone.step(number, hard_examples.gather_rows(batch, metrics.hard_examples.rows))
         assert told.accuracy == metrics.accuracy and told.loss == pytest.approx(metrics.loss, rel=1e-5)
     assert_same(both.values("proxy."), small.values())
     assert_same({n: v for n, v in both.values().items() if not n.startswith("proxy.")}, alone.values())
@@ -87,7 +87,10 @@ def test_it_is_training_on_what_a_small_net_finds_hardest(towers, examples, coun
 def losses(run, batch, parts):
     """The recipe's loss of each example by the state's net, whose batch norm sees one of so many parts."""
     images = build.make_augmentation(run.config, run.info).train(batch.images, batch.draws)
-    parts = [run.state.model.stateless_call(*run.state.read(), part, training=True) for part in tf.split(images, parts)]
+    parts = [
+        run.state.model.stateless_call(*run.state.read_variables(), part, training=True)
+        for part in tf.split(images, parts)
+    ]
     chances = tf.nn.log_softmax(tf.concat([logits for logits, _ in parts], 0)).numpy()
     true = chances[np.arange(len(chances)), batch.labels]
     return -0.8 * true - 0.2 * chances.mean(1)

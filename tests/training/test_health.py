@@ -8,23 +8,23 @@ from cifar_towers.training import health
 
 def test_enough_bad_steps_in_a_row_end_a_run():
     patient = health.DivergenceState(2)
-    assert patient.bad(7, "the loss is not finite") == (
+    assert patient.record_bad_step(7, "the loss is not finite") == (
         "step 7 made no update (1 in a row, 2 end the run): the loss is not finite"
     )
-    patient.good()
-    patient.bad(9, "x")
+    patient.record_good_step()
+    patient.record_bad_step(9, "x")
     with pytest.raises(DivergedError, match=r"step 10 made no update \(2 in a row"):
-        patient.bad(10, "x")
-    assert patient.facts() == {"bad_steps": 3, "bad_in_a_row": 2, "rollbacks": 0}
+        patient.record_bad_step(10, "x")
+    assert patient.metadata() == {"bad_steps": 3, "bad_in_a_row": 2, "rollbacks": 0}
 
 
 def test_every_rollback_halves_the_rates_until_it_is_not_the_rates():
     patient, error = health.DivergenceState(1), DivergedError("the last")
-    for number in range(1, health.MOST_ROLLBACKS + 1):
+    for number in range(1, health.MAX_ROLLBACKS + 1):
         patient.roll_back(error)
         assert patient.rate_factor == 0.5**number and patient.in_a_row == 0
     with pytest.raises(DivergedError, match="the last"):
         patient.roll_back(error)
     later = health.DivergenceState(1)
-    later.resume({"bad_steps": 4, "bad_in_a_row": 1, "rollbacks": 0}, {"rollbacks": 2})
-    assert later.facts() == {"bad_steps": 4, "bad_in_a_row": 1, "rollbacks": 2}  # killed before it was saved again
+    later.restore({"bad_steps": 4, "bad_in_a_row": 1, "rollbacks": 0}, {"rollbacks": 2})
+    assert later.metadata() == {"bad_steps": 4, "bad_in_a_row": 1, "rollbacks": 2}  # killed before it was saved again

@@ -21,6 +21,7 @@ NET = {
     "whitening_images": 60,
     "whitening_epochs": 1,
     "ema_decay": 0.9,
+    "lookahead": True,
 }
 WAYS = [
     {},
@@ -46,12 +47,12 @@ class Run:
         )
 
     def step(self, batch=None, rate=0.01):
-        rates = {name: tf.constant(rate) for name in self.state.optimizer.rates(0)}
+        rates = {name: tf.constant(rate) for name in self.state.optimizer.learning_rates(0)}
         return to_numpy(self.call(batch or self.batch, rates))
 
     def values(self):
         named = self.state.named_variables().items()
-        return {name: v.numpy() for name, v in named if not name.startswith(("ema", "step"))}
+        return {name: v.numpy() for name, v in named if name != "step"}
 
     def poisoned(self, example):
         """The batch with one image that is not finite. (A single NaN could get lost: max pooling passes over it.)"""
@@ -60,8 +61,7 @@ class Run:
         return self.batch._replace(images=tf.constant(images))
 
     def told(self, metrics):
-        names = [v.name.removesuffix(":0") for v in self.state.weights]
-        return nonfinite.describe(metrics, self.towers, list(metrics.losses), names, *self.state.update_names.values())
+        return nonfinite.describe_nonfinite(metrics, self.towers, self.state.weight_names, self.state.update_names)
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,11 @@ import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
-from cifar_towers.training.optimizers import AdamW, Group, Momentum, Muon, Optimizer, orthogonalize
-from cifar_towers.training.param_groups import make_optimizer
+from cifar_towers.registry import OPTIMIZERS
+from cifar_towers.training import param_groups
+from cifar_towers.training.build import make_optimizer
+from cifar_towers.training.optimizers import AdamW, Momentum, Muon, Optimizer, ParamGroup, orthogonalize
+from cifar_towers.training.param_groups import RULES, split_by_role
 from cifar_towers.training.state import TrainState
 
 
@@ -17,7 +20,7 @@ def assign(moves):
 
 def run(rule, gradients, rates):
     for step, (gradient, rate) in enumerate(zip(gradients, rates, strict=True)):
-        assign(rule.move(0, tf.constant(gradient), tf.constant(rate), tf.constant(step, tf.int64)))
+        assign(rule.compute_update(0, tf.constant(gradient), tf.constant(rate), tf.constant(step, tf.int64)))
     return rule.variables[0].numpy()
 
 
@@ -84,7 +87,7 @@ def test_muon_rescales_a_kernel_now_and_then():
     rule = Muon([kernel], momentum=0.0, total_steps=100)
     norms = []
     for step in range(4):
-        assign(rule.move(0, tf.ones_like(kernel), tf.constant(0.0), tf.constant(step, tf.int64)))
+        assign(rule.compute_update(0, tf.ones_like(kernel), tf.constant(0.0), tf.constant(step, tf.int64)))
         norms.append(float(tf.norm(kernel)))
         kernel.assign(2 * kernel)
     assert norms == pytest.approx([3.0, 6.0, 3.0, 6.0])  # period 2 at the start, to sqrt(9)
@@ -95,7 +98,7 @@ def test_muon_moves_by_the_orthogonal_direction_of_nesterov_momentum():
     gradient = np.random.default_rng(1).normal(size=start.shape).astype("f4")
     rule = Muon([tf.Variable(start)], momentum=0.5, total_steps=10)
     rule.slots["momentum"][0].assign(np.ones_like(start))
-    assign(rule.move(0, tf.constant(gradient), tf.constant(0.1), tf.constant(1, tf.int64)))
+    assign(rule.compute_update(0, tf.constant(gradient), tf.constant(0.1), tf.constant(1, tf.int64)))
     moved = 0.5 + gradient
     expected = start - 0.1 * orthogonalize(tf.constant(gradient + 0.5 * moved)).numpy()
     np.testing.assert_allclose(rule.variables[0], expected, rtol=1e-5)
@@ -105,14 +108,19 @@ def test_groups_move_at_their_own_rates_and_none_stays():
     a, b, c = (tf.Variable([1.0]) for _ in range(3))
     optimizer = Optimizer(
         [
-            Group("a", Momentum([a], 0.0), lambda step: 0.1 * (step + 1)),
-            Group("bc", Momentum([b, c], 0.0), lambda step: 0.5),
-            Group("empty", Momentum([], 0.0), lambda step: 1.0),
+            ParamGroup("a", Momentum([a], 0.0), lambda step: 0.1 * (step + 1)),
+            ParamGroup("bc", Momentum([b, c], 0.0), lambda step: 0.5),
+            ParamGroup("empty", Momentum([], 0.0), lambda step: 1.0),
         ]
     )
-    assert optimizer.rates(1) == {"a": 0.2, "bc": 0.5} and optimizer.rates(1, 0.5) == {"a": 0.1, "bc": 0.25}
-    rates = {name: tf.constant(rate) for name, rate in optimizer.rates(1).items()}
-    assign(optimizer.moves([(None, c), (tf.constant([1.0]), b), (tf.constant([1.0]), a)], rates, tf.constant(1)))
+    assert optimizer.learning_rates(1) == {"a": 0.2, "bc": 0.5} and optimizer.learning_rates(1, 0.5) == {
+        "a": 0.1,
+        "bc": 0.25,
+    }
+    rates = {name: tf.constant(rate) for name, rate in optimizer.learning_rates(1).items()}
+    assign(
+        optimizer.compute_updates([(None, c), (tf.constant([1.0]), b), (tf.constant([1.0]), a)], rates, tf.constant(1))
+    )
     np.testing.assert_allclose([a[0], b[0], c[0]], [0.8, 0.5, 1.0])
 
 
@@ -121,11 +129,12 @@ def test_constraints_hold_after_every_update():
     images = keras.Input((3,))
     model = keras.Model(images, keras.layers.Dense(2, kernel_constraint="non_neg", bias_initializer="ones")(images))
     weights = [v.value for v in model.trainable_variables]
-    state = TrainState(model, Optimizer([Group("all", Momentum(weights), lambda step: 0.5)]), ["total_loss"], 10)
+    state = TrainState(model, Optimizer([ParamGroup("all", Momentum(weights), lambda step: 0.5)]), ["total_loss"], 10)
     before = weights[0].numpy()
     gradients = [(tf.constant([[1.0, -1.0]] * 3), weights[0]), (tf.constant([8.0, 0.0]), weights[1])]
-    finite, *_ = state.apply(gradients, [], {"all": tf.constant(0.5)}, tf.constant(True))
-    assert finite and (before < 0.5).any()
+    losses = {"total_loss": tf.constant(1.0)}
+    update = state.apply(gradients, [], losses, {"all": tf.constant(0.5)}, tf.constant(True))
+    assert update.finite and (before < 0.5).any()
     np.testing.assert_allclose(weights[0], np.maximum(before - [0.5, -0.5], 0))
     np.testing.assert_allclose(weights[1], [-3.0, 1.0])
 
@@ -134,4 +143,12 @@ def test_a_net_that_trains_no_kernel_has_no_head():
     images = keras.Input((3,))
     normalised = keras.layers.BatchNormalization(name="norm")(keras.layers.Dense(2, trainable=False)(images))
     optimizer = make_optimizer(TrainConfig(), keras.Model(images, normalised), RunLength(10, 10, 10))
-    assert list(optimizer.rates(5)) == ["biases"]
+    assert list(optimizer.learning_rates(5)) == ["biases"]
+
+
+def test_every_optimizer_has_a_rule_for_every_role():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    assert tuple(RULES) == OPTIMIZERS
+    assert {tuple(rules) for rules in RULES.values()} == {tuple(split_by_role(model))}
+    with pytest.raises(ValueError, match="optimizer=lion is not one of momentum, muon, adamw"):
+        param_groups.make_optimizer("lion", model, {}, None)

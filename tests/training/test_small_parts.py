@@ -42,7 +42,7 @@ def test_a_place_in_percents_is_on_its_step():
     for percent in range(1, 101):
         side_at = schedules.ImageSizeSchedule(f"{percent}%=24", 32).at(schedules.RunLength(100, 200, 200))
         assert [side_at(step) for step in (2 * percent - 1, 2 * percent)] == [32, 24]
-        assert TrainConfig(epochs=percent / 100).length(100).total == percent
+        assert TrainConfig(epochs=percent / 100).run_length(100).total == percent
 
 
 @pytest.mark.parametrize("text", ["cosine:0=1", "linear:", "linear:0", "step:3=x", "linear:5=1,2=0", "linear:-1=0"])
@@ -60,10 +60,22 @@ def test_weight_average_by_hand():
     v = tf.Variable([0.0])
     average = ExponentialMovingAverage([v], decay=0.9)
     v.assign([11.0])
-    average.update(tf.constant(1, tf.int64))  # (1 + 1) / (10 + 1) = 2/11: keeps 2/11 of 0, takes 9/11 of 11
+    average.update(tf.constant(1, tf.int64), tf.constant(True))  # (1 + 1) / (10 + 1): 2/11 of 0, 9/11 of 11
     np.testing.assert_allclose(average.averages[0], [9.0], rtol=1e-6)
-    average.update(tf.constant(1000, tf.int64))  # 0.9
+    average.update(tf.constant(1000, tf.int64), tf.constant(True))  # 0.9
     np.testing.assert_allclose(average.averages[0], [0.9 * 9 + 0.1 * 11], rtol=1e-6)
+
+
+def test_averages_ignore_a_step_that_is_not_finite():
+    """They stay as they are to the bit; only the last step takes lookahead's slow weights in any case."""
+    v, no = tf.Variable([0.0]), tf.constant(False)
+    average, lookahead = ExponentialMovingAverage([v], decay=0.9), Lookahead([v], total_steps=10, enabled=True)
+    v.assign([11.0])
+    average.update(tf.constant(5, tf.int64), no)
+    lookahead.update(tf.constant(5, tf.int64), no)
+    assert (average.averages[0][0], lookahead.slow[0][0], v[0]) == (0.0, 0.0, 11.0)
+    lookahead.update(tf.constant(10, tf.int64), no)
+    assert (lookahead.slow[0][0], v[0]) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("total", [10, 12])

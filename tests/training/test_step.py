@@ -55,7 +55,7 @@ def training(towers, examples, precision, steps, nudge=0.0, **settings):
     for weight in state.weights:
         weight.assign(weight * (1 + nudge))
     for batch in batches.stream(0, steps):
-        rates = state.optimizer.rates(int(state.step))
+        rates = state.optimizer.learning_rates(int(state.step))
         yield state, step(batch, {name: tf.constant(rate, tf.float32) for name, rate in rates.items()})
 
 
@@ -149,7 +149,7 @@ def test_everything_is_where_it_should_be(towers, examples, model, policy):
     state, step, _ = build.make_training(
         config, towers(4), "float32", examples, RunLength(batches.steps_per_epoch, 10, 10)
     )
-    rates = {name: tf.constant(0.1) for name in state.optimizer.rates(0)}
+    rates = {name: tf.constant(0.1) for name in state.optimizer.learning_rates(0)}
     function = step.get_concrete_function(batches.at(0), rates)
     made = function.graph.get_operations()
 
@@ -217,8 +217,8 @@ def test_what_rests_gets_no_gradient_and_changes_nothing_else(towers, examples, 
         state, step, _ = build.make_training(
             config, towers(2), "float32", examples, RunLength(batches.steps_per_epoch, 100, 100)
         )
-        assert "whitening" in state.optimizer.rates(1) and "whitening" not in state.optimizer.rates(2)
-        rates = {name: tf.constant(rate, tf.float32) for name, rate in state.optimizer.rates(2).items()}
+        assert "whitening" in state.optimizer.learning_rates(1) and "whitening" not in state.optimizer.learning_rates(2)
+        rates = {name: tf.constant(rate, tf.float32) for name, rate in state.optimizer.learning_rates(2).items()}
         if not rests:
             rates["whitening"] = tf.constant(0.0)
         work = operations.count(step.get_concrete_function(batches.at(2), rates))
@@ -233,7 +233,9 @@ def test_what_rests_gets_no_gradient_and_changes_nothing_else(towers, examples, 
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(towers, examples):
-    first, again, other = (trained(towers(2), examples, "bfloat16", 2, seed=seed)[0].digest() for seed in (1, 1, 2))
+    first, again, other = (
+        trained(towers(2), examples, "bfloat16", 2, seed=seed)[0].weights_sha256() for seed in (1, 1, 2)
+    )
     assert first == again != other
 
 
@@ -300,10 +302,10 @@ def test_float16_overflows_under_mirrored_variables_and_the_scale_shrinks(towers
         config, towers(2), "float16", examples, RunLength(batches.steps_per_epoch, 100, 100)
     )
     state.loss_scale.scale.assign(2.0**120)  # no gradient survives that in float16
-    before = state.digest()
-    metrics = step(batches.at(0), {name: tf.constant(0.1) for name in state.optimizer.rates(0)})
+    before = state.weights_sha256()
+    metrics = step(batches.at(0), {name: tf.constant(0.1) for name in state.optimizer.learning_rates(0)})
     assert not np.isfinite(metrics.gradient_norm) and state.loss_scale.can_shrink()
-    assert state.digest() == before and float(state.loss_scale.scale.numpy()) == 2.0**119
+    assert state.weights_sha256() == before and float(state.loss_scale.scale.numpy()) == 2.0**119
 
 
 def test_an_odd_number_of_towers_is_not_halved(towers):
