@@ -1,4 +1,4 @@
-"""Several processes that train as one: who they are, and how they talk outside the graph.
+"""Training with several processes: their addresses, their coordination outside the graph, and their launcher.
 
-Nothing here knows of TensorFlow, models or files; the gradients travel by TensorFlow's own way.
+Gradients are exchanged by TensorFlow's own collectives.
 """

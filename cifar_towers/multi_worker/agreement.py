@@ -1,4 +1,4 @@
-"""What a run does with the other workers of a cluster; for a run of one machine there is nothing to do."""
+"""What the workers of a cluster check, share and gather during a run; without effect for a single worker."""
 
 import contextlib
 import dataclasses
@@ -15,45 +15,45 @@ from cifar_towers.training.results import ForwardDiagnostics, StepMetrics, Tenso
 
 
 @contextlib.contextmanager
-def worker_train_dir(team: Coordinator, config: TrainConfig) -> Iterator[TrainConfig]:
+def worker_train_dir(workers: Coordinator, config: TrainConfig) -> Iterator[TrainConfig]:
     """The config with this worker's `train_dir`: worker 0's stays; the others' are temporary."""
-    if team.is_chief:
+    if workers.is_chief:
         yield config
         return
-    own = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{team.index}-", ignore_cleanup_errors=True)
-    team.before_exit = own.cleanup
+    own = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{workers.index}-", ignore_cleanup_errors=True)
+    workers.before_exit = own.cleanup
     with own:
         yield dataclasses.replace(config, train_dir=own.name)
 
 
-def assert_workers_agree(team: Coordinator, dataset: Dataset, compute_dtype: str, towers: int) -> None:
-    """Makes sure that all workers have the same data and compute alike, each on so many towers.
+def assert_workers_agree(workers: Coordinator, dataset: Dataset, compute_dtype: str, num_towers: int) -> None:
+    """Checks that all workers have the same data, compute dtype and number of towers.
 
     Raises:
       UsageError: naming the worker and what differs.
     """
     data = {f"{name} images, as sha256,": getattr(dataset, name).digest for name in ("train", "test")}
-    team.assert_equal({"precision": compute_dtype, "towers": towers, **data})
+    workers.assert_equal({"precision": compute_dtype, "towers": num_towers, **data})
 
 
-def broadcast_state(team: Coordinator, variables: Mapping[str, tf.Variable]) -> None:
+def broadcast_state(workers: Coordinator, variables: Mapping[str, tf.Variable]) -> None:
     """Assigns the chief's values to the variables of all workers."""
-    if team.size > 1:
-        values = team.broadcast_from_chief(lambda: {name: v.numpy() for name, v in variables.items()})
-        for name, value in {} if team.is_chief else values.items():
+    if workers.size > 1:
+        values = workers.broadcast_from_chief(lambda: {name: v.numpy() for name, v in variables.items()})
+        for name, value in {} if workers.is_chief else values.items():
             variables[name].assign(value)
 
 
-def gather_diagnostics(team: Coordinator, metrics: StepMetrics) -> StepMetrics:
+def gather_diagnostics(workers: Coordinator, metrics: StepMetrics) -> StepMetrics:
     """The metrics of a step with the diagnostics of the other workers' towers: each tower's gradient statistics, and
     the forward pass of the final one."""
-    if team.size == 1 or not metrics.diagnostics:
+    if workers.size == 1 or not metrics.diagnostics:
         return metrics
     own = metrics.diagnostics
-    forward = own.forward if team.index == team.size - 1 else None
-    workers = team.gather({"tower_gradients": own.tower_gradients, "forward": forward})
-    images, labels, activations = workers[-1]["forward"]
-    tower_gradients = map(np.concatenate, zip(*(worker["tower_gradients"] for worker in workers), strict=True))
+    forward = own.forward if workers.index == workers.size - 1 else None
+    gathered = workers.gather({"tower_gradients": own.tower_gradients, "forward": forward})
+    images, labels, activations = gathered[-1]["forward"]
+    tower_gradients = map(np.concatenate, zip(*(worker["tower_gradients"] for worker in gathered), strict=True))
     return metrics._replace(
         diagnostics=own._replace(
             forward=ForwardDiagnostics(images, labels, TensorStats(*activations)),

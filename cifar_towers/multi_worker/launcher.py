@@ -1,4 +1,4 @@
-"""Starting the workers of a cluster on one machine, and starting all again when one is lost."""
+"""Starts the workers of a cluster on one machine, and restarts all of them when one is lost."""
 
 import contextlib
 import os
@@ -19,78 +19,84 @@ if TYPE_CHECKING:
     from cifar_towers.cli.shutdown import ShutdownHandler
 
 LAUNCH_VARIABLE = "CIFAR_TOWERS_LAUNCH"  # environment variable with an id that all processes of one launch share
-FINAL = (0, UsageError.exit_code, DataError.exit_code, DivergedError.exit_code)  # another start would end the same
-PATIENCE = 10.0  # seconds for the others to end once one has failed; then they are killed
-Started = tuple[subprocess.Popen, threading.Thread | None]  # a process, and who reads what it says
+FINAL = (
+    0,
+    UsageError.exit_code,
+    DataError.exit_code,
+    DivergedError.exit_code,
+)  # a restart would not help
+EXIT_TIMEOUT_SECONDS = 10.0  # for the other workers to exit once one has failed; then they are killed
+Started = tuple[subprocess.Popen, threading.Thread | None]  # a process, and the thread that prints its output
 
 
 def launch(
     command: Sequence[str],
     num_workers: int,
     max_restarts: int,
-    say: Callable[[str], None],
-    stop: "ShutdownHandler",
+    log: Callable[[str], None],
+    shutdown: "ShutdownHandler",
 ) -> int:
-    """Runs a training to its end, on several local workers or as the flags say; the exit code it ends with.
+    """Runs a training in several local workers or one process; returns its exit code.
 
     Args:
-      command: a training's; what a worker has to know comes after it.
-      num_workers: how many to start here, on the loopback; 0: one process, which may be one of a cluster.
-      max_restarts: how often to start again what a lost worker or a signal to one of them has ended.
-      stop: a signal that comes to this process is passed on, and then nothing is started again; a second one kills.
+      command: the training command; flags of each worker are appended.
+      num_workers: processes to start, which meet on the loopback interface; 0: one, which may be part of a cluster.
+      max_restarts: how often to restart after a worker is lost or receives a signal.
+      log: prints a line.
+      shutdown: a signal to this process is forwarded and prevents restarts; a second signal kills the workers.
     """
     os.environ[LAUNCH_VARIABLE] = uuid.uuid4().hex
     for restart in range(max_restarts + 1):
-        codes = _run(command, num_workers, stop)
+        codes = _run(command, num_workers, shutdown)
         first_failed = next((worker for worker, code in codes.items() if code), None)
-        if first_failed is None or stop.received_signal or codes[first_failed] in FINAL:
+        if first_failed is None or shutdown.received_signal or codes[first_failed] in FINAL:
             break
         if restart < max_restarts:
-            who = f"worker {first_failed}" if num_workers else "it"
-            say(f"{who} ended with exit code {codes[first_failed]}; restart {restart + 1} of at most {max_restarts}")
+            name = f"worker {first_failed}" if num_workers else "the process"
+            log(f"{name} ended with exit code {codes[first_failed]}; restart {restart + 1} of at most {max_restarts}")
     return next(filter(None, codes.values()), 0)
 
 
 def free_addresses(count: int) -> tuple[str, ...]:
-    """Addresses on the loopback whose ports are free, as is the one that the first worker talks at."""
+    """Loopback addresses with free ports; the first worker's port for coordination is free too."""
     while True:
-        with contextlib.ExitStack() as held:
-            listeners = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        with contextlib.ExitStack() as stack:
+            listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
             ports = [listener.getsockname()[1] for listener in listeners]
-            talk = ports[0] + COORDINATION_PORT_OFFSET
+            coordination_port = ports[0] + COORDINATION_PORT_OFFSET
             with contextlib.suppress(OSError):
-                if max(ports) <= MAX_WORKER_PORT and talk not in ports:
-                    held.enter_context(socket.create_server(("127.0.0.1", talk)))
+                if max(ports) <= MAX_WORKER_PORT and coordination_port not in ports:
+                    stack.enter_context(socket.create_server(("127.0.0.1", coordination_port)))
                     return tuple(f"127.0.0.1:{port}" for port in ports)
 
 
-def _run(command: Sequence[str], num_workers: int, stop: "ShutdownHandler") -> dict[int, int]:
-    """Starts all, waits for all; worker -> exit code, in the order in which they ended."""
+def _run(command: Sequence[str], num_workers: int, shutdown: "ShutdownHandler") -> dict[int, int]:
+    """Starts all workers and waits for them; worker -> exit code, in the order in which they ended."""
     workers = _start_all(command, num_workers) if num_workers else [_start(command)]
     processes = [process for process, _ in workers]
-    stop.before_exit = lambda: _signal(processes, signal.SIGKILL)  # who asks twice wants none of them left
+    shutdown.before_exit = lambda: _signal(processes, signal.SIGKILL)
     codes: dict[int, int] = {}
-    passed_on, deadline = 0, float("inf")
+    forwarded, deadline = 0, float("inf")
     while len(codes) < len(processes):
         for worker, process in enumerate(processes):
             if worker not in codes and (code := process.poll()) is not None:
                 codes[worker] = code if code >= 0 else interrupt_exit_code(-code)
                 if code:
-                    deadline = min(deadline, time.monotonic() + PATIENCE)
-        if stop.received_signal and not passed_on:
-            passed_on = stop.received_signal
-            _signal(processes, passed_on)
+                    deadline = min(deadline, time.monotonic() + EXIT_TIMEOUT_SECONDS)
+        if shutdown.received_signal and not forwarded:
+            forwarded = shutdown.received_signal
+            _signal(processes, forwarded)
         if time.monotonic() > deadline:
             _signal(processes, signal.SIGKILL)
         time.sleep(0.05)
     for _, reader in workers:
         if reader:
-            reader.join(1.0)  # its last words
+            reader.join(1.0)  # its last lines
     return codes
 
 
 def _start_all(command: Sequence[str], count: int) -> list[Started]:
-    """A worker each on its share of this machine's cores and GPUs, where there are enough of them."""
+    """Starts each worker on its share of this machine's cores and GPUs, if there are enough for all."""
     addresses = ",".join(free_addresses(count))
     cores, gpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [], _gpus()
     workers = []
@@ -107,29 +113,29 @@ def _start_all(command: Sequence[str], count: int) -> list[Started]:
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str] = {}, prefix: str = "") -> Started:
-    """A process that writes where this one does; with a prefix, line by line after it, by a thread."""
+    """Starts a process with this one's output; with a `prefix`, a thread prints its lines after the prefix."""
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"} if prefix else {}
     process = subprocess.Popen(command, env={**os.environ, **environment}, **pipe)
     if not prefix:
         return process, None
-    reader = threading.Thread(target=_pass_on, args=(process.stdout, prefix), daemon=True)
+    reader = threading.Thread(target=_print_lines, args=(process.stdout, prefix), daemon=True)
     reader.start()
     return process, reader
 
 
-def _pass_on(lines, prefix: str) -> None:
+def _print_lines(lines, prefix: str) -> None:
     for line in lines:
         with contextlib.suppress(OSError):
             print(prefix + line, end="", file=sys.stderr, flush=True)
 
 
-def _share(things: Sequence, index: int, count: int) -> Sequence:
-    """This one's of `count` equal shares; nothing where there are too few for all."""
-    return things[len(things) * index // count : len(things) * (index + 1) // count] if len(things) >= count else []
+def _share(items: Sequence, index: int, count: int) -> Sequence:
+    """The share of one of `count` workers; empty if there are fewer items than workers."""
+    return items[len(items) * index // count : len(items) * (index + 1) // count] if len(items) >= count else []
 
 
 def _gpus() -> list[str]:
-    """The GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes."""
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name and name != "-1"]
     try:

@@ -1,4 +1,4 @@
-"""What travels between the workers outside the graph: JSON and arrays, nothing that could be executed."""
+"""Messages between workers: JSON and arrays, nothing that could be executed."""
 
 import json
 import socket
@@ -7,77 +7,77 @@ from typing import Any
 
 import numpy as np
 
-MOST = 2**34  # bytes of a message
+MAX_BYTES = 2**34  # of a message
 _CHUNK = 2**20
 _HEAD = struct.Struct("!cQ")  # kind, length
 
 
 def send(connection: socket.socket, kind: bytes, value: Any = None) -> None:
-    """Sends one message: what it is, in one byte, and a value.
+    """Sends a message: its kind, one byte, and a value.
 
     Raises:
-      OSError: the other end is gone, or does not take it within the connection's timeout.
+      OSError: the other end has closed, or does not read within the connection's timeout.
     """
     content = pack(value)
     message = memoryview(_HEAD.pack(kind, len(content)) + content)
-    for start in range(0, len(message), _CHUNK):  # the timeout is for each
+    for start in range(0, len(message), _CHUNK):  # each has the timeout
         connection.sendall(message[start : start + _CHUNK])
 
 
-def receive(connection: socket.socket, most: int = MOST) -> tuple[bytes, Any]:
-    """The next message, of at most so many bytes: (kind, value).
+def receive(connection: socket.socket, max_bytes: int = MAX_BYTES) -> tuple[bytes, Any]:
+    """The next message as (kind, value).
 
     Raises:
-      OSError: nothing comes within the connection's timeout, or the connection has ended.
-      ValueError: it is no message.
+      OSError: nothing arrives within the connection's timeout, or the connection has closed.
+      ValueError: the bytes are no message, or more than `max_bytes`.
     """
     kind, length = _HEAD.unpack(_read(connection, _HEAD.size))
-    if length > most:
-        raise ValueError(f"a message of {length} bytes is none of ours")
+    if length > max_bytes:
+        raise ValueError(f"a message of {length} bytes is too long")
     return kind, unpack(_read(connection, length))
 
 
 def pack(value: Any) -> bytes:
-    """Numbers, texts, lists, dicts and arrays, one within another, as bytes. A tuple becomes a list."""
+    """Nested numbers, strings, lists, dicts and arrays as bytes. A tuple becomes a list."""
     arrays: list[np.ndarray] = []
 
-    def other(thing):
-        if isinstance(thing, np.ndarray) and not thing.dtype.hasobject:
-            arrays.append(np.ascontiguousarray(thing))
-            return {"__array__": [thing.dtype.name, list(thing.shape)]}
-        if isinstance(thing, np.generic):
-            return thing.item()
-        raise TypeError(f"{type(thing).__name__} cannot be sent")
+    def encode(item):
+        if isinstance(item, np.ndarray) and not item.dtype.hasobject:
+            arrays.append(np.ascontiguousarray(item))
+            return {"__array__": [item.dtype.name, list(item.shape)]}
+        if isinstance(item, np.generic):
+            return item.item()
+        raise TypeError(f"{type(item).__name__} cannot be sent")
 
-    text = json.dumps(value, default=other).encode()
+    text = json.dumps(value, default=encode).encode()
     return b"".join([struct.pack("!Q", len(text)), text, *(array.tobytes() for array in arrays)])
 
 
 def unpack(content: bytes) -> Any:
-    """What `pack` was given.
+    """The value that `pack` packed.
 
     Raises:
-      ValueError: `pack` did not make these bytes.
+      ValueError: the bytes are not from `pack`.
     """
     try:
         (length,) = struct.unpack_from("!Q", content)
-        place = 8 + length
+        offset = 8 + length
 
-        def array(thing: dict):
-            nonlocal place
-            if "__array__" not in thing:
-                return thing
-            name, shape = thing["__array__"]
+        def decode(item: dict):
+            nonlocal offset
+            if "__array__" not in item:
+                return item
+            name, shape = item["__array__"]
             count = int(np.prod(shape, dtype=np.int64))
-            found = np.frombuffer(content, np.dtype(name), count, place).reshape(shape)
-            place += found.nbytes
-            return found
+            array = np.frombuffer(content, np.dtype(name), count, offset).reshape(shape)
+            offset += array.nbytes
+            return array
 
-        value = json.loads(content[8:place], object_hook=array)
+        value = json.loads(content[8:offset], object_hook=decode)
     except (struct.error, TypeError, KeyError) as error:
-        raise ValueError(f"not one of our messages: {error}") from error
-    if place != len(content):
-        raise ValueError(f"not one of our messages: {len(content) - place} bytes more than it says")
+        raise ValueError(f"not a packed value: {error}") from error
+    if offset != len(content):
+        raise ValueError(f"not a packed value: {len(content) - offset} bytes left over")
     return value
 
 
@@ -86,7 +86,7 @@ def _read(connection: socket.socket, length: int) -> bytes:
     while missing:
         part = connection.recv(min(missing, _CHUNK))
         if not part:
-            raise ConnectionError("its connection has ended")
+            raise ConnectionError("its connection has closed")
         parts.append(part)
         missing -= len(part)
     return b"".join(parts)

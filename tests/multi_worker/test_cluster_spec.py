@@ -1,4 +1,4 @@
-"""Who trains together, from flags, TF_CONFIG and Slurm's variables; and what is refused."""
+"""Clusters from flags, TF_CONFIG and Slurm's variables."""
 
 import json
 
@@ -27,7 +27,7 @@ def slurm(**changes):
 
 
 @pytest.mark.parametrize(
-    "given, expected",
+    ("given", "expected"),
     [
         (("a:5000,b:5000,c:5000", 2, {}), ClusterSpec(THREE, 2)),
         (("[::1]:1,[fd00::2]:1", 0, {}), ClusterSpec(("[::1]:1", "[fd00::2]:1"), 0)),
@@ -42,47 +42,47 @@ def slurm(**changes):
             ("", -1, slurm(SLURM_NTASKS="4", SLURM_STEP_NODELIST="r[1-2]n[1-2]", SLURM_STEP_TASKS_PER_NODE="1(x4)")),
             ClusterSpec(("r1n1:20007", "r1n2:20007", "r2n1:20007", "r2n2:20007"), 3),
         ),
-        (("x:1,y:1", 1, tf_config() | slurm()), ClusterSpec(("x:1", "y:1"), 1)),  # flags before all
+        (("x:1,y:1", 1, tf_config() | slurm()), ClusterSpec(("x:1", "y:1"), 1)),  # flags take precedence
         (("", -1, tf_config(index=2) | slurm()), ClusterSpec(THREE, 2)),
     ],
 )
-def test_where_the_cluster_is_told_of(given, expected):
+def test_cluster_from_flags_tf_config_or_slurm(given, expected):
     assert resolve_cluster(*given) == expected
 
 
 @pytest.mark.parametrize(
-    "given, told",
+    ("given", "message"),
     [
         (("", -1, {}), "--workers=host:port"),
         (("a:5000,b:5000", -1, {}), "--worker_index"),
         (("a:5000,b:5000", 2, {}), "from 0 to 1"),
         (("a:5000", 0, {}), "one worker is no cluster"),
         (("", 1, tf_config(index=2)), "worker_index=1, but TF_CONFIG says that this is worker 2"),
-        (("gpu..2:5000,b:5000", 0, {}), "'gpu..2:5000' is not a host:port"),
-        ((f"{'g' * 64}:5000,b:5000", 0, {}), "is not a host:port"),
+        (("gpu..2:5000,b:5000", 0, {}), "'gpu..2:5000' is not host:port"),
+        ((f"{'g' * 64}:5000,b:5000", 0, {}), "is not host:port"),
         (("[::1]:5000,[::1]:5100", 0, {}), "::1:5100 is a worker's"),
-        (("a:5000,a:5000", 0, {}), "a:5000 is two workers"),
-        (("a:5000,b", 0, {}), "'b' is not a host:port"),
+        (("a:5000,a:5000", 0, {}), "a:5000 is given twice"),
+        (("a:5000,b", 0, {}), "'b' is not host:port"),
         (("a:5000,b:70000", 0, {}), "'b:70000'"),
         (("a:5000,b:5000/x", 0, {}), "'b:5000/x'"),
         (("a:5000,a:5100", 0, {}), "a:5100 is a worker's"),
         (("", -1, {"TF_CONFIG": "{"}), "TF_CONFIG cannot be read"),
         (("", -1, {"TF_CONFIG": "[]"}), "TF_CONFIG cannot be read"),
-        (("", -1, tf_config("ps")), "type ps"),
-        (("", -1, slurm(SLURM_NTASKS="9")), "9 tasks, and of 5 on 4 nodes"),
+        (("", -1, tf_config("ps")), "type ps are not supported"),
+        (("", -1, slurm(SLURM_NTASKS="9")), "9 tasks, but 5 on 4 nodes"),
         (("", -1, {"SLURM_PROCID": "0"}), "SLURM_NTASKS"),
     ],
 )
-def test_what_is_no_cluster_is_told_in_a_line(given, told):
+def test_invalid_cluster_is_refused_in_one_line(given, message):
     with pytest.raises(UsageError) as caught:
         resolve_cluster(*given)
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "address", ["127.0.0.1:5000", "10.1.2.3:5000", "192.168.1.1:5000", "[::1]:5000", "100.64.0.1:1"]
 )
-def test_private_addresses_are_fine(address):
+def test_private_addresses_are_accepted(address):
     check_not_public(address, 0)
 
 
@@ -92,6 +92,6 @@ def test_public_addresses_are_refused(address):
         check_not_public(address, 0)
 
 
-def test_a_name_that_nobody_knows_is_waited_for_and_told():
-    with pytest.raises(WorkerLostError, match="nowhere.invalid:5000 has no address"):
+def test_unknown_host_is_retried_then_named():
+    with pytest.raises(WorkerLostError, match="nowhere.invalid:5000 cannot be resolved"):
         check_not_public("nowhere.invalid:5000", 0.3)

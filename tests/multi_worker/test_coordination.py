@@ -1,4 +1,4 @@
-"""How workers meet, exchange, watch over each other and part: real sockets, a thread for each worker."""
+"""Rendezvous, exchange, heartbeats and end of workers: real sockets, a thread for each worker."""
 
 import contextlib
 import queue
@@ -15,8 +15,8 @@ from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 from cifar_towers.multi_worker.launcher import free_addresses
 
 
-def together(*workers):
-    """Runs a function for each worker at the same time; what each returned or raised."""
+def run_in_threads(*workers):
+    """Runs a function for each worker at the same time; returns what each returned or raised."""
     outcomes = [None] * len(workers)
 
     def run(place, worker):
@@ -33,25 +33,25 @@ def together(*workers):
     return outcomes
 
 
-def meet(cluster, settings=(), seconds=5.0):
-    return lambda: rendezvous.meet(cluster, dict(settings), seconds)
+def connecting(cluster, settings=(), seconds=5.0):
+    return lambda: rendezvous.connect_workers(cluster, dict(settings), seconds)
 
 
-def make_teams(addresses, ends):
-    """A team for each worker; what ends their processes is put on `ends` as (worker, line, code)."""
-    cluster = [ClusterSpec(addresses, index) for index in range(len(addresses))]
-    found = together(*map(meet, cluster))
+def make_coordinators(addresses, ends):
+    """A coordinator for each worker; ends of their processes are put on `ends` as (worker, line, code)."""
+    clusters = [ClusterSpec(addresses, index) for index in range(len(addresses))]
+    connected = run_in_threads(*map(connecting, clusters))
 
     def end_of(index):
         return lambda line, code: ends.put((index, line, code))
 
     return [
-        coordination.Coordinator(one, connections, end_of(one.index))
-        for one, connections in zip(cluster, found, strict=True)
+        coordination.Coordinator(cluster, connections, end_of(cluster.index))
+        for cluster, connections in zip(clusters, connected, strict=True)
     ]
 
 
-def test_values_travel_as_they_are():
+def test_values_are_unpacked_as_packed():
     value = {"a": [1, 2.5, None, True, "é"], "weights": [np.arange(6, dtype=np.float32).reshape(2, 3), np.array(7)]}
     back = messages.unpack(messages.pack(value | {"b": np.float32(0.1), "nan": float("nan")}))
     assert back["a"] == value["a"] and back["b"] == float(np.float32(0.1)) and np.isnan(back["nan"])
@@ -61,107 +61,109 @@ def test_values_travel_as_they_are():
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 9, messages.pack([np.ones(4)])[:-1], b"\0" * 7 + b"\2[]trailing"])
-def test_what_is_no_message_is_refused(content):
+def test_malformed_messages_are_refused(content):
     with pytest.raises(ValueError):
         messages.unpack(content)
 
 
-def test_objects_cannot_be_sent():
+def test_objects_cannot_be_packed():
     with pytest.raises(TypeError):
         messages.pack({"a": object()})
     with pytest.raises(TypeError):
         messages.pack(np.array([object()]))
 
 
-def test_workers_exchange_in_their_order_and_part():
+def test_workers_exchange_in_order_and_close():
     ends = queue.SimpleQueue()
-    teams = make_teams(free_addresses(3), ends)
+    coordinators = make_coordinators(free_addresses(3), ends)
 
-    def work(one):
+    def work(coordinator):
         def worker():
-            found = [one.gather([one.index, turn]) for turn in range(50)]
-            large = one.broadcast_from_chief(lambda: np.arange(10**6))
-            one.assert_equal({"same": 1})
-            one.close()
-            return found, large.sum()
+            gathered = [coordinator.gather([coordinator.index, turn]) for turn in range(50)]
+            large = coordinator.broadcast_from_chief(lambda: np.arange(10**6))
+            coordinator.assert_equal({"same": 1})
+            coordinator.close()
+            return gathered, large.sum()
 
         return worker
 
-    outcomes = together(*map(work, teams))
+    outcomes = run_in_threads(*map(work, coordinators))
     expected = [[[index, turn] for index in range(3)] for turn in range(50)]
     assert outcomes == [(expected, 499999500000)] * 3
     time.sleep(0.2)
     assert ends.empty()
 
 
-def test_facts_that_differ_are_named_on_all():
-    teams = make_teams(free_addresses(3), queue.SimpleQueue())
-    outcomes = together(*[lambda one=one: one.assert_equal({"towers": 1, "data": one.index // 2}) for one in teams])
+def test_unequal_values_are_named_on_all_workers():
+    coordinators = make_coordinators(free_addresses(3), queue.SimpleQueue())
+    outcomes = run_in_threads(
+        *[lambda each=each: each.assert_equal({"towers": 1, "data": each.index // 2}) for each in coordinators]
+    )
     assert {str(outcome) for outcome in outcomes} == {str(outcomes[0])}
     assert isinstance(outcomes[0], UsageError) and "worker 2 of 3" in str(outcomes[0]) and "data 1" in str(outcomes[0])
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_that_is_gone_ends_all_with_its_name(monkeypatch, victim):
+def test_lost_worker_ends_all_and_is_named(monkeypatch, victim):
     monkeypatch.setattr(coordination, "EXIT_GRACE_SECONDS", 0.1)
     ends = queue.SimpleQueue()
-    teams, tidied = make_teams(free_addresses(3), ends), queue.SimpleQueue()
-    for each in teams:
+    coordinators, tidied = make_coordinators(free_addresses(3), ends), queue.SimpleQueue()
+    for each in coordinators:
         each.before_exit = lambda index=each.index: tidied.put(index)
-    teams[victim]._parted.set()  # it does nothing any more
-    for connection in teams[victim]._connections.values():
+    coordinators[victim]._closed.set()  # it takes no part in its own end
+    for connection in coordinators[victim]._connections.values():
         connection.shutdown(socket.SHUT_RDWR)
-    told = sorted(ends.get(timeout=5) for _ in range(2))
-    assert [index for index, *_ in told] == [index for index in range(3) if index != victim]
-    assert all(f"worker {victim} of 3" in line and code == 5 for _, line, code in told)
-    assert sorted(tidied.get(timeout=5) for _ in range(2)) == [index for index, *_ in told]
+    reports = sorted(ends.get(timeout=5) for _ in range(2))
+    assert [index for index, *_ in reports] == [index for index in range(3) if index != victim]
+    assert all(f"worker {victim} of 3" in line and code == 5 for _, line, code in reports)
+    assert sorted(tidied.get(timeout=5) for _ in range(2)) == [index for index, *_ in reports]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_worker_that_is_silent_ends_all_with_its_name(monkeypatch, victim):
+def test_silent_worker_ends_all_and_is_named(monkeypatch, victim):
     monkeypatch.setattr(coordination, "EXIT_GRACE_SECONDS", 0.1)
     monkeypatch.setattr(coordination, "HEARTBEAT_INTERVAL_SECONDS", 0.1)
     monkeypatch.setattr(rendezvous, "HEARTBEAT_TIMEOUT_SECONDS", 2.0)
     ends = queue.SimpleQueue()
-    teams = make_teams(free_addresses(3), ends)
-    teams[victim]._send = lambda *_: None  # its connections stay, and nothing comes from it
-    told = [ends.get(timeout=20) for _ in range(2)]
-    lines = [line for index, line, _ in told if index != victim]
-    assert lines and all(f"worker {victim} of 3" in line and "nothing was heard" in line for line in lines)
+    coordinators = make_coordinators(free_addresses(3), ends)
+    coordinators[victim]._send = lambda *_: None  # its connections stay open
+    reports = [ends.get(timeout=20) for _ in range(2)]
+    lines = [line for index, line, _ in reports if index != victim]
+    assert lines and all(f"worker {victim} of 3" in line and "no heartbeat" in line for line in lines)
 
 
-def test_what_ends_one_is_told_by_all(monkeypatch):
+def test_abort_ends_all_with_the_same_line(monkeypatch):
     monkeypatch.setattr(coordination, "EXIT_GRACE_SECONDS", 0.1)
     ends = queue.SimpleQueue()
-    teams = make_teams(free_addresses(3), ends)
-    teams[2].abort("data: no such file", 3)
-    told = sorted(ends.get(timeout=5) for _ in range(2))
-    assert [index for index, *_ in told] == [0, 1]
-    for _, line, code in told:
+    coordinators = make_coordinators(free_addresses(3), ends)
+    coordinators[2].abort("data: no such file", 3)
+    reports = sorted(ends.get(timeout=5) for _ in range(2))
+    assert [index for index, *_ in reports] == [0, 1]
+    for _, line, code in reports:
         assert line.startswith("worker 2 of 3") and line.endswith("ended: data: no such file") and code == 3
 
 
-def test_who_ends_twice_waits_for_nobody():
-    """As the chief does that hears of a worker's end while it is about to leave by itself."""
-    teams = make_teams(free_addresses(3), queue.SimpleQueue())
-    teams[0]._tell_all("one line", 5)
+def test_second_end_does_not_wait():
+    """As when the chief learns of a worker's end while it is about to exit by itself."""
+    coordinators = make_coordinators(free_addresses(3), queue.SimpleQueue())
+    coordinators[0]._send_end("one line", 5)
     start = time.monotonic()
-    teams[0].abort("another", 1)
+    coordinators[0].abort("another", 1)
     assert time.monotonic() - start < coordination.HEARTBEAT_INTERVAL_SECONDS / 2
 
 
-def test_the_main_thread_may_end_by_itself():
-    """All were asked to leave: each has its own line already, and nobody ends it from the side."""
+def test_main_thread_may_exit_by_itself():
+    """After a signal to all workers, each exits with its own line."""
     ends = queue.SimpleQueue()
-    teams = make_teams(free_addresses(2), ends)
-    for one in teams:
-        one.abort("interrupted: saved step 3", 143)
+    coordinators = make_coordinators(free_addresses(2), ends)
+    for coordinator in coordinators:
+        coordinator.abort("interrupted: saved step 3", 143)
     time.sleep(0.3)
     assert ends.empty()
 
 
 def bad_clusters():
-    """Name -> (what each process believes, what all are told)."""
+    """(name, cluster of each process, error type, message) of clusters that cannot train."""
     two, other = free_addresses(2), free_addresses(2)
     yield "missing", [ClusterSpec(two, 0)], WorkerLostError, "worker 1 of 2"
     yield "no chief", [ClusterSpec(two, 1)], WorkerLostError, "worker 0 does not answer"
@@ -172,32 +174,33 @@ def bad_clusters():
 
 
 @pytest.mark.parametrize("case", range(5))
-def test_a_bad_cluster_is_told_to_every_process_in_the_same_line(case):
-    _, believed, kind, told = list(bad_clusters())[case]
-    outcomes = together(*[meet(cluster, seconds=1.5) for cluster in believed])
+def test_invalid_cluster_is_refused_with_the_same_line_everywhere(case):
+    _, clusters, error, message = list(bad_clusters())[case]
+    outcomes = run_in_threads(*[connecting(cluster, seconds=1.5) for cluster in clusters])
     for outcome in outcomes:
-        assert type(outcome) is kind and told in str(outcome) and "\n" not in str(outcome)
+        assert type(outcome) is error and message in str(outcome) and "\n" not in str(outcome)
     assert len({str(outcome) for outcome in outcomes}) == 1
 
 
-def test_settings_that_differ_are_named():
-    found = free_addresses(2)
-    outcomes = together(
-        meet(ClusterSpec(found, 0), {"seed": 0}.items()), meet(ClusterSpec(found, 1), {"seed": 1}.items())
+def test_different_settings_are_named():
+    addresses = free_addresses(2)
+    outcomes = run_in_threads(
+        connecting(ClusterSpec(addresses, 0), {"seed": 0}.items()),
+        connecting(ClusterSpec(addresses, 1), {"seed": 1}.items()),
     )
     assert all("seed=1, worker 0 has seed=0" in str(outcome) for outcome in outcomes)
 
 
-def test_a_taken_port_is_told_to_all():
-    found = free_addresses(2)
-    with socket.create_server(("", int(found[1].rpartition(":")[2]))):
-        outcomes = together(*[meet(ClusterSpec(found, index)) for index in range(2)])
+def test_port_in_use_is_reported_to_all():
+    addresses = free_addresses(2)
+    with socket.create_server(("", int(addresses[1].rpartition(":")[2]))):
+        outcomes = run_in_threads(*[connecting(ClusterSpec(addresses, index)) for index in range(2)])
     assert all("worker 1 of 2" in str(o) and "cannot listen" in str(o) for o in outcomes)
 
 
-def test_strangers_and_latecomers_change_nothing():
-    found = free_addresses(2)
-    host, port = ClusterSpec(found, 0).coordination_address
+def test_strangers_and_latecomers_are_turned_away():
+    addresses = free_addresses(2)
+    host, port = ClusterSpec(addresses, 0).coordination_address
 
     def stranger():
         for _ in range(50):
@@ -208,41 +211,43 @@ def test_strangers_and_latecomers_change_nothing():
 
     first = threading.Thread(target=stranger)
     first.start()
-    chief, other, _ = together(
-        meet(ClusterSpec(found, 0)), lambda: (time.sleep(0.3), meet(ClusterSpec(found, 1))())[1], stranger
+    chief, other, _ = run_in_threads(
+        connecting(ClusterSpec(addresses, 0)),
+        lambda: (time.sleep(0.3), connecting(ClusterSpec(addresses, 1))())[1],
+        stranger,
     )
     assert set(chief) == {1} and set(other) == {0}
-    (late,) = together(
-        lambda: rendezvous._report(
-            ClusterSpec(found, 1), {"index": 1, "workers": [], "settings": {}, "process": "", "trouble": ""}, 1.0
+    (late,) = run_in_threads(
+        lambda: rendezvous._connect_to_chief(
+            ClusterSpec(addresses, 1), {"index": 1, "workers": [], "settings": {}, "process": "", "trouble": ""}, 1.0
         )
     )
-    assert isinstance(late, WorkerLostError) and "is there already" in str(late)
+    assert isinstance(late, WorkerLostError) and "is already connected" in str(late)
 
 
-def test_joined_tells_the_others_what_ended_it(monkeypatch):
+def test_error_inside_connect_ends_the_others(monkeypatch):
     ends = queue.SimpleQueue()
     monkeypatch.setattr(coordination, "EXIT_GRACE_SECONDS", 0.2)
     monkeypatch.setattr(coordination, "_end_process", lambda _, line, code: ends.put((line, code)))
-    found = free_addresses(2)
+    addresses = free_addresses(2)
 
     def worker(index):
-        with coordination.connect(ClusterSpec(found, index), {}, 5.0):
+        with coordination.connect(ClusterSpec(addresses, index), {}, 5.0):
             if index:
                 raise Interrupted(15, "before the first step; nothing to save")
-            told.append(ends.get(timeout=5))
+            reports.append(ends.get(timeout=5))
             raise WorkerLostError("the process has ended")
 
-    told = []
-    together(lambda: worker(0), lambda: worker(1))
-    ((line, code),) = told
+    reports = []
+    run_in_threads(lambda: worker(0), lambda: worker(1))
+    ((line, code),) = reports
     assert (
         "worker 1 of 2" in line and line.endswith("interrupted: before the first step; nothing to save") and code == 143
     )
 
 
-def test_alone_everything_is_trivial():
-    one = coordination.single_worker()
-    assert one.is_chief and one.gather(5) == [5] and one.broadcast_from_chief(lambda: 6) == 6
-    one.assert_equal({"a": 1})
-    one.close()
+def test_single_worker():
+    coordinator = coordination.single_worker()
+    assert coordinator.is_chief and coordinator.gather(5) == [5] and coordinator.broadcast_from_chief(lambda: 6) == 6
+    coordinator.assert_equal({"a": 1})
+    coordinator.close()

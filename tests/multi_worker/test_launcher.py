@@ -1,4 +1,4 @@
-"""Starting, and starting again: the launcher with a program that ends as it is told in place of a training."""
+"""The launcher, with a small program in place of a training."""
 
 import os
 import signal
@@ -9,6 +9,14 @@ import time
 import pytest
 
 from cifar_towers.cli.shutdown import ShutdownHandler
+from cifar_towers.errors import (
+    DataError,
+    DivergedError,
+    RunError,
+    UsageError,
+    WorkerLostError,
+    interrupt_exit_code,
+)
 from cifar_towers.multi_worker import launcher
 
 PROGRAM = f"""
@@ -22,66 +30,77 @@ starts = sum(line.startswith(str(index)) for line in open(sys.argv[1]))
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
-    """launch(ends as, workers, restarts) -> (exit code, what each start was told, what the launcher said)."""
+    """launch(program, ...) -> (exit code, a line of words for each start, lines that the launcher logged)."""
+    monkeypatch.setenv(launcher.LAUNCH_VARIABLE, "")  # restores it afterwards
 
-    monkeypatch.setenv(launcher.LAUNCH_VARIABLE, "")  # and so as it was afterwards
-
-    def run(ending, num_workers=0, max_restarts=3, stop=None):
-        said, log = [], tmp_path / "log"
-        command = [sys.executable, "-c", PROGRAM + ending, str(log), "--flag"]
-        code = launcher.launch(command, num_workers, max_restarts, said.append, stop or ShutdownHandler())
-        return code, [line.split() for line in log.read_text().splitlines()], said
+    def run(program, num_workers=0, max_restarts=3, shutdown=None):
+        logged, log = [], tmp_path / "log"
+        command = [sys.executable, "-c", PROGRAM + program, str(log), "--flag"]
+        code = launcher.launch(command, num_workers, max_restarts, logged.append, shutdown or ShutdownHandler())
+        return code, [line.split() for line in log.read_text().splitlines()], logged
 
     return run
 
 
-@pytest.mark.parametrize(("code", "starts"), [(0, 1), (1, 3), (2, 1), (3, 1), (4, 1), (5, 3), (137, 3), (143, 3)])
-def test_what_another_start_may_mend_is_started_again(launch, code, starts):
-    found, told, said = launch(f"sys.exit({code})", max_restarts=2)
-    assert found == code and len(told) == starts and len(said) == starts - 1
-    assert len({line[1] for line in told}) == 1  # all are of one launch
-    assert all(line[3:] == ["--flag"] for line in told)
+@pytest.mark.parametrize(
+    ("code", "num_starts"),
+    [
+        (0, 1),
+        (RunError.exit_code, 3),
+        (UsageError.exit_code, 1),
+        (DataError.exit_code, 1),
+        (DivergedError.exit_code, 1),
+        (WorkerLostError.exit_code, 3),
+        (interrupt_exit_code(signal.SIGKILL), 3),
+        (interrupt_exit_code(signal.SIGTERM), 3),
+    ],
+)
+def test_restarts_only_after_exit_codes_that_may_not_recur(launch, code, num_starts):
+    exit_code, starts, logged = launch(f"sys.exit({code})", max_restarts=2)
+    assert exit_code == code and len(starts) == num_starts and len(logged) == num_starts - 1
+    assert len({line[1] for line in starts}) == 1  # all are of one launch
+    assert all(line[3:] == ["--flag"] for line in starts)
 
 
-def test_it_ends_when_a_start_does_well(launch):
-    code, told, said = launch("sys.exit(5 if starts < 3 else 0)")
-    assert code == 0 and len(told) == 3 and said[-1] == "it ended with exit code 5; restart 2 of at most 3"
+def test_no_restart_after_success(launch):
+    code, starts, logged = launch("sys.exit(5 if starts < 3 else 0)")
+    assert code == 0 and len(starts) == 3 and logged[-1] == "the process ended with exit code 5; restart 2 of at most 3"
 
 
-def test_workers_get_their_places_and_shares(launch):
-    code, told, _ = launch("sys.exit(0)", num_workers=2)
-    assert code == 0 and sorted(line[0] for line in told) == ["0", "1"]
-    flags = [dict(flag.split("=") for flag in line[4:]) for line in told]
+def test_workers_get_an_index_and_a_share_of_the_cores(launch):
+    code, starts, _ = launch("sys.exit(0)", num_workers=2)
+    assert code == 0 and sorted(line[0] for line in starts) == ["0", "1"]
+    flags = [dict(flag.split("=") for flag in line[4:]) for line in starts]
     assert flags[0]["--workers"] == flags[1]["--workers"] and len(set(flags[0]["--workers"].split(","))) == 2
     assert {flag["--strategy"] for flag in flags} == {"multi_worker"}
     cores = len(os.sched_getaffinity(0))
-    assert sum(int(line[2]) for line in told) == (cores if cores > 1 else 2)
+    assert sum(int(line[2]) for line in starts) == (cores if cores > 1 else 2)
 
 
-def test_one_that_fails_ends_the_others_and_is_named(launch, monkeypatch, capfd):
-    monkeypatch.setattr(launcher, "PATIENCE", 0.2)
-    ending = """
+def test_failed_worker_ends_the_others_and_is_named(launch, monkeypatch, capfd):
+    monkeypatch.setattr(launcher, "EXIT_TIMEOUT_SECONDS", 0.2)
+    program = """
 if index == 1:
-    while len(open(sys.argv[1]).readlines()) % 3: time.sleep(0.01)  # until all have begun
+    while len(open(sys.argv[1]).readlines()) % 3: time.sleep(0.01)  # until all have started
     os.write(1, b'last words \\xff'); sys.exit(5)
 time.sleep(60)"""
-    code, told, said = launch(ending, num_workers=3, max_restarts=1)
-    assert code == 5 and len(told) == 6
-    assert said == ["worker 1 ended with exit code 5; restart 1 of at most 1"]
+    code, starts, logged = launch(program, num_workers=3, max_restarts=1)
+    assert code == 5 and len(starts) == 6
+    assert logged == ["worker 1 ended with exit code 5; restart 1 of at most 1"]
     assert capfd.readouterr().err.count("worker 1: last words") == 2
 
 
-def test_a_signal_to_it_is_passed_on_and_nothing_is_started_again(launch):
-    stop = ShutdownHandler()
-    threading.Timer(1.0, setattr, [stop, "received_signal", signal.SIGTERM]).start()
+def test_signal_is_forwarded_and_prevents_restarts(launch):
+    shutdown = ShutdownHandler()
+    threading.Timer(1.0, setattr, [shutdown, "received_signal", signal.SIGTERM]).start()
     start = time.monotonic()
-    code, told, said = launch("time.sleep(60)", num_workers=2, stop=stop)
-    assert code == 143 and len(told) == 2 and not said and time.monotonic() - start < 30
+    code, starts, logged = launch("time.sleep(60)", num_workers=2, shutdown=shutdown)
+    assert code == 143 and len(starts) == 2 and not logged and time.monotonic() - start < 30
 
 
-def test_a_second_signal_leaves_no_worker_behind(launch):
-    """Not even one that is deaf to the first."""
-    stop = ShutdownHandler()
-    threading.Timer(1.0, lambda: stop.before_exit()).start()
-    code, told, _ = launch("time.sleep(60)", num_workers=2, max_restarts=0, stop=stop)
-    assert code == 137 and len(told) == 2
+def test_second_signal_kills_all_workers(launch):
+    """Even those that ignore the first."""
+    shutdown = ShutdownHandler()
+    threading.Timer(1.0, lambda: shutdown.before_exit()).start()
+    code, starts, _ = launch("time.sleep(60)", num_workers=2, max_restarts=0, shutdown=shutdown)
+    assert code == 137 and len(starts) == 2

@@ -1,4 +1,4 @@
-"""Real workers on the loopback: they come to what towers come to, and read and write the same checkpoints."""
+"""Real workers on the loopback: they train as towers do, and read and write the same checkpoints."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ def shared(small_folder):
 
 @pytest.fixture
 def flags(shared, tmp_path):
-    """Those of a run of a small net with everything that draws, follows and averages."""
+    """Flags of a small model with dropout, batch normalization and a moving average."""
     (tmp_path / "net.py").write_text(NET)
     return [
         *shared,
@@ -77,7 +77,7 @@ def launch(count, train_dir, *flags):
 
 
 def wait_for(path, process):
-    """Until something is there, which a process is to make."""
+    """Waits until a process has created a file."""
     deadline = time.monotonic() + 120
     while not path.exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=1)[0]
@@ -92,8 +92,8 @@ def last_values(train_dir):
     return read_variables(latest_checkpoint(train_dir))
 
 
-def test_two_workers_come_to_what_two_towers_come_to(flags, tmp_path):
-    """Within rounding, as the towers here share the cores in another way; the bits are looked at below."""
+def test_two_workers_train_as_two_towers(flags, tmp_path):
+    """To rounding, as the towers here share the cores differently; bits are compared below."""
     launch(2, tmp_path / "workers", *flags)
     given = ["train.py", *flags, "--num_gpus=2", f"--train_dir={tmp_path / 'towers'}"]
     config = parse_command_line(TrainConfig, given, "")
@@ -105,22 +105,22 @@ def test_two_workers_come_to_what_two_towers_come_to(flags, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"all_reduce": "nccl"}, "all_reduce=nccl asks for GPUs"),
         ({"num_gpus": 1, "soft_placement": False}, "num_gpus=1 asks for GPUs"),
         ({"num_gpus": 2}, "start more workers instead"),
     ],
 )
-def test_gpus_that_a_worker_has_not(options, told):
-    with pytest.raises(ValueError, match=told):
+def test_missing_gpus_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
         make_multi_worker_strategy(("127.0.0.1:1", "127.0.0.1:2"), 0, **options)
 
 
 @pytest.mark.slow
-def test_two_workers_come_to_the_weights_of_two_towers(flags, tmp_path):
-    said = launch(2, tmp_path / "workers", *flags)
-    assert "2 towers of 12 images on 2 workers" in said and "written to" in said
+def test_two_workers_have_the_same_bits_as_two_towers(flags, tmp_path):
+    output = launch(2, tmp_path / "workers", *flags)
+    assert "2 towers of 12 images on 2 workers" in output and "written to" in output
     assert run("train.py", *flags, "--num_gpus=2", f"--train_dir={tmp_path / 'towers'}")[0] == 0
     assert weights(tmp_path / "workers") == weights(tmp_path / "towers")
     theirs, mine = last_values(tmp_path / "workers"), last_values(tmp_path / "towers")
@@ -137,13 +137,13 @@ def test_two_workers_come_to_the_weights_of_two_towers(flags, tmp_path):
     for one, other in zip(*(map(json.loads, each) for each in lines), strict=True):
         for name in ("kind", "step", "accuracy", "count", "confusion"):
             assert one.get(name) == other.get(name)
-        for name, numbers in other.get("towers", {}).items():  # of the last tower's, which worker 1 has seen, too
+        for name, numbers in other.get("towers", {}).items():  # the last tower is worker 1's
             assert one["towers"][name] == pytest.approx(numbers)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_from_workers_to_towers_and_back(shared, tmp_path):
-    """With a net that has no norms, how many share a batch makes no difference but rounding."""
+def test_checkpoint_moves_from_workers_to_towers_and_back(shared, tmp_path):
+    """Without batch normalization the number of workers makes no difference but rounding."""
     changing, straight = tmp_path / "changing", tmp_path / "straight"
     flags = [*shared, "--model=cifarnet", "--ema_decay=0.5", "--learning_rate=0.01"]
     launch(3, changing, *flags, "--max_steps=4")
@@ -153,13 +153,13 @@ def test_a_checkpoint_goes_from_workers_to_towers_and_back(shared, tmp_path):
     there, here = last_values(changing), last_values(straight)
     assert there.keys() == here.keys() and there["step"] == 12
     for name, value in here.items():
-        if not name.startswith("loss_average"):  # that of the final tower, whose part of the batch is another
+        if not name.startswith("loss_average"):  # the final tower's, whose shard differs
             np.testing.assert_allclose(there[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.slow
-def test_what_was_rolled_back_is_rolled_back_on_all(flags, tmp_path):
-    """A run that was lost between going back and the next checkpoint, which the chief alone knows of."""
+def test_rollbacks_are_shared_with_all_workers(flags, tmp_path):
+    """A run that was lost between a rollback and the next checkpoint: only the chief has the file."""
     flags = [*flags, "--rollback_on_divergence"]
     launch(2, tmp_path, *flags)
     run_files.write_json(tmp_path / run_files.ROLLBACKS, {"rollbacks": 1})
@@ -168,16 +168,16 @@ def test_what_was_rolled_back_is_rolled_back_on_all(flags, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["TF_CONFIG", "Slurm", "flags"])
-def test_each_way_to_tell_who_the_workers_are(flags, tmp_path, way):
+@pytest.mark.parametrize("source", ["TF_CONFIG", "Slurm", "flags"])
+def test_cluster_from_each_source(flags, tmp_path, source):
     addresses = free_addresses(2)
     port = int(addresses[0].rpartition(":")[2])
 
     def worker(index):
-        if way == "TF_CONFIG":
+        if source == "TF_CONFIG":
             config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
             return start("train.py", *given, TF_CONFIG=json.dumps(config))
-        if way == "flags":
+        if source == "flags":
             return start("train.py", *given, f"--workers={','.join(addresses)}", f"--worker_index={index}")
         variables = {"SLURM_NTASKS": 2, "SLURM_PROCID": index, "SLURM_STEP_NODELIST": "localhost"}
         variables |= {"SLURM_STEP_TASKS_PER_NODE": 2, "SLURM_JOB_ID": port % 20_000}
@@ -191,7 +191,7 @@ def test_each_way_to_tell_who_the_workers_are(flags, tmp_path, way):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_worker_saves_and_ends_all(flags, tmp_path):
+def test_signal_to_one_worker_saves_and_ends_all(flags, tmp_path):
     addresses = ",".join(free_addresses(2))
     flags = [*flags, "--max_steps=4000", "--strategy=multi_worker", f"--workers={addresses}"]
     given = [*flags, "--checkpoint_every_steps=10", f"--train_dir={tmp_path / 'run'}"]
@@ -207,7 +207,7 @@ def test_a_signal_to_one_worker_saves_and_ends_all(flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_lost_worker_is_named_and_all_is_started_again(flags, tmp_path):
+def test_lost_worker_is_named_and_all_are_restarted(flags, tmp_path):
     flags = [*flags, "--max_steps=300", "--checkpoint_every_steps=10", f"--train_dir={tmp_path / 'run'}"]
     launcher = start("launch.py", "--num_workers=2", "--max_restarts=1", "--", *flags)
     wait_for(tmp_path / "run" / "checkpoints" / "step-00000010", launcher)
