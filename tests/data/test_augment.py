@@ -14,7 +14,7 @@ from cifar_towers.registry import TTA_LEVELS
 
 
 def draws(count, **given):
-    """Draws that change nothing, but for those given."""
+    """Random draws that change nothing, except those given."""
     neutral = {
         "flip": np.zeros(count, bool),
         "window": np.full((count, 2), 0.5),
@@ -34,56 +34,56 @@ def images():
 
 
 @pytest.mark.parametrize(("pad", "fill", "mode"), [(2, "reflect", "reflect"), (4, "zeros", "constant")])
-def test_a_shift_is_a_window_of_the_padded_image(images, pad, fill, mode):
-    place = np.random.default_rng(1).uniform(size=(6, 2)).astype("f4")
-    shifted = augment.random_window(tf.constant(images), tf.constant(place), 32, pad, fill).numpy()
+def test_shift_is_a_window_of_the_padded_image(images, pad, fill, mode):
+    position = np.random.default_rng(1).uniform(size=(6, 2)).astype("f4")
+    shifted = augment.random_window(tf.constant(images), tf.constant(position), 32, pad, fill).numpy()
     padded = np.pad(images, [(0, 0), (pad, pad), (pad, pad), (0, 0)], mode)
-    for i, (y, x) in enumerate((place * (2 * pad + 1)).astype(int)):
+    for i, (y, x) in enumerate((position * (2 * pad + 1)).astype(int)):
         np.testing.assert_array_equal(shifted[i], padded[i, y : y + 32, x : x + 32])
 
 
-def test_every_place_of_a_crop_is_equally_likely():
+def test_crop_positions_are_uniform():
     positions = tf.constant(np.arange(32 * 32).reshape(1, 32, 32, 1).repeat(20_000, 0))
-    place = tf.random.stateless_uniform([20_000, 2], [3, 4])
-    corners = augment.random_window(positions, place, 24)[:, 0, 0, 0].numpy()
+    position = tf.random.stateless_uniform([20_000, 2], [3, 4])
+    corners = augment.random_window(positions, position, 24)[:, 0, 0, 0].numpy()
     rows, columns = np.bincount(corners // 32, minlength=9), np.bincount(corners % 32, minlength=9)
     assert len(rows) == len(columns) == 9
     assert abs(rows / 20_000 - 1 / 9).max() < 0.01 and abs(columns / 20_000 - 1 / 9).max() < 0.01
 
 
-def test_flip_mirrors_only_the_chosen(images):
+def test_flip_mirrors_only_the_chosen_images(images):
     flipped = augment.flip(tf.constant(images), tf.constant([True, False] * 3)).numpy()
     np.testing.assert_array_equal(flipped[0], images[0][:, ::-1])
     np.testing.assert_array_equal(flipped[1], images[1])
 
 
-def test_colour_by_hand():
-    centre = np.array(CIFAR10.mean)
-    image = tf.constant(centre + 10, tf.float32, shape=[1, 1, 1, 3])
+def test_color_by_hand():
+    center = np.array(CIFAR10.mean)
+    image = tf.constant(center + 10, tf.float32, shape=[1, 1, 1, 3])
     changed = augment.adjust_color(image, tf.constant([5.0]), tf.constant([2.0]), CIFAR10.mean)
-    np.testing.assert_allclose(changed[0, 0, 0], centre + 30, rtol=1e-6)
+    np.testing.assert_allclose(changed[0, 0, 0], center + 30, rtol=1e-6)
 
 
-def test_normalised_data_set_statistics():
+def test_normalize_by_data_set_moments():
     levels = tf.constant([[[[20.0, 30, 40], [21, 32, 43]]]])
-    normalised = augment.Augmentation(mean=(20.0, 30.0, 40.0), std=(1.0, 2.0, 3.0)).normalize(levels)
-    np.testing.assert_allclose(normalised[0, 0], [[0] * 3, [1] * 3], atol=1e-6)
+    normalized = augment.Augmentation(mean=(20.0, 30.0, 40.0), std=(1.0, 2.0, 3.0)).normalize(levels)
+    np.testing.assert_allclose(normalized[0, 0], [[0] * 3, [1] * 3], atol=1e-6)
 
 
-def test_an_image_of_its_own_has_mean_0_and_deviation_1(images):
+def test_normalize_by_image_moments(images):
     own = augment.Augmentation(standardize="image").normalize(tf.cast(images, tf.float32)).numpy()
     np.testing.assert_allclose(own.mean((1, 2, 3)), 0, atol=1e-5)
     np.testing.assert_allclose(own.std((1, 2, 3)), 1, rtol=1e-4)
 
 
-def test_cutout_blanks_a_whole_square():
-    place = tf.constant([[0.0, 0.0], [0.999, 0.999], [0.5, 0.2]])
-    blanked = augment.cutout(tf.ones([3, 32, 32, 3]), place, 12).numpy()[..., 0]
+def test_cutout_blanks_a_full_square():
+    position = tf.constant([[0.0, 0.0], [0.999, 0.999], [0.5, 0.2]])
+    blanked = augment.cutout(tf.ones([3, 32, 32, 3]), position, 12).numpy()[..., 0]
     assert [(image == 0).sum() for image in blanked] == [144] * 3
     assert blanked[0, :12, :12].max() == 0 and blanked[1, 20:, 20:].max() == 0
 
 
-def test_shrinking_keeps_flat_images_flat_and_agrees_with_tensorflow(images):
+def test_downsample_keeps_constants_and_agrees_with_tensorflow(images):
     flat = augment.downsample(tf.fill([1, 32, 32, 3], 7.0), 24)
     np.testing.assert_allclose(flat, np.full((1, 24, 24, 3), 7.0), rtol=1e-6)
     levels = tf.cast(images, tf.float32)
@@ -113,20 +113,18 @@ def test_tta_levels_are_those_of_the_settings(images):
         augment.tta_views(tf.cast(images, tf.float32), 3)
 
 
-def test_nothing_drawn_changes_nothing(images):
-    whole = Augmentation(shift=2, brightness=9, contrast=0.1)
-    np.testing.assert_allclose(
-        whole.train(tf.constant(images), draws(6)), whole.evaluate(tf.constant(images)), atol=1e-5
-    )
+def test_neutral_draws_change_nothing(images):
+    augmentation, images = Augmentation(shift=2, brightness=9, contrast=0.1), tf.constant(images)
+    np.testing.assert_allclose(augmentation.train(images, draws(6)), augmentation.evaluate(images), atol=1e-5)
 
 
-def test_evaluation_sees_the_central_crop(images):
+def test_evaluation_uses_the_central_crop(images):
     crop = Augmentation(crop=24, standardize="image").evaluate(tf.constant(images))
     witness = tf.image.per_image_standardization(images[:, 4:28, 4:28].astype("f4"))
     np.testing.assert_allclose(crop, witness, atol=1e-5)
 
 
-def test_an_example_is_augmented_alike_wherever_it_is(images):
+def test_augmentation_does_not_depend_on_the_shard(images):
     everything = Augmentation(shift=3, cutout=8, brightness=20, contrast=0.3)
     random = np.random.default_rng(2)
     drawn = draws(
@@ -138,14 +136,14 @@ def test_an_example_is_augmented_alike_wherever_it_is(images):
         contrast=random.random(6),
     )
     drawn_for_part = tf.nest.map_structure(lambda d: d[2:5], drawn)
-    for side, rounding in ((32, 0), (24, 1e-6)):  # shrinking is a product of matrices, which some processors round anew
-        whole = everything.train(tf.constant(images), drawn, side).numpy()
+    for side, rounding in ((32, 0), (24, 1e-6)):  # some processors round matrix products differently
+        full = everything.train(tf.constant(images), drawn, side).numpy()
         part = everything.train(tf.constant(images[2:5]), drawn_for_part, side)
-        np.testing.assert_allclose(part, whole[2:5], rtol=0, atol=rounding)
+        np.testing.assert_allclose(part, full[2:5], rtol=0, atol=rounding)
 
 
-def test_no_large_whole_numbers_that_a_gpu_would_leave_to_the_host(images):
-    """TensorFlow's GPU kernels for int32 work in the host's memory, so a tower would wait for it."""
+def test_no_large_int32_tensors(images):
+    """TensorFlow's GPU kernels for int32 use host memory, so a tower would wait for it."""
     augmentation = Augmentation(shift=2, cutout=12, brightness=8.0, contrast=0.1)
     function = tf.function(augmentation.train, autograph=False).get_concrete_function(images, draws(6), 24)
     shapes = [

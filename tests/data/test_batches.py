@@ -7,12 +7,12 @@ from cifar_towers.data.dataset import Split
 
 
 def numbered(count=10):
-    """Images that hold their own number, with it as label."""
+    """Images filled with their index, which is also the label."""
     numbers = np.arange(count)
     return Split(np.broadcast_to(numbers.astype(np.uint8)[:, None, None, None], (count, 32, 32, 3)).copy(), numbers)
 
 
-def test_an_epoch_shows_each_example_once_but_for_the_rest():
+def test_epoch_has_each_example_at_most_once():
     batches = Batches(numbered(), 3, seed=0)
     assert batches.steps_per_epoch == 3
     for epoch in range(3):
@@ -20,12 +20,12 @@ def test_an_epoch_shows_each_example_once_but_for_the_rest():
         assert len(set(seen)) == 9
 
 
-def test_images_and_labels_stay_together():
+def test_images_and_labels_match():
     batch = Batches(numbered(), 5, seed=1).at(7)
     np.testing.assert_array_equal(batch.images[:, 0, 0, 0], batch.labels)
 
 
-def test_a_batch_is_a_function_of_seed_and_step():
+def test_batch_is_a_function_of_seed_and_step():
     first, again, other = (Batches(numbered(), 4, seed) for seed in (5, 5, 6))
     for a, b in zip(tf.nest.flatten(first.at(3)), tf.nest.flatten(again.at(3)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -33,12 +33,12 @@ def test_a_batch_is_a_function_of_seed_and_step():
     assert not np.array_equal(first.at(3).draws.window, first.at(4).draws.window)
 
 
-def test_a_stream_can_start_anywhere():
+def test_stream_starts_at_any_step():
     batches = Batches(numbered(), 2, seed=0)
-    whole = [batch.labels.numpy() for batch in batches.stream(0, 12)]
+    full = [batch.labels.numpy() for batch in batches.stream(0, 12)]
     tail = [batch.labels.numpy() for batch in batches.stream(7, 12)]
-    np.testing.assert_array_equal(whole[7:], tail)
-    np.testing.assert_array_equal(whole[7], batches.at(7).labels)
+    np.testing.assert_array_equal(full[7:], tail)
+    np.testing.assert_array_equal(full[7], batches.at(7).labels)
 
 
 def flips_by_epoch(flip, epochs):
@@ -50,7 +50,7 @@ def flips_by_epoch(flip, epochs):
     return np.array(rows)
 
 
-def test_alternating_flip_turns_every_image_over_each_epoch():
+def test_alternating_flip_inverts_in_every_epoch():
     flips = flips_by_epoch("alternating", 4)
     assert 60 < flips[0].sum() < 140
     np.testing.assert_array_equal(flips[1], ~flips[0])
@@ -63,6 +63,6 @@ def test_random_flip_and_none():
     assert not flips_by_epoch("none", 2).any()
 
 
-def test_more_than_there_is():
+def test_batch_larger_than_the_data_set_is_an_error():
     with pytest.raises(ValueError, match="batch_size=11 is more than the 10 training examples"):
         Batches(numbered(), 11, seed=0)

@@ -1,17 +1,14 @@
 """Data sets of the user's own: folders of images, and those of TensorFlow Datasets."""
 
-import json
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tensorflow as tf
 from PIL import Image
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.data import dataset, folder, sources, synthetic, tfds_source
-from cifar_towers.data.dataset import DatasetInfo, Split, moments
+from cifar_towers.data import folder, sources, synthetic
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.training import build
 
@@ -196,117 +193,6 @@ def test_folder_is_scanned_once(tmp_path):
     source = sources.find(f"folder:{tmp_path}")
     (tmp_path / "class 9").mkdir()  # after the scan
     assert sources.load(source)[1].info.class_names == tuple(source.folder.train)
-
-
-@pytest.mark.parametrize("at_once", [1, 4])
-def test_moments_by_hand(monkeypatch, at_once):
-    monkeypatch.setattr(dataset, "PIXELS_PER_CHUNK", at_once)
-    images = np.zeros((2, 1, 2, 2), np.uint8)
-    images[0, 0, :, 0] = 10, 20
-    images[1, 0, :, 0] = 30, 40
-    mean, std = moments(images)
-    assert mean == (25.0, 0.0) and std == (pytest.approx(np.sqrt(125)), 1.0)
-
-
-def test_chunks_have_at_most_so_many_pixels():
-    images = np.arange(5 * 4 * 2).reshape(5, 4, 2, 1)
-    for pixels, sizes in ((100, [5]), (40, [5]), (31, [3, 2]), (16, [2, 2, 1]), (1, [1] * 5)):
-        parts = [*dataset.chunks(images, pixels)]
-        assert [len(part) for part in parts] == sizes
-        np.testing.assert_array_equal(np.concatenate(parts), images)
-
-
-def test_dataset_info_survives_json():
-    info = DatasetInfo(("a", "b"), 24, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
-    saved = json.loads(json.dumps(info.to_json()))
-    assert DatasetInfo.from_json(saved) == info
-    assert saved["deviation"] == [4.0, 5.0, 6.0]  # the key that earlier runs wrote
-    assert DatasetInfo.from_json(info._asdict()) == info
-    assert DatasetInfo.from_json({}) == Split(SET.images, SET.labels).info
-
-
-def test_missing_tfds_data_is_an_error_of_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(tfds_source, "reachable", lambda url: False)
-    with pytest.raises(DataError, match=r"no cifar100 in .* and .*toronto.edu does not answer; put a prepared copy"):
-        sources.load(sources.find("cifar100", str(tmp_path)))
-    with pytest.raises(UsageError, match="dataset=cifar1O: neither .* has it; built in are cifar10, .*, folder:<path>"):
-        sources.load(sources.find("cifar1O", str(tmp_path)))
-
-
-def test_builder_without_urls_may_download(tmp_path):
-    class Builder:
-        url_infos = None
-
-    tfds_source._check_reachable("shapes", tmp_path, Builder)
-
-
-def prepare(root, names="xyz", **labels):
-    """Prepare a TFDS data set `shapes` with a split for each of `labels`; return the directory of its metadata."""
-    import tensorflow_datasets as tfds
-
-    kinds = {"picture": tfds.features.Image(shape=(None, None, 3)), "kind": tfds.features.ClassLabel(names=names)}
-    columns = {split: {"picture": SET.images[: len(of), :20], "kind": of} for split, of in labels.items()}
-    tfds.dataset_builders.store_as_tfds_dataset(
-        "shapes",
-        "1.0.0",
-        features=tfds.features.FeaturesDict(kinds),
-        split_datasets={split: tf.data.Dataset.from_tensor_slices(column) for split, column in columns.items()},
-        data_dir=root,
-    )
-    return root / "shapes" / "1.0.0"
-
-
-def test_local_tfds_data_set_is_read(tmp_path):
-    prepare(tmp_path, train=np.arange(30) % 3)
-    _, data = sources.load(sources.find("shapes", str(tmp_path)))
-    assert data.info.class_names == ("x", "y", "z") and data.info.side == 32
-    assert (len(data.train.labels), len(data.test.labels)) == (24, 6)
-
-
-def test_validation_replaces_an_unlabeled_test(tmp_path):
-    prepare(tmp_path, train=np.arange(9) % 3, test=[-1, -1, -1], validation=[2, 1])
-    _, data = sources.load(sources.find("shapes", str(tmp_path)))
-    assert sorted(data.test.labels) == [1, 2] and sorted(data.train.labels) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-
-
-@pytest.mark.parametrize(
-    ("names", "labels", "message"),
-    [
-        ("xyz", {"train": [0, 1, 2], "test": [0, -1]}, r"its split test has images without a class \(label -1\)"),
-        ("xyz", {"train": [0, -1], "test": [-1, -1]}, r"its split test has images without a class \(label -1\)"),
-        (
-            "xyz",
-            {"train": [0, 1], "test": [-1, -1], "validation": [0, -1]},
-            r"its split validation has images without a class \(label -1\)",
-        ),
-        ("x", {"train": [0, 0, 0]}, "dataset=shapes has one class; at least two are needed"),
-    ],
-)
-def test_unusable_tfds_data_set_is_an_error_of_one_line(tmp_path, names, labels, message):
-    prepare(tmp_path, names, **labels)
-    with pytest.raises(UsageError, match=message):
-        sources.load(sources.find("shapes", str(tmp_path)))
-
-
-def test_damaged_tfds_metadata_is_an_error_of_one_line(tmp_path):
-    place = prepare(tmp_path, train=[0, 1, 2] * 5)
-    for file, content in (
-        ("dataset_info.json", b""),
-        ("dataset_info.json", b"{}"),
-        ("dataset_info.json", b"\xff"),
-        ("dataset_info.json", b'{"name": 5}'),
-        ("features.json", b"{"),
-        ("features.json", None),
-    ):
-        original = (place / file).read_bytes()
-        (place / file).unlink()
-        if content is not None:
-            (place / file).write_bytes(content)
-        with pytest.raises(DataError, match=r"cannot be read from .*/shapes \(.*delete it, and it is") as caught:
-            sources.load(sources.find("shapes", str(tmp_path)))
-        assert "\n" not in str(caught.value)
-        (place / file).write_bytes(original)
-    sources.load(sources.find("shapes", str(tmp_path)))
 
 
 def test_unreadable_images_are_listed_and_other_files_counted(tmp_path, caplog):

@@ -6,7 +6,7 @@ import socket
 import numpy as np
 import pytest
 
-from cifar_towers.data import cifar10, dataset, sources, synthetic, tfds_source
+from cifar_towers.data import cifar10, sources, synthetic, tfds_source
 from cifar_towers.data.connectivity import reachable
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import DataError, UsageError
@@ -84,27 +84,6 @@ def test_synthetic_is_balanced_seeded_and_disjoint():
     assert train.images.shape == (500, 32, 32, 3) and train.images.dtype == np.uint8
     assert (train.class_counts() == 50).all()
     assert synthetic.make(500, 0, 0).digest == train.digest != test.digest
-
-
-def test_validation_split_is_disjoint_and_reproducible():
-    train = synthetic.make(300, 0, 0)
-    rest, held_out = dataset.split_validation(train, 100)
-    assert (len(rest.labels), len(held_out.labels)) == (200, 100)
-    both = np.concatenate([rest.images, held_out.images]).reshape(300, -1)
-    assert len(np.unique(both, axis=0)) == 300
-    assert dataset.split_validation(train, 100)[1].digest == held_out.digest
-    assert dataset.split_validation(train, 0)[0] is train
-
-
-def test_changed_splits_are_found_by_a_checkpoints_digests():
-    train, test, other = (synthetic.make(20, 0, stream) for stream in range(3))
-    data = dataset.Dataset("some", *dataset.split_validation(train, 5), test)
-    metadata = {f"{name}_sha256": digest for name, digest in data.digests().items()}
-    assert metadata.keys() == {"train_sha256", "validation_sha256", "test_sha256"} and not data.changed_splits(metadata)
-    assert data._replace(test=other).changed_splits(metadata) == ["test"]
-    assert data._replace(train=other, validation=other).changed_splits(metadata) == ["train", "validation"]
-    del metadata["test_sha256"]  # as in earlier versions
-    assert not data._replace(test=other).changed_splits(metadata)
 
 
 def test_holding_out_all_examples_is_an_error(monkeypatch):

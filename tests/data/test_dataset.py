@@ -1,0 +1,57 @@
+"""Arrays of a data set: moments, chunks, splits, and what checkpoints store of them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from cifar_towers.data import dataset, synthetic
+from cifar_towers.data.dataset import CIFAR10, DatasetInfo, moments
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_moments_by_hand(monkeypatch, at_once):
+    monkeypatch.setattr(dataset, "PIXELS_PER_CHUNK", at_once)
+    images = np.zeros((2, 1, 2, 2), np.uint8)
+    images[0, 0, :, 0] = 10, 20
+    images[1, 0, :, 0] = 30, 40
+    mean, std = moments(images)
+    assert mean == (25.0, 0.0) and std == (pytest.approx(np.sqrt(125)), 1.0)
+
+
+def test_chunks_have_at_most_so_many_pixels():
+    images = np.arange(5 * 4 * 2).reshape(5, 4, 2, 1)
+    for pixels, sizes in ((100, [5]), (40, [5]), (31, [3, 2]), (16, [2, 2, 1]), (1, [1] * 5)):
+        parts = [*dataset.chunks(images, pixels)]
+        assert [len(part) for part in parts] == sizes
+        np.testing.assert_array_equal(np.concatenate(parts), images)
+
+
+def test_dataset_info_survives_json():
+    info = DatasetInfo(("a", "b"), 24, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+    saved = json.loads(json.dumps(info.to_json()))
+    assert DatasetInfo.from_json(saved) == info
+    assert saved["deviation"] == [4.0, 5.0, 6.0]  # the key that earlier runs wrote
+    assert DatasetInfo.from_json(info._asdict()) == info
+    assert DatasetInfo.from_json({}) == CIFAR10
+
+
+def test_validation_split_is_disjoint_and_reproducible():
+    train = synthetic.make(300, 0, 0)
+    rest, held_out = dataset.split_validation(train, 100)
+    assert (len(rest.labels), len(held_out.labels)) == (200, 100)
+    both = np.concatenate([rest.images, held_out.images]).reshape(300, -1)
+    assert len(np.unique(both, axis=0)) == 300
+    assert dataset.split_validation(train, 100)[1].digest == held_out.digest
+    assert dataset.split_validation(train, 0)[0] is train
+
+
+def test_changed_splits_are_found_by_a_checkpoints_digests():
+    train, test, other = (synthetic.make(20, 0, stream) for stream in range(3))
+    data = dataset.Dataset("some", *dataset.split_validation(train, 5), test)
+    metadata = {f"{name}_sha256": digest for name, digest in data.digests().items()}
+    assert metadata.keys() == {"train_sha256", "validation_sha256", "test_sha256"} and not data.changed_splits(metadata)
+    assert data._replace(test=other).changed_splits(metadata) == ["test"]
+    assert data._replace(train=other, validation=other).changed_splits(metadata) == ["train", "validation"]
+    del metadata["test_sha256"]  # as in earlier versions
+    assert not data._replace(test=other).changed_splits(metadata)

@@ -1,0 +1,94 @@
+"""Data sets of TensorFlow Datasets."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.data import sources, synthetic, tfds_source
+from cifar_towers.errors import DataError, UsageError
+
+IMAGES = synthetic.make(60, 0, 0).images[:, :20]
+
+
+def test_missing_tfds_data_is_an_error_of_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(tfds_source, "reachable", lambda url: False)
+    with pytest.raises(DataError, match=r"no cifar100 in .* and .*toronto.edu does not answer; put a prepared copy"):
+        sources.load(sources.find("cifar100", str(tmp_path)))
+    with pytest.raises(UsageError, match="dataset=cifar1O: neither .* has it; built in are cifar10, .*, folder:<path>"):
+        sources.load(sources.find("cifar1O", str(tmp_path)))
+
+
+def test_builder_without_urls_may_download(tmp_path):
+    class Builder:
+        url_infos = None
+
+    tfds_source._check_reachable("shapes", tmp_path, Builder)
+
+
+def prepare(root, names="xyz", **labels):
+    """Prepare a TFDS data set `shapes` with a split for each of `labels`; return the directory of its metadata."""
+    import tensorflow_datasets as tfds
+
+    kinds = {"picture": tfds.features.Image(shape=(None, None, 3)), "kind": tfds.features.ClassLabel(names=names)}
+    columns = {split: {"picture": IMAGES[: len(of)], "kind": of} for split, of in labels.items()}
+    tfds.dataset_builders.store_as_tfds_dataset(
+        "shapes",
+        "1.0.0",
+        features=tfds.features.FeaturesDict(kinds),
+        split_datasets={split: tf.data.Dataset.from_tensor_slices(column) for split, column in columns.items()},
+        data_dir=root,
+    )
+    return root / "shapes" / "1.0.0"
+
+
+def test_local_tfds_data_set_is_read(tmp_path):
+    prepare(tmp_path, train=np.arange(30) % 3)
+    _, data = sources.load(sources.find("shapes", str(tmp_path)))
+    assert data.info.class_names == ("x", "y", "z") and data.info.side == 32
+    assert (len(data.train.labels), len(data.test.labels)) == (24, 6)
+
+
+def test_validation_replaces_an_unlabeled_test(tmp_path):
+    prepare(tmp_path, train=np.arange(9) % 3, test=[-1, -1, -1], validation=[2, 1])
+    _, data = sources.load(sources.find("shapes", str(tmp_path)))
+    assert sorted(data.test.labels) == [1, 2] and sorted(data.train.labels) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("names", "labels", "message"),
+    [
+        ("xyz", {"train": [0, 1, 2], "test": [0, -1]}, r"its split test has images without a class \(label -1\)"),
+        ("xyz", {"train": [0, -1], "test": [-1, -1]}, r"its split test has images without a class \(label -1\)"),
+        (
+            "xyz",
+            {"train": [0, 1], "test": [-1, -1], "validation": [0, -1]},
+            r"its split validation has images without a class \(label -1\)",
+        ),
+        ("x", {"train": [0, 0, 0]}, "dataset=shapes has one class; at least two are needed"),
+    ],
+)
+def test_unusable_tfds_data_set_is_an_error_of_one_line(tmp_path, names, labels, message):
+    prepare(tmp_path, names, **labels)
+    with pytest.raises(UsageError, match=message):
+        sources.load(sources.find("shapes", str(tmp_path)))
+
+
+def test_damaged_tfds_metadata_is_an_error_of_one_line(tmp_path):
+    place = prepare(tmp_path, train=[0, 1, 2] * 5)
+    for file, content in (
+        ("dataset_info.json", b""),
+        ("dataset_info.json", b"{}"),
+        ("dataset_info.json", b"\xff"),
+        ("dataset_info.json", b'{"name": 5}'),
+        ("features.json", b"{"),
+        ("features.json", None),
+    ):
+        original = (place / file).read_bytes()
+        (place / file).unlink()
+        if content is not None:
+            (place / file).write_bytes(content)
+        with pytest.raises(DataError, match=r"cannot be read from .*/shapes \(.*delete it, and it is") as caught:
+            sources.load(sources.find("shapes", str(tmp_path)))
+        assert "\n" not in str(caught.value)
+        (place / file).write_bytes(original)
+    sources.load(sources.find("shapes", str(tmp_path)))
