@@ -51,17 +51,17 @@ tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
 test: .venv/ready  ## the tests, in ten minutes or less on two cores; with ARGS='-s -k ...' in one process
 	@$(BIN)/python -m pytest -m 'not slow and not browser' $(or $(ARGS),-n 2 --dist worksteal)
 
-test-long: .venv/ready  ## these and the whole runs
+test-long: .venv/ready  ## all tests, with whole recipes
 	@$(BIN)/python -m pytest -m 'not browser' $(ARGS)
 
-test-browser: .venv/ready  ## look at a run in TensorBoard and at its report with a browser (chromium), and keep the screenshots
+test-browser: .venv/ready  ## test TensorBoard and the report in a browser (chromium), with screenshots
 	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[browser]'
 	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
-faults: .venv/ready  ## kill runs, cut the power, damage files, fill disks, and see that nothing is lost (minutes; Linux, root, strace)
+faults: .venv/ready  ## inject faults: kill runs, lose power, damage files, fill disks (minutes; Linux, root, strace)
 	@$(BIN)/python -m tests.faults $(ARGS)
 
-faults-long: .venv/ready  ## as often as docs/faults.md tells (two hours); goes on where it was stopped
+faults-long: .venv/ready  ## as many trials as docs/faults.md (two hours); can be interrupted and repeated
 	@$(BIN)/python -m tests.faults --long $(ARGS)
 
 compare: .venv/ready  ## train small runs at REV and at HEAD: are losses and weights the same to the bit?
