@@ -1,4 +1,4 @@
-"""Before TensorFlow wakes: the CPU as eight logical devices, so that towers can be tested on any machine."""
+"""Splits the CPU into eight logical devices before TensorFlow is initialized, so that towers run on any machine."""
 
 import os
 import tempfile
@@ -12,18 +12,20 @@ from PIL import Image
 
 from cifar_towers.data import synthetic
 
-MOST_TOWERS = 8
+MAX_TOWERS = 8
 
 
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # one cache for all processes of the tests, and nothing in the user's
+    if not hasattr(config, "workerinput"):  # one cache for all test processes, not the user's
         cache = tempfile.TemporaryDirectory(prefix="cifar_towers-tests-")
         os.environ["XDG_CACHE_HOME"] = cache.name
         config.add_cleanup(cache.cleanup)
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # not where others run the tests
+    if hasattr(config, "workerinput") or not config.getoption(
+        "numprocesses", None
+    ):  # not in the controller of pytest-xdist
         from cifar_towers.towers import make_towers
 
-        make_towers(MOST_TOWERS)
+        make_towers(MAX_TOWERS)
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +38,7 @@ def towers():
 
 @pytest.fixture(scope="session")
 def small_folder(tmp_path_factory):
-    """What `--dataset` is for programs that are started: 160 + 40 pictures, which are read in no time."""
+    """A value of `--dataset` for programs that tests start: a folder of 160 + 40 images."""
     root = tmp_path_factory.mktemp("pictures")
     for name, count, stream in (("train", 160, 0), ("test", 40, 1)):
         split = synthetic.make(count, 0, stream)

@@ -1,11 +1,11 @@
-"""A net for tests that train but do not ask what: all kinds of variables, and compiled in a second."""
+"""A model with all kinds of variables that compiles in a second, for tests that do not depend on the model."""
 
 import keras
 from keras import layers
 
 
 def tiny(side, num_classes):
-    """A convolution, a norm, something that draws, a head with a loss of its own."""
+    """A convolution, batch norm, dropout, and a dense layer with weight loss."""
     images = keras.Input((side, side, 3))
     x = layers.Conv2D(8, 3, 2, use_bias=False)(images)
     x = layers.BatchNormalization()(x)

@@ -208,7 +208,11 @@ def test_tensorboard_tags_do_not_depend_on_the_number_of_towers(tmp_path, one_ru
 
 def test_every_tag_of_the_tutorial_has_a_counterpart(tmp_path):
     """The table in docs/tensorboard.md, row by row."""
-    page = (Path(__file__).parents[1] / "docs" / "tensorboard.md").read_text().split("## Tags of the TensorFlow tutorial")[1]
+    page = (
+        (Path(__file__).parents[1] / "docs" / "tensorboard.md")
+        .read_text()
+        .split("## Tags of the TensorFlow tutorial")[1]
+    )
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
     tutorials, ours = ({tag for row in rows for tag in re.findall("`(.+?)`", row[side])} for side in (0, 1))
     layers = ("conv1", "conv2", "local3", "local4", "softmax_linear")

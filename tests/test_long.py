@@ -22,7 +22,7 @@ def accuracies(recipe, train_dir, *flags):
     return {(score["weights"], score["tta"]): score["accuracy"] for score in result["evaluations"]}
 
 
-def test_the_smoke_recipe_learns_the_synthetic_set(tmp_path):
+def test_smoke_recipe_accuracy(tmp_path):
     assert accuracies("smoke", tmp_path)["raw", 2] > 0.97
 
 
@@ -30,6 +30,6 @@ def test_the_smoke_recipe_learns_the_synthetic_set(tmp_path):
     not cifar10.is_prepared(Path(os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")).expanduser()),
     reason="no prepared CIFAR-10 on this machine",
 )
-def test_cifarnet_is_where_the_tutorial_is_after_2000_steps(tmp_path):
-    found = accuracies("cifarnet", tmp_path, "--max_steps=2000", "--batch_size=256", "--num_gpus=2")
-    assert 0.68 < found["ema", 0] < 0.78
+def test_cifarnet_accuracy_after_2000_steps_matches_the_tutorial(tmp_path):
+    scores = accuracies("cifarnet", tmp_path, "--max_steps=2000", "--batch_size=256", "--num_gpus=2")
+    assert 0.68 < scores["ema", 0] < 0.78

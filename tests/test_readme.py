@@ -1,4 +1,4 @@
-"""What the README, docs/ and the examples in docstrings say is so."""
+"""README, docs/ and docstrings are correct: examples, flags, commands, links."""
 
 import doctest
 import importlib
@@ -39,16 +39,15 @@ NUMBER = r"-?\d[\d,]*\.?\d*"
 @pytest.mark.parametrize(
     "code", [pytest.param(code, marks=pytest.mark.slow if "41,157,101" in code else ()) for code in EXAMPLES]
 )
-def test_examples_run_as_printed(code, capsys):
-    """What a block prints is what the comments at its end say, numbers to a part in a thousand; the large perceptron
-    learns the same on one tower and on two."""
+def test_examples_print_their_comments(code, capsys):
+    """A block prints the comments at its end, numbers to 0.1 %; one and two towers train the large perceptron equally."""
     exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     expected = [line.removeprefix("# ") for line in code.splitlines() if line.startswith("# ")]
     assert [re.sub(NUMBER, "n", line) for line in printed] == [re.sub(NUMBER, "n", line) for line in expected]
-    for line, wanted in zip(printed, expected, strict=True):
-        found, told = ([float(n.replace(",", "")) for n in re.findall(NUMBER, text)] for text in (line, wanted))
-        assert found == pytest.approx(told, rel=1e-3, abs=2e-3)
+    for lines in zip(printed, expected, strict=True):
+        actual, wanted = ([float(n.replace(",", "")) for n in re.findall(NUMBER, line)] for line in lines)
+        assert actual == pytest.approx(wanted, rel=1e-3, abs=2e-3)
     if "41,157,101" in code:
         one, two = (line.split(":")[1] for line in printed)
         assert one == two
@@ -58,7 +57,7 @@ def flag_names(config_class):
     return {"flagfile", "help"}.union(field.name for field in flag_settings(config_class))
 
 
-def test_every_flag_target_and_file_it_names_exists():
+def test_flags_make_targets_and_files_exist():
     known = set.union(*map(flag_names, CONFIGS.values()))
     flags = set(re.findall(r"--([a-z][a-z0-9_]+)", PAGES)) - OTHERS
     assert {flag for flag in flags if flag not in known and flag.removeprefix("no") not in known} == set()
@@ -68,7 +67,7 @@ def test_every_flag_target_and_file_it_names_exists():
         assert (ROOT / path).exists(), path
 
 
-def test_every_command_gives_its_program_flags_that_it_has():
+def test_commands_use_flags_of_their_program():
     commands = re.findall(r"python scripts/(\w+\.py)([^`#\n]*)", PAGES)
     assert {name for name, _ in commands} == set(CONFIGS)
     for name, arguments in commands:
@@ -80,7 +79,7 @@ def test_every_command_gives_its_program_flags_that_it_has():
 
 
 @pytest.mark.parametrize("page", FILES, ids=lambda path: path.name)
-def test_every_link_leads_somewhere(page):
+def test_links_resolve(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
         if link.startswith("https://"):
             continue
@@ -92,8 +91,8 @@ def test_every_link_leads_somewhere(page):
         assert not anchor or anchor in anchors, link
 
 
-def test_the_tables_of_docs_scale_are_what_its_lines_print(capsys):
-    """Each block of Python is followed by what it prints, where the blocks before it have run."""
+def test_tables_of_docs_scale(capsys):
+    """Each Python block is followed by its output, given the blocks before it."""
     page, names = (ROOT / "docs/scale.md").read_text(), {}
     blocks = re.findall(r"```python\n(.*?)```\n\n((?:\|[^\n]*\n)+)\n", page, re.S)
     assert len(blocks) == page.count("```python")
@@ -103,6 +102,6 @@ def test_the_tables_of_docs_scale_are_what_its_lines_print(capsys):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
-def test_examples_in_docstrings_come_to_what_they_say(path):
-    found = doctest.testmod(importlib.import_module(".".join(path.with_suffix("").parts)))
-    assert found.attempted and not found.failed
+def test_docstring_examples(path):
+    results = doctest.testmod(importlib.import_module(".".join(path.with_suffix("").parts)))
+    assert results.attempted and not results.failed

@@ -1,4 +1,4 @@
-"""A real run, TensorBoard on it, and a browser: each once for all tests."""
+"""Fixtures of the session: a run, a TensorBoard server on it, and a browser."""
 
 import json
 import queue
@@ -32,7 +32,7 @@ SMALL = (
     "--summary_every_steps=5",
 )
 NAME = "small"
-PICTURES = Path(__file__).parents[2] / "runs/test-browser"
+SCREENSHOTS = Path(__file__).parents[2] / "runs/test-browser"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--no-sandbox",
@@ -43,7 +43,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-PATIENCE = 40.0  # seconds that anything may take, on two cores that others use
+TIMEOUT_SECONDS = 40.0  # of any wait, on two shared cores
 
 
 class Run(NamedTuple):
@@ -55,7 +55,7 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="session")
 def browser():
-    """A browser without a window, which keeps what it has loaded from page to page; where there is none, all fails."""
+    """A headless browser that caches across pages; the tests fail without one."""
     try:
         from playwright.sync_api import expect, sync_playwright
     except ImportError:
@@ -65,7 +65,7 @@ def browser():
     found = [path for path in map(shutil.which, BROWSERS) if path]
     if not found:
         pytest.fail(f"there is no browser ({', '.join(BROWSERS)}): apt-get install chromium", pytrace=False)
-    expect.set_options(timeout=1000 * PATIENCE)
+    expect.set_options(timeout=1000 * TIMEOUT_SECONDS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found[0], args=FLAGS)
         yield browser.new_context(viewport={"width": 1500, "height": 1000})
@@ -74,7 +74,7 @@ def browser():
 
 @pytest.fixture(scope="session")
 def expect(browser):
-    """Playwright's assertions, which wait until they hold."""
+    """Playwright's assertions, which retry until they hold."""
     from playwright.sync_api import expect
 
     return expect
@@ -82,16 +82,16 @@ def expect(browser):
 
 @pytest.fixture
 def page(browser, request):
-    """An empty page. What it shows in the end is kept as a picture; it must not have met errors."""
+    """An empty page that takes a screenshot at the end and must have no errors."""
     page = browser.new_page()
-    page.set_default_timeout(1000 * PATIENCE)
+    page.set_default_timeout(1000 * TIMEOUT_SECONDS)
     errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.on("response", lambda response: errors.append(response.url) if response.status >= 400 else None)
     yield page
     name = re.sub(r"\W+", "_", request.node.name.removeprefix("test_")).strip("_")
-    page.screenshot(path=PICTURES / f"{name}.png", full_page=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
     page.close()
     assert not errors
 
@@ -111,26 +111,25 @@ def run(browser, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tensorboard(browser, run):
-    """The address of a TensorBoard that has read all of the run."""
+    """The address of a TensorBoard server that has loaded the whole run."""
     logdir = run.directory.parent
     command = [sys.executable, "-m", "tensorboard.main", f"--logdir={logdir}", "--host=127.0.0.1", "--port=0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         lines = queue.SimpleQueue()
-        listener = threading.Thread(target=_listen, args=(server.stderr, lines), daemon=True)
-        listener.start()
+        reader = threading.Thread(target=_read_lines, args=(server.stderr, lines), daemon=True)
+        reader.start()
         try:
             address = _address(lines)
             _wait_until_read(browser, address, logdir)
             yield address
         finally:
             server.terminate()
-            listener.join(PATIENCE)
+            reader.join(TIMEOUT_SECONDS)
 
 
 @pytest.fixture
 def show(page, expect, tensorboard):
-    """show(dashboard, tags): a page with that dashboard, which shows these tags only, if any are given. In the end
-    nothing may turn round and round."""
+    """show(dashboard, tags): a page with that dashboard, filtered by tags if given. No spinner may be left at the end."""
 
     def open_it(dashboard, tags=(), **flags):
         words = {"tagFilter": f"^({'|'.join(map(re.escape, tags))})$"} if tags else {}
@@ -143,26 +142,26 @@ def show(page, expect, tensorboard):
     expect(page.locator("paper-spinner-lite, mat-spinner").filter(visible=True)).to_have_count(0)
 
 
-def _listen(stream, lines):
-    """Takes what a process says, so that it never waits to be heard; an empty line when it has ended."""
+def _read_lines(stream, lines):
+    """Reads the output of a process so that it never blocks; puts an empty line when it ends."""
     for line in stream:
         lines.put(line)
     lines.put("")
 
 
 def _address(lines):
-    """Where TensorBoard answers, as soon as it says so."""
-    told = []
+    """The address that TensorBoard prints once it is ready."""
+    lines_read = []
     while True:
-        told.append(lines.get(timeout=3 * PATIENCE))
-        found = re.search(r"at (http://\S+/)", told[-1])
+        lines_read.append(lines.get(timeout=3 * TIMEOUT_SECONDS))
+        found = re.search(r"at (http://\S+/)", lines_read[-1])
         if found:
             return found[1]
-        assert told[-1], "TensorBoard did not start: " + "".join(told)
+        assert lines_read[-1], "TensorBoard did not start: " + "".join(lines_read)
 
 
 def _wait_until_read(browser, address, logdir):
-    """Until TensorBoard knows every directory with event files, and has a look at the projector's."""
+    """Waits until TensorBoard lists every directory with event files, and the projector."""
     names = sorted({str(path.parent.relative_to(logdir)) for path in logdir.rglob("*tfevents*")})
     page = browser.new_page()
     page.goto(f"{address}data/environment")
@@ -174,6 +173,6 @@ def _wait_until_read(browser, address, logdir):
         }""",
         arg=names,
         polling=500,
-        timeout=1000 * PATIENCE,
+        timeout=1000 * TIMEOUT_SECONDS,
     )
     page.close()

@@ -1,4 +1,4 @@
-"""The report of a run in a browser: all that it shows is in the file, light and dark, on a screen and a telephone."""
+"""The report of a run in a browser: self-contained, in light and dark, on wide and narrow screens."""
 
 import subprocess
 import sys

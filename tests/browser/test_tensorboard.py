@@ -1,6 +1,6 @@
-"""Every dashboard of TensorBoard on a run of two towers: that what was written is drawn, and drawn whole.
+"""Every TensorBoard dashboard draws all that a run of two towers wrote.
 
-`make test-browser` leaves a picture of each in `runs/test-browser/`, named after its test.
+`make test-browser` saves a screenshot of each in `runs/test-browser/`, named after its test.
 """
 
 import io
@@ -13,22 +13,22 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 pytestmark = pytest.mark.browser
 
-LAST, LOOKS, EVALUATIONS = 30, 6, 2  # the last step; how often the run is looked at closely, and evaluated
-FINAL = "test/ema_tta2"  # what the last evaluation adds to those before
+LAST_STEP, NUM_DIAGNOSTICS, NUM_EVALUATIONS = 30, 6, 2  # of the run
+FINAL = "test/ema_tta2"  # only in the last evaluation
 TRAIN, EVAL, RESULT, TOWERS = "small/train", "small/eval", "small/result", ("small/tower_0", "small/tower_1")
 FIRST_SCREEN = {"accuracy": TRAIN, "accuracy/test/ema": EVAL}  # the first cards of TIME SERIES
-SCALARS = {  # tag: runs that have it, and at least so many points
-    "loss": ([TRAIN], LAST),
-    "accuracy": ([TRAIN], LAST),
-    "losses/cross_entropy": ([TRAIN], LAST),
-    "losses/cross_entropy (raw)": ([TRAIN], LAST),
-    "losses/total_loss": ([TRAIN], LAST),
-    "learning_rate/kernels": ([TRAIN], LAST),
-    "health/gradient_norm": ([TRAIN], LAST),
-    "speed/images_per_sec": ([TRAIN], LAST - 5),
-    "towers/loss": (TOWERS, LOOKS),
-    "towers/cosine": (TOWERS, LOOKS),
-    "accuracy/test/raw": ([EVAL], EVALUATIONS),
+SCALARS = {  # tag: (runs, minimum number of points)
+    "loss": ([TRAIN], LAST_STEP),
+    "accuracy": ([TRAIN], LAST_STEP),
+    "losses/cross_entropy": ([TRAIN], LAST_STEP),
+    "losses/cross_entropy (raw)": ([TRAIN], LAST_STEP),
+    "losses/total_loss": ([TRAIN], LAST_STEP),
+    "learning_rate/kernels": ([TRAIN], LAST_STEP),
+    "health/gradient_norm": ([TRAIN], LAST_STEP),
+    "speed/images_per_sec": ([TRAIN], LAST_STEP - 5),
+    "towers/loss": (TOWERS, NUM_DIAGNOSTICS),
+    "towers/cosine": (TOWERS, NUM_DIAGNOSTICS),
+    "accuracy/test/raw": ([EVAL], NUM_EVALUATIONS),
     f"accuracy/{FINAL}": ([EVAL], 1),
 }
 CHARTS = {  # title of a chart under CUSTOM SCALARS: at least so many curves
@@ -58,23 +58,27 @@ TEXTS = {"run/recipe": "batch_size", "run/model": "group1_conv1", "run/environme
 
 
 def test_time_series(show, expect):
-    """The first page that is seen, as it opens."""
+    """The first page, as it opens."""
     page = show("timeseries")
     for tag, run in FIRST_SCREEN.items():
         card = page.locator("scalar-card").filter(has=page.locator(f'.tag[title="{tag}"]'))
         row = card.locator("tb-data-table-content-row")
         expect(row).to_contain_text(run)
-        expect(row).to_contain_text(str(LAST))
+        expect(row).to_contain_text(str(LAST_STEP))
         color = row.locator(".row-circle span").evaluate("circle => getComputedStyle(circle).backgroundColor")
-        _wait_for_picture(card.locator("line-chart"), _has_line, [int(part) for part in re.findall(r"\d+", color)])
+        _wait_for_screenshot(
+            card.locator("line-chart"), _has_line_of_color, [int(part) for part in re.findall(r"\d+", color)]
+        )
 
 
 def test_time_series_of_each_kind(show, expect):
     page = show("timeseries", ["towers/loss", HISTOGRAMS[0], "input/augmented"], forceSVG="true")
     rows = page.locator("scalar-card tb-data-table-content-row")
     expect(rows).to_contain_text(TOWERS)
-    _expect_paths(expect, page.locator("scalar-card line-chart .series-view > svg > path"), 2 * len(TOWERS), LOOKS)
-    _expect_paths(expect, page.locator("histogram-card g.histogram path"), LOOKS, 10)
+    _expect_paths(
+        expect, page.locator("scalar-card line-chart .series-view > svg > path"), 2 * len(TOWERS), NUM_DIAGNOSTICS
+    )
+    _expect_paths(expect, page.locator("histogram-card g.histogram path"), NUM_DIAGNOSTICS, 10)
     expect(page.locator("image-card img")).to_have_js_property("complete", True)
 
 
@@ -89,7 +93,7 @@ def test_custom_scalars(show, expect):
     page = show("custom_scalars")
     for title, curves in CHARTS.items():
         chart = _card(page, "tf-custom-scalar-multi-line-chart-card", title, "name")
-        expect(chart.locator(".line-plot:not(.ghost) path.line").nth(curves - 1)).to_have_attribute("d", _through(1))
+        expect(chart.locator(".line-plot:not(.ghost) path.line").nth(curves - 1)).to_have_attribute("d", _path_regex(1))
 
 
 def test_images(show, expect, run):
@@ -104,7 +108,7 @@ def test_images(show, expect, run):
 
 
 def test_graphs(show, expect):
-    """The towers stand side by side between the batch they split and the mean of their gradients."""
+    """The towers are side by side between `split_batch` and `average_gradients`."""
     page = show("graphs")
     graph = page.locator("svg#svg")
     for box in BOXES:
@@ -126,14 +130,14 @@ def test_graphs_inside_a_tower(show, expect):
 def test_distributions(show, expect):
     page = show("distributions", HISTOGRAMS)
     for tag in HISTOGRAMS:
-        _expect_paths(expect, _card(page, "tf-distribution-loader", tag).locator("path.area"), 8, LOOKS)
+        _expect_paths(expect, _card(page, "tf-distribution-loader", tag).locator("path.area"), 8, NUM_DIAGNOSTICS)
 
 
 def test_histograms(show, expect):
     page = show("histograms", HISTOGRAMS)
     for tag in HISTOGRAMS:
         outlines = _card(page, "tf-histogram-loader", tag).locator("path.outline")
-        _expect_paths(expect, outlines, LOOKS, 10)
+        _expect_paths(expect, outlines, NUM_DIAGNOSTICS, 10)
         assert max(outlines.evaluate_all("all => all.map(path => path.getBoundingClientRect().height)")) > 10
 
 
@@ -143,7 +147,7 @@ def test_pr_curves(show, expect, run):
     for tag in tags:
         card = _card(page, "tf-pr-curve-card", tag, "name")
         _expect_paths(expect, card.locator(".line-plot path.line"), 1, 5)
-        expect(card.locator("#step-legend")).to_contain_text(re.compile(rf"{EVAL} is at\s*step {LAST}"))
+        expect(card.locator("#step-legend")).to_contain_text(re.compile(rf"{EVAL} is at\s*step {LAST_STEP}"))
 
 
 def test_hparams(show, expect, run):
@@ -170,12 +174,12 @@ def test_hparams(show, expect, run):
 
 
 def test_projector(show, expect, run):
-    """As many points as there are vectors, each drawn as its image: in many more colours than points would have."""
+    """One point per vector, drawn as its image and therefore in many colors."""
     projector = show("projector").frame_locator("iframe").frame_locator("iframe")
     (features,) = run.directory.glob("projector_*/features.tsv")
     points = len(features.read_text().splitlines())
     expect(projector.locator(".numDataPoints")).to_have_text(str(points))
-    _wait_for_picture(projector.locator("#scatter"), _is_colourful)
+    _wait_for_screenshot(projector.locator("#scatter"), _is_colorful)
 
 
 def test_text(show, expect):
@@ -185,19 +189,19 @@ def test_text(show, expect):
 
 
 def _card(page, kind, text, part="tag"):
-    """The first card that is called so, by its `tag` or `name`."""
+    """The first card with this `tag` or `name`."""
     return page.locator(kind).filter(has=page.locator(f"[itemprop={part}]", has_text=_exactly(text))).first
 
 
 def _expect_paths(expect, paths, count, points):
-    """Waits for `count` paths, each through at least so many points."""
+    """Waits for `count` paths of at least this many points."""
     expect(paths).to_have_count(count)
     for path in paths.all():
-        expect(path).to_have_attribute("d", _through(points))
+        expect(path).to_have_attribute("d", _path_regex(points))
 
 
-def _through(points):
-    """What the `d` of a path through at least so many points looks like, all of them numbers."""
+def _path_regex(points):
+    """Matches the `d` attribute of a path of at least this many points, all of them numbers."""
     return re.compile(rf"^M([-\d.eL]+,){{{points},}}[-\d.eZ]+$")
 
 
@@ -205,19 +209,19 @@ def _exactly(text):
     return re.compile(rf"^\s*{re.escape(text)}\s*$")
 
 
-def _wait_for_picture(place, looks_right, *arguments):
-    """Looks again and again at what a canvas shows, as it tells nothing of itself."""
+def _wait_for_screenshot(place, is_drawn, *arguments):
+    """Takes screenshots of a canvas, which has no elements to query, until one satisfies `is_drawn`."""
     for _ in range(40):
         picture = np.array(Image.open(io.BytesIO(place.screenshot())).convert("RGB"), int)
-        if looks_right(picture, *arguments):
+        if is_drawn(picture, *arguments):
             return
-    raise AssertionError("what is drawn does not look as it should")
+    raise AssertionError("the screenshot does not show what it should")
 
 
-def _has_line(picture, color):
-    """Whether about this colour is in more than half of the columns."""
+def _has_line_of_color(picture, color):
+    """Whether more than half of the columns contain nearly this color."""
     return (abs(picture - color).max(2) < 30).any(0).mean() > 0.5
 
 
-def _is_colourful(picture):
+def _is_colorful(picture):
     return len(np.unique(picture.reshape(-1, 3) // 32, axis=0)) > 100
