@@ -40,7 +40,7 @@ NUMBER = r"-?\d[\d,]*\.?\d*"
     "code", [pytest.param(code, marks=pytest.mark.slow if "41,157,101" in code else ()) for code in EXAMPLES]
 )
 def test_examples_print_their_comments(code, capsys):
-    """A block prints the comments at its end, numbers to 0.1 %; one and two towers train the large perceptron equally."""
+    """A block prints the comments at its end, numbers to 0.1 %; one and two towers train the perceptron equally."""
     exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     expected = [line.removeprefix("# ") for line in code.splitlines() if line.startswith("# ")]

@@ -129,7 +129,7 @@ def tensorboard(browser, run):
 
 @pytest.fixture
 def show(page, expect, tensorboard):
-    """show(dashboard, tags): a page with that dashboard, filtered by tags if given. No spinner may be left at the end."""
+    """show(dashboard, tags): a page with that dashboard, filtered by tags if given. Fails if a spinner is left."""
 
     def open_it(dashboard, tags=(), **flags):
         words = {"tagFilter": f"^({'|'.join(map(re.escape, tags))})$"} if tags else {}
