@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A net as most people would train it: stock Keras layers and `fit`, if asked to mirrored over K GPUs or CPUs."""
+"""Trains a model with stock Keras layers and `fit`, optionally mirrored over K GPUs or CPUs."""
 
 import sys
 from pathlib import Path
@@ -12,11 +12,11 @@ from cifar_towers.cli.tf_import import import_tensorflow
 
 
 def main() -> None:
-    """Needs what the project needs."""
-    parser = protocol.parser(__doc__)
+    """Needs the project's own requirements."""
+    parser = protocol.make_parser(__doc__)
     parser.add_argument("--mirrored", type=int, default=1, help="replicas under MirroredStrategy; 1: no strategy")
-    given = parser.parse_args()
-    data = protocol.load(given.data, given.batch_size)
+    args = parser.parse_args()
+    data = protocol.load(args.data, args.batch_size)
     import_tensorflow()
     from cifar_towers.benchmark import baselines
     from cifar_towers.models import MODELS
@@ -25,13 +25,13 @@ def main() -> None:
     from cifar_towers.towers import make_towers
     from cifar_towers.training.precision import POLICIES
 
-    towers = make_towers(given.mirrored)
-    options = {"side": data["images"].shape[1], "dtype": POLICIES[given.precision]}
-    if model_spec(given.model).whitening:
+    towers = make_towers(args.mirrored)
+    options = {"side": data["images"].shape[1], "dtype": POLICIES[args.precision]}
+    if model_spec(args.model).whitening:
         options["whitening"] = whitening_kernel([data["images"]])
-    model = MODELS[given.model](**options)
-    run = baselines.make_array_fit(model, towers, data["images"], data["labels"], given.batch_size)
-    protocol.serve(run, given.batch_size, given.steps, baselines.num_trained_parameters(model))
+    model = MODELS[args.model](**options)
+    run = baselines.make_array_fit(model, towers, data["images"], data["labels"], args.batch_size)
+    protocol.serve(run, args.batch_size, args.steps, baselines.num_trained_parameters(model))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How a peer is asked to run: the same few flags, and orders on its standard input. Needs NumPy alone.
+"""Flags and standard-input protocol of all peers. Needs NumPy only.
 
-A peer warms up, says `ready` and how many numbers its steps train, and then for each line with a number makes that
-many steps and answers with the seconds of each, as a JSON list. An empty line, or the end of its input, ends it. With
---steps=N it does one such visit by itself and prints images/s.
+A peer warms up and prints `ready` and the number of parameters that it trains. For each input line with a number it
+makes that many steps and prints the seconds of each as a JSON list. An empty line or the end of input ends it. With
+--steps=N it makes N steps by itself and prints images/s.
 """
 
 import argparse
@@ -15,20 +15,24 @@ from pathlib import Path
 
 import numpy as np
 
-WARM_UP = 2  # steps before it is ready: tracing and compiling, and one more
+WARM_UP_STEPS = 2  # one that traces and compiles, and one more
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """What all peers understand; a peer adds what is its own."""
-    made = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    made.add_argument("--model", default="speednet94", help="speednet94, resnet20, cifarnet; not every peer has all")
-    made.add_argument("--batch_size", type=int, default=128, help="images of a step (of each tower, if there are any)")
-    made.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
-    made.add_argument(
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """The flags of all peers; a peer may add its own."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser.add_argument("--model", default="speednet94", help="speednet94, resnet20, cifarnet; not every peer has all")
+    parser.add_argument(
+        "--batch_size", type=int, default=128, help="images of a step (of each tower, if there are any)"
+    )
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
         "--data", type=Path, required=True, help=".npz: `images` as a net sees them, `labels`, `raw` uint8"
     )
-    made.add_argument("--steps", type=int, default=0, help="make so many, print images/s and leave; 0: wait for orders")
-    return made
+    parser.add_argument(
+        "--steps", type=int, default=0, help="make this many steps, print images/s and exit; 0: read requests"
+    )
+    return parser
 
 
 def load(path: Path, batch_size: int) -> dict[str, np.ndarray]:
@@ -36,27 +40,35 @@ def load(path: Path, batch_size: int) -> dict[str, np.ndarray]:
     with np.load(path) as file:
         arrays = {name: file[name] for name in ("images", "labels", "raw")}
     if len(arrays["labels"]) < batch_size:
-        leave(f"--batch_size={batch_size} is more than the {len(arrays['labels'])} images in {path}; give fewer")
+        exit_with_error(
+            f"--batch_size={batch_size} is more than the {len(arrays['labels'])} images in {path}; give fewer"
+        )
     return arrays
 
 
 def serve(run: Callable[[int], Iterable[float]], images: int, steps: int, trained: int) -> None:
-    """Answers until it gets nothing; or makes `steps`. `run(n)` makes n steps of `images`, which train so many numbers,
-    and gives the seconds of each."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
-    list(run(WARM_UP))
+    """Serves requests until the input ends, or makes `steps`.
+
+    Args:
+      run: makes n steps and yields the seconds of each.
+      images: of a step.
+      steps: to make without requests; 0: serve.
+      trained: number of trained parameters.
+    """
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # keeps the output free of what libraries print
+    list(run(WARM_UP_STEPS))
     if steps:
-        print(f"{images / statistics.median(run(steps)):,.1f} images/s", file=answers, flush=True)
+        print(f"{images / statistics.median(run(steps)):,.1f} images/s", file=output, flush=True)
         return
-    print(f"ready {trained}", file=answers, flush=True)
-    for order in iter(sys.stdin.readline, ""):
-        if not order.strip():
+    print(f"ready {trained}", file=output, flush=True)
+    for request in iter(sys.stdin.readline, ""):
+        if not request.strip():
             return
-        print(json.dumps(list(run(int(order)))), file=answers, flush=True)
+        print(json.dumps(list(run(int(request)))), file=output, flush=True)
 
 
-def leave(why: str) -> None:
-    """Ends the program with one line."""
-    print(why, file=sys.stderr)
+def exit_with_error(message: str) -> None:
+    """Ends the program with one line and exit code 2."""
+    print(message, file=sys.stderr)
     sys.exit(2)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The same nets' training step in PyTorch, without input: one batch on the GPU, or else the CPU, again and again.
+"""Training step of the same models in PyTorch, without input: one batch, repeated on the GPU, or else the CPU.
 
-On a GPU with TF32, as TensorFlow has it, and with the convolutions that cuDNN finds fastest. The whitening's bias
-rests, as it does in most of a run.
+On a GPU with TF32, as in TensorFlow, and with cuDNN's fastest convolutions. The whitening's bias is frozen, as it is in
+most of a run.
 Source of speednet94 and its optimizers: K. Jordan, arXiv 2404.00498, and the public 2025 CIFAR-10 record.
 """
 
@@ -16,7 +16,7 @@ import protocol
 try:
     import torch
 except ImportError:
-    protocol.leave(
+    protocol.exit_with_error(
         "PyTorch is missing; type: pip install 'torch>=2.6,<3', or give --peer_python of a Python that has it"
     )
 from torch import nn
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 
 class Norm(nn.BatchNorm2d):
-    """Batch norm without a factor, its moments in float32 whatever the net computes in."""
+    """Batch norm without a scale, with its moments in float32 for any compute type."""
 
     def __init__(self, channels: int):
         super().__init__(channels, eps=1e-5, momentum=1 - 0.5566)
@@ -32,7 +32,7 @@ class Norm(nn.BatchNorm2d):
 
 
 class Group(nn.Module):
-    """conv, pool, norm, SiLU, conv, norm, SiLU: halves the side."""
+    """conv, pool, norm, SiLU, conv, norm, SiLU; halves height and width."""
 
     def __init__(self, channels_in: int, channels: int):
         super().__init__()
@@ -48,7 +48,7 @@ class Group(nn.Module):
 
 
 class Speednet94(nn.Module):
-    """[B, 3, 32, 32] -> [B, 10]: whitening that rests, three groups, a maximum over what is left, a divided head."""
+    """[B, 3, 32, 32] -> [B, 10]: frozen whitening, three groups, a global maximum, a scaled head."""
 
     def __init__(self, images: torch.Tensor):
         super().__init__()
@@ -63,7 +63,7 @@ class Speednet94(nn.Module):
 
 
 def whitening(images: torch.Tensor, epsilon: float = 5e-4) -> torch.Tensor:
-    """[24, 3, 2, 2]: the principal directions of 2x2 patches over their deviations, with both signs."""
+    """[24, 3, 2, 2]: principal components of 2x2 patches over their standard deviations, with both signs."""
     patches = F.unfold(images[:960], 2).transpose(1, 2).reshape(-1, 12).double()
     values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
     filters = (vectors / (values + epsilon).sqrt()).T.reshape(12, 3, 2, 2).float()
@@ -71,7 +71,7 @@ def whitening(images: torch.Tensor, epsilon: float = 5e-4) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut that takes every second pixel and pads new channels with zeros."""
+    """Two 3x3 convolutions and a shortcut with a stride of two that pads new channels with zeros."""
 
     def __init__(self, channels_in: int, channels: int):
         super().__init__()
@@ -105,7 +105,7 @@ class Resnet20(nn.Module):
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum whose direction is made nearly orthogonal by three Newton-Schulz steps."""
+    """Nesterov momentum with a direction made nearly orthogonal by three Newton-Schulz steps."""
 
     def __init__(self, kernels, orthogonal: Callable, lr: float = 0.2, momentum: float = 0.655):
         super().__init__(kernels, {"lr": lr, "momentum": momentum})
@@ -119,12 +119,12 @@ class Muon(torch.optim.Optimizer):
                 buffer.mul_(group["momentum"]).add_(kernel.grad)
                 direction = kernel.grad.add(buffer, alpha=group["momentum"])
                 kernel.mul_(len(kernel) ** 0.5 / kernel.norm())
-                turned = self.orthogonal(direction.reshape(len(kernel), -1))
-                kernel.add_(turned.view_as(kernel), alpha=-group["lr"])
+                update = self.orthogonal(direction.reshape(len(kernel), -1))
+                kernel.add_(update.view_as(kernel), alpha=-group["lr"])
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """Brings the singular values of a matrix near to 1."""
+    """A matrix with the same singular vectors and singular values near 1."""
     x = matrix / (matrix.norm() + 1e-7)
     tall = len(x) > x.shape[1]
     x = x.T if tall else x
@@ -134,15 +134,15 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return x.T if tall else x
 
 
-def make_step(model: nn.Module, images: np.ndarray, labels: np.ndarray, given) -> Callable[[int], Iterator[float]]:
+def make_step(model: nn.Module, images: np.ndarray, labels: np.ndarray, args) -> Callable[[int], Iterator[float]]:
     """A function (steps) -> seconds of each: forward, loss, backward, update."""
-    bfloat16 = given.precision == "bfloat16"
+    bfloat16 = args.precision == "bfloat16"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")
     model = model.to(device, memory_format=torch.channels_last)
-    if bfloat16 and not given.autocast:  # weights too, as the records have them in half precision; norms stay float32
+    if bfloat16 and not args.autocast:  # weights too, as the records have them in half precision; norms stay float32
         model.to(torch.bfloat16)
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
@@ -150,19 +150,19 @@ def make_step(model: nn.Module, images: np.ndarray, labels: np.ndarray, given) -
     kernels = [p for p in model.parameters() if p.requires_grad and p.ndim == 4]
     if isinstance(model, Speednet94):
         rest = [p for p in model.parameters() if p.requires_grad and p.ndim != 4]
-        turn = torch.compile(orthogonal, dynamic=False) if given.compile else orthogonal
+        turn = torch.compile(orthogonal, dynamic=False) if args.compile else orthogonal
         optimizers = [Muon(kernels, turn), torch.optim.SGD(rest, 0.01, 0.825, nesterov=True, fused=True)]
     else:
         optimizers = [torch.optim.SGD(model.parameters(), 0.01, 0.9, weight_decay=2e-4, fused=True)]
     batch = torch.from_numpy(images).permute(0, 3, 1, 2)  # the NHWC bytes as they are, which is channels_last
     batch = batch.to(device, torch.bfloat16 if bfloat16 else torch.float32)
     targets = torch.from_numpy(labels).to(device)
-    forward = torch.compile(model) if given.compile else model
+    forward = torch.compile(model) if args.compile else model
 
     def run(steps: int) -> Iterator[float]:
         for _ in range(steps):
             start = time.perf_counter()
-            with torch.autocast(device, torch.bfloat16, enabled=bfloat16 and given.autocast):
+            with torch.autocast(device, torch.bfloat16, enabled=bfloat16 and args.autocast):
                 logits = forward(batch)
             loss = F.cross_entropy(logits.float(), targets, label_smoothing=0.09)
             loss.backward()
@@ -177,23 +177,23 @@ def make_step(model: nn.Module, images: np.ndarray, labels: np.ndarray, given) -
 
 def main() -> None:
     """Needs PyTorch and NumPy."""
-    parser = protocol.parser(__doc__)
+    parser = protocol.make_parser(__doc__)
     parser.add_argument("--compile", action="store_true", help="torch.compile for the net and for Muon's direction")
     parser.add_argument("--autocast", action="store_true", help="for bfloat16: autocast over float32 weights")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     torch.manual_seed(0)
-    data = protocol.load(given.data, given.batch_size)
-    images, labels = data["images"][: given.batch_size], data["labels"][: given.batch_size]
-    if given.model == "speednet94":
+    data = protocol.load(args.data, args.batch_size)
+    images, labels = data["images"][: args.batch_size], data["labels"][: args.batch_size]
+    if args.model == "speednet94":
         with torch.no_grad():
             model = Speednet94(torch.from_numpy(images).permute(0, 3, 1, 2))
-    elif given.model == "resnet20":
+    elif args.model == "resnet20":
         model = Resnet20()
     else:
-        protocol.leave(f"--model={given.model} is not one of speednet94, resnet20")
+        protocol.exit_with_error(f"--model={args.model} is not one of speednet94, resnet20")
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    protocol.serve(make_step(model, images, labels, given), given.batch_size, given.steps, trained)
+    protocol.serve(make_step(model, images, labels, args), args.batch_size, args.steps, trained)
 
 
 if __name__ == "__main__":

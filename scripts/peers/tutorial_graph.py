@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """The training graph of TensorFlow's CIFAR-10 tutorial on several towers, rebuilt in `tf.compat.v1`.
 
-Its structure, not its code: a queue that 16 threads fill with images distorted one by one, a queue of whole batches
-before the towers, variables on the CPU, a weight loss, gradients stacked and averaged, plain descent with a rate
-that falls in a staircase, moving averages of all weights, one `session.run` a step. It is spared the summaries.
+Its structure, not its code: 16 threads fill a queue with images distorted one by one; a queue of batches feeds the
+towers; variables are on the CPU; gradients are stacked and averaged; plain gradient descent with a staircase learning
+rate, weight losses and moving averages of all weights; one `session.run` per step. Summaries are left out.
 Source: "Convolutional Neural Networks", a TensorFlow tutorial of 2015 to 2018.
 """
 
@@ -18,29 +18,32 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cifar_towers.cli.tf_import import import_tensorflow
 
-SIDE, THREADS, FILLED = 24, 16, 0.4  # pixels of a crop; that fill the queue; share of the images it holds at least
+CROP_SIZE, NUM_THREADS = 24, 16  # the threads fill the queue
+MIN_QUEUE_FRACTION = 0.4  # of all images that the queue holds
 EXAMPLES, EPOCHS_PER_DECAY = 50_000, 350
 
 
 def main() -> None:
     """Needs TensorFlow."""
-    parser = protocol.parser(__doc__)
+    parser = protocol.make_parser(__doc__)
     parser.add_argument(
         "--towers", type=int, default=2, help="towers on GPUs or logical CPUs, each with --batch_size images"
     )
-    given = parser.parse_args()
-    if (given.model, given.precision) != ("cifarnet", "float32"):
-        protocol.leave("the tutorial has one model in one precision; give --model=cifarnet --precision=float32")
-    data = protocol.load(given.data, given.batch_size)
+    args = parser.parse_args()
+    if (args.model, args.precision) != ("cifarnet", "float32"):
+        protocol.exit_with_error(
+            "the tutorial has one model in one precision; give --model=cifarnet --precision=float32"
+        )
+    data = protocol.load(args.data, args.batch_size)
     import_tensorflow()
     import tensorflow as tf
 
     with tf.Graph().as_default(), tf.device("/cpu:0"):
-        batches = batch_queue(tf.compat.v1, data["raw"], data["labels"], given.batch_size, given.towers)
+        batches = batch_queue(tf.compat.v1, data["raw"], data["labels"], args.batch_size, args.towers)
         kind = "gpu" if tf.config.get_visible_devices("GPU") else "cpu"
-        train, loss = training_graph(tf.compat.v1, batches, [f"/{kind}:{tower}" for tower in range(given.towers)])
-        options = tf.compat.v1.ConfigProto(allow_soft_placement=True, device_count={"CPU": given.towers})
-        options.gpu_options.allow_growth = True  # the others of the race want memory too
+        train, loss = training_graph(tf.compat.v1, batches, [f"/{kind}:{tower}" for tower in range(args.towers)])
+        options = tf.compat.v1.ConfigProto(allow_soft_placement=True, device_count={"CPU": args.towers})
+        options.gpu_options.allow_growth = True  # other competitors share the GPU
         with tf.compat.v1.Session(config=options) as session:
             session.run(tf.compat.v1.global_variables_initializer())
             coordinator = tf.train.Coordinator()
@@ -53,33 +56,33 @@ def main() -> None:
                     yield time.perf_counter() - start
 
             trained = sum(v.shape.num_elements() for v in tf.compat.v1.trainable_variables())
-            protocol.serve(run, given.batch_size * given.towers, given.steps, trained)
+            protocol.serve(run, args.batch_size * args.towers, args.steps, trained)
             coordinator.request_stop()
-            session.close()  # wakes the threads that wait at a queue
+            session.close()  # wakes the threads that wait for a queue
             coordinator.join(threads, stop_grace_period_secs=5, ignore_live_threads=True)
 
 
 def batch_queue(v1, raw, labels, batch_size: int, towers: int):
     """A queue of batches ([B, 24, 24, 3] float32, [B] int64), kept filled by threads."""
     image, label = v1.train.slice_input_producer([raw, labels])
-    image = v1.image.random_flip_left_right(v1.random_crop(v1.cast(image, v1.float32), [SIDE, SIDE, 3]))
+    image = v1.image.random_flip_left_right(v1.random_crop(v1.cast(image, v1.float32), [CROP_SIZE, CROP_SIZE, 3]))
     image = v1.image.random_contrast(v1.image.random_brightness(image, 63), 0.2, 1.8)
     image = v1.image.per_image_standardization(image)
-    least = int(FILLED * len(labels))
-    batch = v1.train.shuffle_batch([image, label], batch_size, least + 3 * batch_size, least, num_threads=THREADS)
+    least = int(MIN_QUEUE_FRACTION * len(labels))
+    batch = v1.train.shuffle_batch([image, label], batch_size, least + 3 * batch_size, least, num_threads=NUM_THREADS)
     queue = v1.FIFOQueue(2 * towers, [part.dtype for part in batch], [part.shape for part in batch])
     v1.train.add_queue_runner(v1.train.QueueRunner(queue, [queue.enqueue(batch)]))
     return queue
 
 
 def training_graph(v1, batches, devices: list[str]):
-    """(the operation that makes a step, the last tower's loss), a tower a device."""
+    """(the training operation, the last tower's loss), with a tower on each device."""
     count = v1.train.get_or_create_global_step()
     rate = v1.train.exponential_decay(
         0.1, count, EPOCHS_PER_DECAY * EXAMPLES // batches.shapes[0][0], 0.1, staircase=True
     )
     optimizer = v1.train.GradientDescentOptimizer(rate)
-    gradients_of_towers = []
+    tower_grads = []
     for tower, device in enumerate(devices):
         with (
             v1.device(device),
@@ -88,8 +91,8 @@ def training_graph(v1, batches, devices: list[str]):
         ):
             images, labels = batches.dequeue()
             loss = total_loss(v1, net(v1, images), labels, scope)
-            gradients_of_towers.append(optimizer.compute_gradients(loss))
-    update = optimizer.apply_gradients(average_gradients(v1, gradients_of_towers), count)
+            tower_grads.append(optimizer.compute_gradients(loss))
+    update = optimizer.apply_gradients(average_gradients(v1, tower_grads), count)
     averages = v1.train.ExponentialMovingAverage(0.9999, count)
     with v1.control_dependencies([update]):
         return v1.group(averages.apply(v1.trainable_variables())), loss
@@ -125,22 +128,22 @@ def total_loss(v1, logits, labels, scope: str):
     return v1.add_n([v1.reduce_mean(cross_entropy), *v1.get_collection("weight_losses", scope)])
 
 
-def average_gradients(v1, gradients_of_towers: list) -> list:
-    """K lists of N (gradient, variable) -> N of their means: a new axis, joined along it, averaged over it."""
+def average_gradients(v1, tower_grads: list) -> list:
+    """K lists of N (gradient, variable) -> N (mean gradient, variable), stacked along a new axis and averaged."""
     means = []
-    for of_one in zip(*gradients_of_towers, strict=True):
-        stacked = v1.concat([v1.expand_dims(gradient, 0) for gradient, _ in of_one], 0)
-        means.append((v1.reduce_mean(stacked, 0), of_one[0][1]))
+    for pairs in zip(*tower_grads, strict=True):
+        stacked = v1.concat([v1.expand_dims(gradient, 0) for gradient, _ in pairs], 0)
+        means.append((v1.reduce_mean(stacked, 0), pairs[0][1]))
     return means
 
 
 def variable(v1, name: str, shape: list, deviation: float, decay: float = 0.0):
     """Weights on the CPU, with their loss on the tower."""
     with v1.device("/cpu:0"):
-        made = v1.get_variable(name, shape, initializer=v1.truncated_normal_initializer(stddev=deviation))
+        weights = v1.get_variable(name, shape, initializer=v1.truncated_normal_initializer(stddev=deviation))
     if decay:
-        v1.add_to_collection("weight_losses", decay * v1.nn.l2_loss(made))
-    return made
+        v1.add_to_collection("weight_losses", decay * v1.nn.l2_loss(weights))
+    return weights
 
 
 def constant(v1, shape: list, value: float):
