@@ -1,0 +1,147 @@
+"""Imports inside the package point down and form no circle; modules and functions stay short."""
+
+import ast
+import graphlib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "cifar_towers"
+MAX_MODULE_LINES, MAX_FUNCTION_LINES = 300, 50
+
+# The folders, and the modules at the package's root, bottom first. Each may import those of the layers below it.
+LAYERS = (
+    ("config", "registry", "errors", "files"),
+    ("towers",),
+    ("models", "data"),
+    ("training", "checkpointing", "evaluation", "reporting", "multi_worker"),
+    ("trainer", "inference", "benchmark"),
+    ("cli",),
+)
+LEVELS = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
+SAME_LAYER = {  # (folder, imported module or folder of the same layer): the reason
+    ("config", "registry"): "the defaults and choices of settings are registry entries",
+    ("config", "errors"): "a wrong value raises UsageError",
+    ("registry", "errors"): "an unknown name raises UsageError",
+    ("reporting", "training.results"): "plain result types cross folders",
+    ("multi_worker", "training.results"): "plain result types cross folders",
+    ("reporting", "evaluation.score"): "plain result types cross folders",
+}
+LATE = {  # (importer, imported module), in a function: the reason
+    ("reporting.report_figures", "reporting.figures"): "delays Matplotlib",
+    ("benchmark.worker_process", "benchmark.worker"): "delays TensorFlow",
+}
+
+
+class Import(NamedTuple):
+    """One module of the package imports another; names without the package's own."""
+
+    importer: str  # `training.step`
+    imported: str
+    line: int
+    in_function: bool
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}{' in a function' if self.in_function else ''}"
+
+
+def read_modules():
+    """Module name -> source, of every module of the package but its own `__init__`."""
+    modules = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        *parents, name = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
+        modules[".".join(parents if name == "__init__" else [*parents, name])] = path.read_text()
+    modules.pop("")
+    return modules
+
+
+MODULES = read_modules()
+TREES = {name: ast.parse(source) for name, source in MODULES.items()}
+
+
+def imported_modules(node):
+    """The modules of the package that an import statement names."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif node.level:
+        raise ValueError(f"a relative import in line {node.lineno}")
+    else:  # `from folder import module` names a module, `from module import function` does not
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+        names = [name if name.partition(".")[2] in MODULES else node.module for name in names]
+    inside = (name.partition(".")[2] for name in names if name.partition(".")[0] == PACKAGE)
+    return sorted({name for name in inside if name})
+
+
+def read_imports():
+    imports = []
+    for name, tree in TREES.items():
+        functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+        late = {id(node) for function in functions for node in ast.walk(function)}
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                targets = imported_modules(node)
+                imports += [Import(name, target, node.lineno, id(node) in late) for target in targets]
+    return imports
+
+
+IMPORTS = read_imports()
+
+
+def folder(module):
+    return module.partition(".")[0]
+
+
+def points_up(one):
+    above, below = LEVELS[folder(one.importer)], LEVELS[folder(one.imported)]
+    same_folder = folder(one.importer) == folder(one.imported)
+    allowed = {(folder(one.importer), one.imported), (folder(one.importer), folder(one.imported))} & set(SAME_LAYER)
+    return above < below or (above == below and not same_folder and not allowed)
+
+
+def test_every_folder_is_in_a_layer():
+    assert {folder(module) for module in MODULES} == set(LEVELS)
+
+
+def test_no_import_points_up():
+    assert [str(one) for one in IMPORTS if points_up(one)] == []
+
+
+def test_exceptions_are_needed():
+    used = {(folder(one.importer), name) for one in IMPORTS for name in (one.imported, folder(one.imported))}
+    assert set(SAME_LAYER) - used == set()
+    assert set(LATE) - {(one.importer, one.imported) for one in IMPORTS if one.in_function} == set()
+
+
+@pytest.mark.parametrize("name", [folder, str], ids=["folders", "modules"])
+def test_imports_form_no_circle(name):
+    graph = {name(module): set() for module in MODULES}
+    for one in IMPORTS:
+        if name(one.importer) != name(one.imported):
+            graph[name(one.importer)].add(name(one.imported))
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]), pytrace=False)
+
+
+def test_no_import_of_the_package_is_inside_a_function():
+    """Except in `cli`, where a program loads what it runs after its flags are checked."""
+    late = [one for one in IMPORTS if one.in_function and folder(one.importer) != "cli"]
+    assert [str(one) for one in late if (one.importer, one.imported) not in LATE] == []
+
+
+def test_modules_are_short():
+    lines = {name: source.count("\n") for name, source in MODULES.items()}
+    assert {name: count for name, count in lines.items() if count > MAX_MODULE_LINES} == {}
+
+
+def test_functions_are_short():
+    lengths = {
+        f"{name}:{node.name}": node.end_lineno - node.lineno + 1
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == {}
