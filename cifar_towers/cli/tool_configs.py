@@ -10,12 +10,14 @@ from cifar_towers.errors import UsageError, describe_exit_codes
 
 @dataclasses.dataclass(frozen=True)
 class ReportConfig:
-    """Which runs to write a page about, and where to."""
+    """Settings of the HTML report."""
 
     exit_codes: ClassVar[str] = describe_exit_codes(UsageError, failure="a bug or the page cannot be written")
 
     out: str = setting(
-        "", "Report", "where to; by default report.html in the directory of one run, and here for several"
+        "",
+        "Report",
+        "output file; by default report.html, in the directory of a single run or else in this one",
     )
     runs: tuple[str, ...] = setting((), REST, "runs' directories")
 
@@ -26,26 +28,24 @@ class ReportConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """What to start, and how often to start it again."""
+    """Settings of the launcher."""
 
     exit_codes: ClassVar[str] = TrainConfig.exit_codes
 
     num_workers: int = setting(
         0,
         "Launch",
-        "workers to start on this machine; 0: one process, which its flags, TF_CONFIG or Slurm may put in a cluster",
+        "workers to start on this machine; 0: one process, which may be a worker of a cluster",
         low=0,
         high=1024,
     )
-    max_restarts: int = setting(
-        3, "Launch", "how often to start all again after a worker was lost or told to leave", low=0
-    )
+    max_restarts: int = setting(3, "Launch", "restarts after a worker was lost or received a signal", low=0)
     command: tuple[str, ...] = setting((), REST, "flags of train.py")
 
     def __post_init__(self):
         check_limits(self)
         if self.num_workers == 1:
-            raise UsageError("num_workers=1 is no cluster; give 2 or more, or 0 for one process that is started again")
+            raise UsageError("num_workers=1 is no cluster; give 2 or more, or 0 for one process")
         if not self.command:
             raise UsageError("launch what? write: launch.py --num_workers=2 -- --flagfile=configs/speed94.cfg")
         words = [argument for argument in self.command if not argument.startswith("-")]

@@ -1,6 +1,6 @@
-"""Values that change over a run, given as points: `0=0.2,23%=1,100%=0.07`.
+"""Schedules over a run, given as points: `0=0.2,23%=1,100%=0.07`.
 
-A point's place is an epoch, or with a percent sign a part of the whole run. No TensorFlow in here.
+A point's place is an epoch, or with a percent sign a fraction of the run. Does not import TensorFlow.
 """
 
 import bisect
@@ -12,7 +12,7 @@ from cifar_towers.errors import UsageError
 
 
 class RunLength(NamedTuple):
-    """How long a run is, in steps: an epoch, what the schedules are laid over, and the step that it ends after."""
+    """The length of a run in steps: of an epoch, of its schedules (`total`), and of the run itself (`last`)."""
 
     steps_per_epoch: int
     total: int
@@ -20,7 +20,7 @@ class RunLength(NamedTuple):
 
 
 class ScheduleKnots(NamedTuple):
-    """Values at places of a run; `relative[i]` says whether place i is a fraction of it or an epoch."""
+    """Values at places of a run; where `relative[i]`, place i is a fraction of the run, else an epoch."""
 
     places: tuple[float, ...]
     relative: tuple[bool, ...]
@@ -30,17 +30,19 @@ class ScheduleKnots(NamedTuple):
         """The places in steps.
 
         Raises:
-          UsageError: epochs and percents that do not rise for a run of this length.
+          UsageError: they are not in ascending order for a run of this length.
         """
         units = [length.total if relative else length.steps_per_epoch for relative in self.relative]
         steps = [to_steps(place, unit) for place, unit in zip(self.places, units, strict=True)]
         if steps != sorted(steps):
-            raise UsageError(f"a schedule's places fall on steps {steps} of {length.total}, which do not rise")
+            raise UsageError(
+                f"a schedule's places fall on steps {steps} of {length.total}, which are not in ascending order"
+            )
         return steps
 
 
 def to_steps(place: float, unit: int) -> float:
-    """A place of so many units of steps, without the rounding that would put it after the step it falls on.
+    """A place in steps, rounded so that floating-point errors do not move it past the step it falls on.
 
     >>> 0.55 * 100 > 55, to_steps(0.55, 100)
     (True, 55.0)
@@ -49,7 +51,7 @@ def to_steps(place: float, unit: int) -> float:
 
 
 def piecewise_linear(step: float, steps: list[float], values: tuple[float, ...]) -> float:
-    """Straight lines between the points, level outside them.
+    """Linear interpolation between the points, constant outside them.
 
     >>> piecewise_linear(5, [0, 10], (1.0, 0.0))
     0.5
@@ -64,7 +66,7 @@ def piecewise_linear(step: float, steps: list[float], values: tuple[float, ...])
 
 
 def piecewise_constant(step: float, steps: list[float], values: tuple[float, ...], before: float = 1.0) -> float:
-    """The value of the last point passed; `before` the first.
+    """The value of the last point passed, or `before` the first one.
 
     >>> piecewise_constant(91, [91, 136], (0.1, 0.01))
     0.1
@@ -77,7 +79,7 @@ def parse_rate(text: str) -> tuple[str, ScheduleKnots]:
     """`"linear:0=1,100%=0"` -> ("linear", points).
 
     Raises:
-      UsageError: neither `linear:` nor `step:` before the points, or points that cannot be read.
+      UsageError: the text does not begin with `linear:` or `step:`, or its points have another form.
     """
     kind, _, points = text.partition(":")
     if kind not in ("linear", "step"):
@@ -86,7 +88,7 @@ def parse_rate(text: str) -> tuple[str, ScheduleKnots]:
 
 
 class ImageSizeSchedule:
-    """The side of a run's images, in pixels, step by step."""
+    """The side of training images in pixels over a run."""
 
     def __init__(self, text: str, full: int):
         """`"0=24,45%=32"`; images of the `full` side throughout if empty, and before the first place.
@@ -98,7 +100,7 @@ class ImageSizeSchedule:
         self._full = full
 
     def largest(self) -> int:
-        """Of the images that cost the most."""
+        """The largest side."""
         before = [self._full] if self.points.places[0] > 0 else []
         return int(max([*self.points.values, *before]))
 
@@ -106,7 +108,7 @@ class ImageSizeSchedule:
         """The function step -> side of a run of this length.
 
         Raises:
-          UsageError: as `Points.steps`.
+          UsageError: as `ScheduleKnots.steps`.
         """
         places = self.points.steps(length)
         return lambda step: int(piecewise_constant(step, places, self.points.values, before=self._full))
@@ -116,7 +118,7 @@ def parse_points(setting: str, text: str, example: str) -> ScheduleKnots:
     """`"0=24,45%=32"` -> points at epoch 0 and at 0.45 of the run.
 
     Raises:
-      UsageError: naming `setting`, if the text is not of this form or its places do not rise.
+      UsageError: naming `setting`: the text has another form, or its places are not in ascending order.
     """
     places, relative, values = [], [], []
     try:
@@ -128,9 +130,9 @@ def parse_points(setting: str, text: str, example: str) -> ScheduleKnots:
         if not all(math.isfinite(number) and number >= 0 for number in (*places, *values)):
             raise ValueError
     except ValueError:
-        raise UsageError(f"{setting}: {text!r} is not a list of place=value, none below 0, as {example}") from None
+        raise UsageError(f"{setting}: {text!r} is not a list of place=value, none negative, as {example}") from None
     for kind in (True, False):
         same_kind = [place for place, percent in zip(places, relative, strict=True) if percent is kind]
         if same_kind != sorted(set(same_kind)):
-            raise UsageError(f"{setting}: the places of {text!r} must rise, from 0")
+            raise UsageError(f"{setting}: the places of {text!r} must be in ascending order")
     return ScheduleKnots(tuple(places), tuple(relative), tuple(values))

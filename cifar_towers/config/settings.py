@@ -7,15 +7,15 @@ from typing import Any, Literal
 
 from cifar_towers.errors import UsageError
 
-RENAMED = {  # earlier name, still in the files of earlier runs -> today's
+RENAMED = {  # earlier name, still in the files of earlier runs -> current name
     "fresh": "overwrite",
     "hardest_of": "hard_example_pool",
     "image_sides": "image_size_schedule",
     "max_bad_steps": "max_nonfinite_steps",
     "threads_per_op": "intra_op_threads",
 }
-REST = "the rest"  # the group of a setting that is not a flag: it takes what else stands on the command line
-RECIPE = "the recipe"  # the group of a setting that holds a TrainConfig, which is made from flags of its own
+REST = "the rest"  # the group of a setting without a flag: the arguments that are not flags
+RECIPE = "the recipe"  # the group of a setting that holds a TrainConfig, whose settings are flags
 
 
 def setting(
@@ -36,7 +36,7 @@ def setting(
     Args:
       check: validates values other than the default.
       on_resume: whether a run may be resumed with another value. `refuse`: the setting belongs to the recipe.
-        `allow_without_batch_norm`: it changes the function that is trained where the net has batch normalization.
+        `allow_without_batch_norm`: it changes the function that is trained where the model has batch normalization.
       per_worker: workers of one cluster may have different values.
       per_run: runs with different values are still repetitions of one experiment, to be averaged.
     """
@@ -71,7 +71,11 @@ def names_with(config_class: type, **properties: Any) -> tuple[str, ...]:
 
 
 def check_limits(config: Any) -> None:
-    """Holds every field of a config against its `low`, `high`, `choices` and `check`."""
+    """Checks every field of a config against its `low`, `high`, `choices` and `check`.
+
+    Raises:
+      UsageError: naming the first value that is not allowed.
+    """
     for field in dataclasses.fields(config):
         value, limits = getattr(config, field.name), field.metadata
         if limits["check"] and value != field.default:
@@ -81,13 +85,13 @@ def check_limits(config: Any) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"{field.name}={value} is not a finite number")
         if limits["low"] is not None and value < limits["low"]:
-            raise UsageError(f"{field.name}={value} is too small; the least is {limits['low']}")
+            raise UsageError(f"{field.name}={value} is too small; the minimum is {limits['low']}")
         if limits["high"] is not None and value > limits["high"]:
-            raise UsageError(f"{field.name}={value} is too large; the most is {limits['high']}")
+            raise UsageError(f"{field.name}={value} is too large; the maximum is {limits['high']}")
 
 
 def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by name as a run's files hold them, under the names they have today."""
+    """Settings of a run's files, under their current names."""
     return {RENAMED.get(name, name): value for name, value in settings.items()}
 
 

@@ -27,7 +27,7 @@ class TrainConfig(DeviceConfig):
     """Every setting of a training run. Sizes are global; times are in steps or epochs, never per tower."""
 
     exit_codes: ClassVar[str] = describe_exit_codes(
-        *ERRORS, DivergedError, WorkerLostError, failure="a bug or no space for checkpoints"
+        *ERRORS, DivergedError, WorkerLostError, failure="a bug or no room to save the last checkpoint"
     )
 
     strategy: str = _towers(

@@ -13,6 +13,7 @@ import pytest
 
 from cifar_towers.cli import main, tf_import
 from cifar_towers.cli.shutdown import ShutdownHandler
+from cifar_towers.config import TrainConfig
 from cifar_towers.errors import DataError, DivergedError, Interrupted, UsageError, WorkerLostError, error_line
 
 ROOT = Path(__file__).parents[2]
@@ -130,8 +131,8 @@ def test_help_imports_nothing_slow(program):
     ],
 )
 def test_error_is_one_line_and_an_exit_code(program, arguments, code, message):
-    found, out, err = finish(start(program, *arguments))
-    assert found == code and message in err
+    exit_code, out, err = finish(start(program, *arguments))
+    assert exit_code == code and message in err
     assert "Traceback" not in out + err
     assert len([line for line in err.splitlines() if line.startswith(("usage:", "data:"))]) == 1
 
@@ -139,6 +140,14 @@ def test_error_is_one_line_and_an_exit_code(program, arguments, code, message):
 def test_error_line_escapes_control_characters():
     assert error_line(UsageError("no checkpoint in no\x1bwhere\n")) == "usage: no checkpoint in no\\x1bwhere\\n"
     assert [error.exit_code for error in (UsageError, DataError, DivergedError, WorkerLostError)] == [2, 3, 4, 5]
+
+
+def test_docs_list_the_exit_codes_of_the_help_text():
+    readme, cluster = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/cluster.md"))
+    assert TrainConfig.exit_codes in readme
+    usage, data, diverged = (f"{e.exit_code} ({e.meaning})" for e in (UsageError, DataError, DivergedError))
+    assert f"not for {usage}, {data} or {diverged}" in cluster
+    assert f"exit code {WorkerLostError.exit_code}:" in cluster
 
 
 def test_other_keras_backends_are_refused():
@@ -170,12 +179,12 @@ def test_signal_saves_and_the_same_command_resumes(tmp_path, tiny, number, code)
     metrics = tmp_path / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
     process.send_signal(number)
-    found, _, err = finish(process)
-    assert found == code and "saved step" in err and "Traceback" not in err
+    exit_code, _, err = finish(process)
+    assert exit_code == code and "saved step" in err and "Traceback" not in err
     if number == signal.SIGINT:
         return  # resuming is the same
-    found, out, err = finish(start(*command))
-    assert found == 0 and "going on from step" in out, err
+    exit_code, out, err = finish(start(*command))
+    assert exit_code == 0 and "going on from step" in out, err
 
 
 @pytest.mark.slow
@@ -273,8 +282,8 @@ def test_signal_before_the_first_step(tmp_path):
     process = start("train.py", *TINY, f"--train_dir={tmp_path}")
     wait_until(lambda: answers(process, signal.SIGTERM))
     process.send_signal(signal.SIGTERM)
-    found, _, err = finish(process)
-    assert found == 143 and "Traceback" not in err
+    exit_code, _, err = finish(process)
+    assert exit_code == 143 and "Traceback" not in err
 
 
 def test_signal_while_handlers_are_installed(monkeypatch, capsys):

@@ -30,8 +30,8 @@ def parse(*arguments):
         (["--nofresh"], "--fresh has been renamed to --overwrite"),
         (["--batch_size=many"], "--batch_size=many"),
         (["--batch_size"], "Missing value for flag --batch_size"),
-        (["--batch_size=0"], "batch_size=0 is too small; the least is 1"),
-        (["--momentum=1.5"], "momentum=1.5 is too large; the most is 0.9999"),
+        (["--batch_size=0"], "batch_size=0 is too small; the minimum is 1"),
+        (["--momentum=1.5"], "momentum=1.5 is too large; the maximum is 0.9999"),
         (["--learning_rate=nan"], "learning_rate=nan is not a finite number"),
         (["--model=vgg"], "model=vgg is not one of cifarnet, resnet20"),
         (["--precision=int8"], "precision=int8 is not one of auto, float32, bfloat16, float16"),
@@ -52,7 +52,7 @@ def parse(*arguments):
         (["--crop=24", "--image_size_schedule=0=24"], "both set the image size"),
         (
             ["--image_size_schedule=0=nan"],
-            "image_size_schedule: '0=nan' is not a list of place=value, none below 0, as 0=24,45%=32",
+            "image_size_schedule: '0=nan' is not a list of place=value, none negative, as 0=24,45%=32",
         ),
         (["--dataset=folder"], "dataset=folder is not cifar10, synthetic, auto, folder:<path> or the name of a"),
         (["--flagfile=configs/resnet21.cfg"], "configs/ has the recipes"),
@@ -61,7 +61,7 @@ def parse(*arguments):
         (["--seed=1", "--seeds=2,3"], "are both given"),
         (["--seeds=0,99999999999"], "must be different numbers from 0"),
         (["--epochs=0"], "leave nothing to do"),
-        (["--target_accuracy=94"], "target_accuracy=94.0 is too large; the most is 1"),
+        (["--target_accuracy=94"], "target_accuracy=94.0 is too large; the maximum is 1"),
         (["--dataset=Image Net"], "dataset=Image Net is not cifar10"),
         (["--strategy=magic"], "strategy=magic is not one of towers, mirrored"),
         (["--variable_placement=gpu"], "variable_placement=gpu is not one of cpu, round_robin, least_loaded, auto"),
@@ -212,8 +212,8 @@ def test_evaluation_requires_a_run():
 def test_flags_may_precede_or_follow_the_runs(flag):
     runs = ["runs/one", "runs/other"]
     for arguments in ([*flag, *runs], [*runs, *flag]):
-        found = parse_command_line(ReportConfig, ["report.py", *arguments], "")
-        assert found == ReportConfig("page.html", tuple(runs))
+        config = parse_command_line(ReportConfig, ["report.py", *arguments], "")
+        assert config == ReportConfig("page.html", tuple(runs))
 
 
 def test_comparison_requires_two_runs():

@@ -52,7 +52,7 @@ def test_schedules_that_are_none(text):
 
 
 def test_places_that_cross():
-    with pytest.raises(UsageError, match="do not rise"):
+    with pytest.raises(UsageError, match="are not in ascending order"):
         rate("linear:0=1,9=0.5,20%=0", 5)
 
 
