@@ -558,7 +558,7 @@ def test_uncreatable_train_dir_is_refused(tmp_path):
 
 @pytest.fixture
 def saved_run(tmp_path, one_run):
-    """A run of 20 steps with checkpoints of steps 9, 18 and 20, and the config that goes on."""
+    """A run of 20 steps with checkpoints of steps 9, 18 and 20, and the config that resumes it."""
     shutil.copytree(one_run[0], tmp_path, dirs_exist_ok=True)
     assert [path.name[-2:] for path in list_checkpoints(tmp_path)] == ["09", "18", "20"]
     return tmp_path, replace(QUICK, num_gpus=2, train_dir=str(tmp_path))
