@@ -18,25 +18,25 @@ def processor(monkeypatch, *features):
 
 @pytest.mark.parametrize(("dtype", "channels", "rounding"), [("bfloat16", 128, 0.01), ("float32", 24, 1e-5)])
 @pytest.mark.parametrize(("high", "wide", "size"), [(7, 7, (3, 3)), (3, 4, (3, 3)), (5, 6, (5, 3)), (2, 2, (3, 5))])
-def test_the_gradient_row_by_row_is_tensorflows(monkeypatch, dtype, channels, rounding, high, wide, size):
+def test_gradients_equal_tensorflows(monkeypatch, dtype, channels, rounding, high, wide, size):
     processor(monkeypatch, "avx2")
     random = np.random.default_rng(0)
     shapes = (4, high, wide, channels), (*size, channels, 64), (4, high, wide, 64)
     images, kernel, upstream = (tf.cast(random.normal(size=shape), dtype) for shape in shapes)
-    found = gradients(conv_gradient.conv2d, images, kernel, upstream)
+    ours = gradients(conv_gradient.conv2d, images, kernel, upstream)
 
-    def plain(x, k):
+    def convolve(x, k):
         return tf.nn.conv2d(x, k, 1, "SAME")
 
-    tensorflows = gradients(plain, images, kernel, upstream)
-    exact = gradients(plain, *(tf.cast(tensor, tf.float64) for tensor in (images, kernel, upstream)))
-    for ours, theirs, true in zip(found, tensorflows, exact, strict=True):
-        error, allowed = (np.abs(tf.cast(which, tf.float64) - true).max() for which in (ours, theirs))
-        # some processors add up in bfloat16, and are themselves that far off
+    tensorflows = gradients(convolve, images, kernel, upstream)
+    exact = gradients(convolve, *(tf.cast(tensor, tf.float64) for tensor in (images, kernel, upstream)))
+    for actual, theirs, true in zip(ours, tensorflows, exact, strict=True):
+        error, allowed = (np.abs(tf.cast(values, tf.float64) - true).max() for values in (actual, theirs))
+        # some processors accumulate in bfloat16, with errors of this size
         assert error <= max(1.5 * allowed, rounding * np.abs(true).max())
 
 
-def kinds(dtype, channels, device, strides=1, padding="SAME", filters=64):
+def op_types(dtype, channels, device, strides=1, padding="SAME", filters=64):
     @tf.function
     def step(images, kernel):
         with tf.device(device):
@@ -48,10 +48,10 @@ def kinds(dtype, channels, device, strides=1, padding="SAME", filters=64):
     return {op.type for op in step.get_concrete_function(*arguments).graph.get_operations()}
 
 
-def test_it_is_taken_only_where_it_gains(monkeypatch):
+def test_faster_gradient_is_used_only_where_measured(monkeypatch):
     processor(monkeypatch, "avx2")
-    assert "Conv2DBackpropFilter" not in kinds(tf.bfloat16, 128, "/CPU:1")
-    assert "Conv2DBackpropFilter" not in kinds(tf.float32, 24, "/CPU:1")
+    assert "Conv2DBackpropFilter" not in op_types(tf.bfloat16, 128, "/CPU:1")
+    assert "Conv2DBackpropFilter" not in op_types(tf.float32, 24, "/CPU:1")
     for arguments in [
         (tf.float64, 128, "/CPU:1"),
         (tf.float32, 16, "/CPU:1"),
@@ -62,7 +62,7 @@ def test_it_is_taken_only_where_it_gains(monkeypatch):
         (tf.bfloat16, 128, "/CPU:1", 2),
         (tf.bfloat16, 128, "/CPU:1", 1, "VALID"),
     ]:
-        assert "Conv2DBackpropFilter" in kinds(*arguments), arguments
+        assert "Conv2DBackpropFilter" in op_types(*arguments), arguments
     processor(monkeypatch, "avx2", "avx512f")
-    assert "Conv2DBackpropFilter" in kinds(tf.float32, 128, "/CPU:1")
-    assert "Conv2DBackpropFilter" not in kinds(tf.bfloat16, 128, "/CPU:1")
+    assert "Conv2DBackpropFilter" in op_types(tf.float32, 128, "/CPU:1")
+    assert "Conv2DBackpropFilter" not in op_types(tf.bfloat16, 128, "/CPU:1")

@@ -6,7 +6,7 @@ import tensorflow as tf
 from cifar_towers.models.layers import COMPILED, BatchNorm, Conv2D, LocalResponseNorm, PadChannels
 
 
-def test_batch_norm_by_arithmetic():
+def test_batch_norm_normalizes_and_averages():
     x = np.random.default_rng(0).normal(3, 2, (8, 5, 5, 4)).astype("f4")
     layer = BatchNorm(momentum=0.6)
     y, (mean, variance) = trained(layer, x)
@@ -22,13 +22,13 @@ def trained(layer, x):
     return y, statistics
 
 
-def test_batch_norm_writes_nothing_itself():
+def test_batch_norm_has_no_side_effects():
     layer = BatchNorm()
     trained(layer, tf.random.normal([4, 3, 3, 2]) + 5)
     np.testing.assert_array_equal(layer.moving_mean, [0, 0])
 
 
-def test_batch_norm_evaluates_with_the_moving_statistics():
+def test_batch_norm_evaluates_with_moving_statistics():
     layer = BatchNorm(scale=False)
     layer.build((None, 2, 2, 1))
     layer.moving_mean.assign([4.0])
@@ -37,14 +37,14 @@ def test_batch_norm_evaluates_with_the_moving_statistics():
     assert layer.gamma is None and [v.name for v in layer.trainable_variables] == ["beta"]
 
 
-def test_batch_norm_keeps_its_moments_wide_in_bfloat16():
+def test_batch_norm_moments_are_float32_in_bfloat16():
     layer = BatchNorm(dtype="mixed_bfloat16")
     y, statistics = trained(layer, tf.cast(tf.random.normal([4, 3, 3, 2]), tf.bfloat16))
     assert y.dtype == tf.bfloat16 and {s.dtype for s in statistics} == {tf.float32}
 
 
 @pytest.mark.parametrize("dtype", [tf.float32, tf.float64])
-def test_local_response_norm_is_tensorflows(dtype):
+def test_local_response_norm_equals_tensorflows(dtype):
     x = tf.random.normal([2, 4, 4, 64], dtype=tf.float32) * 30
     witness = tf.nn.local_response_normalization(x, 4, bias=1.0, alpha=0.001 / 9, beta=0.75)
     ours = LocalResponseNorm(dtype=dtype.name)(tf.cast(x, dtype))
@@ -53,16 +53,16 @@ def test_local_response_norm_is_tensorflows(dtype):
 
 
 @pytest.mark.parametrize(("name", "witness"), [("gelu", tf.nn.gelu), ("silu", tf.nn.silu)])
-def test_compiled_activations_and_their_gradients(name, witness):
+def test_compiled_activations_and_gradients(name, witness):
     x = tf.linspace(-6.0, 6.0, 101)
-    found = []
+    results = []
     for function in (COMPILED[name], witness):
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = function(x)
-        found.append((y, tape.gradient(y, x, output_gradients=tf.cos(x))))
-    np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-6)
-    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-5)
+        results.append((y, tape.gradient(y, x, output_gradients=tf.cos(x))))
+    np.testing.assert_allclose(results[0][0], results[1][0], atol=1e-6)
+    np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-5)
 
 
 def test_pad_channels_is_shortcut_a():
@@ -72,14 +72,14 @@ def test_pad_channels_is_shortcut_a():
     assert tf.reduce_sum(y[..., 0]) == tf.reduce_sum(y[..., 2]) == 0
 
 
-def test_layers_survive_a_round_trip_through_their_config():
+def test_layers_deserialize_from_their_config():
     for layer in (BatchNorm(0.5, scale=False), LocalResponseNorm(), PadChannels(8, 2)):
-        again = keras.layers.deserialize(keras.layers.serialize(layer))
-        assert again.get_config() == layer.get_config()
+        copy = keras.layers.deserialize(keras.layers.serialize(layer))
+        assert copy.get_config() == layer.get_config()
 
 
 @pytest.mark.parametrize("options", [{"dilation_rate": 2}, {"strides": (1, 2)}, {"groups": 3}, {"strides": 2}])
-def test_convolutions_are_keras_own_whatever_they_are_given(options):
+def test_conv2d_equals_keras_for_all_options(options):
     images = np.random.default_rng(0).normal(size=(2, 9, 9, 3)).astype("f4")
     ours, theirs = Conv2D(6, 3, **options), keras.layers.Conv2D(6, 3, **options)
     ours(images), theirs(images)

@@ -7,7 +7,7 @@ from cifar_towers.models.resnet import resnet
 from cifar_towers.models.speednet import IdentityFirst, whitening_kernel
 from cifar_towers.registry import MODELS as NAMES
 
-PARAMETERS = {  # by the published layer tables, frozen whitening filters (288) included, statistics not
+PARAMETERS = {  # by the published layer tables, with frozen whitening filters (288), without statistics
     "cifarnet": 1_068_298,
     "resnet20": 269_722,
     "resnet56": 853_018,
@@ -16,7 +16,7 @@ PARAMETERS = {  # by the published layer tables, frozen whitening filters (288) 
 }
 
 
-def test_config_and_models_name_the_same_nets():
+def test_registry_has_the_same_models():
     assert set(NAMES) == set(MODELS)
 
 
@@ -42,24 +42,24 @@ def test_logits_and_a_gradient_for_every_weight(name, dtype):
     assert [g.shape for g in gradients] == [w.shape for w in weights]
 
 
-def test_the_residual_of_speednet96_goes_round_the_last_two_convolutions():
+def test_speednet96_residual_skips_the_last_two_convolutions():
     model = MODELS["speednet96"]()
     for group in (1, 2, 3):
         norm, shortcut = (tensor._keras_history[0].name for tensor in model.get_layer(f"group{group}_add").input)
         assert (norm, shortcut) == (f"group{group}_norm3", f"group{group}_gelu1")
 
 
-def test_a_speednet_takes_any_side():
+def test_speednet_accepts_any_image_size():
     model = MODELS["speednet93"]()
     assert model(tf.zeros([2, 20, 20, 3])).shape == model(tf.zeros([2, 32, 32, 3])).shape == (2, 10)
 
 
-def test_a_depth_that_is_none():
+def test_invalid_resnet_depth():
     with pytest.raises(ValueError, match="depth=21 is not 6n"):
         resnet(depth=21)
 
 
-def test_the_first_filters_pass_their_channel_on():
+def test_identity_first_passes_channels_through():
     kernel = np.array(IdentityFirst()((3, 3, 2, 5)))
     x = np.random.default_rng(0).normal(size=(1, 6, 6, 2)).astype("f4")
     np.testing.assert_allclose(tf.nn.conv2d(x, kernel, 1, "SAME")[..., :2], x, rtol=1e-6)

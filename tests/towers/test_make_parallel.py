@@ -26,7 +26,7 @@ def dense_pair(w, b):
     return fn
 
 
-def test_outputs_and_gradients_are_one_devices(towers):
+def test_outputs_and_gradients_equal_one_device(towers):
     w, b = tf.Variable(numbers(3, 5)), tf.Variable(numbers(5, seed=1))
     x, scale = tf.constant(numbers(11, 3, seed=2)), tf.constant(numbers(11, seed=3))
     fn = dense_pair(w, b)
@@ -41,13 +41,13 @@ def test_outputs_and_gradients_are_one_devices(towers):
     expected = outputs_and_gradients(lambda: fn(x, scale))
     eagerly = outputs_and_gradients(lambda: make_parallel(fn, towers(4), x=x, scale=scale))
     graph = tf.function(lambda: outputs_and_gradients(lambda: make_parallel(fn, 4, x=x, scale=scale)))
-    for found in (eagerly, graph()):
-        tf.nest.assert_same_structure(expected, found)
-        for want, have in zip(tf.nest.flatten(expected), tf.nest.flatten(found), strict=True):
-            np.testing.assert_allclose(have, want, rtol=2e-5, atol=1e-5)
+    for result in (eagerly, graph()):
+        tf.nest.assert_same_structure(expected, result)
+        for a, b in zip(tf.nest.flatten(result), tf.nest.flatten(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
-def test_a_bare_tensor_stays_bare_and_shards_are_uneven(towers):
+def test_single_tensor_in_uneven_shards(towers):
     sizes = []
 
     def fn(x):
@@ -58,15 +58,15 @@ def test_a_bare_tensor_stays_bare_and_shards_are_uneven(towers):
     assert sizes == [3, 3, 3, 2]
 
 
-def test_tensors_may_come_in_structures(towers):
+def test_nested_structures_of_tensors(towers):
     batch = {"image": numbers(5, 2), "pair": (np.arange(5), numbers(5, 1))}
-    found = make_parallel(
+    result = make_parallel(
         lambda batch, y: batch["image"] * batch["pair"][1] + y, towers(2), batch=batch, y=np.ones((5, 1), np.float32)
     )
-    np.testing.assert_allclose(found, batch["image"] * batch["pair"][1] + 1)
+    np.testing.assert_allclose(result, batch["image"] * batch["pair"][1] + 1)
 
 
-def test_forward_and_backward_passes_are_on_their_towers(towers):
+def test_forward_and_backward_are_on_the_tower_device(towers):
     w = tf.Variable(numbers(3, 5))
 
     @tf.function
@@ -82,7 +82,7 @@ def test_forward_and_backward_passes_are_on_their_towers(towers):
     assert sum(op.type == "MatMul" for op in function.graph.get_operations()) == 12
 
 
-def test_sparse_gradients_of_a_shared_table(towers):
+def test_sparse_gradients_of_a_shared_embedding(towers):
     table = tf.Variable(numbers(6, 2))
     ids = tf.constant([1, 4, 1, 0, 5])
 
@@ -96,7 +96,7 @@ def test_sparse_gradients_of_a_shared_table(towers):
     np.testing.assert_allclose(graph(), expected, rtol=1e-6)
 
 
-def test_a_length_unknown_until_the_graph_runs(towers):
+def test_batch_size_unknown_until_the_graph_runs(towers):
     w = tf.Variable(numbers(3, 2))
     traces = []
 
@@ -118,14 +118,14 @@ def test_a_length_unknown_until_the_graph_runs(towers):
             tape.watch(x)
             expected = fn(x)
             loss = tf.reduce_sum(expected**2)
-        found, gradients = parallel(x)
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
-        for have, want in zip(gradients, tape.gradient(loss, [x, w]), strict=True):
-            np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
+        result, gradients = parallel(x)
+        np.testing.assert_allclose(result, expected, rtol=1e-5)
+        for a, b in zip(gradients, tape.gradient(loss, [x, w]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     assert len(traces) == 1
 
 
-def test_lengths_that_turn_out_to_differ(towers):
+def test_different_lengths_are_an_error_when_the_graph_runs(towers):
     add = tf.function(
         lambda x, y: make_parallel(tf.add, towers(2), x=x, y=y),
         input_signature=[tf.TensorSpec([None]), tf.TensorSpec([None])],
@@ -135,7 +135,7 @@ def test_lengths_that_turn_out_to_differ(towers):
         add(tf.ones(4), tf.ones(3))
 
 
-def test_it_finds_a_parabola(towers):
+def test_least_squares_fit_converges(towers):
     a, c = tf.Variable(0.0), tf.Variable(0.0)
     optimizer = keras.optimizers.Adam(0.3)
     x = tf.constant(np.linspace(-1, 1, 101), tf.float32)
@@ -170,13 +170,13 @@ def test_it_finds_a_parabola(towers):
         ),
     ],
 )
-def test_what_cannot_be_split_or_joined_is_said_in_one_line(towers, fn, tensors, message):
+def test_make_parallel_rejects_in_one_line(towers, fn, tensors, message):
     with pytest.raises(ValueError, match=message) as error:
         make_parallel(fn, towers(2), **{name: np.array(value) for name, value in tensors.items()})
     assert "\n" not in str(error.value)
 
 
-def test_outputs_of_another_length_where_lengths_are_unknown(towers):
+def test_outputs_need_one_row_per_example_where_the_batch_size_is_unknown(towers):
     def graph(fn):
         return tf.function(lambda x: make_parallel(fn, towers(2), x=x), input_signature=[tf.TensorSpec([None])])
 
@@ -187,7 +187,7 @@ def test_outputs_of_another_length_where_lengths_are_unknown(towers):
         twice(tf.ones(4))
 
 
-def test_no_towers():
+def test_empty_list_of_towers_is_an_error():
     with pytest.raises(ValueError, match="no towers to run on"):
         make_parallel(tf.abs, [], x=tf.ones(2))
 
@@ -205,8 +205,8 @@ def trained(model, x, y, batch_size=4, epochs=2, **options):
     """Loss of each step and the trained model."""
     losses = []
     model.compile(keras.optimizers.Adam(0.01), "mse")
-    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(logs["loss"]))
-    model.fit(x, y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=[note], **options)
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(logs["loss"]))
+    model.fit(x, y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=[record], **options)
     return losses
 
 
@@ -217,20 +217,22 @@ def data():
 
 
 @pytest.mark.parametrize("count", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_fit_evaluate_and_predict_are_the_originals(towers, data, count):
-    plain, wrapped = mlp(), mlp()
+def test_fit_evaluate_and_predict_equal_the_original(towers, data, count):
+    original, wrapped = mlp(), mlp()
     parallel = make_parallel_model(wrapped, towers(count))
-    np.testing.assert_allclose(trained(parallel, *data), trained(plain, *data), rtol=1e-5)
-    np.testing.assert_allclose(parallel.evaluate(*data, 4, verbose=0), plain.evaluate(*data, 4, verbose=0), rtol=1e-5)
+    np.testing.assert_allclose(trained(parallel, *data), trained(original, *data), rtol=1e-5)
+    np.testing.assert_allclose(
+        parallel.evaluate(*data, 4, verbose=0), original.evaluate(*data, 4, verbose=0), rtol=1e-5
+    )
     for examples in (10, 1):
-        found = parallel.predict(data[0][:examples], batch_size=4, verbose=0)
-        np.testing.assert_allclose(found, plain.predict(data[0][:examples], verbose=0), rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(parallel(data[0][:examples]), plain(data[0][:examples]), rtol=1e-4, atol=1e-5)
-    for have, want in zip(wrapped.get_weights(), plain.get_weights(), strict=True):
-        np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
+        predicted = parallel.predict(data[0][:examples], batch_size=4, verbose=0)
+        np.testing.assert_allclose(predicted, original.predict(data[0][:examples], verbose=0), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(parallel(data[0][:examples]), original(data[0][:examples]), rtol=1e-4, atol=1e-5)
+    for a, b in zip(wrapped.get_weights(), original.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_its_variables_are_the_originals(towers, capsys):
+def test_variables_are_shared_with_the_original(towers, capsys):
     model = mlp(keras.layers.Dropout(0.5), keras.layers.BatchNormalization())
     parallel = make_parallel_model(model, towers(2))
     assert parallel.count_params() == model.count_params()
@@ -240,7 +242,7 @@ def test_its_variables_are_the_originals(towers, capsys):
     assert "batch_normalization" in capsys.readouterr().out
 
 
-def test_each_tower_trains_on_its_device(towers):
+def test_train_step_is_on_the_tower_devices(towers):
     parallel = make_parallel_model(mlp(), towers(3))
     parallel.compile("sgd", "mse")
     step = tf.function(parallel.train_step)
@@ -250,7 +252,7 @@ def test_each_tower_trains_on_its_device(towers):
     assert sum(op.type == "MatMul" for op in function.graph.get_operations()) == 27
 
 
-def test_what_it_saves_is_the_original_and_can_go_on(towers, data, tmp_path):
+def test_saved_model_is_the_original_and_trains_further(towers, data, tmp_path):
     parallel = make_parallel_model(mlp(), towers(2))
     trained(parallel, *data)
     parallel.save(tmp_path / "model.keras")
@@ -262,7 +264,7 @@ def test_what_it_saves_is_the_original_and_can_go_on(towers, data, tmp_path):
     np.testing.assert_allclose(again[0], again[1], rtol=1e-5)
 
 
-def test_weights_go_to_a_file_and_back(towers, data, tmp_path):
+def test_save_and_load_weights(towers, data, tmp_path):
     parallel, other = make_parallel_model(mlp(), towers(2)), mlp()
     trained(parallel, *data, epochs=1)
     parallel.save_weights(tmp_path / "a.weights.h5")
@@ -273,20 +275,19 @@ def test_weights_go_to_a_file_and_back(towers, data, tmp_path):
     np.testing.assert_allclose(other(data[0]), parallel(data[0]), rtol=1e-5, atol=1e-6)
 
 
-def test_weight_and_activity_losses_are_the_originals(towers, data):
-    plain, wrapped = (mlp(kernel_regularizer="l2", activity_regularizer="l2") for _ in range(2))
-    found = trained(make_parallel_model(wrapped, towers(3)), *data)
-    np.testing.assert_allclose(found, trained(plain, *data), rtol=1e-5)
+@pytest.mark.parametrize(
+    ("options", "count", "rtol"),
+    [({"kernel_regularizer": "l2", "activity_regularizer": "l2"}, 3, 1e-5), ({"dtype": "mixed_bfloat16"}, 2, 1e-2)],
+    ids=["regularizers", "mixed_bfloat16"],
+)
+def test_losses_equal_the_original(towers, data, options, count, rtol):
+    original, wrapped = mlp(**options), mlp(**options)
+    assert wrapped.layers[0].compute_dtype == ("bfloat16" if "dtype" in options else "float32")
+    losses = trained(make_parallel_model(wrapped, towers(count)), *data)
+    np.testing.assert_allclose(losses, trained(original, *data), rtol=rtol)
 
 
-def test_mixed_precision_is_the_originals(towers, data):
-    plain, wrapped = (mlp(dtype="mixed_bfloat16") for _ in range(2))
-    assert wrapped.layers[0].compute_dtype == "bfloat16"
-    found = trained(make_parallel_model(wrapped, towers(2)), *data)
-    np.testing.assert_allclose(found, trained(plain, *data), rtol=1e-2)
-
-
-def test_structures_in_and_out(towers, data):
+def test_structured_inputs_and_outputs(towers, data):
     def two_headed():
         keras.utils.set_random_seed(7)
         a, b = keras.Input((8,), name="a"), keras.Input((3,), name="b")
@@ -309,7 +310,7 @@ def test_structures_in_and_out(towers, data):
         np.testing.assert_allclose(histories[1][name], values, rtol=1e-5)
 
 
-def test_masked_steps_do_not_count_in_the_loss(towers):
+def test_masks_reach_the_loss(towers):
     def tagger():
         keras.utils.set_random_seed(7)
         return keras.Sequential(
@@ -321,8 +322,8 @@ def test_masked_steps_do_not_count_in_the_loss(towers):
         )
 
     ids, y = np.array([[1, 2, 0, 0], [3, 0, 0, 0], [4, 4, 4, 4], [1, 0, 0, 0], [2, 2, 2, 0]]), numbers(5, 4, 2)
-    plain = trained(tagger(), ids, y)
-    np.testing.assert_allclose(trained(make_parallel_model(tagger(), towers(2)), ids, y), plain, rtol=1e-5)
+    original = trained(tagger(), ids, y)
+    np.testing.assert_allclose(trained(make_parallel_model(tagger(), towers(2)), ids, y), original, rtol=1e-5)
 
 
 def test_moving_statistics_are_the_mean_over_the_towers(towers):
@@ -344,7 +345,7 @@ def test_moving_statistics_are_the_mean_over_the_towers(towers):
     np.testing.assert_array_equal(norm.moving_mean.numpy(), before)
 
 
-def test_frozen_weights_stay_to_the_bit(towers, data):
+def test_frozen_weights_do_not_change(towers, data):
     model = mlp()
     model.layers[0].trainable = False
     before = model.layers[0].kernel.numpy()
@@ -352,7 +353,7 @@ def test_frozen_weights_stay_to_the_bit(towers, data):
     np.testing.assert_array_equal(model.layers[0].kernel.numpy(), before)
 
 
-def test_towers_drop_different_units_and_the_seed_moves_once_a_step(towers):
+def test_towers_draw_different_dropout_and_the_seed_advances_once_a_step(towers):
     def dropout():
         return keras.Sequential([keras.Input((64,)), keras.layers.Dropout(0.5, seed=3)])
 
@@ -365,12 +366,12 @@ def test_towers_drop_different_units_and_the_seed_moves_once_a_step(towers):
     assert all(0.25 < (half == 0).mean() < 0.75 for half in halves)
     assert all((a != b).any() for i, a in enumerate(halves) for b in halves[:i])
     np.testing.assert_array_equal(model.layers[0].seed_generator.state.numpy(), [3, 2])
-    single, plain = make_parallel_model(dropout(), towers(1)), dropout()
-    np.testing.assert_array_equal(single(ones, training=True), plain(ones, training=True))
+    single, original = make_parallel_model(dropout(), towers(1)), dropout()
+    np.testing.assert_array_equal(single(ones, training=True), original(ones, training=True))
 
 
-class Counts(keras.layers.Layer):
-    """Writes a variable in its call: `kind` says which."""
+class WritesState(keras.layers.Layer):
+    """Writes a variable in its call: an `integer`, a `trained` or a `foreign` one."""
 
     def __init__(self, kind):
         super().__init__()
@@ -394,7 +395,7 @@ def stateful():
     return keras.Sequential([keras.Input(batch_shape=(2, 3, 4)), keras.layers.LSTM(2, stateful=True, name="memory")])
 
 
-class OwnStep(keras.Sequential):
+class CustomStep(keras.Sequential):
     def train_step(self, data):
         return {}
 
@@ -404,14 +405,17 @@ class OwnStep(keras.Sequential):
     [
         (lambda: keras.Sequential([keras.layers.Dense(2)]), "has no variables yet; build it or call it on a batch"),
         (stateful, "layer 'memory' is stateful: each call needs the state .* make it with stateful=False"),
-        (lambda: mlp(Counts("integer")), "counts.*/calls is int32 state written by its layer's call"),
-        (lambda: mlp(Counts("trained")), "counts.*/scale is trainable and also written by its layer's call"),
-        (lambda: mlp(Counts("foreign")), "writes a variable that is not its own, such as .* global random generator"),
-        (lambda: OwnStep([keras.Input((2,)), keras.layers.Dense(1)]), "model 'own_step.*' overrides train_step"),
+        (lambda: mlp(WritesState("integer")), "writes_state.*/calls is int32 state written by its layer's call"),
+        (lambda: mlp(WritesState("trained")), "writes_state.*/scale is trainable and also written by its layer's call"),
+        (
+            lambda: mlp(WritesState("foreign")),
+            "writes a variable that is not its own, such as .* global random generator",
+        ),
+        (lambda: CustomStep([keras.Input((2,)), keras.layers.Dense(1)]), "model 'custom_step.*' overrides train_step"),
         (lambda: keras.Sequential([keras.Input((2,), batch_size=4), keras.layers.Dense(1)]), "takes batches of 4 only"),
     ],
 )
-def test_models_that_towers_cannot_share_are_refused_in_one_line(towers, make, message):
+def test_make_parallel_model_rejects_in_one_line(towers, make, message):
     with pytest.raises(ValueError, match=message) as error:
         make_parallel_model(make(), towers(2))
     assert "\n" not in str(error.value)
@@ -427,7 +431,7 @@ def test_xla_cannot_span_towers(towers):
 # ---- map_on_towers
 
 
-def test_a_dataset_in_order_with_a_ragged_end(towers):
+def test_map_on_towers_keeps_order_with_a_short_last_batch(towers):
     traced = []
 
     def fn(batch):
@@ -448,7 +452,7 @@ def test_a_dataset_in_order_with_a_ragged_end(towers):
         assert traced == full + tail
 
 
-def test_the_dataset_is_read_as_it_goes(towers):
+def test_map_on_towers_reads_lazily(towers):
     read = []
 
     def batches():
@@ -462,7 +466,7 @@ def test_the_dataset_is_read_as_it_goes(towers):
     assert len(read) < 20
 
 
-def test_an_error_in_the_function_surfaces(towers):
+def test_map_on_towers_raises_errors_of_the_function(towers):
     def fn(x):
         with tf.control_dependencies([tf.debugging.assert_less(x, np.int64(5), "too large a number")]):
             return tf.identity(x)

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.models import MODELS
-from cifar_towers.towers import pipeline as stages_module
+from cifar_towers.towers import pipeline
 from cifar_towers.towers.pipeline import cheapest_cuts, cut_in_stages, staged_call, variable_devices
 
 DEVICES = ["/CPU:1", "/CPU:2", "/CPU:3", "/CPU:4"]
@@ -15,15 +15,15 @@ NETS = ("resnet20", "speednet94", "speednet96")
 
 
 def net(name, dtype="float32"):
-    """A net whose filters and statistics are random, so that no gradient is zero by accident."""
+    """A model with random whitening filters, so that no gradient is zero by accident."""
     keras.utils.set_random_seed(1)
     whitening = np.random.default_rng(0).normal(size=(2, 2, 3, 24)).astype("f4")
     model = MODELS[name](**({"whitening": whitening} if "speednet" in name else {"side": 20}))
-    return model if dtype == "float32" else widened(model)
+    return model if dtype == "float32" else to_float64(model)
 
 
-def widened(model):
-    """The model in float64, which TensorFlow's fused batch norm cannot do: with Keras's own."""
+def to_float64(model):
+    """The model in float64, with Keras's batch norm: TensorFlow's fused one has no float64."""
 
     def wide(layer):
         options = {"name": layer.name, "dtype": "float64"}
@@ -34,11 +34,11 @@ def widened(model):
         initializer = {"kernel_initializer": "zeros"} if layer.name == "head" else {}
         return type(layer).from_config(layer.get_config() | initializer | options)
 
-    wider = keras.models.clone_model(model, keras.Input(model.input.shape[1:], dtype="float64"), wide)
+    copy = keras.models.clone_model(model, keras.Input(model.input.shape[1:], dtype="float64"), wide)
     values = {variable.path: variable for variable in model.variables}
-    for variable in wider.variables:
+    for variable in copy.variables:
         variable.assign(values[variable.path])
-    return wider
+    return copy
 
 
 def values_of(model):
@@ -48,12 +48,12 @@ def values_of(model):
     ]
 
 
-def whole_call(model):
+def single_device_call(model):
     return lambda weights, statistics, images: model.stateless_call(weights, statistics, images, training=True)
 
 
 def with_gradients(call, model, images, in_graph=True):
-    """(logits, new statistics, gradients of weights) and which statistics came back as the tensors they were."""
+    """(logits, new statistics, gradients of weights), and whether each statistic is the same tensor as before."""
     same = []
     upstream = tf.random.stateless_normal([images.shape[0], 10], [1, 3], dtype=images.dtype)
 
@@ -69,8 +69,8 @@ def with_gradients(call, model, images, in_graph=True):
     return run(*values_of(model), images), same
 
 
-def assert_close(found, expected, rtol):
-    for value, witness in zip(tf.nest.flatten(found), tf.nest.flatten(expected), strict=True):
+def assert_close(results, expected, rtol):
+    for value, witness in zip(tf.nest.flatten(results), tf.nest.flatten(expected), strict=True):
         assert np.any(witness) and np.all(np.isfinite(witness))
         assert np.linalg.norm(np.subtract(value, witness)) <= rtol * np.linalg.norm(witness)
 
@@ -79,30 +79,30 @@ def assert_close(found, expected, rtol):
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "speednet96" else ()) for name in NETS]
 )
 @pytest.mark.parametrize(("dtype", "rtol"), [("float64", 1e-12)])
-def test_stages_compute_what_the_whole_model_does(name, dtype, rtol):
+def test_stages_equal_one_device(name, dtype, rtol):
     model = net(name, dtype)
     images = tf.random.stateless_normal([4, 20, 20, 3], [1, 2], dtype=dtype)
-    expected, same = with_gradients(whole_call(model), model, images)
+    expected, same = with_gradients(single_device_call(model), model, images)
     for count in (2, 4):
         stages = cut_in_stages(model, DEVICES[:count])
-        found, same_in_stages = with_gradients(staged_call(stages, model), model, images)
-        assert_close(found, expected, rtol)
+        results, same_in_stages = with_gradients(staged_call(stages, model), model, images)
+        assert_close(results, expected, rtol)
         assert same_in_stages == same
         assert sum(same) == ("speednet" in name)  # the frozen whitening filters
 
 
-def test_bfloat16_crosses_the_cuts_as_it_is():
+def test_stages_exchange_bfloat16():
     model = MODELS["resnet20"](side=16, dtype="mixed_bfloat16")
     images = tf.random.stateless_normal([4, 16, 16, 3], [1, 2])
     stages = cut_in_stages(model, DEVICES)
     assert {tensor.dtype for stage in stages[1:] for tensor in stage.model.inputs} == {"bfloat16"}
-    (expected, _, _), _ = with_gradients(whole_call(model), model, images)
-    (found, _, _), _ = with_gradients(staged_call(stages, model), model, images)
-    assert_close(found, expected, 1e-2)
+    (expected, _, _), _ = with_gradients(single_device_call(model), model, images)
+    (results, _, _), _ = with_gradients(staged_call(stages, model), model, images)
+    assert_close(results, expected, 1e-2)
 
 
 @pytest.mark.parametrize("in_graph", [True, False])
-def test_dropout_draws_the_same_in_stages(in_graph):
+def test_dropout_is_the_same_in_stages(in_graph):
     model = keras.Sequential(
         [
             keras.Input((6,)),
@@ -114,16 +114,16 @@ def test_dropout_draws_the_same_in_stages(in_graph):
         ]
     )
     images = tf.random.stateless_normal([32, 6], [1, 2])
-    expected, same = with_gradients(whole_call(model), model, images, in_graph)
+    expected, same = with_gradients(single_device_call(model), model, images, in_graph)
     stages = cut_in_stages(model, DEVICES[:3])
-    found, same_in_stages = with_gradients(staged_call(stages, model), model, images, in_graph)
+    results, same_in_stages = with_gradients(staged_call(stages, model), model, images, in_graph)
     assert same_in_stages == same and not all(same)
-    for value, witness in zip(tf.nest.flatten(found), tf.nest.flatten(expected), strict=True):
+    for value, witness in zip(tf.nest.flatten(results), tf.nest.flatten(expected), strict=True):
         np.testing.assert_allclose(value, witness, rtol=1e-5, atol=1e-5)
 
 
 def branching_model():
-    """Operations that are no layers, a model inside a model and an input that the last stage needs again."""
+    """Operations that are not layers, a nested model, and an input that the last stage needs again."""
     inner = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(8)], name="inner")
     images = keras.Input((8,))
     left = keras.layers.Dense(8, "relu", name="left")(images)
@@ -134,15 +134,15 @@ def branching_model():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_tensors_may_cross_several_cuts(count):
+def test_skip_connections_across_stages(count):
     model = branching_model()
     images = tf.random.stateless_normal([4, 8], [1, 2])
-    expected, _ = with_gradients(whole_call(model), model, images)
-    found, _ = with_gradients(staged_call(cut_in_stages(model, DEVICES[:count]), model), model, images)
-    assert_close(found, expected, 1e-5)
+    expected, _ = with_gradients(single_device_call(model), model, images)
+    results, _ = with_gradients(staged_call(cut_in_stages(model, DEVICES[:count]), model), model, images)
+    assert_close(results, expected, 1e-5)
 
 
-def test_a_stage_takes_and_gives_only_what_is_needed():
+def test_stage_inputs_and_outputs_are_minimal():
     stages = cut_in_stages(net("speednet96"), DEVICES)
     assert stages[0].inputs == ("images",) and stages[-1].outputs == ("logits:0",)
     for index, stage in enumerate(stages[:-1]):
@@ -152,7 +152,7 @@ def test_a_stage_takes_and_gives_only_what_is_needed():
     assert names == [f"group{group}_conv{conv}" for group in (1, 2, 3) for conv in (1, 2, 3)]
 
 
-def test_cutting_leaves_the_model_as_it_was():
+def test_cutting_does_not_change_the_model():
     model = net("resnet20")
     config, outputs = model.get_config(), [layer.output for layer in model.layers]
     first, second = [cut_in_stages(model, DEVICES) for _ in range(2)]
@@ -161,7 +161,7 @@ def test_cutting_leaves_the_model_as_it_was():
     assert all(layer.output is output for layer, output in zip(model.layers, outputs, strict=True))
 
 
-def test_every_variable_has_the_device_of_its_stage():
+def test_variables_are_on_the_device_of_their_stage():
     model = net("speednet96")
     stages = cut_in_stages(model, DEVICES)
     devices = variable_devices(stages)
@@ -175,7 +175,7 @@ def test_every_variable_has_the_device_of_its_stage():
 
 
 def graph_of_parts(model, stages, parts):
-    """Operations of one function that takes the gradients of `parts` parts, each under `part_<m>`."""
+    """Operations of a function that computes the gradients of `parts` micro-batches, each in scope `part_<m>`."""
     call = staged_call(stages, model)
 
     @tf.function(autograph=False)
@@ -194,54 +194,54 @@ def graph_of_parts(model, stages, parts):
     return step.get_concrete_function(tf.TensorSpec([4, 20, 20, 3])).graph.get_operations()
 
 
-def test_forward_and_backward_are_on_the_device_of_the_stage():
+def test_forward_and_backward_are_on_the_stage_device():
     model = net("resnet20")
     stages = cut_in_stages(model, DEVICES[:3])
     operations = graph_of_parts(model, stages, 1)
     for index, stage in enumerate(stages):
-        here = [op for op in operations if f"/stage_{index}/" in op.name]
-        assert {op.device[-5:] for op in here} == {stage.device[1:]}
+        in_stage = [op for op in operations if f"/stage_{index}/" in op.name]
+        assert {op.device[-5:] for op in in_stage} == {stage.device[1:]}
         convolutions = sum(type(layer).__name__ == "Conv2D" for layer in stage.model.layers)
         for kind in ("Conv2D", "Conv2DBackpropInput"):
-            assert sum(op.type == kind for op in here) == convolutions > 0
+            assert sum(op.type == kind for op in in_stage) == convolutions > 0
     assert not [op for op in operations if op.type.startswith("Conv2D") and "/stage_" not in op.name]
-    # what enters and leaves a stage is not copied by way of the caller's device
+    # inputs and outputs of a stage are not copied by way of the caller's device
     copies = [op for op in operations if op.type == "IdentityN" and "/stage_" not in op.name]
     assert [op.device[-5:] for op in copies] == [stage.device[1:] for stage in stages]
 
 
 def ancestors(operations):
-    """Names of all operations that these wait for, by data or by control."""
-    waiting, found = list(operations), set()
-    while waiting:
-        op = waiting.pop()
+    """Names of all operations that these depend on, by data or by control."""
+    pending, names = list(operations), set()
+    while pending:
+        op = pending.pop()
         for earlier in [*(tensor.op for tensor in op.inputs), *op.control_inputs]:
-            if earlier.name not in found:
-                found.add(earlier.name)
-                waiting.append(earlier)
-    return found
+            if earlier.name not in names:
+                names.add(earlier.name)
+                pending.append(earlier)
+    return names
 
 
 @pytest.mark.parametrize("name", ["resnet20", pytest.param("speednet96", marks=pytest.mark.slow)])
-def test_only_data_orders_the_parts(name):
+def test_micro_batches_are_ordered_by_data_only(name):
     model = net(name)
     operations = graph_of_parts(model, cut_in_stages(model, DEVICES[:3]), 2)
 
-    def waits_for(of, earlier):
-        later = [op for op in operations if op.name.startswith(of)]
+    def depends_on(scope, earlier):
+        later = [op for op in operations if op.name.startswith(scope)]
         assert later
         return any(name.startswith(earlier) for name in ancestors(later))
 
-    assert waits_for("part_1/stage_1/", "part_1/stage_0/")
-    assert waits_for("part_1/stage_0/gradient/", "part_1/stage_2/gradient/")
-    assert not waits_for("part_1/", "part_0/")
-    assert not waits_for("part_0/", "part_1/")
+    assert depends_on("part_1/stage_1/", "part_1/stage_0/")
+    assert depends_on("part_1/stage_0/gradient/", "part_1/stage_2/gradient/")
+    assert not depends_on("part_1/", "part_0/")
+    assert not depends_on("part_0/", "part_1/")
 
 
 # Costs and cuts
 
 
-def test_the_largest_sum_is_the_smallest_there_is():
+def test_cheapest_cuts_against_brute_force():
     draw = random.Random(0)
     for _ in range(60):
         costs = [draw.choice([0, 1, draw.randint(1, 50)]) for _ in range(draw.randint(1, 9))]
@@ -252,19 +252,19 @@ def test_the_largest_sum_is_the_smallest_there_is():
             def largest(starts, costs=costs):
                 return max(sum(costs[a:b]) for a, b in itertools.pairwise([*starts, len(costs)]))
 
-            every_way = itertools.combinations(range(1, len(costs)), count - 1)
-            assert largest(starts) == min(largest([0, *cuts]) for cuts in every_way)
+            all_cuts = itertools.combinations(range(1, len(costs)), count - 1)
+            assert largest(starts) == min(largest([0, *cuts]) for cuts in all_cuts)
 
 
 def test_multiply_adds_of_resnet20(monkeypatch):
-    monkeypatch.setattr(stages_module, "ELEMENT_COST", 0)
+    monkeypatch.setattr(pipeline, "ELEMENT_COST", 0)
     first = 27 * 16 * 32**2 + 6 * 9 * 16 * 16 * 32**2
     others = sum(9 * c * (c // 2 + 5 * c) * side**2 for c, side in ((32, 16), (64, 8)))
     (stage,) = cut_in_stages(MODELS["resnet20"](), DEVICES[:1])
     assert stage.cost == first + others + 640 == 40_551_040
 
 
-def test_elements_that_are_written_cost_too():
+def test_output_elements_have_a_cost():
     images = keras.Input((None, None, 3))
     model = keras.Model(images, keras.layers.ReLU()(keras.layers.Conv2D(5, 3, padding="same")(images)))
     conv, relu = cut_in_stages(model, DEVICES[:2], open_size=4)
@@ -275,41 +275,41 @@ def test_elements_that_are_written_cost_too():
 # Errors
 
 
-def test_more_stages_than_layers():
-    with pytest.raises(ValueError, match="11 stages need at least 11 layers; cifarnet has 10$"):
-        cut_in_stages(MODELS["cifarnet"](), ["/CPU:0"] * 11)
-
-
-def test_as_many_stages_as_layers():
-    assert len(cut_in_stages(MODELS["cifarnet"](), ["/CPU:0"] * 10)) == 10
-
-
-def test_no_devices():
-    with pytest.raises(ValueError, match="stages of cifarnet need at least one device; none was given"):
-        cut_in_stages(MODELS["cifarnet"](), [])
-
-
 class Subclassed(keras.Model):
     def call(self, inputs):
         return inputs
 
 
-@pytest.mark.parametrize("make", [Subclassed, keras.Sequential])
-def test_a_model_without_a_graph(make):
-    with pytest.raises(ValueError, match="^opaque has no graph of layers to cut; stages need a functional Keras model"):
-        cut_in_stages(make(name="opaque"), DEVICES)
-
-
-def test_a_layer_called_twice_is_named():
+def calls_a_layer_twice():
     images = keras.Input((4,))
     shared = keras.layers.Dense(4, name="shared")
-    model = keras.Model(images, shared(shared(images)), name="twice")
-    with pytest.raises(ValueError, match="layer 'shared' of twice is called 2 times; a layer can be in one stage only"):
-        cut_in_stages(model, DEVICES[:2])
+    return keras.Model(images, shared(shared(images)), name="twice")
 
 
-def test_several_inputs():
+def has_two_inputs():
     left, right = keras.Input((4,)), keras.Input((4,))
-    model = keras.Model([left, right], keras.layers.Add()([left, right]), name="forked")
-    with pytest.raises(ValueError, match="one input and one output; forked has 2 and 1"):
-        cut_in_stages(model, DEVICES[:1])
+    return keras.Model([left, right], keras.layers.Add()([left, right]), name="forked")
+
+
+NO_GRAPH = "^opaque has no graph of layers to cut; stages need a functional Keras model"
+
+
+@pytest.mark.parametrize(
+    ("make", "count", "message"),
+    [
+        (MODELS["cifarnet"], 11, "11 stages need at least 11 layers; cifarnet has 10$"),
+        (MODELS["cifarnet"], 0, "stages of cifarnet need at least one device; none was given"),
+        (lambda: Subclassed(name="opaque"), 4, NO_GRAPH),
+        (lambda: keras.Sequential(name="opaque"), 4, NO_GRAPH),
+        (calls_a_layer_twice, 2, "layer 'shared' of twice is called 2 times; a layer can be in one stage only"),
+        (has_two_inputs, 1, "one input and one output; forked has 2 and 1"),
+    ],
+    ids=["more stages than layers", "no devices", "subclassed", "unbuilt", "shared layer", "two inputs"],
+)
+def test_cut_in_stages_rejects(make, count, message):
+    with pytest.raises(ValueError, match=message):
+        cut_in_stages(make(), ["/CPU:1"] * count)
+
+
+def test_as_many_stages_as_layers():
+    assert len(cut_in_stages(MODELS["cifarnet"](), ["/CPU:0"] * 10)) == 10

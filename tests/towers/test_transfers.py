@@ -4,15 +4,15 @@ import tensorflow as tf
 from tests.towers.transfers import transfers
 
 
-def test_each_tensor_travels_once_to_each_device():
+def test_each_tensor_is_sent_once_to_each_device():
     with tf.device("/CPU:2"):
         weight = tf.Variable(tf.ones([5]))
 
     @tf.function(autograph=False)
     def step(x):  # an argument: on the host
         with tf.device("/CPU:1"):
-            y = x * weight + tf.reduce_sum(x)  # x travels once for two uses, the weight from where it lives
-            weight + 1.0  # nobody needs it
+            y = x * weight + tf.reduce_sum(x)  # x is sent once for two uses, the weight from its device
+            weight + 1.0  # not needed
         with tf.device("/CPU:3"):
             z = tf.reduce_sum(y)
         weight.assign_add(y)
@@ -25,7 +25,7 @@ def test_each_tensor_travels_once_to_each_device():
     assert transfers(function, default="/CPU:3") == tensors
 
 
-def test_what_is_inside_a_call_runs_where_the_call_does():
+def test_nested_functions_run_on_the_device_of_the_call():
     @tf.function(autograph=False)
     def inner(x):
         return x + 1.0
@@ -38,7 +38,7 @@ def test_what_is_inside_a_call_runs_where_the_call_does():
     assert transfers(step.get_concrete_function(tf.TensorSpec([3]))) == {("/CPU:0", "/CPU:1"): 12}
 
 
-def test_bytes_that_nobody_knows():
+def test_unknown_sizes_and_devices_are_errors():
     @tf.function(autograph=False)
     def of_any_size(x):
         with tf.device("/CPU:1"):
@@ -48,7 +48,7 @@ def test_bytes_that_nobody_knows():
     def conditional(x):
         return tf.cond(x > 0, lambda: x + 1.0, lambda: x)
 
-    with pytest.raises(ValueError, match=r"float32 \(None,\), crosses and its bytes are not known"):
+    with pytest.raises(ValueError, match=r"float32 \(None,\), is sent, and its size is unknown"):
         transfers(of_any_size.get_concrete_function(tf.TensorSpec([None])))
     with pytest.raises(ValueError, match=r"cond .* has no device"):
         transfers(conditional.get_concrete_function(tf.TensorSpec([])))

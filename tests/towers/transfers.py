@@ -1,4 +1,4 @@
-"""What crosses between devices in one call of a traced function."""
+"""Bytes that cross between devices in one call of a traced function."""
 
 import tensorflow as tf
 
@@ -9,20 +9,19 @@ from cifar_towers.towers.placement import HOST, short_device
 def transfers(function, *, scalars: bool = True, default: str = HOST) -> Traffic:
     """Bytes that cross between devices in one call of a traced step.
 
-    A tensor that is made on one device and used on another counts once for each such device, as TensorFlow sends it.
-    What no result or side effect needs is not counted, nor are handles of variables and constants without a device,
-    which TensorFlow keeps where they are used.
+    A tensor that is computed on one device and used on another counts once for each such device, as TensorFlow sends
+    it. Operations that no result or side effect needs do not count, nor do variable handles and constants without a
+    device, which TensorFlow keeps where they are used.
 
-    Where an operation runs: an argument on the host, or where the captured tensor is; what takes a variable's handle
-    (a read, an assignment) where the variable lives; else on its own device; else on that of the operation it is
-    colocated with; an identity where its input is; what is then left on `default`. A function call runs on its own
-    device, as a whole.
+    The device of an operation: an argument's is the host, or that of the captured tensor; a read or an assignment has
+    the variable's; others their own, or that of the operation they are colocated with; an identity that of its input;
+    the rest `default`. A function call is entirely on its own device.
 
     Args:
       function: a `tf.types.experimental.ConcreteFunction`.
-      scalars: count tensors without axes too: losses, rates, terms of norms.
-      default: where operations run that have no device. TensorFlow takes `/GPU:0` if there is one, for those that it
-        can compute.
+      scalars: count tensors of rank 0 too: losses, learning rates, terms of norms.
+      default: device of operations that have none. TensorFlow uses `/GPU:0` if there is one, for those that it can
+        compute there.
 
     Raises:
       ValueError: a tensor crosses whose bytes are not known before the step runs; or a conditional, a loop or a call
@@ -39,17 +38,17 @@ def transfers(function, *, scalars: bool = True, default: str = HOST) -> Traffic
 
 
 def _devices(function, default: str) -> dict[tf.Operation, str]:
-    """Operation that is needed -> where it runs, as `transfers` tells; "" for what is wherever it is used."""
+    """Needed operation -> its device as defined by `transfers`; "" for constants, which are wherever they are used."""
     needed: set[tf.Operation] = set()
-    ahead = [tensor.op for tensor in function.graph.outputs] + list(function.graph.control_outputs)
-    while ahead:
-        op = ahead.pop()
+    pending = [tensor.op for tensor in function.graph.outputs] + list(function.graph.control_outputs)
+    while pending:
+        op = pending.pop()
         if op not in needed:
             needed.add(op)
-            ahead += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+            pending += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
     captured = {id(inner): short_device(outer.device) for outer, inner in function.graph.captures}
     where: dict[tf.Operation, str] = {}
-    for op in function.graph.get_operations():  # in the order they were made: what one depends on comes before it
+    for op in function.graph.get_operations():  # in topological order
         where[op] = _device(op, where, captured, default)
     return {op: device for op, device in where.items() if op in needed}
 
@@ -59,7 +58,7 @@ def _device(op: tf.Operation, where: dict[tf.Operation, str], captured: dict[int
         return captured.get(id(op.outputs[0]), HOST)
     calls = any(attribute.type in ("func", "list(func)") for attribute in op.op_def.attr)
     if calls and not op.device:
-        raise ValueError(f"{op.name} ({op.type}) has no device, so what is inside may run anywhere")
+        raise ValueError(f"{op.name} ({op.type}) has no device, so the operations inside may run anywhere")
     handles = [tensor for tensor in op.inputs if tensor.dtype == tf.resource]
     if handles and not calls:
         return where[handles[0].op]
@@ -75,5 +74,5 @@ def _device(op: tf.Operation, where: dict[tf.Operation, str], captured: dict[int
 
 def _size(tensor: tf.Tensor) -> int:
     if not tensor.shape.is_fully_defined() or tensor.dtype in (tf.string, tf.variant):
-        raise ValueError(f"{tensor.name}, {tensor.dtype.name} {tensor.shape}, crosses and its bytes are not known")
+        raise ValueError(f"{tensor.name}, {tensor.dtype.name} {tensor.shape}, is sent, and its size is unknown")
     return tensor.shape.num_elements() * tensor.dtype.size
