@@ -1,1 +1,1 @@
-"""What is measured on the machine at hand: `scripts/benchmark.py` and `scripts/speedrun.py`."""
+"""Measurements of this machine: `scripts/benchmark.py` and `scripts/speedrun.py`."""

@@ -199,7 +199,7 @@ def test_benchmark_makes_the_step_with_frozen_whitening(towers, monkeypatch, str
 
     def record_rates(*arguments):
         training = make_training(*arguments)
-        return training._replace(train_step=lambda batch, given, size: rates.append(set(given)) or tf.constant(0.0))
+        return training._replace(train_step=lambda batch, groups, size: rates.append({*groups}) or tf.constant(0.0))
 
     monkeypatch.setattr(build, "make_training", record_rates)
     recipe = TrainConfig(model="speednet93", batch_size=20, epochs=10, whitening_epochs=1, optimizer="momentum")
