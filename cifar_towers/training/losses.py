@@ -1,4 +1,4 @@
-"""Loss terms of one tower. All are means over the examples, so rates do not depend on the batch size."""
+"""Loss terms of one tower: means over the examples, so that learning rates do not depend on the batch size."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,7 +9,7 @@ OWN = "model_losses"
 
 def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
     """[B] softmax cross entropy of logits [B, C] against labels [B], spread by `smoothing` over all C classes."""
-    if logits.dtype.size == 2:  # a net of the user's own may end in a half type
+    if logits.dtype.size == 2:  # a user's model may end in a 16-bit type
         logits = tf.cast(logits, tf.float32)
     classes = logits.shape[-1]
     targets = (1 - smoothing) * tf.one_hot(labels, classes, dtype=logits.dtype) + smoothing / classes
@@ -17,8 +17,9 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
 
 
 def make_loss(smoothing: float = 0.0, weight_losses: Mapping[str, tuple[int, float]] | None = None) -> Callable:
-    """A function (labels, logits, weights, own) -> {term: scalar}, with their sum as `total_loss`; `own` are losses
-    that the net itself adds, as its regularizers do, whose sum is the term `model_losses`.
+    """A function (labels, logits, weights, model_losses) -> {term: scalar}, with their sum as `total_loss`.
+
+    The term `model_losses` is the sum of losses that the model itself adds, as regularizers do.
 
     Args:
       smoothing: label smoothing of the cross entropy.
@@ -27,13 +28,13 @@ def make_loss(smoothing: float = 0.0, weight_losses: Mapping[str, tuple[int, flo
     """
 
     def loss(
-        labels: tf.Tensor, logits: tf.Tensor, weights: Sequence[tf.Tensor], own: Sequence[tf.Tensor] = ()
+        labels: tf.Tensor, logits: tf.Tensor, weights: Sequence[tf.Tensor], model_losses: Sequence[tf.Tensor] = ()
     ) -> dict[str, tf.Tensor]:
         terms = {"cross_entropy": tf.reduce_mean(cross_entropy(labels, logits, smoothing))}
         for layer, (index, factor) in (weight_losses or {}).items():
             terms[f"{layer}/weight_loss"] = factor * tf.nn.l2_loss(weights[index])
-        if own:
-            terms[OWN] = tf.add_n([tf.cast(term, terms["cross_entropy"].dtype) for term in own])
+        if model_losses:
+            terms[OWN] = tf.add_n([tf.cast(term, terms["cross_entropy"].dtype) for term in model_losses])
         return terms | {"total_loss": tf.add_n(list(terms.values()))}
 
     return loss

@@ -1,4 +1,4 @@
-"""What the towers compute in, and the loss scale that float16 needs."""
+"""The compute dtype of the towers, and the loss scale that float16 needs."""
 
 import tensorflow as tf
 
@@ -10,10 +10,10 @@ POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixe
 
 
 def choose(precision: str, device: str) -> tuple[str, str]:
-    """(`float32`, `bfloat16` or `float16`, and why) for a setting and the towers' kind of device.
+    """(`float32`, `bfloat16` or `float16`, reason) for a setting and a kind of device.
 
-    `auto` takes bfloat16 where it is computed natively: GPUs of compute capability 8.0 or more, processors with
-    AVX512-BF16 or AMX. Elsewhere it is emulated and slow, and float32 is taken.
+    `auto` is bfloat16 where it is native: GPUs of compute capability 8.0 or more, processors with AVX512-BF16 or AMX.
+    Elsewhere it is emulated and slow, and `auto` is float32.
     """
     if precision != "auto":
         return precision, "as asked"
@@ -28,19 +28,19 @@ def choose(precision: str, device: str) -> tuple[str, str]:
 
 
 def native_halves(device: str) -> tuple[str, ...]:
-    """The types of two bytes that this kind of device computes natively, the best first; of GPUs, the weakest."""
+    """The 16-bit types that a kind of device computes natively, the best first; the weakest GPU decides."""
     if "GPU" not in device:
         return ("bfloat16",) if processor_features() & BFLOAT16_FEATURES else ()
     details = map(tf.config.experimental.get_device_details, tf.config.get_visible_devices("GPU"))
-    weakest = min((found.get("compute_capability", (0, 0)) for found in details), default=(0, 0))
+    weakest = min((gpu.get("compute_capability", (0, 0)) for gpu in details), default=(0, 0))
     return ("bfloat16",) if weakest >= (8, 0) else ("float16",) if weakest >= (7, 0) else ()
 
 
 class LossScale:
     """Multiplies the loss so that small float16 gradients do not vanish, and divides the gradients again.
 
-    With float16 the scale doubles after 2,000 good steps and halves when a tower's numbers overflow, whose step makes
-    no update. With other types the scale is 1 and none of this is in the graph.
+    With float16 the scale doubles after 2,000 good steps and halves when a tower overflows, in a step that is skipped.
+    With other types the scale is 1 and none of this is in the graph.
     Source: P. Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740.
     """
 
@@ -56,11 +56,11 @@ class LossScale:
             self.variables = {"scale": self.scale, "good_steps": self.good_steps}
 
     def value(self) -> tf.Tensor:
-        """The scale as it stands, float32."""
+        """The current scale, float32."""
         return tf.convert_to_tensor(self.scale) if self.dynamic else tf.constant(1.0)
 
     def can_shrink(self) -> bool:
-        """Whether a smaller scale may still cure a gradient that overflowed."""
+        """Whether a smaller scale may still prevent overflow."""
         return self.dynamic and float(self.scale.numpy()) > 1
 
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
@@ -79,7 +79,7 @@ class LossScale:
         return results
 
     def adapt(self, finite: tf.Tensor) -> None:
-        """Grows or shrinks the scale after a step in which all that the towers computed was finite, or not."""
+        """Grows or shrinks the scale after a step in which all results of the towers were `finite`, or not."""
         if not self.dynamic:
             return
         with tf.device(self.scale.device):

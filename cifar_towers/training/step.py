@@ -243,7 +243,12 @@ def reduce_batch_stats(
 
     The mean, except that `batch_statistics="final"` takes the final tower's, as is done with integers always. Each mean
     is computed on its own of S devices, if they are given: beside the variable.
+
+    Raises:
+      ValueError: another `batch_statistics`.
     """
+    if batch_statistics not in ("mean", "final", "synchronized"):
+        raise ValueError(f"batch_statistics={batch_statistics} is not one of mean, final, synchronized")
     if batch_statistics == "final":
         return list(tower_values[-1])
     reduced = []

@@ -13,7 +13,7 @@ from cifar_towers.training import auto_placement
 NET = f"{Path(__file__).parents[1] / 'nets.py'}:tiny"
 
 
-def test_the_fastest_is_taken_and_of_equals_the_plainest(towers, monkeypatch):
+def test_fastest_placement_wins_and_ties_go_to_the_simplest(towers, monkeypatch):
     """By a clock on which a step takes 3 seconds, 1.02 or 1, and with a schedule that the run's own length fits."""
     assert tuple(PLACEMENTS) == ("cpu", "round_robin", "least_loaded")
     steps = itertools.cycle([0.0, 3.0, 0.0, 1.02, 0.0, 1.0])  # before each one, and in it

@@ -1,4 +1,4 @@
-"""What a close look at a step says, held against numbers taken another way."""
+"""Diagnostics of a step against independent computations."""
 
 import keras
 import numpy as np
@@ -48,7 +48,7 @@ def one_step(training, batch, look=True):
         np.arange(60.0).reshape(3, 20) / 59,
     ],
 )
-def test_counts_are_numpys(values):
+def test_tensor_stats_agree_with_numpy(values):
     spread = to_numpy(diagnostics.tensor_stats([tf.constant(values, tf.float32)])).at(0)
     finite = np.where(np.isfinite(values), values, 0).astype(np.float32)
     assert (spread.min, spread.max) == (finite.min(), finite.max())
@@ -70,7 +70,7 @@ def test_counts_are_numpys(values):
         (2, {"parallelism": "model", "micro_batches": 2}),
     ],
 )
-def test_a_close_up_is_of_the_step_it_is_of(towers, examples, count, settings):
+def test_diagnostics_describe_their_own_step(towers, examples, count, settings):
     config, batches, training = made(towers(count), examples, **settings)
     state, batch = training.state, batches.at(0)
     before = [weight.numpy() for weight in state.weights]
@@ -121,7 +121,7 @@ def test_a_close_up_is_of_the_step_it_is_of(towers, examples, count, settings):
 
 
 @pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
-def test_looking_changes_no_bit(towers, examples, strategy):
+def test_diagnostics_change_no_bit_of_training(towers, examples, strategy):
     digests = set()
     for look in (True, False):
         _, batches, training = made(towers(2), examples, strategy=strategy)
@@ -133,7 +133,7 @@ def test_looking_changes_no_bit(towers, examples, strategy):
     assert len(digests) == 1
 
 
-def test_layers_of_a_backbone_that_the_net_calls_again_are_looked_at_in_the_net():
+def test_layers_of_a_reused_backbone_are_measured_in_the_calling_model():
     """`layer.output` of each is in the backbone's graph, which the net's input does not reach."""
     keras.utils.set_random_seed(0)
     into = keras.Input([8, 8, 3])
@@ -156,7 +156,7 @@ def test_layers_of_a_backbone_that_the_net_calls_again_are_looked_at_in_the_net(
     assert nonfinite.first_nonfinite_layer(model, given * 1e35) == "the output of convolution"
 
 
-def test_a_number_that_is_not_finite_is_looked_at_without_harm(towers, examples):
+def test_diagnostics_of_a_nonfinite_step_are_finite(towers, examples):
     _, batches, training = made(towers(2), examples)
     training.state.weights[0].assign(np.nan * training.state.weights[0])
     metrics = one_step(training, batches.at(0))

@@ -159,9 +159,9 @@ def test_every_placement_and_strategy_equals_one_device(towers, batches, witness
         ("mirrored", "auto", 2, 2),
     ],
 )
-def test_towers_times_micro_batches_is_what_counts(towers, batches, witness, strategy, how, count, parts):
-    found = combined(strategy, how, towers(count), batches, micro_batches=parts)
-    assert largest_difference(witness(4), found) < BOUND
+def test_only_towers_times_micro_batches_matters(towers, batches, witness, strategy, how, count, parts):
+    values = combined(strategy, how, towers(count), batches, micro_batches=parts)
+    assert largest_difference(witness(4), values) < BOUND
 
 
 @pytest.mark.parametrize(("stages", "parts"), [(2, 1), (2, 4), (3, 2)])
@@ -181,7 +181,7 @@ def test_stages_equal_one_device(towers, batches, witness, stages, parts):
 
 
 @pytest.mark.slow
-def test_stages_have_their_variables_for_every_size_of_image(towers):
+def test_stages_hold_their_variables_for_every_image_size(towers):
     """A net that leaves the size open is cut for the run's images, where its variables live as where it computes."""
     config = TrainConfig(model="speednet94", parallelism="model", num_gpus=4, image_size=64, batch_size=8)
     _, data = sources.load(sources.find("synthetic"), side=64)
@@ -199,7 +199,7 @@ def mean_and_mirrored(towers, batches):
 
 
 @pytest.mark.parametrize("device", ["", "/CPU:0"])
-def test_the_final_towers_statistics(towers, batches, mean_and_mirrored, device):
+def test_final_batch_statistics_are_the_final_towers(towers, batches, mean_and_mirrored, device):
     """The weights do not depend on whose moving statistics are kept; the statistics do."""
     mean, mirrored = mean_and_mirrored
     final = combined("towers", "round_robin", towers(2), batches[:3], batch_statistics="final", gradient_device=device)

@@ -62,7 +62,7 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("count, micro_batches", [(1, 1), (2, 2)])
-def test_it_is_training_on_what_a_small_net_finds_hardest(towers, examples, count, micro_batches):
+def test_training_uses_the_examples_with_the_highest_proxy_losses(towers, examples, count, micro_batches):
     """Step by step the same as two trainings apart: of the small net on all, of the large one on those alone
     whose losses, by the small net as it is before the step, are the highest."""
     settings = {"ema_decay": 0.9, "micro_batches": micro_batches}
@@ -76,10 +76,10 @@ def test_it_is_training_on_what_a_small_net_finds_hardest(towers, examples, coun
         assert set(metrics.hard_examples.rows) == set(np.argsort(by_hand)[-16:])
         assert (np.diff(metrics.hard_examples.rows) > 0).all()
         assert metrics.finite and metrics.hard_examples.proxy.finite
-        told = small.step(number, batch, both.state.optimizer.learning_rates(number))  # so that its whitening rests
-        assert told.loss == pytest.approx(metrics.hard_examples.proxy.loss, rel=1e-5)
-        told = alone.step(number, hard_examples.gather_rows(batch, metrics.hard_examples.rows))
-        assert told.accuracy == metrics.accuracy and told.loss == pytest.approx(metrics.loss, rel=1e-5)
+        results = small.step(number, batch, both.state.optimizer.learning_rates(number))  # so that its whitening rests
+        assert results.loss == pytest.approx(metrics.hard_examples.proxy.loss, rel=1e-5)
+        results = alone.step(number, hard_examples.gather_rows(batch, metrics.hard_examples.rows))
+        assert results.accuracy == metrics.accuracy and results.loss == pytest.approx(metrics.loss, rel=1e-5)
     assert_same(both.values("proxy."), small.values())
     assert_same({n: v for n, v in both.values().items() if not n.startswith("proxy.")}, alone.values())
 
@@ -96,17 +96,17 @@ def losses(run, batch, parts):
     return -0.8 * true - 0.2 * chances.mean(1)
 
 
-def test_two_towers_pick_what_one_picks(towers, examples):
+def test_two_towers_select_the_examples_one_selects(towers, examples):
     """Batch norm takes the whole batch's statistics in both, so that only the order of sums is different."""
     one, two = (Run(towers(k), examples, model="cifarnet", crop=24, batch_statistics="synchronized") for k in (1, 2))
     for number in range(STEPS):
-        told = [run.step(number) for run in (one, two)]
-        np.testing.assert_array_equal(*(metrics.hard_examples.rows for metrics in told))
-        assert told[0].loss == pytest.approx(told[1].loss, rel=1e-4)
+        results = [run.step(number) for run in (one, two)]
+        np.testing.assert_array_equal(*(metrics.hard_examples.rows for metrics in results))
+        assert results[0].loss == pytest.approx(results[1].loss, rel=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_a_proxy_that_is_not_finite_moves_no_more_and_says_so(towers, examples, precision):
+def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples, precision):
     run = Run(towers(2), examples, precision)
     kernel = run.state.proxy.weights[1]
     kernel.assign(tf.fill(kernel.shape, np.inf))
@@ -122,25 +122,25 @@ def test_a_proxy_that_is_not_finite_moves_no_more_and_says_so(towers, examples, 
 
 
 @pytest.mark.parametrize(
-    "settings, told",
+    "settings, message",
     [
-        ({"hard_example_pool": 16}, "hard_example_pool=16 is no more than batch_size=16"),
+        ({"hard_example_pool": 16}, "hard_example_pool=16 must be larger than batch_size=16"),
         ({"hard_example_pool": 30, "num_gpus": 4}, "hard_example_pool=30 cannot be shared by 4 towers; 28 and 32 can"),
-        ({"strategy": "mirrored"}, "hard_example_pool=32 is for towers that share the batch; leave strategy=mirrored"),
+        ({"strategy": "mirrored"}, "hard_example_pool=32 needs towers that share the batch; leave strategy=mirrored"),
         ({"parallelism": "model"}, "leave parallelism=model"),
     ],
 )
-def test_what_it_is_not_for(settings, told):
-    with pytest.raises(UsageError, match=told):
+def test_unsupported_settings_are_refused(settings, message):
+    with pytest.raises(UsageError, match=message):
         TrainConfig(**HARDEST | settings)
 
 
-def test_more_than_there_are(examples):
+def test_pool_larger_than_the_training_set_is_refused(examples):
     with pytest.raises(UsageError, match="hard_example_pool=256 is more than the 240 training examples"):
         build.make_batches(TrainConfig(**HARDEST | {"hard_example_pool": 256}), examples)
 
 
-def test_what_both_sizes_can_be_shared_by():
+def test_pool_and_batch_must_both_be_divisible_by_the_towers():
     config = TrainConfig(batch_size=1000, hard_example_pool=1500)
     with pytest.raises(UsageError, match="hard_example_pool=1500 cannot be shared by 8 towers; 1496 and 1504 can"):
         config.tower_batch_size(8)

@@ -1,4 +1,4 @@
-"""When a run that makes no updates is ended, and what going back does to its rates."""
+"""When skipped steps end a run, and what rollbacks do to its learning rates."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from cifar_towers.errors import DivergedError
 from cifar_towers.training import health
 
 
-def test_enough_bad_steps_in_a_row_end_a_run():
+def test_too_many_bad_steps_in_a_row_end_a_run():
     patient = health.DivergenceState(2)
     assert patient.record_bad_step(7, "the loss is not finite") == (
         "step 7 made no update (1 in a row, 2 end the run): the loss is not finite"
@@ -18,7 +18,7 @@ def test_enough_bad_steps_in_a_row_end_a_run():
     assert patient.metadata() == {"bad_steps": 3, "bad_in_a_row": 2, "rollbacks": 0}
 
 
-def test_every_rollback_halves_the_rates_until_it_is_not_the_rates():
+def test_every_rollback_halves_the_rates_up_to_a_limit():
     patient, error = health.DivergenceState(1), DivergedError("the last")
     for number in range(1, health.MAX_ROLLBACKS + 1):
         patient.roll_back(error)

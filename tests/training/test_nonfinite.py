@@ -1,4 +1,4 @@
-"""Numbers that are not finite: the update is left out, and where they came from is told."""
+"""Non-finite steps: the update is skipped, and the message names the origin."""
 
 import keras
 import numpy as np
@@ -54,19 +54,19 @@ class Run:
         named = self.state.named_variables().items()
         return {name: v.numpy() for name, v in named if name != "step"}
 
-    def poisoned(self, example):
+    def with_infinity(self, example):
         """The batch with one image that is not finite. (A single NaN could get lost: max pooling passes over it.)"""
         images = tf.cast(self.batch.images, tf.float32).numpy()
         images[example] = np.inf
         return self.batch._replace(images=tf.constant(images))
 
-    def told(self, metrics):
+    def describe(self, metrics):
         return nonfinite.describe_nonfinite(metrics, self.towers, self.state.weight_names, self.state.update_names)
 
 
 @pytest.fixture(scope="module")
 def plain(towers, examples):
-    """One of shared variables on towers, that all may go on with who leave it as they found it."""
+    """A run of shared variables on towers, for tests that leave it unchanged."""
     return Run(towers, examples)
 
 
@@ -75,22 +75,22 @@ def same(before, after):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())) or "towers")
-def test_a_bad_image_moves_nothing_and_its_tower_is_named(towers, examples, plain, way):
+def test_nonfinite_step_changes_nothing_and_names_its_tower(towers, examples, plain, way):
     run = Run(towers, examples, **way) if way else plain
     begun = run.state.step.numpy()
     assert run.step().finite
     before = run.values()
     for example in (3, 20):
-        metrics = run.step(run.poisoned(example))
+        metrics = run.step(run.with_infinity(example))
         synchronized = way.get("batch_statistics") == "synchronized"  # there it spreads before any loss is taken
         assert not metrics.finite and same(before, run.values()) and not run.state.first_nonfinite_variable()
-        assert run.told(metrics) == f"cross_entropy of tower_{0 if synchronized else example // 12} is not finite"
+        assert run.describe(metrics) == f"cross_entropy of tower_{0 if synchronized else example // 12} is not finite"
         assert np.isfinite(list(metrics.smoothed_losses.values())).all()
     assert run.step().finite and not same(before, run.values())
     assert run.state.step.numpy() == begun + 4
 
 
-def test_what_first_went_wrong_is_told(towers, examples):
+def test_first_nonfinite_layer_is_named(towers, examples):
     run = Run(towers, examples)
     images = build.make_augmentation(run.config, CIFAR10).evaluate(run.batch.images)
     assert nonfinite.first_nonfinite_layer(run.state.model, images) == ""
@@ -101,14 +101,14 @@ def test_what_first_went_wrong_is_told(towers, examples):
     assert run.state.first_nonfinite_variable() == "model.group2_norm1.beta"
 
 
-def test_a_step_that_would_overflow_the_weights_is_not_made(plain):
+def test_update_that_would_overflow_the_weights_is_skipped(plain):
     before = plain.values()
     metrics = plain.step(rate=np.inf)
     assert not metrics.finite and same(before, plain.values()) and (metrics.nonfinite_towers == -1).all()
-    assert plain.told(metrics).startswith("the new value of ")
+    assert plain.describe(metrics).startswith("the new value of ")
 
 
-def test_a_gradient_that_overflows_is_told_from_a_loss_that_does():
+def test_index_of_the_first_nonfinite_tensor():
     inputs = keras.Input([2])
     model = keras.Model(inputs, keras.layers.Dense(10)(inputs))
     assert nonfinite.first_nonfinite_layer(model, tf.ones([1, 2])) == ""

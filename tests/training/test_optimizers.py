@@ -76,13 +76,13 @@ def test_orthogonalized_kernels_keep_their_directions_and_level_their_singular_v
     assert 0.5 < np.median(newton_schulz(s / np.linalg.norm(s))) < 1.35
 
 
-def test_a_single_column_by_hand():
+def test_orthogonalized_single_column_by_hand():
     kernel = tf.constant([3.0, 4.0], shape=[2, 1, 1, 1])
     x = newton_schulz(1.0)
     np.testing.assert_allclose(orthogonalize(kernel).numpy().ravel(), [0.6 * x, 0.8 * x], rtol=1e-4)
 
 
-def test_muon_rescales_a_kernel_now_and_then():
+def test_muon_rescales_a_kernel_periodically():
     kernel = tf.Variable(np.full((1, 1, 2, 9), 5.0, "f4"))
     rule = Muon([kernel], momentum=0.0, total_steps=100)
     norms = []
@@ -93,7 +93,7 @@ def test_muon_rescales_a_kernel_now_and_then():
     assert norms == pytest.approx([3.0, 6.0, 3.0, 6.0])  # period 2 at the start, to sqrt(9)
 
 
-def test_muon_moves_by_the_orthogonal_direction_of_nesterov_momentum():
+def test_muon_update_is_orthogonalized_nesterov_momentum():
     start = np.random.default_rng(0).normal(size=(1, 1, 3, 5)).astype("f4")
     gradient = np.random.default_rng(1).normal(size=start.shape).astype("f4")
     rule = Muon([tf.Variable(start)], momentum=0.5, total_steps=10)
@@ -104,7 +104,7 @@ def test_muon_moves_by_the_orthogonal_direction_of_nesterov_momentum():
     np.testing.assert_allclose(rule.variables[0], expected, rtol=1e-5)
 
 
-def test_groups_move_at_their_own_rates_and_none_stays():
+def test_groups_have_their_own_rates_and_no_gradient_means_no_update():
     a, b, c = (tf.Variable([1.0]) for _ in range(3))
     optimizer = Optimizer(
         [
@@ -139,7 +139,7 @@ def test_constraints_hold_after_every_update():
     np.testing.assert_allclose(weights[1], [-3.0, 1.0])
 
 
-def test_a_net_that_trains_no_kernel_has_no_head():
+def test_model_without_trained_kernels_has_no_head():
     images = keras.Input((3,))
     normalised = keras.layers.BatchNormalization(name="norm")(keras.layers.Dense(2, trainable=False)(images))
     optimizer = make_optimizer(TrainConfig(), keras.Model(images, normalised), RunLength(10, 10, 10))

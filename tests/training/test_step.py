@@ -140,7 +140,7 @@ OTHERS = [pair for pair in itertools.product(MODELS, POLICIES) if pair not in ON
 @pytest.mark.parametrize(
     ("model", "policy"), [*ONCE_EACH, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHERS)]
 )
-def test_everything_is_where_it_should_be(towers, examples, model, policy):
+def test_operations_and_variables_are_on_their_devices(towers, examples, model, policy):
     """Read from the traced graph of four devices: variables, forward, backward, averaging, updates."""
     crop = 24 if model == "cifarnet" else 0
     whitening = {"whitening_images": 20, "whitening_epochs": 1}
@@ -206,7 +206,7 @@ def expected_least_loaded(variables, model):
 
 
 @pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
-def test_what_rests_gets_no_gradient_and_changes_nothing_else(towers, examples, strategy):
+def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples, strategy):
     """After its epochs the whitening's bias rests, and the backward pass ends at the convolution after it."""
     settings = {"model": "speednet93", "crop": 0, "whitening_images": 200, "whitening_epochs": 0.1}
     config = TrainConfig(**{**CIFARNET, **settings}, strategy=strategy)
@@ -247,7 +247,7 @@ def net():
 """
 
 
-def test_what_is_dropped_follows_from_the_place_in_the_batch(towers, examples, tmp_path):
+def test_dropout_depends_on_the_position_in_the_batch(towers, examples, tmp_path):
     """It is other pixels on each tower, and the same ones when one tower takes the shards of two as micro-batches."""
     (tmp_path / "nets.py").write_text(DROPPING)
     settings = {"model": f"{tmp_path / 'nets.py'}:net", "crop": 0, "learning_rate": 1e-4}
@@ -270,7 +270,7 @@ def plain():
 """
 
 
-def test_a_loss_of_the_nets_own_is_added_once(towers, examples, tmp_path):
+def test_model_losses_are_added_once(towers, examples, tmp_path):
     """Whatever the number of towers and parts: L2's term is 1e-3 w^2, its gradient 2e-3 w."""
     (tmp_path / "nets.py").write_text(WITH_LOSS)
     settings = {"crop": 0, "momentum": 0.0, "ema_decay": 0.0, "micro_batches": 2}
@@ -291,8 +291,8 @@ def test_float16_trains_with_a_loss_scale(towers, examples):
     momenta = {name: slot.numpy() for name, slot in wide.named_variables().items() if "momentum" in name}
     assert len(momenta) == len(wide.weights)
     for name, wanted in momenta.items():
-        found = half.named_variables()[name].numpy()
-        assert np.linalg.norm(found - wanted) < 0.1 * np.linalg.norm(wanted), name  # poolings near a tie
+        value = half.named_variables()[name].numpy()
+        assert np.linalg.norm(value - wanted) < 0.1 * np.linalg.norm(wanted), name  # poolings near a tie
 
 
 def test_float16_overflows_under_mirrored_variables_and_the_scale_shrinks(towers, examples):
@@ -308,7 +308,7 @@ def test_float16_overflows_under_mirrored_variables_and_the_scale_shrinks(towers
     assert state.weights_sha256() == before and float(state.loss_scale.scale.numpy()) == 2.0**119
 
 
-def test_an_odd_number_of_towers_is_not_halved(towers):
+def test_hierarchical_all_reduce_refuses_an_odd_number_of_towers(towers):
     with pytest.raises(ValueError, match="hierarchical halves the towers, and 3 are odd"):
         make_strategy(towers(3), "hierarchical")
 

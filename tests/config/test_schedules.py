@@ -1,0 +1,50 @@
+"""Schedules of learning rates and image sizes."""
+
+import pytest
+
+from cifar_towers.config import TrainConfig, schedules
+from cifar_towers.errors import UsageError
+
+
+def rate(text, step, total=200, epoch=20):
+    kind, points = schedules.parse_rate(text)
+    shape = {"linear": schedules.piecewise_linear, "step": schedules.piecewise_constant}[kind]
+    return shape(step, points.steps(schedules.RunLength(epoch, total, total)), points.values)
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0, 0.2), (23, 0.6), (46, 1.0), (123, 0.535), (200, 0.07), (300, 0.07)])
+def test_a_linear_schedule_in_percents(step, expected):
+    assert rate("linear:0=0.2,23%=1,100%=0.07", step) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0, 1.0), (59, 1.0), (60, 0.1), (119, 0.1), (120, 0.01)])
+def test_a_staircase_in_epochs(step, expected):
+    assert rate("step:3=0.1,6=0.01", step) == expected
+
+
+def test_image_sizes_step_by_step():
+    side_at = schedules.ImageSizeSchedule("0=24,50%=28,3=32", 32).at(
+        schedules.RunLength(steps_per_epoch=2, total=8, last=8)
+    )
+    assert [side_at(step) for step in range(8)] == [24, 24, 24, 24, 28, 28, 32, 32]
+    late, whole = schedules.ImageSizeSchedule("25%=20", 32), schedules.ImageSizeSchedule("", 32)
+    assert [late.at(schedules.RunLength(2, 8, 8))(step) for step in (1, 2)] == [32, 20] and late.largest() == 32
+    assert [whole.at(schedules.RunLength(2, 8, 8))(step) for step in (0, 7)] == [32, 32] and whole.largest() == 32
+
+
+def test_percentages_fall_on_their_exact_step():
+    for percent in range(1, 101):
+        side_at = schedules.ImageSizeSchedule(f"{percent}%=24", 32).at(schedules.RunLength(100, 200, 200))
+        assert [side_at(step) for step in (2 * percent - 1, 2 * percent)] == [32, 24]
+        assert TrainConfig(epochs=percent / 100).run_length(100).total == percent
+
+
+@pytest.mark.parametrize("text", ["cosine:0=1", "linear:", "linear:0", "step:3=x", "linear:5=1,2=0", "linear:-1=0"])
+def test_malformed_schedules_are_refused(text):
+    with pytest.raises(UsageError, match="learning_rate_schedule"):
+        schedules.parse_rate(text)
+
+
+def test_knots_out_of_order_are_refused():
+    with pytest.raises(UsageError, match="are not in ascending order"):
+        rate("linear:0=1,9=0.5,20%=0", 5)
