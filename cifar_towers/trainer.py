@@ -1,37 +1,31 @@
 """One training run from top to bottom: build, resume, train, finish."""
 
-import dataclasses
-from collections.abc import Callable
-
-import tensorflow as tf
+import functools
+from collections.abc import Callable, Sequence
 
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.manager import CheckpointManager
 from cifar_towers.config import TrainConfig, parse_profile_steps
-from cifar_towers.config.recipe import recipe_fields
-from cifar_towers.config.schedules import ImageSizeSchedule
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError, UsageError
 from cifar_towers.evaluation.evaluator import Evaluator, make_evaluate_fn
 from cifar_towers.evaluation.target import TargetAccuracy
-from cifar_towers.files import run_files
 from cifar_towers.models.layers import has_batch_norm
 from cifar_towers.multi_worker import agreement
 from cifar_towers.multi_worker.coordination import Coordinator, single_worker
-from cifar_towers.reporting.jsonl import best_effort_writes
+from cifar_towers.multi_worker.shared_checkpoints import SharedCheckpoints
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.profiler import StepProfiler
 from cifar_towers.reporting.run_info import RunInfo, describe_score
 from cifar_towers.reporting.run_logger import RunLogger
-from cifar_towers.towers import Tower
-from cifar_towers.training import auto_placement, build, devices
-from cifar_towers.training.diagnostics import activation_layers
+from cifar_towers.training import build, devices
 from cifar_towers.training.distributed_step import towers_here
 from cifar_towers.training.health import DivergenceState, HealthMonitor
 from cifar_towers.training.results import StepMetrics
-from cifar_towers.training.step_runner import StepInputs, StepRunner
+from cifar_towers.training.run_setup import RunSetup, setup_run
+from cifar_towers.training.step_runner import StepInputs
 
 
 def train(
@@ -61,107 +55,83 @@ def train(
     else:
         strategy, towers = None, devices.setup_towers(config)
     shutdown.reinstall_handlers()  # TensorFlow's server handles SIGTERM itself
+    local_towers = towers_here(strategy, towers) if strategy else towers
     config.tower_batch_size(len(towers))
     source, dataset = build.load_data(config, source)
-    if source.banner and not config.train_dir:  # leaves the real run's directory free for when there is CIFAR-10
-        config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
-    if config.overwrite and workdir.was_cleared_by(config.directory, launch_id):
-        config = dataclasses.replace(config, overwrite=False)
+    precision = devices.choose_precision(config.precision, local_towers)
+    agreement.assert_workers_agree(workers, dataset, precision, len(local_towers))
+    config = workdir.choose_directory(config, source.banner, launch_id)
     with agreement.worker_train_dir(workers, config) as config, devices.explained_errors(config, len(towers)):
-        trainer = Trainer(config, dataset, source.banner, towers, strategy, shutdown, workers, timer, launch_id)
+        setup = setup_run(
+            config,
+            dataset,
+            precision,
+            towers,
+            local_towers,
+            strategy=strategy,
+            worker_index=workers.index,
+            previous_placement=workdir.previous_placement(config, len(towers)),
+        )
+        trainer = Trainer(setup, dataset, source.banner, shutdown, workers, timer)
         with workdir.exclusive(config.directory):
+            workdir.prepare(config, launch_id)
             return trainer.run()
 
 
 class Trainer:
-    """One run in one directory: its parts, and the loop over them."""
+    """One run in one directory: its collaborators, and the loop over them."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        dataset: Dataset,
-        banner: str,
-        towers: list[Tower],
-        strategy: tf.distribute.Strategy | None,
-        shutdown,
-        workers: Coordinator,
-        timer: PhaseTimer,
-        launch_id: str,
+        self, setup: RunSetup, dataset: Dataset, banner: str, shutdown, workers: Coordinator, timer: PhaseTimer
     ):
-        self.dataset, self.shutdown, self.workers = dataset, shutdown, workers
-        self.timer, self.launch_id = timer, launch_id
-        local_towers = towers_here(strategy, towers) if strategy else towers
-        precision = devices.choose_precision(config.precision, local_towers)
-        agreement.assert_workers_agree(workers, dataset, precision, len(local_towers))
-        count = config.examples_drawn * len(local_towers) // len(towers)
-        self.batches = build.make_batches(config, dataset.train, rows=(workers.index * count, count))
-        self.length = config.run_length(self.batches.steps_per_epoch)
-        previous = None
-        if not config.overwrite:
-            previous = workdir.placement_so_far(config.directory, len(towers), self.length.last, config.target_accuracy)
-        config = auto_placement.resolve_placement(config, towers, precision, dataset.train, self.length, previous)
-        self.config = config
-        self.state, train_step, step_towers = build.make_training(
-            config, towers, precision, dataset.train, self.length, strategy
-        )
-        augmentation = build.make_augmentation(config, dataset.info)
-        image_size_at = ImageSizeSchedule(config.image_size_schedule, config.image_size).at(self.length)
-        self.step_runner = StepRunner(train_step, self.state.optimizer, image_size_at)
+        self.setup, self.dataset, self.shutdown, self.workers, self.timer = setup, dataset, shutdown, workers, timer
+        self.config, self.state, self.length = config, state, length = setup.config, setup.state, setup.length
         run_info = RunInfo(
             config=config,
             dataset=dataset,
             banner=banner,
-            devices=local_towers,
-            towers=step_towers,
-            compute_dtype=precision,
-            length=self.length,
-            model=self.state.model,
-            variables=self.state.named_variables(),
-            activation_layers=[layer.name for layer in activation_layers(self.state.model)],
-            loss_terms=list(self.state.loss_averages.sums),
+            devices=setup.local_towers,
+            towers=setup.towers,
+            compute_dtype=setup.precision,
+            length=length,
+            model=state.model,
+            variables=state.named_variables(),
+            activation_layers=setup.activation_layers,
+            loss_terms=list(state.loss_averages.sums),
         )
         self.logger = RunLogger(run_info, timer, quiet=not workers.is_chief)
         self.log = self.logger.log
         self.evaluator = Evaluator(
-            make_evaluate_fn(self.state.model, local_towers, augmentation, workers),
+            make_evaluate_fn(state.model, setup.local_towers, setup.augmentation, workers),
             {"validation": dataset.validation, "test": dataset.test},
-            self.state.evaluation_weights,
-            config.evaluate_every_steps(self.length),
-            self.length.last,
+            state.evaluation_weights,
+            config.evaluate_every_steps(length),
+            length.last,
         )
         self.target = TargetAccuracy(config.target_accuracy)
-        self.checkpoints = CheckpointManager(
-            config.directory, self.state, config.checkpoint_every_steps, config.keep_checkpoints, self.log
+        manager = CheckpointManager(
+            config.directory, state, config.checkpoint_every_steps, config.keep_checkpoints, self.log
         )
+        self.checkpoints = SharedCheckpoints(manager, workers, state.named_variables())
         self.divergence = DivergenceState(config.max_nonfinite_steps)
         self.health = HealthMonitor(
-            self.divergence,
-            self.state,
-            step_towers,
-            local_towers,
-            augmentation,
-            config.micro_batches,
-            workers.gather,
-            self.log,
-        )
+            self.divergence, state, setup.towers, setup.local_towers, setup.augmentation, config.micro_batches,
+            workers.gather, self.log,
+        )  # fmt: skip
         window = parse_profile_steps(config.profile_steps)
-        if window and window[0] >= self.length.last:
+        if window and window[0] >= length.last:
             raise UsageError(
-                f"profile_steps={config.profile_steps}: this run ends with step {self.length.last}; give earlier steps"
+                f"profile_steps={config.profile_steps}: this run ends with step {length.last}; give earlier steps"
             )
         self.profiler = StepProfiler(config.directory, *window) if window and workers.is_chief else None
-        self.metadata = workdir.run_metadata(
-            recipe_fields(config), dataset, precision, len(step_towers), strategy=config.strategy,
-            variable_placement=config.variable_placement if config.strategy == "towers" else None,
-        )  # fmt: skip
+        self.metadata = workdir.run_metadata(config, dataset, setup.precision, len(setup.towers))
 
     def run(self) -> dict:
         """Resumes, trains, evaluates and writes the result; or returns the result of a finished run."""
         self.logger.log_start()
         step, evaluations = self._resume()
-        result = self.workers.broadcast_from_chief(
-            lambda: workdir.completed_result(self.config.directory, step, self.length.last, self.config.target_accuracy)
-        )
+        finished = functools.partial(workdir.completed_result, self.config, step, self.length.last)
+        result = self.workers.broadcast_from_chief(finished)
         if result:
             self.log(f"{self.config.directory} is complete at step {step}: {describe_score(result['evaluations'][-1])}")
             return result
@@ -196,9 +166,9 @@ class Trainer:
                 evaluations = evaluations or self._evaluate(step)
                 if self._reached_target(step, evaluations):
                     return step
-            for batch in self.batches.stream(first_step, self.length.last):
-                inputs = self.step_runner.inputs(step, self.divergence.rate_factor)
-                compiled = self.step_runner.is_traced(inputs)
+            for batch in self.setup.batches.stream(first_step, self.length.last):
+                inputs = self.setup.step_runner.inputs(step, self.divergence.rate_factor)
+                compiled = self.setup.step_runner.is_traced(inputs)
                 metrics = self._train_step(step, batch, inputs, compiled)
                 step, evaluations = step + 1, []
                 self.health(step, metrics, batch, inputs.image_size)
@@ -227,9 +197,11 @@ class Trainer:
             options["stop_signal"] = self.shutdown.received_signal
         if not compiled:
             with self.shutdown.interruptible():  # it takes a while, and nothing has changed yet
-                self.logger.log_graph(self.step_runner.trace(batch, inputs, **options))
+                function = self.setup.step_runner.trace(batch, inputs, **options)
+            if not self.setup.step_runner.traced:
+                self.logger.log_graph(function)
         self._profile(StepProfiler.before, step)
-        metrics = self.step_runner.run(batch, inputs, **options)
+        metrics = self.setup.step_runner.run(batch, inputs, **options)
         self._profile(StepProfiler.after, step + 1)
         if self.workers.size > 1:
             self.shutdown.set_agreed_signal(int(metrics.stop_signal))
@@ -265,10 +237,8 @@ class Trainer:
     def _is_save_due(self, step: int, evaluated: bool) -> bool:
         return not self.divergence.in_a_row and step < self.length.last and self.checkpoints.is_due(step, evaluated)
 
-    def _save(self, step: int, evaluations: list[dict] = ()) -> bool:
-        """Saves the state after `step`; worker 0 does, for all. Returns whether it is saved."""
-        if not self.workers.is_chief:
-            return True
+    def _save(self, step: int, evaluations: Sequence[dict] = (), wait: bool = False) -> bool:
+        """Saves the state after `step`, and returns whether it is saved. With `wait`, all workers wait for that."""
         metadata = self.metadata | {
             "accuracy": evaluations[-1]["accuracy"] if evaluations else None,
             "evaluations": list(evaluations),
@@ -277,7 +247,8 @@ class Trainer:
             **self.divergence.metadata(),
         }
         try:
-            return self.checkpoints.save(step, metadata)
+            save = self.checkpoints.save_for_all if wait else self.checkpoints.save
+            return save(step, metadata)
         finally:
             self.timer.end_phase("save")
 
@@ -287,9 +258,8 @@ class Trainer:
         self.logger.progress.pause()
         if not step:
             return Interrupted(self.shutdown.signal, NOTHING_TO_SAVE)
-        outcome = self.workers.broadcast_from_chief(
-            lambda: f"saved step {step}" if self._save(step, evaluations) else self.checkpoints.describe_latest()
-        )
+        saved = self._save(step, evaluations, wait=True)
+        outcome = f"saved step {step}" if saved else self.checkpoints.describe_latest()
         return Interrupted(self.shutdown.signal, f"{outcome}: the same command goes on from it")
 
     def _roll_back(self, error: DivergedError) -> tuple[int, list[dict]]:
@@ -299,20 +269,16 @@ class Trainer:
           DivergedError: rollbacks are off, there were too many, or there is no checkpoint.
         """
         if not self.config.rollback_on_divergence:
-            latest = self.workers.broadcast_from_chief(self.checkpoints.describe_latest)
+            latest = self.checkpoints.describe_latest()
             raise DivergedError(
                 f"{error}; {latest}: give --rollback_on_divergence to go back to the last good checkpoint at half the "
                 "rates, or --overwrite with a smaller --learning_rate or --precision=float32"
             ) from error
         last_good_step = int(self.state.step.numpy()) - self.divergence.in_a_row
         self.divergence.roll_back(error)
-        path = self.config.directory / run_files.ROLLBACKS
-        with best_effort_writes(path):  # the next checkpoint records it only later
-            run_files.write_json(path, {"rollbacks": self.divergence.rollbacks})
-        metadata = self.workers.broadcast_from_chief(lambda: self.checkpoints.roll_back(last_good_step))
+        metadata = self.checkpoints.roll_back(last_good_step, self.divergence.rollbacks)
         if metadata is None:
             raise error
-        agreement.broadcast_state(self.workers, self.state.named_variables())
         self.target.reached = 0.0
         step = metadata["step"]
         self.logger.truncate_after(step)
@@ -321,33 +287,22 @@ class Trainer:
         return step, metadata.get("evaluations", [])
 
     def _resume(self) -> tuple[int, list[dict]]:
-        """Prepares the directory and restores its newest checkpoint; returns its step and its evaluations."""
-        directory = self.config.directory
-        workdir.check_ownership(directory)
-        if self.config.overwrite:
-            workdir.clear(directory, self.launch_id)
-        self.checkpoints.quarantine_damaged()
-        metadata = self.workers.broadcast_from_chief(self._restore_latest)
+        """Restores the newest checkpoint, if there is one; returns its step and the evaluations made after it."""
+        find = functools.partial(
+            workdir.find_resumable_checkpoint, self.config, self.dataset, has_batch_norm(self.state.model)
+        )
+        metadata = self.checkpoints.restore_latest(find)
         if not metadata:
             return 0, []
-        agreement.broadcast_state(self.workers, self.state.named_variables())
         self.timer.resume(metadata["seconds"], metadata["images"])
-        rollbacks = self.workers.broadcast_from_chief(
-            lambda: run_files.read_json_if_any(directory / run_files.ROLLBACKS)
-        )
-        self.divergence.restore(metadata, rollbacks)
+        self.divergence.restore(metadata)
         towers = f"{metadata['towers']} tower{'s' * (metadata['towers'] > 1)}"
         self.log(f"going on from step {metadata['step']}, saved with {towers} in {metadata['precision']}")
         return metadata["step"], metadata.get("evaluations", [])
 
-    def _restore_latest(self) -> dict | None:
-        with_batch_norm = has_batch_norm(self.state.model)
-        found = workdir.find_resumable_checkpoint(self.config.directory, self.config, self.dataset, with_batch_norm)
-        return self.checkpoints.restore(found[0]) if found else None
-
     def _finish(self, step: int) -> dict:
         """Saves the last step, evaluates every split, and writes the result."""
-        saved = self.workers.broadcast_from_chief(lambda: self._save(step))
+        saved = self._save(step, wait=True)
         self.shutdown.exit_immediately_from_now(
             f"step {step} is saved; the same command evaluates it" if saved else "nothing was saved"
         )

@@ -20,8 +20,7 @@ from cifar_towers.config.settings import split_names
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Dataset, Split
 from cifar_towers.errors import UsageError, error_text
-from cifar_towers.files import run_files
-from cifar_towers.reporting import jsonl
+from cifar_towers.files import best_effort, run_files
 from cifar_towers.towers import Tower
 from cifar_towers.towers.devices import gpu_names
 from cifar_towers.training import build
@@ -166,7 +165,7 @@ def _train_seeds(config: SpeedrunConfig, facts: Mapping, num_devices: int) -> li
         else:
             after = peak_flops.measure(facts["precision"], gpus=num_devices)
             measured, before = [before, after], after
-            with jsonl.best_effort_writes(train_dir / PEAK_FLOPS):
+            with best_effort.best_effort_writes(train_dir / PEAK_FLOPS):
                 run_files.write_json(train_dir / PEAK_FLOPS, {"measured": measured})
         environment = run_files.read_json_if_any(train_dir / run_files.ENVIRONMENT)
         results.append(

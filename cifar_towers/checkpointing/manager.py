@@ -14,7 +14,8 @@ from cifar_towers.checkpointing.checkpoint import (
     validate_checkpoint,
 )
 from cifar_towers.errors import DataError, RunError
-from cifar_towers.files import atomic_io
+from cifar_towers.files import atomic_io, run_files
+from cifar_towers.files.best_effort import best_effort_writes
 
 DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps is asked for
 MAX_TIME_FRACTION = 0.01  # of the run's time that saving may take there
@@ -91,12 +92,14 @@ class CheckpointManager:
         checkpoint_files.restore_variables(checkpoint, self._state.named_variables())
         metadata = read_metadata(checkpoint)
         self._saved_step = metadata["step"]
-        return metadata
+        rollbacks = run_files.read_json_if_any(self._train_dir / run_files.ROLLBACKS).get("rollbacks", 0)
+        return metadata | {"rollbacks": max(metadata.get("rollbacks", 0), rollbacks)}
 
-    def roll_back(self, last_good_step: int) -> dict | None:
+    def roll_back(self, last_good_step: int, rollbacks: int) -> dict | None:
         """Restores the newest undamaged checkpoint up to `last_good_step` and removes those after it.
 
-        If the previous rollback ended at the same checkpoint, the one before it is taken.
+        If the previous rollback ended at the same checkpoint, the one before it is taken. `rollbacks`, with this one,
+        is recorded in a file of its own, as the next checkpoint will have it only later.
 
         Returns:
           Metadata of the checkpoint restored, or None if there is none to restore.
@@ -104,6 +107,9 @@ class CheckpointManager:
         Raises:
           RunError: a later checkpoint cannot be removed, and would be mistaken for one of the run as it continues.
         """
+        path = self._train_dir / run_files.ROLLBACKS
+        with best_effort_writes(path):
+            run_files.write_json(path, {"rollbacks": rollbacks})
         undamaged = [path for path in list_checkpoints(self._train_dir) if not validate_checkpoint(path)]
         steps = [step for path in undamaged if (step := read_metadata(path)["step"]) <= last_good_step]
         if not steps:

@@ -3,13 +3,12 @@
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from cifar_towers.checkpointing.checkpoint import CHECKPOINTS_DIR, latest_checkpoint, read_metadata
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.recipe import differing_settings
+from cifar_towers.config.recipe import differing_settings, recipe_fields
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.files import atomic_io, run_files
@@ -69,16 +68,14 @@ def check_ownership(directory: Path) -> None:
         raise UsageError(f"{directory / files[0]} is of no run and would be replaced; give another --train_dir")
 
 
-def find_resumable_checkpoint(
-    directory: Path, config: TrainConfig, dataset: Dataset, has_batch_norm: bool
-) -> tuple[Path, dict] | None:
+def find_resumable_checkpoint(config: TrainConfig, dataset: Dataset, has_batch_norm: bool) -> tuple[Path, dict] | None:
     """The newest undamaged checkpoint and its metadata, or None if there is none.
 
     Raises:
       UsageError: it was made with another recipe or data set; the message names what differs.
       DataError: there are checkpoints, and all are damaged; or the data set has other images than it was made with.
     """
-    checkpoint = latest_checkpoint(directory)
+    checkpoint = latest_checkpoint(config.directory)
     if not checkpoint:
         return None
     metadata = read_metadata(checkpoint)
@@ -99,35 +96,61 @@ def find_resumable_checkpoint(
     return checkpoint, metadata
 
 
-def completed_result(directory: Path, step: int, last_step: int, target_accuracy: float) -> dict | None:
+def completed_result(config: TrainConfig, step: int, last_step: int) -> dict | None:
     """The result of a run with nothing left to do: at its last step or its target, with all its files written."""
     required = (run_files.RESULT, run_files.CONFIG, run_files.ENVIRONMENT)
-    result, *others = (run_files.read_json_if_any(directory / name) for name in required)
+    result, *others = (run_files.read_json_if_any(config.directory / name) for name in required)
     if not (result and all(others)):
         return None
-    at_end = step >= last_step or 0 < target_accuracy <= result["reached"]
+    at_end = step >= last_step or 0 < config.target_accuracy <= result["reached"]
     return result if result["step"] == step and at_end else None
 
 
-def placement_so_far(directory: Path, num_towers: int, last_step: int, target_accuracy: float) -> str | None:
-    """Variable placement that the run in a directory was trained with on as many towers, if there is one."""
-    checkpoint = latest_checkpoint(directory)
+def choose_directory(config: TrainConfig, banner: str, launch_id: str) -> TrainConfig:
+    """The config with the directory the run writes, and without `overwrite` if this launch has cleared it already.
+
+    Data with a `banner` are not real: they leave the directory of the real run free.
+    """
+    if banner and not config.train_dir:
+        config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
+    if config.overwrite and was_cleared_by(config.directory, launch_id):
+        config = dataclasses.replace(config, overwrite=False)
+    return config
+
+
+def prepare(config: TrainConfig, launch_id: str) -> None:
+    """Makes sure that the directory is the run's to write, and clears it if the config says `overwrite`.
+
+    Raises:
+      UsageError: it holds somebody else's files, or cannot be cleared.
+    """
+    check_ownership(config.directory)
+    if config.overwrite:
+        clear(config.directory, launch_id)
+
+
+def previous_placement(config: TrainConfig, num_towers: int) -> str | None:
+    """Variable placement that the run was last trained with on as many towers; None if it was not, or is to restart.
+
+    Raises:
+      DataError: there are checkpoints, and all are damaged.
+    """
+    checkpoint = None if config.overwrite else latest_checkpoint(config.directory)
     metadata = read_metadata(checkpoint) if checkpoint else {}
-    if metadata and completed_result(directory, metadata["step"], last_step, target_accuracy):
-        return "cpu"  # nothing will be trained
     return metadata.get("variable_placement") if metadata.get("towers") == num_towers else None
 
 
-def run_metadata(recipe: Mapping[str, Any], dataset: Dataset, precision: str, towers: int, **placement: Any) -> dict:
+def run_metadata(config: TrainConfig, dataset: Dataset, precision: str, num_towers: int) -> dict:
     """What every checkpoint of a run records of how it was made."""
     return {
-        "recipe": dict(recipe),
+        "recipe": recipe_fields(config),
         "dataset": dataset.name,
         "traits": dataset.info.to_json(),
         **{f"{name}_sha256": digest for name, digest in dataset.digests().items()},
         "precision": precision,
-        "towers": towers,
-        **placement,
+        "towers": num_towers,
+        "strategy": config.strategy,
+        "variable_placement": config.variable_placement if config.strategy == "towers" else None,
     }
 
 

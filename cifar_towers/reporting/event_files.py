@@ -11,8 +11,8 @@ import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from cifar_towers.files.best_effort import BestEffortWrites
 from cifar_towers.files.run_files import EVENT_FILES, TRUNCATED_EVENTS
-from cifar_towers.reporting.jsonl import BestEffortWrites
 
 FLUSH_SECONDS = 10.0
 ERRORS = (OSError, tf.errors.OpError)

@@ -1,15 +1,11 @@
-"""metrics.jsonl, the records of a run; and writing of files that training does not depend on."""
+"""metrics.jsonl, the records of a run."""
 
-import contextlib
 import json
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cifar_towers.errors import error_text
 from cifar_towers.files import atomic_io, run_files
-
-log = logging.getLogger(__name__)
+from cifar_towers.files.best_effort import BestEffortWrites
 
 
 class JsonlWriter:
@@ -40,31 +36,6 @@ class JsonlWriter:
             with self._path.open("a") as file:
                 file.write(line)
             self._incomplete = False
-
-
-class BestEffortWrites:
-    """Swallows write errors of a file or directory that training does not depend on; warns once.
-
-    Use as `with best_effort():` around each write.
-    """
-
-    def __init__(self, path: Path, errors: tuple[type[Exception], ...] = (OSError,)):
-        self._path, self._errors, self._warned = path, errors, False
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """A context in which the errors are swallowed."""
-        try:
-            yield
-        except self._errors as error:
-            if not self._warned:
-                log.warning("%s cannot be written (%s); training continues without it", self._path, error_text(error))
-            self._warned = True
-
-
-def best_effort_writes(path: Path) -> contextlib.AbstractContextManager[None]:
-    """`BestEffortWrites` around a single write."""
-    return BestEffortWrites(path)()
 
 
 def read_records(path: Path) -> Iterator[dict]:

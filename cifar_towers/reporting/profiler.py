@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from cifar_towers.reporting import jsonl
+from cifar_towers.files import best_effort
 
 PARTS = ("forward", "backward", "average", "apply", "other")
 AVERAGE_SCOPES = ("average_gradients", "all_reduce", "average_statistics")
@@ -96,7 +96,9 @@ class StepProfiler:
 
     def __init__(self, train_dir: Path, first: int, last: int):
         self._logdir, self._first, self._last = train_dir / "train", first, last
-        self._best_effort = jsonl.BestEffortWrites(self._logdir / "plugins" / "profile", (OSError, tf.errors.OpError))
+        self._best_effort = best_effort.BestEffortWrites(
+            self._logdir / "plugins" / "profile", (OSError, tf.errors.OpError)
+        )
         self._is_running = self._is_done = False
         self._step_event: tf.profiler.experimental.Trace | None = None
         self._steps: list[int] = []

@@ -11,7 +11,7 @@ import tensorflow as tf
 from cifar_towers.config.recipe import recipe_fields
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation.score import Evaluation, Score
-from cifar_towers.files import atomic_io, run_files
+from cifar_towers.files import atomic_io, best_effort, run_files
 from cifar_towers.reporting import environment, figures, jsonl, tags, tb_text
 from cifar_towers.reporting.console import Progress, ProgressStatus
 from cifar_towers.reporting.noise_scale import NoiseScale
@@ -199,7 +199,7 @@ class RunLogger:
         if result["bad_steps"]:
             self.log(f"{result['bad_steps']} steps made no update, {result['rollbacks']} rollbacks")
         self._write_unwritten()
-        with jsonl.best_effort_writes(self.directory / run_files.RESULT):
+        with best_effort.best_effort_writes(self.directory / run_files.RESULT):
             run_files.write_json(self.directory / run_files.RESULT, result)
         final = {f"{tags.ACCURACY}/{score_tag(**score)}": score["accuracy"] for score in result["evaluations"]}
         final |= {"images_per_sec": result["images_per_sec"], "training_seconds": self.timer.training_seconds}
@@ -216,7 +216,7 @@ class RunLogger:
     def _write_unwritten(self) -> None:
         """Write config.json and environment.json if an earlier try failed: nobody can use the run without them."""
         for name, content in list(self._unwritten.items()):
-            with jsonl.best_effort_writes(self.directory / name):
+            with best_effort.best_effort_writes(self.directory / name):
                 run_files.write_json(self.directory / name, content)
                 del self._unwritten[name]
 
@@ -266,7 +266,7 @@ class RunLogger:
         ]
         title = f"most confident mistakes, {name}, step {step}"
         picture = figures.image_grid(split.images[mistakes.examples], captions, title)
-        with jsonl.best_effort_writes(self.directory / run_files.MISTAKES):
+        with best_effort.best_effort_writes(self.directory / run_files.MISTAKES):
             atomic_io.write_whole(self.directory / run_files.MISTAKES, figures.png(picture))
         self.tensorboard.write_mistakes(step, name, score, split, names, picture)
 

@@ -26,14 +26,14 @@ def resolve_placement(
     compute_dtype: str,
     train: Split,
     length: RunLength,
-    placement_so_far: str | None,
+    previous_placement: str | None,
 ) -> TrainConfig:
     """`config` with `variable_placement=auto` resolved: as the run was trained so far, else by measuring."""
     if config.variable_placement != "auto":
         return config
-    if placement_so_far in PLACEMENTS:
-        log.info("variable placement %s: as the run began", placement_so_far)
-        return dataclasses.replace(config, variable_placement=placement_so_far)
+    if previous_placement in PLACEMENTS:
+        log.info("variable placement %s: as the run began", previous_placement)
+        return dataclasses.replace(config, variable_placement=previous_placement)
     measured = benchmark_placements(config, towers, compute_dtype, train, length)
     return dataclasses.replace(config, variable_placement=measured)
 

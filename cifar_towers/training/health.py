@@ -38,10 +38,10 @@ class DivergenceState:
         """What checkpoints store."""
         return {"bad_steps": self.bad_steps, "bad_in_a_row": self.in_a_row, "rollbacks": self.rollbacks}
 
-    def restore(self, metadata: dict, rollback_record: dict) -> None:
-        """Continues from a checkpoint's metadata, and from a rollback that may be newer than the checkpoint."""
+    def restore(self, metadata: dict) -> None:
+        """Continues from a checkpoint's metadata."""
         self.bad_steps, self.in_a_row = metadata.get("bad_steps", 0), metadata.get("bad_in_a_row", 0)
-        self.rollbacks = max(metadata.get("rollbacks", 0), rollback_record.get("rollbacks", 0))
+        self.rollbacks = metadata.get("rollbacks", 0)
 
     def record_good_step(self) -> None:
         """Call it after a step that updated the weights."""

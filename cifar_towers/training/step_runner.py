@@ -24,11 +24,14 @@ class StepRunner:
     Args:
       train_step: from `build.make_training`.
       image_size_at: step -> side of the images in pixels.
+
+    Attributes:
+      traced: kinds of steps that have run, each compiled once.
     """
 
     def __init__(self, train_step: Callable, optimizer: Optimizer, image_size_at: Callable[[int], int]):
         self._train_step, self._optimizer, self._image_size_at = train_step, optimizer, image_size_at
-        self._traced: set[tuple] = set()
+        self.traced: set[tuple] = set()
 
     def inputs(self, step: int, rate_factor: float = 1.0) -> StepInputs:
         """The inputs of the step that makes `step` into `step + 1`, its rates multiplied by `rate_factor`."""
@@ -36,7 +39,7 @@ class StepRunner:
 
     def is_traced(self, inputs: StepInputs) -> bool:
         """Whether a step of this kind has been compiled: of this image size, with these groups moving."""
-        return self._kind(inputs) in self._traced
+        return self._kind(inputs) in self.traced
 
     def trace(self, batch: Batch, inputs: StepInputs, **options):
         """Traces and compiles the step without running it; returns the `ConcreteFunction`."""
@@ -52,7 +55,7 @@ class StepRunner:
         metrics = self._train_step(*self._arguments(batch, inputs, **options))
         if not options["collect_diagnostics"]:
             metrics = metrics._replace(diagnostics=None)
-        self._traced.add(self._kind(inputs))
+        self.traced.add(self._kind(inputs))
         return to_numpy(metrics)
 
     @staticmethod
