@@ -1,8 +1,10 @@
 import itertools
 
 import pytest
+import tensorflow as tf
 
 from cifar_towers.checkpointing import checkpoint, manager
+from cifar_towers.files import run_files
 
 
 class Clock:
@@ -66,3 +68,14 @@ def test_state_with_nan_is_not_saved(tmp_path, clock):
     manager_._state.bad = "model.head.kernel"
     assert not manager_.save(7, {}) and manager_.failed_saves == 1
     assert log == ["step 7 could not be saved (model.head.kernel is not finite); no checkpoint was written"]
+
+
+@pytest.mark.parametrize("recorded, expected", [(0, 1), (2, 2)])
+def test_rollbacks_newer_than_the_checkpoint_count(tmp_path, recorded, expected):
+    path = checkpoint.save_checkpoint(tmp_path, 3, {"step": tf.Variable(3)}, {"rollbacks": 1})
+    state = State()
+    state.named_variables = lambda: {"step": tf.Variable(0)}
+    if recorded:
+        run_files.write_json(tmp_path / run_files.ROLLBACKS, {"rollbacks": recorded})
+    metadata = manager.CheckpointManager(tmp_path, state, 0, 3, print).restore(path)
+    assert (metadata["step"], metadata["rollbacks"]) == (3, expected)

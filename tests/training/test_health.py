@@ -26,5 +26,5 @@ def test_every_rollback_halves_the_rates_up_to_a_limit():
     with pytest.raises(DivergedError, match="the last"):
         patient.roll_back(error)
     later = health.DivergenceState(1)
-    later.restore({"bad_steps": 4, "bad_in_a_row": 1, "rollbacks": 0}, {"rollbacks": 2})
+    later.restore({"bad_steps": 4, "bad_in_a_row": 1, "rollbacks": 2})
     assert later.metadata() == {"bad_steps": 4, "bad_in_a_row": 1, "rollbacks": 2}  # killed before it was saved again
