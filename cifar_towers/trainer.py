@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.manager import CheckpointManager
-from cifar_towers.config import TrainConfig, parse_profile_steps
+from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
-from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError, UsageError
+from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError
 from cifar_towers.evaluation.evaluator import Evaluator, make_evaluate_fn
 from cifar_towers.evaluation.target import TargetAccuracy
 from cifar_towers.models.layers import has_batch_norm
@@ -21,7 +21,6 @@ from cifar_towers.reporting.profiler import StepProfiler
 from cifar_towers.reporting.run_info import RunInfo, describe_score
 from cifar_towers.reporting.run_logger import RunLogger
 from cifar_towers.training import build, devices
-from cifar_towers.training.distributed_step import towers_here
 from cifar_towers.training.health import DivergenceState, HealthMonitor
 from cifar_towers.training.results import StepMetrics
 from cifar_towers.training.run_setup import RunSetup, setup_run
@@ -50,28 +49,15 @@ def train(
     """
     timer, workers = PhaseTimer(), workers or single_worker()
     shutdown.exit_immediately_from_now(NOTHING_TO_SAVE)
-    if workers.size > 1:
-        strategy, towers = devices.setup_cluster(config, workers.cluster.addresses, workers.index)
-    else:
-        strategy, towers = None, devices.setup_towers(config)
+    hardware = devices.setup_devices(config, workers)
     shutdown.reinstall_handlers()  # TensorFlow's server handles SIGTERM itself
-    local_towers = towers_here(strategy, towers) if strategy else towers
-    config.tower_batch_size(len(towers))
     source, dataset = build.load_data(config, source)
-    precision = devices.choose_precision(config.precision, local_towers)
-    agreement.assert_workers_agree(workers, dataset, precision, len(local_towers))
+    precision = devices.choose_precision(config.precision, hardware.local_towers)
+    agreement.assert_workers_agree(workers, dataset, precision, len(hardware.local_towers))
     config = workdir.choose_directory(config, source.banner, launch_id)
-    with agreement.worker_train_dir(workers, config) as config, devices.explained_errors(config, len(towers)):
-        setup = setup_run(
-            config,
-            dataset,
-            precision,
-            towers,
-            local_towers,
-            strategy=strategy,
-            worker_index=workers.index,
-            previous_placement=workdir.previous_placement(config, len(towers)),
-        )
+    with agreement.worker_train_dir(workers, config) as config, devices.explained_errors(config, hardware.towers):
+        previous_placement = workdir.previous_placement(config, len(hardware.towers))
+        setup = setup_run(config, dataset, precision, hardware, workers.index, previous_placement)
         trainer = Trainer(setup, dataset, source.banner, shutdown, workers, timer)
         with workdir.exclusive(config.directory):
             workdir.prepare(config, launch_id)
@@ -86,19 +72,7 @@ class Trainer:
     ):
         self.setup, self.dataset, self.shutdown, self.workers, self.timer = setup, dataset, shutdown, workers, timer
         self.config, self.state, self.length = config, state, length = setup.config, setup.state, setup.length
-        run_info = RunInfo(
-            config=config,
-            dataset=dataset,
-            banner=banner,
-            devices=setup.local_towers,
-            towers=setup.towers,
-            compute_dtype=setup.precision,
-            length=length,
-            model=state.model,
-            variables=state.named_variables(),
-            activation_layers=setup.activation_layers,
-            loss_terms=list(state.loss_averages.sums),
-        )
+        run_info = RunInfo(dataset=dataset, banner=banner, **setup.description())
         self.logger = RunLogger(run_info, timer, quiet=not workers.is_chief)
         self.log = self.logger.log
         self.evaluator = Evaluator(
@@ -118,12 +92,9 @@ class Trainer:
             self.divergence, state, setup.towers, setup.local_towers, setup.augmentation, config.micro_batches,
             workers.gather, self.log,
         )  # fmt: skip
-        window = parse_profile_steps(config.profile_steps)
-        if window and window[0] >= length.last:
-            raise UsageError(
-                f"profile_steps={config.profile_steps}: this run ends with step {length.last}; give earlier steps"
-            )
-        self.profiler = StepProfiler(config.directory, *window) if window and workers.is_chief else None
+        self.profiler = None
+        if setup.profiled_steps and workers.is_chief:
+            self.profiler = StepProfiler(config.directory, *setup.profiled_steps)
         self.metadata = workdir.run_metadata(config, dataset, setup.precision, len(setup.towers))
 
     def run(self) -> dict:
@@ -178,7 +149,8 @@ class Trainer:
                     evaluations = self._evaluate(step)
                 if step % self.length.steps_per_epoch == 0 or step == self.length.last:
                     self.logger.log_epoch(step, inputs.learning_rates, evaluations)
-                if self._is_save_due(step, bool(evaluations)):
+                is_good = step < self.length.last and not self.divergence.in_a_row
+                if is_good and self.checkpoints.is_due(step, bool(evaluations)):
                     self._save(step, evaluations)
                 if self._reached_target(step, evaluations):
                     break
@@ -233,9 +205,6 @@ class Trainer:
                 f"reached {score} ({target}) at step {step}, after {self.timer.training_seconds:.1f} s of training"
             )
         return bool(self.target.reached)
-
-    def _is_save_due(self, step: int, evaluated: bool) -> bool:
-        return not self.divergence.in_a_row and step < self.length.last and self.checkpoints.is_due(step, evaluated)
 
     def _save(self, step: int, evaluations: Sequence[dict] = (), wait: bool = False) -> bool:
         """Saves the state after `step`, and returns whether it is saved. With `wait`, all workers wait for that."""

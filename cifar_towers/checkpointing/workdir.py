@@ -130,12 +130,14 @@ def prepare(config: TrainConfig, launch_id: str) -> None:
 
 
 def previous_placement(config: TrainConfig, num_towers: int) -> str | None:
-    """Variable placement that the run was last trained with on as many towers; None if it was not, or is to restart.
+    """The placement that `variable_placement=auto` chose when the run was last trained on as many towers, if it was.
 
     Raises:
       DataError: there are checkpoints, and all are damaged.
     """
-    checkpoint = None if config.overwrite else latest_checkpoint(config.directory)
+    if config.overwrite or config.variable_placement != "auto":
+        return None
+    checkpoint = latest_checkpoint(config.directory)
     metadata = read_metadata(checkpoint) if checkpoint else {}
     return metadata.get("variable_placement") if metadata.get("towers") == num_towers else None
 

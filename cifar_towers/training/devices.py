@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -11,9 +12,33 @@ from cifar_towers.errors import UsageError, error_text
 from cifar_towers.towers import Tower, make_towers
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
 from cifar_towers.training import precision
-from cifar_towers.training.distributed_step import make_multi_worker_strategy
+from cifar_towers.training.distributed_step import make_multi_worker_strategy, towers_here
 
 log = logging.getLogger(__name__)
+
+
+class Devices(NamedTuple):
+    """The towers of a run, and the strategy of a cluster."""
+
+    strategy: tf.distribute.Strategy | None
+    towers: Sequence[Tower]  # those of all workers
+    local_towers: Sequence[Tower]  # those of this process
+
+
+def setup_devices(config: TrainConfig, workers) -> Devices:
+    """The towers the config asks for, on this machine or, where `workers` are several, on all of theirs.
+
+    Raises:
+      UsageError: the machine cannot have them, or they cannot share the batch equally.
+    """
+    if workers.size > 1:
+        strategy, towers = setup_cluster(config, workers.cluster.addresses, workers.index)
+        devices = Devices(strategy, towers, towers_here(strategy, towers))
+    else:
+        towers = setup_towers(config)
+        devices = Devices(None, towers, towers)
+    config.tower_batch_size(len(devices.towers))
+    return devices
 
 
 def setup_towers(config: DeviceConfig) -> list[Tower]:
@@ -59,7 +84,7 @@ def _open(config: DeviceConfig, make: Callable):
 
 
 @contextlib.contextmanager
-def explained_errors(config: TrainConfig, num_devices: int) -> Iterator[None]:
+def explained_errors(config: TrainConfig, towers: Sequence[Tower]) -> Iterator[None]:
     """Turns TensorFlow's errors for what a device cannot do into one line with what to type instead.
 
     Raises:
@@ -68,7 +93,7 @@ def explained_errors(config: TrainConfig, num_devices: int) -> Iterator[None]:
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
-        smaller = config.suggest_smaller_micro_batches(num_devices)
+        smaller = config.suggest_smaller_micro_batches(len(towers))
         advice = "a smaller --batch_size, which is another run, may fit"
         if smaller:
             advice = f"the same command with {smaller} takes each tower's share in smaller parts, and resumes from the "
