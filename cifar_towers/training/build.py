@@ -33,11 +33,11 @@ from cifar_towers.training.results import PROXY
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import make_train_step, make_update
 
-WHITENED_AT_ONCE = 5000 * 32 * 32  # pixels, whose patches take a hundred bytes each
+MAX_WHITENING_PIXELS = 5000 * 32 * 32  # at once; their patches take a hundred bytes each
 
 
 def load_data(config: TrainConfig, source: sources.Source) -> tuple[sources.Source, Dataset]:
-    """The data of a run as its settings say, and the source they really came from.
+    """The data set the config asks for, and the source it came from.
 
     Raises:
       DataError, UsageError: as `sources.load` does. UsageError: the run would write among the data.
@@ -48,7 +48,7 @@ def load_data(config: TrainConfig, source: sources.Source) -> tuple[sources.Sour
 
 
 def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None = None) -> Batches:
-    """The batches of a run over `train`; of each, the `rows` (first, count) that are made here, or all.
+    """The batches of a run over `train`; of each only `rows` (first, count), if given.
 
     Raises:
       UsageError: a batch is more than there are examples.
@@ -64,7 +64,7 @@ def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None
 
 
 def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
-    """What the data flags say is done to an image of these traits."""
+    """The augmentation that the data flags ask for, normalized by these moments."""
     return Augmentation(
         crop=config.crop,
         shift=config.shift,
@@ -79,26 +79,26 @@ def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
 
 
 def make_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo, train: Split | None = None) -> keras.Model:
-    """The net, with first weights that follow from the seed; whitened by `train` where it whitens.
+    """The model, with initial weights from the seed, and whitening filters from `train` where it has some.
 
     Raises:
-      UsageError: a net of the user's own cannot be made, or towers cannot train it.
+      UsageError: a user's model cannot be built, or towers cannot train it.
     """
     if config.user_model:
-        model = _own_model(config, compute_dtype, info)
+        model = _user_model(config, compute_dtype, info)
     else:
-        model = _project_model(config, compute_dtype, info, train)
+        model = _registered_model(config, compute_dtype, info, train)
     if config.batch_statistics == "synchronized":
         synchronize(model)
     return model
 
 
-def _project_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo, train: Split | None) -> keras.Model:
+def _registered_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo, train: Split | None) -> keras.Model:
     keras.utils.set_random_seed(config.seed)
     options = {"dtype": precision.POLICIES[compute_dtype], "num_classes": len(info.class_names)}
     if model_spec(config.model).whitening:
         if train is not None:
-            parts = chunks(train.images[: config.whitening_images], WHITENED_AT_ONCE)
+            parts = chunks(train.images[: config.whitening_images], MAX_WHITENING_PIXELS)
             normalize = make_augmentation(config, info).evaluate
             options["whitening"] = whitening_kernel(normalize(images).numpy() for images in parts)
     else:
@@ -106,7 +106,7 @@ def _project_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo, t
     return MODELS[config.model](**options)
 
 
-def _own_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo) -> keras.Model:
+def _user_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo) -> keras.Model:
     naming.reset_uids()  # layers without a name are called the same in every process, whatever was made before
     keras.utils.set_random_seed(config.seed)
     try:
@@ -130,9 +130,11 @@ def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, lis
 
 
 class TrainSetup(NamedTuple):
-    """What a run works with: its state; the function (batch, rates, side, look) -> metrics that moves it, which on a
-    cluster also takes `stop_signal`, as `make_mirrored_step` says; and its towers, which are one where the devices hold
-    stages."""
+    """State, step and towers.
+
+    `train_step` is the function (batch, learning rates, image size, collect_diagnostics) -> metrics of
+    `make_train_step`; on a cluster it also takes `stop_signal`. There is one tower where the devices hold stages.
+    """
 
     state: TrainState
     train_step: Callable
@@ -147,54 +149,55 @@ def make_training(
     length: schedules.RunLength,
     strategy: tf.distribute.Strategy | None = None,
 ) -> TrainSetup:
-    """State and step as the flags say: shared variables or mirrored ones, on towers or in stages.
+    """State and step as the config asks for: shared or mirrored variables, on towers or in pipeline stages.
 
     Args:
       strategy: that of a cluster, with the towers of all its workers.
 
     Raises:
-      UsageError: this machine or this model cannot have it so.
+      UsageError: this machine or this model cannot be trained so.
     """
-
-    def state_in(scope):
-        with scope:
-            return make_state(config, compute_dtype, train, length)
-
-    split_over, devices = towers, [tower.device for tower in towers]
+    make_state_fn = functools.partial(make_state, config, compute_dtype, train, length)
     options = {"micro_batches": config.micro_batches, "batch_statistics": config.batch_statistics}
     augmentation = make_augmentation(config, train.info)
     try:
         if config.strategy == "mirrored":
             strategy = make_strategy(towers, config.all_reduce)
         if strategy:
-            state, loss_fn = state_in(strategy.scope())
+            with strategy.scope():
+                state, loss_fn = make_state_fn()
             step = make_mirrored_step(strategy, state, towers, loss_fn, augmentation, **options)
-        elif config.parallelism == "model":
-            split_over, side = towers[:1], config.crop or train.info.side
-            placement = stage_placement(lambda: make_model(config, compute_dtype, train.info), devices, open_size=side)
-            state, loss_fn = state_in(placement)
-            if OWN in state.loss_averages.sums:
-                raise ValueError("parallelism=model cannot train a net that adds losses of its own, as regularizers do")
-            watched = [layer.name for layer in activation_layers(state.model)]
-            stages = cut_in_stages(state.model, devices, open_size=side, activation_layers=watched)
-            step = make_train_step(make_update(state, split_over, loss_fn, augmentation, stages=stages, **options))
-        else:
-            options["gradient_device"] = HOST if config.gradient_device == "cpu" else ""
-            with variable_placement(config.variable_placement, towers):
-                state, loss_fn = make_state(config, compute_dtype, train, length)
-                update = make_update(state, towers, loss_fn, augmentation, **options)
-                if config.hard_example_pool:
-                    with tf.name_scope(PROXY):
-                        state.proxy, proxy_loss = make_state(proxy_config(config), compute_dtype, train, length)
-                    each = functools.partial(cross_entropy, smoothing=config.label_smoothing)
-                    proxy_update = make_update(
-                        state.proxy, towers, proxy_loss, augmentation, example_loss=each, **options
-                    )
-                    update = hard_examples.select_hard_examples(update, proxy_update, config.batch_size)
-            step = make_train_step(update)
+            return TrainSetup(state, step, towers)
+        if config.parallelism == "model":
+            return _make_pipeline(config, towers, compute_dtype, train.info, make_state_fn, augmentation, options)
+        options["gradient_device"] = HOST if config.gradient_device == "cpu" else ""
+        with variable_placement(config.variable_placement, towers):
+            state, loss_fn = make_state_fn()
+            update = make_update(state, towers, loss_fn, augmentation, **options)
+            if config.hard_example_pool:
+                with tf.name_scope(PROXY):
+                    state.proxy, proxy_loss = make_state(proxy_config(config), compute_dtype, train, length)
+                example_loss = functools.partial(cross_entropy, smoothing=config.label_smoothing)
+                proxy_update = make_update(
+                    state.proxy, towers, proxy_loss, augmentation, example_loss=example_loss, **options
+                )
+                update = hard_examples.select_hard_examples(update, proxy_update, config.batch_size)
+        return TrainSetup(state, make_train_step(update), towers)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return TrainSetup(state, step, split_over)
+
+
+def _make_pipeline(config, towers, compute_dtype, info, make_state_fn, augmentation, options) -> TrainSetup:
+    """The model in stages, one on each tower's device; a single tower for the step."""
+    devices, image_size = [tower.device for tower in towers], config.crop or info.side
+    with stage_placement(lambda: make_model(config, compute_dtype, info), devices, open_size=image_size):
+        state, loss_fn = make_state_fn()
+    if OWN in state.loss_averages.sums:
+        raise ValueError("parallelism=model cannot train a net that adds losses of its own, as regularizers do")
+    layers = [layer.name for layer in activation_layers(state.model)]
+    stages = cut_in_stages(state.model, devices, open_size=image_size, activation_layers=layers)
+    update = make_update(state, towers[:1], loss_fn, augmentation, stages=stages, **options)
+    return TrainSetup(state, make_train_step(update), towers[:1])
 
 
 def proxy_config(config: TrainConfig) -> TrainConfig:
@@ -206,7 +209,7 @@ def proxy_config(config: TrainConfig) -> TrainConfig:
 def make_state(
     config: TrainConfig, compute_dtype: str, train: Split, length: schedules.RunLength
 ) -> tuple[TrainState, Callable]:
-    """(state, loss function): everything with variables, placed as the scope around says."""
+    """(state, loss function): everything with variables, in the placement of the surrounding scope."""
     model = make_model(config, compute_dtype, train.info, train)
     loss_fn, terms = make_loss_fn(config, model)
     optimizer = make_optimizer(config, model, length)
