@@ -15,9 +15,7 @@ class ReportConfig:
     exit_codes: ClassVar[str] = describe_exit_codes(UsageError, failure="a bug or the page cannot be written")
 
     out: str = setting(
-        "",
-        "Report",
-        "output file; by default report.html, in the directory of a single run or else in this one",
+        "", "Report", "output file; by default report.html, in the directory of a single run or else in this one"
     )
     runs: tuple[str, ...] = setting((), REST, "runs' directories")
 

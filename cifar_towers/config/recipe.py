@@ -15,8 +15,7 @@ def recipe_fields(config: TrainConfig) -> dict[str, Any]:
     left_out = set(names_with(TrainConfig, on_resume="allow"))
     if config.epochs == 0 and by_length:
         left_out -= {"max_steps"}
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
-    return {name: value for name, value in settings.items() if name not in left_out}
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in left_out}
 
 
 def differing_settings(config: TrainConfig, saved: Mapping[str, Any], has_batch_norm: bool) -> list[str]:

@@ -40,25 +40,12 @@ def setting(
       per_worker: workers of one cluster may have different values.
       per_run: runs with different values are still repetitions of one experiment, to be averaged.
     """
-    return dataclasses.field(
-        default=default,
-        metadata={
-            "group": group,
-            "help": help,
-            "low": low,
-            "high": high,
-            "choices": choices,
-            "check": check,
-            "on_resume": on_resume,
-            "per_worker": per_worker,
-            "per_run": per_run,
-        },
-    )
+    return dataclasses.field(default=default, metadata=locals())
 
 
-def settings_of(group: str) -> Callable[..., Any]:
-    """`setting` for one section of the help text: (default, help, **options) -> field."""
-    return lambda default, help, **options: setting(default, group, help, **options)
+def settings_of(group: str, **common: Any) -> Callable[..., Any]:
+    """`setting` for one section of the help text, whose settings have these options in common."""
+    return lambda default, help, **options: setting(default, group, help, **common | options)
 
 
 def names_with(config_class: type, **properties: Any) -> tuple[str, ...]:

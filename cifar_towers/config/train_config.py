@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import ClassVar
 
 from cifar_towers import registry
-from cifar_towers.config import batch_shares, schedules, validation
+from cifar_towers.config import schedules, validation
 from cifar_towers.config.device_config import ERRORS, DeviceConfig
 from cifar_towers.config.settings import settings_of
-from cifar_towers.errors import DivergedError, WorkerLostError, describe_exit_codes
+from cifar_towers.errors import DivergedError, UsageError, WorkerLostError, describe_exit_codes
 from cifar_towers.registry import BUILT_IN, FOLDER, MODELS, OPTIMIZERS, TTA_LEVELS
 
-_towers, _cluster, _run = settings_of("Towers"), settings_of("Cluster"), settings_of("Run")
+MAX_MICRO_BATCHES = 1024  # of a tower's shard
+_towers, _run = settings_of("Towers"), settings_of("Run")
+_cluster = settings_of("Cluster", on_resume="allow", per_worker=True, per_run=True)
 _data, _model, _optimizer = settings_of("Data"), settings_of("Model"), settings_of("Optimizer")
-_reporting = settings_of("Reporting")
+_reporting = settings_of("Reporting", on_resume="allow", per_run=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ class TrainConfig(DeviceConfig):
         1,
         "micro-batches into which each tower splits its shard",
         low=1,
-        high=batch_shares.MAX_MICRO_BATCHES,
+        high=MAX_MICRO_BATCHES,
         on_resume="allow_without_batch_norm",
     )
     parallelism: str = _towers(
@@ -76,29 +78,12 @@ class TrainConfig(DeviceConfig):
     )
 
     workers: str = _cluster(
-        "",
-        "host:port of every worker of strategy=multi_worker; by default from TF_CONFIG or Slurm's variables",
-        on_resume="allow",
-        per_worker=True,
-        per_run=True,
+        "", "host:port of every worker of strategy=multi_worker; by default from TF_CONFIG or Slurm's variables"
     )
-    worker_index: int = _cluster(
-        -1,
-        "index of this process among the workers; worker 0 writes train_dir",
-        low=-1,
-        on_resume="allow",
-        per_worker=True,
-        per_run=True,
-    )
-    worker_wait_seconds: float = _cluster(
-        25.0, "seconds to wait for all workers at the start", low=1, on_resume="allow", per_worker=True, per_run=True
-    )
+    worker_index: int = _cluster(-1, "index of this process among the workers; worker 0 writes train_dir", low=-1)
+    worker_wait_seconds: float = _cluster(25.0, "seconds to wait for all workers at the start", low=1)
     allow_public_cluster: bool = _cluster(
-        False,
-        "allow worker addresses that are reachable from the internet; TensorFlow's port has no authentication",
-        on_resume="allow",
-        per_worker=True,
-        per_run=True,
+        False, "allow worker addresses that are reachable from the internet; TensorFlow's port has no authentication"
     )
 
     recipe: str = _run("", "name of the recipe; by default the flagfile's", on_resume="allow")
@@ -210,56 +195,67 @@ class TrainConfig(DeviceConfig):
     ema_decay: float = _optimizer(0.0, "of the weights' exponential moving average; 0: none", low=0, high=0.999999)
     lookahead: bool = _optimizer(False, "pull the weights toward their moving average every five steps")
 
-    eval_every_epochs: float = _reporting(
-        1.0, "epochs between evaluations; 0: only after the last step", low=0, on_resume="allow", per_run=True
-    )
+    eval_every_epochs: float = _reporting(1.0, "epochs between evaluations; 0: only after the last step", low=0)
     tta: int = _reporting(
         0,
         f"test-time augmentation at the end: {registry.describe_tta_levels()}",
         low=0,
         high=max(TTA_LEVELS),
-        on_resume="allow",
+        per_run=False,
     )
     summary_every_steps: int = _reporting(
-        100,
-        "steps between full summaries; scalars are written ten times as often; 0: only at the last step",
-        low=0,
-        on_resume="allow",
-        per_run=True,
+        100, "steps between full summaries; scalars are written ten times as often; 0: only at the last step", low=0
     )
-    profile_steps: str = _reporting(
-        "", "profile these steps, as 100:110 for the ten after step 100", on_resume="allow", per_run=True
-    )
+    profile_steps: str = _reporting("", "profile these steps, as 100:110 for the ten after step 100")
     checkpoint_every_steps: int = _reporting(
-        0,
-        "steps between checkpoints; 0: every half minute and after evaluations, in at most 1 % of the time",
-        low=0,
-        on_resume="allow",
-        per_run=True,
+        0, "steps between checkpoints; 0: every half minute and after evaluations, in at most 1 % of the time", low=0
     )
-    keep_checkpoints: int = _reporting(3, "newest checkpoints to keep", low=1, on_resume="allow", per_run=True)
+    keep_checkpoints: int = _reporting(3, "newest checkpoints to keep", low=1)
 
     def __post_init__(self):
         super().__post_init__()
         validation.check_combinations(self)
-        self._check_parallelism()
         if self.num_gpus:
             self.tower_batch_size(self.num_gpus)
 
-    def _check_parallelism(self) -> None:
-        validation.check_parallelism(self)
-
     def tower_batch_size(self, num_devices: int) -> int:
-        """See `batch_shares.tower_batch_size`."""
-        return batch_shares.tower_batch_size(self, num_devices)
+        """Examples of each step on each tower.
+
+        Raises:
+          UsageError: the towers and their micro-batches cannot have equal shares.
+        """
+        num_towers = num_devices if self.parallelism == "data" else 1
+        if uneven := self._describe_uneven_shares(num_towers):
+            raise UsageError(uneven)
+        return self.batch_size // num_towers
 
     def default_num_towers(self, num_devices: int) -> tuple[int, str]:
-        """See `batch_shares.default_num_towers`."""
-        return batch_shares.default_num_towers(self, num_devices)
+        """(the largest number of towers with equal shares, the reason if it is smaller than `num_devices`)."""
+        reason = self._describe_uneven_shares(num_devices)
+        even = [towers for towers in range(1, num_devices) if not self._describe_uneven_shares(towers)]
+        return (even[-1], reason) if reason and even and self.parallelism == "data" else (num_devices, "")
 
     def suggest_smaller_micro_batches(self, num_devices: int) -> str:
-        """See `batch_shares.suggest_smaller_micro_batches`."""
-        return batch_shares.suggest_smaller_micro_batches(self, num_devices)
+        """Flags for micro-batches of at most half the size; empty if there are none."""
+        shard = self.tower_batch_size(num_devices)
+        divisible = math.gcd(shard, self.hard_example_pool * shard // self.batch_size)
+        counts = range(2 * self.micro_batches, min(divisible, MAX_MICRO_BATCHES) + 1)
+        count = next((count for count in counts if divisible % count == 0), None)
+        unsynchronized = " --batch_statistics=mean" if self.batch_statistics == "synchronized" else ""
+        return f"--micro_batches={count}{unsynchronized}" if count else ""
+
+    def _describe_uneven_shares(self, num_towers: int) -> str:
+        """Which size these towers cannot share evenly, and the nearest ones that they can; empty if they can."""
+        shares = num_towers * self.micro_batches
+        for name, minimum in (("batch_size", 0), ("hard_example_pool", self.batch_size)):
+            size = getattr(self, name)
+            if size % shares:
+                low = size // shares * shares
+                nearest = " and ".join(str(size) for size in (low, low + shares) if size > minimum)
+                towers = f"{num_towers} tower{'s' * (num_towers > 1)}"
+                towers += f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
+                return f"{name}={size} cannot be shared by {towers}; {nearest} can"
+        return ""
 
     @property
     def examples_drawn(self) -> int:

@@ -1,31 +1,28 @@
 """Combinations of settings that cannot be used together; each raises a UsageError."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from cifar_towers.config import schedules
 from cifar_towers.errors import UsageError
 from cifar_towers.registry import MODELS, model_spec
-
-if TYPE_CHECKING:
-    from cifar_towers.config.train_config import TrainConfig
 
 MIN_IMAGE_SIZE = 18  # pixels
 MAX_PROFILE_STEPS = 100
 ALL_REDUCE_OF_STRATEGY = {"mirrored": ("nccl", "hierarchical", "one_device"), "multi_worker": ("nccl", "ring")}
 
 
-def check_combinations(config: "TrainConfig") -> None:
-    """Checks everything but how the towers are placed, which `check_parallelism` does."""
+def check_combinations(config) -> None:
+    """Checks a `TrainConfig`."""
     parse_seeds(config.seeds)
     parse_profile_steps(config.profile_steps)
     schedules.parse_rate(config.learning_rate_schedule)
     _check_images(config)
     _check_model(config)
     _check_run(config)
+    _check_parallelism(config)
 
 
-def _check_images(config: "TrainConfig") -> None:
+def _check_images(config) -> None:
     size, schedule = config.image_size, config.image_size_schedule
     for side in schedules.ImageSizeSchedule(schedule, size).points.values:
         if side != int(side) or not MIN_IMAGE_SIZE <= side <= size:
@@ -46,7 +43,7 @@ def _check_images(config: "TrainConfig") -> None:
         )
 
 
-def _check_model(config: "TrainConfig") -> None:
+def _check_model(config) -> None:
     spec = model_spec(config.model)
     if config.image_size_schedule and not spec.any_image_size:
         raise UsageError(f"model={config.model} takes images of one size; leave image_size_schedule empty")
@@ -55,7 +52,7 @@ def _check_model(config: "TrainConfig") -> None:
         raise UsageError(f"optimizer=muon is for {tried}; choose momentum or adamw for {config.model}")
 
 
-def _check_run(config: "TrainConfig") -> None:
+def _check_run(config) -> None:
     if config.target_accuracy and not config.eval_every_epochs:
         raise UsageError("target_accuracy is checked at evaluations; give eval_every_epochs too")
     if config.seeds and config.seed:
@@ -70,8 +67,7 @@ def _check_run(config: "TrainConfig") -> None:
         raise UsageError(f"{' and '.join(given)}: only with --strategy=multi_worker; give it too, or leave them out")
 
 
-def check_parallelism(config: "TrainConfig") -> None:
-    """Checks strategy, placement and parallelism."""
+def _check_parallelism(config) -> None:
     strategy, has_stages = config.strategy, config.parallelism == "model"
     if config.deterministic and config.variable_placement == "auto":
         raise UsageError("variable_placement=auto depends on timing, which deterministic rules out; choose a placement")
@@ -80,13 +76,12 @@ def check_parallelism(config: "TrainConfig") -> None:
         raise UsageError(f"batch_statistics=synchronized needs the whole batch at once; leave {other}")
     if has_stages and strategy != "towers":
         raise UsageError(f"parallelism=model has one copy of the model; leave strategy={strategy}")
-    if (config.variable_placement, config.gradient_device) != ("cpu", "variable"):
+    is_placed = (config.variable_placement, config.gradient_device) != ("cpu", "variable")
+    if is_placed and (has_stages or strategy != "towers"):
+        reason = f"strategy={strategy} keeps every variable on every device"
         if has_stages:
             reason = "parallelism=model keeps each variable and its gradient on the device of its stage"
-            raise UsageError(f"{reason}; leave variable_placement and gradient_device")
-        if strategy != "towers":
-            reason = f"strategy={strategy} keeps every variable on every device"
-            raise UsageError(f"{reason}; leave variable_placement and gradient_device")
+        raise UsageError(f"{reason}; leave variable_placement and gradient_device")
     if config.all_reduce not in ("auto", *ALL_REDUCE_OF_STRATEGY.get(strategy, ())):
         fitting = [name for name, algorithms in ALL_REDUCE_OF_STRATEGY.items() if config.all_reduce in algorithms]
         raise UsageError(f"all_reduce={config.all_reduce} is for strategy={' and '.join(fitting)}")

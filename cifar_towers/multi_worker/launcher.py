@@ -10,13 +10,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from cifar_towers.errors import DataError, DivergedError, UsageError, interrupt_exit_code
 from cifar_towers.multi_worker.cluster_spec import COORDINATION_PORT_OFFSET, MAX_WORKER_PORT
-
-if TYPE_CHECKING:
-    from cifar_towers.cli.shutdown import ShutdownHandler
 
 LAUNCH_VARIABLE = "CIFAR_TOWERS_LAUNCH"  # environment variable with an id that all processes of one launch share
 FINAL = (
@@ -34,7 +30,7 @@ def launch(
     num_workers: int,
     max_restarts: int,
     log: Callable[[str], None],
-    shutdown: "ShutdownHandler",
+    shutdown,
 ) -> int:
     """Runs a training in several local workers or one process; returns its exit code.
 
@@ -43,7 +39,7 @@ def launch(
       num_workers: processes to start, which meet on the loopback interface; 0: one, which may be part of a cluster.
       max_restarts: how often to restart after a worker is lost or receives a signal.
       log: prints a line.
-      shutdown: a signal to this process is forwarded and prevents restarts; a second signal kills the workers.
+      shutdown: a `ShutdownHandler`; a signal to this process is forwarded and prevents restarts; a second signal kills the workers.
     """
     os.environ[LAUNCH_VARIABLE] = uuid.uuid4().hex
     for restart in range(max_restarts + 1):
@@ -70,7 +66,7 @@ def free_addresses(count: int) -> tuple[str, ...]:
                     return tuple(f"127.0.0.1:{port}" for port in ports)
 
 
-def _run(command: Sequence[str], num_workers: int, shutdown: "ShutdownHandler") -> dict[int, int]:
+def _run(command: Sequence[str], num_workers: int, shutdown) -> dict[int, int]:
     """Starts all workers and waits for them; worker -> exit code, in the order in which they ended."""
     workers = _start_all(command, num_workers) if num_workers else [_start(command)]
     processes = [process for process, _ in workers]

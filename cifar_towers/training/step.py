@@ -17,11 +17,7 @@ from cifar_towers.towers import (
 )
 from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
-from cifar_towers.training.diagnostics import (
-    forward_diagnostics,
-    stateless_call_with_activations,
-    tower_gradient_stats,
-)
+from cifar_towers.training.diagnostics import forward_diagnostics, stateless_call_with_activations, tower_gradient_stats
 from cifar_towers.training.nonfinite import first_nonfinite_index
 from cifar_towers.training.results import ForwardDiagnostics, StepDiagnostics, StepMetrics, TowerGradientStats
 from cifar_towers.training.state import ModelValues, TrainState, UpdateResult

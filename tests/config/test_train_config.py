@@ -98,17 +98,11 @@ def test_usage_error_is_one_line_with_exit_code_2(arguments, message):
         (["--towers=1,5"], "batch_size=1536 cannot be shared by 5 towers; 1535 and 1540 can"),
         (["--precisions=float32,int8"], "'int8' is not one of float32, bfloat16, float16"),
         (["--predict", "--towers=2"], "towers=2 does not go with predict"),
-        (
-            ["--strategy=mirrored"],
-            "strategy is not a flag of this program: the benchmark varies strategy, variable_",
-        ),
+        (["--strategy=mirrored"], "strategy is not a flag of this program: the benchmark varies strategy, variable_"),
         (["--workers=a:1"], "workers is not a flag of this program: the benchmark measures one machine"),
         (["--batchsize=2"], "Unknown command line flag 'batchsize'"),
         (["--num_gpus=2"], "num_gpus is not a flag of this program: the benchmark varies"),
-        (
-            ["--nogpu_memory_growth"],
-            "gpu_memory_growth is not a flag of this program: the processes of the benchmark",
-        ),
+        (["--nogpu_memory_growth"], "gpu_memory_growth is not a flag of this program: the processes of the benchmark"),
     ],
 )
 def test_benchmark_usage_errors(arguments, message):
