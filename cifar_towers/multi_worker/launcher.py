@@ -39,7 +39,7 @@ def launch(
       num_workers: processes to start, which meet on the loopback interface; 0: one, which may be part of a cluster.
       max_restarts: how often to restart after a worker is lost or receives a signal.
       log: prints a line.
-      shutdown: a `ShutdownHandler`; a signal to this process is forwarded and prevents restarts; a second signal kills the workers.
+      shutdown: a `ShutdownHandler`; its first signal is forwarded and prevents restarts, a second kills the workers.
     """
     os.environ[LAUNCH_VARIABLE] = uuid.uuid4().hex
     for restart in range(max_restarts + 1):
