@@ -25,6 +25,7 @@ SAME_LAYER = {  # (folder, imported module or folder of the same layer): the rea
     ("config", "registry"): "the defaults and choices of settings are registry entries",
     ("config", "errors"): "a wrong value raises UsageError",
     ("registry", "errors"): "an unknown name raises UsageError",
+    ("files", "errors"): "the text of an error in one line",
     ("reporting", "training.results"): "plain result types cross folders",
     ("multi_worker", "training.results"): "plain result types cross folders",
     ("reporting", "evaluation.score"): "plain result types cross folders",

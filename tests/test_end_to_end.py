@@ -445,7 +445,7 @@ def test_hard_examples_with_resume_and_graph(tmp_path, capsys):
     with pytest.raises(Interrupted):
         run(resumed, StopAtStep(2))
     assert run(resumed)["weights_sha256"] == run(uninterrupted)["weights_sha256"]
-    assert "4 steps of 50, the hardest of 200, 10 an epoch" in capsys.readouterr().out
+    assert "4 steps of 50, the hardest of 200, 10 per epoch" in capsys.readouterr().out
     one, other = (read_variables(latest_checkpoint(c.directory)) for c in (uninterrupted, resumed))
     for name in ("proxy.model.head.kernel", "proxy.optimizer.kernels.momentum.0", "proxy.step"):
         np.testing.assert_array_equal(one[name], other[name])
