@@ -229,7 +229,7 @@ class Trainer:
             return Interrupted(self.shutdown.signal, NOTHING_TO_SAVE)
         saved = self._save(step, evaluations, wait=True)
         outcome = f"saved step {step}" if saved else self.checkpoints.describe_latest()
-        return Interrupted(self.shutdown.signal, f"{outcome}: the same command goes on from it")
+        return Interrupted(self.shutdown.signal, f"{outcome}: the same command resumes")
 
     def _roll_back(self, error: DivergedError) -> tuple[int, list[dict]]:
         """Restores the last checkpoint before the non-finite steps; returns its step and its evaluations.
@@ -252,7 +252,7 @@ class Trainer:
         step = metadata["step"]
         self.logger.truncate_after(step)
         self.log(str(error))
-        self.log(f"back to step {step}, on with {self.divergence.rate_factor:g} of the recipe's rates")
+        self.log(f"rolled back to step {step}; learning rates are {self.divergence.rate_factor:g} of the recipe's")
         return step, metadata.get("evaluations", [])
 
     def _resume(self) -> tuple[int, list[dict]]:
@@ -266,7 +266,7 @@ class Trainer:
         self.timer.resume(metadata["seconds"], metadata["images"])
         self.divergence.restore(metadata)
         towers = f"{metadata['towers']} tower{'s' * (metadata['towers'] > 1)}"
-        self.log(f"going on from step {metadata['step']}, saved with {towers} in {metadata['precision']}")
+        self.log(f"resuming from step {metadata['step']}, saved with {towers} in {metadata['precision']}")
         return metadata["step"], metadata.get("evaluations", [])
 
     def _finish(self, step: int) -> dict:
@@ -293,6 +293,6 @@ class Trainer:
         }
         self.logger.log_result(result)
         if not saved and not self._save(step):  # a last attempt: evaluation took a while
-            raise RunError(f"step {step}, the last, could not be saved; make room, and the same command goes on")
+            raise RunError(f"step {step}, the last, could not be saved; make room, then the same command resumes")
         self.logger.write_result(result)
         return result

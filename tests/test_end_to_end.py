@@ -465,7 +465,7 @@ def test_resume_on_another_number_of_towers(tmp_path, capsys):
     with pytest.raises(Interrupted):
         run(config, num_gpus=4, stop=StopAtStep(6))
     assert run(config, num_gpus=1)["step"] == STEPS
-    assert "going on from step 6, saved with 4 towers in float32" in capsys.readouterr().out
+    assert "resuming from step 6, saved with 4 towers in float32" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -474,7 +474,7 @@ def test_resume_under_other_strategies(tmp_path, one_run, capsys):
     config = replace(QUICK, train_dir=str(tmp_path / "mixed"), summary_every_steps=1, batch_statistics="final")
     starts = [{"num_gpus": 4}, {"num_gpus": 2, "strategy": "mirrored"}, {"num_gpus": 1}]
     results = [run(config, max_steps=steps, **settings) for steps, settings in zip((8, 14, 20), starts, strict=True)]
-    assert "going on from step 8, saved with 4 towers" in capsys.readouterr().out
+    assert "resuming from step 8, saved with 4 towers" in capsys.readouterr().out
     assert [result["step"] for result in results] == [8, 14, 20]
     train = records_of(tmp_path / "mixed", "train")
     assert [r["step"] for r in train] == list(range(1, 21))
@@ -575,7 +575,7 @@ def test_damaged_checkpoint_is_quarantined_and_the_previous_one_restored(saved_r
     capsys.readouterr()
     assert run(config)["weights_sha256"] == one_run[1]["weights_sha256"]
     output = capsys.readouterr().out
-    assert output.count("is damaged") == 1 and "going on from step 18" in output
+    assert output.count("is damaged") == 1 and "resuming from step 18" in output
     assert (directory / "checkpoints/damaged-step-00000020").is_dir()
 
 
@@ -830,12 +830,14 @@ def test_rollback_halves_the_learning_rates(tmp_path, inject_nan, monkeypatch, c
         run(config)  # meets the same steps after each rollback
     rates = [r["learning_rate"] for r in records_of(tmp_path, "train")]
     output = capsys.readouterr().out
-    assert "back to step 6, on with 0.5 of the recipe's rates" in output
-    assert "back to step 4, on with 0.25 of the recipe's rates" in output  # the earlier rollback did not help
+    assert "rolled back to step 6; learning rates are 0.5 of the recipe's" in output
+    assert (
+        "rolled back to step 4; learning rates are 0.25 of the recipe's" in output
+    )  # the earlier rollback did not help
     steps.clear()
     result = run(config)
     output = capsys.readouterr().out
-    assert "going on from step 6" in output and result["rollbacks"] == 2 and all_finite(tmp_path)
+    assert "resuming from step 6" in output and result["rollbacks"] == 2 and all_finite(tmp_path)
     assert [r["step"] for r in records_of(tmp_path, "train")] == list(range(1, 13))
     assert rates[4] < rates[3]
 

@@ -72,9 +72,9 @@ def benchmark_placements(
             seconds[placement].append(time.perf_counter() - began)
     medians = {placement: statistics.median(times) for placement, times in seconds.items()}
     chosen = next(p for p in PLACEMENTS if medians[p] <= (1 + SAME) * min(medians.values()))
-    told = ", ".join(f"{placement} {1000 * median:.1f} ms" for placement, median in medians.items())
+    timings = ", ".join(f"{placement} {1000 * median:.1f} ms" for placement, median in medians.items())
     log.info(
-        f"variable placement {chosen}: a step of {IMAGES} images a tower takes {told} "
+        f"variable placement {chosen}: a step of {IMAGES} images a tower takes {timings} "
         f"(within {100 * SAME:.0f} % counts as equal; measured in {time.perf_counter() - start:.0f} s)"
     )
     return chosen

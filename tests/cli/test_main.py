@@ -184,7 +184,7 @@ def test_signal_saves_and_the_same_command_resumes(tmp_path, tiny, number, code)
     if number == signal.SIGINT:
         return  # resuming is the same
     exit_code, out, err = finish(start(*command))
-    assert exit_code == 0 and "going on from step" in out, err
+    assert exit_code == 0 and "resuming from step" in out, err
 
 
 @pytest.mark.slow

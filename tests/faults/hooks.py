@@ -15,7 +15,7 @@ from cifar_towers.training import step
 from cifar_towers.training.step_runner import StepRunner
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train.py"
-RESUMED = re.compile(r"(?:going on from|is complete at) step (\d+)")
+RESUMED = re.compile(r"(?:resuming from|is complete at) step (\d+)")
 SAVED = re.compile(r"saved step (\d+)")
 WEIGHTS = re.compile(r"weights sha256 (\w+)")
 STARTED = "writing to"

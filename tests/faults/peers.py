@@ -80,7 +80,7 @@ def _build() -> tuple[keras.Model, keras.optimizers.Optimizer]:
 
 
 def _log_resumed(step: int) -> None:
-    print(f"going on from step {step}", flush=True)
+    print(f"resuming from step {step}", flush=True)
 
 
 def _log_saved(step: int) -> None:

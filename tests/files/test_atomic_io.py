@@ -134,12 +134,12 @@ def test_every_damage_is_seen(tmp_path):
     dice = random.Random(0)
     for trial in range(300):
         directory = committed(tmp_path, f"step-{trial}")
-        told = mutate(directory, dice)
-        if told == f"grow {atomic_io.MANIFEST}":
+        mutation = mutate(directory, dice)
+        if mutation == f"grow {atomic_io.MANIFEST}":
             (directory / atomic_io.MANIFEST).write_text((directory / atomic_io.MANIFEST).read_text().rstrip("\0") + " ")
             assert not atomic_io.validate(directory)
         else:
-            assert atomic_io.validate(directory), told
+            assert atomic_io.validate(directory), mutation
 
 
 def test_the_damaged_are_set_aside_under_names_of_their_own(tmp_path):

@@ -216,4 +216,4 @@ def test_lost_worker_is_named_and_all_are_restarted(flags, tmp_path):
         os.kill(int(children[1]), signal.SIGKILL)
     output, _ = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, output
-    assert "lost: worker 1 of 2" in output and "restart 1 of at most 1" in output and "going on from step" in output
+    assert "lost: worker 1 of 2" in output and "restart 1 of at most 1" in output and "resuming from step" in output
