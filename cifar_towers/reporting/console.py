@@ -80,7 +80,11 @@ class Progress:
                 del fields[name]
         line = "  ".join(fields.values())
         bar_width = min(MAX_BAR, width - len(line) - 1)
-        return f"{self._bar(status.step, bar_width)} {line}" if bar_width >= MIN_BAR else line
+        if bar_width < MIN_BAR:
+            return line
+        done = (status.step - 1) % self._length.steps_per_epoch + 1  # of the epoch
+        filled = min(bar_width, round(bar_width * done / self._length.steps_per_epoch))
+        return "━" * filled + "╺" * (bar_width - filled) + " " + line
 
     def _fields(self, status: ProgressStatus) -> dict[str, str]:
         epoch, epochs = (step / self._length.steps_per_epoch for step in (status.step, self._length.last))
@@ -92,18 +96,8 @@ class Progress:
             "rate": f"rate {status.learning_rate:.4g}",
             "speed": f"{status.images_per_sec:,.0f} images/s" if status.images_per_sec else "compiling",
         }
-        return fields | self._remaining_time(status.step)
-
-    def _remaining_time(self, step: int) -> dict[str, str]:
-        """The estimated remaining time as a field; none before two steps and after the last."""
-        started, first = self._start or (0.0, step)
-        if not first < step < self._length.last:
-            return {}
-        seconds = int((time.monotonic() - started) / (step - first) * (self._length.last - step))
-        return {"left": f"{seconds // 60}:{seconds % 60:02d} left"}
-
-    def _bar(self, step: int, width: int) -> str:
-        """The part of the epoch that is done."""
-        done = (step - 1) % self._length.steps_per_epoch + 1
-        filled = min(width, round(width * done / self._length.steps_per_epoch))
-        return "━" * filled + "╺" * (width - filled)
+        started, first = self._start or (0.0, status.step)
+        if first < status.step < self._length.last:  # the remaining time is estimated from two steps on
+            seconds = int((time.monotonic() - started) / (status.step - first) * (self._length.last - status.step))
+            fields["left"] = f"{seconds // 60}:{seconds % 60:02d} left"
+        return fields

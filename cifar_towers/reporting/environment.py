@@ -29,14 +29,7 @@ def describe_run(
     variables: Mapping[str, tf.Variable],
     image_size: int,
 ) -> dict:
-    """The environment of a run.
-
-    Args:
-      precision: the towers' compute precision.
-      banner: the warning about data that is not real; else empty.
-      variables: all variables of the training state by name.
-      image_size: side of the images that the model sees.
-    """
+    """The environment of a run, whose model sees images of side `image_size`; the banner warns of synthetic data."""
     try:
         layers = layer_costs(model, open_size=image_size)
     except ValueError:  # not a graph of layers

@@ -1,5 +1,6 @@
 """TensorBoard's event files: appended to, truncated after a step, and never a reason for a run to end."""
 
+import contextlib
 import itertools
 import os
 import platform
@@ -41,9 +42,10 @@ class EventWriter:
                     self._writer.flush()
                     self._last_flush = time.monotonic()
                     if not self._path.exists():  # it was removed; the next event begins a new file
-                        self._abandon()
+                        self._close()
             except ERRORS:
-                self._abandon()
+                with contextlib.suppress(*ERRORS):
+                    self._close()
                 raise
 
     def truncate_after(self, step: int) -> None:
@@ -65,9 +67,12 @@ class EventWriter:
     def close(self) -> None:
         """End the file; the next event begins a new one."""
         with self._best_effort():
-            writer, self._writer = self._writer, None
-            if writer:
-                writer.close()
+            self._close()
+
+    def _close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer:
+            writer.close()
 
     def _append(self, event: Event) -> None:
         if not self._writer:
@@ -79,14 +84,6 @@ class EventWriter:
             self._writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         event.wall_time = time.time()
         self._writer.write(event.SerializeToString())
-
-    def _abandon(self) -> None:
-        writer, self._writer = self._writer, None
-        try:
-            if writer:
-                writer.close()
-        except ERRORS:
-            pass
 
 
 def read_events(path: Path) -> Iterator[Event]:

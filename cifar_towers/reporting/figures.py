@@ -36,11 +36,8 @@ LINE_STYLES = (  # distinct in color and in dashes, for color-blind readers and 
 
 
 def confusion_matrix(counts: np.ndarray, class_names: Sequence[str], title: str) -> np.ndarray:
-    """Confusion matrix with the share of each true class, recall and precision; rows without examples are gray.
-
-    Args:
-      counts: [C, C] examples of class (row) predicted as class (column).
-    """
+    """Confusion matrix of counts [C, C], a row for each true class and a column for each predicted class, with shares
+    of the row, recall and precision; rows without examples are gray."""
     classes, correct = len(class_names), np.diag(counts)
     with np.errstate(invalid="ignore"):
         shares = counts / counts.sum(1, keepdims=True)
@@ -197,11 +194,7 @@ def _text_color(fill: np.ndarray) -> str:
 
 
 def _percent(share: float) -> str:
-    """A share as percent in at most four characters; `-` for NaN.
-
-    >>> [_percent(share) for share in (0.0004, 0.943, 1.0, math.nan)]
-    ['<0.1', '94.3', '100', '-']
-    """
+    """A share as percent in at most four characters; `-` for NaN."""
     if math.isnan(share):
         return "-"
     return "<0.1" if 0 < share < 0.0005 else "100" if share == 1 else f"{min(99.9, 100 * share):.1f}"

@@ -18,9 +18,8 @@ SCOPES = (
 def relabel(graph: GraphDef, variables: Mapping[str, str]) -> GraphDef:
     """The graph with its operations renamed, without its function library, which would be drawn beside it.
 
-    Args:
-      variables: placeholder name -> variable name. All are drawn in one box: inside the scope of the first read, which
-        is tower 0, all other towers would seem to read from tower 0.
+    Variables, {placeholder name: variable name}, are drawn in one box: inside the scope of the first read, which is
+    tower 0, all other towers would seem to read from tower 0.
     """
     unscoped = {node.name for node in graph.node if "/" not in node.name}
     names = {node.name: _new_name(node.name, unscoped, variables) for node in graph.node}

@@ -18,34 +18,23 @@ class Picture(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table.
-
-    Attributes:
-      text_columns: how many columns are aligned left, as text; the others hold numbers.
-      highlighted: indices of the rows that stand out.
-      summary: if given, the table is folded below this line.
-    """
+    """A table, folded below its summary if it has one."""
 
     headings: Sequence[Cell]
     rows: Sequence[Sequence[Cell]]
-    text_columns: int = 1
-    highlighted: Sequence[int] = ()
+    text_columns: int = 1  # how many are aligned left, as text; the others hold numbers
+    highlighted: Sequence[int] = ()  # indices of rows
     summary: str = ""
 
 
 class Section(NamedTuple):
-    """Parts of a page in the order they are shown; one without pictures, tables and commands is left out.
-
-    Attributes:
-      pictures: rows of pictures; each row wraps where the window is narrow.
-      commands: (a line above it or an empty string, a shell command).
-    """
+    """Parts of a page in the order they are shown; one without pictures, tables and commands is left out."""
 
     title: str
     intro: str = ""
-    pictures: Sequence[Sequence[Picture]] = ()
+    pictures: Sequence[Sequence[Picture]] = ()  # in rows
     tables: Sequence[Table] = ()
-    commands: Sequence[tuple[str, str]] = ()
+    commands: Sequence[tuple[str, str]] = ()  # a line above it or an empty string, a shell command
     note: str = ""
 
     @property

@@ -8,7 +8,7 @@ import math
 import os
 import shlex
 import statistics
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,10 @@ import numpy as np
 
 from cifar_towers.errors import RunError
 from cifar_towers.files import atomic_io
-from cifar_towers.reporting import html_page, report_figures
+from cifar_towers.reporting import html_page, report_figures, run_records
 from cifar_towers.reporting.html_page import Cell, Section, Table
 from cifar_towers.reporting.phase_timer import TRAINING_PHASES
-from cifar_towers.reporting.run_records import (  # fmt: skip
-    Groups,
-    RunRecord,
-    as_list,
-    as_number,
-    as_text,
-    format_number,
-    format_seeds,
-    group_by_recipe,
-    read_runs,
-    shorten,
-)
+from cifar_towers.reporting.run_records import Groups, RunRecord, as_list, as_number, as_text, format_number
 
 SHOWN_ELSEWHERE = {"command", "towers", "synthetic_data", "class_names", "variables", "model"}
 LISTINGS = (("model", "layers", ("parameters", "flops")), ("variables", "variables", ("bytes",)))
@@ -43,7 +32,7 @@ def write(directories: Sequence[Path], out: Path) -> Path:
       UsageError: a directory is given twice, is missing, or holds no records of a run.
       RunError: the file cannot be written.
     """
-    runs = read_runs(directories)
+    runs = run_records.read_runs(directories)
     if not os.path.isdir(out.parent):
         raise RunError(f"{out} cannot be written: there is no directory {out.parent}; name another with --out=FILE")
     if os.path.exists(out) and not os.path.isfile(out):
@@ -59,8 +48,12 @@ def write(directories: Sequence[Path], out: Path) -> Path:
 
 def render(runs: Sequence[RunRecord]) -> str:
     """The HTML of the report."""
-    groups = group_by_recipe(runs)
-    title = "; ".join(f"{name} ({format_seeds(group)})" for name, group in groups.items())
+    groups = run_records.group_by_recipe(runs)
+    title = "; ".join(f"{name} ({run_records.format_seeds(group)})" for name, group in groups.items())
+    environments = {
+        run.name: {name: value for name, value in run.environment.items() if name not in SHOWN_ELSEWHERE}
+        for run in runs
+    }
     sections = [
         _results(groups),
         Section("Curves", report_figures.describe_curves(groups), [report_figures.curves(groups)]),
@@ -68,12 +61,12 @@ def render(runs: Sequence[RunRecord]) -> str:
         _towers(runs),
         _seconds(runs),
         _comparison("Settings", {run.name: run.config for run in runs}),
-        _comparison("Environment", {run.name: _without(run.environment, SHOWN_ELSEWHERE) for run in runs}),
+        _comparison("Environment", environments),
         _commands(runs),
         Section("Model and variables", tables=list(_listings(runs))),
     ]
     banners = [owners + banner for owners, banner in _distinct(runs, lambda run: run.banner)]
-    return html_page.render(shorten(title, 200), sections, banners)
+    return html_page.render(run_records.shorten(title, 200), sections, banners)
 
 
 def _results(groups: Groups) -> Section:
@@ -102,7 +95,7 @@ def _result_row(run: RunRecord, scores: Iterable[str]) -> dict[Cell, Cell]:
     """The cells of a run by heading."""
     result, last = run.result if run.finished else {}, run.training[-1] if run.training else {}
     seconds = result.get("seconds") if isinstance(result.get("seconds"), dict) else {}
-    training = [value for phase in TRAINING_PHASES if math.isfinite(value := as_number(seconds.get(phase)))]
+    training = _finite(as_number(seconds.get(phase)) for phase in TRAINING_PHASES)
     state = "" if run.finished else "unfinished"
     if as_number(result.get("reached")) > 0:
         state = f"reached {format_number(result['reached'], '.2f', 100)} %"
@@ -128,8 +121,7 @@ def _result_row(run: RunRecord, scores: Iterable[str]) -> dict[Cell, Cell]:
 
 def _spread(group: Iterable[RunRecord], score: str) -> Cell:
     """Mean accuracy of the finished runs in percent; standard deviation and n."""
-    values = [100 * as_number(run.scores.get(score, {}).get("accuracy")) for run in group if run.finished]
-    values = [value for value in values if math.isfinite(value)]
+    values = _finite(100 * as_number(run.scores.get(score, {}).get("accuracy")) for run in group if run.finished)
     if not values:
         return "-"
     deviation = f"± {statistics.stdev(values):.2f}, " if len(values) > 1 else ""
@@ -155,8 +147,7 @@ def _tower_rows(run: RunRecord) -> Iterable[list[Cell]]:
         row: list[Cell] = [run.name, as_text(tower.get("name", f"tower_{index}")), as_text(tower.get("device"))]
         for key in ("loss", "gradient_norm", "cosine"):
             columns = [as_list(record.get(key)) for record in records]
-            values = [as_number(column[index]) for column in columns if len(column) == number]
-            values = [value for value in values if math.isfinite(value)]
+            values = _finite(as_number(column[index]) for column in columns if len(column) == number)
             row += [f"{statistics.fmean(values):.4g}", f"{values[-1]:.4g}"] if values else ["-", "-"]
         yield [*row, str(len(records))]
 
@@ -168,7 +159,7 @@ def _seconds(runs: Sequence[RunRecord]) -> Section:
     names = list(dict.fromkeys(phase for phases in seconds.values() for phase in phases))
     rows = []
     for run, phases in seconds.items():
-        total = math.fsum(value for value in map(as_number, phases.values()) if math.isfinite(value))
+        total = math.fsum(_finite(map(as_number, phases.values())))
         values = [phases.get(name) for name in names]
         shares = [f"{format_number(value, '.1f', 100 / (total or 1))} %" for value in values]
         times = [format_number(value, ",.1f") for value in values]
@@ -189,10 +180,7 @@ def _comparison(title: str, columns: Mapping[str, Mapping]) -> Section:
 
 
 def _commands(runs: Sequence[RunRecord]) -> Section:
-    commands = [
-        (owners, shlex.join(map(as_text, command)))
-        for owners, command in _distinct(runs, lambda run: as_list(run.environment.get("command")))
-    ]
+    commands = _distinct(runs, lambda run: shlex.join(map(as_text, as_list(run.environment.get("command")))))
     note = "A finished run is not repeated in its own directory: give another --train_dir."
     return Section("Command", commands=commands, note=note)
 
@@ -200,7 +188,7 @@ def _commands(runs: Sequence[RunRecord]) -> Section:
 def _listings(runs: Sequence[RunRecord]) -> Iterable[Table]:
     """The layers and the variables with their sums, folded."""
     for key, plural, summed in LISTINGS:
-        for owners, items in _distinct(runs, lambda run, key=key: _objects(run.environment.get(key))):
+        for owners, items in _distinct(runs, lambda run, key=key: run.objects(key)):
             fields = list(dict.fromkeys(field for item in items for field in item))
             rows = [
                 [format_number(item.get(f), ",.0f") if f in summed else as_text(item.get(f)) for f in fields]
@@ -210,10 +198,6 @@ def _listings(runs: Sequence[RunRecord]) -> Iterable[Table]:
             sums = ", ".join(f"{total:,.0f} {field}" for field, total in totals.items())
             text_columns = len(set(fields) - set(summed))
             yield Table(fields, rows, text_columns, summary=f"{owners}{len(items):,} {plural}, {sums}")
-
-
-def _objects(value: Any) -> list[dict]:
-    return [item for item in as_list(value) if isinstance(item, dict)]
 
 
 def _distinct(runs: Sequence[RunRecord], value: Callable[[RunRecord], Any]) -> list[tuple[str, Any]]:
@@ -229,8 +213,8 @@ def _distinct(runs: Sequence[RunRecord], value: Callable[[RunRecord], Any]) -> l
     ]
 
 
-def _without(values: Mapping, names: Container[str]) -> dict:
-    return {name: value for name, value in values.items() if name not in names}
+def _finite(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
 def _flatten(values: Mapping, prefix: str = "") -> dict[str, str]:

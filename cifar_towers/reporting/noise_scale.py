@@ -27,12 +27,8 @@ class NoiseScale:
 
 
 def signal_and_noise(tower_norms: Sequence[float], mean_norm: float, batch_size: int) -> tuple[float, float]:
-    """Estimate (squared norm of the true gradient, trace of the covariance of one example's gradient) from one step.
-
-    Args:
-      tower_norms: [K] gradient norms, each of a mean over batch_size / K examples, K > 1.
-      mean_norm: norm of the mean gradient over all towers.
-    """
+    """Estimate (squared norm of the true gradient, trace of the covariance of one example's gradient) from one step:
+    the norms of K > 1 towers' gradients, each a mean over batch_size / K examples, and of their mean gradient."""
     small, of_small, of_large = batch_size / len(tower_norms), np.mean(np.square(tower_norms)), mean_norm**2
     signal = (batch_size * of_large - small * of_small) / (batch_size - small)
     trace = (of_small - of_large) / (1 / small - 1 / batch_size)

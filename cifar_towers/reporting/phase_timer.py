@@ -1,7 +1,7 @@
 """Wall-clock seconds of a run by phase, and images per second."""
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from typing import NamedTuple
 
 STEP_PHASES = ("train", "input", "report")  # of every step: the step, the wait for its batch, logging
@@ -17,18 +17,14 @@ class _StepTime(NamedTuple):
 
 
 class PhaseTimer:
-    """Adds up the seconds of each phase over all starts of a run.
-
-    Attributes:
-      seconds: by phase. images: trained on in steps that did not compile.
-    """
+    """Adds up the seconds of each phase over all starts of a run."""
 
     def __init__(self):
-        self.seconds: Counter[str] = Counter()
-        self.images = 0
+        self.seconds: Counter[str] = Counter()  # by phase
+        self.images = 0  # trained on in steps that did not compile
         self._last_end = time.monotonic()
         self._input_wait = 0.0  # of the current step
-        self._recent: list[_StepTime] = []
+        self._recent: deque[_StepTime] = deque(maxlen=RECENT_STEPS)
 
     def resume(self, seconds: dict[str, float], images: int) -> None:
         """Add what earlier starts of the run took."""
@@ -49,11 +45,9 @@ class PhaseTimer:
     def end_step(self, images: int, compiled: bool) -> None:
         """End the phase "train" of a step over so many images; "compile" if the step was not `compiled` before."""
         seconds = self.end_phase("train" if compiled else "compile")
-        if not compiled:
-            return
-        self.images += images
-        step = _StepTime(seconds + self._input_wait, self._input_wait, images)
-        self._recent = [*self._recent[1 - RECENT_STEPS :], step]
+        if compiled:
+            self.images += images
+            self._recent.append(_StepTime(seconds + self._input_wait, self._input_wait, images))
 
     def recent_images_per_sec(self) -> float:
         """Of the last steps, without evaluation, saving and compilation; 0 before the first."""

@@ -14,11 +14,15 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from cifar_towers.files import best_effort
+from cifar_towers.files.best_effort import BestEffortWrites
 
 PARTS = ("forward", "backward", "average", "apply", "other")
-AVERAGE_SCOPES = ("average_gradients", "all_reduce", "average_statistics")
-APPLY_SCOPES = ("apply", "weight_averages", "loss_averages")
+SCOPES = {  # part -> beginning of a scope of its operations; the first that matches counts
+    "average": "average_gradients|all_reduce|average_statistics",
+    "apply": "apply|weight_averages|loss_averages",
+    "backward": "gradient_tape|backward",
+    "forward": r"tower_\d+(?![^/])",
+}
 STEP_EVENT = "train"  # of `Trace`, as in Keras
 OP_START_EVENT = "ExecutorState::ProcessAsync::Start"  # carries the name of the operation that a thread runs next
 XLA_EVENT = "CpuExecutable::ExecuteAsyncOnStream"  # carries no name
@@ -96,9 +100,7 @@ class StepProfiler:
 
     def __init__(self, train_dir: Path, first: int, last: int):
         self._logdir, self._first, self._last = train_dir / "train", first, last
-        self._best_effort = best_effort.BestEffortWrites(
-            self._logdir / "plugins" / "profile", (OSError, tf.errors.OpError)
-        )
+        self._best_effort = BestEffortWrites(self._logdir / "plugins" / "profile", (OSError, tf.errors.OpError))
         self._is_running = self._is_done = False
         self._step_event: tf.profiler.experimental.Trace | None = None
         self._steps: list[int] = []
@@ -116,7 +118,7 @@ class StepProfiler:
             self._step_event = tf.profiler.experimental.Trace(STEP_EVENT, step_num=step, _r=1)
 
     def after(self, step: int) -> str | None:
-        """Call right after each step, with the number of steps done. Returns the summary after the last one."""
+        """Call right after each step, with the number of steps done; the summary after the last one."""
         if self._step_event:
             self._step_event.__exit__(None, None, None)
             self._step_event = None
@@ -139,26 +141,25 @@ class StepProfiler:
 
     def _write_trace(self) -> Path:
         """End the trace and return its file; an incomplete one is removed."""
-        earlier = set(self._traces())
+        earlier = self._traces()
         try:
             tf.profiler.experimental.stop()
         except tf.errors.OpError:
-            for path in set(self._traces()) - earlier:
+            for path in self._traces() - earlier:
                 path.unlink()
             raise
         return max(self._traces(), key=lambda path: path.stat().st_mtime_ns)
 
-    def _traces(self) -> Iterator[Path]:
-        return self._logdir.glob("plugins/profile/*/*.xplane.pb")
+    def _traces(self) -> set[Path]:
+        return set(self._logdir.glob("plugins/profile/*/*.xplane.pb"))
 
     def _summarize(self, trace: Path) -> str:
         profile, first, last = read_trace(trace), self._steps[0], self._steps[-1]
         steps = f"step {first}" if len(self._steps) == 1 else f"steps {first} to {last}"
         wall, ops = (1e3 * seconds / profile.num_steps for seconds in (profile.seconds, profile.op_seconds))
         summed = "kernels and host operations" if profile.on_gpu else "operations, summed over towers and threads"
-        view = (
-            f"tensorboard --logdir={self._logdir.parent}" if importlib.util.find_spec(PLUGIN) else "pip install xprof"
-        )
+        can_view = importlib.util.find_spec(PLUGIN)
+        view = f"tensorboard --logdir={self._logdir.parent}" if can_view else "pip install xprof"
         return (
             f"profile of {steps}: a step takes {wall:.1f} ms, with {ops:.1f} ms of {summed}\n{profile.table()}\n"
             f"trace of {trace.stat().st_size / 1e6:.1f} MB in {trace.parent}; view it under Profile: {view}"
@@ -171,16 +172,9 @@ def part_of(name: str) -> str:
     >>> part_of("gradient_tape/tower_0/conv1/Conv2D/Conv2DBackpropFilter")
     'backward'
     """
-    scopes = name.split("/")
     if name.removeprefix("gradient_tape/").startswith("proxy/"):  # a layer may have that name too
         return "proxy"
-    if any(scope.startswith(AVERAGE_SCOPES) for scope in scopes):
-        return "average"
-    if any(scope.startswith(APPLY_SCOPES) for scope in scopes):
-        return "apply"
-    if any(scope.startswith(("gradient_tape", "backward")) for scope in scopes):
-        return "backward"
-    return "forward" if any(re.fullmatch(r"tower_\d+", scope) for scope in scopes) else "other"
+    return next((part for part, scope in SCOPES.items() if re.search(f"(^|/)({scope})", name)), "other")
 
 
 class _Event(NamedTuple):
@@ -211,13 +205,16 @@ def read_trace(path: Path) -> StepProfile:
     return StepProfile(len(steps) or 1, sum(end - start for start, end in steps) / 1e12, in_steps, bool(kernels))
 
 
+def _is_in_step(start: int, steps: list[tuple[int, int]]) -> bool:
+    latest = bisect.bisect_right(steps, start, key=lambda step: step[0]) - 1
+    return not steps or (latest >= 0 and start < steps[latest][1])
+
+
 def _events(plane) -> Iterator[_Event]:
     stat_names = {number: stat.name for number, stat in plane.stat_metadata.items()}
     for thread, line in enumerate(plane.lines):
         for event in line.events:
-            stats = {
-                stat_names.get(s.metadata_id, ""): s.str_value or stat_names.get(s.ref_value, "") for s in event.stats
-            }
+            stats = {stat_names.get(s.metadata_id): s.str_value or stat_names.get(s.ref_value, "") for s in event.stats}
             start = 1000 * line.timestamp_ns + event.offset_ps
             yield _Event(thread, plane.event_metadata[event.metadata_id].name, start, event.duration_ps, stats)
 
@@ -242,8 +239,3 @@ def _op_time(label: str, event: _Event) -> OpTime | None:
     if not colon or "::" in label or " " in label:
         return None
     return OpTime(name, op_type.removeprefix("_MklNative").removeprefix("_Mkl"), event.duration / 1e12)
-
-
-def _is_in_step(start: int, steps: list[tuple[int, int]]) -> bool:
-    latest = bisect.bisect_right(steps, start, key=lambda step: step[0]) - 1
-    return not steps or (latest >= 0 and start < steps[latest][1])

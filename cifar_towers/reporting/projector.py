@@ -19,21 +19,23 @@ MAX_SPRITE_PIXELS = 8192  # of a side, in TensorBoard
 
 
 def write(directory: Path, features: np.ndarray, images: np.ndarray, columns: Mapping[str, Sequence]) -> None:
-    """Write features, thumbnails and metadata of n examples, so that `directory` is a run of TensorBoard's.
+    """Write features [n, d], thumbnails [n, side, side, 3] of uint8, and at least two columns of metadata by name.
 
     TensorBoard reads the config when it first reads an event file, which is therefore written last. It caches the
     features that it has read, so another state needs another directory.
-
-    Args:
-      features: [n, d].
-      images: [n, side, side, 3] of uint8.
-      columns: name -> n values, as from `metadata_columns`; at least two.
 
     Raises:
       ValueError: TensorBoard could not show them. OSError: a file cannot be written.
     """
     side = images.shape[1]
-    _check(features, images, columns)
+    sizes = {"features": len(features), "images": len(images)} | {name: len(column) for name, column in columns.items()}
+    if len(set(sizes.values())) > 1 or not len(features):
+        raise ValueError(f"the projector needs the same number of each, and at least one: {sizes}")
+    if not np.isfinite(features).all():
+        raise ValueError("the projector shows finite features only")
+    most = (MAX_SPRITE_PIXELS // side) ** 2
+    if len(images) > most:
+        raise ValueError(f"the projector shows {most} images of {side} x {side}, not {len(images)}")
     embedding = EmbeddingInfo(
         tensor_name=Path(FEATURES).stem,
         tensor_shape=features.shape,
@@ -58,11 +60,7 @@ def write(directory: Path, features: np.ndarray, images: np.ndarray, columns: Ma
 
 
 def metadata_columns(labels: np.ndarray, probabilities: np.ndarray, class_names: Sequence[str]) -> dict[str, list]:
-    """Metadata of n examples: class, prediction and its probability, whether it is right, and the index.
-
-    Args:
-      labels: [n] indices into `class_names`. probabilities: [n, C] predicted.
-    """
+    """Metadata of n examples, from their labels [n] and the predicted probabilities [n, C]."""
     predicted = probabilities.argmax(1)
     return {
         "class": [class_names[label] for label in labels],
@@ -71,18 +69,6 @@ def metadata_columns(labels: np.ndarray, probabilities: np.ndarray, class_names:
         "right": ["yes" if right else "no" for right in labels == predicted],
         "example": list(range(len(labels))),
     }
-
-
-def _check(features: np.ndarray, images: np.ndarray, columns: Mapping[str, Sequence]) -> None:
-    sizes = {"features": len(features), "images": len(images)} | {name: len(column) for name, column in columns.items()}
-    if len(set(sizes.values())) > 1 or not len(features):
-        raise ValueError(f"the projector needs the same number of each, and at least one: {sizes}")
-    if not np.isfinite(features).all():
-        raise ValueError("the projector shows finite features only")
-    side = images.shape[1]
-    most = (MAX_SPRITE_PIXELS // side) ** 2
-    if len(images) > most:
-        raise ValueError(f"the projector shows {most} images of {side} x {side}, not {len(images)}")
 
 
 def _tsv(rows: Iterable[Iterable[str]]) -> bytes:

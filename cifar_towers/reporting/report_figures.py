@@ -9,17 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from cifar_towers.files import run_files
+from cifar_towers.reporting import run_records
 from cifar_towers.reporting.html_page import Picture
-from cifar_towers.reporting.run_records import (  # fmt: skip
-    Groups,
-    RunRecord,
-    as_list,
-    as_number,
-    as_text,
-    format_seeds,
-    score_kind,
-    shorten,
-)
+from cifar_towers.reporting.run_records import Groups, RunRecord, as_list, as_number, as_text, score_kind, shorten
 
 MAX_POINTS = 120  # of a curve of training records
 MAX_CURVES = 8  # that can be distinguished in one picture
@@ -47,18 +39,15 @@ CHARTS = (
 
 def curves(groups: Groups) -> list[Picture]:
     """Pictures of the accuracies and of `CHARTS` by epoch; a group has one line, of the same color in all of them."""
-    kinds = dict.fromkeys(
-        score_kind(record) for group in groups.values() for run in group for record in run.evaluations
-    )
     pictures: list[Picture] = []
-    for kind in kinds:
+    runs = [run for group in groups.values() for run in group]
+    for kind in dict.fromkeys(score_kind(score) for run in runs for score in run.evaluations):
         title = f"{shorten(kind.replace(',', ' accuracy,', 1), 60)}, no TTA"
-        chart = Chart("accuracy", title, "accuracy, %", 100)
         records = {name: [run.evaluations_without_tta(kind) for run in group] for name, group in groups.items()}
-        pictures += _plot(chart, records)
+        pictures += _plot(Chart("accuracy", title, "accuracy, %", 100), records)
+    training = {name: [run.training for run in group] for name, group in groups.items()}
     for chart in CHARTS:
-        records = {name: [run.training for run in group] for name, group in groups.items()}
-        pictures += _plot(chart, records, MAX_POINTS)
+        pictures += _plot(chart, training, MAX_POINTS)
     return pictures
 
 
@@ -103,9 +92,6 @@ def mean_curve(histories: Sequence[Mapping[float, float]], max_points: int = 0) 
     """Epochs [n] and mean [n] of several runs' {epoch: value}; of more than one run also lowest and highest [n].
 
     If there are more than `max_points`, and that is not 0, neighbors are averaged first.
-
-    >>> [column.tolist() for column in mean_curve([{1: 2.0, 2: 4.0}, {1: 4.0}])]
-    [[1.0, 2.0], [3.0, 4.0], [2.0, 4.0], [4.0, 4.0]]
     """
     epochs = sorted(set().union(*histories))
     size = math.ceil(len(epochs) / max_points) or 1 if max_points else 1
@@ -138,19 +124,16 @@ def confusion_matrices(groups: Groups) -> list[Picture]:
         counts = sum(counts for _, counts in summed)
         names = [shorten(as_text(name), 20) for name in as_list(summed[0][0].environment.get("class_names"))]
         names = names if len(names) == len(counts) else [str(index) for index in range(len(counts))]
-        title = shorten(f"{name}, {format_seeds([run for run, _ in summed])}: {score}", 160)
+        title = shorten(f"{name}, {run_records.format_seeds([run for run, _ in summed])}: {score}", 160)
         png = figures.png(figures.confusion_matrix(counts, names, title))
-        pictures.append(Picture(png, _describe_confusion(counts, names, title)))
+        mistakes = np.where(np.eye(len(counts), dtype=bool), -1, counts)
+        true, predicted = divmod(int(mistakes.argmax()), len(counts))
+        alt = (
+            f"confusion matrix of {title}: {np.trace(counts):,} of {counts.sum():,} right; most often, "
+            f"{counts[true, predicted]:,} times, {names[true]} is taken for {names[predicted]}"
+        )
+        pictures.append(Picture(png, alt))
     return pictures
-
-
-def _describe_confusion(counts: np.ndarray, names: Sequence[str], title: str) -> str:
-    mistakes = np.where(np.eye(len(counts), dtype=bool), -1, counts)
-    true, predicted = divmod(int(mistakes.argmax()), len(counts))
-    return (
-        f"confusion matrix of {title}: {np.trace(counts):,} of {counts.sum():,} right; most often, "
-        f"{counts[true, predicted]:,} times, {names[true]} is taken for {names[predicted]}"
-    )
 
 
 def _confusion_counts(score: Mapping) -> np.ndarray | None:

@@ -1,5 +1,6 @@
 """Memory of the process and its GPUs, and the GPUs' utilization."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 
@@ -24,19 +25,12 @@ class ResourceMonitor:
         }
         if resident := host_memory_mb():
             values[f"{tags.MEMORY}/host_mb"] = resident
-        return values | self._utilization()
-
-    def _utilization(self) -> dict[str, float]:
-        if not self._nvml:
-            return {}
-        try:
-            handles = map(self._nvml.nvmlDeviceGetHandleByIndex, range(self._nvml.nvmlDeviceGetCount()))
-            return {
-                f"{tags.GPU_UTILIZATION}/{index}": float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-                for index, handle in enumerate(handles)
-            }
-        except self._nvml.NVMLError:
-            return {}
+        if self._nvml:
+            with contextlib.suppress(self._nvml.NVMLError):
+                for index in range(self._nvml.nvmlDeviceGetCount()):
+                    rates = self._nvml.nvmlDeviceGetUtilizationRates(self._nvml.nvmlDeviceGetHandleByIndex(index))
+                    values[f"{tags.GPU_UTILIZATION}/{index}"] = float(rates.gpu)
+        return values
 
 
 def host_memory_mb() -> float:

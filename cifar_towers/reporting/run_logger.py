@@ -43,8 +43,6 @@ class RunLogger:
         self._last_drawing, self._drawing_seconds = -math.inf, 0.0
         self._unwritten: dict[str, dict] = {}  # file name -> content
 
-    # The start ---------------------------------------------------------------------------------------------------
-
     def log_start(self) -> None:
         """Print what will be trained."""
         if self.run.banner:
@@ -82,8 +80,6 @@ class RunLogger:
         if self.run.config.log_device_placement:
             self.log(placement_report(function, self.run.towers))
 
-    # Steps -------------------------------------------------------------------------------------------------------
-
     def wants_diagnostics(self, step: int) -> bool:
         """Whether the step after which `step` are done is a summary step."""
         return is_due(step, self.run.config.summary_every_steps) or step == self.run.length.last
@@ -91,12 +87,8 @@ class RunLogger:
     def log_step(
         self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_side: int, divergence
     ) -> None:
-        """Show and write the metrics of the step after which `step` are done.
-
-        Args:
-          rates: learning rate by parameter group.
-          divergence: a `DivergenceState`, of which the counts `bad_steps` and `rollbacks` are read.
-        """
+        """Show and write the metrics of the step after which `step` are done, the learning rate of each parameter
+        group, and the counts of a `DivergenceState`."""
         self._epoch.append(metrics._replace(diagnostics=None))
         rate, images_per_sec = next(iter(rates.values())), self.timer.recent_images_per_sec()
         self.progress.step(ProgressStatus(step, metrics.loss, metrics.accuracy, rate, images_per_sec))
@@ -145,8 +137,6 @@ class RunLogger:
             if "gradient_noise_scale" in record and record["gradient_norm"] is not None:
                 self._noise_scale.update(record["towers"]["gradient_norm"], record["gradient_norm"])
 
-    # Evaluations -------------------------------------------------------------------------------------------------
-
     def log_evaluation(
         self, step: int, evaluations: Sequence[Evaluation], splits: Mapping[str, Split], final: bool
     ) -> list[dict]:
@@ -176,8 +166,6 @@ class RunLogger:
 
     def _has_evaluations(self, step: int) -> bool:
         return any(record["step"] == step for record in self.metrics.records("eval"))
-
-    # The end -----------------------------------------------------------------------------------------------------
 
     def log_result(self, result: Mapping) -> None:
         """Print the result, before anything that can fail."""
@@ -210,8 +198,6 @@ class RunLogger:
         """Flush all files and remove the live line."""
         self.progress.pause()
         self.tensorboard.flush()
-
-    # Parts -------------------------------------------------------------------------------------------------------
 
     def _write_unwritten(self) -> None:
         """Write config.json and environment.json if an earlier try failed: nobody can use the run without them."""

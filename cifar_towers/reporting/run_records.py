@@ -56,7 +56,11 @@ class RunRecord:
     @property
     def towers(self) -> list[dict]:
         """Name and device of each tower."""
-        return [tower for tower in as_list(self.environment.get("towers")) if isinstance(tower, dict)]
+        return self.objects("towers")
+
+    def objects(self, key: str) -> list[dict]:
+        """The objects in a list of the environment."""
+        return [item for item in as_list(self.environment.get(key)) if isinstance(item, dict)]
 
     @property
     def banner(self) -> str:

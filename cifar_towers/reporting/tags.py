@@ -40,10 +40,7 @@ def custom_scalars(loss_terms: Iterable[str]) -> dict[str, dict[str, list[str]]]
     """The charts: {category: {title: [regular expressions of tags]}}."""
     return {
         "learning": {
-            "training loss, raw and smoothed": [
-                _exactly(LOSS),
-                *(_exactly(smoothed_loss(t)) for t in loss_terms),
-            ],
+            "training loss, raw and smoothed": [_exactly(LOSS), *(_exactly(smoothed_loss(t)) for t in loss_terms)],
             "evaluation accuracy": [_below(ACCURACY)],
             "training accuracy (batch)": [_exactly(ACCURACY)],
             "evaluation loss": [_below(LOSS)],

@@ -63,11 +63,7 @@ def histogram(tag: str, low: float, high: float, counts: np.ndarray) -> Summary.
 
 
 def pr_curve(tag: str, labels: np.ndarray, probabilities: np.ndarray) -> Summary.Value:
-    """Precision and recall of one class at 127 thresholds, evenly spaced from 0 to 1.
-
-    Args:
-      labels: [n] bool, whether an example is of the class.
-      probabilities: [n] from 0 to 1, predicted for the class.
+    """Precision and recall of one class at 127 thresholds, from labels [n] of bool and predicted probabilities [n].
 
     Raises:
       ValueError: a probability is not from 0 to 1.
@@ -83,8 +79,7 @@ def pr_curve(tag: str, labels: np.ndarray, probabilities: np.ndarray) -> Summary
 def hparams(settings: Mapping[str, bool | int | float | str]) -> Summary.Value:
     """The settings of a run that starts now: a row under HPARAMS, named after the run that it is written to.
 
-    The row's metrics are the scalars of that run, and of runs below it unless it is the logdir itself. TensorBoard
-    takes the first value in a run, so a resumed run need not repeat it.
+    The row's metrics are the scalars of that run. TensorBoard takes the first value in a run.
 
     Raises:
       TypeError: a value is of another type.

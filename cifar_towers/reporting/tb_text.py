@@ -5,12 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 def run_texts(settings: Mapping, environment: Mapping, banner: str = "") -> dict[str, str]:
-    """The texts of a run by tag.
-
-    Args:
-      settings, environment: the contents of its config.json and environment.json.
-      banner: the warning about data that is not real; else empty.
-    """
+    """The texts of a run by tag, from the contents of its config.json and environment.json."""
     variables = (variable.values() for variable in environment["variables"])
     texts = {
         "run/recipe": _table(("setting", "value"), settings.items()),
@@ -30,17 +25,13 @@ def _table(headings: Sequence[str], rows: Iterable[Iterable]) -> str:
 def _model_table(layers: Sequence[Mapping]) -> str:
     if not layers:
         return "the model is not a graph of layers"
-    rows = [
-        (layer["name"], layer["kind"], " x ".join(map(str, layer["output"])), *_costs(layer, "{:,}"))
-        for layer in layers
-    ]
-    totals = {key: sum(layer[key] for layer in layers) for key in ("parameters", "flops")}
-    rows.append(("**total**", "", "", *_costs(totals, "**{:,}**")))
+    rows = []
+    for layer in layers:
+        output = " x ".join(map(str, layer["output"]))
+        rows.append((layer["name"], layer["kind"], output, f"{layer['parameters']:,}", f"{layer['flops']:,}"))
+    totals = (f"**{sum(layer[key] for layer in layers):,}**" for key in ("parameters", "flops"))
+    rows.append(("**total**", "", "", *totals))
     return _table(("layer", "kind", "output", "parameters", "FLOPs per image, forward"), rows)
-
-
-def _costs(layer: Mapping, form: str) -> tuple[str, str]:
-    return form.format(layer["parameters"]), form.format(layer["flops"])
 
 
 def _short_values(environment: Mapping) -> Iterable[tuple[str, object]]:

@@ -152,11 +152,8 @@ def _histogram(tag: str, stats: TensorStats):
 
 
 def denormalize(images: np.ndarray, info: DatasetInfo | None) -> np.ndarray:
-    """Images [n, side, side, 3] as the model sees them -> levels 0..255 of uint8.
-
-    Undoes the normalization by the data set's mean and deviation; without `info`, where each image is normalized by
-    itself, its range is stretched.
-    """
+    """Images [n, side, side, 3] as the model sees them -> levels 0..255 of uint8; without `info`, where each image is
+    normalized by itself, its range is stretched."""
     if info:
         levels = images * info.std + np.array(info.mean)
     else:

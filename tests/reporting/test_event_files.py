@@ -15,40 +15,34 @@ from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter
 from cifar_towers.towers import Tower
 
 
-def steps_in(directory):
-    loaded = EventAccumulator(str(directory)).Reload()
-    return [event.step for event in loaded.Tensors("loss")]
+def scalars_in(directory, tag="loss"):
+    """{step: value} of a tag."""
+    events = EventAccumulator(str(directory)).Reload().Tensors(tag)
+    assert len({event.step for event in events}) == len(events)
+    return {event.step: tf.make_ndarray(event.tensor_proto).item() for event in events}
 
 
 def write(events, steps):
     for step in steps:
         events.write(step, [tb_protos.scalar("loss", 1 / (step + 1))])
+    events.flush()
 
 
 def test_scalars_are_read_back(tmp_path):
     events = EventWriter(tmp_path / "train")
     write(events, [1, 2])
-    events.flush()
-    loaded = EventAccumulator(str(tmp_path / "train")).Reload()
-    assert [float(tf.make_ndarray(event.tensor_proto)) for event in loaded.Tensors("loss")] == [
-        0.5,
-        pytest.approx(1 / 3),
-    ]
+    assert scalars_in(tmp_path / "train") == {1: 0.5, 2: pytest.approx(1 / 3)}
 
 
 def test_truncated_run_has_one_curve(tmp_path):
-    killed = EventWriter(tmp_path)
-    write(killed, [1, 2, 3, 4, 5])
-    killed.flush()
+    write(EventWriter(tmp_path), [1, 2, 3, 4, 5])  # killed
     again = EventWriter(tmp_path)
     again.truncate_after(3)
     write(again, [4, 5, 6])
-    again.flush()
-    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert list(scalars_in(tmp_path)) == [1, 2, 3, 4, 5, 6]
     again.truncate_after(5)  # as on a rollback, in the same process
     write(again, [6, 7])
-    again.flush()
-    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+    assert list(scalars_in(tmp_path)) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_towers_have_one_curve_after_a_rollback(tmp_path):
@@ -64,8 +58,7 @@ def test_towers_have_one_curve_after_a_rollback(tmp_path):
         writer.write_tower_scalars(step, {"towers/loss": [0.5, 0.25]})
     writer.flush()
     for name in ("tower_0", "tower_1"):
-        loaded = EventAccumulator(str(tmp_path / name)).Reload()
-        assert [event.step for event in loaded.Tensors("towers/loss")] == [1, 2]
+        assert list(scalars_in(tmp_path / name, "towers/loss")) == [1, 2]
         assert not list((tmp_path / name).glob(".*"))
 
 
@@ -91,8 +84,7 @@ def test_truncated_file_is_read_up_to_there(tmp_path):
     again = EventWriter(tmp_path)
     again.truncate_after(1)
     write(again, [2, 3])
-    again.close()
-    assert steps_in(tmp_path) == [1, 2, 3]
+    assert list(scalars_in(tmp_path)) == [1, 2, 3]
 
 
 def test_removed_directory_is_made_again(tmp_path, monkeypatch):
@@ -101,8 +93,7 @@ def test_removed_directory_is_made_again(tmp_path, monkeypatch):
     write(events, [1, 2])
     shutil.rmtree(tmp_path / "run")
     write(events, [3, 4, 5])
-    events.flush()
-    assert steps_in(tmp_path / "run" / "train") == [4, 5]  # the third went where the directory had been
+    assert list(scalars_in(tmp_path / "run" / "train")) == [4, 5]  # the third went where the directory had been
 
 
 def test_failed_write_is_logged_once_and_retried(tmp_path, caplog):
@@ -112,5 +103,4 @@ def test_failed_write_is_logged_once_and_retried(tmp_path, caplog):
     assert len(caplog.records) == 1 and "train cannot be written" in caplog.text
     (tmp_path / "train").unlink()
     write(events, [4, 5])
-    events.flush()
-    assert steps_in(tmp_path / "train") == [4, 5]
+    assert list(scalars_in(tmp_path / "train")) == [4, 5]

@@ -17,15 +17,7 @@ from PIL import Image
 
 from cifar_towers.errors import RunError
 from cifar_towers.reporting import figures, html_report, run_records
-from tests.reporting.example_runs import (  # fmt: skip
-    CLASSES,
-    accuracies,
-    change,
-    make_run,
-    read_records,
-    read_result,
-    write_records,
-)
+from tests.reporting.example_runs import CLASSES, accuracies, change, make_run, read_records, read_result, write_records
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "<script>alert('1')</script><img src=http://evil.example/x.png onerror=\"x()\">&amp;\"'\ud800\n"

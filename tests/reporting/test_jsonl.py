@@ -50,6 +50,6 @@ def test_nonfinite_numbers_become_null(tmp_path):
 
 
 def test_json_file_is_replaced_atomically(tmp_path):
-    run_files.write_json(tmp_path / "a.json", {"x": 1})
-    run_files.write_json(tmp_path / "a.json", {"x": 2})
+    for content in ({"x": 1}, {"x": 2}):
+        run_files.write_json(tmp_path / "a.json", content)
     assert run_files.read_json(tmp_path / "a.json") == {"x": 2} and len(list(tmp_path.iterdir())) == 1

@@ -7,15 +7,7 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from cifar_towers.reporting import profiler
-from cifar_towers.reporting.profiler import (
-    PARTS,
-    OpTime,
-    StepProfile,
-    StepProfiler,
-    part_of,
-    profile_step,
-    read_trace,
-)
+from cifar_towers.reporting.profiler import PARTS, OpTime, StepProfile, StepProfiler, part_of, profile_step, read_trace
 from cifar_towers.towers import average_gradients, run_on_towers, split_batch
 
 
@@ -81,13 +73,17 @@ def evaluate():
     return tf.linalg.inv(tf.random.uniform([3, 3]))
 
 
+def make_step(window, step, number=0):
+    window.before(number)
+    step()
+    return window.after(number + 1)
+
+
 def run(window, step, steps):
     """Make the steps as a run does, with an evaluation after each; the summaries that the profiler returned."""
     summaries = []
     for number in steps:
-        window.before(number)
-        step()
-        summaries.append(window.after(number + 1))
+        summaries.append(make_step(window, step, number))
         evaluate()
     return [summary for summary in [*summaries, window.close()] if summary]
 
@@ -113,11 +109,8 @@ def test_profile_has_all_operations(step):
 
 
 def test_table_shows_a_mean_step():
-    ops = [
-        OpTime("tower_0/a", "A", 0.003),
-        OpTime("tower_1/a", "A", 0.003),
-        OpTime("gradient_tape/tower_0/b", "B", 0.002),
-    ]
+    names = {"tower_0/a": 0.003, "tower_1/a": 0.003, "gradient_tape/tower_0/b": 0.002}
+    ops = [OpTime(name, name[-1].upper(), seconds) for name, seconds in names.items()]
     assert StepProfile(2, 0.01, ops, on_gpu=False).table().splitlines() == [
         "forward 75.0 %  backward 25.0 %  average 0.0 %  apply 0.0 %  other 0.0 %",
         "  ms/step    share    calls  operation",
@@ -153,12 +146,19 @@ def test_window_traces_its_steps_without_evaluations_between_them(tmp_path, coun
 
 
 @pytest.mark.parametrize(
-    ("steps", "which"), [(range(3, 9), "steps 3 to 4"), (range(4), "steps 2 to 3"), ([4], "step 4")]
+    ("steps", "which", "num_steps"),
+    [
+        (range(3, 9), "steps 3 to 4", 2),
+        (range(4), "steps 2 to 3", 2),
+        ([4], "step 4", 1),
+        ([0, 1, 2, 3, 1, 2, 3, 4, 5, 2, 3, 4, 5], "steps 2 to 4", 5),  # rolled back twice
+    ],
 )
-def test_run_that_begins_or_ends_inside_the_window(tmp_path, count, steps, which):
+def test_run_that_begins_ends_or_is_rolled_back_inside_the_window(tmp_path, count, steps, which, num_steps):
     (summary,) = run(StepProfiler(tmp_path, 2, 5), count, steps)
     assert summary.startswith(f"profile of {which}: ")
-    assert read_trace(traces(tmp_path)[0]).by_op_type()["MatMul"][1] == 3
+    profile = read_trace(traces(tmp_path)[0])
+    assert profile.num_steps == num_steps and profile.by_op_type()["MatMul"][1] == 3
 
 
 @pytest.mark.parametrize("steps", [range(2), range(5, 8), []])
@@ -166,20 +166,12 @@ def test_run_outside_the_window_is_not_traced(tmp_path, count, steps):
     assert run(StepProfiler(tmp_path, 2, 5), count, steps) == [] and not any(tmp_path.iterdir())
 
 
-def test_rolled_back_run_traces_once(tmp_path, count):
-    window = StepProfiler(tmp_path, 2, 5)
-    (summary,) = run(window, count, [0, 1, 2, 3, 1, 2, 3, 4, 5, 2, 3, 4, 5])
-    assert summary.startswith("profile of steps 2 to 4: ") and read_trace(traces(tmp_path)[0]).num_steps == 5
-
-
 def test_interrupted_step_is_not_counted(tmp_path, count):
     window = StepProfiler(tmp_path, 0, 5)
     window.before(0)
     assert window.close() is None and not traces(tmp_path)
     window = StepProfiler(tmp_path, 0, 5)
-    window.before(0)
-    count()
-    window.after(1)
+    make_step(window, count)
     window.before(1)
     count()
     assert window.close().startswith("profile of step 0: ") and read_trace(traces(tmp_path)[0]).num_steps == 1
@@ -207,9 +199,7 @@ def test_unwritable_trace_ends_no_run(tmp_path, count, caplog):
 
 def test_truncated_trace_is_removed(tmp_path, count, caplog):
     window = StepProfiler(tmp_path, 0, 5)
-    window.before(0)
-    count()
-    window.after(1)
+    make_step(window, count)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
@@ -234,9 +224,7 @@ def test_profiler_in_use_is_left_alone(tmp_path, count, caplog):
 def test_removed_directory_is_made_again(tmp_path, count):
     (tmp_path / "train").mkdir()
     window = StepProfiler(tmp_path, 0, 2)
-    window.before(0)
-    count()
-    window.after(1)
+    make_step(window, count)
     (tmp_path / "train").rmdir()
     assert "MatMul" in window.close() and traces(tmp_path)
 

@@ -29,9 +29,8 @@ def state(number, width=5, side=32):
 def fetch(logdir, route, run="", encoded=False):
     """The response of TensorBoard's projector."""
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(logdir)).Reload()
-    plugin = ProjectorPlugin(
-        TBContext(logdir=str(logdir), data_provider=MultiplexerDataProvider(multiplexer, str(logdir)))
-    )
+    provider = MultiplexerDataProvider(multiplexer, str(logdir))
+    plugin = ProjectorPlugin(TBContext(logdir=str(logdir), data_provider=provider))
     answer = Client(plugin.get_plugin_apps()[route]).get(f"{route}?run={run}&name=features&num_rows=100000")
     assert answer.status_code == 200, answer.data
     return json.loads(answer.data) if encoded else answer.data
@@ -73,9 +72,8 @@ def test_metadata_columns():
 
 def test_tabs_and_newlines_in_names_become_spaces(tmp_path):
     features, images, _ = state(2)
-    projector.write(
-        tmp_path, features, images, {"class": ["tabby\tcat", "big\r\ndog "], "of a\nkind": ["ä\u2028b", ""]}
-    )
+    columns = {"class": ["tabby\tcat", "big\r\ndog "], "of a\nkind": ["ä\u2028b", ""]}
+    projector.write(tmp_path, features, images, columns)
     assert (tmp_path / "metadata.tsv").read_bytes().decode() == "class\tof a kind\ntabby cat\tä b\nbig dog\t\n"
 
 

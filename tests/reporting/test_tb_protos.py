@@ -51,12 +51,8 @@ def content(value):
 
 
 def test_scalars_and_texts_are_read_back(tmp_path):
-    write(
-        tmp_path,
-        tb_protos.scalar("loss", 0.5),
-        tb_protos.scalar("loss", np.float32("nan")),
-        tb_protos.text("note", "# ≥ 94 %"),
-    )
+    losses = [tb_protos.scalar("loss", value) for value in (0.5, np.float32("nan"))]
+    write(tmp_path, *losses, tb_protos.text("note", "# ≥ 94 %"))
     losses, plugin = read(tmp_path, "loss")
     assert plugin == "scalars" and losses[0] == 0.5 and np.isnan(losses[1]) and losses[0].dtype == np.float32
     texts, plugin = read(tmp_path, "note")
@@ -93,13 +89,6 @@ def test_histogram_without_a_range_is_refused(low, high):
         tb_protos.histogram("weights", low, high, [1, 2])
 
 
-def examples(number, dtype=np.float32):
-    generator = np.random.default_rng(number)
-    probability = generator.beta(0.5, 0.5, number).astype(dtype)
-    probability[: number // 4] = np.resize([0, 1, 0.5], number // 4)
-    return generator.random(number) < probability, probability
-
-
 def pr_curve_by_definition(right, probability):
     """One threshold at a time."""
     curve = []
@@ -112,7 +101,10 @@ def pr_curve_by_definition(right, probability):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_pr_curve_equals_its_definition(tmp_path, dtype):
-    right, probability = examples(1000, dtype)
+    generator = np.random.default_rng(1000)
+    probability = generator.beta(0.5, 0.5, 1000).astype(dtype)
+    probability[:250] = np.resize([0, 1, 0.5], 250)
+    right = generator.random(1000) < probability
     write(tmp_path, tb_protos.pr_curve("cat", right, probability))
     (value,), plugin = read(tmp_path, "cat")[0].values(), read(tmp_path, "cat")[1]
     assert plugin == "pr_curves" and value.shape == (6, 127) and value.dtype == np.float32
