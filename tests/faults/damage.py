@@ -7,8 +7,8 @@ import random
 import re
 import struct
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -19,56 +19,46 @@ from cifar_towers.data.dataset import CLASSES
 from tests.faults import harness, hooks, subjects
 from tests.faults.harness import ChildDied, ChildError, Experiment, Outcome, Trial
 
-# Every fault changes its second argument in place and returns a description.
-
-# Bytes of a file ---------------------------------------------------------------------------------------------------
+BYTE_FAULTS = ("flip a bit", "change a byte", "truncate", "empty", "zero a block", "zero", "garble")
 
 
-def _flip_bit(rng: random.Random, content: bytearray) -> str:
-    position, bit = rng.randrange(len(content)), rng.randrange(8)
-    content[position] ^= 1 << bit
-    return f"bit {bit} of byte {position} flipped"
-
-
-def _change_byte(rng: random.Random, content: bytearray) -> str:
-    position = rng.randrange(len(content))
-    content[position] ^= rng.randrange(1, 256)
-    return f"byte {position} set to {content[position]}"
-
-
-def _truncate(rng: random.Random, content: bytearray) -> str:
-    del content[rng.randrange(1, len(content)) :]
-    return f"truncated to {len(content)} bytes"
-
-
-def _empty(rng: random.Random, content: bytearray) -> str:
-    content.clear()
-    return "emptied"
-
-
-def _zero_block(rng: random.Random, content: bytearray) -> str:
-    start = rng.randrange(0, len(content), 512)
-    content[start : start + 512] = bytes(len(content[start : start + 512]))
-    return f"512 bytes from {start} zeroed"
-
-
-def _zero(rng: random.Random, content: bytearray) -> str:
-    content[:] = bytes(len(content))
-    return "zeroed"
-
-
-def _garble(rng: random.Random, content: bytearray) -> str:
+def _damage_bytes(rng: random.Random, content: bytearray, fault: str) -> str:
+    """Damages the content of a file in place; returns a description."""
+    match fault:
+        case "flip a bit":
+            position, bit = rng.randrange(len(content)), rng.randrange(8)
+            content[position] ^= 1 << bit
+            return f"bit {bit} of byte {position} flipped"
+        case "change a byte":
+            position = rng.randrange(len(content))
+            content[position] ^= rng.randrange(1, 256)
+            return f"byte {position} set to {content[position]}"
+        case "truncate":
+            del content[rng.randrange(1, len(content)) :]
+            return f"truncated to {len(content)} bytes"
+        case "empty":
+            content.clear()
+            return "emptied"
+        case "zero a block":
+            start = rng.randrange(0, len(content), 512)
+            content[start : start + 512] = bytes(len(content[start : start + 512]))
+            return f"512 bytes from {start} zeroed"
+        case "zero":
+            content[:] = bytes(len(content))
+            return "zeroed"
     size = rng.choice((len(content), rng.randrange(1, 2 * len(content))))
     content[:] = rng.randbytes(size)
     return f"replaced by {size} random bytes"
 
 
-BYTE_FAULTS = (_flip_bit, _change_byte, _truncate, _empty, _zero_block, _zero, _garble)
-
 # Files of checkpoints ----------------------------------------------------------------------------------------------
 
 STEPS = (1, 2, 3)
 Tree = dict[str, bytearray]  # path -> content
+TREE_FAULTS = (
+    *["damage a file"] * len(BYTE_FAULTS),
+    *("delete a file", "swap files", "swap checkpoints", "delete a checkpoint"),
+)
 
 
 @functools.cache
@@ -91,48 +81,31 @@ def _by_checkpoint(tree: Tree) -> dict[str, list[str]]:
     return checkpoints
 
 
-def _any_file(rng: random.Random, tree: Tree) -> str:
-    """Any file, every other time one of the newest checkpoint."""
-    *_, newest = _by_checkpoint(tree).values()
-    return rng.choice(newest if rng.random() < 0.5 else list(tree))
-
-
-def _damage_file(rng: random.Random, tree: Tree) -> str:
-    name = _any_file(rng, tree)
-    return f"{name}: {rng.choice(BYTE_FAULTS)(rng, tree[name])}"
-
-
-def _delete_file(rng: random.Random, tree: Tree) -> str:
-    name = _any_file(rng, tree)
-    del tree[name]
-    return f"{name} deleted"
-
-
-def _swap_files(rng: random.Random, tree: Tree) -> str:
-    name = _any_file(rng, tree)
+def _damage_tree(rng: random.Random, tree: Tree) -> str:
+    """Damages checkpoints in place; returns a description."""
+    fault, checkpoints = rng.choice(TREE_FAULTS), _by_checkpoint(tree)
+    if fault == "swap checkpoints":  # every other time except JSON
+        (one, names), (other, other_names) = rng.sample(list(checkpoints.items()), 2)
+        keep_json = rng.random() < 0.5
+        for a, b in zip(names, other_names, strict=True):
+            if not (keep_json and ".json" in a):
+                tree[a], tree[b] = tree[b], tree[a]
+        return f"{one} and {other} swapped{', without JSON' if keep_json else ''}"
+    if fault == "delete a checkpoint":
+        name, files = rng.choice(list(checkpoints.items()))
+        for file in files:
+            del tree[file]
+        return f"{name} deleted"
+    *_, newest = checkpoints.values()
+    name = rng.choice(newest if rng.random() < 0.5 else list(tree))
+    if fault == "damage a file":
+        return f"{name}: {_damage_bytes(rng, tree[name], rng.choice(BYTE_FAULTS))}"
+    if fault == "delete a file":
+        del tree[name]
+        return f"{name} deleted"
     other = rng.choice([other for other in tree if other != name])
     tree[name], tree[other] = tree[other], tree[name]
     return f"{name} and {other} swapped"
-
-
-def _swap_checkpoints(rng: random.Random, tree: Tree) -> str:
-    """All files of two checkpoints, every other time except JSON."""
-    (one, names), (other, other_names) = rng.sample(list(_by_checkpoint(tree).items()), 2)
-    keep_json = rng.random() < 0.5
-    for a, b in zip(names, other_names, strict=True):
-        if not (keep_json and ".json" in a):
-            tree[a], tree[b] = tree[b], tree[a]
-    return f"{one} and {other} swapped{', without JSON' if keep_json else ''}"
-
-
-def _delete_checkpoint(rng: random.Random, tree: Tree) -> str:
-    name, files = rng.choice(list(_by_checkpoint(tree).items()))
-    for file in files:
-        del tree[file]
-    return f"{name} deleted"
-
-
-TREE_FAULTS = (*[_damage_file] * len(BYTE_FAULTS), _delete_file, _swap_files, _swap_checkpoints, _delete_checkpoint)
 
 
 def damage_checkpoint(trial: Trial) -> Outcome:
@@ -141,17 +114,17 @@ def damage_checkpoint(trial: Trial) -> Outcome:
     damaged, details = saved, ""
     while damaged == saved:  # as when a block of zeros is zeroed
         damaged = {name: bytearray(content) for name, content in saved.items()}
-        details = trial.rng.choice(TREE_FAULTS)(trial.rng, damaged)
+        details = _damage_tree(trial.rng, damaged)
     for name, content in damaged.items():
         path = trial.scratch / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    intact = [all(damaged.get(name) == saved[name] for name in names) for names in _by_checkpoint(saved).values()]
+    intact = any(all(damaged.get(name) == saved[name] for name in names) for names in _by_checkpoint(saved).values())
     try:
         step, weights = harness.in_child(subjects.recover, trial.subject, trial.scratch)
     except ChildError as error:
         refusal = f"refused: {str(error).partition(':')[0]}"
-        return Outcome(details, refusal if any(intact) else f"{refusal}, none intact", not any(intact))
+        return Outcome(details, refusal if intact else f"{refusal}, none intact", not intact)
     except ChildDied as error:
         return Outcome(details, f"recovery {error}", False)
     if weights == "wrong weights":
@@ -161,11 +134,20 @@ def damage_checkpoint(trial: Trial) -> Outcome:
     return Outcome(details, "newest taken" if step == STEPS[-1] else "older taken", True)
 
 
-# Records of a split, whose checksums are right afterwards ------------------------------------------------------------
+# Files of the prepared CIFAR-10; the checksums of records are right after a fault ----------------------------------
 
 PREPARED = Path(os.environ.get("TFDS_DATA_DIR", "")).expanduser().resolve()
 SPLITS = ("train", "test")
-Records = list[bytes]
+METADATA = ("dataset_info.json", "features.json")
+DATA_FAULTS = (
+    *("change a pixel", "exchange labels", "swap records", "repeat a record", "other images"),
+    *("flip a bit", "truncate", "delete the split"),
+    *("change a label", "drop the last", "drop a record", "change an id"),
+    *("flip a bit", "change a byte", "empty", "zero a block", "zero", "garble"),
+    *("swap splits", *["damage metadata"] * 4),
+)
+PROGRAM_TRIALS = 8  # the first trials, a fault each, run the whole program
+ONE_STEP = ("--dataset=cifar10", "--model=cifarnet", "--batch_size=200", "--max_steps=1", "--num_gpus=2")
 
 
 def _file_name(split: str) -> str:
@@ -187,8 +169,7 @@ def _records(split: str) -> tuple[bytes, ...]:
     return tuple(records)
 
 
-def _record_file(records: Records) -> bytes:
-    """A TFRecord file of these examples."""
+def _record_file(records: list[bytes]) -> bytes:
     with tempfile.NamedTemporaryFile() as file:
         with tf.io.TFRecordWriter(file.name) as writer:
             for record in records:
@@ -215,123 +196,75 @@ def _png(image: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def _drop_last(rng: random.Random, records: Records) -> str:
-    del records[rng.choice((len(records) - 1, rng.randrange(1, len(records)))) :]
-    return f"only the first {len(records)} records left"
+def _change_data(rng: random.Random, split: str, fault: str) -> tuple[str, dict[str, bytes | None]]:
+    """The description of a fault; and the content of the files that it changes, None if it deletes them."""
+    name = _file_name(split)
+    if fault == "delete the split":
+        return f"{split}: deleted", {name: None}
+    if fault == "swap splits":
+        train, test = map(_file_name, SPLITS)
+        return f"the files of the splits swapped, {split} read", {train: _content(test), test: _content(train)}
+    if fault == "damage metadata":
+        name = rng.choice(METADATA)
+        fault = rng.choice(BYTE_FAULTS)
+    if fault in BYTE_FAULTS:
+        content = bytearray(_content(name))
+        details = _damage_bytes(rng, content, fault)
+        return f"{name}: {details}", {name: bytes(content)}
+    records = list(_records(split))
+    change = _change_example if fault.startswith(("change", "exchange")) else _change_records
+    details = change(rng, records, fault)
+    return f"{split}: {details}", {name: _record_file(records)}
 
 
-def _drop_one(rng: random.Random, records: Records) -> str:
-    at = rng.randrange(len(records))
-    del records[at]
-    return f"record {at} dropped"
-
-
-def _swap_records(rng: random.Random, records: Records) -> str:
-    one, other = rng.sample(range(len(records)), 2)
-    records[one], records[other] = records[other], records[one]
-    return f"records {one} and {other} swapped"
-
-
-def _repeat_record(rng: random.Random, records: Records) -> str:
-    """Over another of the same class, which counts per class do not reveal."""
+def _change_records(rng: random.Random, records: list[bytes], fault: str) -> str:
+    """Changes the choice or order of examples in place; returns a description."""
+    if fault == "drop the last":
+        del records[rng.choice((len(records) - 1, rng.randrange(1, len(records)))) :]
+        return f"only the first {len(records)} records left"
+    if fault == "swap records":
+        one, other = rng.sample(range(len(records)), 2)
+        records[one], records[other] = records[other], records[one]
+        return f"records {one} and {other} swapped"
+    if fault == "other images":  # as many of noise, with labels of 10 or, as in CIFAR-100, 100 classes
+        classes = rng.choice((len(CLASSES), 100))
+        noise = [_png(np.frombuffer(rng.randbytes(32 * 32 * 3), np.uint8).reshape(32, 32, 3)) for _ in range(64)]
+        labels = [number % classes for number in range(len(records))]
+        rng.shuffle(labels)
+        records[:] = [_with_features(records[0], image=rng.choice(noise), label=label) for label in labels]
+        return f"other images of {classes} classes"
     one = rng.randrange(len(records))
-    label = _feature(records[one], "label")
+    if fault == "drop a record":
+        del records[one]
+        return f"record {one} dropped"
+    label = _feature(records[one], "label")  # counts per class do not reveal a repetition within a class
     same = [at for at, record in enumerate(records) if at != one and _feature(record, "label") == label]
-    records[other := rng.choice(same)] = records[one]
+    other = rng.choice(same)
+    records[other] = records[one]
     return f"record {one} over record {other}"
 
 
-def _change_pixel(rng: random.Random, records: Records) -> str:
-    at = rng.randrange(len(records))
-    image = np.array(Image.open(io.BytesIO(_feature(records[at], "image"))))
-    place = tuple(rng.randrange(size) for size in image.shape)
-    image[place] ^= rng.randrange(1, 256)
-    records[at] = _with_features(records[at], image=_png(image))
-    return f"record {at}: value {place} of its image set to {image[place]}"
-
-
-def _change_label(rng: random.Random, records: Records) -> str:
-    at = rng.randrange(len(records))
-    label = (_feature(records[at], "label") + rng.randrange(1, len(CLASSES))) % len(CLASSES)
-    records[at] = _with_features(records[at], label=label)
-    return f"record {at}: label set to {label}"
-
-
-def _exchange_labels(rng: random.Random, records: Records) -> str:
-    """Counts per class stay the same."""
+def _change_example(rng: random.Random, records: list[bytes], fault: str) -> str:
+    """Changes one example, or the labels of two, in place; returns a description."""
     one = rng.randrange(len(records))
     label = _feature(records[one], "label")
-    other = rng.choice([at for at, record in enumerate(records) if _feature(record, "label") != label])
-    records[one] = _with_features(records[one], label=_feature(records[other], "label"))
-    records[other] = _with_features(records[other], label=label)
-    return f"labels of records {one} and {other} exchanged"
-
-
-def _other_images(rng: random.Random, records: Records) -> str:
-    """As many images of noise, with labels of 10 or, as in CIFAR-100, 100 classes."""
-    classes = rng.choice((len(CLASSES), 100))
-    noise = [_png(np.frombuffer(rng.randbytes(32 * 32 * 3), np.uint8).reshape(32, 32, 3)) for _ in range(64)]
-    labels = [at % classes for at in range(len(records))]
-    rng.shuffle(labels)
-    records[:] = [_with_features(records[0], image=rng.choice(noise), label=label) for label in labels]
-    return f"other images of {classes} classes"
-
-
-def _change_id(rng: random.Random, records: Records) -> str:
-    """Harmless: training does not read it."""
-    at = rng.randrange(len(records))
-    records[at] = _with_features(records[at], id=b"another")
-    return f"record {at}: another id"
-
-
-# Files of the prepared CIFAR-10: (rng, split to be read) -> (details, {file: content, None if deleted}) --------------
-
-Change = tuple[str, dict[str, bytes | None]]
-
-
-def _of_records(fault: Callable) -> Callable[[random.Random, str], Change]:
-    def change(rng: random.Random, split: str) -> Change:
-        records = list(_records(split))
-        details = fault(rng, records)
-        return f"{split}: {details}", {_file_name(split): _record_file(records)}
-
-    return change
-
-
-def _of_bytes(fault: Callable, *names: str) -> Callable[[random.Random, str], Change]:
-    def change(rng: random.Random, split: str) -> Change:
-        name = rng.choice(names) if names else _file_name(split)
-        content = bytearray(_content(name))
-        details = fault(rng, content)
-        return f"{name}: {details}", {name: bytes(content)}
-
-    return change
-
-
-def _delete_records(rng: random.Random, split: str) -> Change:
-    return f"{split}: deleted", {_file_name(split): None}
-
-
-def _swap_splits(rng: random.Random, split: str) -> Change:
-    train, test = map(_file_name, SPLITS)
-    return f"the files of the splits swapped, {split} read", {train: _content(test), test: _content(train)}
-
-
-def _any_byte_fault(rng: random.Random, content: bytearray) -> str:
-    return rng.choice(BYTE_FAULTS)(rng, content)
-
-
-DATA_FAULTS = (
-    *map(_of_records, (_change_pixel, _exchange_labels, _swap_records, _repeat_record, _other_images)),
-    *map(_of_bytes, (_flip_bit, _truncate)),
-    _delete_records,
-    *map(_of_records, (_change_label, _drop_last, _drop_one, _change_id)),
-    *map(_of_bytes, (_flip_bit, _change_byte, _empty, _zero_block, _zero, _garble)),
-    _swap_splits,
-    *[_of_bytes(_any_byte_fault, "dataset_info.json", "features.json")] * 4,
-)
-PROGRAM_TRIALS = 8  # the first trials, a fault each, run the whole program
-ONE_STEP = ("--dataset=cifar10", "--model=cifarnet", "--batch_size=200", "--max_steps=1", "--num_gpus=2")
+    if fault == "change a pixel":
+        image = np.array(Image.open(io.BytesIO(_feature(records[one], "image"))))
+        place = tuple(rng.randrange(size) for size in image.shape)
+        image[place] ^= rng.randrange(1, 256)
+        records[one] = _with_features(records[one], image=_png(image))
+        return f"record {one}: value {place} of its image set to {image[place]}"
+    if fault == "change a label":
+        label = (label + rng.randrange(1, len(CLASSES))) % len(CLASSES)
+        records[one] = _with_features(records[one], label=label)
+        return f"record {one}: label set to {label}"
+    if fault == "exchange labels":  # counts per class stay the same
+        other = rng.choice([at for at, record in enumerate(records) if _feature(record, "label") != label])
+        records[one] = _with_features(records[one], label=_feature(records[other], "label"))
+        records[other] = _with_features(records[other], label=label)
+        return f"labels of records {one} and {other} exchanged"
+    records[one] = _with_features(records[one], id=b"another")  # harmless: training does not read it
+    return f"record {one}: another id"
 
 
 def damage_data(trial: Trial) -> Outcome:
@@ -345,19 +278,20 @@ def damage_data(trial: Trial) -> Outcome:
         (copy / path.name).symlink_to(path)
     details, changed = "", {}
     while all(content == _content(name) for name, content in changed.items()):
-        details, changed = DATA_FAULTS[trial.index % len(DATA_FAULTS)](trial.rng, split)
+        details, changed = _change_data(trial.rng, split, DATA_FAULTS[trial.index % len(DATA_FAULTS)])
     for name, content in changed.items():
         (copy / name).unlink()
         if content is not None:
             (copy / name).write_bytes(content)
     check = _check_program if trial.index < PROGRAM_TRIALS else _check_reading
-    return Outcome(details, *check(trial.scratch, split))
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(trial.scratch / "cache")):
+        return Outcome(details, *check(trial.scratch, split))
 
 
 def _check_reading(scratch: Path, split: str) -> tuple[str, bool]:
     try:
-        unchanged = harness.in_child(_reads_unchanged, scratch, split)
-        return ("harmless", True) if unchanged else ("not detected", False)
+        digest = harness.in_child(lambda: cifar10.read_split(scratch / "data", split).digest)
+        return ("harmless", True) if digest == cifar10.DIGESTS[split] else ("not detected", False)
     except ChildError as error:
         kind = str(error).partition(":")[0]
         return _how_detected(str(error), split) if kind == "DataError" else (f"raised {kind}", False)
@@ -365,20 +299,10 @@ def _check_reading(scratch: Path, split: str) -> tuple[str, bool]:
         return f"reading {error}", False
 
 
-def _reads_unchanged(scratch: Path, split: str) -> bool:
-    _use_empty_cache(scratch)
-    return cifar10.read_split(scratch / "data", split).digest == cifar10.DIGESTS[split]
-
-
-def _use_empty_cache(scratch: Path) -> None:
-    os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
-
-
 def _check_program(scratch: Path, split: str) -> tuple[str, bool]:
     """The program must end with exit code 3, bad data, and one line of error."""
     flags = (*ONE_STEP, f"--data_dir={scratch / 'data'}", f"--train_dir={scratch / 'run'}")
-    prepare = functools.partial(_use_empty_cache, scratch)
-    child = harness.fork(functools.partial(hooks.train, flags, prepare=prepare), scratch / "output")
+    child = harness.fork(functools.partial(hooks.train, flags), scratch / "output")
     harness.wait(child)
     output = (scratch / "output").read_text()
     lines = [line for line in output.splitlines() if line.startswith("data: ")]

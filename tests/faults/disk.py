@@ -3,6 +3,7 @@
 It is harsher than the usual file systems: what was not synced reaches it in any order, in part, or not at all.
 """
 
+import itertools
 import random
 from collections import defaultdict
 from pathlib import Path
@@ -97,28 +98,23 @@ class Disk:
 
     def __init__(self):
         self._operations: list[_Operation] = []
-        self._descriptions: list[str] = []
+        self.descriptions: list[str] = []
         self._now = _Tree()
         self._directories: set[int] = set()
-        self._num_nodes = ROOT
+        self._new_nodes = itertools.count(ROOT + 1)
 
     def __len__(self) -> int:
         return len(self._operations)
 
-    def describe(self, number: int) -> str:
-        """One operation as text."""
-        return self._descriptions[number]
-
     def create(self, path: str) -> None:
         """A new empty file."""
-        self._num_nodes += 1
-        self._move(self._num_nodes, None, path, f"create {path}")
+        self._move(next(self._new_nodes), None, path, f"create {path}")
 
     def mkdir(self, path: str) -> None:
         """A new empty directory."""
-        self._num_nodes += 1
-        self._directories.add(self._num_nodes)
-        self._move(self._num_nodes, None, path, f"mkdir {path}")
+        node = next(self._new_nodes)
+        self._directories.add(node)
+        self._move(node, None, path, f"mkdir {path}")
 
     def rename(self, old: str, new: str) -> None:
         """Moves a file or directory; replaces a file."""
@@ -140,14 +136,6 @@ class Disk:
         """Makes a file's content, or the names in a directory, last; not the file's own name."""
         self._do(_Sync(self._now.node(path)), f"sync {path}")
 
-    def exists(self, path: str) -> bool:
-        """Whether there is such a file or directory now."""
-        return path == "." or path in self.now()
-
-    def content(self, path: str) -> bytes:
-        """The content of a file now."""
-        return self.now()[path] or b""
-
     def now(self) -> State:
         """The state that a running system sees."""
         return self._now.state(self._directories)
@@ -160,19 +148,21 @@ class Disk:
         """
         operations = self._operations[:moment]
         synced = {operation.node: number for number, operation in enumerate(operations) if isinstance(operation, _Sync)}
-        probability = {_Move: rng.choice(REACH_PROBABILITIES), _Write: (data := rng.choice(REACH_PROBABILITIES))}
-        probability[_Truncate] = data
+        move_probability, data_probability = rng.choice(REACH_PROBABILITIES), rng.choice(REACH_PROBABILITIES)
         left, reached, unsynced = _Tree(), 0, 0
         for number, operation in enumerate(operations):
             if isinstance(operation, _Sync):
                 continue
-            needs = operation.synced_with if isinstance(operation, _Move) else {operation.node}
+            moves = isinstance(operation, _Move)
+            needs = operation.synced_with if moves else {operation.node}
             lasts = number < settled or any(synced.get(node, -1) > number for node in needs)
-            if lasts or rng.random() < probability[type(operation)]:
+            if lasts or rng.random() < (move_probability if moves else data_probability):
                 left.apply(operation)
                 reached += not lasts
             elif isinstance(operation, _Write):
-                left.apply(operation._replace(data=_partial(operation.data, rng)))
+                cut = int(rng.random() * (len(operation.data) + 1))  # one draw, whatever the length
+                part = rng.choice((b"", operation.data[:cut], bytes(len(operation.data))))
+                left.apply(operation._replace(data=part))
             unsynced += not lasts
         return left.state(self._directories), f"{reached} of {unsynced} operations that were not synced"
 
@@ -184,13 +174,7 @@ class Disk:
     def _do(self, operation: _Operation, description: str) -> None:
         self._now.apply(operation)
         self._operations.append(operation)
-        self._descriptions.append(description)
-
-
-def _partial(data: bytes, rng: random.Random) -> bytes:
-    """What may be left of an interrupted write."""
-    cut = int(rng.random() * (len(data) + 1))  # one draw, whatever the length
-    return rng.choice((b"", data[:cut], bytes(len(data))))
+        self.descriptions.append(description)
 
 
 def write_state(state: State, directory: Path) -> None:

@@ -71,9 +71,8 @@ class TrialLog:
         """The rows of one fault and subject."""
         return [row for row in self.rows if (row["fault"], row["subject"]) == (fault, subject)]
 
-    def add(self, fault: str, trial: Trial, outcome: Outcome, seconds: float) -> None:
-        """Writes one row."""
-        values = (fault, trial.subject, trial.index, *outcome, f"{seconds:.3f}")
+    def add(self, *values: object) -> None:
+        """Writes one row, whose values are in the order of FIELDS."""
         self.rows.append(dict(zip(self.FIELDS, map(str, values), strict=True)))
         with self._path.open("a", newline="") as file:
             csv.DictWriter(file, self.FIELDS).writerow(self.rows[-1])
@@ -89,9 +88,8 @@ def run(experiment: Experiment, log: TrialLog, *, long: bool, seed: int) -> None
             rng = random.Random(f"{seed}/{experiment.name}/{subject}/{index}")
             start = time.monotonic()
             with scratch_directory() as scratch:
-                trial = Trial(subject, index, rng, scratch)
-                outcome = experiment.trial(trial)
-            log.add(experiment.name, trial, outcome, time.monotonic() - start)
+                outcome = experiment.trial(Trial(subject, index, rng, scratch))
+            log.add(experiment.name, subject, index, *outcome, f"{time.monotonic() - start:.3f}")
             if sys.stdout.isatty():
                 print(f"\r{experiment.name} {subject} {index + 1}/{count}", end="\033[K", flush=True)
     if sys.stdout.isatty():

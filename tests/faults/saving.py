@@ -58,7 +58,7 @@ def lose_power(trial: Trial, settles: bool = False) -> Outcome:
     settled = before[-2][0] if settles and len(before) > 1 else 0
     state, how = recorded.lose_power(moment, trial.rng, settled)
     disk.write_state(state, trial.scratch)
-    last = recorded.describe(moment - 1) if moment else "nothing"
+    last = recorded.descriptions[moment - 1] if moment else "nothing"
     details = f"power lost after {moment} of {len(recorded)}: {last}; reached the disk: {how}"
     returned = max((int(step) for _, step in before), default=0)
     return _recover(details, _recovering_worker(trial.subject), trial.scratch, returned)

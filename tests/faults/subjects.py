@@ -1,6 +1,7 @@
 """The three ways to save that are compared: ours, TensorFlow's and Keras's, each as its documentation uses it.
 
-Each saves a small state in which every value is the step, so that a recovered state can be checked.
+Each saves a small state in which every value is the step, so that a recovered state can be checked. `recover` returns
+the (step, weights) with which a restarted run continues.
 """
 
 from pathlib import Path
@@ -36,13 +37,11 @@ class TowersCheckpoint:
         return ""
 
     def save(self, step: int) -> None:
-        """Saves the state after `step`."""
         _assign(self.variables.values(), step)
         if not self.manager.save(step, {"accuracy": None}):
             raise OSError(f"step {step} was not saved")
 
     def recover(self) -> tuple[int, list[np.ndarray]]:
-        """(step, weights) that a restarted run continues with."""
         self.manager.quarantine_damaged()
         newest = latest_checkpoint(self.directory)
         if not newest:
@@ -55,26 +54,18 @@ class Manager:
     """`tf.train.CheckpointManager` with `restore_or_initialize`, as TensorFlow's guide has it."""
 
     def __init__(self, directory: Path):
-        self.directory = directory
         self.step = tf.Variable(0, dtype=tf.int64)
         self.weights = {name: tf.Variable(tf.zeros(shape)) for name, shape in SHAPES.items()}
-        self.manager: tf.train.CheckpointManager | None = None
+        state = tf.train.Checkpoint(step=self.step, **self.weights)
+        self.manager = tf.train.CheckpointManager(state, str(directory), max_to_keep=MAX_TO_KEEP)
 
     def save(self, step: int) -> None:
-        """Saves the state after `step`."""
         _assign((self.step, *self.weights.values()), step)
-        self._manager().save(checkpoint_number=step)
+        self.manager.save(checkpoint_number=step)
 
     def recover(self) -> tuple[int, list[np.ndarray]]:
-        """(step, weights) that a restarted run continues with."""
-        self._manager().restore_or_initialize()
+        self.manager.restore_or_initialize()
         return int(self.step.numpy()), _values(self.weights.values())
-
-    def _manager(self) -> tf.train.CheckpointManager:
-        if self.manager is None:  # its constructor reads the directory
-            state = tf.train.Checkpoint(step=self.step, **self.weights)
-            self.manager = tf.train.CheckpointManager(state, str(self.directory), max_to_keep=MAX_TO_KEEP)
-        return self.manager
 
 
 class Backup:
@@ -88,13 +79,11 @@ class Backup:
         self.callback.set_model(self.model)
 
     def save(self, step: int) -> None:
-        """Saves the state after `step`."""
         for variable in self.model.trainable_variables:
             variable.assign(np.full(variable.shape, step))
         self.callback.on_epoch_end(step - 1)
 
     def recover(self) -> tuple[int, list[np.ndarray]]:
-        """(step, weights) that a restarted run continues with."""
         self.model._initial_epoch = 0
         self.callback.on_train_begin()
         return self.model._initial_epoch, _values(self.model.trainable_variables)

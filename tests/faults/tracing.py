@@ -140,7 +140,7 @@ def _do(disk: Disk, call: Call, paths: Sequence[str], offsets: dict[str, int]) -
     match call.name:
         case "openat":
             flags = call.arguments[2].split("|")
-            if "O_CREAT" in flags and not disk.exists(path):
+            if "O_CREAT" in flags and path not in disk.now():
                 disk.create(path)
             elif "O_TRUNC" in flags:
                 disk.truncate(path)
@@ -155,7 +155,7 @@ def _do(disk: Disk, call: Call, paths: Sequence[str], offsets: dict[str, int]) -
                 data = _bytes(call.arguments[1])
             else:  # its third argument is `[from] => [to]`
                 start = int(call.arguments[2].split("]")[0].removeprefix("["))
-                data = disk.content(paths[1])[start : start + int(call.result)]
+                data = disk.now()[paths[1]][start : start + int(call.result)]
             disk.write(path, offsets[descriptor], data)
             offsets[descriptor] += len(data)
         case "pwrite64":
