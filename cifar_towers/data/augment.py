@@ -15,8 +15,7 @@ from cifar_towers.registry import TTA_LEVELS, TtaView, describe_tta_levels
 
 
 class Augmentation(NamedTuple):
-    """Preprocessing of images for training and for evaluation; units as in `TrainConfig`, moments as in
-    `DatasetInfo`."""
+    """Preprocessing of images; units as in `TrainConfig`, moments as in `DatasetInfo`."""
 
     crop: int = 0
     shift: int = 0
@@ -35,11 +34,8 @@ class Augmentation(NamedTuple):
             images = random_window(images, draws.window, self.crop or images.shape[1], self.shift, self.shift_fill)
         images = flip(images, draws.flip)
         if self.brightness or self.contrast:
-            center = (
-                tf.constant(self.mean)
-                if self.standardize == "dataset"
-                else tf.reduce_mean(images, [1, 2], keepdims=True)
-            )
+            by_image = self.standardize == "image"
+            center = tf.reduce_mean(images, [1, 2], keepdims=True) if by_image else tf.constant(self.mean)
             brightness, contrast = self.brightness * draws.brightness, 1 + self.contrast * draws.contrast
             images = adjust_color(images, brightness, contrast, center)
         images = self.normalize(images)
@@ -68,9 +64,7 @@ class Augmentation(NamedTuple):
 def random_window(images: tf.Tensor, position: tf.Tensor, side: int, pad: int = 0, fill: str = "reflect") -> tf.Tensor:
     """Crop a side x side window of each image, padded by `pad` pixels: [B, H, W, C] -> [B, side, side, C].
 
-    Args:
-      position: [B, 2] in [0, 1): row and column of the corner, as fractions of the possible ones.
-      fill: value of the padding, `reflect` or `zeros`.
+    `position`, [B, 2] in [0, 1), is the row and column of the corner, as fractions of the possible ones.
     """
     if pad:
         mode = {"reflect": "REFLECT", "zeros": "CONSTANT"}[fill]
@@ -86,12 +80,7 @@ def random_window(images: tf.Tensor, position: tf.Tensor, side: int, pad: int = 
 
 def flip(images: tf.Tensor, mirrored: tf.Tensor) -> tf.Tensor:
     """Mirror the images whose `mirrored` ([B] bool) is true, left to right."""
-    return tf.where(mirrored[:, None, None, None], mirror(images), images)
-
-
-def mirror(images: tf.Tensor) -> tf.Tensor:
-    """Mirror all images, left to right."""
-    return tf.reverse(images, [2])
+    return tf.where(mirrored[:, None, None, None], tf.reverse(images, [2]), images)
 
 
 def adjust_color(images: tf.Tensor, brightness: tf.Tensor, contrast: tf.Tensor, center: tf.Tensor) -> tf.Tensor:
@@ -123,8 +112,7 @@ def downsample(images: tf.Tensor, side: int) -> tf.Tensor:
 
 @functools.cache
 def _downsampling_matrix(side: int, new_side: int) -> np.ndarray:
-    """[new_side, side]: in each row a triangle of half-width side/new_side about the output pixel's center, summing
-    to 1."""
+    """[new_side, side]: each row a triangle of half-width side/new_side about its pixel's center, of sum 1."""
     ratio = side / new_side
     centers = (np.arange(new_side) + 0.5) * ratio - 0.5
     weights = np.maximum(0, 1 - np.abs(np.arange(side) - centers[:, None]) / ratio)
@@ -132,11 +120,7 @@ def _downsampling_matrix(side: int, new_side: int) -> np.ndarray:
 
 
 def tta_views(images: tf.Tensor, level: int) -> list[tuple[float, tf.Tensor]]:
-    """(weight, images) of each view of a level of test-time augmentation, as `TTA_LEVELS` defines them.
-
-    Raises:
-      ValueError: there is no such level.
-    """
+    """(weight, images) of each view of a level of test-time augmentation; a ValueError if there is no such level."""
     if level not in TTA_LEVELS:
         raise ValueError(f"tta={level} is not one of {describe_tta_levels()}")
     return [(view.weight, _make_view(images, view)) for view in TTA_LEVELS[level]]
@@ -148,4 +132,4 @@ def _make_view(images: tf.Tensor, view: TtaView) -> tf.Tensor:
         padded = tf.pad(images, [[0, 0], [pad, pad], [pad, pad], [0, 0]], "REFLECT")
         start = pad + view.shift
         images = padded[:, start : start + height, start : start + width]
-    return mirror(images) if view.mirrored else images
+    return tf.reverse(images, [2]) if view.mirrored else images

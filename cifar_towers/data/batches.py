@@ -32,11 +32,9 @@ class Batch(NamedTuple):
 class Batches:
     """The batches of a run over `split`, by step.
 
-    Every epoch is a new permutation of all examples, cut into `steps_per_epoch` full batches; the remainder is left
-    out of that epoch.
+    Every epoch is a new permutation of all examples, cut into `steps_per_epoch` full batches; the rest is left out.
 
     Args:
-      split: the examples.
       batch_size: B, for all towers together.
       seed: with the step, determines order, flips and all other random numbers.
       rows: (first, count) of the rows of every batch to make here; other workers make the others.

@@ -20,11 +20,7 @@ UNUSABLE = (OSError, RuntimeError)  # the cache cannot be read or written, or th
 
 
 def directory() -> Path:
-    """`$XDG_CACHE_HOME/cifar_towers`, or `~/.cache/cifar_towers`.
-
-    Raises:
-      RuntimeError: the user has no home directory.
-    """
+    """`$XDG_CACHE_HOME/cifar_towers`, or `~/.cache/cifar_towers`; a RuntimeError without a home directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cifar_towers"
 
 
@@ -59,8 +55,13 @@ def save(name: str, split: Split) -> None:
         path = directory() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_io.locked(path.parent / ".lock") as is_ours:
-            if is_ours:
-                _write(path, split)
+            if not is_ours:
+                return
+            with atomic_io.temporary_beside(path) as temporary:
+                with temporary.open("wb") as file:
+                    np.save(file, split.images)
+                    np.save(file, split.labels)
+                atomic_io.replace(temporary, path)
     except UNUSABLE as error:
         log.info("%s cannot be cached (%s); the next start decodes it again", name, error_text(error))
 
@@ -73,11 +74,3 @@ def _read(file) -> Split | None:
     except Exception:  # NumPy raises errors of all kinds on damaged headers
         return None
     return None if file.read(1) else split
-
-
-def _write(path: Path, split: Split) -> None:
-    with atomic_io.temporary_beside(path) as temporary:
-        with temporary.open("wb") as file:
-            np.save(file, split.images)
-            np.save(file, split.labels)
-        atomic_io.replace(temporary, path)

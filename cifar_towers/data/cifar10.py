@@ -26,12 +26,8 @@ DIGESTS = {  # `Split.digest` of the decoded splits
 PREPARE_AGAIN = "delete the copy, and it is prepared again"
 
 
-def locate(data_dir: str = "", timeout_seconds: float = 3.0) -> Path:
+def locate(data_dir: str = "") -> Path:
     """TFDS's directory, once it is known within seconds that CIFAR-10 is there, is cached or can be downloaded.
-
-    Args:
-      data_dir: as for `tfds_source.tfds_directory`.
-      timeout_seconds: how long to wait for the download's host.
 
     Raises:
       DataError: there is no copy, decoded or prepared, no archive to prepare one from, and no way to download it.
@@ -39,7 +35,7 @@ def locate(data_dir: str = "", timeout_seconds: float = 3.0) -> Path:
     directory = tfds_source.tfds_directory(data_dir)
     archive = _archive(directory)
     cached = all(cache.contains(_cache_name(name)) for name in SIZES)
-    if cached or is_prepared(directory) or archive.exists() or reachable(f"https://{SOURCE_HOST}", timeout_seconds):
+    if cached or is_prepared(directory) or archive.exists() or reachable(f"https://{SOURCE_HOST}"):
         return directory
     raise DataError(
         f"no CIFAR-10 in {directory} and {SOURCE_HOST} does not answer; put {ARCHIVE} into {archive.parent}, "
@@ -53,7 +49,7 @@ def is_prepared(directory: Path) -> bool:
 
 
 def load(directory: Path) -> tuple[Split, Split]:
-    """Train and test as arrays, verified.
+    """Train and test as arrays, verified: from the cache, or else from the prepared copy.
 
     Raises:
       DataError: the copy cannot be prepared or read, or is not CIFAR-10 to the last bit.
@@ -62,11 +58,7 @@ def load(directory: Path) -> tuple[Split, Split]:
 
 
 def read_split(directory: Path, name: str) -> Split:
-    """`train` or `test` as arrays, verified: from the cache, or else from the prepared copy.
-
-    Raises:
-      DataError: as `load`.
-    """
+    """`train` or `test` as by `load`."""
     split = cache.load(_cache_name(name), DIGESTS[name])
     if split:
         directory = cache.directory()
@@ -80,11 +72,7 @@ def read_split(directory: Path, name: str) -> Split:
 
 
 def verify(name: str, split: Split) -> None:
-    """Compare a split with the published counts and the known digest.
-
-    Raises:
-      DataError: naming the split and what differs.
-    """
+    """Raises a DataError if a split differs from the published counts or the known digest."""
     counts, per_class = split.class_counts(), SIZES[name] // len(CLASSES)
     if len(split.labels) != SIZES[name] or (counts != per_class).any():
         raise DataError(
@@ -99,8 +87,7 @@ def verify(name: str, split: Split) -> None:
 
 
 def _archive(directory: Path) -> Path:
-    """Where TFDS expects a manually downloaded archive."""
-    return directory / "downloads" / "manual" / ARCHIVE
+    return directory / "downloads" / "manual" / ARCHIVE  # where TFDS expects a manually downloaded one
 
 
 def _cache_name(name: str) -> str:

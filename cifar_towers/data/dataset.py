@@ -78,8 +78,7 @@ class Dataset(NamedTuple):
         return {name: split.digest for name, split in splits.items() if len(split.labels)}
 
     def changed_splits(self, metadata: Mapping) -> list[str]:
-        """Names of the splits whose digests differ from those in a checkpoint's metadata. Those of earlier versions
-        lack some digests, which then count as equal."""
+        """Names of the splits whose digests differ from a checkpoint's; one that it lacks counts as equal."""
         return [name for name, digest in self.digests().items() if metadata.get(f"{name}_sha256", digest) != digest]
 
 
@@ -90,8 +89,7 @@ def chunks(images: np.ndarray, pixels: int) -> Iterator[np.ndarray]:
 
 
 def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per channel of [n, H, W, C] uint8 images, in levels, from exact counts. The standard
-    deviation of a constant channel is given as 1."""
+    """Mean and standard deviation (1 if it is 0) per channel of [n, H, W, C] uint8 images, from exact counts."""
     levels = np.arange(256)
     means, stds = [], []
     for channel in range(images.shape[3]):
@@ -105,10 +103,7 @@ def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def split_validation(train: Split, count: int) -> tuple[Split, Split]:
-    """Hold `count` examples out of train: (the rest, the held out). They are the same in every run.
-
-    They are the last `count` of one fixed shuffle, so they do not depend on the stored order of the classes.
-    """
+    """(the rest, the held out): the last `count` examples of one fixed shuffle, the same in every run."""
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train.labels))
     rest, held_out = np.sort(order[: len(order) - count]), np.sort(order[len(order) - count :])
     return (train.take(rest) if count else train), train.take(held_out)

@@ -23,8 +23,7 @@ LAYOUT = "it needs a subfolder of images for each class, or train/ and test/ wit
 
 
 class Folder(NamedTuple):
-    """The image files of a folder by class, for training and for testing, in an order that does not depend on the
-    machine."""
+    """The image files of a folder by class, in an order that does not depend on the machine."""
 
     root: Path
     train: dict[str, list[Path]]
@@ -91,11 +90,7 @@ def _scan(root: Path) -> Folder:
 
 
 def _list_classes(root: Path) -> dict[str, list[Path]]:
-    """The subfolders' names and the images in and below each, sorted; hidden files and folders are ignored.
-
-    Raises:
-      DataError: naming folders that cannot be read.
-    """
+    """The subfolders' names and the images in and below each, sorted; hidden files and folders are ignored."""
     classes, errors, num_ignored = {}, [], 0
     for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
         files = [
@@ -122,7 +117,6 @@ def _split(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def _hash(path: Path) -> bytes:
-    """Digest of an image's name and its class's."""
     return hashlib.sha256(os.fsencode(f"{path.parent.name}/{path.name}")).digest()
 
 
@@ -138,17 +132,13 @@ def _check(folder: Folder) -> None:
         raise DataError(f"{prefix}: {_listed(not_utf8)} is not valid UTF-8, which config.json needs; rename it")
     for split, classes in (("train", folder.train), ("test", folder.test)):
         if empty := [name for name in folder.train if not classes.get(name)]:
-            suffixes = ", ".join(image_files.SUFFIXES)
-            raise DataError(
-                f"{prefix}: no images of {_listed(empty)} to {split} on; every class needs some ({suffixes})"
-            )
+            needs = f"every class needs some ({', '.join(image_files.SUFFIXES)})"
+            raise DataError(f"{prefix}: no images of {_listed(empty)} to {split} on; {needs}")
 
 
-def _read(
-    classes: dict[str, list[Path]], class_names: Sequence[str], side: int
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Images, labels, and a message for each file that cannot be read."""
-    examples = [(path, label) for label, name in enumerate(class_names) for path in classes[name]]
+def _read(classes: dict[str, list[Path]], names: Sequence[str], side: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Images, labels by the order of `names`, and a message for each file that cannot be read."""
+    examples = [(path, label) for label, name in enumerate(names) for path in classes[name]]
     examples.sort(key=lambda example: _hash(example[0]))  # mixed, as some uses take the first examples
     paths, labels = zip(*examples, strict=True)
     levels, errors = image_files.read_all(paths, side)

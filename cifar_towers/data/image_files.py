@@ -75,8 +75,8 @@ def resize_all(images: np.ndarray, side: int) -> np.ndarray:
 
 
 def resize_square(image: Image.Image, side: int) -> np.ndarray:
-    """[side, side, 3] uint8: the central square, resized by antialiased bilinear resampling, upright by its EXIF
-    orientation. Much larger images are first averaged over blocks."""
+    """[side, side, 3] uint8: the central square, upright by its EXIF orientation, resized by antialiased bilinear
+    resampling; much larger images are first averaged over blocks."""
     sixteen_bits = image.mode.startswith("I")  # Pillow clips them when it converts to 8 bits
     transparent = image.has_transparency_data
     square = _central_square(image, "I" if sixteen_bits else "RGBA" if transparent else "RGB", REDUCING_GAP * side)
@@ -117,7 +117,11 @@ def _decode(file, side: int) -> np.ndarray:
     """Check the size in the header, then decode. Decoders raise errors of all kinds on damaged files."""
     try:
         with Image.open(file, formats=FORMATS) as image:
-            _check_pixels(image)
+            limit = MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_PIXELS
+            if image.width * image.height > limit:
+                kind = " of a WebP image" if limit < MAX_PIXELS else ""
+                size = f"{image.width} x {image.height} pixels"
+                raise PictureError(f"declares {size}; the limit{kind} is {limit // 1_000_000} megapixels")
             image.getexif()  # before the pixels: some formats cannot read it afterwards
             image.draft("RGB", (REDUCING_GAP * side, REDUCING_GAP * side))
             return resize_square(image, side)
@@ -129,14 +133,6 @@ def _decode(file, side: int) -> np.ndarray:
         raise PictureError(f"declares far more than the limit of {MAX_PIXELS // 1_000_000} megapixels") from error
     except Exception as error:
         raise PictureError(f"is damaged: {error_text(error, 100) or type(error).__name__}") from error
-
-
-def _check_pixels(image: Image.Image) -> None:
-    width, height = image.size
-    limit = MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_PIXELS
-    if width * height > limit:
-        kind = " of a WebP image" if limit < MAX_PIXELS else ""
-        raise PictureError(f"declares {width} x {height} pixels; the limit{kind} is {limit // 1_000_000} megapixels")
 
 
 def _central_square(image: Image.Image, mode: str, min_side: int) -> Image.Image:

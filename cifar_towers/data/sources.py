@@ -51,11 +51,7 @@ TFDS = SourceType(  # every other name
 
 
 def find(dataset: str, data_dir: str = "") -> Source:
-    """Locate a data set within seconds.
-
-    Args:
-      dataset: a name in `SOURCES`, `auto`, `folder:<path>`, or a name that TensorFlow Datasets knows.
-      data_dir: TFDS's directory.
+    """Locate a data set: a name in `SOURCES`, `auto`, `folder:<path>`, or one of TFDS, whose directory is `data_dir`.
 
     Raises:
       DataError: CIFAR-10 or the folder cannot be read. UsageError: this cannot be the name of a data set.
@@ -66,7 +62,7 @@ def find(dataset: str, data_dir: str = "") -> Source:
     try:
         return find("cifar10", data_dir)
     except DataError as error:
-        return synthetic_fallback(error)
+        return _synthetic_fallback(error)
 
 
 def load(
@@ -85,21 +81,21 @@ def load(
     except DataError as error:
         if not fall_back or source.name != "cifar10" or cifar10.is_prepared(source.directory):
             raise
-        source = synthetic_fallback(error)
+        source = _synthetic_fallback(error)
         train, test = synthetic.load()
     if source.name != "cifar10":  # which logs this itself
         for name, split in (("train", train), ("test", test)):
             summary = f"{len(split.labels)} images of {len(split.info.class_names)} classes, sha256 {split.digest[:16]}"
             log.info("%s %s: %s", printable(source.name), name, summary)
-    train, test = (_resized(split, side) for split in (train, test))
+    if train.info.side != side:
+        train, test = (_resized(split, side) for split in (train, test))
     if validation_examples >= len(train.labels):
         raise UsageError(f"validation_examples={validation_examples} leaves none of {len(train.labels)} to train on")
     train, validation = split_validation(train, validation_examples)
     return source, Dataset(source.name, train, validation, test)
 
 
-def synthetic_fallback(reason: DataError) -> Source:
-    """The synthetic set in place of CIFAR-10, with a banner that explains it."""
+def _synthetic_fallback(reason: DataError) -> Source:
     banner = f"SYNTHETIC DATA, NOT CIFAR-10: accuracies of this run say nothing about CIFAR-10. Reason: {reason}"
     return Source("synthetic", banner=banner)
 
@@ -109,6 +105,4 @@ def _source_type(name: str) -> SourceType:
 
 
 def _resized(split: Split, side: int) -> Split:
-    if split.info.side == side:
-        return split
     return Split(image_files.resize_all(split.images, side), split.labels, split.info._replace(side=side))

@@ -7,8 +7,6 @@ import numpy as np
 
 from cifar_towers.data.dataset import DatasetInfo, Split
 
-NUM_TRAIN_EXAMPLES = 10_000
-NUM_TEST_EXAMPLES = 2_000
 SHAPES = ("disc", "square", "triangle", "cross", "ring")
 TEXTURES = ("striped", "chequered")
 CLASSES = tuple(f"{texture} {shape}" for texture in TEXTURES for shape in SHAPES)
@@ -17,7 +15,7 @@ SIDE = 32
 
 def load(seed: int = 0) -> tuple[Split, Split]:
     """Train and test of 10,000 and 2,000 images, determined by the seed."""
-    return make(NUM_TRAIN_EXAMPLES, seed, stream=0), make(NUM_TEST_EXAMPLES, seed, stream=1)
+    return make(10_000, seed, stream=0), make(2_000, seed, stream=1)
 
 
 def make(count: int, seed: int, stream: int) -> Split:
@@ -27,7 +25,9 @@ def make(count: int, seed: int, stream: int) -> Split:
     shape, texture = labels % len(SHAPES), labels // len(SHAPES)
     u, v = _rotated_grid(random, count)
     inside = np.choose(shape[:, None, None], _shapes(u, v))
-    marks = np.choose(texture[:, None, None], _textures(u, v, random, count))
+    wave = random.uniform(7, 10, (count, 1, 1)).astype("f4")
+    stripes = np.sin(wave * u) > 0
+    marks = np.where(texture[:, None, None] == 0, stripes, stripes ^ (np.sin(wave * v) > 0))
     figure, mark, background = _colors(random, count)
     painted = np.where(marks[..., None], mark, figure)
     images = np.where(inside[..., None], painted, background)
@@ -55,12 +55,6 @@ def _shapes(u, v):
         (square < 1) & (np.minimum(abs(u), abs(v)) < 0.33),
         (distance < 1) & (distance > 0.55),
     )
-
-
-def _textures(u, v, random, count):
-    wave = random.uniform(7, 10, (count, 1, 1)).astype("f4")
-    stripes = np.sin(wave * u) > 0
-    return stripes, stripes ^ (np.sin(wave * v) > 0)
 
 
 def _colors(random, count):

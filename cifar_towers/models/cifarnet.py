@@ -23,31 +23,21 @@ def cifarnet(side: int = 24, dtype: str = "float32", num_classes: int = 10) -> k
     x = keras.layers.Flatten(name="flatten", **options)(x)
     x = _dense("local3", 384, std=0.04, bias=0.1, activation="relu", options=options)(x)
     x = _dense("local4", 192, std=0.04, bias=0.1, activation="relu", options=options)(x)
-    logits = _dense(
-        "softmax_linear", num_classes, std=1 / 192, bias=0.0, activation=None, options={"dtype": logits_dtype(dtype)}
-    )(x)
+    logits_options = {"dtype": logits_dtype(dtype)}
+    logits = _dense("softmax_linear", num_classes, std=1 / 192, bias=0.0, activation=None, options=logits_options)(x)
     return keras.Model(images, logits, name="cifarnet")
 
 
 def _conv(name, bias, options):
-    return Conv2D(
-        64,
-        5,
-        padding="same",
-        activation="relu",
-        name=name,
-        kernel_initializer=keras.initializers.TruncatedNormal(stddev=0.05),
-        bias_initializer=keras.initializers.Constant(bias),
-        **options,
-    )
+    return Conv2D(64, 5, padding="same", activation="relu", name=name, **_initializers(0.05, bias), **options)
 
 
 def _dense(name, units, std, bias, activation, options):
-    return keras.layers.Dense(
-        units,
-        activation=activation,
-        name=name,
-        kernel_initializer=keras.initializers.TruncatedNormal(stddev=std),
-        bias_initializer=keras.initializers.Constant(bias),
-        **options,
-    )
+    return keras.layers.Dense(units, activation=activation, name=name, **_initializers(std, bias), **options)
+
+
+def _initializers(std, bias):
+    return {
+        "kernel_initializer": keras.initializers.TruncatedNormal(stddev=std),
+        "bias_initializer": keras.initializers.Constant(bias),
+    }

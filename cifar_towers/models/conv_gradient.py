@@ -51,16 +51,10 @@ def _is_faster(images: tf.Tensor, kernel: tf.Tensor, strides: int, padding: str)
     high, wide, channels, filters = kernel.shape
     if strides != 1 or padding.upper() != "SAME" or high % 2 == 0 or wide % 2 == 0 or None in images.shape[1:]:
         return False
-    if not _on_cpu(images):
+    on_cpu = "CPU" in images.device if images.device else not tf.config.list_logical_devices("GPU")
+    if not on_cpu:
         return False
     if images.dtype == tf.bfloat16:
         return channels >= 128
     slow = "avx2" in processor_features() and "avx512f" not in processor_features()
     return images.dtype == tf.float32 and slow and channels >= 24 and filters >= 64
-
-
-def _on_cpu(tensor: tf.Tensor) -> bool:
-    """Whether the operation that computes a tensor is on a CPU: by its device, or for want of a GPU."""
-    if tensor.device:
-        return "CPU" in tensor.device
-    return not tf.config.list_logical_devices("GPU")

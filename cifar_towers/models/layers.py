@@ -86,6 +86,8 @@ def _synchronized_batch_norm(images, gamma, beta, epsilon):
     two sums over the batch averaged over the towers.
     """
 
+    positions = float(images.shape[:3].num_elements())  # values per channel
+
     @tf.custom_gradient
     def norm(images, gamma, beta):
         local_mean, local_variance = _moments(images)
@@ -103,14 +105,14 @@ def _synchronized_batch_norm(images, gamma, beta, epsilon):
                 epsilon=epsilon,
                 is_training=False,
             )
-            sums = all_reduce_mean(tf.stack([to_beta, to_gamma])) / _positions(images)
+            sums = all_reduce_mean(tf.stack([to_beta, to_gamma])) / positions
             inverse_std = tf.math.rsqrt(variance + epsilon)
             slope = gamma * tf.square(inverse_std) * sums[1]
             shift = gamma * inverse_std * sums[0] - slope * mean
             through_moments = tf.cast(tf.cast(images, tf.float32) * slope + shift, images.dtype)
             return to_images - through_moments, to_gamma, to_beta
 
-        count = _positions(images) * num_replicas()
+        count = positions * num_replicas()
         unbiased = variance * (count / (count - 1))
         return (_normalize(images, gamma, beta, mean, variance, epsilon), mean, unbiased), gradient
 
@@ -121,11 +123,6 @@ def _synchronized_batch_norm(images, gamma, beta, epsilon):
 def _moments(images):
     """Mean and variance of each channel, in float32."""
     return tf.nn.moments(tf.cast(images, tf.float32), [0, 1, 2])
-
-
-def _positions(images) -> float:
-    """Number of values per channel in a batch of images."""
-    return float(images.shape[0] * images.shape[1] * images.shape[2])
 
 
 def has_batch_norm(model: keras.Model) -> bool:

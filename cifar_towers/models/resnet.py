@@ -11,9 +11,6 @@ from cifar_towers.models.layers import BatchNorm, Conv2D, PadChannels, logits_dt
 def resnet(side: int = 32, dtype: str = "float32", num_classes: int = 10, *, depth: int = 20) -> keras.Model:
     """[B, side, side, 3] normalized images -> [B, num_classes] logits, float32 or wider.
 
-    Args:
-      depth: number of layers, 6n + 2: 20, 32, 44, 56, 110.
-
     Raises:
       ValueError: a depth that is not 6n + 2.
     """
@@ -43,7 +40,6 @@ def _block(x, channels, stride, name, options):
 
 
 def _conv_norm(x, channels, stride, name, options):
-    x = Conv2D(
-        channels, 3, stride, "same", use_bias=False, kernel_initializer="he_normal", name=f"{name}_conv", **options
-    )(x)
+    conv_options = {"use_bias": False, "kernel_initializer": "he_normal", **options}
+    x = Conv2D(channels, 3, stride, "same", name=f"{name}_conv", **conv_options)(x)
     return BatchNorm(momentum=0.9, name=f"{name}_norm", **options)(x)

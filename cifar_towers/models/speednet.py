@@ -30,8 +30,7 @@ def speednet(
     """[B, side, side, 3] normalized images -> [B, num_classes] logits, float32 or wider; any side from 18 if None.
 
     Args:
-      widths: channels of the three groups.
-      convs: convolutions in each group.
+      widths: channels of the three groups, of `convs` convolutions each.
       later_activation: `gelu` or `silu` in the groups; the one after the whitening is GELU.
       momentum: of the batch norms: the fraction of the moving statistics that each step keeps.
       head_std: initial standard deviation of the head's weights; uniform +-1/sqrt(fan_in) if None.
@@ -47,26 +46,18 @@ def speednet(
     for group, width in enumerate(widths, 1):
         x = _group(x, width, convs, later_activation, momentum, residual, f"group{group}", options)
     x = keras.layers.GlobalMaxPooling2D(name="pool", **options)(x)
-    head = keras.layers.Dense(
-        num_classes, use_bias=False, kernel_initializer=_head_initializer(head_std), name="head", **options
-    )
-    logits = keras.layers.Rescaling(1 / logit_divisor, dtype=logits_dtype(dtype), name="logits")(head(x))
+    initializer = _uniform() if head_std is None else ScaledUniform(head_std)
+    x = keras.layers.Dense(num_classes, use_bias=False, kernel_initializer=initializer, name="head", **options)(x)
+    logits = keras.layers.Rescaling(1 / logit_divisor, dtype=logits_dtype(dtype), name="logits")(x)
     return keras.Model(images, logits, name="speednet")
 
 
 def _group(x, width, convs, activation, momentum, residual, name, options):
     """conv, pool, then `convs` times norm and activation with a convolution between each two."""
     first = x
+    conv_options = {"padding": "same", "use_bias": False, "kernel_initializer": IdentityFirst(), **options}
     for index in range(1, convs + 1):
-        x = Conv2D(
-            width,
-            3,
-            padding="same",
-            use_bias=False,
-            kernel_initializer=IdentityFirst(),
-            name=f"{name}_conv{index}",
-            **options,
-        )(x)
+        x = Conv2D(width, 3, name=f"{name}_conv{index}", **conv_options)(x)
         if index == 1:
             x = keras.layers.MaxPooling2D(2, name=f"{name}_pool", **options)(x)
         x = BatchNorm(momentum, scale=False, name=f"{name}_norm{index}", **options)(x)
@@ -149,7 +140,3 @@ def _patches(images: np.ndarray) -> np.ndarray:
 def _uniform():
     """Uniform on +-1/sqrt(fan_in)."""
     return keras.initializers.VarianceScaling(1 / 3, mode="fan_in", distribution="uniform")
-
-
-def _head_initializer(std: float | None):
-    return _uniform() if std is None else ScaledUniform(std)

@@ -12,10 +12,7 @@ LayerAndWeights = tuple[keras.layers.Layer, list[np.ndarray]]  # the weights are
 
 
 def to_stock_layers(model: keras.Model) -> keras.Model:
-    """A model of stock layers with the same weights that computes what `model` does in evaluation.
-
-    A functional model; without layers of this project it is returned unchanged.
-    """
+    """A functional model of stock layers with the same weights and outputs in evaluation; `model` if it is one."""
     if not any(type(layer) in STOCK_EQUIVALENTS for layer in model.layers):
         return model
     return replace_layers(model, STOCK_EQUIVALENTS)
@@ -53,15 +50,10 @@ def _batch_norm(layer: BatchNorm) -> LayerAndWeights:
     return copy, [weight.numpy() for weight in weights]
 
 
-def _activation(layer: Activation) -> LayerAndWeights:
-    return keras.layers.Activation(layer.function, **_common(layer)), []
-
-
 def _pad_channels(layer: PadChannels) -> LayerAndWeights:
     """A 1x1 convolution with a stride, whose kernel is ones and zeros."""
     channels = layer.input.shape[-1]
-    missing = layer.channels - channels
-    kernel = np.eye(channels, layer.channels, missing // 2, dtype="f4")
+    kernel = np.eye(channels, layer.channels, (layer.channels - channels) // 2, dtype="f4")
     copy = keras.layers.Conv2D(layer.channels, 1, layer.stride, use_bias=False, **_common(layer))
     return copy, [kernel[None, None]]
 
@@ -91,7 +83,7 @@ STOCK_EQUIVALENTS: dict[type, Callable[..., LayerAndWeights]] = {
     Conv2D: _convolution,
     Whitening: _convolution,
     BatchNorm: _batch_norm,
-    Activation: _activation,
+    Activation: lambda layer: (keras.layers.Activation(layer.function, **_common(layer)), []),
     PadChannels: _pad_channels,
     LocalResponseNorm: _local_response_norm,
 }

@@ -24,11 +24,8 @@ from cifar_towers.towers.keras_parallel import overridden_step
 
 SEEDED = "for random numbers use a keras.random.SeedGenerator"
 NUM_IMAGES = 4  # of the batch that a model is checked with
-ROUNDING = (
-    1e-3  # of the largest value of a layer's output: smaller differences between two calls are not random numbers
-)
-# Operations that probabilities may pass through after the softmax
-PASS_THROUGH = ("Identity", "Cast", "Reshape", "Squeeze")
+ROUNDING = 1e-3  # of a layer's largest output: smaller differences between two calls are not random numbers
+PASS_THROUGH = ("Identity", "Cast", "Reshape", "Squeeze")  # operations that may follow the softmax
 
 
 class ModelError(ValueError):
@@ -42,7 +39,7 @@ def load_function(source: str, name: str) -> Callable[..., keras.Model]:
       ModelError: there is no such file, module or function, or importing it fails.
     """
     with _as_model_errors(f"{source} cannot be imported"):
-        module = _import_file(Path(source).expanduser()) if source.endswith(".py") else _import_module(source)
+        module = _import(source)
     function = getattr(module, name, None)
     if not callable(function):
         functions = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value))
@@ -56,10 +53,14 @@ def build_model(function: Callable[..., keras.Model], side: int, num_classes: in
     Passes `side`, `num_classes` and `dtype` to `function` if it has arguments of these names.
 
     Raises:
-      ModelError: it fails, or returns a model that towers cannot train; see `check_model`.
+      ModelError: it fails, or returns a model that towers cannot train, naming the layer where there is one: other
+        input or output shapes, probabilities instead of logits, variables that are not weights, random numbers without
+        a seed, no weights to train, or two variables of a name.
     """
     arguments = {"side": side, "num_classes": num_classes, "dtype": policy}
-    with _as_model_errors("the model cannot be built"), _dtype_policy(policy):
+    with _as_model_errors("the model cannot be built"), contextlib.ExitStack() as stack:
+        stack.callback(keras.config.set_dtype_policy, keras.config.dtype_policy())
+        keras.config.set_dtype_policy(policy)
         parameters = inspect.signature(function).parameters
         model = function(**{name: value for name, value in arguments.items() if name in parameters})
         if not isinstance(model, keras.Model):
@@ -68,17 +69,11 @@ def build_model(function: Callable[..., keras.Model], side: int, num_classes: in
         if step:
             raise ModelError(f"it overrides {step}, which towers would not run; leave it out")
         model = _as_functional(model, side)
-    check_model(model, side, num_classes)
+    _check_model(model, side, num_classes)
     return model
 
 
-def check_model(model: keras.Model, side: int, num_classes: int) -> None:
-    """Raises unless towers can train a functional model.
-
-    Raises:
-      ModelError: naming the layer where there is one: other input or output shapes, probabilities instead of logits,
-        variables that are not weights, random numbers without a seed, no weights to train, or two variables of a name.
-    """
+def _check_model(model: keras.Model, side: int, num_classes: int) -> None:
     if not model.trainable_variables:
         raise ModelError("it has no weights to train")
     paths = [variable.path for variable in model.variables]
@@ -123,40 +118,23 @@ def _as_model_errors(message: str) -> Iterator[None]:
         raise ModelError(f"{message}: {_error_line(error)}") from error
 
 
-def _import_file(path: Path):
-    if not path.is_file():
+def _import(source: str):
+    path = Path(source).expanduser()
+    is_file = source.endswith(".py")
+    if is_file and not path.is_file():
         raise ModelError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    with _first_on_path(str(path.parent)):
-        spec.loader.exec_module(module)
-    return module
-
-
-def _import_module(name: str):
-    with _first_on_path(""):
-        return importlib.import_module(name)
-
-
-@contextlib.contextmanager
-def _first_on_path(directory: str) -> Iterator[None]:
-    """Searches `directory` first, as Python does for the directory of the script it runs."""
-    sys.path.insert(0, directory)
+    directory = str(path.parent) if is_file else ""
+    sys.path.insert(0, directory)  # as Python does for the directory of the script it runs
     try:
-        yield
+        if not is_file:
+            return importlib.import_module(source)
+        spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
     finally:
         sys.path.remove(directory)
-
-
-@contextlib.contextmanager
-def _dtype_policy(policy: str) -> Iterator[None]:
-    previous = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    try:
-        yield
-    finally:
-        keras.config.set_dtype_policy(previous)
 
 
 def _as_functional(model: keras.Model, side: int) -> Functional:
@@ -172,8 +150,8 @@ def _as_functional(model: keras.Model, side: int) -> Functional:
 
 def _values(model: keras.Model) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Values of the trainable and of the non-trainable variables."""
-    weights = [tf.convert_to_tensor(variable.value) for variable in model.trainable_variables]
-    return weights, [tf.convert_to_tensor(variable.value) for variable in model.non_trainable_variables]
+    kinds = model.trainable_variables, model.non_trainable_variables
+    return tuple([tf.convert_to_tensor(variable.value) for variable in kind] for kind in kinds)
 
 
 def _trace(model: keras.Model, side: int) -> tf.Graph:
@@ -239,7 +217,7 @@ def _check_output(output, model: keras.Model, num_classes: int) -> None:
 
 
 def _source_op(tensor: tf.Tensor, skipped: Sequence[str]) -> tf.Operation:
-    """The operation that computes a tensor, without those of the types `skipped` after it."""
+    """The operation that computes a tensor, before those of the types `skipped`."""
     op = tensor.op
     while op.type in skipped:
         op = op.inputs[0].op
@@ -249,9 +227,7 @@ def _source_op(tensor: tf.Tensor, skipped: Sequence[str]) -> tf.Operation:
 def _layer_of(op_name: str, model: keras.Model) -> str:
     """The innermost layer in the name of an operation."""
     names = {layer.name for layer in model._flatten_layers(include_self=False)}
-    scopes = (
-        re.sub(r"_\d+$", "", scope) for scope in op_name.split("/")
-    )  # Keras may open a layer's scope twice a call
+    scopes = [re.sub(r"_\d+$", "", scope) for scope in op_name.split("/")]  # Keras may open a scope twice a call
     layers = [scope for scope in scopes if scope in names]
     return f"layer {layers[-1]}" if layers else "the model"
 

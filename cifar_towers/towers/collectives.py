@@ -47,18 +47,14 @@ def run_on_towers_synchronized(
     return results
 
 
+@tf.custom_gradient
 def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
     """The mean of `tensor` over all towers, on each tower, differentiable; `tensor` itself if there is one tower.
 
     Call it inside `run_on_towers_synchronized`, or inside `tf.distribute.Strategy.run` to average over replicas.
     If L_k is the loss of tower k, the mean of the towers' gradients of their own losses is the gradient of mean(L_k).
     """
-
-    @tf.custom_gradient
-    def mean(tensor):
-        return _mean(tensor), _mean
-
-    return mean(tensor)
+    return _mean(tensor), _mean
 
 
 def num_replicas() -> int:

@@ -55,7 +55,7 @@ def step_bytes(
     synchronized batch normalization sends more.
 
     Args:
-      variables: the model's, in the order of their creation, on which their placement depends.
+      variables: in the order of their creation, on which their placement depends.
       exchange: one of `EXCHANGES`.
       towers: the K towers' devices, as `/GPU:0`. The host, `/CPU:0`, may be one of them.
       batch_size: B, shared as `split_batch` does.
@@ -115,25 +115,21 @@ def predict(
 
     Assumptions: every GPU, and the host, has one full-duplex link to a switch that is never the bottleneck. Read,
     compute, gather and scatter follow one another, and each transfer takes the time of the busiest direction of a link
-    plus the latency of its messages. In a phase, a device sends one message to each other device, all at once; a ring
-    sends 2 (K-1) messages one after another. A real step sends a gradient as soon as it is computed, so without
-    `overlap` transfers are overestimated. Underestimated: messages have no latency unless it is given, K devices
-    compute K times as fast as one, averages and updates are free. Efficiency is images per second, divided by K times
-    those of one GPU that has all variables.
+    plus the latency of its messages: one to each other device, all at once, or 2 (K-1) one after another in a ring.
+    Without `overlap` transfers are overestimated, as a real step sends a gradient as soon as it is computed.
+    Underestimated: K devices compute K times as fast as one, averages and updates are free. Efficiency is images per
+    second, divided by K times those of one GPU that has all variables.
 
     Args:
       compute_seconds: measured on one device, for `batch_size` examples.
-      batch_size: of all devices together, whatever K is: strong scaling.
+      batch_size: of all devices together (strong scaling), or with `per_device_batch` of each (weak scaling).
       link_gb_per_s: 10^9 bytes a second, each direction.
       exchanges: some of `EXCHANGES`; all if empty.
-      per_device_batch: `batch_size` is that of each device, and the whole batch grows with K: weak scaling.
       overlap: the fraction of the computing time in which the links work too, 0 to 1.
       latency_seconds: time of one message apart from its bytes.
-      variables, example_bytes, gradient_device: as in `step_bytes`.
 
     Raises:
-      ValueError: as `step_bytes` does; an overlap outside 0 to 1; a negative latency; more devices than examples; or
-        another time, a rate or a number of devices or examples that is not positive.
+      ValueError: as `step_bytes` does; more devices than examples; or a number outside its range.
     """
     if min(compute_seconds, link_gb_per_s, batch_size, *num_towers) <= 0 or not 0 <= overlap <= 1:
         raise ValueError("compute_seconds, batch_size, link_gb_per_s, num_towers must be above 0, overlap from 0 to 1")
@@ -163,15 +159,13 @@ def _transfer_seconds(phases: StepBytes, exchange: str, count: int, gb_per_s: fl
     return sum(busiest) / (gb_per_s * 1e9) + latency * messages
 
 
-def _shared(
-    variables: Sequence[VariableBytes], placement: str, towers: Sequence[str], gradient_device: str
-) -> StepBytes:
+def _shared(variables: Sequence[VariableBytes], placement: str, towers: Sequence[str], mean_on: str) -> StepBytes:
     phases = StepBytes(Counter(), Counter(), Counter())
     choose = PLACEMENTS[placement](towers)  # slots and averages are created later: they do not change these choices
     for size, role in variables:
         device = choose(lambda size=size: size, "")
         returned = size if role != "frozen" else 0
-        mean_device = gradient_device if gradient_device and role == "weight" else device
+        mean_device = mean_on if mean_on and role == "weight" else device
         for tower in towers:
             phases.read[device, tower] += size
             phases.gather[tower, mean_device] += returned

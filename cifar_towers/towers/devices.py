@@ -3,6 +3,7 @@
 Call `make_towers(n)` once, before any other TensorFlow operation: TensorFlow fixes its devices at first use.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -61,37 +62,33 @@ def make_towers(
       RuntimeError: TensorFlow is already running with too few devices.
     """
     plan = plan_devices(num_towers, len(tf.config.get_visible_devices("GPU")), soft_placement)
-    prepare_devices(
-        plan,
-        soft_placement=soft_placement,
-        gpu_memory_growth=gpu_memory_growth,
-        gpu_memory_limit_mb=gpu_memory_limit_mb,
-        intra_op_threads=intra_op_threads,
-    )
-    towers = _initialized_towers(plan)
+    prepare_devices(plan, soft_placement, gpu_memory_growth, gpu_memory_limit_mb, intra_op_threads)
+    available, needed = len(tf.config.list_logical_devices(plan.kind)), len(plan.physical)
+    if available < needed:
+        raise RuntimeError(
+            f"TensorFlow already runs with {available} {plan.kind} devices, too few for {needed} towers: "
+            "call make_towers before any other TensorFlow operation"
+        )
     _log_plan(plan)
-    return towers
+    return [Tower(index, f"/{plan.kind}:{index}") for index in range(needed)]
 
 
 def prepare_devices(
     plan: DevicePlan,
-    *,
     soft_placement: bool = True,
     gpu_memory_growth: bool = True,
     gpu_memory_limit_mb: int = 0,
     intra_op_threads: int = 0,
 ) -> None:
     """Configures the devices of a plan without initializing them; arguments as of `make_towers`."""
-    gpus = tf.config.get_visible_devices("GPU")
-    try:
+    with contextlib.suppress(RuntimeError):  # already initialized, as in a notebook's second cell
         tf.config.set_soft_device_placement(soft_placement)
         _set_threads(plan, intra_op_threads)
         if plan.kind == "GPU":
-            _divide_gpus(gpus, plan, gpu_memory_growth, gpu_memory_limit_mb)
+            _divide_gpus(tf.config.get_visible_devices("GPU"), plan, gpu_memory_growth, gpu_memory_limit_mb)
         else:
-            _divide_cpu(len(plan.physical))
-    except RuntimeError:  # already initialized, as in a notebook's second cell: use the devices if they suffice
-        pass
+            cpu, parts = tf.config.list_physical_devices("CPU")[0], len(plan.physical)
+            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * parts)
 
 
 def plan_devices(num_towers: int, num_gpus: int, soft_placement: bool = True) -> DevicePlan:
@@ -115,17 +112,6 @@ def plan_devices(num_towers: int, num_gpus: int, soft_placement: bool = True) ->
     return DevicePlan("GPU", tuple(i * num_gpus // count if count > num_gpus else i for i in range(count)), note)
 
 
-def _initialized_towers(plan: DevicePlan) -> list[Tower]:
-    count = len(plan.physical)
-    logical = tf.config.list_logical_devices(plan.kind)
-    if len(logical) < count:
-        raise RuntimeError(
-            f"TensorFlow already runs with {len(logical)} {plan.kind} devices, too few for {count} towers: "
-            "call make_towers before any other TensorFlow operation"
-        )
-    return [Tower(i, f"/{plan.kind}:{i}") for i in range(count)]
-
-
 def _log_plan(plan: DevicePlan) -> None:
     if plan.note:
         log.info(plan.note)
@@ -143,14 +129,9 @@ def _set_threads(plan: DevicePlan, intra_op_threads: int) -> None:
     towers = len(plan.physical)
     if plan.kind == "CPU":
         tf.config.threading.set_inter_op_parallelism_threads(max(towers, min(2, cores)))
-        tf.config.threading.set_intra_op_parallelism_threads(intra_op_threads or max(1, cores // towers))
-    elif intra_op_threads:
+        intra_op_threads = intra_op_threads or max(1, cores // towers)
+    if intra_op_threads:
         tf.config.threading.set_intra_op_parallelism_threads(intra_op_threads)
-
-
-def _divide_cpu(count: int) -> None:
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
 
 
 def _divide_gpus(gpus, plan: DevicePlan, growth: bool, limit_mb: int) -> None:
@@ -160,10 +141,8 @@ def _divide_gpus(gpus, plan: DevicePlan, growth: bool, limit_mb: int) -> None:
     for index, gpu in enumerate(used):
         if divide:
             shares = plan.physical.count(index)
-            share_mb = (limit_mb or _gpu_memory_mb(index)) // shares
-            tf.config.set_logical_device_configuration(
-                gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=share_mb)] * shares
-            )
+            share = tf.config.LogicalDeviceConfiguration((limit_mb or _gpu_memory_mb(index)) // shares)
+            tf.config.set_logical_device_configuration(gpu, [share] * shares)
         else:  # TensorFlow does not allow growth where any GPU is divided
             tf.config.experimental.set_memory_growth(gpu, growth)
 

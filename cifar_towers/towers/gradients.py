@@ -47,8 +47,7 @@ def _mean(gradients: list, device: str, fractions: list[float]):
         if all(isinstance(g, tf.IndexedSlices) for g, _ in present):
             values = tf.concat([g.values * tf.constant(fraction, g.dtype) for g, fraction in present], 0)
             return tf.IndexedSlices(values, tf.concat([g.indices for g, _ in present], 0), present[0][0].dense_shape)
-        dense = [(tf.convert_to_tensor(g), fraction) for g, fraction in present]
-        return tf.add_n([g * tf.constant(fraction, g.dtype) for g, fraction in dense])
+        return tf.add_n([tf.convert_to_tensor(g) * tf.constant(fraction, g.dtype) for g, fraction in present])
 
 
 def _device(variable) -> str:

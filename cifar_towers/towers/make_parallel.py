@@ -21,7 +21,6 @@ def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **t
 
     Args:
       fn: called with keywords, each a shard [B/K, ...]; returns a structure of tensors [B/K, ...].
-      num_towers: K, or a list of towers.
       **tensors: structures of tensors [B, ...]. Where K does not divide B, the first B mod K shards have one example
         more. Where B is unknown until the graph runs and is less than K, towers without an example compute the last
         example again, and their outputs are dropped.
@@ -44,13 +43,8 @@ def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **t
 def map_on_towers(fn: Callable[[Any], Any], dataset: tf.data.Dataset, towers: int | Sequence[Tower]) -> Iterator[Any]:
     """Yields `fn(batch)` for each batch of a dataset, in order, K batches at a time on K devices.
 
-    One graph runs all groups of K batches, another the last group if it has fewer; the last batch may be shorter. At
-    most K batches are in memory.
-
-    Args:
-      fn: called with one element of the dataset (a pair as a pair); returns a structure of tensors.
-      dataset: of batches.
-      towers: K, or a list of towers.
+    `fn` is called with one element (a pair as a pair) and returns a structure of tensors. One graph runs all groups of
+    K batches, another the last group if it has fewer; the last batch may be shorter. At most K batches are in memory.
     """
     towers = as_towers(towers)
 
@@ -58,14 +52,10 @@ def map_on_towers(fn: Callable[[Any], Any], dataset: tf.data.Dataset, towers: in
     def group_fn(batches):
         return run_on_towers(lambda tower, batch: fn(batch), towers[: len(batches)], batches)
 
-    @functools.cache
-    def graph_for(count: int):
-        return group_fn.get_concrete_function([dataset.element_spec] * count)
-
     def results():
         batches = iter(dataset)
         while group := list(itertools.islice(batches, len(towers))):
-            yield from graph_for(len(group))(group)
+            yield from group_fn.get_concrete_function([dataset.element_spec] * len(group))(group)
 
     return results()
 
@@ -122,11 +112,7 @@ def join_outputs(structures: list[Any], shards: list[Shard]) -> Any:
 
 
 def as_towers(towers: int | Sequence[Tower]) -> list[Tower]:
-    """`make_towers(towers)` for a number, else the towers as a list.
-
-    Raises:
-      ValueError: no towers.
-    """
+    """`make_towers(towers)` for a number, else the towers as a list; a ValueError if there are none."""
     towers = make_towers(towers) if isinstance(towers, int) else list(towers)
     if not towers:
         raise ValueError("no towers to run on; pass their number or a list from make_towers")

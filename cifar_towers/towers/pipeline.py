@@ -216,14 +216,11 @@ def _trace(functional: keras.Model, shape: Sequence[int | None]) -> list[_Call]:
         calls.append(_Call(layer, {names[id(tensor)]: tensor for tensor in inputs}, outputs))
         return result
 
-    keras.models.clone_model(
-        functional, input_tensors=[images], clone_function=lambda layer: layer, call_function=record
-    )
+    keras.models.clone_model(functional, [images], clone_function=lambda layer: layer, call_function=record)
     return calls
 
 
 def _cost(call: _Call) -> int:
-    """Estimated cost of a layer for one example, in multiply-adds."""
     elements = sum(math.prod(tensor.shape[1:]) for tensor in call.outputs.values())
     return _multiply_adds(call) + ELEMENT_COST * elements
 

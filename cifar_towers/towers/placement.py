@@ -109,12 +109,7 @@ def _variable_bytes(creation: dict) -> int:
 
 
 def placement_report(function, towers: Iterable[Tower]) -> str:
-    """A table of the devices of a traced step: each variable's, their total bytes, and each tower's operations.
-
-    Args:
-      function: a `tf.types.experimental.ConcreteFunction`.
-      towers: the towers it was traced for.
-    """
+    """The devices of a traced step, a `ConcreteFunction`: each variable's, their bytes, each tower's operations."""
     rows = [("variable", "shape", "bytes", "device")]
     bytes_on: Counter[str] = Counter()
     for variable in sorted(function.variables, key=lambda variable: variable.name):
@@ -131,10 +126,7 @@ def placement_report(function, towers: Iterable[Tower]) -> str:
 
 
 def tower_devices(function, tower: Tower, op_type: str = "") -> Counter[str]:
-    """Device -> number of operations in the tower's name scope (of one type, such as `Conv2D`, if given).
-
-    Reads of variables are not counted: they happen where the variable lives.
-    """
+    """Device -> number of operations in the tower's name scope, but reads of variables; of one type if given."""
     return Counter(
         short_device(op.device)
         for op in function.graph.get_operations()

@@ -27,7 +27,7 @@ def decoded(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cifar10, "SIZES", {name: len(split.labels) for name, split in SMALL.items()})
     monkeypatch.setattr(cifar10, "DIGESTS", {name: split.digest for name, split in SMALL.items()})
-    monkeypatch.setattr(cifar10, "reachable", lambda host, timeout: False)
+    monkeypatch.setattr(cifar10, "reachable", lambda host: False)
     monkeypatch.setattr(cifar10, "_from_tfds", decode)
     return names
 

@@ -80,72 +80,36 @@ def test_images_of_other_sizes_are_resized(tmp_path):
     assert data.train.images.shape == (8, 24, 24, 3) and data.info.side == 24
 
 
-def empty_folder(root):
-    root.mkdir()
-
-
-def one_class(root):
-    fill(root, [3])
-
-
-def class_missing_in_test(root):
-    fill(root / "train")
-    fill(root / "test", [0, 1, 3])
-
-
-def class_only_in_test(root):
-    fill(root / "train", [0, 1])
-    fill(root / "test", [0, 1, 2])
-
-
-def empty_class(root):
-    fill(root)
-    (root / "zebra").mkdir()
-
-
-def train_beside_something_else(root):
-    fill(root / "train")
-    fill(root / "held out")
-
-
-def train_and_test_of_other_names(root):
-    fill(root / "Training")
-    fill(root / "Testing")
-
-
-def class_in_another_encoding(root):
-    fill(root)
-    (root / "class 3").rename(root / os.fsdecode("Möwe".encode("latin1")))
-
-
-def damaged(root):
-    fill(root)
-    (root / "class 1" / "bad.png").write_bytes(b"no picture")
+ALL = range(4)
+GULL = os.fsdecode("Möwe".encode("latin1"))
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("folders", "message"),
     [
-        (empty_folder, "at least two classes are needed, and there is none"),
-        (one_class, "at least two classes are needed, and there is only class 3"),
-        (class_missing_in_test, "no images of class 2 to test on"),
-        (class_only_in_test, "class 2 in test, and not in train"),
-        (empty_class, "no images of zebra to train on"),
+        ({".": []}, "at least two classes are needed, and there is none"),
+        ({".": [3]}, "at least two classes are needed, and there is only class 3"),
+        ({"train": ALL, "test": [0, 1, 3]}, "no images of class 2 to test on"),
+        ({"train": [0, 1], "test": [0, 1, 2]}, "class 2 in test, and not in train"),
+        ({".": ALL, "zebra": []}, "no images of zebra to train on"),
         (
-            train_beside_something_else,
-            "train is no class, as no images lie directly in it; call it train and put test beside it",
+            {"train": ALL, "held out": ALL},
+            "train is no class, as no images lie .*; call it train and put test beside it",
         ),
-        (
-            train_and_test_of_other_names,
-            "Training is no class, .* or give --dataset=folder:.*/set/Training, of which",
-        ),
-        (class_in_another_encoding, r"M\\udcf6we is not valid UTF-8, which config.json needs; rename it"),
-        (damaged, "1 of 2[0-9] images cannot be read: .*bad.png is not a JPEG"),
-        (lambda root: None, "No such file or directory; if it was moved, give its place by --dataset=folder:<path>"),
+        ({"Training": ALL, "Testing": ALL}, "Training is no class, .* --dataset=folder:.*/set/Training, of which"),
+        ({".": ALL, GULL: [0]}, r"M\\udcf6we is not valid UTF-8, which config.json needs; rename it"),
+        ({".": ALL, "class 1/bad.png": b"no picture"}, "1 of 2[0-9] images cannot be read: .*bad.png is not a JPEG"),
+        ({}, "No such file or directory; if it was moved, give its place by --dataset=folder:<path>"),
     ],
 )
-def test_unusable_folder_is_an_error_of_one_line(tmp_path, make, message):
-    make(tmp_path / "set")
+def test_unusable_folder_is_an_error_of_one_line(tmp_path, folders, message):
+    for name, content in folders.items():
+        place = tmp_path / "set" / name
+        if isinstance(content, bytes):
+            place.write_bytes(content)
+        else:
+            place.mkdir(parents=True, exist_ok=True)
+            fill(place, content)
     with pytest.raises(DataError, match=message) as caught:
         sources.load(sources.find(f"folder:{tmp_path / 'set'}"))
     assert "\n" not in str(caught.value)

@@ -35,13 +35,12 @@ def png_header(width, height):
     def chunk(name, content):
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(bytes(30_000_000)))
-        + chunk(b"IEND", b"")
-    )
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(30_000_000))) + chunk(b"IEND", b"")
+
+
+def resized(image):
+    return np.asarray(image.resize((32, 32), Image.Resampling.BILINEAR))
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def test_every_format_and_mode(read, kind, mode):
     image = photo(96, 96, mode)
     levels = read(encoded(image, kind)).astype(int)
     assert levels.shape == (32, 32, 3)
-    expected = np.asarray(image.convert("RGB").resize((32, 32), Image.Resampling.BILINEAR)).astype(int)
+    expected = resized(image.convert("RGB")).astype(int)
     assert abs(levels - expected).mean() < (4 if kind in ("JPEG", "WEBP", "GIF") else 0.5)
 
 
@@ -82,8 +81,8 @@ def test_central_square_is_resized(read, size):
     image = photo(*size)
     square = min(size)
     left, top = (size[0] - square) // 2, (size[1] - square) // 2
-    expected = image.crop((left, top, left + square, top + square)).resize((32, 32), Image.Resampling.BILINEAR)
-    np.testing.assert_array_equal(read(encoded(image, "PNG")), np.asarray(expected))
+    expected = resized(image.crop((left, top, left + square, top + square)))
+    np.testing.assert_array_equal(read(encoded(image, "PNG")), expected)
 
 
 def test_sixteen_bits_are_scaled_not_clipped(read):
@@ -168,9 +167,7 @@ def test_paths_that_are_no_regular_files_are_errors_at_once(tmp_path, name, mess
 def test_arrays_are_resized_as_files_are():
     levels = np.random.default_rng(0).integers(0, 256, (3, 48, 48, 3), np.uint8)
     assert image_files.resize_all(levels, 48) is levels
-    expected = np.stack(
-        [np.asarray(Image.fromarray(one).resize((32, 32), Image.Resampling.BILINEAR)) for one in levels]
-    )
+    expected = np.stack([resized(Image.fromarray(one)) for one in levels])
     np.testing.assert_array_equal(image_files.resize_all(levels, 32), expected)
 
 
@@ -202,25 +199,17 @@ def mutated(base, cut, changes):
     return base[: len(base) - cut] if cut < len(base) else base
 
 
-def check_mutations(path, examples):
+@pytest.mark.parametrize("examples", [150, pytest.param(5000, marks=pytest.mark.slow)])
+def test_mutated_files_raise_only_picture_errors(tmp_path, examples):
     @settings(max_examples=examples, deadline=2000, suppress_health_check=list(HealthCheck), database=None)
     @given(st.sampled_from(BASES), st.integers(0, 40), edits)
     def check(base, cut, changes):
-        path.write_bytes(mutated(base, cut, changes))
+        (tmp_path / "mutated").write_bytes(mutated(base, cut, changes))
         try:
-            levels = image_files.read(path, 32)
+            levels = image_files.read(tmp_path / "mutated", 32)
         except PictureError as error:
             assert "\n" not in str(error)
         else:
             assert levels.shape == (32, 32, 3) and levels.dtype == np.uint8
 
     check()
-
-
-def test_mutated_files_raise_only_picture_errors(tmp_path):
-    check_mutations(tmp_path / "mutated", 150)
-
-
-@pytest.mark.slow
-def test_five_thousand_mutated_files_raise_only_picture_errors(tmp_path):
-    check_mutations(tmp_path / "mutated", 5000)

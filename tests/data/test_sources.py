@@ -20,7 +20,7 @@ def empty_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def offline(monkeypatch):
-    monkeypatch.setattr(cifar10, "reachable", lambda host, timeout: False)
+    monkeypatch.setattr(cifar10, "reachable", lambda host: False)
 
 
 @pytest.fixture
@@ -66,17 +66,13 @@ def test_auto_falls_back_to_synthetic_with_a_banner(offline, tmp_path):
     assert source.name == "synthetic" and source.banner.startswith("SYNTHETIC DATA")
 
 
-def test_prepared_copy_needs_no_network(offline, tmp_path):
+def test_prepared_copy_needs_no_network_and_is_an_error_if_damaged(offline, tmp_path):
     (tmp_path / "cifar10/3.0.2").mkdir(parents=True)
     (tmp_path / "cifar10/3.0.2/dataset_info.json").write_text("{}")
-    assert sources.find("auto", str(tmp_path)) == sources.Source("cifar10", tmp_path)
-
-
-def test_damaged_copy_is_an_error_even_with_auto(tmp_path):
-    (tmp_path / "cifar10/3.0.2").mkdir(parents=True)
-    (tmp_path / "cifar10/3.0.2/dataset_info.json").write_text("{}")
+    source = sources.find("auto", str(tmp_path))
+    assert source == sources.Source("cifar10", tmp_path)
     with pytest.raises(DataError, match="cannot be read"):
-        sources.load(sources.find("auto", str(tmp_path)), fall_back=True)
+        sources.load(source, fall_back=True)
 
 
 def test_synthetic_is_balanced_seeded_and_disjoint():

@@ -7,11 +7,7 @@ from cifar_towers.towers.devices import plan_devices
 
 def test_towers_have_names_and_devices():
     towers = make_towers(3)
-    assert [(t.index, t.name, t.device) for t in towers] == [
-        (0, "tower_0", "/CPU:0"),
-        (1, "tower_1", "/CPU:1"),
-        (2, "tower_2", "/CPU:2"),
-    ]
+    assert [(t.index, t.name, t.device) for t in towers] == [(i, f"tower_{i}", f"/CPU:{i}") for i in range(3)]
 
 
 def test_two_towers_by_default_on_the_cpu():
@@ -60,11 +56,11 @@ def configured(monkeypatch):
     """The calls of `_divide_gpus` to TensorFlow, recorded, for two GPUs that need not exist."""
     calls = []
     monkeypatch.setattr(tf.config, "set_visible_devices", lambda gpus, kind: calls.append(("visible", tuple(gpus))))
-    monkeypatch.setattr(
-        tf.config,
-        "set_logical_device_configuration",
-        lambda gpu, parts: calls.append((gpu, [part.memory_limit for part in parts])),
-    )
+
+    def record_parts(gpu, parts):
+        calls.append((gpu, [part.memory_limit for part in parts]))
+
+    monkeypatch.setattr(tf.config, "set_logical_device_configuration", record_parts)
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, on: calls.append((gpu, on)))
     return calls
 
@@ -73,25 +69,20 @@ def divide(towers, limit_mb=0, growth=True):
     devices._divide_gpus(["GPU a", "GPU b"], plan_devices(towers, 2), growth, limit_mb)
 
 
-def test_memory_growth_with_one_tower_per_gpu(configured):
-    divide(2)
-    assert configured == [("visible", ("GPU a", "GPU b")), ("GPU a", True), ("GPU b", True)]
-
-
-def test_unused_gpus_stay_invisible(configured):
-    divide(1, growth=False)
-    assert configured == [("visible", ("GPU a",)), ("GPU a", False)]
-
-
-def test_shared_gpu_memory_is_divided_equally(configured, monkeypatch):
+@pytest.mark.parametrize(
+    ("towers", "options", "visible", "expected"),
+    [
+        (2, {}, ("GPU a", "GPU b"), [("GPU a", True), ("GPU b", True)]),
+        (1, {"growth": False}, ("GPU a",), [("GPU a", False)]),
+        (3, {}, ("GPU a", "GPU b"), [("GPU a", [4500, 4500]), ("GPU b", [9000])]),
+        (4, {"limit_mb": 6000}, ("GPU a", "GPU b"), [("GPU a", [3000, 3000]), ("GPU b", [3000, 3000])]),
+    ],
+    ids=["memory growth", "unused GPUs are invisible", "shared equally", "limit of each GPU"],
+)
+def test_gpu_memory(configured, monkeypatch, towers, options, visible, expected):
     monkeypatch.setattr(devices, "_gpu_memory_mb", lambda index: 9000)
-    divide(3)
-    assert configured[1:] == [("GPU a", [4500, 4500]), ("GPU b", [9000])]
-
-
-def test_memory_limit_is_per_gpu(configured):
-    divide(4, limit_mb=6000)
-    assert configured[1:] == [("GPU a", [3000, 3000]), ("GPU b", [3000, 3000])]
+    divide(towers, **options)
+    assert configured == [("visible", visible), *expected]
 
 
 def test_shared_gpu_of_unknown_memory_needs_a_limit(configured, monkeypatch):

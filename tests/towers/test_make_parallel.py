@@ -13,23 +13,21 @@ def numbers(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+def assert_close(results, expected, rtol, atol=1e-5):
+    for value, witness in zip(tf.nest.flatten(results), tf.nest.flatten(expected), strict=True):
+        np.testing.assert_allclose(value, witness, rtol=rtol, atol=atol)
+
+
 # ---- make_parallel
-
-
-def dense_pair(w, b):
-    """A function of two batches that reads two variables and returns a structure."""
-
-    def fn(x, scale):
-        hidden = tf.tanh(x @ w + b)
-        return {"hidden": hidden, "sums": (tf.reduce_sum(hidden, 1) * scale, scale > 0)}
-
-    return fn
 
 
 def test_outputs_and_gradients_equal_one_device(towers):
     w, b = tf.Variable(numbers(3, 5)), tf.Variable(numbers(5, seed=1))
     x, scale = tf.constant(numbers(11, 3, seed=2)), tf.constant(numbers(11, seed=3))
-    fn = dense_pair(w, b)
+
+    def fn(x, scale):
+        hidden = tf.tanh(x @ w + b)
+        return {"hidden": hidden, "sums": (tf.reduce_sum(hidden, 1) * scale, scale > 0)}
 
     def outputs_and_gradients(call):
         with tf.GradientTape() as tape:
@@ -43,8 +41,7 @@ def test_outputs_and_gradients_equal_one_device(towers):
     graph = tf.function(lambda: outputs_and_gradients(lambda: make_parallel(fn, 4, x=x, scale=scale)))
     for result in (eagerly, graph()):
         tf.nest.assert_same_structure(expected, result)
-        for a, b in zip(tf.nest.flatten(result), tf.nest.flatten(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+        assert_close(result, expected, 2e-5)
 
 
 def test_single_tensor_in_uneven_shards(towers):
@@ -59,11 +56,12 @@ def test_single_tensor_in_uneven_shards(towers):
 
 
 def test_nested_structures_of_tensors(towers):
+    def fn(batch, y):
+        return batch["image"] * batch["pair"][1] + y
+
     batch = {"image": numbers(5, 2), "pair": (np.arange(5), numbers(5, 1))}
-    result = make_parallel(
-        lambda batch, y: batch["image"] * batch["pair"][1] + y, towers(2), batch=batch, y=np.ones((5, 1), np.float32)
-    )
-    np.testing.assert_allclose(result, batch["image"] * batch["pair"][1] + 1)
+    result = make_parallel(fn, towers(2), batch=batch, y=np.ones((5, 1), np.float32))
+    np.testing.assert_allclose(result, fn(batch, 1))
 
 
 def test_forward_and_backward_are_on_the_tower_device(towers):
@@ -120,16 +118,12 @@ def test_batch_size_unknown_until_the_graph_runs(towers):
             loss = tf.reduce_sum(expected**2)
         result, gradients = parallel(x)
         np.testing.assert_allclose(result, expected, rtol=1e-5)
-        for a, b in zip(gradients, tape.gradient(loss, [x, w]), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        assert_close(gradients, tape.gradient(loss, [x, w]), 1e-4)
     assert len(traces) == 1
 
 
 def test_different_lengths_are_an_error_when_the_graph_runs(towers):
-    add = tf.function(
-        lambda x, y: make_parallel(tf.add, towers(2), x=x, y=y),
-        input_signature=[tf.TensorSpec([None]), tf.TensorSpec([None])],
-    )
+    add = tf.function(lambda x, y: make_parallel(tf.add, towers(2), x=x, y=y), [tf.TensorSpec([None])] * 2)
     np.testing.assert_array_equal(add(tf.ones(3), tf.ones(3)), [2, 2, 2])
     with pytest.raises(tf.errors.InvalidArgumentError, match="the tensors of a batch differ in axis 0"):
         add(tf.ones(4), tf.ones(3))
@@ -201,12 +195,12 @@ def mlp(*extra, **options):
     return keras.Sequential([keras.Input((8,)), first, *extra, second, keras.layers.Dense(1)])
 
 
-def trained(model, x, y, batch_size=4, epochs=2, **options):
-    """Loss of each step and the trained model."""
+def trained(model, x, y, epochs=2):
+    """Loss of each step."""
     losses = []
     model.compile(keras.optimizers.Adam(0.01), "mse")
     record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(logs["loss"]))
-    model.fit(x, y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=[record], **options)
+    model.fit(x, y, batch_size=4, epochs=epochs, shuffle=False, verbose=0, callbacks=[record])
     return losses
 
 
@@ -221,15 +215,12 @@ def test_fit_evaluate_and_predict_equal_the_original(towers, data, count):
     original, wrapped = mlp(), mlp()
     parallel = make_parallel_model(wrapped, towers(count))
     np.testing.assert_allclose(trained(parallel, *data), trained(original, *data), rtol=1e-5)
-    np.testing.assert_allclose(
-        parallel.evaluate(*data, 4, verbose=0), original.evaluate(*data, 4, verbose=0), rtol=1e-5
-    )
-    for examples in (10, 1):
-        predicted = parallel.predict(data[0][:examples], batch_size=4, verbose=0)
-        np.testing.assert_allclose(predicted, original.predict(data[0][:examples], verbose=0), rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(parallel(data[0][:examples]), original(data[0][:examples]), rtol=1e-4, atol=1e-5)
-    for a, b in zip(wrapped.get_weights(), original.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    losses = [model.evaluate(*data, 4, verbose=0) for model in (parallel, original)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    for x in (data[0], data[0][:1]):
+        assert_close(parallel.predict(x, batch_size=4, verbose=0), original.predict(x, verbose=0), 1e-4)
+        assert_close(parallel(x), original(x), 1e-4)
+    assert_close(wrapped.get_weights(), original.get_weights(), 1e-4)
 
 
 def test_variables_are_shared_with_the_original(towers, capsys):
@@ -306,20 +297,14 @@ def test_structured_inputs_and_outputs(towers, data):
         model.compile("sgd", losses, metrics={"kind": ["accuracy"]})
         histories.append(model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history)
     assert histories[0].keys() == histories[1].keys()
-    for name, values in histories[0].items():
-        np.testing.assert_allclose(histories[1][name], values, rtol=1e-5)
+    assert_close(histories[1], histories[0], 1e-5, atol=0)
 
 
 def test_masks_reach_the_loss(towers):
     def tagger():
         keras.utils.set_random_seed(7)
-        return keras.Sequential(
-            [
-                keras.Input((4,), dtype="int32"),
-                keras.layers.Embedding(5, 3, mask_zero=True),
-                keras.layers.LSTM(2, return_sequences=True),
-            ]
-        )
+        embedding, lstm = keras.layers.Embedding(5, 3, mask_zero=True), keras.layers.LSTM(2, return_sequences=True)
+        return keras.Sequential([keras.Input((4,), dtype="int32"), embedding, lstm])
 
     ids, y = np.array([[1, 2, 0, 0], [3, 0, 0, 0], [4, 4, 4, 4], [1, 0, 0, 0], [2, 2, 2, 0]]), numbers(5, 4, 2)
     original = trained(tagger(), ids, y)
