@@ -36,7 +36,6 @@ class Batches:
 
     Args:
       batch_size: B, for all towers together.
-      seed: with the step, determines order, flips and all other random numbers.
       rows: (first, count) of the rows of every batch to make here; other workers make the others.
       flip: `none`; `random`, drawn for each image and epoch; `alternating`, drawn once for each image and inverted in
         every odd epoch (K. Jordan, arXiv 2404.00498).

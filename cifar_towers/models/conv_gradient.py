@@ -29,16 +29,13 @@ def conv2d(images: tf.Tensor, kernel: tf.Tensor, strides: int = 1, padding: str 
 
 
 def _kernel_gradient(images: tf.Tensor, upstream: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
-    """Gradient of a SAME convolution to its kernel.
-
-    Rows are the first axis, so that a shift by a row is a slice without a copy. Products with the output gradient as
-    the first factor are up to a tenth faster.
-    """
+    """Gradient of a SAME convolution to its kernel."""
     high, wide, channels, filters = shape
     height, width = upstream.shape[1:3]
+    # rows are the first axis: a shift by a row is a slice without a copy
     rows = tf.pad(tf.transpose(images, [1, 0, 2, 3]), [[high // 2] * 2, [0, 0], [wide // 2] * 2, [0, 0]])
     rows = tf.concat([rows[:, :, column : column + width] for column in range(wide)], -1)
-    outputs = tf.reshape(tf.transpose(upstream, [1, 0, 2, 3]), [-1, filters])
+    outputs = tf.reshape(tf.transpose(upstream, [1, 0, 2, 3]), [-1, filters])  # a tenth faster as the first factor
     products = [
         tf.matmul(outputs, tf.reshape(rows[row : row + height], [-1, wide * channels]), transpose_a=True)
         for row in range(high)

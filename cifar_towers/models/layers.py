@@ -28,14 +28,10 @@ class Conv2D(keras.layers.Conv2D):
 class BatchNorm(keras.layers.Layer):
     """Batch normalization over [B, H, W] through TensorFlow's fused operation.
 
-    The moments are float32 in any compute type. In training, `stateless_call` returns the new moving statistics; the
-    moving variance averages the unbiased variance of the batch.
-
-    Args:
-      momentum: fraction of the moving statistics that each update keeps.
-      scale: train a scale per channel as well as a shift; otherwise the scale is 1.
-      synchronized: normalize by the moments of the whole batch, not of the tower's shard. Costs three all-reduces a
-        layer, two forward and one backward, of at most two vectors of C numbers.
+    The moments are float32 in any compute type. In training, `stateless_call` returns the new moving statistics:
+    `momentum` times the old ones and the rest from the batch, for the variance the unbiased one. Without `scale` only a
+    shift is trained. `synchronized`: by the moments of the whole batch, not of the tower's shard, at the cost of three
+    all-reduces, two forward and one backward, of at most two vectors of C numbers.
     """
 
     epsilon = 1.001e-5  # added to the variance; the smallest that TensorFlow's fused operation takes
@@ -184,12 +180,9 @@ class Activation(keras.layers.Layer):
 
 
 def _compiled(function):
-    """An elementwise `function` with forward and backward each fused by XLA; stores only its input for the backward.
+    """An elementwise `function` with forward and backward each fused by XLA; stores only its input for the backward."""
 
-    Computes half types in float32: XLA's CPU code would round after each operation and take twice as long.
-    """
-
-    def wide(x):
+    def wide(x):  # XLA's CPU code rounds half types after each operation and takes twice as long
         return tf.cast(x, tf.float32) if x.dtype.size == 2 else x
 
     @tf.function(jit_compile=True, autograph=False)

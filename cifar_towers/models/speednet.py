@@ -113,8 +113,7 @@ def whitening_kernel(parts: Iterable[np.ndarray], epsilon: float = 5e-4) -> np.n
     """Filters that decorrelate 2x2 patches of images and scale them to unit variance.
 
     Args:
-      parts: the images, [n, H, W, 3] of normalized floats at a time; the patches of one part are in memory together.
-        The records use the first 960 to 5,000 of the training set.
+      parts: images, [n, H, W, 3] normalized floats at a time; the records use the first 960 to 5,000 for training.
       epsilon: added to each eigenvalue, so that directions of little variance are not amplified.
 
     Returns:

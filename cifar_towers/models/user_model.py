@@ -99,10 +99,7 @@ def adds_losses(model: keras.Model, side: int) -> bool:
 
 
 def graph_node(model: Functional, layer: keras.layers.Layer):
-    """The first call of a layer in a model's graph, with its `input_tensors` and `output_tensors`.
-
-    `layer.output` is of the layer's first call anywhere, as in the graph of a backbone that the model calls again.
-    """
+    """The first call of a layer in a model's graph; `layer.output` may be of a call elsewhere, as in a backbone's."""
     nodes = {id(node) for at_depth in model._nodes_by_depth.values() for node in at_depth}
     return next(node for node in layer._inbound_nodes if id(node) in nodes)
 

@@ -15,11 +15,10 @@ ROLES = ("weight", "statistic", "frozen")
 
 
 class VariableBytes(NamedTuple):
-    """A variable as a step uses it: every tower reads it and returns its gradient (role `weight`), its new value
-    (`statistic`) or nothing (`frozen`)."""
+    """A variable, which every tower reads in a step."""
 
     size: int  # bytes
-    role: str = "weight"
+    role: str = "weight"  # its gradient is returned; of a `statistic` its new value, of a `frozen` variable nothing
 
 
 class StepBytes(NamedTuple):
@@ -51,8 +50,7 @@ def step_bytes(
     twice (`ring`). 2 (K-1)/K M is the minimum of any all-reduce. Source: P. Patarasuk and X. Yuan, "Bandwidth optimal
     all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69 (2009).
 
-    Each tower reads a variable once and takes its shard in one piece. Batch statistics are per tower and averaged;
-    synchronized batch normalization sends more.
+    Batch statistics are per tower and averaged; synchronized batch normalization sends more.
 
     Args:
       variables: in the order of their creation, on which their placement depends.

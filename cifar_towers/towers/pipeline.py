@@ -46,7 +46,6 @@ def cut_in_stages(
     element of its output. Transfers between devices count as free. A layer that is itself a model is not cut.
 
     Args:
-      model: functional, or a built `Sequential`; one input and one output.
       devices: such as `["/GPU:0", "/GPU:1"]`, in the order of the stages; one device may have several stages.
       open_size: replaces sizes that the model leaves open (height and width of its images) when costs are estimated.
       activation_layers: names of layers whose outputs `staged_call` returns.

@@ -127,14 +127,8 @@ def test_evaluation_uses_the_central_crop(images):
 def test_augmentation_does_not_depend_on_the_shard(images):
     everything = Augmentation(shift=3, cutout=8, brightness=20, contrast=0.3)
     random = np.random.default_rng(2)
-    drawn = draws(
-        6,
-        flip=random.random(6) < 0.5,
-        window=random.random((6, 2)),
-        cutout=random.random((6, 2)),
-        brightness=random.random(6),
-        contrast=random.random(6),
-    )
+    given = {"flip": random.random(6) < 0.5, "window": random.random((6, 2)), "cutout": random.random((6, 2))}
+    drawn = draws(6, **given, brightness=random.random(6), contrast=random.random(6))
     drawn_for_part = tf.nest.map_structure(lambda d: d[2:5], drawn)
     for side, rounding in ((32, 0), (24, 1e-6)):  # some processors round matrix products differently
         full = everything.train(tf.constant(images), drawn, side).numpy()
@@ -146,7 +140,6 @@ def test_no_large_int32_tensors(images):
     """TensorFlow's GPU kernels for int32 use host memory, so a tower would wait for it."""
     augmentation = Augmentation(shift=2, cutout=12, brightness=8.0, contrast=0.1)
     function = tf.function(augmentation.train, autograph=False).get_concrete_function(images, draws(6), 24)
-    shapes = [
-        output.shape for op in function.graph.get_operations() for output in op.outputs if output.dtype == tf.int32
-    ]
-    assert shapes and max(shape.num_elements() for shape in shapes) < 32 * 32
+    outputs = [output for op in function.graph.get_operations() for output in op.outputs]
+    sizes = [output.shape.num_elements() for output in outputs if output.dtype == tf.int32]
+    assert sizes and max(sizes) < 32 * 32

@@ -55,14 +55,12 @@ def test_local_response_norm_equals_tensorflows(dtype):
 @pytest.mark.parametrize(("name", "witness"), [("gelu", tf.nn.gelu), ("silu", tf.nn.silu)])
 def test_compiled_activations_and_gradients(name, witness):
     x = tf.linspace(-6.0, 6.0, 101)
-    results = []
-    for function in (COMPILED[name], witness):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = function(x)
-        results.append((y, tape.gradient(y, x, output_gradients=tf.cos(x))))
-    np.testing.assert_allclose(results[0][0], results[1][0], atol=1e-6)
-    np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-5)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        ours, theirs = COMPILED[name](x), witness(x)
+    gradients = [tape.gradient(y, x, output_gradients=tf.cos(x)) for y in (ours, theirs)]
+    np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    np.testing.assert_allclose(*gradients, atol=1e-5)
 
 
 def test_pad_channels_is_shortcut_a():

@@ -22,11 +22,16 @@ def device_indices(variables):
     return [int(v.device[-1]) for v in variables]
 
 
+def two_layers():
+    layers = [keras.layers.Dense(2) for _ in range(2)]
+    for layer in layers:
+        layer.build((None, 3))
+    return layers
+
+
 def test_round_robin_uses_the_towers_in_turn(towers):
     with variable_placement("round_robin", towers(3)):
-        layers = [keras.layers.Dense(2) for _ in range(2)]
-        for layer in layers:
-            layer.build((None, 3))
+        layers = two_layers()
         variables = [v.value for layer in layers for v in layer.variables] + [tf.Variable(0.0)]
     assert device_indices(variables) == [0, 1, 2, 0, 1]
 
@@ -49,10 +54,7 @@ def test_placement_does_not_change_initial_values(towers):
     def initial_kernels(policy):
         keras.utils.set_random_seed(3)
         with variable_placement(policy, towers(2)):
-            layers = [keras.layers.Dense(2) for _ in range(2)]
-            for layer in layers:
-                layer.build((None, 3))
-        return [layer.kernel.numpy() for layer in layers]
+            return [layer.kernel.numpy() for layer in two_layers()]
 
     for one, other in zip(initial_kernels("cpu"), initial_kernels("least_loaded"), strict=True):
         assert (one == other).all()
