@@ -4,15 +4,10 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-import keras
-import tensorflow as tf
-
-from cifar_towers.data.dataset import Dataset
-from cifar_towers.towers import Tower
+from cifar_towers.reporting.run_info import RunInfo
 from cifar_towers.towers.devices import gpu_names
 from cifar_towers.towers.pipeline import layer_costs
 from cifar_towers.towers.placement import short_device
@@ -20,27 +15,19 @@ from cifar_towers.towers.placement import short_device
 PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 
 
-def describe_run(
-    towers: Sequence[Tower],
-    precision: str,
-    dataset: Dataset,
-    banner: str,
-    model: keras.Model,
-    variables: Mapping[str, tf.Variable],
-    image_size: int,
-) -> dict:
-    """The environment of a run, whose model sees images of side `image_size`; the banner warns of synthetic data."""
+def describe_run(run: RunInfo) -> dict:
+    """The environment of a run."""
     try:
-        layers = layer_costs(model, open_size=image_size)
+        layers = layer_costs(run.model, open_size=run.config.crop or run.dataset.info.side)
     except ValueError:  # not a graph of layers
         layers = []
     return describe_machine() | {
-        "towers": [{"name": tower.name, "device": tower.device} for tower in towers],
-        "precision": precision,
+        "towers": [{"name": tower.name, "device": tower.device} for tower in run.towers],
+        "precision": run.compute_dtype,
         "gpus": gpu_names(),
-        "data_sha256": dataset.digests(),
-        "synthetic_data": banner,
-        "class_names": list(dataset.info.class_names),
+        "data_sha256": run.dataset.digests(),
+        "synthetic_data": run.banner,
+        "class_names": list(run.dataset.info.class_names),
         "variables": [
             {
                 "name": name,
@@ -48,7 +35,7 @@ def describe_run(
                 "bytes": variable.shape.num_elements() * variable.dtype.size,
                 "device": short_device(variable.device),
             }
-            for name, variable in variables.items()
+            for name, variable in run.variables.items()
         ],
         "model": [layer._asdict() for layer in layers],
     }

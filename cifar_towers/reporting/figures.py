@@ -112,7 +112,8 @@ def image_grid(images: np.ndarray, captions: Sequence[str], title: str = "", col
     zoom = max(1, round(96 / max(images.shape[1:3])))
     height, width = (zoom * size for size in images.shape[1:3])
     columns = max(1, min(columns, len(images)))
-    font, title_font = _font(13), _font(20)
+    path = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")  # knows more scripts than Pillow's
+    font, title_font = (ImageFont.truetype(path, pixels) for pixels in (13, 20))
     measure = ImageDraw.Draw(Image.new("RGB", (1, 1))).multiline_textbbox
     boxes = np.array([(0, 0, width, 0), *(measure((0, 0), caption, font, spacing=2) for caption in captions)])
     caption_width, caption_height = map(math.ceil, boxes.max(0)[2:])
@@ -133,9 +134,9 @@ def image_grid(images: np.ndarray, captions: Sequence[str], title: str = "", col
     return np.array(sheet)
 
 
-def sprite(images: np.ndarray, side: int = 32) -> np.ndarray:
+def sprite(images: np.ndarray) -> np.ndarray:
     """Images [n, side, side, 3] of uint8 in the rows of a square filled up with white, for TensorBoard's projector."""
-    columns = max(1, math.ceil(math.sqrt(len(images))))
+    columns, side = max(1, math.ceil(math.sqrt(len(images)))), images.shape[1]
     tiles = np.full((columns**2, side, side, 3), 255, np.uint8)
     tiles[: len(images)] = images
     grid = tiles.reshape(columns, columns, side, side, 3).swapaxes(1, 2)
@@ -181,11 +182,6 @@ def _rasterize(figure: Figure) -> np.ndarray:
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=DPI, facecolor=BACKGROUND, bbox_inches="tight", pad_inches=MARGIN_INCHES)
     return np.array(Image.open(buffer).convert("RGB"))
-
-
-def _font(pixels: int) -> ImageFont.FreeTypeFont:
-    """Matplotlib's default font, which knows more scripts than Pillow's."""
-    return ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), pixels)
 
 
 def _text_color(fill: np.ndarray) -> str:

@@ -37,11 +37,6 @@ class Section(NamedTuple):
     commands: Sequence[tuple[str, str]] = ()  # a line above it or an empty string, a shell command
     note: str = ""
 
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to show but texts."""
-        return not (any(self.pictures) or self.tables or self.commands)
-
 
 def render(title: str, sections: Sequence[Section], banners: Sequence[str] = ()) -> str:
     """The HTML of a page that loads nothing; all texts are escaped."""
@@ -53,4 +48,5 @@ def render(title: str, sections: Sequence[Section], banners: Sequence[str] = ())
         lstrip_blocks=True,
     )
     environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
-    return environment.get_template("report.html.jinja").render(title=title, sections=sections, banners=banners)
+    shown = [section for section in sections if any(section.pictures) or section.tables or section.commands]
+    return environment.get_template("report.html.jinja").render(title=title, sections=shown, banners=banners)

@@ -167,11 +167,7 @@ class StepProfiler:
 
 
 def part_of(name: str) -> str:
-    """The part of the step that an operation belongs to, by its name.
-
-    >>> part_of("gradient_tape/tower_0/conv1/Conv2D/Conv2DBackpropFilter")
-    'backward'
-    """
+    """The part of the step that an operation belongs to, by its name."""
     if name.removeprefix("gradient_tape/").startswith("proxy/"):  # a layer may have that name too
         return "proxy"
     return next((part for part, scope in SCOPES.items() if re.search(f"(^|/)({scope})", name)), "other")

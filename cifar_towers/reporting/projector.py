@@ -48,7 +48,7 @@ def write(directory: Path, features: np.ndarray, images: np.ndarray, columns: Ma
     contents = {
         FEATURES: _tsv(feature_rows),
         METADATA: _tsv([" ".join(str(value).split()) for value in row] for row in metadata_rows),
-        SPRITE: figures.png(figures.sprite(images, side)),
+        SPRITE: figures.png(figures.sprite(images)),
         PROJECTOR_FILENAME: text_format.MessageToString(ProjectorConfig(embeddings=[embedding])).encode(),
     }
     directory.mkdir(parents=True, exist_ok=True)

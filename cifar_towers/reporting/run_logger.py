@@ -63,16 +63,12 @@ class RunLogger:
         """Open the files of a run that starts or resumes at `step`, and write its settings and environment."""
         self.truncate_after(step)
         run, settings = self.run, dataclasses.asdict(self.run.config)
-        side = run.config.crop or run.dataset.info.side
-        facts = environment.describe_run(
-            run.towers, run.compute_dtype, run.dataset, run.banner, run.model, run.variables, side
-        )
+        facts = environment.describe_run(run)
         self._unwritten = {run_files.CONFIG: settings, run_files.ENVIRONMENT: facts}
         self._write_unwritten()
         hparams = recipe_fields(run.config) | {"seed": run.config.seed, "towers": len(run.towers)}
         hparams |= {"strategy": run.config.strategy, "precision": run.compute_dtype, "dataset": run.dataset.name}
-        texts = tb_text.run_texts(settings, facts, run.banner)
-        self.tensorboard.write_run(step, hparams, texts, run.loss_terms)
+        self.tensorboard.write_run(step, hparams, tb_text.run_texts(settings, facts), run.loss_terms)
 
     def log_graph(self, function: tf.types.experimental.ConcreteFunction) -> None:
         """Draw the traced step in TensorBoard, and print its devices with --log_device_placement."""
@@ -244,11 +240,10 @@ class RunLogger:
     def _draw_mistakes(self, step: int, name: str, score: Score, split: Split) -> None:
         """The most confident mistakes, as a file and in TensorBoard with the confusion matrix and the embedding."""
         names, mistakes = self.run.dataset.info.class_names, score.mistakes
+        labels = split.labels[mistakes.examples]
         captions = [
             f"{names[predicted]} {100 * confidence:.0f} %\nis {names[label]}"
-            for predicted, confidence, label in zip(
-                mistakes.predicted, mistakes.confidence, split.labels[mistakes.examples], strict=True
-            )
+            for predicted, confidence, label in zip(mistakes.predicted, mistakes.confidence, labels)
         ]
         title = f"most confident mistakes, {name}, step {step}"
         picture = figures.image_grid(split.images[mistakes.examples], captions, title)

@@ -131,8 +131,7 @@ Groups = Mapping[str, Sequence[RunRecord]]  # the runs of each group by its name
 
 
 def group_by_recipe(runs: Sequence[RunRecord]) -> Groups:
-    """Groups runs that differ in their seed alone; a name is the recipe's and up to two settings that differ from
-    other groups of that recipe."""
+    """Groups runs that differ in their seed alone, named after the recipe and up to two settings that differ."""
     by_recipe: dict[str, list[RunRecord]] = {}
     for run in runs:
         by_recipe.setdefault(json.dumps(run.recipe, sort_keys=True), []).append(run)

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
 
-def run_texts(settings: Mapping, environment: Mapping, banner: str = "") -> dict[str, str]:
+def run_texts(settings: Mapping, environment: Mapping) -> dict[str, str]:
     """The texts of a run by tag, from the contents of its config.json and environment.json."""
     variables = (variable.values() for variable in environment["variables"])
     texts = {
@@ -14,7 +14,9 @@ def run_texts(settings: Mapping, environment: Mapping, banner: str = "") -> dict
         "run/model": _model_table(environment["model"]),
         "run/variables": _table(("variable", "shape", "bytes", "device"), variables),
     }
-    return texts | ({"run/data": banner} if banner else {})
+    if environment["synthetic_data"]:
+        texts["run/data"] = environment["synthetic_data"]
+    return texts
 
 
 def _table(headings: Sequence[str], rows: Iterable[Iterable]) -> str:

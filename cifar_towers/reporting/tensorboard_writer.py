@@ -1,7 +1,4 @@
-"""The event files of a run: training, evaluations, one directory per tower, and the result.
-
-The tags are in `tags`.
-"""
+"""The event files of a run: training, evaluations, one directory per tower, and the result."""
 
 import shutil
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -33,7 +34,9 @@ def split(number):
 
 
 def describe(model, variables, dataset, banner=""):
-    return environment.describe_run([Tower(0, "/CPU:0")], "float32", dataset, banner, model, variables, 4)
+    run = SimpleNamespace(model=model, variables=variables, dataset=dataset, banner=banner, compute_dtype="float32")
+    run.towers, run.config = [Tower(0, "/CPU:0")], SimpleNamespace(crop=4)
+    return environment.describe_run(run)
 
 
 def test_environment_of_a_run():

@@ -225,7 +225,7 @@ def test_image_grid_without_a_caption_for_each_image():
 @pytest.mark.parametrize(("number", "columns"), [(0, 1), (1, 1), (2, 2), (4, 2), (5, 3), (9, 3), (10, 4)])
 def test_sprite_is_a_square_filled_up_with_white(number, columns):
     shown = images(number, 8)
-    mosaic = figures.sprite(shown, side=8)
+    mosaic = figures.sprite(shown)
     assert mosaic.shape == (8 * columns, 8 * columns, 3) and mosaic.dtype == np.uint8
     for place in range(columns**2):
         row, column = divmod(place, columns)

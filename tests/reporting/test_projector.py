@@ -47,7 +47,7 @@ def test_projector_plugin_serves_all_files(tmp_path, number, width, side):
     vectors = np.frombuffer(fetch(tmp_path, "/tensor", "run/projector"), np.float32).reshape(number, width)
     np.testing.assert_allclose(vectors, features, rtol=1e-5)
     sprite = Image.open(io.BytesIO(fetch(tmp_path, "/sprite_image", "run/projector")))
-    assert np.array_equal(np.array(sprite), figures.sprite(images, side))
+    assert np.array_equal(np.array(sprite), figures.sprite(images))
     header, *rows = [line.split("\t") for line in fetch(tmp_path, "/metadata", "run/projector").decode().splitlines()]
     assert header == ["class", "predicted", "confidence", "right", "example"]
     assert rows == [[str(value) for value in row] for row in zip(*columns.values(), strict=True)]
