@@ -4,19 +4,29 @@ Every error here carries one line for the user: what is wrong, why, what to type
 Only other exceptions, which are bugs, show a traceback; they exit with 1.
 """
 
+import enum
 import signal
 
-NOTHING_TO_SAVE = "before the first step; nothing to save"  # message of an interrupt
+NOTHING_TO_SAVE = "before the first step; nothing to save"  # message of an interrupt that early
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-NOTHING_TO_SAVE = "before the first step; nothing to save"  # what a signal that early is answered with
+@enum.unique
+class ExitCode(enum.IntEnum):
+    """What a process of the project returns, 128 + the signal's number after a signal aside."""
+
+    SUCCESS = 0
+    FAILURE = 1  # also of a bug
+    USAGE = 2
+    DATA = 3
+    DIVERGED = 4
+    WORKER_LOST = 5
 
 
 class RunError(Exception):
     """A foreseen end of a run; `exit_code` is what the process returns, `meaning` what help texts call it."""
 
-    exit_code = 1
+    exit_code = ExitCode.FAILURE
     meaning = "failed"
 
     def __init__(self, message: str):
@@ -26,21 +36,21 @@ class RunError(Exception):
 class UsageError(RunError, ValueError):
     """A flag, or a combination of flags, that cannot be used."""
 
-    exit_code = 2
+    exit_code = ExitCode.USAGE
     meaning = "usage"
 
 
 class DataError(RunError):
     """The data set is missing, cannot be downloaded, or is not what it should be."""
 
-    exit_code = 3
+    exit_code = ExitCode.DATA
     meaning = "data"
 
 
 class DivergedError(RunError):
     """Losses, gradients or weights are not finite numbers."""
 
-    exit_code = 4
+    exit_code = ExitCode.DIVERGED
     meaning = "diverged"
 
 
@@ -48,7 +58,7 @@ class WorkerLostError(RunError):
     """A worker of the cluster is missing or has stopped. All workers exit; when restarted they resume from the last
     checkpoint."""
 
-    exit_code = 5
+    exit_code = ExitCode.WORKER_LOST
     meaning = "a worker was lost"
 
 
@@ -69,7 +79,7 @@ def interrupt_exit_code(signal_number: int) -> int:
 
 def describe_exit_codes(*errors: type[RunError], success: str = "done", failure: str = "a bug") -> str:
     """The exit codes of a program that may raise these errors, for its help text."""
-    codes = [f"0 {success}", *(f"{error.exit_code} {error.meaning}" for error in errors)]
+    codes = [f"{ExitCode.SUCCESS} {success}", *(f"{error.exit_code} {error.meaning}" for error in errors)]
     interrupts = " and ".join(str(interrupt_exit_code(number)) for number in STOP_SIGNALS)
     return ", ".join([*codes, f"{interrupts} interrupted", f"{RunError.exit_code} {failure}"])
 

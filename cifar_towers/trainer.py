@@ -150,7 +150,7 @@ class Trainer:
                 if step % self.length.steps_per_epoch == 0 or step == self.length.last:
                     self.logger.log_epoch(step, inputs.learning_rates, evaluations)
                 is_good = step < self.length.last and not self.divergence.in_a_row
-                if is_good and self.checkpoints.is_due(step, bool(evaluations)):
+                if is_good and self.checkpoints.should_save(step, bool(evaluations)):
                     self._save(step, evaluations)
                 if self._reached_target(step, evaluations):
                     break

@@ -42,7 +42,7 @@ class CheckpointManager:
         self._rolled_back_to: int | None = None
         self._save_seconds, self._last_save = 0.0, time.monotonic()
 
-    def is_due(self, step: int, evaluated: bool) -> bool:
+    def should_save(self, step: int, evaluated: bool) -> bool:
         """Whether to save after `step`; an `evaluated` one is saved before its time, for its accuracy."""
         if self._every_steps:
             return step % self._every_steps == 0

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from cifar_towers.errors import UsageError, WorkerLostError
+from cifar_towers.multi_worker import timeouts
 
-RETRY_SECONDS = 0.2  # between attempts to resolve or reach another worker
 COORDINATION_PORT_OFFSET = 100  # from worker 0's port, which is TensorFlow's, to its own for coordination
 MAX_WORKER_PORT = 2**16 - 1 - COORDINATION_PORT_OFFSET  # of a worker
 SLURM_PORTS = 20_000  # the first port of jobs under Slurm, and the number of their ports
@@ -113,7 +113,7 @@ def resolve(host: str, port: int, seconds: float) -> list[tuple]:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise WorkerLostError(f"workers: {host}:{port} cannot be resolved: {error.strerror}") from error
-            time.sleep(RETRY_SECONDS)
+            time.sleep(timeouts.RETRY_SECONDS)
 
 
 def check_not_public(address: str, seconds: float) -> None:

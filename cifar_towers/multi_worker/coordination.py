@@ -14,17 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from cifar_towers.errors import Interrupted, RunError, UsageError, WorkerLostError, error_line, error_text, printable
-from cifar_towers.multi_worker import messages
+from cifar_towers.multi_worker import messages, timeouts
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 from cifar_towers.multi_worker.rendezvous import (
-    HEARTBEAT_TIMEOUT_SECONDS,
     Connections,
     connect_workers,
     first_difference,
 )
 
-HEARTBEAT_INTERVAL_SECONDS = 1.0
-EXIT_GRACE_SECONDS = 3.0  # for the main thread to save, close its files and exit after another worker has ended
 _HEARTBEAT, _GATHER, _GATHERED, _END = b"b", b"g", b"a", b"e"
 
 
@@ -94,7 +91,7 @@ class Coordinator:
         self._send_gathered(values)
         self._shut_down_connections()
         for thread in self._listeners if self.is_chief else ():
-            thread.join(EXIT_GRACE_SECONDS)
+            thread.join(timeouts.EXIT_GRACE_SECONDS)
 
     def abort(self, line: str, code: int) -> None:
         """Ends the other workers with this worker's error line and exit code."""
@@ -102,9 +99,9 @@ class Coordinator:
         self._send_end(f"{self.cluster.name(self.index)} ended: {line}", code)
         self._shut_down_connections()
 
-    def wait_for_lost_worker(self, seconds: float = HEARTBEAT_TIMEOUT_SECONDS + 2 * HEARTBEAT_INTERVAL_SECONDS) -> None:
+    def wait_for_lost_worker(self) -> None:
         """After an error that a lost worker may have caused, gives the other threads time to detect it and exit."""
-        self._closed.wait(seconds)
+        self._closed.wait(timeouts.HEARTBEAT_TIMEOUT_SECONDS + 2 * timeouts.HEARTBEAT_INTERVAL_SECONDS)
 
     def _exchange(self, value: Any) -> list:
         """Sends this worker's value; the values of all."""
@@ -129,12 +126,12 @@ class Coordinator:
                 if kind in (_GATHER, _GATHERED):
                     self._received[worker].put(value)
         except TimeoutError:
-            self._report_lost(worker, f"no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS:.0f} s")
+            self._report_lost(worker, f"no heartbeat for {timeouts.HEARTBEAT_TIMEOUT_SECONDS:.0f} s")
         except (OSError, ValueError) as error:
             self._report_lost(worker, "its connection has closed" if isinstance(error, OSError) else str(error))
 
     def _send_heartbeats(self) -> None:
-        while not self._closed.wait(HEARTBEAT_INTERVAL_SECONDS):
+        while not self._closed.wait(timeouts.HEARTBEAT_INTERVAL_SECONDS):
             for worker in self._connections:
                 if not self._send_locks[worker].locked():  # a long message serves as a heartbeat
                     self._send(worker, _HEARTBEAT)
@@ -154,7 +151,7 @@ class Coordinator:
             return
         if self.is_chief:
             self._send_end(line, code)
-        if not self._closed.wait(EXIT_GRACE_SECONDS):
+        if not self._closed.wait(timeouts.EXIT_GRACE_SECONDS):
             with contextlib.suppress(OSError):
                 self.before_exit()
             self._end_process(line, code)
@@ -162,9 +159,9 @@ class Coordinator:
     def _send_end(self, line: str, code: int) -> None:
         """Sends an end to all; waits briefly, as one of them may no longer read."""
         for worker, connection in self._connections.items():
-            if self._send_locks[worker].acquire(timeout=HEARTBEAT_INTERVAL_SECONDS):
+            if self._send_locks[worker].acquire(timeout=timeouts.HEARTBEAT_INTERVAL_SECONDS):
                 try:
-                    connection.settimeout(HEARTBEAT_INTERVAL_SECONDS)
+                    connection.settimeout(timeouts.HEARTBEAT_INTERVAL_SECONDS)
                     messages.send(connection, _END, [line, code])
                 except OSError:
                     pass

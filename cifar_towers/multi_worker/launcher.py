@@ -11,17 +11,12 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
-from cifar_towers.errors import DataError, DivergedError, UsageError, interrupt_exit_code
+from cifar_towers.errors import ExitCode, interrupt_exit_code
+from cifar_towers.multi_worker import timeouts
 from cifar_towers.multi_worker.cluster_spec import COORDINATION_PORT_OFFSET, MAX_WORKER_PORT
 
 LAUNCH_VARIABLE = "CIFAR_TOWERS_LAUNCH"  # environment variable with an id that all processes of one launch share
-FINAL = (
-    0,
-    UsageError.exit_code,
-    DataError.exit_code,
-    DivergedError.exit_code,
-)  # a restart would not help
-EXIT_TIMEOUT_SECONDS = 10.0  # for the other workers to exit once one has failed; then they are killed
+FINAL = (ExitCode.SUCCESS, ExitCode.USAGE, ExitCode.DATA, ExitCode.DIVERGED)  # a restart would not help
 Started = tuple[subprocess.Popen, threading.Thread | None]  # a process, and the thread that prints its output
 
 
@@ -78,7 +73,7 @@ def _run(command: Sequence[str], num_workers: int, shutdown) -> dict[int, int]:
             if worker not in codes and (code := process.poll()) is not None:
                 codes[worker] = code if code >= 0 else interrupt_exit_code(-code)
                 if code:
-                    deadline = min(deadline, time.monotonic() + EXIT_TIMEOUT_SECONDS)
+                    deadline = min(deadline, time.monotonic() + timeouts.EXIT_TIMEOUT_SECONDS)
         if shutdown.received_signal and not forwarded:
             forwarded = shutdown.received_signal
             _signal(processes, forwarded)

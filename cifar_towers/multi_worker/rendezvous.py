@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cifar_towers.errors import UsageError, WorkerLostError
-from cifar_towers.multi_worker import messages
+from cifar_towers.multi_worker import messages, timeouts
 from cifar_towers.multi_worker.cluster_spec import (
     COORDINATION_PORT_OFFSET,
-    RETRY_SECONDS,
     ClusterSpec,
     resolve,
     split_address,
@@ -22,9 +21,7 @@ from cifar_towers.multi_worker.cluster_spec import (
 
 Connections = dict[int, socket.socket]  # by worker
 HELLO, ANSWER = b"h", b"v"
-REPLY_TIMEOUT_SECONDS = 5.0  # for a connected worker to introduce itself, and for the chief to answer
 MAX_HELLO_BYTES = 2**20
-HEARTBEAT_TIMEOUT_SECONDS = 20.0  # a worker that is silent for so long is lost
 
 
 def connect_workers(cluster: ClusterSpec, settings: Mapping[str, Any], timeout_seconds: float) -> Connections:
@@ -98,7 +95,7 @@ def _accept_workers(listener: socket.socket, size: int, seconds: float) -> tuple
 def _accept(listener: socket.socket, size: int) -> tuple[socket.socket, dict] | None:
     """The next connection and its hello; None for a client that is no worker."""
     connection, _ = listener.accept()
-    connection.settimeout(REPLY_TIMEOUT_SECONDS)
+    connection.settimeout(timeouts.REPLY_TIMEOUT_SECONDS)
     try:
         _, hello = messages.receive(connection, MAX_HELLO_BYTES)
         if {"workers", "settings", "process", "trouble"} <= hello.keys() and hello["index"] in range(size):
@@ -134,7 +131,7 @@ def _answer_all(
     """Answers all workers with the first conflict or with none; returns the connections by worker."""
     error = _find_conflict(cluster, [own_hello, *hellos])
     for connection in connections:
-        connection.settimeout(REPLY_TIMEOUT_SECONDS)
+        connection.settimeout(timeouts.REPLY_TIMEOUT_SECONDS)
         with contextlib.suppress(OSError):
             messages.send(connection, ANSWER, error and [str(error), error.exit_code])
     if error:
@@ -194,7 +191,7 @@ def _connect_to_chief(cluster: ClusterSpec, hello: dict, seconds: float) -> Conn
     connection = _open_connection(cluster, seconds)
     try:
         messages.send(connection, HELLO, hello)
-        connection.settimeout(seconds + REPLY_TIMEOUT_SECONDS)
+        connection.settimeout(seconds + timeouts.REPLY_TIMEOUT_SECONDS)
         _, answer = messages.receive(connection)
     except (OSError, ValueError) as error:
         raise WorkerLostError(
@@ -211,14 +208,14 @@ def _open_connection(cluster: ClusterSpec, seconds: float) -> socket.socket:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return socket.create_connection(cluster.coordination_address, timeout=REPLY_TIMEOUT_SECONDS)
+            return socket.create_connection(cluster.coordination_address, timeout=timeouts.REPLY_TIMEOUT_SECONDS)
         except OSError as error:
-            if time.monotonic() + RETRY_SECONDS > deadline:
+            if time.monotonic() + timeouts.RETRY_SECONDS > deadline:
                 raise WorkerLostError(
                     f"worker 0 does not answer at {_address_text(cluster)}, its port + {COORDINATION_PORT_OFFSET} "
                     f"({error.strerror or error}); start it, with the same workers"
                 ) from error
-            time.sleep(RETRY_SECONDS)
+            time.sleep(timeouts.RETRY_SECONDS)
 
 
 def _address_text(cluster: ClusterSpec) -> str:
@@ -226,6 +223,6 @@ def _address_text(cluster: ClusterSpec) -> str:
 
 
 def _configured(connection: socket.socket) -> socket.socket:
-    connection.settimeout(HEARTBEAT_TIMEOUT_SECONDS)
+    connection.settimeout(timeouts.HEARTBEAT_TIMEOUT_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection

@@ -25,9 +25,9 @@ class SharedCheckpoints:
         """How many checkpoints could not be written when they were due."""
         return self._manager.failed_saves
 
-    def is_due(self, step: int, evaluated: bool) -> bool:
+    def should_save(self, step: int, evaluated: bool) -> bool:
         """Whether this worker has to save after `step`: never, unless it is worker 0."""
-        return self._workers.is_chief and self._manager.is_due(step, evaluated)
+        return self._workers.is_chief and self._manager.should_save(step, evaluated)
 
     def save(self, step: int, metadata: Mapping) -> bool:
         """Saves, on worker 0 alone, without waiting for the others. Returns whether the step is saved."""

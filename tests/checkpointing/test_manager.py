@@ -44,7 +44,7 @@ def test_by_default_saving_takes_one_percent_of_the_time(tmp_path, clock):
     saved = []
     for step in range(1, 2000):
         clock.now += 1
-        if manager_.is_due(step, evaluated=step % 50 == 0):
+        if manager_.should_save(step, evaluated=step % 50 == 0):
             manager_.save(step, {})
             saved.append(step)
     assert saved[0] == 30  # then 200 s of steps for a save of two seconds
@@ -55,12 +55,12 @@ def test_by_default_saving_takes_one_percent_of_the_time(tmp_path, clock):
 def test_evaluated_step_is_saved_before_its_time(tmp_path, clock):
     manager_, _ = make(tmp_path)
     clock.now += 1
-    assert manager_.is_due(1, evaluated=True) and not manager_.is_due(1, evaluated=False)
+    assert manager_.should_save(1, evaluated=True) and not manager_.should_save(1, evaluated=False)
 
 
 def test_save_every_n_steps(tmp_path, clock):
     manager_, _ = make(tmp_path, every=3)
-    assert [step for step in range(1, 10) if manager_.is_due(step, step == 4)] == [3, 6, 9]
+    assert [step for step in range(1, 10) if manager_.should_save(step, step == 4)] == [3, 6, 9]
 
 
 def test_state_with_nan_is_not_saved(tmp_path, clock):

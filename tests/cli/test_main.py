@@ -146,7 +146,7 @@ def test_docs_list_the_exit_codes_of_the_help_text():
     readme, cluster = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/cluster.md"))
     assert TrainConfig.exit_codes in readme
     usage, data, diverged = (f"{e.exit_code} ({e.meaning})" for e in (UsageError, DataError, DivergedError))
-    assert f"not for {usage}, {data} or {diverged}" in cluster
+    assert f"exit codes {usage}, {data} and {diverged}, which would recur" in cluster
     assert f"exit code {WorkerLostError.exit_code}:" in cluster
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cifar_towers.errors import Interrupted, UsageError, WorkerLostError
-from cifar_towers.multi_worker import coordination, messages, rendezvous
+from cifar_towers.multi_worker import coordination, messages, rendezvous, timeouts
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 from cifar_towers.multi_worker.launcher import free_addresses
 
@@ -105,7 +105,7 @@ def test_unequal_values_are_named_on_all_workers():
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_lost_worker_ends_all_and_is_named(monkeypatch, victim):
-    monkeypatch.setattr(coordination, "EXIT_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(timeouts, "EXIT_GRACE_SECONDS", 0.1)
     ends = queue.SimpleQueue()
     coordinators, tidied = make_coordinators(free_addresses(3), ends), queue.SimpleQueue()
     for each in coordinators:
@@ -121,9 +121,9 @@ def test_lost_worker_ends_all_and_is_named(monkeypatch, victim):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_silent_worker_ends_all_and_is_named(monkeypatch, victim):
-    monkeypatch.setattr(coordination, "EXIT_GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(coordination, "HEARTBEAT_INTERVAL_SECONDS", 0.1)
-    monkeypatch.setattr(rendezvous, "HEARTBEAT_TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr(timeouts, "EXIT_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(timeouts, "HEARTBEAT_INTERVAL_SECONDS", 0.1)
+    monkeypatch.setattr(timeouts, "HEARTBEAT_TIMEOUT_SECONDS", 2.0)
     ends = queue.SimpleQueue()
     coordinators = make_coordinators(free_addresses(3), ends)
     coordinators[victim]._send = lambda *_: None  # its connections stay open
@@ -133,7 +133,7 @@ def test_silent_worker_ends_all_and_is_named(monkeypatch, victim):
 
 
 def test_abort_ends_all_with_the_same_line(monkeypatch):
-    monkeypatch.setattr(coordination, "EXIT_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(timeouts, "EXIT_GRACE_SECONDS", 0.1)
     ends = queue.SimpleQueue()
     coordinators = make_coordinators(free_addresses(3), ends)
     coordinators[2].abort("data: no such file", 3)
@@ -149,7 +149,7 @@ def test_second_end_does_not_wait():
     coordinators[0]._send_end("one line", 5)
     start = time.monotonic()
     coordinators[0].abort("another", 1)
-    assert time.monotonic() - start < coordination.HEARTBEAT_INTERVAL_SECONDS / 2
+    assert time.monotonic() - start < timeouts.HEARTBEAT_INTERVAL_SECONDS / 2
 
 
 def test_main_thread_may_exit_by_itself():
@@ -227,7 +227,7 @@ def test_strangers_and_latecomers_are_turned_away():
 
 def test_error_inside_connect_ends_the_others(monkeypatch):
     ends = queue.SimpleQueue()
-    monkeypatch.setattr(coordination, "EXIT_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(timeouts, "EXIT_GRACE_SECONDS", 0.2)
     monkeypatch.setattr(coordination, "_end_process", lambda _, line, code: ends.put((line, code)))
     addresses = free_addresses(2)
 
