@@ -109,12 +109,11 @@ def predict(
     gradient_device: str = "",
     latency_seconds: float = 0.0,
 ) -> list[Prediction]:
-    """Time and efficiency of a step, for each exchange and each number of GPUs, K.
+    """Time and efficiency of a step, for each of `exchanges` (all, if empty) and each number of GPUs, K.
 
     Assumptions: every GPU, and the host, has one full-duplex link to a switch that is never the bottleneck. Read,
     compute, gather and scatter follow one another, and each transfer takes the time of the busiest direction of a link
     plus the latency of its messages: one to each other device, all at once, or 2 (K-1) one after another in a ring.
-    Without `overlap` transfers are overestimated, as a real step sends a gradient as soon as it is computed.
     Underestimated: K devices compute K times as fast as one, averages and updates are free. Efficiency is images per
     second, divided by K times those of one GPU that has all variables.
 
@@ -122,9 +121,7 @@ def predict(
       compute_seconds: measured on one device, for `batch_size` examples.
       batch_size: of all devices together (strong scaling), or with `per_device_batch` of each (weak scaling).
       link_gb_per_s: 10^9 bytes a second, each direction.
-      exchanges: some of `EXCHANGES`; all if empty.
-      overlap: the fraction of the computing time in which the links work too, 0 to 1.
-      latency_seconds: time of one message apart from its bytes.
+      overlap: fraction of the computing time in which links work too, 0 to 1; real steps send gradients meanwhile.
 
     Raises:
       ValueError: as `step_bytes` does; more devices than examples; or a number outside its range.
