@@ -39,11 +39,9 @@ def make_arrays(batches: Batches, augmentation: Augmentation) -> dict[str, np.nd
 def make_array_fit(
     model: keras.Model, towers: Sequence[Tower], images: np.ndarray, labels: np.ndarray, batch_size: int
 ) -> Callable[[int], Iterator[float]]:
-    """`fit` of a stock copy of `model` on the same images again and again; with several towers, under
-    MirroredStrategy.
+    """`fit` of a stock copy of `model`, repeated on the same images; with several towers, under MirroredStrategy.
 
-    Returns a function (steps) -> seconds of each, measured from one batch's end to the next. An additional first step
-    is not timed.
+    Returns a function (steps) -> seconds of each, from one batch's end to the next; an additional first one is untimed.
     """
     strategy = tf.distribute.MirroredStrategy([tower.device for tower in towers])
     with strategy.scope() if len(towers) > 1 else tf.device(towers[0].device):
@@ -52,8 +50,8 @@ def make_array_fit(
             keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
-    data = tf.data.Dataset.from_tensor_slices((images, labels)).batch(batch_size, drop_remainder=True)
-    data = data.cache().repeat().prefetch(2)
+    batches = tf.data.Dataset.from_tensor_slices((images, labels)).batch(batch_size, drop_remainder=True)
+    data = batches.cache().repeat().prefetch(2)
 
     def time_steps(steps: int) -> Iterator[float]:
         ends: list[float] = []

@@ -59,8 +59,8 @@ def make_cases(
 ) -> list[BenchmarkCase]:
     """All cases worth measuring, without duplicates such as several placements for one tower on the CPU.
 
-    The first precision is measured in every way, with the recipe's own input on the most towers. The others are
-    measured on the fewest and the most towers, with variables on the CPU and mirrored. Keras `fit` runs on the most.
+    The first precision is measured in every way, the others on the fewest and the most towers with variables on the
+    CPU and mirrored. The recipe's own input and Keras `fit` are measured on the most towers.
     """
     fewest, most = counts[0], counts[-1]
     first, *others = precisions
@@ -86,7 +86,11 @@ def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: Sequence[
       UsageError: this machine or this recipe does not support it.
     """
     towers = list(towers[: case.towers])
-    recipe = _case_recipe(config, case)
+    if case.strategy == "mirrored":
+        changes = {"strategy": "mirrored", "gradient_device": "variable", "all_reduce": config.all_reduce}
+    else:
+        changes = {"variable_placement": "cpu" if case.placement == UNPLACED else case.placement}
+    recipe = dataclasses.replace(config.recipe, precision=case.precision, **changes)
     batches = build.make_batches(recipe, train)
     if case.strategy == KERAS:
         model = build.make_model(recipe, case.precision, train.info, train)
@@ -112,22 +116,14 @@ def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: Sequence[
     return PreparedCase(functools.partial(_time_steps, step, stream), step, variables, batch_bytes // recipe.batch_size)
 
 
-def _case_recipe(config: BenchmarkConfig, case: BenchmarkCase) -> TrainConfig:
-    if case.strategy == "mirrored":
-        changes = {"strategy": "mirrored", "gradient_device": "variable", "all_reduce": config.all_reduce}
-    else:
-        changes = {"variable_placement": "cpu" if case.placement == UNPLACED else case.placement}
-    return dataclasses.replace(config.recipe, precision=case.precision, **changes)
-
-
 def variable_bytes(model: keras.Model) -> list[VariableBytes]:
     """Size and role of a model's variables for the cost model, in the order of creation."""
     trainable = {id(variable) for variable in model.trainable_variables}
     sizes = []
     for layer in model.layers:
+        other_role = "statistic" if isinstance(layer, BatchNorm) else "frozen"
         for variable in layer.variables:
-            updated = isinstance(layer, BatchNorm)
-            role = "weight" if id(variable) in trainable else "statistic" if updated else "frozen"
+            role = "weight" if id(variable) in trainable else other_role
             value = variable.value
             sizes.append(VariableBytes(value.shape.num_elements() * value.dtype.size, role))
     return sizes

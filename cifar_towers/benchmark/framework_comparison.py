@@ -5,7 +5,7 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,6 @@ import numpy as np
 
 from cifar_towers.benchmark import processes
 from cifar_towers.benchmark.baselines import make_arrays
-from cifar_towers.benchmark.processes import script_path
 from cifar_towers.benchmark.round_stats import RoundStats
 from cifar_towers.benchmark.settings import PEERS, SpeedrunConfig
 from cifar_towers.config import TrainConfig
@@ -76,7 +75,8 @@ def compare_frameworks(
         left_out: dict[str, str] = {}
         entries = _enter_ours(config, devices, precisions)
         for name in _peer_names(config):
-            for precision in _supported_precisions(name, precisions):
+            supported = ("float32",) if name == "tutorial" else ("float32", "bfloat16")
+            for precision in [each for each in precisions if each in supported]:  # no peer runs in float16
                 command = _peer_command(name, precision, config, data)
                 try:
                     time_steps = stack.enter_context(processes.open_peer(command, trained_parameters))
@@ -111,12 +111,11 @@ def _leave_out(name: str, precision: str, error: RunError, left_out: dict[str, s
 
 def _enter_ours(config: SpeedrunConfig, devices: int, precisions: Sequence[str]) -> list[Entry]:
     """Our trainings in each precision, on one device and on all."""
-    recipe = config.recipe
-    recipes = {1: dataclasses.replace(recipe, num_gpus=1), devices: recipe}
+    recipes = {1: dataclasses.replace(config.recipe, num_gpus=1), devices: config.recipe}
     entries = []
     for precision in precisions:
-        for count, each in recipes.items():
-            measure = _make_training_fn(each, precision, config.directory)
+        for count, recipe in recipes.items():
+            measure = _make_training_fn(recipe, precision, config.directory)
             step_seconds = recipe.batch_size / measure(PILOT_STEPS)
             entries.append(Entry(_make_competitor(OURS, precision, recipe.batch_size, count, step_seconds), measure))
     return entries
@@ -176,27 +175,16 @@ def _num_towers(recipe: TrainConfig) -> int:
     return recipe.num_gpus or CPU_TOWERS_BY_DEFAULT
 
 
-def _supported_precisions(name: str, precisions: Sequence[str]) -> list[str]:
-    """The tutorial runs in float32; no peer runs in float16."""
-    supported = ("float32",) if name == "tutorial" else ("float32", "bfloat16")
-    return [precision for precision in precisions if precision in supported]
-
-
 def _peer_command(name: str, precision: str, config: SpeedrunConfig, data: Path) -> list[str]:
     recipe, towers = config.recipe, _num_towers(config.recipe)
-    pytorch = [config.peer_python or sys.executable, script_path("peers/pytorch_step.py")]
-    keras = [sys.executable, script_path("peers/keras_fit.py")]
-    programs: Mapping[str, list[str]] = {
+    pytorch = [config.peer_python or sys.executable, processes.script_path("peers/pytorch_step.py")]
+    keras = [sys.executable, processes.script_path("peers/keras_fit.py")]
+    programs = {
         "pytorch": pytorch,
         "pytorch-compiled": [*pytorch, "--compile"],
         "keras": keras,
         "keras-mirrored": [*keras, f"--mirrored={towers}"],
-        "tutorial": [sys.executable, script_path("peers/tutorial_graph.py"), f"--towers={towers}"],
+        "tutorial": [sys.executable, processes.script_path("peers/tutorial_graph.py"), f"--towers={towers}"],
     }
-    flags = [
-        f"--model={recipe.model}",
-        f"--precision={precision}",
-        f"--batch_size={recipe.batch_size}",
-        f"--data={data}",
-    ]
-    return [*programs[name], *flags]
+    flags = [f"--model={recipe.model}", f"--precision={precision}", f"--batch_size={recipe.batch_size}"]
+    return [*programs[name], *flags, f"--data={data}"]

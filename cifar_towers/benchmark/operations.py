@@ -9,10 +9,6 @@ from collections import Counter
 
 import tensorflow as tf
 
-CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-IFS = ("If", "StatelessIf")
-WHILES = ("While", "StatelessWhile")
-
 
 def count(function) -> dict[str, int]:
     """Operations of one call of a ConcreteFunction, by type: {"Conv2D": .., "MatMul": .., ..}.
@@ -31,12 +27,12 @@ def _count(graph) -> Counter[str]:
     for op in _reachable_ops(graph):
         if op.type in COUNTERS:
             totals[op.type] += COUNTERS[op.type](op)
-        elif op.type in CALLS:
+        elif op.type in ("PartitionedCall", "StatefulPartitionedCall"):
             totals += _count(_function_graph(graph, op, "f"))
-        elif op.type in IFS:
+        elif op.type in ("If", "StatelessIf"):
             branches = [_count(_function_graph(graph, op, branch)) for branch in ("then_branch", "else_branch")]
             totals += max(branches, key=Counter.total)
-        elif op.type in WHILES and _count(_function_graph(graph, op, "body")):
+        elif op.type in ("While", "StatelessWhile") and _count(_function_graph(graph, op, "body")):
             raise ValueError(f"the number of iterations of the loop {op.name} is not in the graph; unroll or remove it")
     return totals
 

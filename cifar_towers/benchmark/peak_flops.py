@@ -26,7 +26,6 @@ def measure(precision: str, seconds: float = 5.0, gpus: int = 1) -> PeakFlops:
     """Rates of the fastest 3x3 forward convolution and of a square matrix product, on all cores or the first GPU.
 
     Args:
-      precision: `float32`, `bfloat16` or `float16`.
       seconds: about how long to measure in all; at least `MIN_TIMED_RUNS` runs are made.
       gpus: the rate of the first GPU is multiplied by this number.
     """

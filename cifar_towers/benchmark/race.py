@@ -96,8 +96,7 @@ def run_race(config: SpeedrunConfig, source: sources.Source) -> None:
 
 def _run_seeds(config: SpeedrunConfig, facts: Mapping, towers: Sequence[Tower], train: Split, num_devices: int) -> None:
     work = count_work(config.recipe, towers, facts["precision"], train)
-    used_gpus = facts["gpus"][: config.recipe.num_gpus]
-    results = _train_seeds(config, {**facts, "gpus": used_gpus}, num_devices)
+    results = _train_seeds(config, {**facts, "gpus": facts["gpus"][: config.recipe.num_gpus]}, num_devices)
     race = race_results.summarize_race(results, work.total(), work.total(without_first=True), config.target)
     race |= {"operations": work.by_type(), "steps": sum(work.steps.values())}
     race_results.publish_race(config.directory, facts, race)
@@ -146,11 +145,7 @@ def count_work(recipe: TrainConfig, towers: Sequence[Tower], compute_dtype: str,
 
 
 def _train_seeds(config: SpeedrunConfig, facts: Mapping, num_devices: int) -> list[SeedResult]:
-    """Trains one run per seed, with the machine's peak rates measured before, between and after the runs.
-
-    Args:
-      facts: what the runs' environment.json holds.
-    """
+    """Trains one run per seed, and measures peak rates before, between and after; `facts` as in environment.json."""
     results = []
     before = peak_flops.measure(facts["precision"], gpus=num_devices)
     for seed in parse_seeds(config.seeds):
@@ -168,24 +163,23 @@ def _train_seeds(config: SpeedrunConfig, facts: Mapping, num_devices: int) -> li
             with best_effort.best_effort_writes(train_dir / PEAK_FLOPS):
                 run_files.write_json(train_dir / PEAK_FLOPS, {"measured": measured})
         environment = run_files.read_json_if_any(train_dir / run_files.ENVIRONMENT)
-        results.append(
-            SeedResult(
-                seed=seed,
-                reused=reused,
-                revision=environment.get("git_revision", "unknown"),
-                seconds=result["seconds"],
-                images_per_sec=result["images_per_sec"],
-                accuracy=race_results.accuracy_on_test(result["evaluations"], recipe.tta),
-                plain_accuracy=race_results.accuracy_on_test(result["evaluations"], 0),
-                ceilings=[PeakFlops(*rates) for rates in measured],
-            )
+        seed_result = SeedResult(
+            seed=seed,
+            reused=reused,
+            revision=environment.get("git_revision", "unknown"),
+            seconds=result["seconds"],
+            images_per_sec=result["images_per_sec"],
+            accuracy=race_results.accuracy_on_test(result["evaluations"], recipe.tta),
+            plain_accuracy=race_results.accuracy_on_test(result["evaluations"], 0),
+            ceilings=[PeakFlops(*rates) for rates in measured],
         )
+        results.append(seed_result)
     return results
 
 
 def _check_same_conditions(train_dir: Path, recipe: TrainConfig, facts: Mapping) -> None:
-    """Refuses an existing run with other settings or of another machine. A training could be resumed with another
-    number of towers, but all seeds of a race need the same."""
+    """Refuses an existing run with other settings or of another machine: all seeds of a race need the same, though a
+    training could be resumed with another number of towers."""
     if recipe.overwrite:
         return
     settings = run_files.read_json_if_any(train_dir / run_files.CONFIG)

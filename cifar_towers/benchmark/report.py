@@ -1,6 +1,7 @@
 """Results of the benchmark as a table, a recommendation, JSON, a plot and an HTML page."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -35,17 +36,13 @@ def publish_prediction(
 ) -> None:
     """Prints one tower's measurement and the predictions from it, and writes prediction.json and prediction.txt."""
     links = f"links of {link_gb_per_s:g} GB/s each way, no overlap of compute and transfers"
-    parts = [
-        _title(facts),
-        table([result]),
-        f"On GPUs as fast as one tower here, {links}:\n{prediction_table(predictions)}",
-    ]
+    predicted = f"On GPUs as fast as one tower here, {links}:\n{prediction_table(predictions)}"
     as_json = {
         "measured": _as_json(result),
         "link_gb_per_s": link_gb_per_s,
         "predictions": [prediction._asdict() for prediction in predictions],
     }
-    report_io.publish(directory, "prediction", facts | as_json, parts)
+    report_io.publish(directory, "prediction", facts | as_json, [_title(facts), table([result]), predicted])
 
 
 def _title(facts: Mapping) -> str:
@@ -109,17 +106,14 @@ def conclude(results: Sequence[CaseResult], facts: Mapping) -> str:
     # of the cases as fast as the fastest, the simplest: shared variables, on the CPU, few towers
     equal = [result for result in trainable if result.median >= (1 - SAME_RATE) * fastest]
     best = min(equal, key=lambda result: _complexity(result.case))
-    bottleneck = _bottleneck(best, results, facts["batch_size"])
-    return f"This machine is bound by {bottleneck}: use {_flags(best.case)} ({best.median:,.0f} images/s)."
+    case, bottleneck = best.case, _bottleneck(best, results, facts["batch_size"])
+    placed = "--strategy=mirrored" if case.strategy == "mirrored" else f"--variable_placement={case.placement}"
+    flags = f"--num_gpus={case.towers} --precision={case.precision} {placed}"
+    return f"This machine is bound by {bottleneck}: use {flags} ({best.median:,.0f} images/s)."
 
 
 def _complexity(case: BenchmarkCase) -> tuple:
     return case.strategy != "towers", (*PLACEMENTS, UNPLACED).index(case.placement), case.towers
-
-
-def _flags(case: BenchmarkCase) -> str:
-    placed = "--strategy=mirrored" if case.strategy == "mirrored" else f"--variable_placement={case.placement}"
-    return f"--num_gpus={case.towers} --precision={case.precision} {placed}"
 
 
 def _bottleneck(best: CaseResult, results: Sequence[CaseResult], batch_size: int) -> str:
@@ -152,9 +146,8 @@ def _bottleneck(best: CaseResult, results: Sequence[CaseResult], batch_size: int
 
 def plot(results: Sequence[CaseResult], facts: Mapping) -> bytes:
     """PNG: a panel per precision, a bar with its spread per case, and a dotted line for one tower."""
-    by_precision: dict[str, list[CaseResult]] = {}
-    for result in sorted(results, key=lambda result: (result.case.precision, result.case.towers, -result.median)):
-        by_precision.setdefault(result.case.precision, []).append(result)
+    ordered = sorted(results, key=lambda result: (result.case.precision, result.case.towers, -result.median))
+    by_precision = {key: list(group) for key, group in itertools.groupby(ordered, lambda each: each.case.precision)}
     most_bars = max(map(len, by_precision.values()))
     top = max(result.spread[1] for result in results)
     figure = Figure((7.2 * len(by_precision), 1.6 + 0.3 * most_bars), layout="constrained")

@@ -51,13 +51,8 @@ def make_title(facts: Mapping, *subjects: str) -> str:
 def format_table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
     """Aligned text of rows with equally many cells; the columns `left` are left-justified."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    cell_formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]
+    return "\n".join("  ".join(cell_formats).format(*row) for row in rows)
 
 
 def publish(
@@ -68,12 +63,11 @@ def publish(
     extra_files: Mapping[str, str | bytes] = {},
     conclusion: str = "",
 ) -> None:
-    """Prints a report, and writes it to <name>.txt and its results to <name>.json.
+    """Prints a report, `conclusion` last, and writes it to <name>.txt and its results to <name>.json.
 
     Args:
       parts: paragraphs of the report.
       extra_files: contents of further files, by name.
-      conclusion: printed last.
 
     Raises:
       RunError: the files cannot be written; the report has been printed.

@@ -28,8 +28,7 @@ PREDICTED_DEVICES = (1, 2, 4, 8, 16, 32, 64)
 def run_benchmark(config: BenchmarkConfig, initializer: Callable[[], None]) -> None:
     """Measures, prints the table with a conclusion or a prediction, and writes them to the config's directory.
 
-    Args:
-      initializer: called first in every worker process; imports TensorFlow.
+    `initializer` is called first in every worker process, and imports TensorFlow.
     """
     start = time.monotonic()
     make_directory(config.directory)
@@ -44,7 +43,7 @@ def run_benchmark(config: BenchmarkConfig, initializer: Callable[[], None]) -> N
         _measure(results, workers, config, start)
         _require_trainable(results)
         _profile(results, workers)
-        predictions = _predict(config, results[0], workers) if config.predict else []
+        predictions = _predict(config, results[0], workers[1]) if config.predict else []
     set_efficiency(results, {count: each["physical"] for count, each in devices.items()})
     facts = environment_facts(config.recipe, devices[counts[0]]["dataset"]) | {
         "kind": devices[counts[0]]["kind"],
@@ -65,13 +64,10 @@ def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[BenchmarkCase]
     precisions = list(dict.fromkeys(split_names(config.precisions) or default))
     if config.predict:
         return (1,), [BenchmarkCase("towers", "round_robin" if gpus else "cpu", 1, precisions[0])]
-    counts = config.tower_counts or tuple(n for n in _powers_of_two(gpus or 4) if config.recipe.batch_size % n == 0)
+    limit = gpus or 4
+    doubled = sorted({*(2**power for power in range(limit.bit_length())), limit})  # 1, 2, 4, .. and the limit itself
+    counts = config.tower_counts or tuple(n for n in doubled if config.recipe.batch_size % n == 0)
     return counts, make_cases(counts, precisions, config.peers, on_gpus=bool(gpus))
-
-
-def _powers_of_two(limit: int) -> list[int]:
-    """1, 2, 4, .. and the limit itself."""
-    return sorted({*(2**power for power in range(limit.bit_length())), limit})
 
 
 def _prepare(cases: list[BenchmarkCase], workers: Mapping[int, Callable]) -> list[CaseResult]:
@@ -142,11 +138,9 @@ def _profile(results: list[CaseResult], workers: Mapping[int, Callable]) -> None
                 print(f"not profiled: {result.case.towers} x {result.case.label()}: {error}", flush=True)
 
 
-def _predict(
-    config: BenchmarkConfig, result: CaseResult, workers: Mapping[int, Callable]
-) -> list[communication.Prediction]:
+def _predict(config: BenchmarkConfig, result: CaseResult, one_tower: Callable) -> list[communication.Prediction]:
     """The cost model's prediction from one tower's time."""
-    variables, example_bytes = workers[1](("cost_model_inputs", result.case))
+    variables, example_bytes = one_tower(("cost_model_inputs", result.case))
     batch_size = config.recipe.batch_size
     counts = [count for count in PREDICTED_DEVICES if count <= batch_size]
     seconds = batch_size / result.median
@@ -154,11 +148,8 @@ def _predict(
 
 
 def set_efficiency(results: list[CaseResult], num_devices: Mapping[int, int]) -> None:
-    """Sets images/s over those of one tower (same precision, best placement) times the physical devices in use.
-
-    Args:
-      num_devices: number of towers -> physical devices under them.
-    """
+    """Sets images/s over those of one tower (same precision, best placement) times the physical devices in use, given
+    for each number of towers."""
     one_tower: dict[str, float] = {}
     for result in results:
         case = result.case

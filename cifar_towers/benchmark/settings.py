@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from cifar_towers.config import DeviceConfig, TrainConfig, parse_seeds
-from cifar_towers.config.settings import RECIPE, check_limits, names_with, parse_names, setting
+from cifar_towers.config.settings import RECIPE, check_limits, names_with, parse_names, setting, settings_of
 from cifar_towers.errors import UsageError
 from cifar_towers.registry import MODELS
 
@@ -19,13 +19,15 @@ PEERS = {  # training steps of other frameworks -> the models each of them has
 }
 VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus")  # by the benchmark
 CLUSTER = names_with(TrainConfig, group="Cluster")
+EXIT_CODES = f"{DeviceConfig.exit_codes}, or what it started failed"
+_benchmark, _race = settings_of("Benchmark"), settings_of("Race")
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkConfig:
     """A recipe, and how to measure its step. Placement, strategy and number of towers are varied."""
 
-    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or what it started failed"
+    exit_codes: ClassVar[str] = EXIT_CODES
     refused: ClassVar[Mapping[str, str]] = {  # settings of the recipe without a flag here -> why
         **dict.fromkeys(VARIED, f"the benchmark varies {', '.join(VARIED)} itself"),
         **dict.fromkeys(CLUSTER, "the benchmark measures one machine"),
@@ -33,27 +35,22 @@ class BenchmarkConfig:
     }
 
     recipe: TrainConfig = setting(TrainConfig(), RECIPE, "whose step is measured")
-    train_dir: str = setting("", "Benchmark", "where results are written; by default runs/benchmark-<recipe>")
-    towers: str = setting("", "Benchmark", "numbers of towers; by default 1,2,4, or 1 to all GPUs by doubling")
-    precisions: str = setting(
-        "", "Benchmark", "compute types; by default that of --precision, the native 16-bit ones, and float32"
+    train_dir: str = _benchmark("", "where results are written; by default runs/benchmark-<recipe>")
+    towers: str = _benchmark("", "numbers of towers; by default 1,2,4, or 1 to all GPUs by doubling")
+    precisions: str = _benchmark(
+        "", "compute types; by default that of --precision, the native 16-bit ones, and float32"
     )
-    all_reduce: str = setting(
+    all_reduce: str = _benchmark(
         "auto",
-        "Benchmark",
         "how strategy=mirrored combines gradients; auto: NCCL where every tower has a GPU",
         choices=("auto", "nccl", "hierarchical", "one_device"),
     )
-    minutes: float = setting(12.0, "Benchmark", "how long to measure; at least three rounds are made", low=0)
-    peers: bool = setting(True, "Benchmark", "also measure Keras fit with stock layers, mirrored for several towers")
-    predict: bool = setting(
-        False,
-        "Benchmark",
-        "measure one tower only, and compute the step of 1 to 64 devices with links of link_gb_per_s",
+    minutes: float = _benchmark(12.0, "how long to measure; at least three rounds are made", low=0)
+    peers: bool = _benchmark(True, "also measure Keras fit with stock layers, mirrored for several towers")
+    predict: bool = _benchmark(
+        False, "measure one tower only, and compute the step of 1 to 64 devices with links of link_gb_per_s"
     )
-    link_gb_per_s: float = setting(
-        16.0, "Benchmark", "for predict: a device's link each way, in 10^9 bytes/s", low=1e-3
-    )
+    link_gb_per_s: float = _benchmark(16.0, "for predict: a device's link each way, in 10^9 bytes/s", low=1e-3)
 
     def __post_init__(self):
         check_limits(self)
@@ -84,7 +81,7 @@ class BenchmarkConfig:
 class SpeedrunConfig:
     """A recipe, the seeds it is timed over, and the frameworks its step is compared with."""
 
-    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or what it started failed"
+    exit_codes: ClassVar[str] = EXIT_CODES
     refused: ClassVar[Mapping[str, str]] = {  # settings of the recipe without a flag here -> why
         **dict.fromkeys(CLUSTER, "a race is run on one machine"),
         "seed": "a race takes several; write --seeds=",
@@ -92,27 +89,19 @@ class SpeedrunConfig:
     }
 
     recipe: TrainConfig = setting(TrainConfig(), RECIPE, "what is trained")
-    train_dir: str = setting("", "Race", "where runs and results are written; by default runs/speedrun-<recipe>")
-    seeds: str = setting(
-        "0,1,2,3,4", "Race", "seeds to train, one after another; empty: only the comparison of frameworks"
+    train_dir: str = _race("", "where runs and results are written; by default runs/speedrun-<recipe>")
+    seeds: str = _race("0,1,2,3,4", "seeds to train, one after another; empty: only the comparison of frameworks")
+    target: float = _race(
+        0.0, "the fraction that the mean test accuracy, with the recipe's TTA, is to reach; 0: none", low=0, high=1
     )
-    target: float = setting(
-        0.0,
-        "Race",
-        "the fraction that the mean test accuracy, with the recipe's TTA, is to reach; 0: none",
-        low=0,
-        high=1,
+    rounds: int = _race(
+        3, "rounds over all frameworks, in another order each time; 0: no comparison of frameworks", low=0
     )
-    rounds: int = setting(
-        3, "Race", "rounds over all frameworks, in another order each time; 0: no comparison of frameworks", low=0
+    peers: str = _race(
+        "", f"frameworks to compare with, some of {', '.join(PEERS)}; by default all that have the model"
     )
-    peers: str = setting(
-        "", "Race", f"frameworks to compare with, some of {', '.join(PEERS)}; by default all that have the model"
-    )
-    precisions: str = setting(
-        "", "Race", "compute types of the comparison; by default that of --precision, and float32"
-    )
-    peer_python: str = setting("", "Race", "the Python that has PyTorch; by default the one that runs this")
+    precisions: str = _race("", "compute types of the comparison; by default that of --precision, and float32")
+    peer_python: str = _race("", "the Python that has PyTorch; by default the one that runs this")
 
     def __post_init__(self):
         check_limits(self)

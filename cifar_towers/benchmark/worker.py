@@ -74,11 +74,8 @@ class Worker:
 
     def run_steps(self, case: BenchmarkCase, steps: int) -> dict[str, list[float]]:
         """Seconds of each step, and the part of them waiting for input."""
-        times = list(self.prepared[case].run_steps(steps))
-        return {
-            "seconds": [float(seconds) for seconds, _ in times],
-            "waiting": [float(waiting) for _, waiting in times],
-        }
+        seconds, waiting = zip(*self.prepared[case].run_steps(steps), strict=True)
+        return {"seconds": list(seconds), "waiting": list(waiting)}
 
     def cost_model_inputs(self, case: BenchmarkCase) -> tuple[tuple, int]:
         """The model's variables, and the bytes of one example."""

@@ -14,16 +14,14 @@ from cifar_towers.errors import RunError
 def open_worker(config: BenchmarkConfig, num_towers: int, initializer: Callable[[], None]) -> Iterator[Callable]:
     """A process with `num_towers` towers, as a function that sends a request (if given) and returns the response.
 
-    Args:
-      initializer: called in the process before anything imports TensorFlow.
+    `initializer` is called in the process before anything imports TensorFlow.
     """
     spawn = multiprocessing.get_context("spawn")  # TensorFlow does not survive a fork
     connection, worker_connection = spawn.Pipe()
     arguments = (config, num_towers, worker_connection, initializer)
     process = spawn.Process(target=serve_worker, args=arguments, daemon=True)
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # Ctrl-C is handled by this process, which ends the worker
+    # Ctrl-C is handled by this process, which ends the worker
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()  # inherits the mask
     finally:

@@ -53,7 +53,10 @@ def compare_runs(one: Path, other: Path) -> Finding:
 
 def _records(one: Path, other: Path) -> Finding | None:
     """The last common step with equal training records, and the first that differs."""
-    records = [_training_records(run) for run in (one, other)]
+    records = [
+        {record["step"]: record for record in jsonl.read_records(run / run_files.METRICS) if record["kind"] == "train"}
+        for run in (one, other)
+    ]
     common = sorted(records[0].keys() & records[1].keys())
     for index, step in enumerate(common):
         pairs = {name: tuple(of_run[step].get(name) for of_run in records) for name in COMPARED}
@@ -64,10 +67,6 @@ def _records(one: Path, other: Path) -> Finding | None:
     if not common:
         return None
     return Finding(True, f"records: equal at all {len(common)} common steps, the last {common[-1]}")
-
-
-def _training_records(run: Path) -> dict[int, dict]:
-    return {r["step"]: r for r in jsonl.read_records(run / run_files.METRICS) if r["kind"] == "train"}
 
 
 def _checkpoints(one: Path, other: Path) -> Finding | None:
@@ -103,10 +102,8 @@ def _last_weights(one: Path, other: Path) -> Finding | None:
     results = [run_files.read_json_if_any(run / run_files.RESULT) for run in (one, other)]
     steps, digests = ([result.get(key) for result in results] for key in ("step", "weights_sha256"))
     if steps[0] != steps[1]:
-        ends = [
-            f"{run} ended at step {step}" if step else f"{run} has not ended"
-            for run, step in zip((one, other), steps, strict=True)
-        ]
+        runs = zip((one, other), steps, strict=True)
+        ends = [f"{run} ended at step {step}" if step else f"{run} has not ended" for run, step in runs]
         return Finding(None, f"{', '.join(ends)}: only the common part is compared")
     if not all(digests):
         return None

@@ -1,7 +1,6 @@
 """Export formats, and the module that is exported: a model with its preprocessing and postprocessing.
 
-It takes uint8 images of any size and returns probabilities and the name of the most probable class. The preprocessing
-consists of operations that every format supports.
+The preprocessing consists of operations that every format supports.
 """
 
 import tempfile
@@ -69,8 +68,7 @@ def _resizing_matrix(length: tf.Tensor, square: tf.Tensor, side: int) -> tf.Tens
     positions = tf.cast(tf.range(length) - (length - square) // 2, tf.float32)
     centers = (tf.range(side, dtype=tf.float32) + 0.5) * ratio - 0.5
     weights = tf.nn.relu(1 - tf.abs(positions - centers[:, None]) / tf.maximum(ratio, 1.0))
-    inside = tf.cast((positions >= 0) & (positions < tf.cast(square, tf.float32)), tf.float32)
-    weights *= inside
+    weights *= tf.cast((positions >= 0) & (positions < tf.cast(square, tf.float32)), tf.float32)
     return weights / tf.reduce_sum(weights, 1, keepdims=True)
 
 
@@ -85,11 +83,7 @@ def _open_saved_model(path: Path):
 
 
 def _write_keras(module: ServingModule, path: Path) -> None:
-    _to_keras(module).save(path)
-
-
-def _to_keras(module: ServingModule) -> keras.Model:
-    """The module as one Keras model of stock layers."""
+    """Writes the module as one Keras model of stock layers."""
     augmentation, side = module.augmentation, module.side
     images = keras.Input((None, None, 3), dtype="uint8", name="images")
     x = keras.layers.Resizing(
@@ -111,7 +105,8 @@ def _to_keras(module: ServingModule) -> keras.Model:
         vocabulary=list(module.class_names), num_oov_indices=0, invert=True, name="class_name"
     )
     class_name = to_name(keras.ops.argmax(probabilities, 1))
-    return keras.Model(images, {"probabilities": probabilities, "class_name": class_name}, name="deployed")
+    outputs = {"probabilities": probabilities, "class_name": class_name}
+    keras.Model(images, outputs, name="deployed").save(path)
 
 
 def _open_keras(path: Path):

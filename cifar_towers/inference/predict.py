@@ -57,11 +57,11 @@ def predict_images(config: PredictConfig) -> None:
             if config.json:
                 print(run_files.to_json({"picture": os.fspath(path), **(top or {"error": error})}))
             elif top:
-                print(f"{_shown(path):{width}}  {_as_text(top)}")
+                classes = "  ".join(f"{name} {100 * value:.1f} %" for name, value in top["probabilities"].items())
+                print(f"{_shown(path):{width}}  {printable(classes)}")
         sys.stdout.flush()
     if failed:
-        names = ", ".join(map(os.fspath, failed))
-        raise DataError(f"{len(failed)} of {len(files)} images could not be read: {names}")
+        raise DataError(f"{len(failed)} of {len(files)} images could not be read: {', '.join(map(os.fspath, failed))}")
 
 
 def _expand(paths: Sequence[str]) -> Iterator[ImageFile]:
@@ -90,10 +90,6 @@ def _top_classes(probabilities: np.ndarray, class_names: Sequence[str]) -> dict:
         "class": class_names[top[0]],
         "probabilities": {class_names[index]: round(float(probabilities[index]), 6) for index in top},
     }
-
-
-def _as_text(top: dict) -> str:
-    return printable("  ".join(f"{name} {100 * value:.1f} %" for name, value in top["probabilities"].items()))
 
 
 def _shown(path: Path) -> str:

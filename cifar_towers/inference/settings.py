@@ -4,28 +4,28 @@ import dataclasses
 from typing import ClassVar
 
 from cifar_towers.config import DeviceConfig
-from cifar_towers.config.settings import REST, setting
+from cifar_towers.config.settings import REST, setting, settings_of
 from cifar_towers.errors import DataError, UsageError, describe_exit_codes
 from cifar_towers.registry import TTA_LEVELS, check_dataset, check_model, describe_tta_levels
 
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "onnx")
+_run, _data, _evaluation = settings_of("Run"), settings_of("Data"), settings_of("Evaluation")
+_export = settings_of("Export")
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRunConfig(DeviceConfig):
     """A run, one of its checkpoints, and which of its weights."""
 
-    train_dir: str = setting("", "Run", "directory of the run")
-    step: int = setting(0, "Run", "step of the checkpoint; 0: the newest", low=0)
-    weights: str = setting(
+    train_dir: str = _run("", "directory of the run")
+    step: int = _run(0, "step of the checkpoint; 0: the newest", low=0)
+    weights: str = _run(
         "auto",
-        "Run",
         "raw: as trained; ema: their moving average; auto: the average if the run has one",
         choices=("auto", "raw", "ema"),
     )
-    model: str = setting(
+    model: str = _run(
         "",
-        "Run",
         "for a run with a model of your own: the function that makes it, as package.module:function or "
         "path/to/file.py:function; allows to execute it",
         check=check_model,
@@ -43,30 +43,29 @@ class ComputeConfig(TrainedRunConfig):
 
     exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes} or the output cannot be written"
 
-    tta: int = setting(0, "Run", f"test-time augmentation: {describe_tta_levels()}", low=0, high=max(TTA_LEVELS))
-    precision: str = setting("auto", "Run", "compute dtype", choices=("auto", "float32", "bfloat16", "float16"))
+    tta: int = _run(0, f"test-time augmentation: {describe_tta_levels()}", low=0, high=max(TTA_LEVELS))
+    precision: str = _run("auto", "compute dtype", choices=("auto", "float32", "bfloat16", "float16"))
 
 
 @dataclasses.dataclass(frozen=True)
 class RunDataConfig(TrainedRunConfig):
     """Where a run's data are now."""
 
-    dataset: str = setting(
+    dataset: str = _data(
         "",
-        "Data",
         "where the run's data are now, as folder:<path>; by default where they were when it was trained",
         check=check_dataset,
     )
-    data_dir: str = setting("", "Data", "directory of the prepared data sets")
+    data_dir: str = _data("", "directory of the prepared data sets")
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig(ComputeConfig, RunDataConfig):
     """Settings of `evaluate.py`."""
 
-    split: str = setting("test", "Evaluation", "which examples", choices=("test", "validation", "train"))
-    allow_changed_data: bool = setting(False, "Evaluation", "evaluate on images other than those of the run")
-    json: bool = setting(False, "Evaluation", "print one JSON object and nothing else")
+    split: str = _evaluation("test", "which examples", choices=("test", "validation", "train"))
+    allow_changed_data: bool = _evaluation(False, "evaluate on images other than those of the run")
+    json: bool = _evaluation(False, "print one JSON object and nothing else")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,15 +86,11 @@ class ExportConfig(RunDataConfig):
     """Settings of `export.py`."""
 
     exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, a failed check, or nothing could be written"
-    format: str = setting("saved_model", "Export", "format of the export", choices=EXPORT_FORMATS)
-    out: str = setting(
-        "",
-        "Export",
-        "path of the export; by default saved_model, model.keras, model.tflite or model.onnx in train_dir's export/",
+    format: str = _export("saved_model", "format of the export", choices=EXPORT_FORMATS)
+    out: str = _export(
+        "", "path of the export; by default saved_model, model.keras, model.tflite or model.onnx in train_dir's export/"
     )
-    check: int = setting(
-        1000, "Export", "test images on which it must agree with the checkpoint; 0: none", low=0, high=10_000
-    )
+    check: int = _export(1000, "test images on which it must agree with the checkpoint; 0: none", low=0, high=10_000)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,13 +47,9 @@ def load(path: Path, batch_size: int) -> dict[str, np.ndarray]:
 
 
 def serve(run: Callable[[int], Iterable[float]], images: int, steps: int, trained: int) -> None:
-    """Serves requests until the input ends, or makes `steps`.
+    """Serves requests until the input ends; with `steps`, makes so many instead and prints images/s.
 
-    Args:
-      run: makes n steps and yields the seconds of each.
-      images: of a step.
-      steps: to make without requests; 0: serve.
-      trained: number of trained parameters.
+    `run` makes n steps and yields the seconds of each; `images` are those of a step; `trained` counts parameters.
     """
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps the output free of what libraries print

@@ -43,6 +43,13 @@ def make_command(program, data, *flags, batch_size=16):
     return [sys.executable, path, f"--data={data}", f"--batch_size={batch_size}", *flags]
 
 
+def fake_peer(script, trained=7):
+    return [sys.executable, "-c", f"print('ready {trained}', flush=True); {script}"]
+
+
+ANSWERS = "[print([0.5] * int(input()), flush=True) for _ in range({})]"
+
+
 def test_all_peers_get_the_same_batches(data):
     with np.load(data) as file:
         images, labels, raw = file["images"], file["labels"], file["raw"]
@@ -92,8 +99,8 @@ def test_missing_python_is_an_error():
 
 
 def test_peer_that_ends_between_rounds():
-    script = "print('ready 7', flush=True); input(); print([0.1], flush=True); raise SystemExit('out of memory')"
-    with processes.open_peer([sys.executable, "-c", script], 7) as time_steps:
+    command = fake_peer("input(); print([0.1], flush=True); raise SystemExit('out of memory')")
+    with processes.open_peer(command, 7) as time_steps:
         assert time_steps(1) == [0.1]
         for _ in range(2):
             with pytest.raises(RunError, match="out of memory"):
@@ -101,11 +108,8 @@ def test_peer_that_ends_between_rounds():
 
 
 def test_peer_with_another_model_is_refused():
-    script = "print('ready 797962', flush=True); input()"
-    with (
-        pytest.raises(RunError, match="^it trains 797,962 parameters where ours trains 1,068,298: another model$"),
-        processes.open_peer([sys.executable, "-c", script], 1068298),
-    ):
+    message = "^it trains 797,962 parameters where ours trains 1,068,298: another model$"
+    with pytest.raises(RunError, match=message), processes.open_peer(fake_peer("input()", 797962), 1068298):
         pass
 
 
@@ -117,13 +121,13 @@ def compare(tmp_path, batches, num_gpus, devices, **settings):
 
 def test_failing_peer_leaves_the_others_measured(tmp_path, batches, monkeypatch):
     """It answers the request from which its steps are planned, and that of the first round."""
-    answers = "[print([0.5] * int(input()), flush=True) for _ in range({})]"
-    script = f"print('ready 7', flush=True); {answers}; raise SystemExit('full')"
     visits = {"keras": 2, "tutorial": 4}
+
+    def peer_command(name, *_):
+        return fake_peer(f"{ANSWERS.format(visits[name])}; raise SystemExit('full')")
+
     monkeypatch.setattr(framework_comparison, "_make_training_fn", lambda *_: lambda steps: 100.0)
-    monkeypatch.setattr(
-        framework_comparison, "_peer_command", lambda name, *_: [sys.executable, "-c", script.format(visits[name])]
-    )
+    monkeypatch.setattr(framework_comparison, "_peer_command", peer_command)
     competitors, left_out = compare(tmp_path, batches, num_gpus=2, devices=1, rounds=3, peers="keras,tutorial")
     assert {each.name: len(each.images_per_sec) for each in competitors} == {"cifar_towers": 3, "tutorial": 3}
     assert left_out == {"keras, float32": "full"}
@@ -134,8 +138,7 @@ def test_ours_is_also_measured_on_one_of_several_devices(tmp_path, batches, monk
     monkeypatch.setattr(
         framework_comparison, "_make_training_fn", lambda recipe, *_: lambda steps: 100.0 * recipe.num_gpus
     )
-    script = "print('ready 7', flush=True); [print([0.5] * int(input()), flush=True) for _ in range(2)]"
-    monkeypatch.setattr(framework_comparison, "_peer_command", lambda *_: [sys.executable, "-c", script])
+    monkeypatch.setattr(framework_comparison, "_peer_command", lambda *_: fake_peer(ANSWERS.format(2)))
     competitors, _ = compare(tmp_path, batches, num_gpus=4, devices=4, rounds=1, peers="keras,keras-mirrored")
     assert [(each.name, each.devices, each.median) for each in competitors] == [
         ("cifar_towers", 1, 100.0), ("cifar_towers", 4, 400.0), ("keras", 1, 32.0), ("keras-mirrored", 4, 32.0),

@@ -64,7 +64,7 @@ def test_uncountable_model_is_a_usage_error(towers, tmp_path):
         "class Loop(keras.layers.Dense):\n"
         "    def call(self, x):\n"
         "        turn = lambda x: [tf.matmul(x, tf.ones([10, 10]))]\n"
-        "        return tf.while_loop(lambda x: x[0, 0] < 1, turn, [super().call(x)])[0]\n"
+        "        return tf.while_loop(lambda x: x[0, 0] < 1, turn, [super().call(x)], maximum_iterations=3)[0]\n"
         "def net(side, num_classes):\n"
         "    return keras.Sequential([keras.Input((side, side, 3)), keras.layers.Flatten(), Loop(num_classes)])\n"
     )
