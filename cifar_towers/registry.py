@@ -40,6 +40,7 @@ MODELS = {
 }
 OPTIMIZERS = ("momentum", "muon", "adamw")  # `training.param_groups.RULES` has the update rules of each
 BUILT_IN = ("cifar10", "synthetic", "auto")
+DEFAULT_DATASETS = ("cifar10", "synthetic", "auto")  # the directories of runs on them carry no data set's name
 FOLDER = "folder:"  # prefix of the name of a data set in a folder
 
 

@@ -30,7 +30,7 @@ def make_arrays(batches: Batches, augmentation: Augmentation) -> dict[str, np.nd
     """The recipe's first batches: `images` as the model gets them, `labels`, and `raw` images."""
     first = [batches.at(step) for step in range(NUM_FED_BATCHES)]
     return {
-        "images": np.concatenate([augmentation.train(batch.images, batch.draws) for batch in first]),
+        "images": np.concatenate([augmentation.augment(batch.images, batch.draws) for batch in first]),
         "labels": np.concatenate([batch.labels for batch in first]),
         "raw": np.concatenate([batch.images for batch in first]),
     }

@@ -15,7 +15,7 @@ from cifar_towers.config import schedules, validation
 from cifar_towers.config.device_config import ERRORS, DeviceConfig
 from cifar_towers.config.settings import settings_of
 from cifar_towers.errors import DivergedError, UsageError, WorkerLostError, describe_exit_codes
-from cifar_towers.registry import BUILT_IN, FOLDER, MODELS, OPTIMIZERS, TTA_LEVELS
+from cifar_towers.registry import DEFAULT_DATASETS, FOLDER, MODELS, OPTIMIZERS, TTA_LEVELS
 
 MAX_MICRO_BATCHES = 1024  # of a tower's shard
 _towers, _run = settings_of("Towers"), settings_of("Run")
@@ -285,5 +285,5 @@ class TrainConfig(DeviceConfig):
     def directory(self) -> Path:
         """`train_dir`, or its default."""
         data = os.path.basename(os.path.abspath(self.dataset.removeprefix(FOLDER)))
-        suffix = "" if self.dataset in BUILT_IN else "-" + re.sub(r"\W+", "-", data).strip("-")
+        suffix = "" if self.dataset in DEFAULT_DATASETS else "-" + re.sub(r"\W+", "-", data).strip("-")
         return Path(self.train_dir or f"runs/{self.name}{suffix}-seed{self.seed}")

@@ -27,7 +27,7 @@ class Augmentation(NamedTuple):
     mean: tuple[float, ...] = CIFAR10.mean
     std: tuple[float, ...] = CIFAR10.std
 
-    def train(self, images: tf.Tensor, draws: RandomDraws, side: int = 0) -> tf.Tensor:
+    def augment(self, images: tf.Tensor, draws: RandomDraws, side: int = 0) -> tf.Tensor:
         """[B, S, S, 3] uint8 -> [B, T, T, 3] float32, where T is `crop`, or else `side`, or else S."""
         images = tf.cast(images, tf.float32)  # before the padding: GPUs cannot pad integers
         if self.shift or self.crop:

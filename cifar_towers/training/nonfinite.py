@@ -73,7 +73,7 @@ def locate_nonfinite(
     empty if there is none, or if it cannot be located, as where memory is short."""
 
     def locate(part):
-        return first_nonfinite_layer(model, augmentation.train(part.images, part.draws, image_size))
+        return first_nonfinite_layer(model, augmentation.augment(part.images, part.draws, image_size))
 
     tensors = []
     with contextlib.suppress(tf.errors.OpError, ValueError), tf.device(tower.device):

@@ -136,7 +136,7 @@ def make_tower_fn(
 
     def micro_batch_fn(part: Batch, values: ModelValues, options: StepOptions) -> MicroBatchResult:
         non_trainable = state.with_layer_seeds(values.non_trainable, part.draws)
-        images = augmentation.train(part.images, part.draws, options.image_size)
+        images = augmentation.augment(part.images, part.draws, options.image_size)
         active = {id(variable) for variable in state.optimizer.active_variables(options.active_groups)}
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             pairs = zip(values.weights, state.weights, strict=True)

@@ -115,7 +115,7 @@ def test_tta_levels_are_those_of_the_settings(images):
 
 def test_neutral_draws_change_nothing(images):
     augmentation, images = Augmentation(shift=2, brightness=9, contrast=0.1), tf.constant(images)
-    np.testing.assert_allclose(augmentation.train(images, draws(6)), augmentation.evaluate(images), atol=1e-5)
+    np.testing.assert_allclose(augmentation.augment(images, draws(6)), augmentation.evaluate(images), atol=1e-5)
 
 
 def test_evaluation_uses_the_central_crop(images):
@@ -131,8 +131,8 @@ def test_augmentation_does_not_depend_on_the_shard(images):
     drawn = draws(6, **given, brightness=random.random(6), contrast=random.random(6))
     drawn_for_part = tf.nest.map_structure(lambda d: d[2:5], drawn)
     for side, rounding in ((32, 0), (24, 1e-6)):  # some processors round matrix products differently
-        full = everything.train(tf.constant(images), drawn, side).numpy()
-        part = everything.train(tf.constant(images[2:5]), drawn_for_part, side)
+        full = everything.augment(tf.constant(images), drawn, side).numpy()
+        part = everything.augment(tf.constant(images[2:5]), drawn_for_part, side)
         np.testing.assert_allclose(part, full[2:5], rtol=0, atol=rounding)
 
 

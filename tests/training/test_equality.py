@@ -92,7 +92,7 @@ def witness(batches):
         statistics = model.non_trainable_variables
         buffers = [np.zeros(v.shape, np.float32) for v in model.trainable_variables]
         for batch in batches:
-            images = AUGMENTATION.train(batch.images, batch.draws)
+            images = AUGMENTATION.augment(batch.images, batch.draws)
             before = [v.numpy() for v in statistics]
             gradients, moved = [], []
             for part in range(parts):

@@ -107,7 +107,7 @@ def test_an_independent_witness(towers, examples):
     batches = Batches(examples, config.batch_size, config.seed, config.flip)
     for number in range(3):
         batch = batches.at(number)
-        images = build.make_augmentation(config, CIFAR10).train(batch.images, batch.draws)
+        images = build.make_augmentation(config, CIFAR10).augment(batch.images, batch.draws)
         with tf.GradientTape() as tape:
             logits = model(images, training=True)
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(batch.labels, logits))
