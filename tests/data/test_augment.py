@@ -139,7 +139,7 @@ def test_augmentation_does_not_depend_on_the_shard(images):
 def test_no_large_int32_tensors(images):
     """TensorFlow's GPU kernels for int32 use host memory, so a tower would wait for it."""
     augmentation = Augmentation(shift=2, cutout=12, brightness=8.0, contrast=0.1)
-    function = tf.function(augmentation.train, autograph=False).get_concrete_function(images, draws(6), 24)
+    function = tf.function(augmentation.augment, autograph=False).get_concrete_function(images, draws(6), 24)
     outputs = [output for op in function.graph.get_operations() for output in op.outputs]
     sizes = [output.shape.num_elements() for output in outputs if output.dtype == tf.int32]
     assert sizes and max(sizes) < 32 * 32
