@@ -68,13 +68,9 @@ class SmallDisk:
 
     def fill_with_files(self, free: int) -> None:
         """Leaves room for this many new files."""
-        number = 0
-        try:
-            for number in range(DISK_FILES):
+        with contextlib.suppress(OSError):  # the run may create some meanwhile
+            for number in range(os.statvfs(self.path).f_ffree - free):
                 (self._ballast / str(number)).touch()
-        except OSError:
-            for spare in range(max(0, number - free), number):
-                (self._ballast / str(spare)).unlink()
 
     def clear(self) -> None:
         """Gives all space back."""
@@ -124,7 +120,7 @@ def _wait_at_points(parent: socket.socket) -> None:
         parent.send(point.encode())  # by `sendto`, which is never made to fail
         parent.recv(1)
 
-    def announced(save):
+    def announced_save(save):
         def wrapped(train_dir, step, *args):
             wait(f"saving {step}")
             event = "failed"
@@ -137,8 +133,15 @@ def _wait_at_points(parent: socket.socket) -> None:
 
         return wrapped
 
-    hooks.wrap_save(announced)
-    hooks.before_loop(lambda: wait("training"))
+    def announced_loop(train):
+        def wrapped(*args):
+            wait("training")
+            return train(*args)
+
+        return wrapped
+
+    hooks.wrap("save", announced_save)
+    hooks.wrap("loop", announced_loop)
     wait("start")
 
 

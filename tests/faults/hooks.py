@@ -14,10 +14,9 @@ from cifar_towers.reporting.console import Progress
 from cifar_towers.training import step
 from cifar_towers.training.step_runner import StepRunner
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "train.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 RESUMED = re.compile(r"(?:resuming from|is complete at) step (\d+)")
 SAVED = re.compile(r"saved step (\d+)")
-WEIGHTS = re.compile(r"weights sha256 (\w+)")
 STARTED = "writing to"
 
 
@@ -46,60 +45,23 @@ def train(flags: Sequence[str], *, small: bool = True, prepare: Callable[[], Non
     main.train()
 
 
-# Wrapping functions of the program, in the process that calls it ---------------------------------------------------
-
-Wrapper = Callable[[Callable], Callable]
-
-
-def _wrap(owner, name: str, wrapper: Wrapper) -> None:
-    setattr(owner, name, wrapper(getattr(owner, name)))
-
-
-def _wrap_result(owner, name: str, wrapper: Wrapper) -> None:
-    _wrap(owner, name, lambda make: lambda *args, **kwargs: wrapper(make(*args, **kwargs)))
-
-
-def wrap_loading(wrapper: Wrapper) -> None:
-    """Wraps the function that loads the data."""
-    _wrap(sources, "load", wrapper)
+# Each part of a run: the owner and name of a function, and whether that makes the function that is called
+PARTS = {
+    "loading": (sources, "load", False),
+    "tracing": (step, "make_tower_fn", True),
+    "loop": (trainer.Trainer, "_train", False),
+    "step": (StepRunner, "run", False),
+    "evaluation": (trainer, "make_evaluate_fn", True),
+    "save": (checkpoint, "save_checkpoint", False),
+    "progress": (Progress, "step", False),
+}
 
 
-def wrap_tracing(wrapper: Wrapper) -> None:
-    """Wraps the function of a tower, which is called when the step is traced."""
-    _wrap_result(step, "make_tower_fn", wrapper)
-
-
-def wrap_train_step(wrapper: Wrapper) -> None:
-    """Wraps the call of the traced training step."""
-    _wrap(StepRunner, "run", wrapper)
-
-
-def wrap_evaluation(wrapper: Wrapper) -> None:
-    """Wraps the function that evaluates a split."""
-    _wrap_result(trainer, "make_evaluate_fn", wrapper)
-
-
-def wrap_save(wrapper: Wrapper) -> None:
-    """Wraps `save(train_dir, step, ...)`."""
-    _wrap(checkpoint, "save_checkpoint", wrapper)
-
-
-def wrap_progress(wrapper: Wrapper) -> None:
-    """Wraps the update of the progress display between two steps."""
-    _wrap(Progress, "step", wrapper)
-
-
-def before_loop(function: Callable[[], None]) -> None:
-    """Calls `function()` before the first step."""
-
-    def wrapper(train):
-        def wrapped(self, *args):
-            function()
-            return train(self, *args)
-
-        return wrapped
-
-    _wrap(trainer.Trainer, "_train", wrapper)
+def wrap(part: str, wrapper: Callable[[Callable], Callable]) -> None:
+    """Replaces the function of a part by `wrapper(function)` in this process."""
+    owner, name, makes = PARTS[part]
+    function = getattr(owner, name)
+    setattr(owner, name, (lambda *args, **kwargs: wrapper(function(*args, **kwargs))) if makes else wrapper(function))
 
 
 def around_steps(
@@ -107,20 +69,18 @@ def around_steps(
     after: Callable[[trainer.Trainer, int], None] = lambda run, step: None,
 ) -> None:
     """Calls `before(trainer, step)` and `after(trainer, step)` around each step, `step` being its number from 1."""
+    train_step = trainer.Trainer._train_step
 
-    def wrapper(train_step):
-        def wrapped(self, *args):
-            number = int(self.state.step.numpy()) + 1
-            before(self, number)
-            metrics = train_step(self, *args)
-            after(self, number)
-            return metrics
+    def wrapped(self, *args):
+        number = int(self.state.step.numpy()) + 1
+        before(self, number)
+        metrics = train_step(self, *args)
+        after(self, number)
+        return metrics
 
-        return wrapped
-
-    _wrap(trainer.Trainer, "_train_step", wrapper)
+    trainer.Trainer._train_step = wrapped
 
 
 def num_traces(run: trainer.Trainer) -> int:
     """How often the training step has been traced."""
-    return run.step_runner._train_step.experimental_get_tracing_count()
+    return run.setup.step_runner._train_step.experimental_get_tracing_count()

@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 
 from cifar_towers.files import run_files
-from tests.faults import hooks
+from tests.faults import hooks, runs
 from tests.faults.harness import Experiment, Outcome, Trial
-from tests.faults.runs import Run
 from tests.faults.subjects import OURS
 
 SAMPLE_EVERY = 200  # steps; the last sample is compared with the first
@@ -23,7 +22,7 @@ def check_leaks(trial: Trial) -> Outcome:
     """A run of thousands of steps with summaries, evaluations and checkpoints at intervals of time."""
     path, steps = trial.scratch / "samples", LENGTHS[trial.index]
     prepare = functools.partial(hooks.around_steps, after=functools.partial(_sample, path))
-    with Run(OURS, trial.scratch, flags=(*FLAGS, f"--max_steps={steps}"), prepare=prepare) as run:
+    with runs.train(OURS, trial.scratch, flags=(*FLAGS, f"--max_steps={steps}"), prepare=prepare) as run:
         run.wait(3600.0)
     samples = [json.loads(line) for line in path.read_text().splitlines()]
     first, last = samples[0], samples[-1]

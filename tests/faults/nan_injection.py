@@ -27,7 +27,7 @@ def inject(trial: Trial) -> Outcome:
     details += ", with rollback" if rollback else ""
     prepare = functools.partial(INJECTORS[place], tower, set(range(first, first + count)), value)
     flags = (*FLAGS, "--rollback_on_divergence") if rollback else FLAGS
-    with runs.Run(OURS, trial.scratch, flags=flags, prepare=prepare) as run:
+    with runs.train(OURS, trial.scratch, flags=flags, prepare=prepare) as run:
         run.wait()
     if nonfinite := in_child(_nonfinite_in_checkpoints, run.directory):
         return Outcome(details, f"saved {nonfinite}", False)

@@ -1,7 +1,7 @@
 """Whole runs with TensorFlow's and Keras's ways to save, for comparison with ours.
 
 They have as many steps, saves and weights as ours, momentum and a moving average, and all that makes a run repeatable:
-a seed, deterministic operations, and an order of the data that follows from the step. They print what ours logs.
+a seed, deterministic operations, and an order of the data that follows from the step. Messages and result are as ours.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.data import synthetic
+from cifar_towers.files import run_files
 from tests.faults.subjects import BACKUP, MANAGER, MAX_TO_KEEP, backup_callback
 
 STEPS, SAVED_EVERY, BATCH_SIZE = 30, 3, 20
@@ -27,7 +28,7 @@ def run_manager(directory: Path) -> None:
     checkpoint = tf.train.Checkpoint(step=step, optimizer=optimizer, model=model)
     manager = tf.train.CheckpointManager(checkpoint, str(directory), max_to_keep=MAX_TO_KEEP)
     manager.restore_or_initialize()
-    _log_resumed(int(step))
+    _log(f"resuming from step {int(step)}")
 
     @tf.function
     def train_step(images, labels):
@@ -41,8 +42,8 @@ def run_manager(directory: Path) -> None:
         train_step(tf.constant(split.images[chosen]), tf.constant(split.labels[chosen]))
         if (number + 1) % SAVED_EVERY == 0:
             manager.save(checkpoint_number=number + 1)
-            _log_saved(number + 1)
-    _log_weights(model, optimizer)
+            _log(f"saved step {number + 1}")
+    _write_result(directory, model, optimizer)
 
 
 def run_backup(directory: Path) -> None:
@@ -52,12 +53,12 @@ def run_backup(directory: Path) -> None:
     split = synthetic.make(SAVED_EVERY * BATCH_SIZE, 0, 0)
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     log = keras.callbacks.LambdaCallback(
-        on_train_begin=lambda logs: _log_resumed(SAVED_EVERY * (model._initial_epoch or 0)),
-        on_epoch_end=lambda epoch, logs: _log_saved(SAVED_EVERY * (epoch + 1)),
+        on_train_begin=lambda logs: _log(f"resuming from step {SAVED_EVERY * (model._initial_epoch or 0)}"),
+        on_epoch_end=lambda epoch, logs: _log(f"saved step {SAVED_EVERY * (epoch + 1)}"),
     )
     data = tf.data.Dataset.from_tensor_slices((split.images, split.labels)).batch(BATCH_SIZE)
     model.fit(data, epochs=STEPS // SAVED_EVERY, callbacks=[backup_callback(directory), log], verbose=0)
-    _log_weights(model, optimizer)
+    _write_result(directory, model, optimizer)
 
 
 RUNS = {MANAGER: run_manager, BACKUP: run_backup}
@@ -79,16 +80,10 @@ def _build() -> tuple[keras.Model, keras.optimizers.Optimizer]:
     return keras.Sequential(layers), keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, use_ema=True)
 
 
-def _log_resumed(step: int) -> None:
-    print(f"resuming from step {step}", flush=True)
+def _log(line: str) -> None:
+    print(line, flush=True)
 
 
-def _log_saved(step: int) -> None:
-    print(f"saved step {step}", flush=True)
-
-
-def _log_weights(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
-    digest = hashlib.sha256()
-    for variable in (*model.variables, *optimizer.variables):
-        digest.update(np.ascontiguousarray(variable.numpy()).tobytes())
-    print(f"weights sha256 {digest.hexdigest()}", flush=True)
+def _write_result(directory: Path, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
+    weights = b"".join(variable.numpy().tobytes() for variable in (*model.variables, *optimizer.variables))
+    run_files.write_json(directory / run_files.RESULT, {"weights_sha256": hashlib.sha256(weights).hexdigest()})

@@ -37,40 +37,24 @@ PEER_STARTS = 3  # until an undisturbed run of a peer must have finished; ours h
 
 
 class Run:
-    """`with Run(...) as run:` a process that trains in `scratch/run` and is killed at the end of the block."""
+    """`with Run(scratch, function) as run:` a child that trains in `scratch/run`; killed at the end of the block."""
 
-    def __init__(
-        self,
-        subject: str,
-        scratch: Path,
-        kind: str = SMALL,
-        flags: Sequence[str] = (),
-        prepare: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, scratch: Path, function: Callable[[], object]):
         self.directory = scratch / "run"
         self.first_step = last_recorded(self.directory)
         self._output = scratch / f"output-{len(list(scratch.glob('output-*')))}"
-        flags = [*FLAGS, *(SMALL_FLAGS if kind == SMALL else FULL_FLAGS), f"--train_dir={self.directory}", *flags]
-        if subject != OURS:
-            function = functools.partial(peers.RUNS[subject], self.directory)
-        elif kind == SCRIPT:
-            function = functools.partial(os.execv, sys.executable, [sys.executable, str(hooks.SCRIPT), *flags])
-        else:
-            hooks.small_data()  # once, in the parent
-            function = functools.partial(hooks.train, flags, small=kind == SMALL, prepare=prepare)
         self.start = time.monotonic()
         self._child = harness.fork(function, self._output)
+        self.pid = self._child.pid  # also of its process group
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *_):
-        self.kill()
-
-    @property
-    def pid(self) -> int:
-        """Process id, and id of the process group."""
-        return self._child.pid
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self.exit_code is None:
+            self.wait()
 
     @property
     def exit_code(self) -> int | None:
@@ -82,13 +66,6 @@ class Run:
         ended = harness.wait(self._child, seconds)
         self.end = time.monotonic()
         return ended
-
-    def kill(self) -> None:
-        """Kills it and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        if self.exit_code is None:
-            self.wait()
 
     def handles_signals(self) -> bool:
         """Whether it runs and has a handler for SIGTERM."""
@@ -123,10 +100,29 @@ class Run:
     @property
     def weights(self) -> str:
         """SHA-256 of the final weights; empty if there are none."""
-        with contextlib.suppress(OSError, ValueError):
-            return run_files.read_json(self.directory / "result.json")["weights_sha256"]
-        match = hooks.WEIGHTS.search(self.output)
-        return match[1] if match and len(match[1]) == 64 else ""
+        return run_files.read_json_if_any(self.directory / run_files.RESULT).get("weights_sha256", "")
+
+
+def train(
+    subject: str,
+    scratch: Path,
+    kind: str = SMALL,
+    flags: Sequence[str] = (),
+    prepare: Callable[[], None] = lambda: None,
+) -> Run:
+    """Starts or resumes a run of a subject; `prepare` is called in the child first, unless it is the script."""
+    flags = [*FLAGS, *(SMALL_FLAGS if kind == SMALL else FULL_FLAGS), f"--train_dir={scratch / 'run'}", *flags]
+    if subject != OURS:
+        return Run(scratch, functools.partial(peers.RUNS[subject], scratch / "run"))
+    if kind == SCRIPT:
+        return Run(scratch, script("train.py", flags))
+    hooks.small_data()  # once, in the parent
+    return Run(scratch, functools.partial(hooks.train, flags, small=kind == SMALL, prepare=prepare))
+
+
+def script(name: str, flags: Sequence[str]) -> Callable[[], object]:
+    """A function that replaces its process by a script."""
+    return functools.partial(os.execv, sys.executable, [sys.executable, str(hooks.SCRIPTS / name), *flags])
 
 
 def newest_saved(directory: Path) -> int:
@@ -136,7 +132,7 @@ def newest_saved(directory: Path) -> int:
 
 def recorded_steps(directory: Path) -> list[int]:
     """The steps of our training records, in the order of the file."""
-    path = directory / "metrics.jsonl"
+    path = directory / run_files.METRICS
     return [record["step"] for record in jsonl.read_records(path) if record["kind"] == "train"] if path.exists() else []
 
 
@@ -155,7 +151,7 @@ class Reference(NamedTuple):
 @functools.cache
 def reference(subject: str, kind: str = SMALL, flags: Sequence[str] = ()) -> Reference:
     """An undisturbed run from start to end."""
-    with harness.scratch_directory() as scratch, Run(subject, scratch, kind, flags) as run:
+    with harness.scratch_directory() as scratch, train(subject, scratch, kind, flags) as run:
         run.wait()
         if run.exit_code != 0 or not run.weights:
             raise RuntimeError(f"an undisturbed run of {subject} ended with {run.exit_code}: {run.output[-3000:]}")
@@ -165,7 +161,7 @@ def reference(subject: str, kind: str = SMALL, flags: Sequence[str] = ()) -> Ref
 def finish(trial: Trial, kind: str, saved: int, details: str, outcome: str = "same weights") -> Outcome:
     """Restarts a run, which must resume from step `saved` or later and end with the weights of the reference."""
     for _ in range(1 if trial.subject == OURS else PEER_STARTS):
-        with Run(trial.subject, trial.scratch, kind) as run:
+        with train(trial.subject, trial.scratch, kind) as run:
             run.wait()
         if run.exit_code == 0:
             break
@@ -195,7 +191,7 @@ def interrupted_run(trial: Trial, kind: str) -> Iterator[Run]:
     seconds = reference(trial.subject, kind).seconds
     while True:
         moment = trial.rng.uniform(0, seconds)
-        with Run(trial.subject, trial.scratch, kind) as run:
+        with train(trial.subject, trial.scratch, kind) as run:
             if not run.wait(moment) or run.exit_code != 0:
                 yield run
                 return
@@ -206,18 +202,17 @@ def interrupted_run(trial: Trial, kind: str) -> Iterator[Run]:
 def kill(trial: Trial) -> Outcome:
     """`kill -9` at a random moment, every second time once more in the restarted run, then a run to the end."""
     kind = kind_of(trial)
-    while True:
-        with interrupted_run(trial, kind) as run:
-            pass
-        if run.exit_code != 0:
-            break
-        shutil.rmtree(run.directory)  # it ended just before the kill
+    with interrupted_run(trial, kind) as run:
+        pass
+    if run.exit_code == 0:  # it ended just before the kill
+        shutil.rmtree(run.directory)
+        return kill(trial)
     if run.exit_code != -signal.SIGKILL:
         return Outcome(f"{kind} run", f"ended by itself with exit code {run.exit_code}", False)
     saved, details = run.saved, f"{kind} run killed after {run.end - run.start:.3f} s, {run.saved} steps saved"
     if trial.rng.randrange(2):
         moment = trial.rng.uniform(0, reference(trial.subject, kind).seconds)
-        with Run(trial.subject, trial.scratch, kind) as again:
+        with train(trial.subject, trial.scratch, kind) as again:
             end = "done" if again.wait(moment) else "killed"
         details += f"; then {end} after {again.end - again.start:.3f} s, {again.saved} saved"
         if again.resumed_from is not None and again.resumed_from < saved:
@@ -237,7 +232,7 @@ def repeat(trial: Trial) -> Outcome:
         expected, starts = reference(OURS), _other_reporting(trial.rng)
     details = "; ".join(" ".join((kind, *flags)) for kind, flags in starts)
     for kind, flags in starts:
-        with Run(OURS, trial.scratch, kind, flags) as run:
+        with train(OURS, trial.scratch, kind, flags) as run:
             run.wait()
         if run.exit_code != 0:
             return Outcome(details, f"exit code {run.exit_code}: {run.last_line}", False)
@@ -257,12 +252,7 @@ def _other_reporting(rng: random.Random) -> list[tuple[str, Sequence[str]]]:
 
 
 EXPERIMENTS = [
-    Experiment(
-        "kill -9 at a random moment",
-        (OURS, MANAGER, BACKUP),
-        lambda subject: 10 if subject == OURS else 4,
-        lambda subject: 200 if subject == OURS else 60,
-        kill,
-    ),
+    Experiment("kill -9 at a random moment", (OURS,), 10, 200, kill),
+    Experiment("kill -9 at a random moment", (MANAGER, BACKUP), 4, 60, kill),
     Experiment("same seed", (OURS,), 3, 10, repeat),
 ]

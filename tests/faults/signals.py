@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from tests.faults import hooks, runs
 from tests.faults.harness import Experiment, Outcome, Trial
@@ -19,24 +18,16 @@ SECOND_SIGNAL_SECONDS = 0.2  # from the first to the second
 IMMEDIATE_SECONDS = 0.5  # from the second to the end of the run
 
 
-class Phase(NamedTuple):
-    """A wrapped function: the signal comes in one of its calls `first` to `last`, at most `delay` seconds in."""
-
-    wrap: Callable[[hooks.Wrapper], None]
-    first: int
-    last: int
-    delay: float
-
-
+# Each phase: a part of the program, the first and last of its calls to be interrupted, at most so many seconds in
 PHASES = {
-    "loading the data": Phase(hooks.wrap_loading, 1, 1, 0.1),
-    "tracing": Phase(hooks.wrap_tracing, 1, 2, 0.1),  # once a tower
-    "the first step": Phase(hooks.wrap_train_step, 1, 1, 0.1),
-    "a step": Phase(hooks.wrap_train_step, 2, runs.STEPS, 0.01),
-    "an evaluation": Phase(hooks.wrap_evaluation, 1, 6, 0.01),  # three times, of two sets of weights
-    "a save": Phase(hooks.wrap_save, 1, runs.STEPS // 3, 0.03),
-    "the final evaluation": Phase(hooks.wrap_evaluation, 7, 8, 0.01),
-    "between steps": Phase(hooks.wrap_progress, 1, runs.STEPS, 0.0),
+    "loading the data": ("loading", 1, 1, 0.1),
+    "tracing": ("tracing", 1, 2, 0.1),  # once a tower
+    "the first step": ("step", 1, 1, 0.1),
+    "a step": ("step", 2, runs.STEPS, 0.01),
+    "an evaluation": ("evaluation", 1, 6, 0.01),  # three times, of two sets of weights
+    "a save": ("save", 1, runs.STEPS // 3, 0.03),
+    "the final evaluation": ("evaluation", 7, 8, 0.01),
+    "between steps": ("progress", 1, runs.STEPS, 0.0),
 }
 
 
@@ -49,18 +40,11 @@ def interrupt(number: signal.Signals, trial: Trial) -> Outcome:
         return _send(trial, run, number, kind)
 
 
-def interrupt_import(trial: Trial) -> Outcome:
-    """A signal while TensorFlow is imported."""
-    with Run(OURS, trial.scratch, SCRIPT) as run:
-        run.wait(trial.rng.uniform(0.3, 3.0))
-        return _send(trial, run, SIGNALS[trial.index % 2], SCRIPT)
-
-
-def interrupt_exit(trial: Trial) -> Outcome:
-    """A signal after the result is written, while the process ends."""
-    delay = trial.rng.uniform(0, 0.05)
-    with Run(OURS, trial.scratch, SCRIPT) as run:
-        while not run.weights and not run.wait(0.001):
+def interrupt_script(at_exit: bool, trial: Trial) -> Outcome:
+    """A signal while the script imports TensorFlow, or while it ends after the result is written."""
+    delay = trial.rng.uniform(0, 0.05) if at_exit else trial.rng.uniform(0.3, 3.0)
+    with runs.train(OURS, trial.scratch, SCRIPT) as run:
+        while at_exit and not run.weights and not run.wait(0.001):
             pass
         run.wait(delay)
         return _send(trial, run, SIGNALS[trial.index % 2], SCRIPT)
@@ -78,13 +62,7 @@ def _send(trial: Trial, run: Run, number: signal.Signals, kind: str) -> Outcome:
 
 
 def _check(
-    trial: Trial,
-    run: Run,
-    number: int,
-    details: str,
-    kind: str = SMALL,
-    handled: bool = True,
-    finished: bool = False,
+    trial: Trial, run: Run, number: int, details: str, kind: str, handled: bool = True, finished: bool = False
 ) -> Outcome:
     """Checks how a run ended after one signal, and resumes it.
 
@@ -116,7 +94,7 @@ def interrupt_in(phase: str, trial: Trial) -> Outcome:
     run, details, sent = _signalled_run(trial, phase, number, count=1)
     if not sent:
         return Outcome(details, "phase not reached", False)
-    return _check(trial, run, number, details)
+    return _check(trial, run, number, details, SMALL)
 
 
 def interrupt_twice(trial: Trial) -> Outcome:
@@ -134,10 +112,10 @@ def interrupt_twice(trial: Trial) -> Outcome:
 
 def _signalled_run(trial: Trial, phase: str, number: signal.Signals, count: int) -> tuple[Run, str, list[float]]:
     """(a run that got up to `count` signals in a phase, details, times of the signals)."""
-    wrap, first, last, longest = PHASES[phase]
+    part, first, last, longest = PHASES[phase]
     call, delay = trial.rng.randint(first, last), trial.rng.uniform(0, longest)
-    prepare = functools.partial(wrap, functools.partial(_send_during, call, delay, number, count))
-    with Run(OURS, trial.scratch, prepare=prepare) as run:
+    prepare = functools.partial(hooks.wrap, part, functools.partial(_send_during, call, delay, number, count))
+    with runs.train(OURS, trial.scratch, prepare=prepare) as run:
         run.wait()
     sent = [float(moment) for moment in re.findall(r"signal sent at (\S+)", run.output)]
     details = f"{number.name} in {phase}, call {call}, {delay:.3f} s after its start"
@@ -170,8 +148,8 @@ def _send_during(call: int, delay: float, number: int, count: int, function: Cal
 EXPERIMENTS = [
     Experiment("SIGTERM at a random moment", (OURS,), 6, 80, functools.partial(interrupt, signal.SIGTERM)),
     Experiment("SIGINT at a random moment", (OURS,), 3, 30, functools.partial(interrupt, signal.SIGINT)),
-    Experiment("signal: the import", (OURS,), 2, 6, interrupt_import),
+    Experiment("signal: the import", (OURS,), 2, 6, functools.partial(interrupt_script, False)),
     *(Experiment(f"signal: {name}", (OURS,), 2, 6, functools.partial(interrupt_in, name)) for name in PHASES),
-    Experiment("signal: the exit", (OURS,), 2, 6, interrupt_exit),
+    Experiment("signal: the exit", (OURS,), 2, 6, functools.partial(interrupt_script, True)),
     Experiment("second signal", (OURS,), len(PHASES), 4 * len(PHASES), interrupt_twice),
 ]
