@@ -18,6 +18,12 @@ from cifar_towers.training.results import ForwardDiagnostics, StepMetrics, Tower
 from cifar_towers.training.state import TrainState, UpdateResult
 from cifar_towers.training.step import StepOptions, TowerResult, all_finite, make_step_metrics, make_tower_fn
 
+CROSS_DEVICE_OPS = {
+    "nccl": tf.distribute.NcclAllReduce,
+    "hierarchical": tf.distribute.HierarchicalCopyAllReduce,
+    "one_device": tf.distribute.ReductionToOneDevice,
+}
+
 
 def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distribute.MirroredStrategy:
     """A mirrored strategy over the towers' devices.
@@ -28,9 +34,8 @@ def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distr
     Raises:
       ValueError: NCCL is asked for and the towers do not have a GPU each, or a hierarchical reduction of an odd number.
     """
-    own_gpus = all("GPU" in tower.device for tower in towers) and (
-        len(towers) <= len(tf.config.get_visible_devices("GPU"))
-    )
+    on_gpus = all("GPU" in tower.device for tower in towers)
+    own_gpus = on_gpus and len(towers) <= len(tf.config.get_visible_devices("GPU"))
     if all_reduce == "nccl" and not own_gpus:
         raise ValueError(
             f"all_reduce=nccl joins GPUs, and not each of the {len(towers)} towers has one; take auto or one_device"
@@ -41,12 +46,7 @@ def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distr
         )
     if all_reduce == "auto":
         all_reduce = "nccl" if own_gpus and len(towers) > 1 else "one_device"
-    operations = {
-        "nccl": tf.distribute.NcclAllReduce,
-        "hierarchical": tf.distribute.HierarchicalCopyAllReduce,
-        "one_device": tf.distribute.ReductionToOneDevice,
-    }
-    return tf.distribute.MirroredStrategy([tower.device for tower in towers], operations[all_reduce]())
+    return tf.distribute.MirroredStrategy([tower.device for tower in towers], CROSS_DEVICE_OPS[all_reduce]())
 
 
 def make_multi_worker_strategy(
@@ -116,14 +116,10 @@ def make_mirrored_step(
     micro_batches: int = 1,
     batch_statistics: str = "mean",
 ) -> Callable[..., StepMetrics]:
-    """The function that `make_train_step` makes, for a `state` that was built in `strategy.scope()`.
+    """As `make_train_step`, for K towers in the order of the replicas and a `state` built in `strategy.scope()`.
 
     Where other processes have some of the towers, it takes this process's part of the batch and returns the metrics of
-    all; only `diagnostics` is of the towers here. It then also takes a `stop_signal`, and returns the largest of all
-    processes in the metrics.
-
-    Args:
-      towers: K, in the order of the strategy's replicas.
+    all; only `diagnostics` is of the towers here. It then also takes a `stop_signal`, and returns the largest of all.
     """
     tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches)
     local_towers = towers_here(strategy, towers)
@@ -140,13 +136,7 @@ def make_mirrored_step(
         return state.apply(pairs, non_trainable, losses, learning_rates, finite, collect)
 
     @tf.function(autograph=False)
-    def train_step(
-        batch: Batch,
-        learning_rates: dict[str, tf.Tensor],
-        image_size: int = 0,
-        collect_diagnostics: tf.Tensor | None = None,
-        stop_signal: tf.Tensor | None = None,
-    ) -> StepMetrics:
+    def train_step(batch, learning_rates, image_size=0, collect_diagnostics=None, stop_signal=None) -> StepMetrics:
         options = StepOptions(frozenset(learning_rates), image_size, collect_diagnostics)
         replicas = strategy.run(on_replica, (split_batch(batch, local_towers), options, stop_signal))
         local = _by_replica(strategy, replicas._replace(gradients=None, non_trainable=None))
@@ -159,8 +149,8 @@ def make_mirrored_step(
         )
         tower_stats = None
         if collect_diagnostics is not None:
-            fields = zip(*(replica.tower_stats for replica in local), strict=True)
-            tower_stats = TowerGradientStats(*(tf.concat(field, 0) for field in fields))
+            local_stats = [replica.tower_stats for replica in local]
+            tower_stats = tf.nest.map_structure(lambda *values: tf.concat(values, 0), *local_stats)
         num_examples = batch.labels.shape[0] * len(towers) // len(local_towers)
         metrics = make_step_metrics(results, _by_replica(strategy, updated)[0], tower_stats, num_examples)
         return metrics._replace(stop_signal=local[0].stop_signal)

@@ -1,5 +1,6 @@
 """A run's health: steps that were skipped because a number was not finite, and when they end the run."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,6 +75,7 @@ class DivergenceState:
         self.in_a_row, self.rollbacks = 0, self.rollbacks + 1
 
 
+@dataclasses.dataclass
 class HealthMonitor:
     """Records each step in a `DivergenceState`, and logs where the numbers of a skipped step were first not finite.
 
@@ -82,19 +84,14 @@ class HealthMonitor:
       gather: returns the argument of every process, by process; all processes call it together.
     """
 
-    def __init__(
-        self,
-        health: DivergenceState,
-        state: TrainState,
-        towers: Sequence[Tower],
-        local_towers: Sequence[Tower],
-        augmentation: Augmentation,
-        micro_batches: int,
-        gather: Callable[[Any], list],
-        log: Callable[[str], None],
-    ):
-        self._health, self._state, self._towers, self._local_towers = health, state, towers, local_towers
-        self._augmentation, self._micro_batches, self._gather, self._log = augmentation, micro_batches, gather, log
+    health: DivergenceState
+    state: TrainState
+    towers: Sequence[Tower]
+    local_towers: Sequence[Tower]
+    augmentation: Augmentation
+    micro_batches: int
+    gather: Callable[[Any], list]
+    log: Callable[[str], None]
 
     def __call__(self, step: int, metrics: StepMetrics, batch: Batch, image_size: int) -> None:
         """Call it when `step` steps are done, with the metrics, the batch and the image size of the last.
@@ -102,28 +99,28 @@ class HealthMonitor:
         Raises:
           DivergedError: too many steps in a row were skipped.
         """
-        state, prefix = self._state, ""
+        state, prefix = self.state, ""
         if metrics.finite and metrics.hard_examples and not metrics.hard_examples.proxy.finite:
-            state, prefix, metrics = self._state.proxy, f"{PROXY}: ", metrics.hard_examples.proxy
+            state, prefix, metrics = self.state.proxy, f"{PROXY}: ", metrics.hard_examples.proxy
         elif metrics.finite:
-            return self._health.record_good_step()
+            return self.health.record_good_step()
         elif metrics.hard_examples:
             batch = gather_rows(batch, metrics.hard_examples.rows)
         overflowed = np.isfinite(metrics.tower_losses).all() and (metrics.nonfinite_towers >= 0).any()
         if overflowed and state.loss_scale.can_shrink():
-            return self._health.record_good_step() if prefix else None  # the net itself made its update
-        reason = prefix + describe_nonfinite(metrics, self._towers, state.weight_names, state.update_names)
-        self._log(self._health.record_bad_step(step, reason + self._locate(state, metrics, batch, image_size)))
+            return self.health.record_good_step() if prefix else None  # the net itself made its update
+        reason = prefix + describe_nonfinite(metrics, self.towers, state.weight_names, state.update_names)
+        self.log(self.health.record_bad_step(step, reason + self._locate(state, metrics, batch, image_size)))
 
     def _locate(self, state: TrainState, metrics: StepMetrics, batch: Batch, image_size: int) -> str:
         """The first non-finite tensor of the first non-finite tower, by repeating its forward pass: a skipped step
         leaves the variables as they were."""
-        nonfinite = [tower for tower, i in zip(self._towers, metrics.nonfinite_towers, strict=True) if i >= 0]
+        nonfinite = [tower for tower, i in zip(self.towers, metrics.nonfinite_towers, strict=True) if i >= 0]
         if not nonfinite:
             return ""
         tower, message = nonfinite[0], ""
-        local_towers = [tower for tower in self._towers if tower in self._local_towers]
+        local_towers = [tower for tower in self.towers if tower in self.local_towers]
         if tower in local_towers:
             shard = split_batch(batch, local_towers)[local_towers.index(tower)]
-            message = locate_nonfinite(state.model, self._augmentation, tower, shard, image_size, self._micro_batches)
-        return next(filter(None, self._gather(message)), "")
+            message = locate_nonfinite(state.model, self.augmentation, tower, shard, image_size, self.micro_batches)
+        return next(filter(None, self.gather(message)), "")

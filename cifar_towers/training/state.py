@@ -45,6 +45,7 @@ class TrainState:
     Attributes:
       step: steps done.
       weights: N trained variables. non_trainable: the model's other variables, frozen filters among them.
+      weight_names: of `weights`. update_names: of all variables that a step may update.
       is_seed: for each of `non_trainable`, whether a layer draws random numbers from it.
       proxy: the state of a smaller net that is trained, saved and restored beside this one, or None.
     """
@@ -65,22 +66,15 @@ class TrainState:
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         self.weights = [v.value for v in model.trainable_variables]
         self.non_trainable = [v.value for v in model.non_trainable_variables]
+        self._updated = optimizer.updated_variables() + self.non_trainable
+        self.weight_names = [variable_name(variable) for variable in self.weights]
+        self.update_names = [variable_name(variable) for variable in self._updated]
         self.is_seed = [is_seed(v) for v in model.non_trainable_variables]
         self._constraints = {id(v.value): v.constraint for v in model.trainable_variables if v.constraint}
         self.ema = ExponentialMovingAverage(self.weights + self.non_trainable, ema_decay)
         self.lookahead = Lookahead(self.weights + self.non_trainable, total_steps, lookahead)
         self.loss_averages = SmoothedLosses(loss_terms)
         self.loss_scale = LossScale(precision)
-
-    @property
-    def weight_names(self) -> list[str]:
-        """Of the N trained variables."""
-        return [variable_name(variable) for variable in self.weights]
-
-    @property
-    def update_names(self) -> list[str]:
-        """Of all variables that a step may update, in the order of `UpdateResult.nonfinite_index`."""
-        return [variable_name(variable) for variable in self._updated_variables()]
 
     def read_variables(self) -> ModelValues:
         """The model's values as tensors, read where the variables are placed."""
@@ -113,8 +107,7 @@ class TrainState:
         Args:
           gradients: N x (mean gradient of the scaled loss, variable).
           non_trainable: a new value for each of the model's, or None to leave it.
-          losses: the final tower's, by term.
-          learning_rates: by active parameter group.
+          losses: the final tower's, by term. learning_rates: by active parameter group.
           finite: whether all results of the towers are.
           collect_diagnostics: whether this is a summary step; without it the graph has no diagnostics.
         """
@@ -150,27 +143,20 @@ class TrainState:
     def _compute_updates(
         self, gradients: list[tuple], non_trainable: Sequence[tf.Tensor | None], learning_rates: Mapping
     ) -> Updates:
-        updates = self.optimizer.compute_updates(gradients, learning_rates, self.step)
-        updates = [(variable, self._constrained(variable, value)) for variable, value in updates]
+        """New values of weights, within the constraints of a user's model, slots and non-trainable variables."""
+        updates = []
+        for variable, value in self.optimizer.compute_updates(gradients, learning_rates, self.step):
+            if constraint := self._constraints.get(id(variable)):
+                with tf.device(variable.device):
+                    value = tf.convert_to_tensor(constraint(value))
+            updates.append((variable, value))
         pairs = zip(self.non_trainable, non_trainable, strict=True)
         return updates + [(variable, value) for variable, value in pairs if value is not None]
 
-    def _constrained(self, variable: tf.Variable, value: tf.Tensor) -> tf.Tensor:
-        """A new value within the constraint that a layer of a user's model puts on its variable."""
-        constraint = self._constraints.get(id(variable))
-        if not constraint:
-            return value
-        with tf.device(variable.device):
-            return tf.convert_to_tensor(constraint(value))
-
-    def _updated_variables(self) -> list[tf.Variable]:
-        return self.optimizer.updated_variables() + self.non_trainable
-
     def _first_nonfinite(self, updates: Updates) -> tf.Tensor:
-        """Index among `_updated_variables` of the first whose new value is not finite, or -1."""
+        """Index in `update_names` of the first new value that is not finite, or -1."""
         new_values = {id(variable): value for variable, value in updates}
-        variables = self._updated_variables()
-        return first_nonfinite_index([new_values.get(id(v)) for v in variables], [v.device for v in variables])
+        return first_nonfinite_index([new_values.get(id(v)) for v in self._updated], [v.device for v in self._updated])
 
     def evaluation_weights(self) -> dict[str, tuple[list, list]]:
         """`raw`, and `ema` where one is kept -> values of (weights, non-trainable) to evaluate with."""

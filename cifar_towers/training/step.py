@@ -66,12 +66,7 @@ def make_train_step(update: Callable[..., StepMetrics]) -> Callable[..., StepMet
     """
 
     @tf.function(autograph=False)
-    def train_step(
-        batch: Batch,
-        learning_rates: dict[str, tf.Tensor],
-        image_size: int = 0,
-        collect_diagnostics: tf.Tensor | None = None,
-    ) -> StepMetrics:
+    def train_step(batch, learning_rates, image_size=0, collect_diagnostics=None) -> StepMetrics:
         return update(batch, learning_rates, image_size, collect_diagnostics)
 
     return train_step
@@ -154,7 +149,7 @@ def make_tower_fn(
             losses=losses,
             gradients=gradients,
             non_trainable=[None if seed or new is old else new for new, old, seed in changes],
-            num_correct=num_correct(part.labels, logits),
+            num_correct=tf.reduce_sum(tf.cast(tf.equal(part.labels, tf.argmax(logits, -1)), tf.float32)),
             diagnostics=diagnostics,
             example_losses=example_loss(part.labels, logits) if example_loss else None,
         )
@@ -263,8 +258,3 @@ def _concat_example_losses(results: Sequence[MicroBatchResult | TowerResult]) ->
 
 def _mean(values: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.add_n(list(values)) / len(values) if len(values) > 1 else values[0]
-
-
-def num_correct(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """How many of B examples have their largest logit at their label, as float32."""
-    return tf.reduce_sum(tf.cast(tf.equal(labels, tf.argmax(logits, -1)), tf.float32))
