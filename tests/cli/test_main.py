@@ -19,6 +19,7 @@ from cifar_towers.errors import DataError, DivergedError, Interrupted, UsageErro
 ROOT = Path(__file__).parents[2]
 SLOW = pytest.mark.slow
 TINY = ["--dataset=synthetic", "--model=cifarnet", "--crop=24", "--shift=0", "--batch_size=40", "--precision=float32"]
+TWO_GPUS = ["--towers=2", *TINY, "--nosoft_placement"]
 
 
 @pytest.fixture
@@ -69,34 +70,23 @@ def answers(process, number):
     return bool(int(caught, 16) >> number - 1 & 1)
 
 
-PROGRAMS = [
-    "train.py",
-    "evaluate.py",
-    "predict.py",
-    "export.py",
-    "benchmark.py",
-    "speedrun.py",
-    "report.py",
-    "compare_runs.py",
-    "launch.py",
-]
+NAMES = {"train", "evaluate", "predict", "export", "benchmark", "speedrun", "report", "compare_runs", "launch"}
 
 
 def test_every_program_is_a_script_and_a_console_command():
-    names = {program.removesuffix(".py") for program in PROGRAMS}
-    assert {path.stem for path in (ROOT / "scripts").glob("*.py")} == names | {"compare_revisions"}  # for developers
+    assert {path.stem for path in (ROOT / "scripts").glob("*.py")} == NAMES | {"compare_revisions"}  # for developers
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     commands = setup["options.entry_points"]["console_scripts"].split("\n")[1:]
-    expected = {f"cifar-towers-{name.replace('_', '-')} = cifar_towers.cli.main:{name}" for name in names}
-    assert set(commands) == expected and all(callable(getattr(main, name)) for name in names)
+    expected = {f"cifar-towers-{name.replace('_', '-')} = cifar_towers.cli.main:{name}" for name in NAMES}
+    assert set(commands) == expected and all(callable(getattr(main, name)) for name in NAMES)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_help_imports_nothing_slow(program):
-    code, out, err = finish(start(program, "--help"))
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_help_imports_nothing_slow(name):
+    code, out, err = finish(start(f"{name}.py", "--help"))
     assert code == 0 and "Exit codes" in out and not err
-    source = f"import runpy, sys; sys.argv = ['x', '--help']; runpy.run_path('scripts/{program}', run_name='__main__')"
+    source = f"import runpy, sys; sys.argv = ['x', '--help']; runpy.run_path('scripts/{name}.py', run_name='__main__')"
     slow = "{'numpy', 'tensorflow', 'keras', 'matplotlib', 'rich'} & {*sys.modules}"
     checked = f"try:\n {source}\nexcept SystemExit: print({slow})"
     done = subprocess.run([sys.executable, "-c", checked], capture_output=True, text=True, cwd=ROOT)
@@ -112,22 +102,11 @@ def test_help_imports_nothing_slow(program):
         pytest.param("train.py", ["--batch_size=20000", "--dataset=synthetic"], 2, "more than the 10000", marks=SLOW),
         pytest.param("train.py", ["--batch_size=1001", "--dataset=synthetic"], 2, "1000 and 1002 can", marks=SLOW),
         ("predict.py", ["picture.png"], 2, "which run? give --train_dir"),
-        (
-            "export.py",
-            ["--train_dir=nowhere", "--format=tensorrt"],
-            2,
-            "format=tensorrt is not one of saved_model, keras",
-        ),
+        ("export.py", ["--train_dir=x", "--format=tensorrt"], 2, "format=tensorrt is not one of saved_model, keras"),
         ("train.py", ["--dataset=folder:nowhere"], 3, "nowhere cannot be read: No such file or directory"),
         ("benchmark.py", ["--towers=5"], 2, "1535 and 1540 can"),
         ("speedrun.py", ["--seeds=", "--rounds=0"], 2, "leave nothing to do"),
-        pytest.param(
-            "benchmark.py",
-            ["--towers=2", *TINY, "--nosoft_placement", "--train_dir=."],
-            2,
-            "2 towers need 2 GPUs",
-            marks=SLOW,
-        ),
+        pytest.param("benchmark.py", [*TWO_GPUS, "--train_dir=."], 2, "2 towers need 2 GPUs", marks=SLOW),
     ],
 )
 def test_error_is_one_line_and_an_exit_code(program, arguments, code, message):
@@ -167,14 +146,9 @@ def test_output_to_a_pipe_has_no_control_characters(tmp_path, tiny):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=SLOW)])
 def test_signal_saves_and_the_same_command_resumes(tmp_path, tiny, number, code):
-    command = [
-        "train.py",
-        *tiny,
-        f"--max_steps={4000 if number == signal.SIGINT else 60}",
-        f"--train_dir={tmp_path}",
-        "--num_gpus=2",
-        "--summary_every_steps=1",
-    ]
+    steps = 4000 if number == signal.SIGINT else 60
+    command = ["train.py", *tiny, f"--max_steps={steps}", f"--train_dir={tmp_path}", "--num_gpus=2"]
+    command.append("--summary_every_steps=1")
     process = start(*command)
     metrics = tmp_path / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)

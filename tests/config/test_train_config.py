@@ -12,16 +12,16 @@ from cifar_towers.config.recipe import recipe_fields
 from cifar_towers.errors import UsageError
 from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, ExportConfig
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.cfg"))
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.cfg"))
 
 
-def parse(*arguments):
-    return parse_command_line(TrainConfig, ["train.py", *arguments], "")
+def parse(*arguments, config_class=TrainConfig):
+    return parse_command_line(config_class, ["program.py", *arguments], "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+USAGE_ERRORS = {
+    TrainConfig: [
         (["stray"], "'stray' is not a flag"),
         (["--batch_size=8", "more", "--seed=1"], "'more' is not a flag"),
         (["--batch_sise=8"], "Did you mean: batch_size"),
@@ -82,17 +82,7 @@ def parse(*arguments):
             "batch_size=100 cannot be shared by 2 towers in 3 micro-batches each; 96 and 102 can",
         ),
     ],
-)
-def test_usage_error_is_one_line_with_exit_code_2(arguments, message):
-    with pytest.raises(UsageError) as caught:
-        parse(*arguments)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-    assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+    BenchmarkConfig: [
         (["--towers=1,two"], "towers=1,two is not a list of whole numbers"),
         (["--towers=0"], "a number of towers is 1 or more"),
         (["--towers=1,5"], "batch_size=1536 cannot be shared by 5 towers; 1535 and 1540 can"),
@@ -104,16 +94,7 @@ def test_usage_error_is_one_line_with_exit_code_2(arguments, message):
         (["--num_gpus=2"], "num_gpus is not a flag of this program: the benchmark varies"),
         (["--nogpu_memory_growth"], "gpu_memory_growth is not a flag of this program: the processes of the benchmark"),
     ],
-)
-def test_benchmark_usage_errors(arguments, message):
-    with pytest.raises(UsageError) as caught:
-        parse_command_line(BenchmarkConfig, ["benchmark.py", *arguments], "")
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+    SpeedrunConfig: [
         (["--precisions=float16"], "precisions=float16: 'float16' is not one of float32, bfloat16"),
         (["--peers=jax"], "peers=jax: 'jax' is not one of pytorch, pytorch-compiled, keras"),
         (["--peers=tutorial,keras"], "tutorial has no speednet94"),
@@ -122,24 +103,34 @@ def test_benchmark_usage_errors(arguments, message):
         (["--seed=3"], "seed is not a flag of this program: a race takes several; write --seeds="),
         (["--epochs=1e308"], "epochs"),
     ],
+    EvaluateConfig: [
+        ([], "which run"),
+        (["--train_dir=runs/one", "--model=mynets.py"], "model=mynets.py is not one of cifarnet, "),
+        (["--train_dir=runs/one", "--model=mynets.py"], " path/to/file.py:function"),
+        (["--train_dir=runs/one", "--dataset=../photos"], "dataset=../photos is not cifar10"),
+    ],
+    CompareConfig: [(runs, "which two runs") for runs in ([], ["one"], ["one", "other", "third"])],
+}
+
+
+@pytest.mark.parametrize(
+    ("config_class", "arguments", "message"),
+    [(config_class, *case) for config_class, cases in USAGE_ERRORS.items() for case in cases],
 )
-def test_race_usage_errors(arguments, message):
+def test_usage_error_is_one_line_with_exit_code_2(config_class, arguments, message):
     with pytest.raises(UsageError) as caught:
-        parse_command_line(SpeedrunConfig, ["speedrun.py", *arguments], "")
+        parse(*arguments, config_class=config_class)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
 
 
-def test_race_takes_its_recipe_from_the_flagfile():
-    speed94 = next(path for path in CONFIGS if path.stem == "speed94")
-    config = parse_command_line(SpeedrunConfig, ["speedrun.py", f"--flagfile={speed94}", "--seeds="], "")
+def test_race_and_benchmark_take_their_recipe_from_the_flagfile():
+    flagfile = f"--flagfile={ROOT / 'configs' / 'speed94.cfg'}"
+    config = parse(flagfile, "--seeds=", config_class=SpeedrunConfig)
     assert (config.seeds, config.recipe.optimizer, str(config.directory)) == ("", "muon", "runs/speedrun-speed94")
-
-
-def test_benchmark_takes_its_recipe_from_the_flagfile():
-    speed94 = next(path for path in CONFIGS if path.stem == "speed94")
-    config = parse_command_line(BenchmarkConfig, ["benchmark.py", f"--flagfile={speed94}", "--towers=2,1,2"], "")
+    config = parse(flagfile, "--towers=2,1,2", config_class=BenchmarkConfig)
     assert config.tower_counts == (1, 2) and str(config.directory) == "runs/benchmark-speed94"
-    assert config.recipe == parse(f"--flagfile={speed94}")
+    assert config.recipe == parse(flagfile)
 
 
 def test_later_flags_and_flagfiles_override_earlier_ones(tmp_path):
@@ -185,36 +176,12 @@ def test_help_exits_with_0(capsys):
     assert left.value.code == 0 and "--batch_size" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--model=mynets.py", "model=mynets.py is not one of cifarnet, .* path/to/file.py:function"),
-        ("--dataset=../photos", "dataset=../photos is not cifar10"),
-    ],
-)
-def test_evaluation_usage_errors(argument, message):
-    with pytest.raises(UsageError, match=message):
-        parse_command_line(EvaluateConfig, ["evaluate.py", "--train_dir=runs/one", argument], "")
-
-
-def test_evaluation_requires_a_run():
-    with pytest.raises(UsageError, match="which run"):
-        parse_command_line(EvaluateConfig, ["evaluate.py"], "")
-
-
 @pytest.mark.parametrize("flag", [["--out=page.html"], ["--out", "page.html"]])
 def test_flags_may_precede_or_follow_the_runs(flag):
     runs = ["runs/one", "runs/other"]
     for arguments in ([*flag, *runs], [*runs, *flag]):
-        config = parse_command_line(ReportConfig, ["report.py", *arguments], "")
-        assert config == ReportConfig("page.html", tuple(runs))
-
-
-def test_comparison_requires_two_runs():
-    for runs in ([], ["one"], ["one", "other", "third"]):
-        with pytest.raises(UsageError, match="which two runs"):
-            parse_command_line(CompareConfig, ["compare_runs.py", *runs], "")
-    assert parse_command_line(CompareConfig, ["compare_runs.py", "one", "one"], "").runs == ("one", "one")
+        assert parse(*arguments, config_class=ReportConfig) == ReportConfig("page.html", tuple(runs))
+    assert parse("one", "one", config_class=CompareConfig).runs == ("one", "one")
 
 
 def test_max_steps_belongs_to_the_recipe_where_schedules_depend_on_it():
