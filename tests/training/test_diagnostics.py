@@ -6,13 +6,12 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.schedules import RunLength
 from cifar_towers.data import synthetic
-from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.towers import split_batch
 from cifar_towers.training import build, diagnostics, nonfinite
 from cifar_towers.training.results import NUM_BUCKETS, to_numpy
+from tests.training.runs import Run
 
 SETTINGS = {"model": "cifarnet", "crop": 24, "shift": 0, "standardize": "image", "batch_size": 24, "learning_rate": 0.1}
 
@@ -22,20 +21,12 @@ def examples():
     return synthetic.make(240, 0, 0)
 
 
-def made(towers, examples, **settings):
-    config = TrainConfig(**SETTINGS | settings)
-    batches = Batches(examples, config.batch_size, 0, config.flip)
-    return (
-        config,
-        batches,
-        build.make_training(config, towers, "float32", examples, RunLength(batches.steps_per_epoch, 100, 100)),
-    )
+def make_run(towers, examples, **settings):
+    return Run(towers, examples, TrainConfig(**SETTINGS | settings))
 
 
-def one_step(training, batch, look=True):
-    rates = training.state.optimizer.learning_rates(0)
-    rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
-    return to_numpy(training.train_step(batch, rates, 32, tf.constant(look)))
+def make_step(run, number=0, collect=True):
+    return run.step(number, image_size=32, collect_diagnostics=tf.constant(collect))
 
 
 @pytest.mark.parametrize(
@@ -71,14 +62,12 @@ def test_tensor_stats_agree_with_numpy(values):
     ],
 )
 def test_diagnostics_describe_their_own_step(towers, examples, count, settings):
-    config, batches, training = made(towers(count), examples, **settings)
-    state, batch = training.state, batches.at(0)
-    before = [weight.numpy() for weight in state.weights]
-    metrics = one_step(training, batch)
-    _, _, reference = made(towers(count), examples)
-    model, shards = reference.state.model, split_batch(batch, training.towers)
-    loss_fn, _ = build.make_loss_fn(config, model)
-    augment = build.make_augmentation(config, CIFAR10).train
+    run, reference = make_run(towers(count), examples, **settings), make_run(towers(count), examples)
+    before = [weight.numpy() for weight in run.state.weights]
+    metrics = make_step(run)
+    model, shards = reference.state.model, split_batch(run.batches.at(0), run.training.towers)
+    loss_fn, _ = build.make_loss_fn(run.config, model)
+    augment = build.make_augmentation(run.config, CIFAR10).train
 
     def gradients_of(shard):
         with tf.GradientTape() as tape:
@@ -101,10 +90,10 @@ def test_diagnostics_describe_their_own_step(towers, examples, count, settings):
         assert (weight.min, weight.max) == (before[index].min(), before[index].max())
         assert weight.counts.sum() == gradient.counts.sum() == before[index].size
         assert gradient.norm == pytest.approx(np.linalg.norm(means[index]), rel=1e-3)
-        assert moved == pytest.approx(np.linalg.norm(state.weights[index].numpy() - before[index]), rel=1e-3)
+        assert moved == pytest.approx(np.linalg.norm(run.state.weights[index].numpy() - before[index]), rel=1e-3)
 
     shard = shards[-1]  # the final tower's, and of that the last micro-batch
-    parts = config.micro_batches
+    parts = run.config.micro_batches
     images = augment(shard.images, shard.draws).numpy()[-(len(shard.labels) // parts) :]
     forward = metrics.diagnostics.forward
     np.testing.assert_allclose(forward.images, images[: len(forward.images)], atol=1e-5)
@@ -123,13 +112,13 @@ def test_diagnostics_describe_their_own_step(towers, examples, count, settings):
 @pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
 def test_diagnostics_change_no_bit_of_training(towers, examples, strategy):
     digests = set()
-    for look in (True, False):
-        _, batches, training = made(towers(2), examples, strategy=strategy)
+    for collect in (True, False):
+        run = make_run(towers(2), examples, strategy=strategy)
         for step in range(3):
-            metrics = one_step(training, batches.at(step), look)
-        digests.add(training.state.weights_sha256())
-        assert metrics.diagnostics.update.update_norm.any() == look
-        assert metrics.diagnostics.forward.activations.norm.any() == look
+            metrics = make_step(run, step, collect)
+        digests.add(run.state.weights_sha256())
+        assert metrics.diagnostics.update.update_norm.any() == collect
+        assert metrics.diagnostics.forward.activations.norm.any() == collect
     assert len(digests) == 1
 
 
@@ -157,9 +146,8 @@ def test_layers_of_a_reused_backbone_are_measured_in_the_calling_model():
 
 
 def test_diagnostics_of_a_nonfinite_step_are_finite(towers, examples):
-    _, batches, training = made(towers(2), examples)
-    training.state.weights[0].assign(np.nan * training.state.weights[0])
-    metrics = one_step(training, batches.at(0))
-    assert not metrics.finite and all(
-        np.isfinite(field).all() for stats in metrics.diagnostics.update[:2] for field in stats
-    )
+    run = make_run(towers(2), examples)
+    run.state.weights[0].assign(np.nan * run.state.weights[0])
+    metrics = make_step(run)
+    assert not metrics.finite
+    assert all(np.isfinite(field).all() for stats in metrics.diagnostics.update[:2] for field in stats)

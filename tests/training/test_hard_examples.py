@@ -8,11 +8,11 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.schedules import RunLength
 from cifar_towers.data import synthetic
+from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.errors import UsageError
 from cifar_towers.training import build, hard_examples
-from cifar_towers.training.results import to_numpy
+from tests.training.runs import Run
 
 HARDEST = {
     "model": f"{Path(__file__).parents[1] / 'nets.py'}:tiny",
@@ -25,7 +25,6 @@ HARDEST = {
     "label_smoothing": 0.2,
     "whitening_images": 60,
 }
-LENGTH = RunLength(10, 100, 100)
 STEPS = 3
 
 
@@ -34,24 +33,8 @@ def examples():
     return synthetic.make(240, 0, 0)
 
 
-class Run:
-    """A state, what moves it, and the batches for it."""
-
-    def __init__(self, towers, examples, precision="float32", config=None, **settings):
-        self.config = config or TrainConfig(**HARDEST | settings)
-        self.info = examples.info
-        self.batches = build.make_batches(self.config, examples)
-        self.state, self.call, _ = build.make_training(self.config, towers, precision, examples, LENGTH)
-
-    def step(self, number, batch=None, rates=None):
-        rates = rates or self.state.optimizer.learning_rates(number)
-        rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
-        metrics = self.call(self.batches.at(number) if batch is None else batch, rates)
-        return to_numpy(metrics)
-
-    def values(self, prefix=""):
-        named = self.state.named_variables().items()
-        return {name.removeprefix(prefix): v.numpy() for name, v in named if name.startswith(prefix)}
+def make_config(**settings):
+    return TrainConfig(**HARDEST | settings)
 
 
 def assert_same(one, other):
@@ -66,9 +49,9 @@ def test_training_uses_the_examples_with_the_highest_proxy_losses(towers, exampl
     """Step by step the same as two trainings apart: of the small net on all, of the large one on those alone
     whose losses, by the small net as it is before the step, are the highest."""
     settings = {"ema_decay": 0.9, "micro_batches": micro_batches}
-    both = Run(towers(count), examples, **settings)
-    small = Run(towers(count), examples, config=build.proxy_config(both.config))
-    alone = Run(towers(count), examples, hard_example_pool=0, **settings)
+    both = Run(towers(count), examples, make_config(**settings))
+    small = Run(towers(count), examples, build.proxy_config(both.config))
+    alone = Run(towers(count), examples, make_config(hard_example_pool=0, **settings))
     for number in range(STEPS):
         batch = both.batches.at(number)
         by_hand = losses(small, batch, count * micro_batches)
@@ -76,7 +59,7 @@ def test_training_uses_the_examples_with_the_highest_proxy_losses(towers, exampl
         assert set(metrics.hard_examples.rows) == set(np.argsort(by_hand)[-16:])
         assert (np.diff(metrics.hard_examples.rows) > 0).all()
         assert metrics.finite and metrics.hard_examples.proxy.finite
-        results = small.step(number, batch, both.state.optimizer.learning_rates(number))  # so that its whitening rests
+        results = small.step(number, batch, both.rates(number))  # so that its whitening rests
         assert results.loss == pytest.approx(metrics.hard_examples.proxy.loss, rel=1e-5)
         results = alone.step(number, hard_examples.gather_rows(batch, metrics.hard_examples.rows))
         assert results.accuracy == metrics.accuracy and results.loss == pytest.approx(metrics.loss, rel=1e-5)
@@ -86,7 +69,7 @@ def test_training_uses_the_examples_with_the_highest_proxy_losses(towers, exampl
 
 def losses(run, batch, parts):
     """The recipe's loss of each example by the state's net, whose batch norm sees one of so many parts."""
-    images = build.make_augmentation(run.config, run.info).augment(batch.images, batch.draws)
+    images = build.make_augmentation(run.config, CIFAR10).augment(batch.images, batch.draws)
     parts = [
         run.state.model.stateless_call(*run.state.read_variables(), part, training=True)
         for part in tf.split(images, parts)
@@ -98,7 +81,8 @@ def losses(run, batch, parts):
 
 def test_two_towers_select_the_examples_one_selects(towers, examples):
     """Batch norm takes the whole batch's statistics in both, so that only the order of sums is different."""
-    one, two = (Run(towers(k), examples, model="cifarnet", crop=24, batch_statistics="synchronized") for k in (1, 2))
+    config = make_config(model="cifarnet", crop=24, batch_statistics="synchronized")
+    one, two = (Run(towers(count), examples, config) for count in (1, 2))
     for number in range(STEPS):
         results = [run.step(number) for run in (one, two)]
         np.testing.assert_array_equal(*(metrics.hard_examples.rows for metrics in results))
@@ -107,11 +91,11 @@ def test_two_towers_select_the_examples_one_selects(towers, examples):
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples, precision):
-    run = Run(towers(2), examples, precision)
+    run = Run(towers(2), examples, make_config(), precision)
     kernel = run.state.proxy.weights[1]
     kernel.assign(tf.fill(kernel.shape, np.inf))
     before = run.values()
-    metrics = run.step(0)
+    metrics = run.step()
     assert metrics.finite and not metrics.hard_examples.proxy.finite and (metrics.nonfinite_towers == -1).all()
     after = run.values()
     moved = {name for name, value in before.items() if not np.array_equal(after[name], value, equal_nan=True)}
@@ -132,12 +116,12 @@ def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples, precision
 )
 def test_unsupported_settings_are_refused(settings, message):
     with pytest.raises(UsageError, match=message):
-        TrainConfig(**HARDEST | settings)
+        make_config(**settings)
 
 
 def test_pool_larger_than_the_training_set_is_refused(examples):
     with pytest.raises(UsageError, match="hard_example_pool=256 is more than the 240 training examples"):
-        build.make_batches(TrainConfig(**HARDEST | {"hard_example_pool": 256}), examples)
+        build.make_batches(make_config(hard_example_pool=256), examples)
 
 
 def test_pool_and_batch_must_both_be_divisible_by_the_towers():

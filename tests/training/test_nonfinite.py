@@ -6,12 +6,10 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.schedules import RunLength
 from cifar_towers.data import synthetic
-from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.training import build, nonfinite
-from cifar_towers.training.results import to_numpy
+from tests.training.runs import Run
 
 NET = {
     "model": "speednet93",
@@ -36,63 +34,55 @@ def examples():
     return synthetic.make(240, 0, 0)
 
 
-class Run:
-    """A step on two towers, and a batch for it."""
+@pytest.fixture
+def make_run(towers, examples):
+    return lambda **settings: Run(towers(2), examples, TrainConfig(**NET | settings))
 
-    def __init__(self, towers, examples, precision="float32", **settings):
-        self.config, self.towers = TrainConfig(**NET | settings), towers(2)
-        self.batch = Batches(examples, 24, 0).at(0)
-        self.state, self.call, _ = build.make_training(
-            self.config, self.towers, precision, examples, RunLength(10, 100, 100)
-        )
 
-    def step(self, batch=None, rate=0.01):
-        rates = {name: tf.constant(rate) for name in self.state.optimizer.learning_rates(0)}
-        return to_numpy(self.call(batch or self.batch, rates))
+def make_step(run, batch=None, rate=0.01):
+    return run.step(0, batch, run.rates(rate=rate))
 
-    def values(self):
-        named = self.state.named_variables().items()
-        return {name: v.numpy() for name, v in named if name != "step"}
 
-    def with_infinity(self, example):
-        """The batch with one image that is not finite. (A single NaN could get lost: max pooling passes over it.)"""
-        images = tf.cast(self.batch.images, tf.float32).numpy()
-        images[example] = np.inf
-        return self.batch._replace(images=tf.constant(images))
+def with_infinity(batch, example):
+    """The batch with one image that is not finite. (A single NaN could get lost: max pooling passes over it.)"""
+    images = tf.cast(batch.images, tf.float32).numpy()
+    images[example] = np.inf
+    return batch._replace(images=tf.constant(images))
 
-    def describe(self, metrics):
-        return nonfinite.describe_nonfinite(metrics, self.towers, self.state.weight_names, self.state.update_names)
+
+def describe(run, metrics):
+    return nonfinite.describe_nonfinite(metrics, run.towers, run.state.weight_names, run.state.update_names)
 
 
 @pytest.fixture(scope="module")
 def plain(towers, examples):
     """A run of shared variables on towers, for tests that leave it unchanged."""
-    return Run(towers, examples)
+    return Run(towers(2), examples, TrainConfig(**NET))
 
 
 def same(before, after):
-    return all(np.array_equal(value, after[name]) for name, value in before.items())
+    return all(np.array_equal(value, after[name]) for name, value in before.items() if name != "step")
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())) or "towers")
-def test_nonfinite_step_changes_nothing_and_names_its_tower(towers, examples, plain, way):
-    run = Run(towers, examples, **way) if way else plain
+def test_nonfinite_step_changes_nothing_and_names_its_tower(make_run, plain, way):
+    run = make_run(**way) if way else plain
     begun = run.state.step.numpy()
-    assert run.step().finite
+    assert make_step(run).finite
     before = run.values()
     for example in (3, 20):
-        metrics = run.step(run.with_infinity(example))
+        metrics = make_step(run, with_infinity(run.batches.at(0), example))
         synchronized = way.get("batch_statistics") == "synchronized"  # there it spreads before any loss is taken
         assert not metrics.finite and same(before, run.values()) and not run.state.first_nonfinite_variable()
-        assert run.describe(metrics) == f"cross_entropy of tower_{0 if synchronized else example // 12} is not finite"
+        assert describe(run, metrics) == f"cross_entropy of tower_{0 if synchronized else example // 12} is not finite"
         assert np.isfinite(list(metrics.smoothed_losses.values())).all()
-    assert run.step().finite and not same(before, run.values())
+    assert make_step(run).finite and not same(before, run.values())
     assert run.state.step.numpy() == begun + 4
 
 
-def test_first_nonfinite_layer_is_named(towers, examples):
-    run = Run(towers, examples)
-    images = build.make_augmentation(run.config, CIFAR10).evaluate(run.batch.images)
+def test_first_nonfinite_layer_is_named(make_run):
+    run = make_run()
+    images = build.make_augmentation(run.config, CIFAR10).evaluate(run.batches.at(0).images)
     assert nonfinite.first_nonfinite_layer(run.state.model, images) == ""
     assert nonfinite.first_nonfinite_layer(run.state.model, tf.where(images > 1, np.inf, images)) == "the images"
     assert nonfinite.first_nonfinite_layer(run.state.model, images * 1e38) == "the output of whitening"
@@ -103,21 +93,15 @@ def test_first_nonfinite_layer_is_named(towers, examples):
 
 def test_update_that_would_overflow_the_weights_is_skipped(plain):
     before = plain.values()
-    metrics = plain.step(rate=np.inf)
+    metrics = make_step(plain, rate=np.inf)
     assert not metrics.finite and same(before, plain.values()) and (metrics.nonfinite_towers == -1).all()
-    assert plain.describe(metrics).startswith("the new value of ")
+    assert describe(plain, metrics).startswith("the new value of ")
 
 
 def test_index_of_the_first_nonfinite_tensor():
     inputs = keras.Input([2])
     model = keras.Model(inputs, keras.layers.Dense(10)(inputs))
     assert nonfinite.first_nonfinite_layer(model, tf.ones([1, 2])) == ""
-    assert (
-        int(
-            nonfinite.first_nonfinite_index(
-                [tf.zeros(3), None, tf.constant([1, 2]), tf.constant([0.0, np.inf]), np.nan * tf.ones(2)]
-            )
-        )
-        == 3
-    )
+    tensors = [tf.zeros(3), None, tf.constant([1, 2]), tf.constant([0.0, np.inf]), np.nan * tf.ones(2)]
+    assert int(nonfinite.first_nonfinite_index(tensors)) == 3
     assert int(nonfinite.first_nonfinite_index([tf.zeros([0]), tf.ones([], tf.bfloat16)])) == -1

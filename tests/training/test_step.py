@@ -18,6 +18,7 @@ from cifar_towers.towers.placement import tower_devices
 from cifar_towers.training import build
 from cifar_towers.training.distributed_step import make_strategy
 from cifar_towers.training.losses import OWN
+from tests.training.runs import Run
 
 CIFARNET = {
     "model": "cifarnet",
@@ -47,16 +48,11 @@ def trained(*arguments, **settings):
 
 def training(towers, examples, precision, steps, nudge=0.0, **settings):
     """Yields the state and the metrics after each of `steps` steps."""
-    config = TrainConfig(**{**CIFARNET, **settings})
-    batches = Batches(examples, config.batch_size, config.seed, config.flip)
-    state, step, _ = build.make_training(
-        config, towers, precision, examples, RunLength(batches.steps_per_epoch, 100, 100)
-    )
-    for weight in state.weights:
+    run = Run(towers, examples, TrainConfig(**CIFARNET | settings), precision)
+    for weight in run.state.weights:
         weight.assign(weight * (1 + nudge))
-    for batch in batches.stream(0, steps):
-        rates = state.optimizer.learning_rates(int(state.step))
-        yield state, step(batch, {name: tf.constant(rate, tf.float32) for name, rate in rates.items()})
+    for number in range(steps):
+        yield run.state, run.step(number)
 
 
 def largest_difference(one, other):
@@ -102,7 +98,7 @@ def test_an_independent_witness(towers, examples):
     """Two towers against one plain GradientTape and hand-written SGD, no code of towers or optimizers in it."""
     settings = {"momentum": 0.0, "brightness": 0.0, "contrast": 0.0, "ema_decay": 0.0}
     state, _ = trained(towers(2), examples, "float64", 3, **settings)
-    config = TrainConfig(**{**CIFARNET, **settings})
+    config = TrainConfig(**CIFARNET | settings)
     model = build.make_model(config, "float64", CIFAR10)
     batches = Batches(examples, config.batch_size, config.seed, config.flip)
     for number in range(3):
@@ -125,7 +121,7 @@ def test_metrics_are_of_all_towers_and_losses_of_the_final_one(towers, examples)
     _, metrics = trained(towers(4), examples, "float32", 1)
     assert metrics.diagnostics is None  # nobody looks
     assert metrics.tower_losses.shape == (4,)
-    assert len(set(metrics.tower_losses.numpy())) == 4
+    assert len(set(metrics.tower_losses)) == 4
     assert metrics.losses["total_loss"] == metrics.tower_losses[-1]
     weight_loss = metrics.losses["local3/weight_loss"] + metrics.losses["local4/weight_loss"]
     assert float(metrics.loss + weight_loss) == pytest.approx(np.mean(metrics.tower_losses), rel=1e-5)
@@ -145,12 +141,9 @@ def test_operations_and_variables_are_on_their_devices(towers, examples, model, 
     crop = 24 if model == "cifarnet" else 0
     whitening = {"whitening_images": 20, "whitening_epochs": 1}
     config = TrainConfig(model=model, crop=crop, batch_size=8, variable_placement=policy, **whitening)
-    batches = Batches(examples, 8, 0)
-    state, step, _ = build.make_training(
-        config, towers(4), "float32", examples, RunLength(batches.steps_per_epoch, 10, 10)
-    )
-    rates = {name: tf.constant(0.1) for name in state.optimizer.learning_rates(0)}
-    function = step.get_concrete_function(batches.at(0), rates)
+    run = Run(towers(4), examples, config)
+    state = run.state
+    function = run.training.train_step.get_concrete_function(run.batches.at(0), run.rates(0, 0.1))
     made = function.graph.get_operations()
 
     kernels = len([w for w in state.weights if w.shape.rank == 4])
@@ -209,24 +202,20 @@ def expected_least_loaded(variables, model):
 def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples, strategy):
     """After its epochs the whitening's bias rests, and the backward pass ends at the convolution after it."""
     settings = {"model": "speednet93", "crop": 0, "whitening_images": 200, "whitening_epochs": 0.1}
-    config = TrainConfig(**{**CIFARNET, **settings}, strategy=strategy)
-    batches = Batches(examples, config.batch_size, 0)
+    config = TrainConfig(**CIFARNET | settings, strategy=strategy)
     filters = build.make_model(config, "float32", CIFAR10, examples).get_layer("whitening").kernel.numpy()
     weights, backward = [], []
     for rests in (False, True):
-        state, step, _ = build.make_training(
-            config, towers(2), "float32", examples, RunLength(batches.steps_per_epoch, 100, 100)
-        )
-        assert "whitening" in state.optimizer.learning_rates(1) and "whitening" not in state.optimizer.learning_rates(2)
-        rates = {name: tf.constant(rate, tf.float32) for name, rate in state.optimizer.learning_rates(2).items()}
+        run = Run(towers(2), examples, config)
+        assert "whitening" in run.rates(1) and "whitening" not in run.rates(2)
+        rates = run.rates(2)
         if not rests:
             rates["whitening"] = tf.constant(0.0)
-        work = operations.count(step.get_concrete_function(batches.at(2), rates))
+        work = operations.count(run.training.train_step.get_concrete_function(run.batches.at(2), rates))
         backward.append(work["Conv2DBackpropInput"])
-        metrics = step(batches.at(2), rates)
-        assert bool(metrics.finite)
-        weights.append([weight.numpy() for weight in state.weights])
-        np.testing.assert_array_equal(state.model.get_layer("whitening").kernel, filters)  # frozen all along
+        assert bool(run.step(2, rates=rates).finite)
+        weights.append([weight.numpy() for weight in run.state.weights])
+        np.testing.assert_array_equal(run.state.model.get_layer("whitening").kernel, filters)  # frozen all along
     assert backward[0] - backward[1] == config.batch_size * 2 * 31 * 31 * 24 * 9 * 64
     for moved, rested in zip(*weights, strict=True):
         np.testing.assert_array_equal(moved, rested)
@@ -296,14 +285,11 @@ def test_float16_trains_with_a_loss_scale(towers, examples):
 
 
 def test_float16_overflows_under_mirrored_variables_and_the_scale_shrinks(towers, examples):
-    config = TrainConfig(**CIFARNET, strategy="mirrored")
-    batches = Batches(examples, config.batch_size, 0)
-    state, step, _ = build.make_training(
-        config, towers(2), "float16", examples, RunLength(batches.steps_per_epoch, 100, 100)
-    )
+    run = Run(towers(2), examples, TrainConfig(**CIFARNET, strategy="mirrored"), "float16")
+    state = run.state
     state.loss_scale.scale.assign(2.0**120)  # no gradient survives that in float16
     before = state.weights_sha256()
-    metrics = step(batches.at(0), {name: tf.constant(0.1) for name in state.optimizer.learning_rates(0)})
+    metrics = run.step()
     assert not np.isfinite(metrics.gradient_norm) and state.loss_scale.can_shrink()
     assert state.weights_sha256() == before and float(state.loss_scale.scale.numpy()) == 2.0**119
 
