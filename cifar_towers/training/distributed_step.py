@@ -18,6 +18,7 @@ from cifar_towers.training.results import ForwardDiagnostics, StepMetrics, Tower
 from cifar_towers.training.state import TrainState, UpdateResult
 from cifar_towers.training.step import StepOptions, TowerResult, all_finite, make_step_metrics, make_tower_fn
 
+MEAN, SUM = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
 CROSS_DEVICE_OPS = {
     "nccl": tf.distribute.NcclAllReduce,
     "hierarchical": tf.distribute.HierarchicalCopyAllReduce,
@@ -166,10 +167,10 @@ def _meet(
     floating = [s if s is not None and s.dtype.is_floating else None for s in result.non_trainable]
     with tf.name_scope("all_reduce"):  # the replicas meet here
         if batch_statistics == "final":
-            (gradients,) = _all_reduce_mean(context, gradients)
+            (gradients,) = _all_reduce(context, MEAN, gradients)
             reduced = _from_final(context, floating, tower, num_towers)
         else:
-            gradients, reduced = _all_reduce_mean(context, gradients, floating)
+            gradients, reduced = _all_reduce(context, MEAN, gradients, floating)
         scalars = TowerScalars(result.losses, result.num_correct, result.nonfinite_index)
         scalars, signals = _all_gather(context, (scalars, stop_signal), tower, num_towers)
     tower_stats = None
@@ -192,11 +193,11 @@ def towers_here(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> li
     return [tower for tower in towers if tower.device in mine] if len(mine) < len(towers) else list(towers)
 
 
-def _all_reduce_mean(context, *lists: Sequence) -> list[list]:
-    """Means over all replicas of the tensors in some lists; None stays None."""
+def _all_reduce(context, operation: tf.distribute.ReduceOp, *lists: Sequence) -> list[list]:
+    """Sums or means over all replicas of the tensors in some lists; None stays None."""
     present = [tensor for tensors in lists for tensor in tensors if tensor is not None]
-    means = iter(context.all_reduce(tf.distribute.ReduceOp.MEAN, present))
-    return [[None if tensor is None else next(means) for tensor in tensors] for tensors in lists]
+    reduced = iter(context.all_reduce(operation, present) if present else ())
+    return [[None if tensor is None else next(reduced) for tensor in tensors] for tensors in lists]
 
 
 def _all_gather(context, scalars: Any, tower: Tower, num_towers: int) -> Any:
@@ -207,7 +208,7 @@ def _all_gather(context, scalars: Any, tower: Tower, num_towers: int) -> Any:
     leaves = tf.nest.flatten(scalars)
     row = tf.stack([tf.cast(leaf, tf.float32) for leaf in leaves if leaf is not None])
     table = tf.pad(row[None], [[tower.index, num_towers - 1 - tower.index], [0, 0]])
-    columns = iter(tf.unstack(context.all_reduce(tf.distribute.ReduceOp.SUM, table), axis=1))
+    columns = iter(tf.unstack(context.all_reduce(SUM, table), axis=1))
     return tf.nest.pack_sequence_as(scalars, [None if leaf is None else next(columns) for leaf in leaves])
 
 
@@ -215,9 +216,8 @@ def _from_final(context, values: Sequence, tower: Tower, num_towers: int) -> lis
     """The final replica's tensors on all replicas; None stays None."""
     final = tower.index == num_towers - 1
     own = [None if value is None else value if final else tf.zeros_like(value) for value in values]
-    present = [tensor for tensor in own if tensor is not None]
-    sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present) if present else ())
-    return [None if tensor is None else next(sums) for tensor in own]
+    (sums,) = _all_reduce(context, SUM, own)
+    return sums
 
 
 def _tower_results(scalars: TowerScalars, num_towers: int, final_diagnostics) -> list[TowerResult]:

@@ -4,6 +4,8 @@ The witness is a plain `tf.GradientTape` on one device, with momentum by hand. T
 placement, strategy and number of towers once, and all of them together where there is time.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -62,9 +64,8 @@ def after_steps(state, step, batches):
 def make_state(synchronized=False):
     model = small_net(synchronized)
     rule = Momentum([v.value for v in model.trainable_variables], MOMENTUM)
-    return TrainState(
-        model, Optimizer([ParamGroup("all", rule, lambda step: RATE)]), ["cross_entropy", "total_loss"], STEPS
-    )
+    optimizer = Optimizer([ParamGroup("all", rule, lambda step: RATE)])
+    return TrainState(model, optimizer, ["cross_entropy", "total_loss"], STEPS)
 
 
 def combined(strategy, how, towers, batches, **options):
@@ -85,8 +86,8 @@ def combined(strategy, how, towers, batches, **options):
 @pytest.fixture(scope="module")
 def witness(batches):
     """witness(parts): the same on one device; batch norm sees each of `parts` parts of the batch by itself."""
-    known = {}
 
+    @functools.cache
     def one_device(parts):
         model = small_net()
         statistics = model.non_trainable_variables
@@ -113,12 +114,7 @@ def witness(batches):
                 variable.assign(np.mean(of_parts, 0))
         return {v.path: v.numpy() for v in model.variables}
 
-    def remembered(parts):
-        if parts not in known:
-            known[parts] = one_device(parts)
-        return known[parts]
-
-    return remembered
+    return one_device
 
 
 def largest_difference(one, other):
@@ -136,11 +132,8 @@ def test_every_placement_and_strategy_equals_one_device(towers, batches, witness
             combined(strategy, how, towers(count), batches, batch_statistics=statistics)
             for statistics in ("mean", "synchronized")
         )
-        row = (
-            largest_difference(witness(1), by_all),
-            largest_difference(witness(count), by_mean),
-            largest_difference(witness(1), by_mean),
-        )
+        pairs = (witness(1), by_all), (witness(count), by_mean), (witness(1), by_mean)
+        row = [largest_difference(one, other) for one, other in pairs]
         lines.append(f"{strategy:9} {how:13} {count:6}  {row[0]:12.1e}  {row[1]:17.1e}  {row[2]:19.1e}")
         assert row[0] < BOUND and row[1] < BOUND, lines[-1]
         assert count == 1 or row[2] > BOUND  # otherwise this net could not tell a tower's statistics from the batch's
@@ -173,11 +166,10 @@ def test_stages_equal_one_device(towers, batches, witness, stages, parts):
     step = make_train_step(make_update(state, towers(1), loss_fn, AUGMENTATION, micro_batches=parts, stages=cut))
     assert largest_difference(witness(parts), after_steps(state, step, batches)) < BOUND
     homes = {stage.device: {v.path for v in stage.model.variables} for stage in cut}
-    for path, variable in zip(
-        [v.path for v in state.model.trainable_variables], state.optimizer.groups[0].rule.slots["momentum"], strict=True
-    ):
-        (home,) = [device for device, paths in homes.items() if path in paths]
-        assert variable.device.endswith(home.lstrip("/"))
+    slots = state.optimizer.groups[0].rule.slots["momentum"]
+    for variable, slot in zip(state.model.trainable_variables, slots, strict=True):
+        (home,) = [device for device, paths in homes.items() if variable.path in paths]
+        assert slot.device.endswith(home.lstrip("/"))
 
 
 @pytest.mark.slow

@@ -39,25 +39,21 @@ def test_plain_sgd_keeps_no_slots():
     assert rule.slots["momentum"] == []
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_momentum_agrees_with_keras_at_a_constant_rate(nesterov):
+@pytest.mark.parametrize(
+    ("rule", "settings", "keras_rule", "keras_settings", "rate", "rtol"),
+    [
+        (Momentum, {"nesterov": False}, keras.optimizers.SGD, {"momentum": 0.9, "nesterov": False}, 0.05, 2e-5),
+        (Momentum, {"nesterov": True}, keras.optimizers.SGD, {"momentum": 0.9, "nesterov": True}, 0.05, 2e-5),
+        (AdamW, {"weight_decay": 0.1}, keras.optimizers.AdamW, {"weight_decay": 0.1, "epsilon": 1e-8}, 0.01, 1e-4),
+    ],
+)
+def test_rules_agree_with_keras_at_a_constant_rate(rule, settings, keras_rule, keras_settings, rate, rtol):
     start, gradients = np.array([0.3, -1.0], "f4"), np.random.default_rng(0).normal(size=(50, 2)).astype("f4")
-    ours = run(Momentum([tf.Variable(start)], 0.9, nesterov), gradients, [0.05] * 50)
-    theirs = keras.Variable(start)
-    sgd = keras.optimizers.SGD(0.05, momentum=0.9, nesterov=nesterov)
+    ours = run(rule([tf.Variable(start)], **settings), gradients, [rate] * 50)
+    theirs, optimizer = keras.Variable(start), keras_rule(rate, **keras_settings)
     for gradient in gradients:
-        sgd.apply([tf.constant(gradient)], [theirs])
-    np.testing.assert_allclose(ours, theirs.numpy(), rtol=2e-5)
-
-
-def test_adamw_agrees_with_keras():
-    start, gradients = np.array([0.3, -1.0], "f4"), np.random.default_rng(1).normal(size=(50, 2)).astype("f4")
-    ours = run(AdamW([tf.Variable(start)], weight_decay=0.1), gradients, [0.01] * 50)
-    theirs = keras.Variable(start)
-    adam = keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-8)
-    for gradient in gradients:
-        adam.apply([tf.constant(gradient)], [theirs])
-    np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-4)
+        optimizer.apply([tf.constant(gradient)], [theirs])
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=rtol)
 
 
 def newton_schulz(x):
@@ -106,21 +102,17 @@ def test_muon_update_is_orthogonalized_nesterov_momentum():
 
 def test_groups_have_their_own_rates_and_no_gradient_means_no_update():
     a, b, c = (tf.Variable([1.0]) for _ in range(3))
-    optimizer = Optimizer(
-        [
-            ParamGroup("a", Momentum([a], 0.0), lambda step: 0.1 * (step + 1)),
-            ParamGroup("bc", Momentum([b, c], 0.0), lambda step: 0.5),
-            ParamGroup("empty", Momentum([], 0.0), lambda step: 1.0),
-        ]
-    )
-    assert optimizer.learning_rates(1) == {"a": 0.2, "bc": 0.5} and optimizer.learning_rates(1, 0.5) == {
-        "a": 0.1,
-        "bc": 0.25,
-    }
+    groups = [
+        ParamGroup("a", Momentum([a], 0.0), lambda step: 0.1 * (step + 1)),
+        ParamGroup("bc", Momentum([b, c], 0.0), lambda step: 0.5),
+        ParamGroup("empty", Momentum([], 0.0), lambda step: 1.0),
+    ]
+    optimizer = Optimizer(groups)
+    assert optimizer.learning_rates(1) == {"a": 0.2, "bc": 0.5}
+    assert optimizer.learning_rates(1, 0.5) == {"a": 0.1, "bc": 0.25}
     rates = {name: tf.constant(rate) for name, rate in optimizer.learning_rates(1).items()}
-    assign(
-        optimizer.compute_updates([(None, c), (tf.constant([1.0]), b), (tf.constant([1.0]), a)], rates, tf.constant(1))
-    )
+    gradients = [(None, c), (tf.constant([1.0]), b), (tf.constant([1.0]), a)]
+    assign(optimizer.compute_updates(gradients, rates, tf.constant(1)))
     np.testing.assert_allclose([a[0], b[0], c[0]], [0.8, 0.5, 1.0])
 
 

@@ -28,9 +28,7 @@ def test_auto_precision_reads_the_processor(monkeypatch, features, expected):
 )
 def test_auto_precision_reads_the_gpus(monkeypatch, capabilities, native, chosen):
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: capabilities)
-    monkeypatch.setattr(
-        tf.config.experimental, "get_device_details", lambda capability: {"compute_capability": capability}
-    )
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: {"compute_capability": gpu})
     assert precision.native_halves("/GPU:0") == native
     chosen_type, reason = precision.choose("auto", "/GPU:0")
     assert chosen_type == chosen and ("--precision=float16 may be faster" in reason) == (native == ("float16",))
