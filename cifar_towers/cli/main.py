@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -36,13 +38,11 @@ def _program(body: Callable[[ShutdownHandler], int | None]) -> Callable[[], None
 
 @_program
 def train(shutdown: ShutdownHandler) -> None:
-    """`train.py`: trains a recipe."""
-    config = parse_command_line(
-        TrainConfig,
-        sys.argv,
-        "Trains a CIFAR-10 model on towers. Always pass a recipe; later flags override it.\n\n"
-        "  train.py --flagfile=configs/speed94.cfg --num_gpus=2",
-    )
+    """Trains a CIFAR-10 model on towers. Always pass a recipe; later flags override it.
+
+    train.py --flagfile=configs/speed94.cfg --num_gpus=2
+    """
+    config = _parse(TrainConfig, train)
     with join_cluster(config) as coordinator:
         source = _find_data(config)
         from cifar_towers import trainer
@@ -57,15 +57,13 @@ def train(shutdown: ShutdownHandler) -> None:
 
 @_program
 def launch(shutdown: ShutdownHandler) -> int:
-    """`launch.py`: starts the workers of a cluster on this machine, and restarts all when one is lost."""
+    """Trains with several workers on this machine, one process each, or supervises one process. The flags
+    after -- are those of train.py. When a worker is lost, all restart from the last checkpoint.
+
+    launch.py --num_workers=2 -- --flagfile=configs/speed94.cfg --train_dir=runs/two-workers
+    """
     try:
-        config = parse_command_line(
-            LaunchConfig,
-            sys.argv,
-            "Trains with several workers on this machine, one process each, or supervises one process. The flags\n"
-            "after -- are those of train.py. When a worker is lost, all restart from the last checkpoint.\n\n"
-            "  launch.py --num_workers=2 -- --flagfile=configs/speed94.cfg --train_dir=runs/two-workers",
-        )
+        config = _parse(LaunchConfig, launch)
     except UsageError as error:
         if "--" in sys.argv:
             raise
@@ -86,14 +84,11 @@ def launch(shutdown: ShutdownHandler) -> int:
 
 @_program
 def evaluate(shutdown: ShutdownHandler) -> None:
-    """`evaluate.py`: evaluates a checkpoint."""
-    config = _start_tool(
-        EvaluateConfig,
-        shutdown,
-        "nothing was changed",
-        "Evaluates a checkpoint of a run, the newest unless --step is given.\n\n"
-        "  evaluate.py --train_dir=runs/speed94-seed0 --tta=2",
-    )
+    """Evaluates a checkpoint of a run, the newest unless --step is given.
+
+    evaluate.py --train_dir=runs/speed94-seed0 --tta=2
+    """
+    config = _start_tool(EvaluateConfig, evaluate, shutdown, "nothing was changed")
     from cifar_towers.inference.evaluate import evaluate_checkpoint
 
     with _checked_output():
@@ -102,16 +97,14 @@ def evaluate(shutdown: ShutdownHandler) -> None:
 
 @_program
 def predict(shutdown: ShutdownHandler) -> None:
-    """`predict.py`: predicts the classes of image files."""
-    config = _start_tool(
-        PredictConfig,
-        shutdown,
-        "nothing was changed",
-        "Predicts the classes of image files with a checkpoint of a run: the three most likely ones of each.\n\n"
-        "  predict.py --train_dir=runs/speed94-seed0 picture.jpg folder/ *.png\n\n"
-        "JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels and 20 MB (WebP: 16 megapixels). The model gets the\n"
-        "central square, upright, over white where it is transparent, resized to the size of the training images.",
-    )
+    """Predicts the classes of image files with a checkpoint of a run: the three most likely ones of each.
+
+    predict.py --train_dir=runs/speed94-seed0 picture.jpg folder/ *.png
+
+    JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels and 20 MB (WebP: 16 megapixels). The model gets the
+    central square, upright, over white where it is transparent, resized to the size of the training images.
+    """
+    config = _start_tool(PredictConfig, predict, shutdown, "nothing was changed")
     from cifar_towers.inference.predict import predict_images
 
     with _checked_output():
@@ -120,15 +113,12 @@ def predict(shutdown: ShutdownHandler) -> None:
 
 @_program
 def export(shutdown: ShutdownHandler) -> int:
-    """`export.py`: exports a trained model."""
-    config = _start_tool(
-        ExportConfig,
-        shutdown,
-        "earlier exports are unchanged",
-        "Exports the model of a checkpoint with its pre- and postprocessing: uint8 images of any size in, class\n"
-        "probabilities and names out.\n\n"
-        "  export.py --train_dir=runs/speed94-seed0 --format=saved_model",
-    )
+    """Exports the model of a checkpoint with its pre- and postprocessing: uint8 images of any size in, class
+    probabilities and names out.
+
+    export.py --train_dir=runs/speed94-seed0 --format=saved_model
+    """
+    config = _start_tool(ExportConfig, export, shutdown, "earlier exports are unchanged")
     from cifar_towers.inference.export import export_model
 
     return 0 if export_model(config) else RunError.exit_code
@@ -136,14 +126,11 @@ def export(shutdown: ShutdownHandler) -> int:
 
 @_program
 def compare_runs(shutdown: ShutdownHandler) -> int:
-    """`compare_runs.py`: compares two runs. Exit code 0 if they are equal, 1 if not, as `diff`."""
-    config = _start_tool(
-        CompareConfig,
-        shutdown,
-        "nothing was changed",
-        "Compares two runs: whether they are equal to the bit, and where and why they differ.\n\n"
-        "  compare_runs.py runs/one runs/other",
-    )
+    """Compares two runs: whether they are equal to the bit, and where and why they differ.
+
+    compare_runs.py runs/one runs/other
+    """
+    config = _start_tool(CompareConfig, compare_runs, shutdown, "nothing was changed")
     from cifar_towers.inference import compare
 
     finding = compare.compare_runs(*map(Path, config.runs))
@@ -154,14 +141,13 @@ def compare_runs(shutdown: ShutdownHandler) -> int:
 
 @_program
 def report(shutdown: ShutdownHandler) -> None:
-    """`report.py`: writes an HTML report of runs."""
-    config = parse_command_line(
-        ReportConfig,
-        sys.argv,
-        "Writes a self-contained HTML report of runs, for readers without TensorBoard.\n\n"
-        "  report.py runs/one [runs/other ...] [--out=FILE]\n\n"
-        "Runs that differ only in the seed are shown as their mean, with a band from minimum to maximum.",
-    )
+    """Writes a self-contained HTML report of runs, for readers without TensorBoard.
+
+    report.py runs/one [runs/other ...] [--out=FILE]
+
+    Runs that differ only in the seed are shown as their mean, with a band from minimum to maximum.
+    """
+    config = _parse(ReportConfig, report)
     shutdown.exit_immediately_from_now("nothing was written")
     from cifar_towers.files import run_files
     from cifar_towers.reporting import html_report
@@ -174,14 +160,12 @@ def report(shutdown: ShutdownHandler) -> None:
 
 @_program
 def benchmark(shutdown: ShutdownHandler) -> None:
-    """`benchmark.py`: measures placements, strategies and numbers of towers for a recipe's step."""
-    config = parse_command_line(
-        BenchmarkConfig,
-        sys.argv,
-        "Measures the training step of a recipe on this machine with different placements, strategies and numbers of\n"
-        "towers.\n\n"
-        "  benchmark.py --flagfile=configs/speed94.cfg --towers=1,2,4",
-    )
+    """Measures the training step of a recipe on this machine with different placements, strategies and numbers of
+    towers.
+
+    benchmark.py --flagfile=configs/speed94.cfg --towers=1,2,4
+    """
+    config = _parse(BenchmarkConfig, benchmark)
     recipe = dataclasses.replace(config.recipe, hard_example_pool=0)  # the bare step, without selecting examples
     config = dataclasses.replace(config, recipe=recipe)
     shutdown.exit_immediately_from_now("the benchmark is incomplete; the same command starts it again")
@@ -193,14 +177,12 @@ def benchmark(shutdown: ShutdownHandler) -> None:
 
 @_program
 def speedrun(shutdown: ShutdownHandler) -> None:
-    """`speedrun.py`: times a recipe over seeds, and its step beside other frameworks."""
-    config = parse_command_line(
-        SpeedrunConfig,
-        sys.argv,
-        "Times a recipe over seeds, each in its own process, and compares its training step with other frameworks'.\n"
-        "The same command resumes. Runs are evaluated only at their end.\n\n"
-        "  speedrun.py --flagfile=configs/speed94.cfg --target=0.94 --seeds=0,1,2",
-    )
+    """Times a recipe over seeds, each in its own process, and compares its training step with other frameworks'.
+    The same command resumes. Runs are evaluated only at their end.
+
+    speedrun.py --flagfile=configs/speed94.cfg --target=0.94 --seeds=0,1,2
+    """
+    config = _parse(SpeedrunConfig, speedrun)
     shutdown.exit_immediately_from_now("finished seeds are kept; the same command resumes")
     source = _find_data(config.recipe)
     from cifar_towers.benchmark import race
@@ -208,9 +190,15 @@ def speedrun(shutdown: ShutdownHandler) -> None:
     race.run_race(config, source)
 
 
-def _start_tool(config_class: type[Config], shutdown: ShutdownHandler, on_interrupt: str, description: str) -> Config:
+def _parse(config_class: type[Config], program: Callable) -> Config:
+    """A config from the command line; the program's docstring is its help text, with its example indented."""
+    description = re.sub(r"^\w+\.py ", r"  \g<0>", inspect.getdoc(program) or "", flags=re.M)
+    return parse_command_line(config_class, sys.argv, description)
+
+
+def _start_tool(config_class: type[Config], program: Callable, shutdown: ShutdownHandler, on_interrupt: str) -> Config:
     """Parses the flags and imports TensorFlow; a signal then exits at once, with the message `on_interrupt`."""
-    config = parse_command_line(config_class, sys.argv, description)
+    config = _parse(config_class, program)
     shutdown.exit_immediately_from_now(on_interrupt)
     import_tensorflow()
     return config
