@@ -67,7 +67,7 @@ def test_diagnostics_describe_their_own_step(towers, examples, count, settings):
     metrics = make_step(run)
     model, shards = reference.state.model, split_batch(run.batches.at(0), run.training.towers)
     loss_fn, _ = build.make_loss_fn(run.config, model)
-    augment = build.make_augmentation(run.config, CIFAR10).train
+    augment = build.make_augmentation(run.config, CIFAR10).augment
 
     def gradients_of(shard):
         with tf.GradientTape() as tape:
