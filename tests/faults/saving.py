@@ -46,7 +46,7 @@ def kill(trial: Trial) -> Outcome:
     return _recover(details, functools.partial(harness.in_child, subjects.recover, trial.subject), root, returned=3)
 
 
-def lose_power(trial: Trial, settles: bool = False) -> Outcome:
+def lose_power(settles: bool, trial: Trial) -> Outcome:
     """The power is lost at some moment while steps 1 to 5 are saved; what was not synced has reached the disk or not.
 
     With `settles`, the system has meanwhile written everything up to the newest save but one, as it would in the
@@ -158,10 +158,8 @@ EXPERIMENTS = [
         long=lambda subject: len(_kill_points(subject)),
         trial=kill,
     ),
-    *(
-        Experiment(name, subjects.ALL, 200, 5_000, functools.partial(lose_power, settles=settles))
-        for name, settles in (("power loss", False), ("power loss, older saves on disk", True))
-    ),
+    Experiment("power loss", subjects.ALL, 200, 5_000, functools.partial(lose_power, False)),
+    Experiment("power loss, older saves on disk", subjects.ALL, 200, 5_000, functools.partial(lose_power, True)),
 ]
 if not shutil.which("strace"):
     print("no strace: no save is traced or killed")
