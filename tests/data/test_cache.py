@@ -83,7 +83,7 @@ def test_damaged_cache_is_reported_and_replaced(decoded, prepared, caplog, damag
     decoded.clear()
     caplog.clear()
     assert are_verified(cifar10.load(prepared)) and decoded == ["train"]
-    messages = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records if "is damaged;" in record.getMessage()]
     assert messages == [f"{path} is damaged; it is removed and decoded again"]
     assert are_verified(cifar10.load(prepared)) and decoded == ["train"]
 
