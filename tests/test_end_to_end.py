@@ -886,7 +886,7 @@ def test_train_seeds_prints_mean_and_std(tmp_path, capsys):
 
 
 def test_synthetic_fallback_prints_a_banner(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cifar10, "reachable", lambda host, timeout: False)
+    monkeypatch.setattr(cifar10, "reachable", lambda url: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     config = replace(TINY, dataset="auto", data_dir=str(tmp_path / "none"), max_steps=1)
