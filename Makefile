@@ -33,7 +33,7 @@ train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers; CIFAR-10 if it
 evaluate: .venv/ready  ## score a checkpoint of a run: ARGS='--train_dir=runs/speed94-seed0 --tta=2'
 	@$(BIN)/python scripts/evaluate.py $(ARGS)
 
-predict: .venv/ready  ## say what pictures show: ARGS='--train_dir=runs/speed94-seed0 picture.jpg folder/'
+predict: .venv/ready  ## classify images: ARGS='--train_dir=runs/speed94-seed0 picture.jpg folder/'
 	@$(BIN)/python scripts/predict.py $(ARGS)
 
 export: .venv/ready  ## write a trained net for use elsewhere: ARGS='--train_dir=runs/speed94-seed0 --format=onnx'
@@ -67,11 +67,11 @@ faults-long: .venv/ready  ## as many trials as docs/faults.md (two hours); can b
 compare: .venv/ready  ## train small runs at REV and at HEAD: are losses and weights the same to the bit?
 	@$(BIN)/python scripts/compare_revisions.py $(REV) $(ARGS)
 
-lint: .venv/ready  ## what a reader should not have to see
+lint: .venv/ready  ## check style (ruff)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-format: .venv/ready  ## let ruff mend what lint found
+format: .venv/ready  ## fix style (ruff)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
