@@ -133,6 +133,8 @@ class Trainer:
         """The loop. `evaluations` are those made after `first_step`, if any."""
         step = first_step
         try:
+            if not evaluations:
+                self.logger.drop_evaluations(step)  # of an attempt that was interrupted
             if self.evaluator.is_due(step):
                 evaluations = evaluations or self._evaluate(step)
                 if self._reached_target(step, evaluations):
@@ -190,7 +192,6 @@ class Trainer:
 
     def _evaluate(self, step: int, tta: int = 0, final: bool = False) -> list[dict]:
         """Scores validation where it exists, else test; both if `final`. Records and returns the scores."""
-        self.logger.drop_evaluations(step)  # of an attempt that was interrupted
         with self.shutdown.interruptible():
             scores = self.evaluator.run(tta, final)
         records = self.logger.log_evaluation(step, scores, self.evaluator.splits, final)
@@ -275,6 +276,7 @@ class Trainer:
         self.shutdown.exit_immediately_from_now(
             f"step {step} is saved; the same command evaluates it" if saved else "nothing was saved"
         )
+        self.logger.drop_evaluations(step)  # the final ones take the place of what met a target
         evaluations = self._evaluate(step, self.config.tta, final=True)
         self._reached_target(step, evaluations)
         weights_sha256 = self.state.weights_sha256()
