@@ -38,7 +38,19 @@ MODELS = {
     "speednet96": _SPEEDNET,
     "speednet_proxy": _SPEEDNET,
 }
-OPTIMIZERS = ("momentum", "muon", "adamw")  # `training.param_groups.RULES` has the update rules of each
+
+
+class OptimizerSpec(NamedTuple):
+    """What an update depends on: with `by_length`, on the number of steps in the run."""
+
+    by_length: bool = False
+
+
+OPTIMIZERS = {  # `training.optimizers.RULES` has the update rules of each
+    "momentum": OptimizerSpec(),
+    "muon": OptimizerSpec(by_length=True),
+    "adamw": OptimizerSpec(),
+}
 BUILT_IN = ("cifar10", "synthetic", "auto")
 DEFAULT_DATASETS = ("cifar10", "synthetic", "auto")  # the directories of runs on them carry no data set's name
 FOLDER = "folder:"  # prefix of the name of a data set in a folder

@@ -1,6 +1,7 @@
 """README, docs/ and docstrings are correct: examples, flags, commands, links."""
 
 import doctest
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -65,6 +66,14 @@ def test_flags_make_targets_and_files_exist():
     assert set(re.findall(r"(?:`|^)make ([a-z-]+)", PAGES, re.M)) <= targets
     for path in re.findall(r"\b(?:cifar_towers|configs|scripts|docs|tests)/[\w/.-]*\w", PAGES):
         assert (ROOT / path).exists(), path
+
+
+def test_places_to_edit_exist():
+    places = re.findall(r"`([\w/]+\.py):([\w.]+)`", README)
+    assert len(places) >= 15
+    for path, names in places:
+        module = importlib.import_module(".".join(["cifar_towers", *Path(path).with_suffix("").parts]))
+        assert functools.reduce(getattr, names.split("."), module), f"{path}:{names}"
 
 
 def test_commands_use_flags_of_their_program():

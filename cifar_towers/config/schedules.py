@@ -75,15 +75,19 @@ def piecewise_constant(step: float, steps: list[float], values: tuple[float, ...
     return values[passed - 1] if passed else before
 
 
+RATE_SHAPES = {"linear": piecewise_linear, "step": piecewise_constant}  # (step, steps, values) -> value
+
+
 def parse_rate(text: str) -> tuple[str, ScheduleKnots]:
     """`"linear:0=1,100%=0"` -> ("linear", points).
 
     Raises:
-      UsageError: the text does not begin with `linear:` or `step:`, or its points have another form.
+      UsageError: the text does not begin with one of `RATE_SHAPES`, or its points have another form.
     """
     kind, _, points = text.partition(":")
-    if kind not in ("linear", "step"):
-        raise UsageError(f"learning_rate_schedule={text} must begin with linear: or step:, as linear:0=1,100%=0")
+    if kind not in RATE_SHAPES:
+        shapes = " or ".join(f"{name}:" for name in RATE_SHAPES)
+        raise UsageError(f"learning_rate_schedule={text} must begin with {shapes}, as linear:0=1,100%=0")
     return kind, parse_points("learning_rate_schedule", points, "0=1,100%=0")
 
 

@@ -174,7 +174,7 @@ class TrainConfig(DeviceConfig):
     whitening_images: int = _model(5000, "training images from which whitening filters are computed", low=12)
 
     optimizer: str = _optimizer(
-        "momentum", "muon: Muon for convolutions, momentum SGD for the rest", choices=OPTIMIZERS
+        "momentum", "muon: Muon for convolutions, momentum SGD for the rest", choices=tuple(OPTIMIZERS)
     )
     learning_rate: float = _optimizer(0.1, "peak learning rate", low=0)
     bias_learning_rate: float = _optimizer(0.0, "for biases and norm shifts; 0: learning_rate", low=0)

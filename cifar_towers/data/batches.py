@@ -63,7 +63,8 @@ class Batches:
         order = tf.numpy_function(self._epoch_order, [epoch], tf.int64, stateful=False)
         start = position * self.batch_size + self._first_row
         chosen = tf.ensure_shape(order[start : start + self._num_rows], [self._num_rows])
-        # drawn for the whole batch, so that an example's numbers do not depend on the worker
+        # drawn for the whole batch, so that an example's numbers do not depend on the worker; another column would
+        # change them all, so a new augmentation draws its own with another seed
         uniform = tf.random.stateless_uniform([self.batch_size, 7], tf.stack([tf.cast(self.seed, tf.int64), step]))
         uniform = uniform[self._first_row : self._first_row + self._num_rows]
         draws = RandomDraws(

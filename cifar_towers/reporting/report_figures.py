@@ -4,12 +4,12 @@ import io
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from cifar_towers.files import run_files
 from cifar_towers.reporting import run_records
+from cifar_towers.reporting.charts import REPORT_CURVES, Curve
 from cifar_towers.reporting.html_page import Picture
 from cifar_towers.reporting.run_records import Groups, RunRecord, as_list, as_number, as_text, score_kind, shorten
 
@@ -17,36 +17,16 @@ MAX_POINTS = 120  # of a curve of training records
 MAX_CURVES = 8  # that can be distinguished in one picture
 
 
-class Chart(NamedTuple):
-    """What to plot of the training records: a key, the title, the y axis, and a factor for its unit."""
-
-    key: str
-    title: str
-    y_label: str
-    scale: float = 1
-
-
-CHARTS = (
-    Chart("loss", "training loss (batch)", "loss"),
-    Chart("accuracy", "training accuracy (batch)", "accuracy, %", 100),
-    Chart("learning_rate", "learning rate", "learning rate"),
-    Chart("gradient_norm", "gradient norm", "norm"),
-    Chart("images_per_sec", "throughput", "images/s"),
-    Chart("input_wait", "time waiting for input", "share of the time, %", 100),
-    Chart("gradient_noise_scale", "gradient noise scale", "examples"),
-)
-
-
 def curves(groups: Groups) -> list[Picture]:
-    """Pictures of the accuracies and of `CHARTS` by epoch; a group has one line, of the same color in all of them."""
+    """Pictures of the accuracies and of `REPORT_CURVES` by epoch; a group has one line, of the same color in all."""
     pictures: list[Picture] = []
     runs = [run for group in groups.values() for run in group]
     for kind in dict.fromkeys(score_kind(score) for run in runs for score in run.evaluations):
         title = f"{shorten(kind.replace(',', ' accuracy,', 1), 60)}, no TTA"
         records = {name: [run.evaluations_without_tta(kind) for run in group] for name, group in groups.items()}
-        pictures += _plot(Chart("accuracy", title, "accuracy, %", 100), records)
+        pictures += _plot(Curve("accuracy", title, "accuracy, %", 100), records)
     training = {name: [run.training for run in group] for name, group in groups.items()}
-    for chart in CHARTS:
+    for chart in REPORT_CURVES:
         pictures += _plot(chart, training, MAX_POINTS)
     return pictures
 
@@ -64,7 +44,7 @@ def describe_curves(groups: Groups) -> str:
     return " ".join(notes)
 
 
-def _plot(chart: Chart, records: Mapping[str, Sequence[Iterable[Mapping]]], max_points: int = 0) -> Iterable[Picture]:
+def _plot(chart: Curve, records: Mapping[str, Sequence[Iterable[Mapping]]], max_points: int = 0) -> Iterable[Picture]:
     """The pictures of a chart, each of up to `MAX_CURVES` groups; none if there is nothing to plot."""
     from cifar_towers.reporting import figures  # takes a second or two: after all that can fail
 
@@ -81,7 +61,7 @@ def _plot(chart: Chart, records: Mapping[str, Sequence[Iterable[Mapping]]], max_
         yield Picture(png, f"{title}, by epoch; at the end: {'; '.join(ends)}")
 
 
-def _history(records: Iterable[Mapping], chart: Chart) -> dict[float, float]:
+def _history(records: Iterable[Mapping], chart: Curve) -> dict[float, float]:
     """{epoch: value} of the records that have both; a throughput of 0 precedes the first timed step."""
     records = (record for record in records if chart.key != "images_per_sec" or record.get(chart.key) != 0)
     history = {as_number(record.get("epoch")): chart.scale * as_number(record.get(chart.key)) for record in records}

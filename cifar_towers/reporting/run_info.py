@@ -28,7 +28,6 @@ class RunInfo:
     model: keras.Model
     variables: Mapping[str, tf.Variable]  # all that is saved, by name
     activation_layers: Sequence[str]  # names of the layers in `ForwardDiagnostics.activations`
-    loss_terms: Sequence[str]
 
     def describe_parallelism(self) -> str:
         """Such as `2 towers of 768 images on /CPU:0, /CPU:1`."""

@@ -68,7 +68,7 @@ class RunLogger:
         self._write_unwritten()
         hparams = recipe_fields(run.config) | {"seed": run.config.seed, "towers": len(run.towers)}
         hparams |= {"strategy": run.config.strategy, "precision": run.compute_dtype, "dataset": run.dataset.name}
-        self.tensorboard.write_run(step, hparams, tb_text.run_texts(settings, facts), run.loss_terms)
+        self.tensorboard.write_run(step, hparams, tb_text.run_texts(settings, facts))
 
     def log_graph(self, function: tf.types.experimental.ConcreteFunction) -> None:
         """Draw the traced step in TensorBoard, and print its devices with --log_device_placement."""
@@ -106,12 +106,11 @@ class RunLogger:
             bad_steps=divergence.bad_steps,
             **agreement,
         )
-        scalars = self._step_scalars(metrics, rates)
-        scalars |= {tags.BAD_STEPS: divergence.bad_steps, tags.ROLLBACKS: divergence.rollbacks}
+        scalars = {tags.BAD_STEPS: divergence.bad_steps, tags.ROLLBACKS: divergence.rollbacks} | self._speed_scalars()
         if is_summary:
             scalars |= {tags.LOSS_SCALE: metrics.diagnostics.loss_scale, **self._resources()}
             scalars[tags.NOISE_SCALE] = agreement.get("gradient_noise_scale")
-        self.tensorboard.write_scalars(step, scalars)
+        self.tensorboard.write_step(step, metrics, rates, scalars)
         if is_summary:
             self._write_diagnostics(step, metrics, agreement["towers"])
 
@@ -202,18 +201,12 @@ class RunLogger:
                 run_files.write_json(self.directory / name, content)
                 del self._unwritten[name]
 
-    def _step_scalars(self, metrics: StepMetrics, rates: Mapping[str, float]) -> dict[str, float]:
-        scalars = {tags.LOSS: metrics.loss, tags.ACCURACY: metrics.accuracy, tags.GRADIENT_NORM: metrics.gradient_norm}
-        scalars |= {tags.raw_loss(term): loss for term, loss in metrics.losses.items()}
-        scalars |= {tags.smoothed_loss(term): loss for term, loss in metrics.smoothed_losses.items()}
-        scalars |= {f"{tags.LEARNING_RATE}/{group}": rate for group, rate in rates.items()}
-        if metrics.hard_examples:
-            proxy = metrics.hard_examples.proxy
-            scalars |= {f"{tags.PROXY}/{tags.LOSS}": proxy.loss, f"{tags.PROXY}/{tags.ACCURACY}": proxy.accuracy}
-        if speed := self.timer.recent_images_per_sec():
-            scalars |= {tags.IMAGES_PER_SEC: speed, tags.STEP_SECONDS: self.run.config.batch_size / speed}
-            scalars[tags.INPUT_WAIT] = self.timer.recent_input_wait()
-        return scalars
+    def _speed_scalars(self) -> dict[str, float]:
+        speed = self.timer.recent_images_per_sec()
+        if not speed:
+            return {}
+        scalars = {tags.IMAGES_PER_SEC: speed, tags.STEP_SECONDS: self.run.config.batch_size / speed}
+        return scalars | {tags.INPUT_WAIT: self.timer.recent_input_wait()}
 
     def _tower_agreement(self, metrics: StepMetrics) -> dict:
         """What a summary step adds to its record: loss, gradient norm and cosine of each tower; the noise scale."""

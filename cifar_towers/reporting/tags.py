@@ -1,11 +1,8 @@
-"""Tags of the scalars that a run writes, and the charts of TensorBoard's CUSTOM SCALARS made of them.
+"""Tags under which a run writes to TensorBoard; `charts` has the titles of charts made of them.
 
 No tag holds a tower's name: what is written for each tower has one tag and a directory for every tower, which
 TensorBoard overlays in one chart.
 """
-
-import re
-from collections.abc import Iterable
 
 # Training, all towers together.
 LOSS, ACCURACY = "loss", "accuracy"  # evaluations add `/<split>/<weights>`
@@ -26,51 +23,14 @@ INPUT_IMAGES, MISTAKES, CONFUSION = "input/augmented", "mistakes", "confusion"
 FINAL = "final"
 
 
+RAW = " (raw)"  # ends the tag of a loss that is not smoothed
+
+
 def raw_loss(term: str) -> str:
     """Tag of a loss term of the final tower in one step."""
-    return f"losses/{term} (raw)"
+    return f"losses/{term}{RAW}"
 
 
 def smoothed_loss(term: str) -> str:
     """Tag of a loss term's moving average."""
     return f"losses/{term}"
-
-
-def custom_scalars(loss_terms: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-    """The charts: {category: {title: [regular expressions of tags]}}."""
-    return {
-        "learning": {
-            "training loss, raw and smoothed": [_exactly(LOSS), *(_exactly(smoothed_loss(t)) for t in loss_terms)],
-            "evaluation accuracy": [_below(ACCURACY)],
-            "training accuracy (batch)": [_exactly(ACCURACY)],
-            "evaluation loss": [_below(LOSS)],
-        },
-        "health": {
-            "gradient norm": [_exactly(GRADIENT_NORM)],
-            "update-to-weight ratio": [_below(UPDATE_RATIO) + "kernel"],
-            "activation sparsity": [_below(SPARSITY)],
-            "bad steps and rollbacks": [_exactly(BAD_STEPS), _exactly(ROLLBACKS)],
-            "learning rates": [_below(LEARNING_RATE)],
-        },
-        "tower agreement": {
-            "loss of each tower": [_exactly(TOWER_LOSS)],
-            "gradient norm of each tower": [_exactly(TOWER_GRADIENT_NORM)],
-            "cosine similarity to the mean gradient": [_exactly(TOWER_COSINE)],
-            "gradient noise scale, examples": [_exactly(NOISE_SCALE)],
-        },
-        "speed": {
-            "throughput, images/s": [_exactly(IMAGES_PER_SEC)],
-            "input wait, share of the time": [_exactly(INPUT_WAIT)],
-            "memory, MB": [_below(MEMORY)],
-            "GPU utilization, %": [_below(GPU_UTILIZATION)],
-        },
-        "errors by class": {"accuracy of each class": [_below(CLASS_ACCURACY)]},
-    }
-
-
-def _exactly(tag: str) -> str:
-    return re.escape(tag) + "$"
-
-
-def _below(prefix: str) -> str:
-    return re.escape(prefix) + "/.*"

@@ -1,7 +1,7 @@
 """The event files of a run: training, evaluations, one directory per tower, and the result."""
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +9,10 @@ import numpy as np
 from cifar_towers.data.dataset import DatasetInfo, Split
 from cifar_towers.evaluation.score import Score
 from cifar_towers.files import best_effort
-from cifar_towers.reporting import figures, graph_layout, projector, tags, tb_protos
+from cifar_towers.reporting import charts, figures, graph_layout, projector, tags, tb_protos
 from cifar_towers.reporting.event_files import EventWriter
 from cifar_towers.towers import Tower
-from cifar_towers.training.results import TensorStats, UpdateDiagnostics
+from cifar_towers.training.results import StepMetrics, TensorStats, UpdateDiagnostics
 
 TRAIN, EVAL, RESULT, PROJECTOR = "train", "eval", "result", "projector"  # beside one directory per tower
 
@@ -25,11 +25,11 @@ class TensorBoardWriter:
         self._train, self._eval, self._result = (EventWriter(train_dir / name) for name in (TRAIN, EVAL, RESULT))
         self._towers = [EventWriter(train_dir / tower.name) for tower in towers]
 
-    def write_run(self, step: int, settings: Mapping, texts: Mapping[str, str], loss_terms: Iterable[str]) -> None:
+    def write_run(self, step: int, settings: Mapping, texts: Mapping[str, str]) -> None:
         """What does not change in a run that starts at `step`: settings for HPARAMS, texts in Markdown by tag, and the
         charts of CUSTOM SCALARS."""
-        charts = tb_protos.custom_scalars(tags.custom_scalars(loss_terms))
-        self._train.write(step, [charts, *(tb_protos.text(*text) for text in texts.items())])
+        custom_scalars = tb_protos.custom_scalars(charts.CUSTOM_SCALARS)
+        self._train.write(step, [custom_scalars, *(tb_protos.text(*text) for text in texts.items())])
         if step == 0:
             self._result.write(0, [tb_protos.hparams(settings)])
 
@@ -41,9 +41,20 @@ class TensorBoardWriter:
         graph = graph_layout.relabel(function.graph.as_graph_def(add_shapes=True), variables)
         self._train.write(0, graph_def=graph.SerializeToString())
 
-    def write_scalars(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        """Scalars of a step by tag, without those that are None."""
-        self._train.write(step, [tb_protos.scalar(tag, value) for tag, value in scalars.items() if value is not None])
+    def write_step(
+        self, step: int, metrics: StepMetrics, rates: Mapping[str, float], others: Mapping[str, float | None]
+    ) -> None:
+        """Scalars of a step: its metrics, the learning rate of each parameter group, and `others` by tag, without
+        those that are None."""
+        scalars = {tags.LOSS: metrics.loss, tags.ACCURACY: metrics.accuracy, tags.GRADIENT_NORM: metrics.gradient_norm}
+        scalars |= {tags.raw_loss(term): loss for term, loss in metrics.losses.items()}
+        scalars |= {tags.smoothed_loss(term): loss for term, loss in metrics.smoothed_losses.items()}
+        scalars |= {f"{tags.LEARNING_RATE}/{group}": rate for group, rate in rates.items()}
+        if metrics.hard_examples:
+            proxy = metrics.hard_examples.proxy
+            scalars |= {f"{tags.PROXY}/{tags.LOSS}": proxy.loss, f"{tags.PROXY}/{tags.ACCURACY}": proxy.accuracy}
+        scalars |= {tag: value for tag, value in others.items() if value is not None}
+        self._train.write(step, [tb_protos.scalar(tag, value) for tag, value in scalars.items()])
 
     def write_tower_scalars(self, step: int, scalars: Mapping[str, Sequence[float]]) -> None:
         """Scalars of each tower: {tag: [K]}."""

@@ -23,12 +23,12 @@ from cifar_towers.registry import model_spec
 from cifar_towers.towers import Tower, variable_placement
 from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
 from cifar_towers.towers.placement import HOST
-from cifar_towers.training import hard_examples, param_groups, precision
+from cifar_towers.training import hard_examples, precision
 from cifar_towers.training.diagnostics import activation_layers
 from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
 from cifar_towers.training.losses import OWN, cross_entropy, make_loss
-from cifar_towers.training.optimizers import Optimizer
-from cifar_towers.training.param_groups import Hyperparameters, RoleSchedule
+from cifar_towers.training.optimizers import Hyperparameters, make_optimizer
+from cifar_towers.training.param_groups import RoleSchedule
 from cifar_towers.training.results import PROXY
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import make_train_step, make_update
@@ -65,17 +65,8 @@ def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None
 
 def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
     """The augmentation that the data flags ask for, normalized by these moments."""
-    return Augmentation(
-        crop=config.crop,
-        shift=config.shift,
-        shift_fill=config.shift_fill,
-        cutout=config.cutout,
-        brightness=config.brightness,
-        contrast=config.contrast,
-        standardize=config.standardize,
-        mean=info.mean,
-        std=info.std,
-    )
+    settings = {name: getattr(config, name) for name in Augmentation._fields if name not in info._fields}
+    return Augmentation(**settings, mean=info.mean, std=info.std)
 
 
 def make_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo, train: Split | None = None) -> keras.Model:
@@ -212,17 +203,25 @@ def make_state(
     """(state, loss function): everything with variables, in the placement of the surrounding scope."""
     model = make_model(config, compute_dtype, train.info, train)
     loss_fn, terms = make_loss_fn(config, model)
-    optimizer = make_optimizer(config, model, length)
+    settings = Hyperparameters(
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        muon_momentum=config.muon_momentum,
+        total_steps=length.total,
+    )
+    optimizer = make_optimizer(config.optimizer, model, role_schedules(config, length), settings)
     state = TrainState(
         model, optimizer, terms, length.total, config.ema_decay, config.lookahead, precision=compute_dtype
     )
     return state, loss_fn
 
 
-def make_optimizer(config: TrainConfig, model: keras.Model, length: schedules.RunLength) -> Optimizer:
-    """The optimizer of a recipe, with the learning rate of each role over a run of this length."""
+def role_schedules(config: TrainConfig, length: schedules.RunLength) -> dict[str, RoleSchedule]:
+    """The learning rate of each parameter group of a recipe over a run of this length."""
     kind, knots = schedules.parse_rate(config.learning_rate_schedule)
-    shape = {"linear": schedules.piecewise_linear, "step": schedules.piecewise_constant}[kind]
+    shape = schedules.RATE_SHAPES[kind]
     steps = knots.steps(length)
     whitening_steps = math.ceil(schedules.to_steps(config.whitening_epochs, length.steps_per_epoch))
     bias_rate = config.bias_learning_rate or config.learning_rate
@@ -233,18 +232,9 @@ def make_optimizer(config: TrainConfig, model: keras.Model, length: schedules.Ru
     def whitening_factor(step):
         return 1 - step / whitening_steps
 
-    role_schedules = {
+    return {
         "kernels": RoleSchedule(config.learning_rate, factor),
         "biases": RoleSchedule(bias_rate, factor),
         "head": RoleSchedule(config.head_learning_rate or config.learning_rate, factor),
         "whitening": RoleSchedule(config.whitening_learning_rate or bias_rate, whitening_factor, whitening_steps),
     }
-    settings = Hyperparameters(
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        muon_momentum=config.muon_momentum,
-        total_steps=length.total,
-    )
-    return param_groups.make_optimizer(config.optimizer, model, role_schedules, settings)

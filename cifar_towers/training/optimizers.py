@@ -1,12 +1,17 @@
-"""Update rules over parameter groups: from mean gradients to new values, which the caller assigns."""
+"""Optimizers: update rules over parameter groups, from mean gradients to new values, which the caller assigns.
+
+An optimizer is an entry of `RULES`, and its name one of `registry.OPTIMIZERS`.
+"""
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import keras
 import tensorflow as tf
 
 from cifar_towers.towers.placement import pin_to_device
+from cifar_towers.training.param_groups import RoleSchedule, split_by_role
 
 Updates = list[tuple[tf.Variable, tf.Tensor]]  # (variable, new value)
 
@@ -175,6 +180,59 @@ class Optimizer:
             for slot, variables in group.rule.slots.items()
             for index, variable in enumerate(variables)
         }
+
+
+class Hyperparameters(NamedTuple):
+    """Settings of the update rules."""
+
+    learning_rate: float  # that the weight decay is given for
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    muon_momentum: float
+    total_steps: int
+
+
+def _momentum(variables: Sequence[tf.Variable], weight_decay: float, settings: Hyperparameters) -> UpdateRule:
+    return Momentum(variables, settings.momentum, settings.nesterov, weight_decay)
+
+
+def _adamw(variables: Sequence[tf.Variable], weight_decay: float, settings: Hyperparameters) -> UpdateRule:
+    return AdamW(variables, weight_decay)
+
+
+def _muon(variables: Sequence[tf.Variable], weight_decay: float, settings: Hyperparameters) -> UpdateRule:
+    return Muon(variables, settings.muon_momentum, settings.total_steps, weight_decay)
+
+
+RULES = {  # optimizer, as in `registry.OPTIMIZERS` -> role -> update rule; Muon's is for convolution kernels alone
+    "momentum": {"kernels": _momentum, "biases": _momentum, "head": _momentum, "whitening": _momentum},
+    "muon": {"kernels": _muon, "biases": _momentum, "head": _momentum, "whitening": _momentum},
+    "adamw": {"kernels": _adamw, "biases": _adamw, "head": _adamw, "whitening": _adamw},
+}
+
+
+def make_optimizer(
+    name: str, model: keras.Model, schedules: Mapping[str, RoleSchedule], settings: Hyperparameters
+) -> Optimizer:
+    """One parameter group for each role of `schedules`.
+
+    Weight decay takes the same fraction of every weight a step: a role with another rate gets the coefficient that
+    makes rate x coefficient the same.
+
+    Raises:
+      ValueError: there is no such optimizer.
+    """
+    if name not in RULES:
+        raise ValueError(f"optimizer={name} is not one of {', '.join(RULES)}")
+    variables = split_by_role(model)
+    groups = []
+    for role, schedule in schedules.items():
+        peak = schedule.peak_rate
+        weight_decay = settings.weight_decay * settings.learning_rate / peak if peak else 0.0
+        rule = RULES[name][role](variables[role], weight_decay, settings)
+        groups.append(ParamGroup(role, rule, schedule.learning_rate, schedule.frozen_from_step))
+    return Optimizer(groups)
 
 
 def _zeros_like(variable: tf.Variable, name: str) -> tf.Variable:

@@ -42,7 +42,6 @@ class RunSetup(NamedTuple):
             "model": self.state.model,
             "variables": self.state.named_variables(),
             "activation_layers": [layer.name for layer in activation_layers(self.state.model)],
-            "loss_terms": list(self.state.loss_averages.sums),
         }
 
 

@@ -19,6 +19,7 @@ from cifar_towers.data.batches import Batches
 from cifar_towers.models.layers import Activation, BatchNorm, Conv2D
 from cifar_towers.towers import variable_placement
 from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
+from cifar_towers.towers.placement import PLACEMENTS
 from cifar_towers.training import build
 from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
 from cifar_towers.training.optimizers import Momentum, Optimizer, ParamGroup
@@ -27,7 +28,6 @@ from cifar_towers.training.step import make_train_step, make_update
 
 STEPS, BATCH, RATE, MOMENTUM, BOUND = 20, 48, 0.1, 0.9, 1e-4
 AUGMENTATION = Augmentation(shift=2, brightness=8.0)
-PLACEMENTS = ("cpu", "round_robin", "least_loaded")
 SOME = [("towers", "cpu", 1), ("towers", "round_robin", 2), ("towers", "least_loaded", 4), ("mirrored", "auto", 2)]
 ALL = [("towers", "cpu", 1), *(("towers", placement, count) for placement in PLACEMENTS for count in (2, 4))]
 ALL += [*(("mirrored", "auto", count) for count in (1, 2, 4)), ("mirrored", "hierarchical", 4)]

@@ -6,10 +6,19 @@ import tensorflow as tf
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.registry import OPTIMIZERS
-from cifar_towers.training import param_groups
-from cifar_towers.training.build import make_optimizer
-from cifar_towers.training.optimizers import AdamW, Momentum, Muon, Optimizer, ParamGroup, orthogonalize
-from cifar_towers.training.param_groups import RULES, split_by_role
+from cifar_towers.training.build import role_schedules
+from cifar_towers.training.optimizers import (
+    RULES,
+    AdamW,
+    Hyperparameters,
+    Momentum,
+    Muon,
+    Optimizer,
+    ParamGroup,
+    make_optimizer,
+    orthogonalize,
+)
+from cifar_towers.training.param_groups import split_by_role
 from cifar_towers.training.state import TrainState
 
 
@@ -134,13 +143,14 @@ def test_constraints_hold_after_every_update():
 def test_model_without_trained_kernels_has_no_head():
     images = keras.Input((3,))
     normalised = keras.layers.BatchNormalization(name="norm")(keras.layers.Dense(2, trainable=False)(images))
-    optimizer = make_optimizer(TrainConfig(), keras.Model(images, normalised), RunLength(10, 10, 10))
+    model, schedules = keras.Model(images, normalised), role_schedules(TrainConfig(), RunLength(10, 10, 10))
+    optimizer = make_optimizer("momentum", model, schedules, Hyperparameters(0.1, 0.0, 0.9, True, 0.6, 10))
     assert list(optimizer.learning_rates(5)) == ["biases"]
 
 
 def test_every_optimizer_has_a_rule_for_every_role():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    assert tuple(RULES) == OPTIMIZERS
+    assert list(RULES) == list(OPTIMIZERS)
     assert {tuple(rules) for rules in RULES.values()} == {tuple(split_by_role(model))}
     with pytest.raises(ValueError, match="optimizer=lion is not one of momentum, muon, adamw"):
-        param_groups.make_optimizer("lion", model, {}, None)
+        make_optimizer("lion", model, {}, None)
