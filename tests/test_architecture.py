@@ -32,7 +32,6 @@ SAME_LAYER = {  # (folder, imported module or folder of the same layer): the rea
 }
 LATE = {  # (importer, imported module), in a function: the reason
     ("reporting.report_figures", "reporting.figures"): "delays Matplotlib",
-    ("benchmark.worker_process", "benchmark.worker"): "delays TensorFlow",
 }
 
 

@@ -17,15 +17,6 @@ from cifar_towers.towers import Tower
 NUM_FED_BATCHES = 3  # distinct batches, repeated
 
 
-def make_keras_fit(
-    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, batches: Batches
-) -> Callable[[int], Iterator[tuple[float, float]]]:
-    """`make_array_fit` on augmented images: a function (steps) -> (seconds, 0 seconds waiting for input) of each."""
-    arrays = make_arrays(batches, augmentation)
-    fit = make_array_fit(model, towers, arrays["images"], arrays["labels"], batches.batch_size)
-    return lambda steps: ((seconds, 0.0) for seconds in fit(steps))
-
-
 def make_arrays(batches: Batches, augmentation: Augmentation) -> dict[str, np.ndarray]:
     """The recipe's first batches: `images` as the model gets them, `labels`, and `raw` images."""
     first = [batches.at(step) for step in range(NUM_FED_BATCHES)]
@@ -72,7 +63,21 @@ def to_stock_model(model: keras.Model) -> keras.Model:
 
     Whitening layers are frozen with their bias, as they are in most of a run.
     """
-    made = {Whitening: _frozen_whitening, LocalResponseNorm: _local_response_norm, PadChannels: clone_layer}
+
+    def whitening(layer: Whitening) -> LayerAndWeights:
+        stock_layer, weights = STOCK_EQUIVALENTS[Whitening](layer)
+        stock_layer.trainable = False
+        return stock_layer, weights
+
+    def response_norm(layer: LocalResponseNorm) -> LayerAndWeights:
+        def norm(x):  # TensorFlow's operation takes float32 only
+            x32 = tf.cast(x, tf.float32)
+            normalized = tf.nn.local_response_normalization(x32, layer.radius, layer.bias, layer.alpha, layer.beta)
+            return tf.cast(normalized, x.dtype)
+
+        return keras.layers.Lambda(norm, name=layer.name, dtype=layer.dtype_policy), []
+
+    made = {Whitening: whitening, LocalResponseNorm: response_norm, PadChannels: clone_layer}
     return replace_layers(model, STOCK_EQUIVALENTS | made)
 
 
@@ -80,19 +85,3 @@ def num_trained_parameters(model: keras.Model) -> int:
     """Parameters that a step trains, of a model or its stock copy, where whitening layers are frozen."""
     trained = [layer.trainable_variables for layer in model.layers if not isinstance(layer, Whitening)]
     return sum(variable.shape.num_elements() for variables in trained for variable in variables)
-
-
-def _frozen_whitening(layer: Whitening) -> LayerAndWeights:
-    stock_layer, weights = STOCK_EQUIVALENTS[Whitening](layer)
-    stock_layer.trainable = False
-    return stock_layer, weights
-
-
-def _local_response_norm(layer: LocalResponseNorm) -> LayerAndWeights:
-    def norm(x):  # TensorFlow's operation takes float32 only
-        normalized = tf.nn.local_response_normalization(
-            tf.cast(x, tf.float32), layer.radius, layer.bias, layer.alpha, layer.beta
-        )
-        return tf.cast(normalized, x.dtype)
-
-    return keras.layers.Lambda(norm, name=layer.name, dtype=layer.dtype_policy), []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,10 +10,11 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from cifar_towers.benchmark.baselines import make_keras_fit
+from cifar_towers.benchmark.baselines import make_array_fit, make_arrays
+from cifar_towers.benchmark.rounds import Rates
 from cifar_towers.benchmark.settings import BenchmarkConfig
 from cifar_towers.config import TrainConfig, schedules
-from cifar_towers.data.batches import Batch, Batches
+from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Split
 from cifar_towers.models.layers import BatchNorm
 from cifar_towers.towers import Tower, split_batch
@@ -44,13 +46,33 @@ class BenchmarkCase(NamedTuple):
         parts = [self.strategy, self.placement if self.placement != UNPLACED else "", self.input]
         return ", ".join(part for part in parts if part not in ("", "constant"))
 
+    def __str__(self) -> str:
+        return f"{self.towers} x {self.label()}, {self.precision}"
+
+
+@dataclasses.dataclass(kw_only=True)
+class CaseResult(Rates):
+    """Measurements of one case."""
+
+    case: BenchmarkCase
+    compile_seconds: float = 0.0
+    step_seconds: float = 0.0  # of the second step; plans the number of timed steps
+    waits: list[float] = dataclasses.field(default_factory=list)  # fraction of each round spent waiting for input
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)  # of the step's work, by part
+    efficiency: float = 0.0  # images/s over those of one tower times the physical devices
+
+    @property
+    def waiting(self) -> float:
+        """Fraction of the time in which the step waited for its input."""
+        return statistics.median(self.waits)
+
 
 class PreparedCase(NamedTuple):
     """A case that is ready to run."""
 
     run_steps: Callable[[int], Iterator[tuple[float, float]]]  # (steps) -> each step's seconds, and those of its input
-    step: Callable[[], Any] | None  # one step on the constant batch, for a profile; None for Keras
-    variables: tuple[VariableBytes, ...] = ()  # of the model, in the order of creation
+    step: Callable[[], Any] | None = None  # one step on the constant batch, for a profile; None for Keras
+    variables: Sequence[VariableBytes] = ()  # of the model, in the order of creation
     example_bytes: int = 0
 
 
@@ -94,18 +116,19 @@ def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: Sequence[
     batches = build.make_batches(recipe, train)
     if case.strategy == KERAS:
         model = build.make_model(recipe, case.precision, train.info, train)
-        augmentation = build.make_augmentation(recipe, train.info)
-        return PreparedCase(make_keras_fit(model, towers, augmentation, batches), None)
-    variables: tuple[VariableBytes, ...] = ()
+        arrays = make_arrays(batches, build.make_augmentation(recipe, train.info))
+        fit = make_array_fit(model, towers, arrays["images"], arrays["labels"], batches.batch_size)
+        return PreparedCase(lambda steps: ((seconds, 0.0) for seconds in fit(steps)))
+    length = recipe.run_length(batches.steps_per_epoch)
     if case.strategy == NO_EXCHANGE:
-        step_fn, rates = _make_independent_steps(recipe, towers, batches, train)
+        training, step_fn = _make_independent_steps(recipe, towers, length, train)
     else:
-        training = _make_training(recipe, towers, batches, train)
-        step_fn, rates = training.train_step, _mid_run_rates(training, recipe, batches)
-        variables = tuple(variable_bytes(training.state.model))
+        training = build.make_training(recipe, towers, case.precision, train, length)
+        step_fn = training.train_step
     image_size = schedules.ImageSizeSchedule(recipe.image_size_schedule, recipe.image_size).largest()
+    mid_run_rates = training.state.optimizer.learning_rates(length.last // 2)  # when the whitening's bias is frozen
     with tf.device(HOST):
-        rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
+        rates = {name: tf.constant(rate, tf.float32) for name, rate in mid_run_rates.items()}
         constant_batch = batches.at(0)
 
     def step(batch: Batch = constant_batch) -> Any:
@@ -113,7 +136,12 @@ def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: Sequence[
 
     stream = iter(batches.stream(0, 1_000_000)) if case.input == "stream" else None
     batch_bytes = sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tf.nest.flatten(constant_batch))
-    return PreparedCase(functools.partial(_time_steps, step, stream), step, variables, batch_bytes // recipe.batch_size)
+    return PreparedCase(
+        functools.partial(_time_steps, step, stream),
+        step,
+        variable_bytes(training.state.model),
+        batch_bytes // batches.batch_size,
+    )
 
 
 def variable_bytes(model: keras.Model) -> list[VariableBytes]:
@@ -138,26 +166,19 @@ def _time_steps(step: Callable, stream: Iterator | None, steps: int) -> Iterator
         yield time.perf_counter() - start, input_seconds
 
 
-def _make_training(recipe: TrainConfig, towers: list[Tower], batches: Batches, train: Split) -> build.TrainSetup:
-    return build.make_training(recipe, towers, recipe.precision, train, recipe.run_length(batches.steps_per_epoch))
-
-
-def _make_independent_steps(recipe: TrainConfig, towers: list[Tower], batches: Batches, train: Split):
-    """One graph of K whole steps, each on its tower's device with variables of its own, without any exchange."""
+def _make_independent_steps(
+    recipe: TrainConfig, towers: list[Tower], length: schedules.RunLength, train: Split
+) -> tuple[build.TrainSetup, Callable]:
+    """The first tower's training, and one graph of K steps, each on its tower's device with variables of its own."""
     recipe = dataclasses.replace(recipe, batch_size=recipe.batch_size // len(towers))
     trainings = []
     for tower in towers:
         with custom_placement(lambda _, pinned_to, device=tower.device: device):
-            trainings.append(_make_training(recipe, [tower], batches, train))
+            trainings.append(build.make_training(recipe, [tower], recipe.precision, train, length))
 
     @tf.function(autograph=False)
     def step(batch, rates, image_size):
         shards = split_batch(batch, towers)
         return [each.train_step(shard, rates, image_size) for each, shard in zip(trainings, shards, strict=True)]
 
-    return step, _mid_run_rates(trainings[0], recipe, batches)
-
-
-def _mid_run_rates(training: build.TrainSetup, recipe: TrainConfig, batches: Batches) -> dict[str, float]:
-    """Learning rates in mid-run, when variables trained only at the start (whitening bias) are frozen."""
-    return training.state.optimizer.learning_rates(recipe.run_length(batches.steps_per_epoch).last // 2)
+    return trainings[0], step

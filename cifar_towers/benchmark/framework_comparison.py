@@ -1,148 +1,115 @@
 """Compares images/s of this project's trainings with the bare training steps of other frameworks."""
 
+import contextlib
 import dataclasses
 import math
-import random
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from cifar_towers.benchmark import processes
-from cifar_towers.benchmark.baselines import make_arrays
-from cifar_towers.benchmark.round_stats import RoundStats
+from cifar_towers.benchmark.baselines import make_arrays, num_trained_parameters
+from cifar_towers.benchmark.rounds import Rates, run_rounds
 from cifar_towers.benchmark.settings import PEERS, SpeedrunConfig
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import split_names
-from cifar_towers.data.augment import Augmentation
-from cifar_towers.data.batches import Batches
+from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import RunError
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
+from cifar_towers.training import build
 
 OURS = "cifar_towers"
 VISIT_SECONDS, MIN_TIMED_STEPS = 15.0, 8  # of each competitor in each round
 ON_ALL_DEVICES = ("keras-mirrored", "tutorial")  # the other peers use one device
-PILOT_STEPS = 3  # of the training from which the number of timed steps is planned
+PILOT_STEPS = 3  # from which the number of timed steps is planned
 
 
-@dataclasses.dataclass
-class Competitor(RoundStats):
-    """One framework's step; `images_per_sec` holds one number per round."""
+@dataclasses.dataclass(kw_only=True)
+class Competitor(Rates):
+    """One framework's step."""
 
     name: str
     precision: str
     images: int  # per step
     devices: int  # GPUs that it uses, or 1 for the CPU
-    steps: int  # timed in each round
-    images_per_sec: list[float] = dataclasses.field(default_factory=list)
+    measure: Callable[[int], float] | None = None  # (steps) -> images/s
 
-
-class Entry(NamedTuple):
-    """A competitor, and a function (steps) -> images/s."""
-
-    competitor: Competitor
-    measure: Callable[[int], float]
-
-
-class Comparison(NamedTuple):
-    """Measured competitors, and the reason for each that was left out."""
-
-    competitors: list[Competitor]
-    left_out: dict[str, str]
+    def __str__(self) -> str:
+        return f"{self.name}, {self.precision}, {self.devices} device{'s' * (self.devices > 1)}"
 
 
 def compare_frameworks(
-    config: SpeedrunConfig,
-    devices: int,
-    precisions: Sequence[str],
-    batches: Batches,
-    augmentation: Augmentation,
-    trained_parameters: int,
-) -> Comparison:
-    """Times all competitors in rounds, in another order each time.
+    config: SpeedrunConfig, precisions: Sequence[str], dataset: Dataset, devices: int
+) -> tuple[list[Competitor], dict[str, str]]:
+    """Times all competitors in rounds, in another order each time; returns them and why others were left out.
 
     Ours are whole trainings by `scripts/train.py`, with input and summaries; with several `devices`, also on one of
     them, as some peers use one. Peers repeat steps over `NUM_FED_BATCHES` of the same batches, at full image size. A
-    peer that does not train `trained_parameters` parameters is left out.
+    peer that trains another number of parameters than ours is left out.
     """
-    with ExitStack() as stack:
+    recipe, left_out = config.recipe, {}
+    arrays = make_arrays(build.make_batches(recipe, dataset.train), build.make_augmentation(recipe, dataset.info))
+    trained_parameters = num_trained_parameters(build.make_model(recipe, "float32", dataset.info))
+
+    def leave_out(competitor: Competitor, error: RunError) -> None:
+        if competitor.name == OURS:
+            raise error
+        left_out[f"{competitor.name}, {competitor.precision}"] = str(error)
+        print(f"{competitor}: left out: {error}", flush=True)
+
+    with contextlib.ExitStack() as stack:
         data = Path(stack.enter_context(tempfile.TemporaryDirectory()), "batches.npz")
-        np.savez(data, **make_arrays(batches, augmentation))
-        left_out: dict[str, str] = {}
-        entries = _enter_ours(config, devices, precisions)
-        for name in _peer_names(config):
-            supported = ("float32",) if name == "tutorial" else ("float32", "bfloat16")
-            for precision in [each for each in precisions if each in supported]:  # no peer runs in float16
-                command = _peer_command(name, precision, config, data)
-                try:
-                    time_steps = stack.enter_context(processes.open_peer(command, trained_parameters))
-                    entries.append(_enter_peer(name, precision, config, devices, time_steps))
-                except RunError as error:
-                    _leave_out(name, precision, error, left_out)
-        _run_rounds(entries, config.rounds, left_out)
-    return Comparison([entry.competitor for entry in entries], left_out)
-
-
-def _run_rounds(entries: list[Entry], rounds: int, left_out: dict[str, str]) -> None:
-    """Adds a measurement of each entry in each round; removes peers that fail."""
-    for number in range(rounds):
-        print(f"round {number + 1}/{rounds}", flush=True)
-        order = list(entries)
-        random.Random(number).shuffle(order)
-        for entry in order:
-            competitor = entry.competitor
+        np.savez(data, **arrays)
+        competitors = []
+        for competitor in [*_ours(config, devices, precisions), *_peers(config, devices, precisions)]:
             try:
-                competitor.images_per_sec.append(entry.measure(competitor.steps))
-            except RunError as error:  # for example out of memory; the other peers are still measured
-                if competitor.name == OURS:
-                    raise
-                _leave_out(competitor.name, competitor.precision, error, left_out)
-                entries.remove(entry)
+                if competitor.name != OURS:
+                    time_steps = stack.enter_context(
+                        open_peer(_peer_command(competitor, config, data), trained_parameters)
+                    )
+                    competitor.measure = _peer_rate(competitor.images, time_steps)
+                step_seconds = competitor.images / competitor.measure(PILOT_STEPS)
+            except RunError as error:
+                leave_out(competitor, error)
+                continue
+            print(f"{competitor}: a step {step_seconds:.2f} s", flush=True)
+            competitor.steps = max(MIN_TIMED_STEPS, math.ceil(VISIT_SECONDS / step_seconds))
+            competitors.append(competitor)
+        run_rounds(competitors, config.rounds, lambda each: each.measure(each.steps), leave_out)
+    return competitors, left_out
 
 
-def _leave_out(name: str, precision: str, error: RunError, left_out: dict[str, str]) -> None:
-    left_out[f"{name}, {precision}"] = str(error)
-    print(f"{name}, {precision}: left out: {error}", flush=True)
-
-
-def _enter_ours(config: SpeedrunConfig, devices: int, precisions: Sequence[str]) -> list[Entry]:
+def _ours(config: SpeedrunConfig, devices: int, precisions: Sequence[str]) -> Iterator[Competitor]:
     """Our trainings in each precision, on one device and on all."""
     recipes = {1: dataclasses.replace(config.recipe, num_gpus=1), devices: config.recipe}
-    entries = []
     for precision in precisions:
         for count, recipe in recipes.items():
-            measure = _make_training_fn(recipe, precision, config.directory)
-            step_seconds = recipe.batch_size / measure(PILOT_STEPS)
-            entries.append(Entry(_make_competitor(OURS, precision, recipe.batch_size, count, step_seconds), measure))
-    return entries
+            measure = _training_rate(recipe, precision, config.directory)
+            yield Competitor(name=OURS, precision=precision, images=recipe.batch_size, devices=count, measure=measure)
 
 
-def _enter_peer(
-    name: str, precision: str, config: SpeedrunConfig, devices: int, time_steps: Callable[[int], list[float]]
-) -> Entry:
-    """A peer whose process has made its first step."""
-    images = config.recipe.batch_size * (_num_towers(config.recipe) if name == "tutorial" else 1)
-    (step_seconds,) = time_steps(1)
-    devices = devices if name in ON_ALL_DEVICES else 1
-
-    def measure(steps: int) -> float:
-        return images * steps / sum(time_steps(steps + 1)[1:])  # the first step warms the caches
-
-    return Entry(_make_competitor(name, precision, images, devices, step_seconds), measure)
-
-
-def _make_competitor(name: str, precision: str, images: int, devices: int, step_seconds: float) -> Competitor:
-    """Plans the number of timed steps by the seconds of one."""
-    print(f"{name}, {precision}, {devices} device{'s' * (devices > 1)}: a step {step_seconds:.2f} s", flush=True)
-    steps = max(MIN_TIMED_STEPS, math.ceil(VISIT_SECONDS / step_seconds))
-    return Competitor(name, precision, images, devices, steps)
+def _peers(config: SpeedrunConfig, devices: int, precisions: Sequence[str]) -> Iterator[Competitor]:
+    """The peers that have the model, or those that are asked for, in the precisions that they have."""
+    recipe, towers = config.recipe, _num_towers(config)
+    available = [name for name, models in PEERS.items() if recipe.model in models]
+    for name in split_names(config.peers) or available:
+        images = recipe.batch_size * (towers if name == "tutorial" else 1)
+        supported = ("float32",) if name == "tutorial" else ("float32", "bfloat16")  # no peer runs in float16
+        if config.peers or towers > 1 or name != "keras-mirrored":
+            count = devices if name in ON_ALL_DEVICES else 1
+            for precision in [each for each in precisions if each in supported]:
+                yield Competitor(name=name, precision=precision, images=images, devices=count)
 
 
-def _make_training_fn(recipe: TrainConfig, precision: str, directory: Path) -> Callable[[int], float]:
+def _num_towers(config: SpeedrunConfig) -> int:
+    """Towers of ours and of the peers that have several; with GPUs, the race has set `num_gpus`."""
+    return config.recipe.num_gpus or CPU_TOWERS_BY_DEFAULT
+
+
+def _training_rate(recipe: TrainConfig, precision: str, directory: Path) -> Callable[[int], float]:
     """A function (steps) -> images/s of a training with that many steps, after a first one that compiles."""
 
     def measure(steps: int) -> float:
@@ -164,27 +131,35 @@ def _make_training_fn(recipe: TrainConfig, precision: str, directory: Path) -> C
     return measure
 
 
-def _peer_names(config: SpeedrunConfig) -> list[str]:
-    several = _num_towers(config.recipe) > 1
-    available = [name for name, models in PEERS.items() if config.recipe.model in models]
-    return split_names(config.peers) or [name for name in available if several or name != "keras-mirrored"]
+def _peer_rate(images: int, time_steps: Callable[[int], list[float]]) -> Callable[[int], float]:
+    """A function (steps) -> images/s of a peer, after a first step that warms the caches."""
+    return lambda steps: images * steps / sum(time_steps(steps + 1)[1:])
 
 
-def _num_towers(recipe: TrainConfig) -> int:
-    """Towers of ours and of the peers that have several; with GPUs, the race has set `num_gpus`."""
-    return recipe.num_gpus or CPU_TOWERS_BY_DEFAULT
+@contextlib.contextmanager
+def open_peer(command: Sequence[str], trained_parameters: int) -> Iterator[Callable[[int], list[float]]]:
+    """A peer's process as a function (steps) -> seconds of each; see scripts/peers/protocol.py.
+
+    Raises:
+      RunError: it cannot be started, ends early, or trains another number of parameters than `trained_parameters`.
+    """
+    with processes.open_process(command) as time_steps:
+        trained = time_steps()
+        if trained != trained_parameters:
+            raise RunError(f"it trains {trained:,} parameters where ours trains {trained_parameters:,}: another model")
+        yield time_steps
 
 
-def _peer_command(name: str, precision: str, config: SpeedrunConfig, data: Path) -> list[str]:
-    recipe, towers = config.recipe, _num_towers(config.recipe)
-    pytorch = [config.peer_python or sys.executable, processes.script_path("peers/pytorch_step.py")]
-    keras = [sys.executable, processes.script_path("peers/keras_fit.py")]
-    programs = {
-        "pytorch": pytorch,
-        "pytorch-compiled": [*pytorch, "--compile"],
-        "keras": keras,
-        "keras-mirrored": [*keras, f"--mirrored={towers}"],
-        "tutorial": [sys.executable, processes.script_path("peers/tutorial_graph.py"), f"--towers={towers}"],
-    }
-    flags = [f"--model={recipe.model}", f"--precision={precision}", f"--batch_size={recipe.batch_size}"]
-    return [*programs[name], *flags, f"--data={data}"]
+def _peer_command(competitor: Competitor, config: SpeedrunConfig, data: Path) -> list[str]:
+    towers = _num_towers(config)
+    program, *flags = {
+        "pytorch": ["pytorch_step.py"],
+        "pytorch-compiled": ["pytorch_step.py", "--compile"],
+        "keras": ["keras_fit.py"],
+        "keras-mirrored": ["keras_fit.py", f"--mirrored={towers}"],
+        "tutorial": ["tutorial_graph.py", f"--towers={towers}"],
+    }[competitor.name]
+    python = config.peer_python if program == "pytorch_step.py" else ""
+    flags += [f"--model={config.recipe.model}", f"--precision={competitor.precision}"]
+    flags += [f"--batch_size={config.recipe.batch_size}", f"--data={data}"]
+    return [python or sys.executable, processes.script_path(f"peers/{program}"), *flags]

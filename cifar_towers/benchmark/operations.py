@@ -54,10 +54,6 @@ def _function_graph(graph, op: tf.Operation, attribute: str):
     return graph._get_function(op.get_attr(attribute).name).graph  # TensorFlow has no public way from name to graph
 
 
-def _size(op: tf.Operation, tensor: tf.Tensor) -> int:
-    return math.prod(_shape(op, tensor))
-
-
 def _shape(op: tf.Operation, tensor: tf.Tensor) -> tuple[int, ...]:
     if not tensor.shape.is_fully_defined():
         raise ValueError(f"{op.type} {op.name}: {tensor.name} has the unknown shape {tensor.shape}")
@@ -65,17 +61,14 @@ def _shape(op: tf.Operation, tensor: tf.Tensor) -> tuple[int, ...]:
 
 
 def _convolution(op: tf.Operation, kernel: tf.Tensor, output: tf.Tensor) -> int:
-    """Each output value is a sum over the kernel's height, width and channels."""
-    return 2 * _size(op, output) * math.prod(_shape(op, kernel)[:-1])
-
-
-def _depthwise(op: tf.Operation, kernel: tf.Tensor, output: tf.Tensor) -> int:
-    return 2 * _size(op, output) * math.prod(_shape(op, kernel)[:2])
+    """Each output value is a sum over the kernel's height, width and, unless depthwise, channels."""
+    summed = _shape(op, kernel)[: 2 if op.type.startswith("Depthwise") else 3]
+    return 2 * math.prod(_shape(op, output)) * math.prod(summed)
 
 
 def _matmul(op: tf.Operation) -> int:
     transposed = op.get_attr("transpose_a" if op.type == "MatMul" else "adj_x")
-    return 2 * _size(op, op.outputs[0]) * _shape(op, op.inputs[0])[-2 if transposed else -1]
+    return 2 * math.prod(_shape(op, op.outputs[0])) * _shape(op, op.inputs[0])[-2 if transposed else -1]
 
 
 def _einsum(op: tf.Operation) -> int:
@@ -85,21 +78,20 @@ def _einsum(op: tf.Operation) -> int:
         return 0
     if any("." in term for term in terms):
         raise ValueError(f"Einsum {op.name}: the ellipsis of {op.get_attr('equation')} cannot be counted")
-    sizes = {
-        axis: size
-        for term, tensor in zip(terms, op.inputs, strict=True)
-        for axis, size in zip(term, _shape(op, tensor), strict=True)
-    }
+    sizes: dict[str, int] = {}
+    for term, tensor in zip(terms, op.inputs, strict=True):
+        sizes.update(zip(term, _shape(op, tensor), strict=True))
     return 2 * math.prod(sizes.values())
 
 
+CONVOLUTIONS = {
+    "": lambda op: _convolution(op, op.inputs[1], op.outputs[0]),
+    "BackpropInput": lambda op: _convolution(op, op.inputs[1], op.inputs[2]),
+    "BackpropFilter": lambda op: _convolution(op, op.outputs[0], op.inputs[2]),
+}
 COUNTERS = {
-    "Conv2D": lambda op: _convolution(op, op.inputs[1], op.outputs[0]),
-    "Conv2DBackpropInput": lambda op: _convolution(op, op.inputs[1], op.inputs[2]),
-    "Conv2DBackpropFilter": lambda op: _convolution(op, op.outputs[0], op.inputs[2]),
-    "DepthwiseConv2dNative": lambda op: _depthwise(op, op.inputs[1], op.outputs[0]),
-    "DepthwiseConv2dNativeBackpropInput": lambda op: _depthwise(op, op.inputs[1], op.inputs[2]),
-    "DepthwiseConv2dNativeBackpropFilter": lambda op: _depthwise(op, op.outputs[0], op.inputs[2]),
+    **{f"Conv2D{suffix}": counter for suffix, counter in CONVOLUTIONS.items()},
+    **{f"DepthwiseConv2dNative{suffix}": counter for suffix, counter in CONVOLUTIONS.items()},
     "MatMul": _matmul,
     "BatchMatMulV2": _matmul,
     "Einsum": _einsum,

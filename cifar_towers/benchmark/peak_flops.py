@@ -1,7 +1,7 @@
 """Peak rate of this machine for convolutions and matrix products."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -29,25 +29,31 @@ def measure(precision: str, seconds: float = 5.0, gpus: int = 1) -> PeakFlops:
       seconds: about how long to measure in all; at least `MIN_TIMED_RUNS` runs are made.
       gpus: the rate of the first GPU is multiplied by this number.
     """
-    share = seconds / (len(CONVOLUTIONS) + 1)
-    convolve = tf.function(lambda x, kernel: tf.nn.conv2d(x, kernel, 1, "SAME")[0, 0, 0, 0], autograph=False)
-    multiply = tf.function(lambda x, y: tf.matmul(x, y)[0, 0], autograph=False)
-    inputs = [[_random(shape, precision) for shape in pair] for pair in CONVOLUTIONS]
-    square = _random((MATRIX_SIZE, MATRIX_SIZE), precision)
+    share, square = seconds / (len(CONVOLUTIONS) + 1), (MATRIX_SIZE, MATRIX_SIZE)
     return PeakFlops(
-        convolution=gpus * max(_rate(convolve, *tensors, share) for tensors in inputs),
-        matmul=gpus * _rate(multiply, square, square, share),
+        convolution=gpus * max(_rate(_convolve, shapes, precision, share) for shapes in CONVOLUTIONS),
+        matmul=gpus * _rate(_multiply, (square, square), precision, share),
     )
 
 
-def _rate(function: Callable, x: tf.Tensor, y: tf.Tensor, seconds: float) -> float:
+def _convolve(images: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+    return tf.nn.conv2d(images, kernel, 1, "SAME")[0, 0, 0, 0]
+
+
+def _multiply(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    return tf.matmul(x, y)[0, 0]
+
+
+def _rate(operation: Callable, shapes: Sequence[tuple[int, ...]], precision: str, seconds: float) -> float:
     """10^9 operations per second of the fastest run, after a warm-up."""
-    flops = sum(operations.count(function.get_concrete_function(x, y)).values())
+    inputs = [tf.cast(tf.random.stateless_normal(shape, seed=[0, 0]), precision) for shape in shapes]
+    function = tf.function(operation, autograph=False)
+    flops = sum(operations.count(function.get_concrete_function(*inputs)).values())
 
     def run_seconds(calls: int) -> float:
         start = time.perf_counter()
         for _ in range(calls):
-            last = function(x, y)
+            last = function(*inputs)
         last.numpy()  # waits for the result
         return time.perf_counter() - start
 
@@ -59,7 +65,3 @@ def _rate(function: Callable, x: tf.Tensor, y: tf.Tensor, seconds: float) -> flo
     while len(times) < MIN_TIMED_RUNS or sum(times) < seconds:
         times.append(run_seconds(calls))
     return flops * calls / min(times) / 1e9
-
-
-def _random(shape: tuple[int, ...], precision: str) -> tf.Tensor:
-    return tf.cast(tf.random.stateless_normal(shape, seed=[0, 0]), precision)

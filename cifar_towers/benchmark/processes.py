@@ -1,4 +1,4 @@
-"""Programs of this project run as subprocesses: trainings, and peers that make steps on request."""
+"""Programs run as subprocesses: trainings, and processes that measure steps on request."""
 
 import contextlib
 import dataclasses
@@ -8,8 +8,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from cifar_towers import errors
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.files import run_files
@@ -37,14 +38,13 @@ def run_training(config: TrainConfig, quiet: bool = False) -> dict:
       UsageError: this is no checkout.
     """
     with tempfile.TemporaryFile("w+") as captured:
-        output = {"stdout": captured, "stderr": captured} if quiet else {}
-        process = subprocess.Popen(train_command(config), **output)
-        try:
-            code = process.wait()
-        except BaseException:  # on a signal, let the training save its last step
-            process.terminate()
-            process.wait()
-            raise
+        output = captured if quiet else None
+        with subprocess.Popen(train_command(config), stdout=output, stderr=output) as process:
+            try:
+                code = process.wait()
+            except BaseException:  # on a signal, let the training save its last step
+                process.terminate()
+                raise
         if code:
             error = _last_line(captured) if quiet else "its error is printed above"
             raise RunError(
@@ -66,39 +66,34 @@ def train_command(config: TrainConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def open_peer(command: Sequence[str], trained_parameters: int) -> Iterator[Callable[[int], list[float]]]:
-    """A peer's process as a function (steps) -> seconds of each; see scripts/peers/protocol.py.
+def open_process(command: Sequence[str], quiet: bool = True) -> Iterator[Callable[..., Any]]:
+    """A process that writes lines of JSON, as a function that sends a request (if given) and returns the next answer.
+
+    The process should end with its standard input, as it receives no Ctrl-C.
 
     Raises:
-      RunError: it cannot be started, ends early (the message is its last line of output), or trains another number of
-        parameters than `trained_parameters`.
+      RunError: the process cannot be started, answers with an error, or has ended; with `quiet`, the message is the
+        last line of its output.
     """
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+") as captured:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": captured if quiet else None}
         try:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+            process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
         except OSError as error:
             raise RunError(f"{command[0]} cannot be started: {error.strerror}") from error
 
-        def read_line() -> str:
-            line = process.stdout.readline().strip()
+        def request(message: Any = None) -> Any:
+            if message is not None:
+                with contextlib.suppress(BrokenPipeError):  # the missing answer is the error
+                    print(json.dumps(message), file=process.stdin, flush=True)
+            line = process.stdout.readline()
             if not line:
-                process.wait()
-                raise RunError(_last_line(errors) or f"it ended with exit code {process.returncode}")
-            return line
-
-        def time_steps(steps: int) -> list[float]:
-            with contextlib.suppress(BrokenPipeError):  # `read_line` raises the error
-                process.stdin.write(f"{steps}\n")
-                process.stdin.flush()
-            return json.loads(read_line())
+                code = process.wait()
+                raise RunError(_last_line(captured) or f"its process has ended with exit code {code}")
+            return check_answer(json.loads(line))
 
         try:
-            _, trained = read_line().split()
-            if int(trained) != trained_parameters:
-                raise RunError(
-                    f"it trains {int(trained):,} parameters where ours trains {trained_parameters:,}: another model"
-                )
-            yield time_steps
+            yield request
         finally:
             process.terminate()
             process.wait()
@@ -107,7 +102,13 @@ def open_peer(command: Sequence[str], trained_parameters: int) -> Iterator[Calla
                 process.stdin.close()
 
 
+def check_answer(answer: Any) -> Any:
+    """The answer; one with the keys `error`, the name of a class of errors, and `message` is raised."""
+    if isinstance(answer, dict) and "error" in answer:
+        raise getattr(errors, answer["error"])(answer["message"])
+    return answer
+
+
 def _last_line(file: TextIO) -> str:
     file.seek(0)
-    lines = [line.strip() for line in file.read().splitlines() if line.strip()]
-    return lines[-1][:200] if lines else ""
+    return next((line.strip()[:200] for line in reversed(file.readlines()) if line.strip()), "")

@@ -9,18 +9,16 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from cifar_towers.benchmark import operations, peak_flops, processes, race_results
-from cifar_towers.benchmark.baselines import num_trained_parameters
 from cifar_towers.benchmark.framework_comparison import compare_frameworks
-from cifar_towers.benchmark.peak_flops import PeakFlops
-from cifar_towers.benchmark.race_results import SeedResult
 from cifar_towers.benchmark.report_io import environment_facts, make_directory
 from cifar_towers.benchmark.settings import SpeedrunConfig
 from cifar_towers.config import TrainConfig, parse_seeds, schedules
 from cifar_towers.config.settings import split_names
 from cifar_towers.data import sources
-from cifar_towers.data.dataset import Dataset, Split
+from cifar_towers.data.dataset import Split
 from cifar_towers.errors import UsageError, error_text
 from cifar_towers.files import best_effort, run_files
+from cifar_towers.reporting.phase_timer import STEP_PHASES
 from cifar_towers.towers import Tower
 from cifar_towers.towers.devices import gpu_names
 from cifar_towers.training import build
@@ -50,23 +48,10 @@ class StepKind(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A run's steps of each kind, and the operations of one such step by type."""
+    """A run's steps of one kind, and the operations of one such step by type."""
 
-    steps: dict[StepKind, int]
-    operations: dict[StepKind, dict[str, int]]
-
-    def total(self, without_first: bool = False) -> int:
-        """Operations of the run; optionally without the first step of each kind, which compiles."""
-        return sum(
-            (self.steps[kind] - without_first) * sum(per_step.values()) for kind, per_step in self.operations.items()
-        )
-
-    def by_type(self) -> dict[str, int]:
-        """Operations of the run by type."""
-        totals: Counter[str] = Counter()
-        for kind, per_step in self.operations.items():
-            totals.update({name: self.steps[kind] * count for name, count in per_step.items()})
-        return dict(totals)
+    steps: int
+    operations: dict[str, int]
 
 
 def run_race(config: SpeedrunConfig, source: sources.Source) -> None:
@@ -82,41 +67,21 @@ def run_race(config: SpeedrunConfig, source: sources.Source) -> None:
         print(source.banner)
     recipe = dataclasses.replace(config.recipe, num_gpus=num_towers, dataset=dataset.name)
     config = dataclasses.replace(config, recipe=recipe)
-    facts = environment_facts(recipe, dataset.name) | {
-        "gpus": gpus,
-        "precision": compute_dtype,
-        "tta": recipe.tta,
-        "target": config.target,
-    }
+    more = {"gpus": gpus, "precision": compute_dtype, "tta": recipe.tta, "target": config.target}
+    facts = environment_facts(recipe, dataset.name) | more
     if config.seeds:
-        _run_seeds(config, facts, towers, dataset.train, num_devices)
+        work = count_work(recipe, towers, compute_dtype, dataset.train)
+        seeds = _train_seeds(config, {**facts, "gpus": gpus[:num_towers]}, num_devices)
+        race_results.publish_race(config.directory, facts, race_results.summarize_race(seeds, work, config.target))
     if config.rounds:
-        _compare(config, facts, dataset, num_devices)
+        precisions = list(dict.fromkeys(split_names(config.precisions) or [compute_dtype, "float32"]))
+        bare = {"hard_example_pool": 0}  # the bare step, without selecting examples
+        config = dataclasses.replace(config, recipe=dataclasses.replace(recipe, **bare))
+        comparison = compare_frameworks(config, precisions, dataset, num_devices)
+        race_results.publish_comparison(config.directory, facts | bare, *comparison)
 
 
-def _run_seeds(config: SpeedrunConfig, facts: Mapping, towers: Sequence[Tower], train: Split, num_devices: int) -> None:
-    work = count_work(config.recipe, towers, facts["precision"], train)
-    results = _train_seeds(config, {**facts, "gpus": facts["gpus"][: config.recipe.num_gpus]}, num_devices)
-    race = race_results.summarize_race(results, work.total(), work.total(without_first=True), config.target)
-    race |= {"operations": work.by_type(), "steps": sum(work.steps.values())}
-    race_results.publish_race(config.directory, facts, race)
-
-
-def _compare(config: SpeedrunConfig, facts: Mapping, dataset: Dataset, num_devices: int) -> None:
-    recipe = dataclasses.replace(config.recipe, hard_example_pool=0)  # the bare step, without selecting examples
-    precisions = list(dict.fromkeys(split_names(config.precisions) or [facts["precision"], "float32"]))
-    comparison = compare_frameworks(
-        dataclasses.replace(config, recipe=recipe),
-        num_devices,
-        precisions,
-        build.make_batches(recipe, dataset.train),
-        build.make_augmentation(recipe, dataset.info),
-        num_trained_parameters(build.make_model(recipe, "float32", dataset.info)),
-    )
-    race_results.publish_comparison(config.directory, {**facts, "hard_example_pool": 0}, comparison)
-
-
-def count_work(recipe: TrainConfig, towers: Sequence[Tower], compute_dtype: str, train: Split) -> Work:
+def count_work(recipe: TrainConfig, towers: Sequence[Tower], compute_dtype: str, train: Split) -> dict[StepKind, Work]:
     """Operations of a recipe's run, counted in the graph of one tower's step, for each kind of step.
 
     Raises:
@@ -130,21 +95,21 @@ def count_work(recipe: TrainConfig, towers: Sequence[Tower], compute_dtype: str,
     rates_at = training.state.optimizer.learning_rates
     steps = Counter(StepKind(image_size_at(step), tuple(rates_at(step))) for step in range(length.last))
     batch = batches.stream(0, 1).element_spec
-    counts = {}
-    for kind in steps:
+    work = {}
+    for kind, count in steps.items():
         rates = dict.fromkeys(kind.active_groups, tf.TensorSpec([], tf.float32))
         function = training.train_step.get_concrete_function(batch, rates, kind.image_size)
         try:
-            counts[kind] = operations.count(function)
+            work[kind] = Work(count, operations.count(function))
         except ValueError as error:
             raise UsageError(
                 f"model={recipe.model} cannot be raced, as its operations cannot be counted ({error_text(error)}); "
                 "--seeds= runs only the comparison of frameworks"
             ) from error
-    return Work(dict(steps), counts)
+    return work
 
 
-def _train_seeds(config: SpeedrunConfig, facts: Mapping, num_devices: int) -> list[SeedResult]:
+def _train_seeds(config: SpeedrunConfig, facts: Mapping, num_devices: int) -> list[dict]:
     """Trains one run per seed, and measures peak rates before, between and after; `facts` as in environment.json."""
     results = []
     before = peak_flops.measure(facts["precision"], gpus=num_devices)
@@ -163,17 +128,19 @@ def _train_seeds(config: SpeedrunConfig, facts: Mapping, num_devices: int) -> li
             with best_effort.best_effort_writes(train_dir / PEAK_FLOPS):
                 run_files.write_json(train_dir / PEAK_FLOPS, {"measured": measured})
         environment = run_files.read_json_if_any(train_dir / run_files.ENVIRONMENT)
-        seed_result = SeedResult(
-            seed=seed,
-            reused=reused,
-            revision=environment.get("git_revision", "unknown"),
-            seconds=result["seconds"],
-            images_per_sec=result["images_per_sec"],
-            accuracy=race_results.accuracy_on_test(result["evaluations"], recipe.tta),
-            plain_accuracy=race_results.accuracy_on_test(result["evaluations"], 0),
-            ceilings=[PeakFlops(*rates) for rates in measured],
+        results.append(
+            {
+                "seed": seed,
+                "reused": reused,  # trained by an earlier command
+                "revision": environment.get("git_revision", "unknown"),
+                "seconds": result["seconds"],
+                "step_seconds": sum(result["seconds"].get(phase, 0.0) for phase in STEP_PHASES),
+                "images_per_sec": result["images_per_sec"],
+                "accuracy": race_results.accuracy_on_test(result["evaluations"], recipe.tta),
+                "plain_accuracy": race_results.accuracy_on_test(result["evaluations"], 0),
+                "ceilings": measured,
+            }
         )
-        results.append(seed_result)
     return results
 
 
@@ -182,18 +149,16 @@ def _check_same_conditions(train_dir: Path, recipe: TrainConfig, facts: Mapping)
     training could be resumed with another number of towers."""
     if recipe.overwrite:
         return
-    settings = run_files.read_json_if_any(train_dir / run_files.CONFIG)
-    differing = [
-        f"{name} {settings[name]} -> {value}"
-        for name, value in dataclasses.asdict(recipe).items()
-        if name in settings and name not in UNCHECKED and value not in (settings[name], "auto")
-    ]
-    machine = run_files.read_json_if_any(train_dir / run_files.ENVIRONMENT)
-    differing += [
-        f"{name} {machine[name]} -> {facts[name]}"
-        for name in SAME_MACHINE
-        if name in machine and machine[name] != facts[name]
-    ]
+    settings = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in UNCHECKED}
+    machine = {name: facts[name] for name in SAME_MACHINE}
+    differing = []
+    for file, expected in ((run_files.CONFIG, settings), (run_files.ENVIRONMENT, machine)):
+        found = run_files.read_json_if_any(train_dir / file)
+        differing += [
+            f"{name} {found[name]} -> {value}"
+            for name, value in expected.items()
+            if name in found and value not in (found[name], "auto")
+        ]
     if differing:
         raise UsageError(
             f"{train_dir} has other settings or another machine ({', '.join(differing)}); "

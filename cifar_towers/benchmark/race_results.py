@@ -1,38 +1,23 @@
 """Results of a race: statistics over seeds, fraction of the peak rate, and tables of race and framework comparison."""
 
-import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cifar_towers.benchmark import report_io
-from cifar_towers.benchmark.framework_comparison import OURS, Comparison, Competitor
+from cifar_towers.benchmark.framework_comparison import OURS, Competitor
 from cifar_towers.benchmark.peak_flops import PeakFlops
-from cifar_towers.reporting.phase_timer import STEP_PHASES
 
 # Published runs on PyTorch: the 2025 CIFAR-10 speed record; its accuracy is the mean with TTA.
 PUBLISHED = {"speednet94": {"steps": 243, "batch_size": 1536, "accuracy": 0.9401, "runs": 200}}
-PERCENTAGES = {"accuracy": "TTA {tta}", "plain_accuracy": "no TTA"}  # of a seed -> heading
 DURATIONS = {"compile": "compilation", "start": "start-up", "evaluate": "evaluation", "save": "saving"}
-
-
-@dataclasses.dataclass
-class SeedResult:
-    """One seed's training."""
-
-    seed: int
-    reused: bool  # trained by an earlier command
-    revision: str  # of the code that trained it
-    seconds: dict[str, float]  # by phase
-    images_per_sec: float
-    accuracy: float  # on test, with the recipe's TTA
-    plain_accuracy: float  # on test, without TTA
-    ceilings: list[PeakFlops]  # of the machine, before and after it
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of all steps with input and reporting, without compilation."""
-        return sum(self.seconds.get(phase, 0.0) for phase in STEP_PHASES)
+FORMATS = {  # of the table's columns
+    "accuracy": "{:.2%}",
+    "plain_accuracy": "{:.2%}",
+    **dict.fromkeys(("training", *DURATIONS), "{:,.1f} s"),
+    "images_per_sec": "{:,.0f}",
+}
 
 
 def accuracy_on_test(evaluations: Sequence[Mapping], tta: int) -> float:
@@ -42,32 +27,46 @@ def accuracy_on_test(evaluations: Sequence[Mapping], tta: int) -> float:
     return scores.get("ema", scores["raw"])
 
 
-def summarize_race(results: Sequence[SeedResult], work: int, timed_work: int, target: float) -> dict:
-    """Statistics of a race with `work` operations a run, `timed_work` without steps whose time counts as compilation.
+def summarize_race(seeds: Sequence[Mapping], work: Mapping, target: float) -> dict:
+    """Statistics over the runs of a race, and how they compare with the machine's peak rate.
 
-    `whole_training` is mean seconds of all steps: of the timed ones, plus the first of each kind at the same rate.
+    `whole_training` is mean seconds of all steps: of the timed ones, plus the first of each kind, whose time counts as
+    compilation, at the same rate.
+
+    Args:
+      seeds: as in race.json.
+      work: kind of step -> `race.Work`.
     """
-    rates = [peak.convolution for result in results for peak in result.ceilings]
-    training = [result.step_seconds for result in results]
-    durations = {name: _stats([result.seconds.get(name, 0.0) for result in results]) for name in DURATIONS}
-    accuracy = _stats([result.accuracy for result in results])
-    peak = statistics.mean(rates) if rates else None
-    whole_training = statistics.mean(training) * (work / timed_work if timed_work else 1.0)
+    by_type: Counter[str] = Counter()
+    timed = 0  # operations of all steps but the first of each kind
+    for steps, operations in work.values():
+        by_type.update({name: steps * count for name, count in operations.items()})
+        timed += (steps - 1) * sum(operations.values())
+    total = by_type.total()
+    stats = {name: _stats([_values(seed)[name] for seed in seeds]) for name in FORMATS}
+    training = stats["training"]["mean"]
+    whole_training = training * (total / timed if timed else 1.0)
+    peaks = [PeakFlops(*rates) for seed in seeds for rates in seed["ceilings"]]
+    peak = statistics.mean(each.convolution for each in peaks) if peaks else None
     return {
-        "seeds": [dataclasses.asdict(result) | {"step_seconds": result.step_seconds} for result in results],
-        "accuracy": accuracy,
-        "plain_accuracy": _stats([result.plain_accuracy for result in results]),
-        "training": _stats(training),
+        "seeds": seeds,
+        **stats,
         "whole_training": whole_training,
-        **durations,
-        "images_per_sec": _stats([result.images_per_sec for result in results]),
-        "seconds_to_target": whole_training if accuracy["mean"] >= target > 0 else None,
-        "work": work,
-        "ceilings": [peak._asdict() for result in results for peak in result.ceilings],
+        "seconds_to_target": whole_training if stats["accuracy"]["mean"] >= target > 0 else None,
+        "work": total,
+        "operations": dict(by_type),
+        "steps": sum(steps for steps, _ in work.values()),
+        "ceilings": [each._asdict() for each in peaks],
         "ceiling": peak,
-        "limit_seconds": work / peak / 1e9 if peak else None,
-        "fraction_of_ceiling": timed_work / statistics.mean(training) / peak / 1e9 if peak else None,
+        "limit_seconds": total / peak / 1e9 if peak else None,
+        "fraction_of_ceiling": timed / training / peak / 1e9 if peak else None,
     }
+
+
+def _values(seed: Mapping) -> dict[str, float]:
+    """What the table has of a seed."""
+    phases = {phase: seed["seconds"].get(phase, 0.0) for phase in DURATIONS}
+    return {**seed, **phases, "training": seed["step_seconds"]}
 
 
 def _stats(values: Sequence[float]) -> dict:
@@ -78,47 +77,32 @@ def _stats(values: Sequence[float]) -> dict:
 
 def publish_race(directory: Path, facts: Mapping, race: Mapping) -> None:
     """Prints the results over seeds, and writes them to race.json and race.txt."""
-    report_io.publish(directory, "race", {**facts, **race}, [_title(facts), race_text(facts, race)])
+    report_io.publish(directory, "race", facts, race, [race_table(facts, race), conclude(facts, race)])
 
 
-def publish_comparison(directory: Path, facts: Mapping, comparison: Comparison) -> None:
+def publish_comparison(
+    directory: Path, facts: Mapping, competitors: Sequence[Competitor], left_out: Mapping[str, str]
+) -> None:
     """Prints the comparison of frameworks, and writes it to side_by_side.json and side_by_side.txt."""
-    rows = [
-        dataclasses.asdict(each) | {"median": each.median, each.spread_of: each.spread}
-        for each in comparison.competitors
-    ]
-    results = {**facts, "contestants": rows, "left_out": comparison.left_out}
-    report_io.publish(directory, "side_by_side", results, [_title(facts), comparison_text(facts, comparison)])
+    results = {"contestants": [each.as_json("measure") for each in competitors], "left_out": left_out}
+    notes = [EXPLANATION, *(f"Left out: {name}: {reason}" for name, reason in left_out.items())]
+    parts = [comparison_table(competitors), "\n".join(notes + _published_record(facts["model"], competitors))]
+    report_io.publish(directory, "side_by_side", facts, results, parts)
 
 
-def _title(facts: Mapping) -> str:
-    pool = f", the hardest of {facts['hard_example_pool']:,}" if facts["hard_example_pool"] else ""
-    batches = f"batches of {facts['batch_size']:,}{pool}"
-    return report_io.make_title(facts, facts["model"], batches, facts["dataset"], facts["precision"])
+def race_table(facts: Mapping, race: Mapping) -> str:
+    """A line per seed, mean and standard deviation."""
+    rows = [["seed", f"TTA {facts['tta']}", "no TTA", "training", *DURATIONS.values(), "images/s"]]
+    lines = {f"{seed['seed']}{'*' * seed['reused']}": _values(seed) for seed in race["seeds"]}
+    for statistic in ("mean", "std") if len(lines) > 1 else ("mean",):
+        lines[statistic] = {name: race[name][statistic] for name in FORMATS}
+    for label, values in lines.items():
+        rows.append([label, *(form.format(values[name]) for name, form in FORMATS.items())])
+    return report_io.format_table(rows)
 
 
-def race_text(facts: Mapping, race: Mapping) -> str:
-    """A line per seed, mean and standard deviation, and the conclusion."""
-    percentages = [heading.format(tta=facts["tta"]) for heading in PERCENTAGES.values()]
-    rows = [["seed", *percentages, "training", *DURATIONS.values(), "images/s"]]
-    for seed in race["seeds"]:
-        seconds = [seed["step_seconds"], *(seed["seconds"].get(name, 0.0) for name in DURATIONS)]
-        label = f"{seed['seed']}{'*' * seed['reused']}"
-        rows.append(_race_row(label, [seed[name] for name in PERCENTAGES], seconds, seed["images_per_sec"]))
-    for statistic in ("mean", "std"):
-        if race["accuracy"][statistic] is not None:
-            fractions = [race[name][statistic] for name in PERCENTAGES]
-            seconds = [race[name][statistic] for name in ("training", *DURATIONS)]
-            rows.append(_race_row(statistic, fractions, seconds, race["images_per_sec"][statistic]))
-    return "\n\n".join([report_io.format_table(rows, left=(0,)), _conclusion(facts, race)])
-
-
-def _race_row(label: str, fractions: Sequence[float], seconds: Sequence[float], images_per_sec: float) -> list[str]:
-    percentages = [f"{100 * fraction:.2f} %" for fraction in fractions]
-    return [label, *percentages, *(f"{each:,.1f} s" for each in seconds), f"{images_per_sec:,.0f}"]
-
-
-def _conclusion(facts: Mapping, race: Mapping) -> str:
+def conclude(facts: Mapping, race: Mapping) -> str:
+    """Seconds to the target, the run's operations and the fraction of the machine's peak rate."""
     operations = sorted(race["operations"].items(), key=lambda item: -item[1])
     shares = ", ".join(f"{kind} {100 * count / race['work']:.1f} %" for kind, count in operations)
     lines = [
@@ -154,19 +138,14 @@ def _verdict(facts: Mapping, race: Mapping) -> str:
     return f"{target}: {training} ({accuracy})"
 
 
-def comparison_text(facts: Mapping, comparison: Comparison) -> str:
-    """The comparison of frameworks as a table, and how to read it."""
-    competitors = comparison.competitors
+def comparison_table(competitors: Sequence[Competitor]) -> str:
+    """A line per framework and precision, the fastest first; `ours/theirs` for equal numbers of devices."""
     ours = {(each.precision, each.devices): each.median for each in competitors if each.name == OURS}
-    rows = [["framework", "precision", "devices", "images/s", competitors[0].spread_of, "n", "ours/theirs"]]
+    rows = [["framework", "precision", "devices", *competitors[0].headings(), "ours/theirs"]]
     for each in sorted(competitors, key=lambda each: (each.precision, -each.median)):
-        low, high = each.spread
         ratio = "-" if each.name == OURS else f"{ours[each.precision, each.devices] / each.median:.2f}"
-        rates = [f"{each.median:,.0f}", f"{low:,.0f}-{high:,.0f}"]
-        rows.append([each.name, each.precision, str(each.devices), *rates, each.n, ratio])
-    notes = [EXPLANATION, *(f"Left out: {name}: {reason}" for name, reason in comparison.left_out.items())]
-    notes += _published_record(facts["model"], competitors)
-    return "\n\n".join([report_io.format_table(rows, left=(0,)), "\n".join(notes)])
+        rows.append([each.name, each.precision, str(each.devices), *each.cells(), ratio])
+    return report_io.format_table(rows)
 
 
 def _published_record(model: str, competitors: Sequence[Competitor]) -> list[str]:

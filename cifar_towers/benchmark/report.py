@@ -1,6 +1,6 @@
 """Results of the benchmark as a table, a recommendation, JSON, a plot and an HTML page."""
 
-import dataclasses
+import io
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cifar_towers.benchmark import report_io
-from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, BenchmarkCase
-from cifar_towers.benchmark.round_stats import CaseResult
+from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, CaseResult
 from cifar_towers.reporting import html_page
 from cifar_towers.reporting.html_page import Picture, Section, Table
 from cifar_towers.reporting.profiler import PARTS
@@ -26,9 +25,19 @@ COLORS = {"towers": "#0072b2", "mirrored": "#d55e00", NO_EXCHANGE: "#999999", KE
 def publish(directory: Path, facts: Mapping, results: Sequence[CaseResult]) -> None:
     """Prints table and conclusion, and writes benchmark.json, benchmark.txt, benchmark.png and index.html."""
     picture, conclusion = plot(results, facts), conclude(results, facts)
+    headings, *rows = _rows(results)
+    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
+    section = Section(
+        "Results",
+        conclusion,
+        [[Picture(picture, "images per second of every case")]],
+        [Table(headings, rows, text_columns=3)],
+        note=f"{EXPLANATION} Measured in {facts['minutes']:.0f} minutes with {packages}.",
+    )
+    page = html_page.render(report_io.make_title(facts), [section])
     as_json = {"rows": [_as_json(result) for result in results], "conclusion": conclusion}
-    files = {"benchmark.png": picture, "index.html": make_page(results, facts, picture)}
-    report_io.publish(directory, "benchmark", facts | as_json, [_title(facts), table(results)], files, conclusion)
+    files = {"benchmark.png": picture, "index.html": page}
+    report_io.publish(directory, "benchmark", facts, as_json, [table(results)], files, conclusion)
 
 
 def publish_prediction(
@@ -42,78 +51,57 @@ def publish_prediction(
         "link_gb_per_s": link_gb_per_s,
         "predictions": [prediction._asdict() for prediction in predictions],
     }
-    report_io.publish(directory, "prediction", facts | as_json, [_title(facts), table([result]), predicted])
-
-
-def _title(facts: Mapping) -> str:
-    return report_io.make_title(facts, facts["model"], f"batches of {facts['batch_size']:,}", facts["dataset"])
+    report_io.publish(directory, "prediction", facts, as_json, [table([result]), predicted])
 
 
 def _as_json(result: CaseResult) -> dict:
-    fields = dataclasses.asdict(result)
-    del fields["case"]
-    return {"variation": result.case._asdict(), **fields, "median": result.median}
+    return {"variation": result.case._asdict(), **result.as_json("case")}
 
 
 def prediction_table(predictions: Sequence[Prediction]) -> str:
     """Aligned text, one line per exchange and number of devices; times in milliseconds."""
-    rows = [("variables", "devices", "batch", "compute ms", "transfer ms", "step ms", "images/s", "efficiency")]
+    rows = [["variables", "devices", "batch", "compute ms", "transfer ms", "step ms", "images/s", "efficiency"]]
     for exchange, count, batch, *times, rate, efficiency in predictions:
         milliseconds = [f"{1000 * seconds:.2f}" for seconds in times]
-        rows.append((exchange, str(count), f"{batch:,}", *milliseconds, f"{rate:,.0f}", f"{efficiency:.1%}"))
-    return report_io.format_table(rows, left=(0,))
+        rows.append([exchange, str(count), f"{batch:,}", *milliseconds, f"{rate:,.0f}", f"{efficiency:.1%}"])
+    return report_io.format_table(rows)
 
 
 def table(results: Sequence[CaseResult]) -> str:
     """Aligned text, one line per case, the fastest of each precision first."""
-    rows = [_headings(results), *(_cells(result) for result in _sorted(results))]
-    return report_io.format_table(rows, left=(0, 1, 2, 4))
+    return report_io.format_table(_rows(results), left=(0, 1, 2, 4))
 
 
-def _sorted(results: Sequence[CaseResult]) -> list[CaseResult]:
-    return sorted(results, key=lambda result: (result.case.precision, -result.median))
-
-
-def _headings(results: Sequence[CaseResult]) -> tuple[str, ...]:
-    return (
-        "precision", "strategy", "placement", "towers", "input", "images/s", results[0].spread_of, "n", "efficiency",
-        *PARTS, "waiting", "compile",
-    )  # fmt: skip
-
-
-def _cells(result: CaseResult) -> list[str]:
-    case, (low, high) = result.case, result.spread
-    return [
-        case.precision,
-        case.strategy,
-        case.placement,
-        str(case.towers),
-        case.input,
-        f"{result.median:,.0f}",
-        f"{low:,.0f}-{high:,.0f}",
-        result.n,
-        f"{100 * result.efficiency:.1f} %" if result.efficiency else "-",
-        *(f"{100 * result.shares[part]:.1f} %" if result.shares else "-" for part in PARTS),
-        f"{100 * result.waiting:.1f} %" if case.input == "stream" else "-",
-        f"{result.compile_seconds:.0f} s",
-    ]
+def _rows(results: Sequence[CaseResult]) -> list[list[str]]:
+    """The table's rows, below their headings."""
+    measured = [*results[0].headings(), "efficiency", *PARTS, "waiting", "compile"]
+    rows = [["precision", "strategy", "placement", "towers", "input", *measured]]
+    for result in sorted(results, key=lambda result: (result.case.precision, -result.median)):
+        case = result.case
+        rows.append(
+            [
+                *(case.precision, case.strategy, case.placement, str(case.towers), case.input),
+                *result.cells(),
+                f"{100 * result.efficiency:.1f} %" if result.efficiency else "-",
+                *(f"{100 * result.shares[part]:.1f} %" if result.shares else "-" for part in PARTS),
+                f"{100 * result.waiting:.1f} %" if case.input == "stream" else "-",
+                f"{result.compile_seconds:.0f} s",
+            ]
+        )
+    return rows
 
 
 def conclude(results: Sequence[CaseResult], facts: Mapping) -> str:
     """One sentence: this machine's bottleneck, and the flags to use."""
     trainable = [result for result in results if result.case.trains]
     fastest = max(result.median for result in trainable)
-    # of the cases as fast as the fastest, the simplest: shared variables, on the CPU, few towers
     equal = [result for result in trainable if result.median >= (1 - SAME_RATE) * fastest]
-    best = min(equal, key=lambda result: _complexity(result.case))
+    simplest_first = (*PLACEMENTS, UNPLACED)  # shared variables on the CPU to mirrored ones
+    best = min(equal, key=lambda each: (simplest_first.index(each.case.placement), each.case.towers))
     case, bottleneck = best.case, _bottleneck(best, results, facts["batch_size"])
     placed = "--strategy=mirrored" if case.strategy == "mirrored" else f"--variable_placement={case.placement}"
     flags = f"--num_gpus={case.towers} --precision={case.precision} {placed}"
     return f"This machine is bound by {bottleneck}: use {flags} ({best.median:,.0f} images/s)."
-
-
-def _complexity(case: BenchmarkCase) -> tuple:
-    return case.strategy != "towers", (*PLACEMENTS, UNPLACED).index(case.placement), case.towers
 
 
 def _bottleneck(best: CaseResult, results: Sequence[CaseResult], batch_size: int) -> str:
@@ -149,46 +137,36 @@ def plot(results: Sequence[CaseResult], facts: Mapping) -> bytes:
     ordered = sorted(results, key=lambda result: (result.case.precision, result.case.towers, -result.median))
     by_precision = {key: list(group) for key, group in itertools.groupby(ordered, lambda each: each.case.precision)}
     most_bars = max(map(len, by_precision.values()))
-    top = max(result.spread[1] for result in results)
     figure = Figure((7.2 * len(by_precision), 1.6 + 0.3 * most_bars), layout="constrained")
-    panels = figure.subplots(1, len(by_precision), squeeze=False)
+    panels = figure.subplots(1, len(by_precision), sharex=True, squeeze=False)
     for panel, (precision, shown) in zip(panels[0], by_precision.items(), strict=True):
-        _draw_panel(panel, shown, top)
+        _draw_bars(panel, shown)
         panel.set_ylim(most_bars - 0.4, -0.6)  # bars of equal height in all panels
         panel.set_title(precision)
     figure.suptitle(f"{facts['recipe']}, batches of {facts['batch_size']:,}; {facts['processor']}, {facts['date']}")
-    return report_io.to_png(figure)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=120, facecolor="white")
+    return buffer.getvalue()
 
 
-def _draw_panel(panel: Axes, results: Sequence[CaseResult], top: float) -> None:
-    for position, result in enumerate(results):
-        low, high = result.spread
-        panel.barh(
-            position, result.median, xerr=[[result.median - low], [high - result.median]], height=0.75,
-            color=COLORS[result.case.strategy], ecolor="#444444", edgecolor="white",
-            hatch="//" if result.case.input == "stream" else "",
-        )  # fmt: skip
-        panel.text(high + 0.015 * top, position, f"{result.median:,.0f}", va="center", color="#222222", fontsize=8)
-        if result.efficiency and result.case[:3] == ("towers", "cpu", 1) and result.case.input == "constant":
-            panel.axvline(result.median, color="#222222", linestyle=":", linewidth=1)
-    labels = [f"{result.case.label()}  x {result.case.towers}" for result in results]
-    panel.set_yticks(range(len(results)), labels, fontsize=9)
-    panel.set_xlim(0, 1.12 * top)
-    panel.set_xlabel(f"images/s, median and {results[0].spread_of}; dotted: one tower")
-    panel.spines[["top", "right"]].set_visible(False)
-
-
-def make_page(results: Sequence[CaseResult], facts: Mapping, picture: bytes) -> str:
-    """One self-contained HTML file."""
-    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
-    section = Section(
-        "Results",
-        conclude(results, facts),
-        [[Picture(picture, "images per second of every case")]],
-        [Table(_headings(results), [_cells(result) for result in _sorted(results)], text_columns=3)],
-        note=f"{EXPLANATION} Measured in {facts['minutes']:.0f} minutes with {packages}.",
+def _draw_bars(panel: Axes, results: Sequence[CaseResult]) -> None:
+    medians = [result.median for result in results]
+    errors = [[abs(result.spread[end] - result.median) for result in results] for end in (0, 1)]
+    bars = panel.barh(
+        [f"{result.case.label()}  x {result.case.towers}" for result in results],
+        medians,
+        xerr=errors,
+        color=[COLORS[result.case.strategy] for result in results],
+        hatch=["//" if result.case.input == "stream" else "" for result in results],
+        edgecolor="white",
     )
-    return html_page.render(_title(facts), [section])
+    panel.bar_label(bars, fmt="{:,.0f}", padding=4, fontsize=8)
+    for result in results:
+        if result.case[:3] == ("towers", "cpu", 1) and result.case.input == "constant":
+            panel.axvline(result.median, color="black", linestyle=":", linewidth=1)
+    panel.set_xlabel(f"images/s, median and {results[0].spread_of}; dotted: one tower")
+    panel.margins(x=0.12)
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 EXPLANATION = (

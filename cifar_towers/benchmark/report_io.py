@@ -1,11 +1,8 @@
-"""Shared parts of all benchmark reports: facts about the machine, title, table layout, files, pictures."""
+"""Shared parts of all benchmark reports: facts about the machine, title, table layout, files."""
 
-import io
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-
-from matplotlib.figure import Figure
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError, UsageError, error_text
@@ -40,15 +37,18 @@ def environment_facts(recipe: TrainConfig, dataset: str) -> dict:
     }
 
 
-def make_title(facts: Mapping, *subjects: str) -> str:
-    """`speed94: speednet94, batches of 1,024; Abacus, 2 cores, 1 CPU; 2026-01-01`."""
+def make_title(facts: Mapping) -> str:
+    """`speed94: speednet94, batches of 1,024, cifar10; Abacus, 2 cores, 1 CPU; 2026-01-01`."""
+    pool = facts.get("hard_example_pool")
+    subjects = [facts["model"], f"batches of {facts['batch_size']:,}", f"the hardest of {pool:,}" if pool else ""]
+    subjects += [facts["dataset"], facts.get("precision", "")]
     machine = [facts["processor"], f"{facts['cores']} cores"]
     machine += [f"{facts['devices']} {facts['kind']}"] if "kind" in facts else []
     machine += sorted(set(facts.get("gpus", ())))
-    return f"{facts['recipe']}: {', '.join(subjects)}; {', '.join(machine)}; {facts['date']}"
+    return f"{facts['recipe']}: {', '.join(filter(None, subjects))}; {', '.join(machine)}; {facts['date']}"
 
 
-def format_table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+def format_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """Aligned text of rows with equally many cells; the columns `left` are left-justified."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cell_formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]
@@ -58,12 +58,13 @@ def format_table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
 def publish(
     directory: Path,
     name: str,
+    facts: Mapping,
     results: Mapping,
     parts: Sequence[str],
     extra_files: Mapping[str, str | bytes] = {},
     conclusion: str = "",
 ) -> None:
-    """Prints a report, `conclusion` last, and writes it to <name>.txt and its results to <name>.json.
+    """Prints a report, `conclusion` last, and writes it to <name>.txt, and facts and results to <name>.json.
 
     Args:
       parts: paragraphs of the report.
@@ -72,24 +73,17 @@ def publish(
     Raises:
       RunError: the files cannot be written; the report has been printed.
     """
-    files = f"in {directory}: {', '.join((f'{name}.txt', f'{name}.json', *extra_files))}"
-    text = "\n\n".join(part for part in (*parts, files, conclusion) if part)
+    names = f"in {directory}: {', '.join((f'{name}.txt', f'{name}.json', *extra_files))}"
+    text = "\n\n".join(part for part in (make_title(facts), *parts, names, conclusion) if part)
     try:  # hours of measurements are written even if they cannot be printed
         print(f"\n{text}", flush=True)
     finally:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            run_files.write_json(directory / f"{name}.json", results)
+            run_files.write_json(directory / f"{name}.json", {**facts, **results})
             for file, content in {f"{name}.txt": text + "\n", **extra_files}.items():
                 atomic_io.write_whole(directory / file, content)
         except OSError as error:
             raise RunError(
                 f"{directory} cannot be written ({error_text(error)}); the results are only printed above"
             ) from error
-
-
-def to_png(figure: Figure) -> bytes:
-    """A figure as a PNG file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=120, facecolor="white")
-    return buffer.getvalue()

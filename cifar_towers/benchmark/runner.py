@@ -1,19 +1,19 @@
-"""Times a recipe's step in all benchmark cases, interleaved in random order so that machine noise is shared."""
+"""Times a recipe's step in all benchmark cases, and writes a report, or a prediction for other machines."""
 
+import dataclasses
 import math
-import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 import tensorflow as tf
 
 from cifar_towers.benchmark import report
-from cifar_towers.benchmark.cases import BenchmarkCase, make_cases
+from cifar_towers.benchmark.cases import BenchmarkCase, CaseResult, make_cases
+from cifar_towers.benchmark.processes import open_process
 from cifar_towers.benchmark.report_io import environment_facts, make_directory
-from cifar_towers.benchmark.round_stats import CaseResult
+from cifar_towers.benchmark.rounds import run_rounds
 from cifar_towers.benchmark.settings import BenchmarkConfig
-from cifar_towers.benchmark.worker_process import open_worker
 from cifar_towers.config.settings import split_names
 from cifar_towers.data.batches import NUM_PREFETCHED
 from cifar_towers.errors import RunError, UsageError
@@ -23,12 +23,13 @@ from cifar_towers.training import precision
 MIN_ROUNDS, MAX_ROUNDS, MIN_TIMED_STEPS = 3, 15, 3
 VISIT_SECONDS = 2.0  # target duration of the timed steps of a case in one round
 PREDICTED_DEVICES = (1, 2, 4, 8, 16, 32, 64)
+Workers = Mapping[int, Callable]  # number of towers -> request to the process that has them
 
 
-def run_benchmark(config: BenchmarkConfig, initializer: Callable[[], None]) -> None:
+def run_benchmark(config: BenchmarkConfig, worker_command: Sequence[str]) -> None:
     """Measures, prints the table with a conclusion or a prediction, and writes them to the config's directory.
 
-    `initializer` is called first in every worker process, and imports TensorFlow.
+    `worker_command` starts a process that calls `worker.serve`.
     """
     start = time.monotonic()
     make_directory(config.directory)
@@ -36,12 +37,10 @@ def run_benchmark(config: BenchmarkConfig, initializer: Callable[[], None]) -> N
     with ExitStack() as stack:
         workers, devices = {}, {}
         for count in counts:  # one after another: the first may have to download the data
-            workers[count] = stack.enter_context(open_worker(config, count, initializer))
-            devices[count] = workers[count]()
+            workers[count] = stack.enter_context(open_process(worker_command, quiet=False))
+            devices[count] = workers[count](["start", dataclasses.asdict(config), count])
         results = _prepare(cases, workers)
-        _require_trainable(results)
         _measure(results, workers, config, start)
-        _require_trainable(results)
         _profile(results, workers)
         predictions = _predict(config, results[0], workers[1]) if config.predict else []
     set_efficiency(results, {count: each["physical"] for count, each in devices.items()})
@@ -70,84 +69,77 @@ def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[BenchmarkCase]
     return counts, make_cases(counts, precisions, config.peers, on_gpus=bool(gpus))
 
 
-def _prepare(cases: list[BenchmarkCase], workers: Mapping[int, Callable]) -> list[CaseResult]:
+def _prepare(cases: Sequence[BenchmarkCase], workers: Workers) -> list[CaseResult]:
     """Traces and compiles all cases; logs and leaves out those that fail."""
     results = []
     for number, case in enumerate(cases, 1):
-        label = f"compiling {number}/{len(cases)}: {case.towers} x {case.label()}, {case.precision}"
+        label = f"compiling {number}/{len(cases)}: {case}"
         try:
-            compile_seconds, step_seconds = workers[case.towers](("prepare", case))
+            compile_seconds, step_seconds = workers[case.towers](["prepare", case])
         except RunError as error:
             print(f"{label}: left out: {error}", flush=True)
             continue
         print(f"{label}: {compile_seconds:.0f} s, a step {step_seconds:.2f} s", flush=True)
-        results.append(CaseResult(case, compile_seconds, step_seconds))
+        results.append(CaseResult(case=case, compile_seconds=compile_seconds, step_seconds=step_seconds))
+    _require_trainable(results)
     return results
 
 
-def _require_trainable(results: list[CaseResult]) -> None:
+def _require_trainable(results: Sequence[CaseResult]) -> None:
     """Raises a UsageError if no case is left that could be recommended."""
     if not any(result.case.trains for result in results):
         raise UsageError("nothing could be measured; the lines above say why")
 
 
-def _measure(results: list[CaseResult], workers: Mapping[int, Callable], config: BenchmarkConfig, start: float) -> None:
-    """Rounds over all cases, in another order each time, until `config.minutes` are over. Removes cases that fail."""
+def _measure(results: list[CaseResult], workers: Workers, config: BenchmarkConfig, start: float) -> None:
+    """Rounds over all cases until `config.minutes` are over. Removes cases that fail."""
     visit_seconds = min(VISIT_SECONDS, 60 * config.minutes / (MIN_ROUNDS * len(results)))
     for result in results:
         result.steps = max(MIN_TIMED_STEPS, math.ceil(visit_seconds / result.step_seconds))
-    round_seconds = sum((_warm_up_steps(result) + result.steps) * result.step_seconds for result in results)
+    round_seconds = sum((_warm_up_steps(result.case) + result.steps) * result.step_seconds for result in results)
     profile_seconds = 2 * sum(result.step_seconds for result in results)
     seconds_left = 60 * config.minutes - (time.monotonic() - start) - profile_seconds
     rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, int(seconds_left / round_seconds)))
-    order = list(results)
-    for number in range(rounds):
-        print(f"round {number + 1}/{rounds}, about {round_seconds:.0f} s", flush=True)
-        random.Random(number).shuffle(order)
-        for result in list(order):
-            try:
-                _visit(result, workers[result.case.towers], config.recipe.batch_size)
-            except RunError as error:  # for example out of memory; the other cases are still measured
-                print(f"left out: {result.case.towers} x {result.case.label()}: {error}", flush=True)
-                order.remove(result)
-                results.remove(result)
+    print(f"{rounds} rounds of about {round_seconds:.0f} s", flush=True)
+
+    def measure(result: CaseResult) -> float:
+        warm_up = _warm_up_steps(result.case)
+        times = workers[result.case.towers](["run_steps", result.case, warm_up + result.steps])[warm_up:]
+        seconds, waiting = map(sum, zip(*times, strict=True))
+        result.waits.append(waiting / seconds)
+        return config.recipe.batch_size * result.steps / seconds
+
+    run_rounds(results, rounds, measure, lambda result, error: print(f"left out: {result.case}: {error}", flush=True))
+    _require_trainable(results)
 
 
-def _visit(result: CaseResult, request: Callable, batch_size: int) -> None:
-    """Adds one round's timing to a result."""
-    warm_up = _warm_up_steps(result)
-    times = request(("run_steps", result.case, warm_up + result.steps))
-    seconds, waiting = times["seconds"][warm_up:], times["waiting"][warm_up:]
-    result.images_per_sec.append(batch_size * len(seconds) / sum(seconds))
-    result.waits.append(sum(waiting) / sum(seconds))
-
-
-def _warm_up_steps(result: CaseResult) -> int:
+def _warm_up_steps(case: BenchmarkCase) -> int:
     """Untimed first steps of a visit: one that warms the caches, and those on batches that were prefetched while other
     cases ran, which never wait for input."""
-    return 1 + NUM_PREFETCHED * (result.case.input == "stream")
+    return 1 + NUM_PREFETCHED * (case.input == "stream")
 
 
-def _profile(results: list[CaseResult], workers: Mapping[int, Callable]) -> None:
+def _profile(results: Sequence[CaseResult], workers: Workers) -> None:
     """Adds the shares of a step; a case whose step cannot be profiled has none."""
     for result in results:
         if result.case.trains:
             try:
-                result.shares = workers[result.case.towers](("profile", result.case))
+                result.shares = workers[result.case.towers](["profile", result.case])
             except RunError as error:
-                print(f"not profiled: {result.case.towers} x {result.case.label()}: {error}", flush=True)
+                print(f"not profiled: {result.case}: {error}", flush=True)
 
 
 def _predict(config: BenchmarkConfig, result: CaseResult, one_tower: Callable) -> list[communication.Prediction]:
     """The cost model's prediction from one tower's time."""
-    variables, example_bytes = one_tower(("cost_model_inputs", result.case))
+    sizes, example_bytes = one_tower(["cost_model_inputs", result.case])
+    variables = [communication.VariableBytes(*each) for each in sizes]
     batch_size = config.recipe.batch_size
     counts = [count for count in PREDICTED_DEVICES if count <= batch_size]
     seconds = batch_size / result.median
     return communication.predict(seconds, variables, batch_size, example_bytes, config.link_gb_per_s, counts)
 
 
-def set_efficiency(results: list[CaseResult], num_devices: Mapping[int, int]) -> None:
+def set_efficiency(results: Sequence[CaseResult], num_devices: Mapping[int, int]) -> None:
     """Sets images/s over those of one tower (same precision, best placement) times the physical devices in use, given
     for each number of towers."""
     one_tower: dict[str, float] = {}

@@ -172,7 +172,16 @@ def benchmark(shutdown: ShutdownHandler) -> None:
     _find_data(recipe)
     from cifar_towers.benchmark import runner
 
-    runner.run_benchmark(config, initializer=import_tensorflow)
+    code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import serve_benchmark; serve_benchmark()"
+    runner.run_benchmark(config, worker_command=[sys.executable, "-c", code])
+
+
+def serve_benchmark() -> None:
+    """A process that the benchmark starts for each number of towers."""
+    import_tensorflow()
+    from cifar_towers.benchmark import worker
+
+    worker.serve()
 
 
 @_program

@@ -1,8 +1,8 @@
 """Flags and standard-input protocol of all peers. Needs NumPy only.
 
-A peer warms up and prints `ready` and the number of parameters that it trains. For each input line with a number it
-makes that many steps and prints the seconds of each as a JSON list. An empty line or the end of input ends it. With
---steps=N it makes N steps by itself and prints images/s.
+A peer warms up and prints the number of parameters that it trains. For each input line with a number it makes that
+many steps and prints the seconds of each as a JSON list, until the input ends. With --steps=N it makes N steps by
+itself and prints images/s.
 """
 
 import argparse
@@ -21,17 +21,12 @@ WARM_UP_STEPS = 2  # one that traces and compiles, and one more
 def make_parser(description: str) -> argparse.ArgumentParser:
     """The flags of all peers; a peer may add its own."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    parser.add_argument("--model", default="speednet94", help="speednet94, resnet20, cifarnet; not every peer has all")
-    parser.add_argument(
-        "--batch_size", type=int, default=128, help="images of a step (of each tower, if there are any)"
-    )
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument(
-        "--data", type=Path, required=True, help=".npz: `images` as a net sees them, `labels`, `raw` uint8"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=0, help="make this many steps, print images/s and exit; 0: read requests"
-    )
+    add = parser.add_argument
+    add("--model", default="speednet94", help="speednet94, resnet20, cifarnet; not every peer has all")
+    add("--batch_size", type=int, default=128, help="images of a step (of each tower, if there are any)")
+    add("--precision", choices=("float32", "bfloat16"), default="float32")
+    add("--data", type=Path, required=True, help=".npz: `images` as a net sees them, `labels`, `raw` uint8")
+    add("--steps", type=int, default=0, help="make this many steps, print images/s and exit; 0: read requests")
     return parser
 
 
@@ -57,10 +52,8 @@ def serve(run: Callable[[int], Iterable[float]], images: int, steps: int, traine
     if steps:
         print(f"{images / statistics.median(run(steps)):,.1f} images/s", file=output, flush=True)
         return
-    print(f"ready {trained}", file=output, flush=True)
-    for request in iter(sys.stdin.readline, ""):
-        if not request.strip():
-            return
+    print(trained, file=output, flush=True)
+    for request in sys.stdin:
         print(json.dumps(list(run(int(request)))), file=output, flush=True)
 
 

@@ -1,7 +1,6 @@
 """Made-up benchmark results."""
 
-from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, BenchmarkCase
-from cifar_towers.benchmark.round_stats import CaseResult
+from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, BenchmarkCase, CaseResult
 from cifar_towers.benchmark.runner import set_efficiency
 from cifar_towers.reporting.profiler import PARTS
 
@@ -9,7 +8,9 @@ from cifar_towers.reporting.profiler import PARTS
 def make_result(strategy, placement, towers, rates, precision="float32", input="constant", waiting=0.0):
     shares = {} if strategy == KERAS else dict(zip(PARTS, (0.3, 0.6, 0.05, 0.04, 0.01), strict=True))
     case = BenchmarkCase(strategy, placement, towers, precision, input)
-    return CaseResult(case, 3.0, 0.1, 4, rates, waits=[waiting], shares=shares)
+    return CaseResult(
+        case=case, compile_seconds=3.0, step_seconds=0.1, steps=4, images_per_sec=rates, waits=[waiting], shares=shares
+    )
 
 
 def make_results(**medians):

@@ -16,10 +16,12 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
+from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import RunError
 from cifar_towers.models import MODELS
 from cifar_towers.training import build
 
+TRAIN = synthetic.make(64, seed=0, stream=0)
 PEERS = {
     "keras_fit.py": ("--model=cifarnet", "--precision=float32"),
     "tutorial_graph.py": ("--model=cifarnet", "--towers=2"),
@@ -27,14 +29,9 @@ PEERS = {
 
 
 @pytest.fixture(scope="module")
-def batches():
-    return Batches(synthetic.make(64, seed=0, stream=0), 16, seed=0)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory, batches):
+def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "batches.npz"
-    np.savez(path, **make_arrays(batches, Augmentation(crop=24)))
+    np.savez(path, **make_arrays(Batches(TRAIN, 16, seed=0), Augmentation(crop=24)))
     return path
 
 
@@ -44,7 +41,7 @@ def make_command(program, data, *flags, batch_size=16):
 
 
 def fake_peer(script, trained=7):
-    return [sys.executable, "-c", f"print('ready {trained}', flush=True); {script}"]
+    return [sys.executable, "-c", f"print({trained}, flush=True); {script}"]
 
 
 ANSWERS = "[print([0.5] * int(input()), flush=True) for _ in range({})]"
@@ -60,7 +57,7 @@ def test_all_peers_get_the_same_batches(data):
 @pytest.mark.parametrize("program", PEERS)
 def test_peer_makes_the_requested_steps(data, program):
     trained = num_updated("cifarnet", crop=24)
-    with processes.open_peer(make_command(program, data, *PEERS[program]), trained) as time_steps:
+    with framework_comparison.open_peer(make_command(program, data, *PEERS[program]), trained) as time_steps:
         times = [time_steps(steps) for steps in (3, 1)]
     assert [len(seconds) for seconds in times] == [3, 1]
     assert all(0 < seconds < 60 for seconds in (*times[0], *times[1]))
@@ -82,64 +79,63 @@ HIDE_PYTORCH = (  # also where it is installed
 @pytest.mark.parametrize(
     ("python", "program", "flags", "message"),
     [
-        ([], "keras_fit.py", ["--model=cifarnet"], "--batch_size=64 is more than the 48 images"),
-        ([], "tutorial_graph.py", ["--model=resnet20"], "the tutorial has one model in one precision"),
-        (["-c", HIDE_PYTORCH], "pytorch_step.py", [], "PyTorch is missing; type: pip install"),
+        ([sys.executable], "keras_fit.py", ["--model=cifarnet"], "--batch_size=64 is more than the 48 images"),
+        ([sys.executable], "tutorial_graph.py", ["--model=resnet20"], "the tutorial has one model in one precision"),
+        ([sys.executable, "-c", HIDE_PYTORCH], "pytorch_step.py", [], "PyTorch is missing; type: pip install"),
+        (["nowhere/python"], "pytorch_step.py", [], "nowhere/python cannot be started"),
+        (fake_peer("", trained=797962), "", [], "^it trains 797,962 parameters where ours trains 7: another model$"),
+        ([sys.executable, "-c", "exit(3)"], "", [], "its process has ended with exit code 3"),
     ],
 )
 def test_error_of_a_peer_is_one_line(data, python, program, flags, message):
-    executable, *arguments = make_command(program, data, *flags, batch_size=64)
-    with pytest.raises(RunError, match=message), processes.open_peer([executable, *python, *arguments], 7):
-        pass
-
-
-def test_missing_python_is_an_error():
-    with pytest.raises(RunError, match="nowhere/python cannot be started"), processes.open_peer(["nowhere/python"], 7):
+    _, *arguments = make_command(program, data, *flags, batch_size=64) if program else [""]
+    with pytest.raises(RunError, match=message), framework_comparison.open_peer([*python, *arguments], 7):
         pass
 
 
 def test_peer_that_ends_between_rounds():
     command = fake_peer("input(); print([0.1], flush=True); raise SystemExit('out of memory')")
-    with processes.open_peer(command, 7) as time_steps:
+    with framework_comparison.open_peer(command, 7) as time_steps:
         assert time_steps(1) == [0.1]
         for _ in range(2):
             with pytest.raises(RunError, match="out of memory"):
                 time_steps(1)
 
 
-def test_peer_with_another_model_is_refused():
-    message = "^it trains 797,962 parameters where ours trains 1,068,298: another model$"
-    with pytest.raises(RunError, match=message), processes.open_peer(fake_peer("input()", 797962), 1068298):
-        pass
+@pytest.fixture
+def compare(tmp_path, monkeypatch):
+    """compare(num_gpus, devices, peer_command, ..) with trainings of 100 images/s on every device."""
+
+    def compare(num_gpus, devices, peer_command, **settings):
+        monkeypatch.setattr(framework_comparison, "num_trained_parameters", lambda model: 7)
+        monkeypatch.setattr(framework_comparison, "_peer_command", peer_command)
+        monkeypatch.setattr(
+            framework_comparison, "_training_rate", lambda recipe, *_: lambda steps: 100.0 * recipe.num_gpus
+        )
+        recipe = TrainConfig(model="cifarnet", batch_size=16, num_gpus=num_gpus, crop=24, shift=0)
+        config = SpeedrunConfig(recipe=recipe, train_dir=str(tmp_path), **settings)
+        return framework_comparison.compare_frameworks(
+            config, ["float32"], Dataset("synthetic", TRAIN, TRAIN, TRAIN), devices
+        )
+
+    return compare
 
 
-def compare(tmp_path, batches, num_gpus, devices, **settings):
-    recipe = TrainConfig(dataset="synthetic", model="cifarnet", batch_size=16, num_gpus=num_gpus, crop=24, shift=0)
-    config = SpeedrunConfig(recipe=recipe, train_dir=str(tmp_path), **settings)
-    return framework_comparison.compare_frameworks(config, devices, ["float32"], batches, Augmentation(crop=24), 7)
-
-
-def test_failing_peer_leaves_the_others_measured(tmp_path, batches, monkeypatch):
+def test_failing_peer_leaves_the_others_measured(compare):
     """It answers the request from which its steps are planned, and that of the first round."""
     visits = {"keras": 2, "tutorial": 4}
 
-    def peer_command(name, *_):
-        return fake_peer(f"{ANSWERS.format(visits[name])}; raise SystemExit('full')")
+    def peer_command(competitor, *_):
+        return fake_peer(f"{ANSWERS.format(visits[competitor.name])}; raise SystemExit('full')")
 
-    monkeypatch.setattr(framework_comparison, "_make_training_fn", lambda *_: lambda steps: 100.0)
-    monkeypatch.setattr(framework_comparison, "_peer_command", peer_command)
-    competitors, left_out = compare(tmp_path, batches, num_gpus=2, devices=1, rounds=3, peers="keras,tutorial")
+    competitors, left_out = compare(2, 1, peer_command, rounds=3, peers="keras,tutorial")
     assert {each.name: len(each.images_per_sec) for each in competitors} == {"cifar_towers": 3, "tutorial": 3}
     assert left_out == {"keras, float32": "full"}
 
 
-def test_ours_is_also_measured_on_one_of_several_devices(tmp_path, batches, monkeypatch):
+def test_ours_is_also_measured_on_one_of_several_devices(compare):
     """Keras without a strategy uses one; mirrored, it uses all."""
-    monkeypatch.setattr(
-        framework_comparison, "_make_training_fn", lambda recipe, *_: lambda steps: 100.0 * recipe.num_gpus
-    )
-    monkeypatch.setattr(framework_comparison, "_peer_command", lambda *_: fake_peer(ANSWERS.format(2)))
-    competitors, _ = compare(tmp_path, batches, num_gpus=4, devices=4, rounds=1, peers="keras,keras-mirrored")
+    competitors, _ = compare(4, 4, lambda *_: fake_peer(ANSWERS.format(2)), rounds=1, peers="keras,keras-mirrored")
     assert [(each.name, each.devices, each.median) for each in competitors] == [
         ("cifar_towers", 1, 100.0), ("cifar_towers", 4, 400.0), ("keras", 1, 32.0), ("keras-mirrored", 4, 32.0),
     ]  # fmt: skip
@@ -154,7 +150,7 @@ def test_ours_makes_the_step_with_frozen_whitening(tmp_path, monkeypatch):
 
     monkeypatch.setattr(processes, "run_training", run_training)
     recipe = TrainConfig(dataset="synthetic", num_gpus=2)
-    measure = framework_comparison._make_training_fn(recipe, "bfloat16", tmp_path)
+    measure = framework_comparison._training_rate(recipe, "bfloat16", tmp_path)
     assert measure(8) == 5.0
     (config,) = configs
     assert (config.whitening_epochs, config.max_steps, config.precision) == (0, 9, "bfloat16")

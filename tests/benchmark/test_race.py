@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from cifar_towers.benchmark import framework_comparison, peak_flops, processes, race
-from cifar_towers.benchmark.race import StepKind, Work
+from cifar_towers.benchmark.race import StepKind
 from cifar_towers.benchmark.settings import SpeedrunConfig
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
@@ -24,12 +24,8 @@ def test_command_of_a_training_has_its_settings():
     assert parse_command_line(TrainConfig, command[1:], "") == config
 
 
-def test_work_of_a_run_is_that_of_its_steps():
-    small, large = StepKind(24, ("kernels",)), StepKind(32, ("kernels",))
-    operations = {small: {"Conv2D": 10, "MatMul": 1}, large: {"Conv2D": 20, "MatMul": 1}}
-    work = Work({small: 3, large: 2}, operations)
-    assert work.total() == 3 * 11 + 2 * 21 and work.total(without_first=True) == 2 * 11 + 21
-    assert work.by_type() == {"Conv2D": 70, "MatMul": 5}
+def test_race_process_allocates_gpu_memory_as_needed():
+    assert race.ONE_TOWER["gpu_memory_growth"]
 
 
 def test_work_is_counted_for_each_kind_of_step(towers):
@@ -41,8 +37,8 @@ def test_work_is_counted_for_each_kind_of_step(towers):
     work = race.count_work(recipe, towers(2), "float32", train)
     others = ("kernels", "biases", "head")
     first, small, large = StepKind(20, (*others, "whitening")), StepKind(20, others), StepKind(32, others)
-    assert work.steps == {first: 2, small: 1, large: 7}
-    totals = {kind: sum(operations.values()) for kind, operations in work.operations.items()}
+    assert {kind: steps for kind, (steps, _) in work.items()} == {first: 2, small: 1, large: 7}
+    totals = {kind: sum(operations.values()) for kind, (_, operations) in work.items()}
     assert 0.3 < totals[small] / totals[large] < (20 / 32) ** 2
     # the gradient to the images of the first convolution after the whitening: 19 x 19, 24 -> 64 channels
     assert totals[first] - totals[small] == 8 * 2 * 19 * 19 * 24 * 9 * 64
@@ -53,9 +49,10 @@ def test_work_includes_selecting_hard_examples(towers):
     train = synthetic.make(80, seed=0, stream=0)
     both = TrainConfig(model="speednet93", batch_size=8, hard_example_pool=16, epochs=1, whitening_epochs=0)
     configs = both, dataclasses.replace(both, hard_example_pool=0), build.proxy_config(both)
-    both, model, proxy = (race.count_work(config, towers(1), "float32", train) for config in configs)
-    assert both.steps == proxy.steps and sum(model.steps.values()) == 2 * sum(both.steps.values())
-    assert both.total() == model.total() // 2 + proxy.total()
+    works = [race.count_work(config, towers(1), "float32", train).items() for config in configs]
+    ((kind, both),), ((_, model),), ((proxy_kind, proxy),) = works
+    assert (kind, both.steps) == (proxy_kind, proxy.steps) and model.steps == 2 * both.steps
+    assert sum(both.operations.values()) == sum(model.operations.values()) + sum(proxy.operations.values())
 
 
 def test_uncountable_model_is_a_usage_error(towers, tmp_path):
@@ -71,11 +68,6 @@ def test_uncountable_model_is_a_usage_error(towers, tmp_path):
     recipe = TrainConfig(model=f"{tmp_path}/loops.py:net", optimizer="momentum", batch_size=8, epochs=1)
     with pytest.raises(UsageError, match=r"model=.*loops.py:net cannot be raced, .*of the loop .*--seeds= runs"):
         race.count_work(recipe, towers(1), "float32", synthetic.make(80, seed=0, stream=0))
-
-
-def test_race_process_allocates_gpu_memory_as_needed():
-    recipe = TrainConfig(**TINY, gpu_memory_growth=False)
-    assert dataclasses.replace(recipe, **race.ONE_TOWER).gpu_memory_growth
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,14 @@
-import multiprocessing
-import threading
+import json
 import time
 from types import SimpleNamespace
 
 import pytest
 
-from cifar_towers.benchmark import runner, worker, worker_process
-from cifar_towers.benchmark.cases import KERAS, UNPLACED, BenchmarkCase, PreparedCase, make_cases
-from cifar_towers.benchmark.round_stats import CaseResult
+from cifar_towers.benchmark import processes, runner, worker
+from cifar_towers.benchmark.cases import KERAS, UNPLACED, BenchmarkCase, CaseResult, PreparedCase, make_cases
 from cifar_towers.benchmark.settings import BenchmarkConfig
 from cifar_towers.config import TrainConfig
-from cifar_towers.errors import RunError, UsageError
-from cifar_towers.towers import Tower
+from cifar_towers.errors import UsageError
 from tests.benchmark.results import make_result
 
 CONFIG = BenchmarkConfig(recipe=TrainConfig(batch_size=100), minutes=0.01)
@@ -44,28 +41,28 @@ def test_one_tower_on_a_gpu_is_measured_with_variables_on_gpu_and_cpu():
 
 def test_case_that_fails_during_a_round_is_left_out(capsys):
     results = [make_result("towers", placement, 2, []) for placement in ("cpu", "round_robin")]
-    for result in results:
-        result.waits = []
 
     def request(message):
-        if message[1].placement == "cpu" and results[0].images_per_sec:
+        _, case, steps = message
+        if case.placement == "cpu" and results[0].images_per_sec:
             raise UsageError("OOM when allocating")
-        return {"seconds": [9.0, *[0.1] * (message[2] - 1)], "waiting": [0.0] * message[2]}
+        return [(9.0, 0.0), *[(0.1, 0.0)] * (steps - 1)]
 
     runner._measure(results, {2: request}, CONFIG, time.monotonic())
     (left,) = results
     assert (left.steps, left.case.placement) == (3, "round_robin")
     assert left.images_per_sec == [pytest.approx(1000)] * 3
-    assert "left out: 2 x towers, cpu: OOM when allocating" in capsys.readouterr().out
+    assert "left out: 2 x towers, cpu, float32: OOM when allocating" in capsys.readouterr().out
 
 
 def test_prefetched_batches_are_not_timed():
     """Two of them are there at once, and each later one makes the step wait for 0.3 s."""
-    results = [CaseResult(BenchmarkCase("towers", "cpu", 2, "float32", "stream"), 3.0, 0.4)]
+    case = BenchmarkCase("towers", "cpu", 2, "float32", "stream")
+    results = [CaseResult(case=case, step_seconds=0.4), make_result("towers", "cpu", 2, [])]
 
     def request(message):
-        steps = message[2] - 3
-        return {"seconds": [9.0, 0.1, 0.1, *[0.4] * steps], "waiting": [0.0, 0.0, 0.0, *[0.3] * steps]}
+        _, _, steps = message
+        return [(9.0, 0.0), (0.1, 0.0), (0.1, 0.0), *[(0.4, 0.3)] * (steps - 3)]
 
     runner._measure(results, {2: request}, CONFIG, time.monotonic())
     assert results[0].images_per_sec == [pytest.approx(250)] * 3 and results[0].waiting == pytest.approx(0.75)
@@ -76,14 +73,8 @@ def test_without_a_trainable_case_nothing_is_reported():
         runner._require_trainable([make_result(KERAS, UNPLACED, 2, [])])
 
 
-class WorkerWithoutData(worker.Worker):
-    def __init__(self, config, num_towers):
-        self.config, self.train, self.dataset = config, None, "none"
-        self.towers, self.prepared = [Tower(0, "/CPU:0")], {}
-
-
 def test_failing_cases_leave_the_others_measured(monkeypatch, capsys):
-    """One cannot be built, and one cannot be profiled; in the end the process has gone."""
+    """One cannot be built, and one cannot be profiled."""
 
     def prepare_case(config, case, towers, train):
         if case.strategy == "mirrored":
@@ -91,14 +82,14 @@ def test_failing_cases_leave_the_others_measured(monkeypatch, capsys):
         step = (lambda: 1 / 0) if case.placement == "round_robin" else (lambda: None)
         return PreparedCase(lambda steps: iter([(0.1, 0.0)] * steps), step)
 
-    monkeypatch.setattr(worker, "Worker", WorkerWithoutData)
     monkeypatch.setattr(worker, "prepare_case", prepare_case)
     monkeypatch.setattr(worker, "profile_step", lambda step: SimpleNamespace(shares=lambda: {"step": step()}))
-    connection, worker_connection = multiprocessing.Pipe()
-    serving = threading.Thread(target=worker.serve, args=(CONFIG, 2, worker_connection))
-    serving.start()
-    request = worker_process.make_request_fn(connection, 2)
-    assert request()["dataset"] == "none"
+    server = worker.Worker()
+    server.config = server.towers = server.train = None
+
+    def request(message):
+        return processes.check_answer(json.loads(json.dumps(server.answer(*json.loads(json.dumps(message))))))
+
     ways = [("towers", "cpu"), ("mirrored", UNPLACED), ("towers", "round_robin")]
     cases = [BenchmarkCase(strategy, placement, 2, "float32") for strategy, placement in ways]
     results = runner._prepare(cases, {2: request})
@@ -110,17 +101,4 @@ def test_failing_cases_leave_the_others_measured(monkeypatch, capsys):
     ]
     output = capsys.readouterr().out
     assert "2 x mirrored, float32: left out: NotImplementedError" in output
-    assert "not profiled: 2 x towers, round_robin: division by zero" in output
-    connection.send(None)
-    serving.join(10)
-    worker_connection.close()
-    with pytest.raises(RunError, match="the process of 2 towers has ended"):
-        request(("run_steps", cases[0], 1))
-
-
-def test_closing_a_worker_that_has_ended_is_no_error():
-    with (
-        worker_process.open_worker(CONFIG, 2, initializer=exit) as request,
-        pytest.raises(RunError, match="the process of 2 towers has"),
-    ):
-        request()
+    assert "not profiled: 2 x towers, round_robin, float32: division by zero" in output

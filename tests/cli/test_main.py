@@ -33,7 +33,7 @@ def test_benchmark_accepts_every_recipe(monkeypatch):
 
     configs = []
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # as the program would leave it set
-    monkeypatch.setattr(runner, "run_benchmark", lambda config, initializer: configs.append(config.recipe))
+    monkeypatch.setattr(runner, "run_benchmark", lambda config, worker_command: configs.append(config.recipe))
     recipes = sorted((ROOT / "configs").glob("*.cfg"))
     for recipe in recipes:
         monkeypatch.setattr(sys, "argv", ["benchmark.py", "--dataset=synthetic", f"--flagfile={recipe}"])
