@@ -18,6 +18,7 @@ def convolution(images, kernel):
 
 
 def gradients(images, kernel):
+    """Of which the graph holds the forward pass, and always both."""
     with tf.GradientTape() as tape:
         tape.watch([images, kernel])
         output = convolution(images, kernel)
@@ -28,22 +29,12 @@ FLOPS = 2 * 4 * 10 * 10 * 3 * 3 * 5 * 7  # a SAME 3x3 convolution of 5 to 7 chan
 SHAPES = [4, 10, 10, 5], [3, 3, 5, 7]
 
 
-def test_convolution_and_its_gradients():
-    assert operations.count(traced(convolution, *SHAPES)) == {"Conv2D": FLOPS}
-    counts = operations.count(traced(gradients, *SHAPES))  # the forward pass is pruned
-    assert counts == {"Conv2DBackpropInput": FLOPS, "Conv2DBackpropFilter": FLOPS}
-
-
-def test_pruned_operations_are_not_counted():
-    """The graph holds both gradients of a convolution, whichever is used."""
-    function = traced(lambda images, kernel: gradients(images, kernel)[1], *SHAPES)
-    assert {"Conv2DBackpropInput"} <= {op.type for op in function.graph.get_operations()}
-    assert operations.count(function) == {"Conv2DBackpropFilter": FLOPS}
-
-
 @pytest.mark.parametrize(
     ("function", "shapes", "expected"),
     [
+        (convolution, SHAPES, {"Conv2D": FLOPS}),
+        (gradients, SHAPES, {"Conv2DBackpropInput": FLOPS, "Conv2DBackpropFilter": FLOPS}),
+        (lambda x, y: gradients(x, y)[1], SHAPES, {"Conv2DBackpropFilter": FLOPS}),
         (lambda x, y: tf.nn.conv2d(x, y, 2, "VALID"), SHAPES, {"Conv2D": 2 * 4 * 4 * 4 * 9 * 5 * 7}),
         (tf.matmul, ([3, 4], [4, 5]), {"MatMul": 2 * 3 * 4 * 5}),
         (lambda x, y: tf.matmul(x, y, transpose_a=True), ([4, 3], [4, 5]), {"MatMul": 2 * 3 * 4 * 5}),
@@ -60,6 +51,11 @@ def test_pruned_operations_are_not_counted():
 )
 def test_counts_equal_those_by_hand(function, shapes, expected):
     assert operations.count(traced(function, *shapes)) == expected
+
+
+def test_pruned_operations_are_in_the_graph():
+    function = traced(lambda images, kernel: gradients(images, kernel)[1], *SHAPES)
+    assert {"Conv2DBackpropInput"} <= {op.type for op in function.graph.get_operations()}
 
 
 def test_every_call_and_the_larger_branch_count():
@@ -89,9 +85,8 @@ def test_errors_name_the_uncountable_operation():
 def test_speednet_step_counts_equal_for_tower_counts_and_precisions(towers):
     """118 million multiply-adds an image forward, as many for each of the two gradients. In bfloat16 some are
     matrix products."""
-    examples, side = 8, 32
+    examples, totals = 8, {}
     train = synthetic.make(100, seed=0, stream=0)
-    totals = {}
     for count, precision in ((1, "float32"), (2, "float32"), (1, "bfloat16")):
         config = TrainConfig(model="speednet94", optimizer="momentum", batch_size=examples, num_gpus=count)
         batches = Batches(train, examples, seed=0)
@@ -99,7 +94,7 @@ def test_speednet_step_counts_equal_for_tower_counts_and_precisions(towers):
             config, towers(count), precision, train, RunLength(batches.steps_per_epoch, 10, 10)
         )
         rates = {name: tf.TensorSpec([], tf.float32) for name in training.state.optimizer.learning_rates(0)}
-        function = training.train_step.get_concrete_function(batches.stream(0, 1).element_spec, rates, side)
+        function = training.train_step.get_concrete_function(batches.stream(0, 1).element_spec, rates, 32)
         totals[count, precision] = sum(operations.count(function).values())
     assert totals[1, "float32"] / examples == pytest.approx(3 * 2 * 118e6, rel=0.01)
     assert len(set(totals.values())) == 1

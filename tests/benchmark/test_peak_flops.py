@@ -1,3 +1,4 @@
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -15,16 +16,9 @@ def set_run_seconds(monkeypatch):
     monkeypatch.setattr(peak_flops, "MATRIX_SIZE", 256)
 
     def set_seconds(*seconds):
-        remaining, readings = list(seconds), [0.0]
-
-        def perf_counter():
-            if len(readings) % 2 == 0:  # the end of a run
-                readings.append(readings[-1] + (remaining.pop(0) if len(remaining) > 1 else remaining[0]))
-            else:
-                readings.append(readings[-1])
-            return readings[-1]
-
-        monkeypatch.setattr(peak_flops, "time", SimpleNamespace(perf_counter=perf_counter))
+        repeated = itertools.chain(seconds, itertools.repeat(seconds[-1]))
+        clock = itertools.accumulate(passed for duration in repeated for passed in (0.0, duration))
+        monkeypatch.setattr(peak_flops, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
 
     return set_seconds
 

@@ -13,6 +13,7 @@ from cifar_towers.files import run_files
 from cifar_towers.training import build
 
 TINY = {"dataset": "synthetic", "model": "cifarnet", "crop": 24, "shift": 0, "batch_size": 40, "precision": "float32"}
+TRAIN = synthetic.make(80, seed=0, stream=0)
 FACTS = {"processor": "Abacus", "cores": 2, "gpus": ["A100"], "precision": "float32", "onednn": "1"}
 
 
@@ -30,11 +31,10 @@ def test_race_process_allocates_gpu_memory_as_needed():
 
 def test_work_is_counted_for_each_kind_of_step(towers):
     """Ten steps, 30 % of them on smaller images; the whitening is trained in the first two."""
-    train = synthetic.make(80, seed=0, stream=0)
     recipe = TrainConfig(
         model="speednet93", batch_size=8, epochs=1, image_size_schedule="0=20,30%=32", whitening_epochs=0.2
     )
-    work = race.count_work(recipe, towers(2), "float32", train)
+    work = race.count_work(recipe, towers(2), "float32", TRAIN)
     others = ("kernels", "biases", "head")
     first, small, large = StepKind(20, (*others, "whitening")), StepKind(20, others), StepKind(32, others)
     assert {kind: steps for kind, (steps, _) in work.items()} == {first: 2, small: 1, large: 7}
@@ -46,10 +46,9 @@ def test_work_is_counted_for_each_kind_of_step(towers):
 
 def test_work_includes_selecting_hard_examples(towers):
     """Eight of sixteen: the model's work on eight and the proxy's on sixteen, though a step is one function."""
-    train = synthetic.make(80, seed=0, stream=0)
     both = TrainConfig(model="speednet93", batch_size=8, hard_example_pool=16, epochs=1, whitening_epochs=0)
     configs = both, dataclasses.replace(both, hard_example_pool=0), build.proxy_config(both)
-    works = [race.count_work(config, towers(1), "float32", train).items() for config in configs]
+    works = [race.count_work(config, towers(1), "float32", TRAIN).items() for config in configs]
     ((kind, both),), ((_, model),), ((proxy_kind, proxy),) = works
     assert (kind, both.steps) == (proxy_kind, proxy.steps) and model.steps == 2 * both.steps
     assert sum(both.operations.values()) == sum(model.operations.values()) + sum(proxy.operations.values())
@@ -67,7 +66,7 @@ def test_uncountable_model_is_a_usage_error(towers, tmp_path):
     )
     recipe = TrainConfig(model=f"{tmp_path}/loops.py:net", optimizer="momentum", batch_size=8, epochs=1)
     with pytest.raises(UsageError, match=r"model=.*loops.py:net cannot be raced, .*of the loop .*--seeds= runs"):
-        race.count_work(recipe, towers(1), "float32", synthetic.make(80, seed=0, stream=0))
+        race.count_work(recipe, towers(1), "float32", TRAIN)
 
 
 @pytest.mark.parametrize(
