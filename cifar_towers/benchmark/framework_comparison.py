@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 import tempfile
@@ -23,7 +24,6 @@ from cifar_towers.training import build
 
 OURS = "cifar_towers"
 VISIT_SECONDS, MIN_TIMED_STEPS = 15.0, 8  # of each competitor in each round
-ON_ALL_DEVICES = ("keras-mirrored", "tutorial")  # the other peers use one device
 PILOT_STEPS = 3  # from which the number of timed steps is planned
 
 
@@ -67,10 +67,9 @@ def compare_frameworks(
         for competitor in [*_ours(config, devices, precisions), *_peers(config, devices, precisions)]:
             try:
                 if competitor.name != OURS:
-                    time_steps = stack.enter_context(
-                        open_peer(_peer_command(competitor, config, data), trained_parameters)
-                    )
-                    competitor.measure = _peer_rate(competitor.images, time_steps)
+                    command = _peer_command(competitor, config, data)
+                    time_steps = stack.enter_context(open_peer(command, trained_parameters))
+                    competitor.measure = functools.partial(_peer_rate, competitor.images, time_steps)
                 step_seconds = competitor.images / competitor.measure(PILOT_STEPS)
             except RunError as error:
                 leave_out(competitor, error)
@@ -87,20 +86,20 @@ def _ours(config: SpeedrunConfig, devices: int, precisions: Sequence[str]) -> It
     recipes = {1: dataclasses.replace(config.recipe, num_gpus=1), devices: config.recipe}
     for precision in precisions:
         for count, recipe in recipes.items():
-            measure = _training_rate(recipe, precision, config.directory)
+            measure = functools.partial(_training_rate, recipe, precision, config.directory)
             yield Competitor(name=OURS, precision=precision, images=recipe.batch_size, devices=count, measure=measure)
 
 
 def _peers(config: SpeedrunConfig, devices: int, precisions: Sequence[str]) -> Iterator[Competitor]:
     """The peers that have the model, or those that are asked for, in the precisions that they have."""
     recipe, towers = config.recipe, _num_towers(config)
-    available = [name for name, models in PEERS.items() if recipe.model in models]
-    for name in split_names(config.peers) or available:
-        images = recipe.batch_size * (towers if name == "tutorial" else 1)
-        supported = ("float32",) if name == "tutorial" else ("float32", "bfloat16")  # no peer runs in float16
-        if config.peers or towers > 1 or name != "keras-mirrored":
-            count = devices if name in ON_ALL_DEVICES else 1
-            for precision in [each for each in precisions if each in supported]:
+    available = [name for name, peer in PEERS.items() if recipe.model in peer.models]
+    default = [name for name in available if towers > 1 or name != "keras-mirrored"]
+    for name in split_names(config.peers) or default:
+        images = recipe.batch_size * (towers if name == "tutorial" else 1)  # each of its towers has a batch
+        count = devices if "{towers}" in PEERS[name].flags else 1
+        for precision in precisions:
+            if precision in PEERS[name].precisions:
                 yield Competitor(name=name, precision=precision, images=images, devices=count)
 
 
@@ -109,31 +108,27 @@ def _num_towers(config: SpeedrunConfig) -> int:
     return config.recipe.num_gpus or CPU_TOWERS_BY_DEFAULT
 
 
-def _training_rate(recipe: TrainConfig, precision: str, directory: Path) -> Callable[[int], float]:
-    """A function (steps) -> images/s of a training with that many steps, after a first one that compiles."""
-
-    def measure(steps: int) -> float:
-        timed = dataclasses.replace(
-            recipe,
-            epochs=recipe.epochs and max(recipe.epochs, steps + 1.0),  # an epoch has at least one step
-            max_steps=steps + 1,
-            image_size_schedule="",
-            tta=0,
-            eval_every_epochs=0.0,
-            whitening_epochs=0.0,  # its bias is frozen, as it is in most of a run
-            profile_steps="",
-            precision=precision,
-            overwrite=True,
-            train_dir=str(directory / "side-by-side" / precision),
-        )
-        return processes.run_training(timed, quiet=True)["images_per_sec"]
-
-    return measure
+def _training_rate(recipe: TrainConfig, precision: str, directory: Path, steps: int) -> float:
+    """Images/s of a training with that many steps, after a first one that compiles."""
+    timed = dataclasses.replace(
+        recipe,
+        epochs=recipe.epochs and max(recipe.epochs, steps + 1.0),  # an epoch has at least one step
+        max_steps=steps + 1,
+        image_size_schedule="",
+        tta=0,
+        eval_every_epochs=0.0,
+        whitening_epochs=0.0,  # its bias is frozen, as it is in most of a run
+        profile_steps="",
+        precision=precision,
+        overwrite=True,
+        train_dir=str(directory / "side-by-side" / precision),
+    )
+    return processes.run_training(timed, quiet=True)["images_per_sec"]
 
 
-def _peer_rate(images: int, time_steps: Callable[[int], list[float]]) -> Callable[[int], float]:
-    """A function (steps) -> images/s of a peer, after a first step that warms the caches."""
-    return lambda steps: images * steps / sum(time_steps(steps + 1)[1:])
+def _peer_rate(images: int, time_steps: Callable[[int], list[float]], steps: int) -> float:
+    """Images/s of a peer's steps, after a first one that warms the caches."""
+    return images * steps / sum(time_steps(steps + 1)[1:])
 
 
 @contextlib.contextmanager
@@ -151,15 +146,9 @@ def open_peer(command: Sequence[str], trained_parameters: int) -> Iterator[Calla
 
 
 def _peer_command(competitor: Competitor, config: SpeedrunConfig, data: Path) -> list[str]:
-    towers = _num_towers(config)
-    program, *flags = {
-        "pytorch": ["pytorch_step.py"],
-        "pytorch-compiled": ["pytorch_step.py", "--compile"],
-        "keras": ["keras_fit.py"],
-        "keras-mirrored": ["keras_fit.py", f"--mirrored={towers}"],
-        "tutorial": ["tutorial_graph.py", f"--towers={towers}"],
-    }[competitor.name]
-    python = config.peer_python if program == "pytorch_step.py" else ""
-    flags += [f"--model={config.recipe.model}", f"--precision={competitor.precision}"]
-    flags += [f"--batch_size={config.recipe.batch_size}", f"--data={data}"]
-    return [python or sys.executable, processes.script_path(f"peers/{program}"), *flags]
+    peer, recipe = PEERS[competitor.name], config.recipe
+    python = config.peer_python if competitor.name.startswith("pytorch") else ""
+    flags = peer.flags.format(towers=_num_towers(config)).split()
+    flags += [f"--model={recipe.model}", f"--precision={competitor.precision}"]
+    flags += [f"--batch_size={recipe.batch_size}", f"--data={data}"]
+    return [python or sys.executable, processes.script_path(f"peers/{peer.program}"), *flags]

@@ -1,21 +1,31 @@
 """Settings of `benchmark.py` and `speedrun.py`: a recipe, and how to measure it. Must not import TensorFlow."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from cifar_towers.config import DeviceConfig, TrainConfig, parse_seeds
 from cifar_towers.config.settings import RECIPE, check_limits, names_with, parse_names, setting, settings_of
 from cifar_towers.errors import UsageError
 from cifar_towers.registry import MODELS
 
-PEERS = {  # training steps of other frameworks -> the models each of them has
-    "pytorch": ("speednet94", "resnet20"),
-    "pytorch-compiled": ("speednet94", "resnet20"),
-    "keras": MODELS,
-    "keras-mirrored": MODELS,
-    "tutorial": ("cifarnet",),
+
+class Peer(NamedTuple):
+    """Another framework's training step, measured by a program in scripts/peers/."""
+
+    program: str
+    models: Collection[str]
+    flags: str = ""  # one with {towers} uses all devices, the others one
+    precisions: tuple[str, ...] = ("float32", "bfloat16")
+
+
+PEERS = {
+    "pytorch": Peer("pytorch_step.py", ("speednet94", "resnet20")),
+    "pytorch-compiled": Peer("pytorch_step.py", ("speednet94", "resnet20"), "--compile"),
+    "keras": Peer("keras_fit.py", MODELS),
+    "keras-mirrored": Peer("keras_fit.py", MODELS, "--mirrored={towers}"),
+    "tutorial": Peer("tutorial_graph.py", ("cifarnet",), "--towers={towers}", ("float32",)),
 }
 VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus")  # by the benchmark
 CLUSTER = names_with(TrainConfig, group="Cluster")
@@ -108,7 +118,7 @@ class SpeedrunConfig:
         parse_seeds(self.seeds)
         parse_names("precisions", self.precisions, ("float32", "bfloat16"))
         for name in parse_names("peers", self.peers, tuple(PEERS)):
-            if self.recipe.model not in PEERS[name]:
+            if self.recipe.model not in PEERS[name].models:
                 raise UsageError(f"peers={self.peers}: {name} has no {self.recipe.model}; leave it out")
         if self.recipe.strategy == "multi_worker":
             raise UsageError("strategy=multi_worker: a race is run on one machine; leave it out")

@@ -109,9 +109,7 @@ def compare(tmp_path, monkeypatch):
     def compare(num_gpus, devices, peer_command, **settings):
         monkeypatch.setattr(framework_comparison, "num_trained_parameters", lambda model: 7)
         monkeypatch.setattr(framework_comparison, "_peer_command", peer_command)
-        monkeypatch.setattr(
-            framework_comparison, "_training_rate", lambda recipe, *_: lambda steps: 100.0 * recipe.num_gpus
-        )
+        monkeypatch.setattr(framework_comparison, "_training_rate", lambda recipe, *_: 100.0 * recipe.num_gpus)
         recipe = TrainConfig(model="cifarnet", batch_size=16, num_gpus=num_gpus, crop=24, shift=0)
         config = SpeedrunConfig(recipe=recipe, train_dir=str(tmp_path), **settings)
         return framework_comparison.compare_frameworks(
@@ -150,12 +148,11 @@ def test_ours_makes_the_step_with_frozen_whitening(tmp_path, monkeypatch):
 
     monkeypatch.setattr(processes, "run_training", run_training)
     recipe = TrainConfig(dataset="synthetic", num_gpus=2)
-    measure = framework_comparison._training_rate(recipe, "bfloat16", tmp_path)
-    assert measure(8) == 5.0
+    assert framework_comparison._training_rate(recipe, "bfloat16", tmp_path, 8) == 5.0
     (config,) = configs
     assert (config.whitening_epochs, config.max_steps, config.precision) == (0, 9, "bfloat16")
     assert config.run_length(100).last == 9
-    measure(2500)
+    framework_comparison._training_rate(recipe, "bfloat16", tmp_path, 2500)
     assert configs[-1].run_length(48).last == 2501  # also where that is more than the recipe has
 
 
