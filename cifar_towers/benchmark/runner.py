@@ -145,7 +145,7 @@ def set_efficiency(results: Sequence[CaseResult], num_devices: Mapping[int, int]
     one_tower: dict[str, float] = {}
     for result in results:
         case = result.case
-        if (case.towers, case.strategy, case.input) == (1, "towers", "constant"):
+        if case.trains and (case.strategy, case.towers) == ("towers", 1):
             one_tower[case.precision] = max(result.median, one_tower.get(case.precision, 0.0))
     for result in results:
         if result.case.precision in one_tower:

@@ -5,23 +5,34 @@ All are idle while one works.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import sys
 import time
 import traceback
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
-from cifar_towers.benchmark.cases import BenchmarkCase, PreparedCase, prepare_case
+from cifar_towers.benchmark.baselines import make_array_fit, make_arrays
+from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, BenchmarkCase
 from cifar_towers.benchmark.settings import BenchmarkConfig
-from cifar_towers.config import TrainConfig
+from cifar_towers.config import TrainConfig, schedules
 from cifar_towers.data import sources
+from cifar_towers.data.batches import Batch
+from cifar_towers.data.dataset import Split
 from cifar_towers.errors import RunError, UsageError, error_text
+from cifar_towers.models.layers import BatchNorm
 from cifar_towers.reporting.profiler import profile_step
+from cifar_towers.towers import Tower, split_batch
+from cifar_towers.towers.communication import VariableBytes
+from cifar_towers.towers.placement import HOST, custom_placement
 from cifar_towers.training import build
 from cifar_towers.training.devices import setup_towers
+from cifar_towers.training.results import to_numpy
 
 EXPECTED_ERRORS = (ValueError, NotImplementedError, MemoryError, tf.errors.OpError, RunError)  # of a single case
 
@@ -33,6 +44,15 @@ def serve() -> None:
     worker = Worker()
     for line in sys.stdin:
         print(json.dumps(worker.answer(*json.loads(line))), file=output, flush=True)
+
+
+class PreparedCase(NamedTuple):
+    """A case that is ready to run."""
+
+    run_steps: Callable[[int], Iterator[tuple[float, float]]]  # (steps) -> each step's seconds, and those of its input
+    step: Callable[[], Any] | None = None  # one step on the constant batch, for a profile; None for Keras
+    variables: Sequence[VariableBytes] = ()  # of the model, in the order of creation
+    example_bytes: int = 0
 
 
 class Worker:
@@ -85,3 +105,86 @@ class Worker:
     def profile(self, case: list) -> dict[str, float]:
         """Shares of a step's work, summed over towers."""
         return profile_step(self.prepared[tuple(case)].step).shares()
+
+
+def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: Sequence[Tower], train: Split) -> PreparedCase:
+    """Builds the step of a case on the first `case.towers` towers.
+
+    Raises:
+      UsageError: this machine or this recipe does not support it.
+    """
+    towers = list(towers[: case.towers])
+    if case.strategy == "mirrored":
+        changes = {"strategy": "mirrored", "gradient_device": "variable", "all_reduce": config.all_reduce}
+    else:
+        changes = {"variable_placement": "cpu" if case.placement == UNPLACED else case.placement}
+    recipe = dataclasses.replace(config.recipe, precision=case.precision, **changes)
+    batches = build.make_batches(recipe, train)
+    if case.strategy == KERAS:
+        model = build.make_model(recipe, case.precision, train.info, train)
+        arrays = make_arrays(batches, build.make_augmentation(recipe, train.info))
+        fit = make_array_fit(model, towers, arrays["images"], arrays["labels"], batches.batch_size)
+        return PreparedCase(lambda steps: ((seconds, 0.0) for seconds in fit(steps)))
+    length = recipe.run_length(batches.steps_per_epoch)
+    if case.strategy == NO_EXCHANGE:
+        training, step_fn = _make_independent_steps(recipe, towers, length, train)
+    else:
+        training = build.make_training(recipe, towers, case.precision, train, length)
+        step_fn = training.train_step
+    image_size = schedules.ImageSizeSchedule(recipe.image_size_schedule, recipe.image_size).largest()
+    mid_run_rates = training.state.optimizer.learning_rates(length.last // 2)  # when the whitening's bias is frozen
+    with tf.device(HOST):
+        rates = {name: tf.constant(rate, tf.float32) for name, rate in mid_run_rates.items()}
+        constant_batch = batches.at(0)
+
+    def step(batch: Batch = constant_batch) -> Any:
+        return to_numpy(step_fn(batch, rates, image_size))
+
+    stream = iter(batches.stream(0, 1_000_000)) if case.input == "stream" else None
+    batch_bytes = sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tf.nest.flatten(constant_batch))
+    return PreparedCase(
+        functools.partial(_time_steps, step, stream),
+        step,
+        variable_bytes(training.state.model),
+        batch_bytes // batches.batch_size,
+    )
+
+
+def variable_bytes(model: keras.Model) -> list[VariableBytes]:
+    """Size and role of a model's variables for the cost model, in the order of creation."""
+    trainable = {id(variable) for variable in model.trainable_variables}
+    sizes = []
+    for layer in model.layers:
+        other_role = "statistic" if isinstance(layer, BatchNorm) else "frozen"
+        for variable in layer.variables:
+            role = "weight" if id(variable) in trainable else other_role
+            value = variable.value
+            sizes.append(VariableBytes(value.shape.num_elements() * value.dtype.size, role))
+    return sizes
+
+
+def _time_steps(step: Callable, stream: Iterator | None, steps: int) -> Iterator[tuple[float, float]]:
+    for _ in range(steps):
+        start = time.perf_counter()
+        batch = (next(stream),) if stream else ()
+        input_seconds = time.perf_counter() - start if stream else 0.0
+        step(*batch)
+        yield time.perf_counter() - start, input_seconds
+
+
+def _make_independent_steps(
+    recipe: TrainConfig, towers: list[Tower], length: schedules.RunLength, train: Split
+) -> tuple[build.TrainSetup, Callable]:
+    """The first tower's training, and one graph of K steps, each on its tower's device with variables of its own."""
+    recipe = dataclasses.replace(recipe, batch_size=recipe.batch_size // len(towers))
+    trainings = []
+    for tower in towers:
+        with custom_placement(lambda _, pinned_to, device=tower.device: device):
+            trainings.append(build.make_training(recipe, [tower], recipe.precision, train, length))
+
+    @tf.function(autograph=False)
+    def step(batch, rates, image_size):
+        shards = split_batch(batch, towers)
+        return [each.train_step(shard, rates, image_size) for each, shard in zip(trainings, shards, strict=True)]
+
+    return trainings[0], step

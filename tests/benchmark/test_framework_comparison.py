@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from cifar_towers.benchmark import framework_comparison, processes
 from cifar_towers.benchmark.baselines import make_arrays, num_trained_parameters, to_stock_model
-from cifar_towers.benchmark.cases import NO_EXCHANGE, UNPLACED, BenchmarkCase, prepare_case
+from cifar_towers.benchmark.cases import NO_EXCHANGE, UNPLACED, BenchmarkCase
 from cifar_towers.benchmark.settings import BenchmarkConfig, SpeedrunConfig
+from cifar_towers.benchmark.worker import prepare_case
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.data.augment import Augmentation

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from cifar_towers.benchmark import processes, runner, worker
-from cifar_towers.benchmark.cases import KERAS, UNPLACED, BenchmarkCase, CaseResult, PreparedCase, make_cases
+from cifar_towers.benchmark.cases import KERAS, UNPLACED, BenchmarkCase, CaseResult, make_cases
 from cifar_towers.benchmark.settings import BenchmarkConfig
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
@@ -80,7 +80,7 @@ def test_failing_cases_leave_the_others_measured(monkeypatch, capsys):
         if case.strategy == "mirrored":
             raise NotImplementedError
         step = (lambda: 1 / 0) if case.placement == "round_robin" else (lambda: None)
-        return PreparedCase(lambda steps: iter([(0.1, 0.0)] * steps), step)
+        return worker.PreparedCase(lambda steps: iter([(0.1, 0.0)] * steps), step)
 
     monkeypatch.setattr(worker, "prepare_case", prepare_case)
     monkeypatch.setattr(worker, "profile_step", lambda step: SimpleNamespace(shares=lambda: {"step": step()}))
