@@ -6,6 +6,7 @@ All are idle while one works.
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import sys
@@ -107,13 +108,12 @@ class Worker:
         return profile_step(self.prepared[tuple(case)].step).shares()
 
 
-def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: Sequence[Tower], train: Split) -> PreparedCase:
-    """Builds the step of a case on the first `case.towers` towers.
+def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: list[Tower], train: Split) -> PreparedCase:
+    """Builds the step of a case on these towers.
 
     Raises:
       UsageError: this machine or this recipe does not support it.
     """
-    towers = list(towers[: case.towers])
     if case.strategy == "mirrored":
         changes = {"strategy": "mirrored", "gradient_device": "variable", "all_reduce": config.all_reduce}
     else:
@@ -140,10 +140,10 @@ def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: Sequence[
     def step(batch: Batch = constant_batch) -> Any:
         return to_numpy(step_fn(batch, rates, image_size))
 
-    stream = iter(batches.stream(0, 1_000_000)) if case.input == "stream" else None
+    source = iter(batches.stream(0, 1_000_000)) if case.input == "stream" else itertools.repeat(constant_batch)
     batch_bytes = sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tf.nest.flatten(constant_batch))
     return PreparedCase(
-        functools.partial(_time_steps, step, stream),
+        functools.partial(_time_steps, step, source),
         step,
         variable_bytes(training.state.model),
         batch_bytes // batches.batch_size,
@@ -163,12 +163,12 @@ def variable_bytes(model: keras.Model) -> list[VariableBytes]:
     return sizes
 
 
-def _time_steps(step: Callable, stream: Iterator | None, steps: int) -> Iterator[tuple[float, float]]:
+def _time_steps(step: Callable, source: Iterator[Batch], steps: int) -> Iterator[tuple[float, float]]:
     for _ in range(steps):
         start = time.perf_counter()
-        batch = (next(stream),) if stream else ()
-        input_seconds = time.perf_counter() - start if stream else 0.0
-        step(*batch)
+        batch = next(source)
+        input_seconds = time.perf_counter() - start
+        step(batch)
         yield time.perf_counter() - start, input_seconds
 
 
