@@ -119,7 +119,7 @@ class Trainer:
             return self._finish(self._train(step, evaluations))
         finally:
             self._profile(StepProfiler.close)
-            self.logger.close()
+            self.logger.progress.pause()
 
     def _train(self, step: int, evaluations: list[dict]) -> int:
         """Trains until the end, the target or a signal, across rollbacks; returns the number of updates done."""

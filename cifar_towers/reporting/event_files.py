@@ -15,7 +15,6 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from cifar_towers.files.best_effort import BestEffortWrites
 from cifar_towers.files.run_files import EVENT_FILES, TRUNCATED_EVENTS
 
-FLUSH_SECONDS = 10.0
 ERRORS = (OSError, tf.errors.OpError)
 _file_numbers = itertools.count()
 
@@ -23,29 +22,26 @@ _file_numbers = itertools.count()
 class EventWriter:
     """Writes the event files of one directory, which TensorBoard shows as one run.
 
-    A file is begun with the first event, and a new one after a failure, so that only what a full disk truncated is
-    lost. A failure is logged once.
+    A file is begun with the first event, and a new one after a failure or where it was removed, so that only what a
+    full disk truncated is lost. A failure is logged once.
     """
 
     def __init__(self, directory: Path):
         self._directory, self._best_effort = directory, BestEffortWrites(directory, ERRORS)
-        self._writer: tf.io.TFRecordWriter | None = None
         self._path = directory
-        self._last_flush = time.monotonic()
+        self._writer: tf.io.TFRecordWriter | None = None
 
-    def write(self, step: int, values: Sequence[Summary.Value] = (), **fields) -> None:
-        """Append one event: summary values of a step, or another field of `Event`, such as graph_def."""
+    def write(self, step: int, summaries: Sequence = (), **fields) -> None:
+        """Append one event: `Summary` protos of a step, or another field of `Event`, such as graph_def."""
+        if summaries:  # protos of TensorBoard's class or of TensorFlow's
+            fields["summary"] = Summary.FromString(b"".join(summary.SerializeToString() for summary in summaries))
         with self._best_effort():
             try:
-                self._append(Event(step=step, summary=Summary(value=values) if values else None, **fields))
-                if time.monotonic() > self._last_flush + FLUSH_SECONDS:
-                    self._writer.flush()
-                    self._last_flush = time.monotonic()
-                    if not self._path.exists():  # it was removed; the next event begins a new file
-                        self._close()
+                if not self._writer or not self._path.exists():
+                    self._open()
+                self._append(Event(step=step, **fields))
             except ERRORS:
-                with contextlib.suppress(*ERRORS):
-                    self._close()
+                self.close()
                 raise
 
     def truncate_after(self, step: int) -> None:
@@ -58,32 +54,26 @@ class EventWriter:
                 if len(remaining) < len(events):
                     _replace(path, remaining)
 
-    def flush(self) -> None:
-        """Hand all events to the operating system."""
-        with self._best_effort():
-            if self._writer:
-                self._writer.flush()
-
     def close(self) -> None:
         """End the file; the next event begins a new one."""
-        with self._best_effort():
-            self._close()
-
-    def _close(self) -> None:
         writer, self._writer = self._writer, None
-        if writer:
-            writer.close()
+        with contextlib.suppress(*ERRORS):  # every event was flushed when it was written
+            if writer:
+                writer.close()
+
+    def _open(self) -> None:
+        self.close()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads files in the order of their names, so those of one second are numbered.
+        name = f"{time.time():.0f}.{platform.node()}.{os.getpid()}.{next(_file_numbers):06d}"
+        self._path = self._directory / EVENT_FILES.replace("*", name)
+        self._writer = tf.io.TFRecordWriter(str(self._path))
+        self._append(Event(file_version="brain.Event:2"))
 
     def _append(self, event: Event) -> None:
-        if not self._writer:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            # TensorBoard reads files in the order of their names, so those of one second are numbered.
-            name = f"{time.time():.0f}.{platform.node()}.{os.getpid()}.{next(_file_numbers):06d}"
-            self._path = self._directory / EVENT_FILES.replace("*", name)
-            self._writer = tf.io.TFRecordWriter(str(self._path))
-            self._writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         event.wall_time = time.time()
         self._writer.write(event.SerializeToString())
+        self._writer.flush()
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 DPI = 120
 MARGIN_INCHES, MARGIN_PIXELS = 0.15, 18
-BACKGROUND, MUTED, GRID, NO_EXAMPLES = "white", "#555555", "#dddddd", "#d0d0d0"
+BACKGROUND, NO_EXAMPLES = "white", "#d0d0d0"
 MAX_CLASSES = 200  # of a confusion matrix: a cell takes 15 pixels at least
 MAX_CLASSES_WITH_COUNTS, MAX_CLASSES_WITH_SHARES = 12, 28  # what is written into the cells of a confusion matrix
 ERROR_POWER = 0.4  # of a share of errors before it is colored: 1 % is visible beside 50 %
@@ -44,6 +44,7 @@ def confusion_matrix(counts: np.ndarray, class_names: Sequence[str], title: str)
         recall, precision, accuracy = correct / counts.sum(1), correct / counts.sum(0), correct.sum() / counts.sum()
 
     cell = min(1.2, max(0.125, 6.4 / classes))  # inches
+    size, upright = min(10, max(6, 36 * cell)), 0 if classes <= MAX_CLASSES_WITH_COUNTS else 90
     axes = _new_axes(classes * cell, classes * cell, f"{title}\naccuracy {_percent(accuracy)} %")
     axes.set_facecolor(NO_EXAMPLES)
     diagonal = np.eye(classes, dtype=bool)
@@ -53,27 +54,29 @@ def confusion_matrix(counts: np.ndarray, class_names: Sequence[str], title: str)
         colors = np.where(diagonal[..., None], correct_cells.to_rgba(shares), error_cells.to_rgba(shares))[..., :3]
         _write_cells(axes, counts, shares, colors, min(10, 26.6 * cell))
 
-    places, size = np.arange(classes), min(10, max(6, 36 * cell))
-    axes.set_xticks(places, class_names, size=size, rotation=45, ha="left", rotation_mode="anchor")
+    above, below, beside = axes.secondary_xaxis("top"), axes.secondary_xaxis("bottom"), axes.secondary_yaxis("right")
+    places = np.arange(classes)
+    above.set_xticks(places, class_names, size=size, rotation=45, ha="left", rotation_mode="anchor")
     axes.set_yticks(places, class_names, size=size)
-    axes.xaxis.tick_top()
-    axes.xaxis.set_label_position("top")
-    axes.set_xlabel("predicted class", color=MUTED)
-    axes.set_ylabel("true class", color=MUTED)
-    upright = classes <= MAX_CLASSES_WITH_COUNTS
-    below, beside = axes.secondary_xaxis("bottom"), axes.secondary_yaxis("right")
-    below.set_xticks(places, map(_percent, precision), size=size, rotation=0 if upright else 90)
-    below.set_xlabel("precision", color=MUTED)
+    below.set_xticks(places, map(_percent, precision), size=size, rotation=upright)
     beside.set_yticks(places, map(_percent, recall), size=size)
-    beside.set_ylabel("recall", color=MUTED)
+    axes.set_xticks([])
+    above.set_xlabel("predicted class")
+    axes.set_ylabel("true class")
+    below.set_xlabel("precision")
+    beside.set_ylabel("recall")
     axes.hlines(places[1:] - 0.5, -0.5, classes - 0.5, BACKGROUND, linewidth=2 * cell)
     axes.vlines(places[1:] - 0.5, -0.5, classes - 0.5, BACKGROUND, linewidth=2 * cell)
-    for part in (axes, below, beside):
+    for part in (axes, above, below, beside):
         part.tick_params(length=0)
         part.spines[:].set_visible(False)
 
-    _add_colorbar(axes, correct_cells, 0.55, "correct, % of class", (0, 25, 50, 75, 100))
-    _add_colorbar(axes, error_cells, 0, "errors, % of class", (0, 1, 5, 20, 50, 100))
+    for image, bottom, label, percents in (
+        (correct_cells, 0.55, "correct, % of class", [0, 25, 50, 75, 100]),
+        (error_cells, 0, "errors, % of class", [0, 1, 5, 20, 50, 100]),
+    ):
+        scale = axes.inset_axes((1 + 0.9 / (classes * cell), bottom, 0.13 / (classes * cell), 0.45))
+        axes.figure.colorbar(image, scale, label=label).set_ticks(np.divide(percents, 100), labels=percents)
     return _rasterize(axes.figure)
 
 
@@ -82,23 +85,16 @@ def line_plot(curves: Mapping[str, tuple], title: str, x_label: str, y_label: st
     if len(curves) > len(LINE_STYLES):
         raise ValueError(f"{len(curves)} curves; at most {len(LINE_STYLES)} can be distinguished")
     axes = _new_axes(6.4, 3.6, title)
-    handles = {}
+    lines = {}
     for (name, (x, y, *band)), (color, dashes) in zip(curves.items(), LINE_STYLES, strict=False):
-        marker = "o" if len(x) == 1 else ""
-        (handles[name],) = axes.plot(x, y, color=color, linestyle=dashes, marker=marker, linewidth=1.8)
+        (lines[name],) = axes.plot(x, y, color=color, linestyle=dashes, marker="o" if len(x) == 1 else "")
         if band:
             axes.fill_between(x, *band, color=color, alpha=0.15, linewidth=0)
     names = sorted(curves, key=lambda name: -np.nansum(curves[name][1][-1:]))
-    axes.legend(
-        [handles[name] for name in names], names, loc="upper left", bbox_to_anchor=(1, 1), frameon=False,
-        handlelength=3.6, fontsize=9,
-    )  # fmt: skip
-    axes.margins(x=0.01)
-    axes.grid(color=GRID)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend([lines[name] for name in names], names, loc="upper left", bbox_to_anchor=(1, 1), handlelength=3.6)
+    axes.grid(alpha=0.4)
     axes.set(xlabel=x_label, ylabel=y_label)
-    axes.xaxis.set_major_formatter("{x:,.10g}")
-    axes.yaxis.set_major_formatter("{x:,.10g}")
+    axes.ticklabel_format(useOffset=False, style="plain")
     integers = all((np.asarray(x) % 1 == 0).all() for x, *_ in curves.values())
     axes.xaxis.get_major_locator().set_params(integer=integers)  # no ticks at half epochs
     return _rasterize(axes.figure)
@@ -166,14 +162,6 @@ def _write_cells(axes: Axes, counts: np.ndarray, shares: np.ndarray, colors: np.
             text += f"\n{counts[row, column]:,.0f}"
         color = _text_color(colors[row, column])
         axes.text(column, row, text, color=color, size=size, ha="center", va="center", gid="cell", in_layout=False)
-
-
-def _add_colorbar(axes: Axes, image, bottom: float, label: str, percents: Sequence[int]) -> None:
-    """A scale of colors to the right of the axes, from `bottom` of their height on."""
-    width, _ = axes.figure.get_size_inches()
-    scale = axes.inset_axes((1 + 0.9 / width, bottom, 0.13 / width, 0.45))
-    bar = axes.figure.colorbar(image, scale, label=label)
-    bar.set_ticks([percent / 100 for percent in percents], labels=percents)
 
 
 def _rasterize(figure: Figure) -> np.ndarray:

@@ -16,10 +16,10 @@ import numpy as np
 
 from cifar_towers.errors import RunError
 from cifar_towers.files import atomic_io
-from cifar_towers.reporting import html_page, report_figures, run_records
+from cifar_towers.reporting import html_page, run_records
 from cifar_towers.reporting.html_page import Cell, Section, Table
 from cifar_towers.reporting.phase_timer import TRAINING_PHASES
-from cifar_towers.reporting.run_records import Groups, RunRecord, as_list, as_number, as_text, format_number
+from cifar_towers.reporting.run_records import Groups, RunRecord, as_dict, as_list, as_number, as_text, format_number
 
 SHOWN_ELSEWHERE = {"command", "towers", "synthetic_data", "class_names", "variables", "model"}
 LISTINGS = (("model", "layers", ("parameters", "flops")), ("variables", "variables", ("bytes",)))
@@ -48,6 +48,8 @@ def write(directories: Sequence[Path], out: Path) -> Path:
 
 def render(runs: Sequence[RunRecord]) -> str:
     """The HTML of the report."""
+    from cifar_towers.reporting import report_figures  # takes a second or two: after all that can fail
+
     groups = run_records.group_by_recipe(runs)
     title = "; ".join(f"{name} ({run_records.format_seeds(group)})" for name, group in groups.items())
     environments = {
@@ -93,9 +95,8 @@ def _score_heading(score: str) -> Cell:
 
 def _result_row(run: RunRecord, scores: Iterable[str]) -> dict[Cell, Cell]:
     """The cells of a run by heading."""
-    result, last = run.result if run.finished else {}, run.training[-1] if run.training else {}
-    seconds = result.get("seconds") if isinstance(result.get("seconds"), dict) else {}
-    training = _finite(as_number(seconds.get(phase)) for phase in TRAINING_PHASES)
+    result, last = run.result, run.training[-1] if run.training else {}
+    training = _finite(as_dict(result.get("seconds")).get(phase) for phase in TRAINING_PHASES)
     state = "" if run.finished else "unfinished"
     if as_number(result.get("reached")) > 0:
         state = f"reached {format_number(result['reached'], '.2f', 100)} %"
@@ -121,7 +122,8 @@ def _result_row(run: RunRecord, scores: Iterable[str]) -> dict[Cell, Cell]:
 
 def _spread(group: Iterable[RunRecord], score: str) -> Cell:
     """Mean accuracy of the finished runs in percent; standard deviation and n."""
-    values = _finite(100 * as_number(run.scores.get(score, {}).get("accuracy")) for run in group if run.finished)
+    values = _finite(run.scores.get(score, {}).get("accuracy") for run in group if run.finished)
+    values = [100 * value for value in values]
     if not values:
         return "-"
     deviation = f"± {statistics.stdev(values):.2f}, " if len(values) > 1 else ""
@@ -147,23 +149,21 @@ def _tower_rows(run: RunRecord) -> Iterable[list[Cell]]:
         row: list[Cell] = [run.name, as_text(tower.get("name", f"tower_{index}")), as_text(tower.get("device"))]
         for key in ("loss", "gradient_norm", "cosine"):
             columns = [as_list(record.get(key)) for record in records]
-            values = _finite(as_number(column[index]) for column in columns if len(column) == number)
+            values = _finite(column[index] for column in columns if len(column) == number)
             row += [f"{statistics.fmean(values):.4g}", f"{values[-1]:.4g}"] if values else ["-", "-"]
         yield [*row, str(len(records))]
 
 
 def _seconds(runs: Sequence[RunRecord]) -> Section:
     """The seconds of each phase of the finished runs."""
-    seconds = {run.name: run.result.get("seconds") for run in runs if run.finished}
-    seconds = {name: phases for name, phases in seconds.items() if isinstance(phases, dict)}
+    seconds = {run.name: phases for run in runs if (phases := as_dict(run.result.get("seconds")))}
     names = list(dict.fromkeys(phase for phases in seconds.values() for phase in phases))
     rows = []
     for run, phases in seconds.items():
-        total = math.fsum(_finite(map(as_number, phases.values())))
-        values = [phases.get(name) for name in names]
-        shares = [f"{format_number(value, '.1f', 100 / (total or 1))} %" for value in values]
-        times = [format_number(value, ",.1f") for value in values]
-        rows.append([run, *zip(times, shares, strict=True), f"{total:,.1f}"])
+        total, values = math.fsum(_finite(phases.values())), [phases.get(name) for name in names]
+        percent = 100 / (total or 1)
+        cells = [(format_number(value, ",.1f"), f"{format_number(value, '.1f', percent)} %") for value in values]
+        rows.append([run, *cells, f"{total:,.1f}"])
     return Section("Time", tables=[Table(["run", *names, "total, s"], rows)] if names else [])
 
 
@@ -188,7 +188,7 @@ def _commands(runs: Sequence[RunRecord]) -> Section:
 def _listings(runs: Sequence[RunRecord]) -> Iterable[Table]:
     """The layers and the variables with their sums, folded."""
     for key, plural, summed in LISTINGS:
-        for owners, items in _distinct(runs, lambda run, key=key: run.objects(key)):
+        for owners, items in _distinct(runs, lambda run, key=key: run_records.objects(run.environment.get(key))):
             fields = list(dict.fromkeys(field for item in items for field in item))
             rows = [
                 [format_number(item.get(f), ",.0f") if f in summed else as_text(item.get(f)) for f in fields]
@@ -201,20 +201,17 @@ def _listings(runs: Sequence[RunRecord]) -> Iterable[Table]:
 
 
 def _distinct(runs: Sequence[RunRecord], value: Callable[[RunRecord], Any]) -> list[tuple[str, Any]]:
-    """Each distinct value that is not empty, after the names of its runs as `a, b: `, or an empty string if all
-    runs have it."""
-    owners: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        owners.setdefault(json.dumps(value(run)), []).append(run)
+    """Each distinct value that is not empty, after the names of its runs as `a, b: `; after nothing if all have it."""
+    owners = run_records.group_by(runs, lambda run: json.dumps(value(run)))
     return [
         ("" if len(group) == len(runs) else ", ".join(run.name for run in group) + ": ", value(group[0]))
-        for group in owners.values()
+        for group in owners
         if value(group[0])
     ]
 
 
-def _finite(values: Iterable[float]) -> list[float]:
-    return [value for value in values if math.isfinite(value)]
+def _finite(values: Iterable) -> list[float]:
+    return [value for value in map(as_number, values) if math.isfinite(value)]
 
 
 def _flatten(values: Mapping, prefix: str = "") -> dict[str, str]:

@@ -2,18 +2,11 @@
 
 import time
 from collections import Counter, deque
-from typing import NamedTuple
 
 STEP_PHASES = ("train", "input", "report")  # of every step: the step, the wait for its batch, logging
 TRAINING_PHASES = (*STEP_PHASES, "compile")
 PHASES = ("start", *TRAINING_PHASES, "evaluate", "save", "profile")
 RECENT_STEPS = 20  # steps that recent rates are averaged over
-
-
-class _StepTime(NamedTuple):
-    seconds: float  # with the wait
-    wait: float  # for the batch
-    images: int
 
 
 class PhaseTimer:
@@ -24,7 +17,7 @@ class PhaseTimer:
         self.images = 0  # trained on in steps that did not compile
         self._last_end = time.monotonic()
         self._input_wait = 0.0  # of the current step
-        self._recent: deque[_StepTime] = deque(maxlen=RECENT_STEPS)
+        self._recent: deque[Counter] = deque(maxlen=RECENT_STEPS)  # images, and seconds by phase, of a step
 
     def resume(self, seconds: dict[str, float], images: int) -> None:
         """Add what earlier starts of the run took."""
@@ -47,17 +40,17 @@ class PhaseTimer:
         seconds = self.end_phase("train" if compiled else "compile")
         if compiled:
             self.images += images
-            self._recent.append(_StepTime(seconds + self._input_wait, self._input_wait, images))
+            self._recent.append(Counter(images=images, input=self._input_wait, train=seconds))
 
     def recent_images_per_sec(self) -> float:
         """Of the last steps, without evaluation, saving and compilation; 0 before the first."""
-        seconds = sum(step.seconds for step in self._recent)
-        return sum(step.images for step in self._recent) / seconds if seconds else 0.0
+        recent = sum(self._recent, Counter())
+        return recent["images"] / (recent["input"] + recent["train"]) if recent["train"] else 0.0
 
     def recent_input_wait(self) -> float:
         """Fraction of the last steps' time spent waiting for their batches."""
-        seconds = sum(step.seconds for step in self._recent)
-        return sum(step.wait for step in self._recent) / seconds if seconds else 0.0
+        recent = sum(self._recent, Counter())
+        return recent["input"] / (recent["input"] + recent["train"]) if recent["train"] else 0.0
 
     def images_per_sec(self) -> float:
         """Of all steps that did not compile, with their logging."""

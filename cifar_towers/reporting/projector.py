@@ -1,20 +1,18 @@
 """TensorBoard's projector: the features of examples, with a thumbnail and metadata of each."""
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from google.protobuf import text_format
-from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.projector import EmbeddingInfo, ProjectorConfig, SpriteMetadata
 from tensorboard.plugins.projector.metadata import PROJECTOR_FILENAME
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from cifar_towers.files import atomic_io
 from cifar_towers.reporting import figures
+from cifar_towers.reporting.event_files import EventWriter
 
-FEATURES, METADATA, SPRITE, EVENTS = "features.tsv", "metadata.tsv", "sprite.png", "events.out.tfevents.0.projector"
+FEATURES, METADATA, SPRITE = "features.tsv", "metadata.tsv", "sprite.png"
 MAX_SPRITE_PIXELS = 8192  # of a side, in TensorBoard
 
 
@@ -55,8 +53,7 @@ def write(directory: Path, features: np.ndarray, images: np.ndarray, columns: Ma
     for name, content in contents.items():
         atomic_io.write_whole(directory / name, content)
     if not list(directory.glob("*tfevents*")):
-        with (directory / EVENTS).open("wb") as file:
-            RecordWriter(file).write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        EventWriter(directory).write(0)
 
 
 def metadata_columns(labels: np.ndarray, probabilities: np.ndarray, class_names: Sequence[str]) -> dict[str, list]:

@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from PIL import Image
 
 from cifar_towers.files import run_files
-from cifar_towers.reporting import run_records
+from cifar_towers.reporting import figures, run_records
 from cifar_towers.reporting.charts import REPORT_CURVES, Curve
 from cifar_towers.reporting.html_page import Picture
 from cifar_towers.reporting.run_records import Groups, RunRecord, as_list, as_number, as_text, score_kind, shorten
@@ -46,8 +47,6 @@ def describe_curves(groups: Groups) -> str:
 
 def _plot(chart: Curve, records: Mapping[str, Sequence[Iterable[Mapping]]], max_points: int = 0) -> Iterable[Picture]:
     """The pictures of a chart, each of up to `MAX_CURVES` groups; none if there is nothing to plot."""
-    from cifar_towers.reporting import figures  # takes a second or two: after all that can fail
-
     lines = {name: mean_curve([_history(run, chart) for run in runs], max_points) for name, runs in records.items()}
     names = list(lines)
     parts = [names[start : start + MAX_CURVES] for start in range(0, len(names), MAX_CURVES)]
@@ -87,8 +86,6 @@ def mean_curve(histories: Sequence[Mapping[float, float]], max_points: int = 0) 
 
 def confusion_matrices(groups: Groups) -> list[Picture]:
     """The last evaluation of each group, summed over its finished runs, or of the run with the most steps."""
-    from cifar_towers.reporting import figures
-
     pictures = []
     for name, group in groups.items():
         runs = [run for run in group if run.finished] or [max(group, key=lambda run: run.step)]
@@ -118,8 +115,6 @@ def confusion_matrices(groups: Groups) -> list[Picture]:
 
 def _confusion_counts(score: Mapping) -> np.ndarray | None:
     """The confusion matrix [C, C] of a score, if it has one that can be drawn."""
-    from cifar_towers.reporting import figures
-
     try:
         counts = np.array(score.get("confusion"), np.int64)
     except (TypeError, ValueError, OverflowError):
@@ -130,8 +125,6 @@ def _confusion_counts(score: Mapping) -> np.ndarray | None:
 
 def mistakes(runs: Iterable[RunRecord]) -> list[Picture]:
     """The runs' pictures of their most confident mistakes; one that is missing or damaged is left out."""
-    from PIL import Image
-
     pictures = []
     for run in runs:
         try:

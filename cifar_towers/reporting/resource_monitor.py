@@ -1,9 +1,9 @@
 """Memory of the process and its GPUs, and the GPUs' utilization."""
 
 import contextlib
-import os
 from collections.abc import Sequence
 
+import psutil
 import tensorflow as tf
 
 from cifar_towers.reporting import tags
@@ -20,11 +20,9 @@ class ResourceMonitor:
     def __call__(self) -> dict[str, float]:
         """Tag -> value: `memory/host_mb`, peak `memory/GPU:0_mb`, and `gpu_utilisation/0` in percent for each GPU of
         the machine."""
-        values = {
-            f"{tags.MEMORY}/{gpu}_mb": tf.config.experimental.get_memory_info(gpu)["peak"] / 1e6 for gpu in self._gpus
-        }
-        if resident := host_memory_mb():
-            values[f"{tags.MEMORY}/host_mb"] = resident
+        values = {f"{tags.MEMORY}/host_mb": psutil.Process().memory_info().rss / 1e6}
+        for gpu in self._gpus:
+            values[f"{tags.MEMORY}/{gpu}_mb"] = tf.config.experimental.get_memory_info(gpu)["peak"] / 1e6
         if self._nvml:
             with contextlib.suppress(self._nvml.NVMLError):
                 for index in range(self._nvml.nvmlDeviceGetCount()):
@@ -33,23 +31,12 @@ class ResourceMonitor:
         return values
 
 
-def host_memory_mb() -> float:
-    """Resident memory of this process in 10^6 bytes; 0 where /proc is not available (not Linux)."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-    except OSError:
-        return 0.0
-
-
 def _nvml():
     """NVIDIA's management library, if its bindings (package nvidia-ml-py) and a driver are installed."""
     try:
         import pynvml
-
-        pynvml.nvmlInit()
     except ImportError:
         return None
-    except pynvml.NVMLError:
-        return None
-    return pynvml
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        return pynvml

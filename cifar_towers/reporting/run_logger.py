@@ -18,7 +18,7 @@ from cifar_towers.reporting.noise_scale import NoiseScale
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.resource_monitor import ResourceMonitor
 from cifar_towers.reporting.run_info import RunInfo, describe_score, evaluation_record, score_tag
-from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter, denormalize
+from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter
 from cifar_towers.towers import placement_report
 from cifar_towers.training.results import StepMetrics
 
@@ -35,7 +35,7 @@ class RunLogger:
         self.progress = Progress(run.length, quiet=quiet)
         self.log = self.progress.log
         self.metrics = jsonl.JsonlWriter(self.directory)
-        self.tensorboard = _NullWriter() if quiet else TensorBoardWriter(self.directory, run.towers)
+        self.tensorboard = _NullWriter() if quiet else TensorBoardWriter(self.directory)
         self._resources = ResourceMonitor(run.devices)
         self._weight_names = [variable.path for variable in run.model.trainable_variables]
         self._noise_scale = NoiseScale(run.config.batch_size)
@@ -78,7 +78,7 @@ class RunLogger:
 
     def wants_diagnostics(self, step: int) -> bool:
         """Whether the step after which `step` are done is a summary step."""
-        return is_due(step, self.run.config.summary_every_steps) or step == self.run.length.last
+        return _is_due(step, self.run.config.summary_every_steps) or step == self.run.length.last
 
     def log_step(
         self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_side: int, divergence
@@ -87,9 +87,10 @@ class RunLogger:
         group, and the counts of a `DivergenceState`."""
         self._epoch.append(metrics._replace(diagnostics=None))
         rate, images_per_sec = next(iter(rates.values())), self.timer.recent_images_per_sec()
+        input_wait = self.timer.recent_input_wait()
         self.progress.step(ProgressStatus(step, metrics.loss, metrics.accuracy, rate, images_per_sec))
         is_summary = self.wants_diagnostics(step)
-        if not is_summary and not is_due(step, math.ceil(self.run.config.summary_every_steps / SCALARS_PER_SUMMARY)):
+        if not is_summary and not _is_due(step, math.ceil(self.run.config.summary_every_steps / SCALARS_PER_SUMMARY)):
             return
         agreement = self._tower_agreement(metrics) if is_summary else {}
         self.metrics.write(
@@ -99,14 +100,17 @@ class RunLogger:
             loss=metrics.loss,
             accuracy=metrics.accuracy,
             images_per_sec=images_per_sec,
-            input_wait=self.timer.recent_input_wait(),
+            input_wait=input_wait,
             learning_rate=rate,
             gradient_norm=metrics.gradient_norm,
             image_side=image_side,
             bad_steps=divergence.bad_steps,
             **agreement,
         )
-        scalars = {tags.BAD_STEPS: divergence.bad_steps, tags.ROLLBACKS: divergence.rollbacks} | self._speed_scalars()
+        scalars = {tags.BAD_STEPS: divergence.bad_steps, tags.ROLLBACKS: divergence.rollbacks}
+        if images_per_sec:
+            scalars |= {tags.IMAGES_PER_SEC: images_per_sec, tags.INPUT_WAIT: input_wait}
+            scalars[tags.STEP_SECONDS] = self.run.config.batch_size / images_per_sec
         if is_summary:
             scalars |= {tags.LOSS_SCALE: metrics.diagnostics.loss_scale, **self._resources()}
             scalars[tags.NOISE_SCALE] = agreement.get("gradient_noise_scale")
@@ -189,24 +193,12 @@ class RunLogger:
         self.tensorboard.write_result(result["step"], final)
         self.log(f"written to {self.directory}; view it with: make tensorboard")
 
-    def close(self) -> None:
-        """Flush all files and remove the live line."""
-        self.progress.pause()
-        self.tensorboard.flush()
-
     def _write_unwritten(self) -> None:
         """Write config.json and environment.json if an earlier try failed: nobody can use the run without them."""
         for name, content in list(self._unwritten.items()):
             with best_effort.best_effort_writes(self.directory / name):
                 run_files.write_json(self.directory / name, content)
                 del self._unwritten[name]
-
-    def _speed_scalars(self) -> dict[str, float]:
-        speed = self.timer.recent_images_per_sec()
-        if not speed:
-            return {}
-        scalars = {tags.IMAGES_PER_SEC: speed, tags.STEP_SECONDS: self.run.config.batch_size / speed}
-        return scalars | {tags.INPUT_WAIT: self.timer.recent_input_wait()}
 
     def _tower_agreement(self, metrics: StepMetrics) -> dict:
         """What a summary step adds to its record: loss, gradient norm and cosine of each tower; the noise scale."""
@@ -225,8 +217,9 @@ class RunLogger:
         if not metrics.finite:
             return
         forward, info = metrics.diagnostics.forward, self.run.dataset.info
-        images = denormalize(forward.images, info if self.run.config.standardize == "dataset" else None)
-        self.tensorboard.write_input_images(step, images, [info.class_names[label] for label in forward.labels])
+        labels = [info.class_names[label] for label in forward.labels]
+        normalization = info if self.run.config.standardize == "dataset" else None
+        self.tensorboard.write_input_images(step, forward.images, labels, normalization)
         self.tensorboard.write_activations(step, self.run.activation_layers, forward.activations)
         self.tensorboard.write_update(step, self._weight_names, metrics.diagnostics.update)
 
@@ -252,6 +245,5 @@ class _NullWriter:
         return lambda *_, **__: None
 
 
-def is_due(step: int, period: int) -> bool:
-    """Whether `step` is a multiple of `period`; never if that is 0."""
+def _is_due(step: int, period: int) -> bool:
     return period > 0 and step % period == 0

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,15 @@ class RunRecord:
     directory: Path
     config: dict
     environment: dict
-    result: dict
+    result: dict  # empty if the run is not finished, or has been continued since
+    step: int  # the last recorded one
     training: list[dict]
     evaluations: list[dict]
 
     @property
-    def step(self) -> int:
-        """The last recorded step."""
-        return max(record["step"] for record in (*self.training, *self.evaluations))
-
-    @property
     def finished(self) -> bool:
-        """Whether it has a result, and has not been continued since."""
-        return as_number(self.result.get("step")) >= self.step
+        """Whether it has a result."""
+        return bool(self.result)
 
     @property
     def title(self) -> str:
@@ -56,11 +52,7 @@ class RunRecord:
     @property
     def towers(self) -> list[dict]:
         """Name and device of each tower."""
-        return self.objects("towers")
-
-    def objects(self, key: str) -> list[dict]:
-        """The objects in a list of the environment."""
-        return [item for item in as_list(self.environment.get(key)) if isinstance(item, dict)]
+        return objects(self.environment.get("towers"))
 
     @property
     def banner(self) -> str:
@@ -72,8 +64,7 @@ class RunRecord:
     def recipe(self) -> dict:
         """What the runs of a group have in common: settings, with `auto` resolved, and the data."""
         settings = {name: value for name, value in self.config.items() if name not in PER_RUN}
-        digests = self.environment.get("data_sha256")
-        digest = digests.get("train") if isinstance(digests, dict) else None
+        digest = as_dict(self.environment.get("data_sha256")).get("train")
         data = "synthetic" if self.banner else digest or self.config.get("dataset")
         towers = len(self.towers) or self.config.get("num_gpus")
         return settings | {"precision": self.precision, "num_gpus": towers, "data": as_text(data)[:12]}
@@ -81,10 +72,9 @@ class RunRecord:
     @property
     def scores(self) -> dict[str, dict]:
         """The records of the newest evaluation by name, as `test, raw weights, TTA 2`."""
-        scores = as_list(self.result.get("evaluations")) if self.finished else []
-        step = self.result["step"] if self.finished else max((record["step"] for record in self.evaluations), default=0)
-        scores = [*scores, *(record for record in self.evaluations if record["step"] == step)]
-        return {score_name(score): score for score in scores if isinstance(score, dict)}
+        step = self.result.get("step", max((record["step"] for record in self.evaluations), default=0))
+        newest = (record for record in self.evaluations if record["step"] == step)
+        return {score_name(score): score for score in (*objects(self.result.get("evaluations")), *newest)}
 
     def evaluations_without_tta(self, kind: str) -> list[dict]:
         """The records of all evaluations of this kind, as `test, raw weights`, without test-time augmentation."""
@@ -124,7 +114,9 @@ def _read_run(directory: Path, name: str) -> RunRecord:
         raise UsageError(
             f"{directory} holds no records of a run in {metrics.name}; give the directory of one, as runs/speed94-seed0"
         )
-    return RunRecord(name, directory, config, environment, result, training, evaluations)
+    step = max(record["step"] for record in (*training, *evaluations))
+    result = result if as_number(result.get("step")) >= step else {}
+    return RunRecord(name, directory, config, environment, result, step, training, evaluations)
 
 
 Groups = Mapping[str, Sequence[RunRecord]]  # the runs of each group by its name
@@ -132,18 +124,24 @@ Groups = Mapping[str, Sequence[RunRecord]]  # the runs of each group by its name
 
 def group_by_recipe(runs: Sequence[RunRecord]) -> Groups:
     """Groups runs that differ in their seed alone, named after the recipe and up to two settings that differ."""
-    by_recipe: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        by_recipe.setdefault(json.dumps(run.recipe, sort_keys=True), []).append(run)
+    by_recipe = group_by(runs, lambda run: json.dumps(run.recipe, sort_keys=True))
     groups: dict[str, list[RunRecord]] = {}
-    for group in by_recipe.values():
+    for group in by_recipe:
         recipe, title = group[0].recipe, group[0].title
-        others = [other[0].recipe for other in by_recipe.values() if other[0].title == title]
+        others = [other[0].recipe for other in by_recipe if other[0].title == title]
         differing = [key for key in recipe if any(other.get(key) != recipe[key] for other in others)]
         name = shorten(", ".join([title, *(f"{key}={as_text(recipe[key])}" for key in differing[:2])]), 44)
         numbered = (name + (f" #{number}" if number > 1 else "") for number in itertools.count(1))
         groups[next(name for name in numbered if name not in groups)] = group
     return groups
+
+
+def group_by(runs: Sequence[RunRecord], key: Callable[[RunRecord], str]) -> list[list[RunRecord]]:
+    """Runs with the same key together, in the order of the first of each."""
+    groups: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    return list(groups.values())
 
 
 def score_kind(score: Mapping) -> str:
@@ -159,6 +157,16 @@ def score_name(score: Mapping) -> str:
 def as_list(value: Any) -> list:
     """The value if it is a list, else an empty one."""
     return value if isinstance(value, list) else []
+
+
+def as_dict(value: Any) -> dict:
+    """The value if it is an object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def objects(value: Any) -> list[dict]:
+    """The objects in a list, if it is one."""
+    return [item for item in as_list(value) if isinstance(item, dict)]
 
 
 def as_number(value: Any) -> float:

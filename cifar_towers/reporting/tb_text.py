@@ -43,8 +43,6 @@ def _short_values(environment: Mapping) -> Iterable[tuple[str, object]]:
             continue
         if isinstance(value, dict):
             value = ", ".join(f"{key} {item}" for key, item in value.items())
-        elif name == "towers":
-            value = ", ".join(f"{tower['name']} on {tower['device']}" for tower in value)
         elif isinstance(value, list):
-            value = ", ".join(map(str, value))
+            value = ", ".join(" on ".join(item.values()) if isinstance(item, dict) else str(item) for item in value)
         yield name, value

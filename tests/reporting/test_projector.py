@@ -26,36 +26,34 @@ def state(number, width=5, side=32):
     return features, images, projector.metadata_columns(labels, probabilities, CIFAR)
 
 
-def fetch(logdir, route, run="", encoded=False):
+def fetch(logdir, route, run=""):
     """The response of TensorBoard's projector."""
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(logdir)).Reload()
     provider = MultiplexerDataProvider(multiplexer, str(logdir))
     plugin = ProjectorPlugin(TBContext(logdir=str(logdir), data_provider=provider))
     answer = Client(plugin.get_plugin_apps()[route]).get(f"{route}?run={run}&name=features&num_rows=100000")
     assert answer.status_code == 200, answer.data
-    return json.loads(answer.data) if encoded else answer.data
+    return answer.data
 
 
-@pytest.mark.parametrize(("number", "width", "side"), [(1, 1, 32), (7, 5, 32), (30, 64, 24)])
-def test_projector_plugin_serves_all_files(tmp_path, number, width, side):
+@pytest.mark.parametrize(
+    ("run", "number", "width", "side"),
+    [("run/projector", 1, 1, 32), ("run/projector", 7, 5, 32), ("run/projector", 30, 64, 24), (".", 3, 5, 32)],
+)
+def test_projector_plugin_serves_all_files(tmp_path, run, number, width, side):
     features, images, columns = state(number, width, side)
-    projector.write(tmp_path / "run" / "projector", features, images, columns)
-    assert fetch(tmp_path, "/runs", encoded=True) == ["run/projector"]
-    (embedding,) = fetch(tmp_path, "/info", "run/projector", encoded=True)["embeddings"]
+    projector.write(tmp_path / run, features, images, columns)
+    assert json.loads(fetch(tmp_path, "/runs")) == [run]
+    (embedding,) = json.loads(fetch(tmp_path, "/info", run))["embeddings"]
     assert embedding["tensorShape"] == [number, width] and embedding["sprite"]["singleImageDim"] == [side, side]
 
-    vectors = np.frombuffer(fetch(tmp_path, "/tensor", "run/projector"), np.float32).reshape(number, width)
+    vectors = np.frombuffer(fetch(tmp_path, "/tensor", run), np.float32).reshape(number, width)
     np.testing.assert_allclose(vectors, features, rtol=1e-5)
-    sprite = Image.open(io.BytesIO(fetch(tmp_path, "/sprite_image", "run/projector")))
+    sprite = Image.open(io.BytesIO(fetch(tmp_path, "/sprite_image", run)))
     assert np.array_equal(np.array(sprite), figures.sprite(images))
-    header, *rows = [line.split("\t") for line in fetch(tmp_path, "/metadata", "run/projector").decode().splitlines()]
+    header, *rows = [line.split("\t") for line in fetch(tmp_path, "/metadata", run).decode().splitlines()]
     assert header == ["class", "predicted", "confidence", "right", "example"]
     assert rows == [[str(value) for value in row] for row in zip(*columns.values(), strict=True)]
-
-
-def test_logdir_itself_can_be_the_run(tmp_path):
-    projector.write(tmp_path, *state(3))
-    assert fetch(tmp_path, "/runs", encoded=True) == ["."]
 
 
 def test_metadata_columns():

@@ -69,10 +69,8 @@ def test_mean_curve_averages_neighbors():
 
 
 def test_long_training_is_averaged_and_its_evaluations_are_not(tmp_path, plotted):
-    values = {"loss": 1, "accuracy": 0.5}
-    kinds = ("train", "eval")
-    records = [{"kind": kind, "step": step, "epoch": step, **values} for step in range(999) for kind in kinds]
-    write_records(tmp_path / "run", records)
+    values = [{"step": step, "epoch": step, "loss": 1, "accuracy": 0.5} for step in range(999)]
+    write_records(tmp_path / "run", [{"kind": kind, **record} for record in values for kind in ("train", "eval")])
     groups = groups_of(tmp_path / "run")
     report_figures.curves(groups)
     assert [len(arguments[0]["run"][0]) for arguments in plotted.values()] == [999, 111, 111]

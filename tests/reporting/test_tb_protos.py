@@ -1,6 +1,5 @@
 import io
 import json
-import time
 
 import numpy as np
 import pytest
@@ -8,29 +7,30 @@ from PIL import Image
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 from tensorboard.plugins.hparams import metadata as sessions
+from tensorboard.plugins.hparams.summary import session_end_pb
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.pr_curve.pr_curves_plugin import PrCurvesPlugin
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.util.tensor_util import make_ndarray
 
 from cifar_towers.reporting import tb_protos
+from cifar_towers.reporting.event_files import EventWriter
 
 SETTINGS = {"recipe": "speed94", "lr": 0.25, "batch_size": np.int64(512), "ema": True}
 
 
-def write(directory, *written):
-    """One value a step, from step 0."""
-    writer = EventFileWriter(str(directory))
-    for step, value in enumerate(written):
-        writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=[value])))
-    writer.close()
+def write(directory, *summaries):
+    """One a step, from step 0."""
+    events = EventWriter(directory)
+    for step, summary in enumerate(summaries):
+        events.write(step, [summary])
 
 
 def read(directory, tag):
@@ -46,13 +46,13 @@ def tensorboard(logdir):
     return TBContext(logdir=str(logdir), data_provider=MultiplexerDataProvider(multiplexer, str(logdir)))
 
 
-def content(value):
-    return make_ndarray(value.tensor)
+def content(summary):
+    return make_ndarray(summary.value[0].tensor)
 
 
 def test_scalars_and_texts_are_read_back(tmp_path):
-    losses = [tb_protos.scalar("loss", value) for value in (0.5, np.float32("nan"))]
-    write(tmp_path, *losses, tb_protos.text("note", "# ≥ 94 %"))
+    losses = [scalar_pb("loss", value) for value in (0.5, np.float32("nan"))]
+    write(tmp_path, *losses, text_pb("note", "# ≥ 94 %"))
     losses, plugin = read(tmp_path, "loss")
     assert plugin == "scalars" and losses[0] == 0.5 and np.isnan(losses[1]) and losses[0].dtype == np.float32
     texts, plugin = read(tmp_path, "note")
@@ -75,7 +75,7 @@ def test_histograms_equal_tensorboards(tmp_path, data):
     write(tmp_path, tb_protos.histogram("weights", low, high, counts))
     (value,), plugin = read(tmp_path, "weights")[0].values(), read(tmp_path, "weights")[1]
     assert plugin == "histograms" and value.dtype == np.float64
-    np.testing.assert_allclose(value, content(histogram_pb("weights", data, 8).value[0]))
+    np.testing.assert_allclose(value, content(histogram_pb("weights", data, 8)))
 
 
 def test_equal_values_may_be_counted_in_any_bucket():
@@ -141,9 +141,9 @@ def session_groups(logdir):
 @pytest.mark.parametrize("logdir", ["", "second"])
 def test_settings_are_listed_with_the_scalars_of_their_run(tmp_path, logdir):
     for run, accuracy in (("first", 0.5), ("second", 0.75)):
-        ended = [tb_protos.hparams_end()] if run == "second" else []
-        write(tmp_path / run / "train", tb_protos.scalar("rate", 1))
-        write(tmp_path / run / "eval", tb_protos.hparams(SETTINGS), tb_protos.scalar("accuracy", accuracy), *ended)
+        ended = [session_end_pb(api_pb2.STATUS_SUCCESS)] if run == "second" else []
+        write(tmp_path / run / "train", scalar_pb("rate", 1))
+        write(tmp_path / run / "eval", hparams_pb(SETTINGS, trial_id=""), scalar_pb("accuracy", accuracy), *ended)
     shown = session_groups(tmp_path / logdir)
     assert [group.name for group in shown] == (["eval"] if logdir else ["first/eval", "second/eval"])
     assert [(metric.name.tag, metric.value) for metric in shown[-1].metric_values] == [("accuracy", 0.75)]
@@ -155,10 +155,11 @@ def test_settings_are_listed_with_the_scalars_of_their_run(tmp_path, logdir):
 
 
 def test_first_end_of_a_run_counts(tmp_path):
-    started, first, second = tb_protos.hparams(SETTINGS), tb_protos.hparams_end(), tb_protos.hparams_end()
+    started = hparams_pb(SETTINGS, trial_id="")
+    first, second = (session_end_pb(api_pb2.STATUS_SUCCESS) for _ in range(2))
     write(tmp_path / "eval", started, first, second)
     (session,) = session_groups(tmp_path)[0].sessions
-    ended = sessions.parse_session_end_info_plugin_data(first.metadata.plugin_data.content)
+    ended = sessions.parse_session_end_info_plugin_data(first.value[0].metadata.plugin_data.content)
     assert (session.status, session.end_time_secs) == (api_pb2.STATUS_SUCCESS, ended.end_time_secs)
     assert 0 <= session.end_time_secs - session.start_time_secs < 60
     assert read(tmp_path / "eval", sessions.SESSION_END_INFO_TAG)[1] == "hparams"
@@ -166,7 +167,7 @@ def test_first_end_of_a_run_counts(tmp_path):
 
 def test_setting_of_another_type_is_refused():
     with pytest.raises(TypeError, match="decay"):
-        tb_protos.hparams({"decay": None})
+        hparams_pb({"decay": None}, trial_id="")
 
 
 def test_custom_scalars_have_their_charts(tmp_path):
@@ -174,7 +175,7 @@ def test_custom_scalars_have_their_charts(tmp_path):
         "accuracy": {"test": [r"accuracy/test"], "all": [r"accuracy/.*", r"top5/\w+"]},
         "losses": {"raw": ["losses/"]},
     }
-    write(tmp_path / "eval", tb_protos.custom_scalars(charts), tb_protos.scalar("accuracy/test", 0.5))
+    write(tmp_path / "eval", tb_protos.custom_scalars(charts), scalar_pb("accuracy/test", 0.5))
     plugin = CustomScalarsPlugin(tensorboard(tmp_path))
     shown = json.loads(plugin.layout_impl(RequestContext(), ""))["category"]
     titles = {c["title"]: {chart["title"]: chart["multiline"]["tag"] for chart in c["chart"]} for c in shown}
