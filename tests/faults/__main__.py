@@ -5,6 +5,7 @@ Trials follow from the seed alone, except the moments at which signals arrive.
 """
 
 import argparse
+import importlib
 import os
 import re
 import sys
@@ -15,9 +16,12 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-from tests.faults import cluster, damage, fulldisk, harness, leak_check, nan_injection, runs, saving, signals, subjects
+from tests.faults import harness, subjects
 
-MODULES = (saving, damage, fulldisk, nan_injection, leak_check, runs, signals, cluster)
+MODULES = (
+    *("saving", "damage", "data_damage", "fulldisk", "nan_injection", "leak_check"),
+    *("runs", "signals", "cluster"),
+)
 
 
 def main() -> int:
@@ -30,8 +34,8 @@ def main() -> int:
     args = parser.parse_args()
     out = args.out / ("long" if args.long else "quick")
     log = harness.TrialLog(out / "trials.csv")
-    for module in MODULES:
-        for experiment in module.EXPERIMENTS:
+    for name in MODULES:
+        for experiment in importlib.import_module(f"tests.faults.{name}").EXPERIMENTS:
             if re.search(args.only, experiment.name):
                 harness.run(experiment, log, long=args.long, seed=args.seed)
     tables = "\n\n".join(filter(None, (harness.results_table(log), harness.response_times(log))))

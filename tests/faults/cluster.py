@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from tests.faults import harness
-from tests.faults.harness import Experiment, Outcome, Trial
+from tests.faults.harness import Experiment, Trial, check
 from tests.faults.runs import Run, last_recorded, script
 from tests.faults.subjects import OURS
 
@@ -25,15 +25,15 @@ FLAGS = (
 )
 
 
-def signal_worker(number: signal.Signals, trial: Trial) -> Outcome:
+def signal_worker(number: signal.Signals, trial: Trial) -> str:
     """One signal to one of two or three workers after a random step."""
     count = 2 + trial.index % 2
     victim, after = trial.rng.randrange(count), trial.rng.randint(1, STEPS - 10)
+    trial.details = f"{number.name} to worker {victim} of {count} after step {after}"
     with launched(count, trial.scratch) as launcher:
-        start = time.monotonic()
         while last_recorded(launcher.directory) < after:
-            if launcher.exit_code is not None or time.monotonic() - start > TIMEOUT:
-                return Outcome(f"{number.name} after step {after}", "step not reached", False)
+            running = launcher.exit_code is None and time.monotonic() < launcher.start + TIMEOUT
+            check(running, "step not reached")
             time.sleep(0.002)
         workers = worker_pids(launcher.pid)
         victim_pid = workers.pop(victim)
@@ -45,16 +45,16 @@ def signal_worker(number: signal.Signals, trial: Trial) -> Outcome:
             os.close(descriptor)
         response = time.monotonic() - sent
         launcher.wait(TIMEOUT)
-    details = f"{number.name} to worker {victim} of {count} after step {after}"
-    details += f": all others ended {response:.3f} s after the signal"
-    if launcher.exit_code != 0 or response > MAX_RESPONSE:
-        return Outcome(details, f"exit code {launcher.exit_code}: {launcher.last_line}", False)
-    if number != signal.SIGTERM and f"lost: worker {victim} of {count}" not in launcher.output:
-        return Outcome(details, "the lost worker was not named", False)
+    trial.details += f": all others ended {response:.3f} s after the signal"
+    in_time = launcher.exit_code == 0 and response <= MAX_RESPONSE
+    check(in_time, f"exit code {launcher.exit_code}: {launcher.last_line}")
+    named = number == signal.SIGTERM or f"lost: worker {victim} of {count}" in launcher.output
+    check(named, "the lost worker was not named")
     restarts = len(re.findall(r"restart \d+ of at most", launcher.output))
     same = launcher.weights == undisturbed_weights(count)
-    weights = "same weights" if same else "OTHER WEIGHTS"
-    return Outcome(details, f"{restarts} restart, {weights}", same and restarts == 1)
+    outcome = f"{restarts} restart, {'same weights' if same else 'OTHER WEIGHTS'}"
+    check(same and restarts == 1, outcome)
+    return outcome
 
 
 def launched(count: int, scratch: Path) -> Run:

@@ -6,66 +6,73 @@ process of its own that can be killed, traced and starved like any other.
 
 import contextlib
 import csv
+import functools
 import multiprocessing
 import os
 import random
 import re
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 FORK = multiprocessing.get_context("fork")
 TIMEOUT = 120.0  # seconds that no child takes
+FIELDS = ("fault", "subject", "trial", "details", "outcome", "ok", "seconds")
 
 
-class Trial(NamedTuple):
-    """One try of a fault: everything random comes from `rng`; `scratch` is an empty directory."""
+@dataclass
+class Trial:
+    """One try of a fault."""
 
     subject: str
     index: int
-    rng: random.Random
-    scratch: Path
+    rng: random.Random  # of everything random
+    scratch: Path  # an empty directory
+    details: str = ""  # the fault, so that it can be repeated by hand
 
 
-class Outcome(NamedTuple):
-    """The result of one trial."""
+class Failed(Exception):
+    """A guarantee did not hold; its text is the outcome of the trial."""
 
-    details: str  # the fault, so that it can be repeated by hand
-    outcome: str  # the category to count
-    ok: bool  # whether the guarantee held
+
+def check(guarantee: object, outcome: str) -> None:
+    """Ends a trial as failed with this outcome unless the guarantee holds."""
+    if not guarantee:
+        raise Failed(outcome)
 
 
 class Experiment(NamedTuple):
-    """A kind of fault, tried on one or more subjects; `quick` and `long` are numbers of trials, or return them."""
+    """A kind of fault; `quick` and `long` are numbers of trials, or return them for a subject.
+
+    `trial` fills in the details and returns the outcome, a category to count, or raises `Failed`.
+    """
 
     name: str
     subjects: Sequence[str]
     quick: int | Callable[[str], int]
     long: int | Callable[[str], int]
-    trial: Callable[[Trial], Outcome]
+    trial: Callable[[Trial], str]
 
 
 class TrialLog:
     """The trials in a CSV file. A finished trial is one row and is not repeated."""
 
-    FIELDS = ("fault", "subject", "trial", "details", "outcome", "ok", "seconds")
-
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self.rows: list[dict] = []
-        if path.exists():
-            with path.open(newline="") as file:
-                self.rows = [row for row in csv.DictReader(file) if row["seconds"]]  # drops a row that was cut short
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self.FIELDS)
-            writer.writeheader()
-            writer.writerows(self.rows)
+        rows = list(csv.DictReader(path.read_text().splitlines(keepends=True))) if path.exists() else []
+        self.rows = [row for row in rows if row["seconds"]]  # drops a row that was cut short
+        self._writer = csv.DictWriter(path.open("w", buffering=1, newline=""), FIELDS)
+        self._writer.writeheader()
+        self._writer.writerows(self.rows)
 
     def of(self, fault: str, subject: str) -> list[dict]:
         """The rows of one fault and subject."""
@@ -73,9 +80,8 @@ class TrialLog:
 
     def add(self, *values: object) -> None:
         """Writes one row, whose values are in the order of FIELDS."""
-        self.rows.append(dict(zip(self.FIELDS, map(str, values), strict=True)))
-        with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, self.FIELDS).writerow(self.rows[-1])
+        self.rows.append(dict(zip(FIELDS, map(str, values), strict=True)))
+        self._writer.writerow(self.rows[-1])
 
 
 def run(experiment: Experiment, log: TrialLog, *, long: bool, seed: int) -> None:
@@ -86,14 +92,17 @@ def run(experiment: Experiment, log: TrialLog, *, long: bool, seed: int) -> None
         done = {int(row["trial"]) for row in log.of(experiment.name, subject)}
         for index in sorted(set(range(count)) - done):
             rng = random.Random(f"{seed}/{experiment.name}/{subject}/{index}")
-            start = time.monotonic()
+            start, ok = time.monotonic(), True
             with scratch_directory() as scratch:
-                outcome = experiment.trial(Trial(subject, index, rng, scratch))
-            log.add(experiment.name, subject, index, *outcome, f"{time.monotonic() - start:.3f}")
+                trial = Trial(subject, index, rng, scratch)
+                try:
+                    outcome = experiment.trial(trial)
+                except Failed as failure:
+                    outcome, ok = str(failure), False
+            seconds = time.monotonic() - start
+            log.add(experiment.name, subject, index, trial.details, outcome, ok, f"{seconds:.3f}")
             if sys.stdout.isatty():
-                print(f"\r{experiment.name} {subject} {index + 1}/{count}", end="\033[K", flush=True)
-    if sys.stdout.isatty():
-        print("\r\033[K", end="")
+                print(f"\r\033[K{experiment.name} {subject} {index + 1}/{count}", end="\r", flush=True)
 
 
 @contextlib.contextmanager
@@ -102,9 +111,6 @@ def scratch_directory() -> Iterator[Path]:
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="faults-", dir=parent, ignore_cleanup_errors=True) as path:
         yield Path(path)
-
-
-# Tables ----------------------------------------------------------------------------------------------------------
 
 
 def results_table(log: TrialLog) -> str:
@@ -142,93 +148,77 @@ def _table(header: Sequence[str], rows: Sequence[Sequence]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) if rows else ""
 
 
-# Child processes -------------------------------------------------------------------------------------------------
+class Child:
+    """`with Child(function, output) as child:` leads a process group of its own, killed at the end of the block.
 
-
-def fork(function: Callable[[], Any], output: str | Path = os.devnull) -> multiprocessing.Process:
-    """A child that calls `function` as the leader of a process group of its own; what it prints goes to `output`."""
-
-    def call():
-        os.setpgid(0, 0)
-        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        function()
-
-    sys.stdout.flush()
-    child = FORK.Process(target=call, daemon=True)
-    child.start()
-    with contextlib.suppress(OSError):  # parent and child both set it, so that neither has to wait
-        os.setpgid(child.pid, child.pid)
-    return child
-
-
-def wait(child: multiprocessing.Process, seconds: float = TIMEOUT) -> bool:
-    """Whether the child ends within these seconds. Polls, as `join` blocks on a child that called `exec`."""
-    end = time.monotonic() + seconds
-    while child.exitcode is None:
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.001)
-    return True
-
-
-class ChildError(Exception):
-    """An exception raised in a child, as text: `DataLossError: ...`."""
-
-
-class ChildDied(Exception):
-    """A child did not answer."""
-
-
-class Worker:
-    """A child that answers `worker(*arguments)` with what `function` returns there, or raises `ChildError`.
-
-    A child that dies or exceeds the timeout raises `ChildDied`, and the next call starts a new one.
+    What it prints is appended to the file `output`.
     """
 
-    def __init__(self, function: Callable[..., Any], timeout: float = TIMEOUT):
-        self._function, self._timeout = function, timeout
-        self._child: multiprocessing.Process | None = None
+    def __init__(self, function: Callable[[], Any], output: Path):
+        self._function, self._output = function, output
+        self._process = FORK.Process(target=self._call, daemon=True)
+        self.start = time.monotonic()
+        self._process.start()
+        self.pid = self._process.pid  # also of its process group
+        with contextlib.suppress(OSError):  # parent and child both set it, so that neither has to wait
+            os.setpgid(self.pid, self.pid)
 
-    def __call__(self, *arguments: Any) -> Any:
-        if not self._child:
-            self._pipe, pipe = FORK.Pipe()
-            self._child = fork(lambda: self._serve(pipe))
-            pipe.close()
-        try:
-            self._pipe.send(arguments)
-            if not self._pipe.poll(self._timeout):
-                self.close()
-                raise ChildDied("hung")
-            value, error = self._pipe.recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            self.close()
-            raise ChildDied("died") from error
-        if error:
-            raise ChildError(error)
-        return value
+    def _call(self) -> None:
+        os.setpgid(0, 0)
+        _redirect_output(self._output)
+        self._function()
 
-    def _serve(self, pipe) -> None:
-        self._pipe.close()
-        while True:
-            arguments = pipe.recv()
-            try:
-                answer = self._function(*arguments), None
-            except Exception as error:
-                answer = None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            pipe.send(answer)
+    def __enter__(self):
+        return self
 
-    def close(self) -> None:
-        """Ends the child."""
-        if self._child:
-            self._child.kill()
-            self._child.join()
-            self._pipe.close()
-            self._child = None
+    def __exit__(self, *_):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self.exit_code is None:
+            self.wait()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; -number of the signal that ended it."""
+        return self._process.exitcode
+
+    def wait(self, seconds: float = TIMEOUT) -> bool:
+        """Whether it ends within these seconds. Polls, as `join` blocks on a child that called `exec`."""
+        deadline = time.monotonic() + seconds
+        while self.exit_code is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.end = time.monotonic()
+        return self.exit_code is not None
+
+    @property
+    def output(self) -> str:
+        """All it printed."""
+        return self._output.read_text(errors="replace") if self._output.exists() else ""
+
+    @property
+    def last_line(self) -> str:
+        """The last line it printed, without what differs from trial to trial."""
+        line = self.output.strip().rpartition("\n")[2]
+        return re.sub(r"\d+", "N", line.replace(str(self._output.parent), ""))[:100] or "nothing printed"
 
 
-def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` returns or raises in a new child."""
-    with contextlib.closing(Worker(function)) as worker:
-        return worker(*arguments)
+def in_worker(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` returns in a child with TensorFlow that all calls share; a failure if it dies or hangs."""
+    try:
+        return _worker().submit(function, *arguments).result(TIMEOUT)
+    except (BrokenProcessPool, TimeoutError) as error:
+        for child in multiprocessing.active_children():
+            child.kill()
+        _worker.cache_clear()
+        raise Failed("hung" if isinstance(error, TimeoutError) else "died") from error
+
+
+@functools.cache
+def _worker() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, FORK, initializer=_redirect_output, initargs=(os.devnull,))
+
+
+def _redirect_output(path: str | Path) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)

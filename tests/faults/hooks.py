@@ -15,19 +15,11 @@ from cifar_towers.training import step
 from cifar_towers.training.step_runner import StepRunner
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+STARTED = "writing to"
 RESUMED = re.compile(r"(?:resuming from|is complete at) step (\d+)")
 SAVED = re.compile(r"saved step (\d+)")
-STARTED = "writing to"
-
-
-def is_saved_message(number: int) -> re.Pattern:
-    """What a run that is interrupted after this step logs."""
-    return re.compile(rf"saved step {number}\b|step {number} is saved")
-
-
-def skipped_message(number: int) -> re.Pattern:
-    """What a run logs of a step without an update, the first of several."""
-    return re.compile(rf"step {number} made no update \(1 in a row.*")
+INTERRUPTED = r"saved step {0}\b|step {0} is saved"  # a run that is interrupted after this step
+SKIPPED = r"step {0} made no update \(1 in a row.*"  # a step without an update, the first of several
 
 
 @functools.cache
@@ -50,6 +42,7 @@ PARTS = {
     "loading": (sources, "load", False),
     "tracing": (step, "make_tower_fn", True),
     "loop": (trainer.Trainer, "_train", False),
+    "update": (trainer.Trainer, "_train_step", False),
     "step": (StepRunner, "run", False),
     "evaluation": (trainer, "make_evaluate_fn", True),
     "save": (checkpoint, "save_checkpoint", False),
@@ -64,21 +57,17 @@ def wrap(part: str, wrapper: Callable[[Callable], Callable]) -> None:
     setattr(owner, name, (lambda *args, **kwargs: wrapper(function(*args, **kwargs))) if makes else wrapper(function))
 
 
-def around_steps(
-    before: Callable[[trainer.Trainer, int], None] = lambda run, step: None,
-    after: Callable[[trainer.Trainer, int], None] = lambda run, step: None,
-) -> None:
-    """Calls `before(trainer, step)` and `after(trainer, step)` around each step, `step` being its number from 1."""
-    train_step = trainer.Trainer._train_step
+def before(part: str, act: Callable[..., None]) -> None:
+    """Calls `act` with the arguments of each call of a part first."""
 
-    def wrapped(self, *args):
-        number = int(self.state.step.numpy()) + 1
-        before(self, number)
-        metrics = train_step(self, *args)
-        after(self, number)
-        return metrics
+    def wrapper(function):
+        def wrapped(*args, **kwargs):
+            act(*args, **kwargs)
+            return function(*args, **kwargs)
 
-    trainer.Trainer._train_step = wrapped
+        return wrapped
+
+    wrap(part, wrapper)
 
 
 def num_traces(run: trainer.Trainer) -> int:

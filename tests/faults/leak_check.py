@@ -4,11 +4,12 @@ import functools
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from cifar_towers.files import run_files
 from tests.faults import hooks, runs
-from tests.faults.harness import Experiment, Outcome, Trial
+from tests.faults.harness import Experiment, Trial, check
 from tests.faults.subjects import OURS
 
 SAMPLE_EVERY = 200  # steps; the last sample is compared with the first
@@ -18,41 +19,46 @@ MAX_SAVING = 0.02  # of the time
 FLAGS = ("--epochs=400", "--eval_every_epochs=20", "--summary_every_steps=20", "--checkpoint_every_steps=0")
 
 
-def check_leaks(trial: Trial) -> Outcome:
+def check_leaks(trial: Trial) -> str:
     """A run of thousands of steps with summaries, evaluations and checkpoints at intervals of time."""
     path, steps = trial.scratch / "samples", LENGTHS[trial.index]
-    prepare = functools.partial(hooks.around_steps, after=functools.partial(_sample, path))
+    prepare = functools.partial(hooks.wrap, "update", functools.partial(_sampled, path))
     with runs.train(OURS, trial.scratch, flags=(*FLAGS, f"--max_steps={steps}"), prepare=prepare) as run:
         run.wait(3600.0)
     samples = [json.loads(line) for line in path.read_text().splitlines()]
     first, last = samples[0], samples[-1]
-    if run.exit_code or last["step"] != steps:
-        return Outcome(f"{steps} steps", f"ended with {run.exit_code} after step {last['step']}", False)
-    seconds = run_files.read_json(run.directory / "result.json")["seconds"]
+    trial.details = f"{first} to {last}"
+    check(not run.exit_code and last["step"] == steps, f"ended with {run.exit_code} after step {last['step']}")
+    seconds = run_files.read_json(run.directory / run_files.RESULT)["seconds"]
     saving = seconds["save"] / sum(seconds.values())
     growth = {name: last[name] - first[name] for name in first}
-    details = f"{first} to {last}: {growth['resident_mb']:.1f} MB more; saving took {100 * saving:.2f} % of the time"
+    trial.details += f": {growth['resident_mb']:.1f} MB more; saving took {100 * saving:.2f} % of the time"
     leaks = [name for name in ("traced", "threads", "files") if growth[name]]
-    if leaks:
-        return Outcome(details, f"more {' and '.join(leaks)}", False)
-    if growth["resident_mb"] > MAX_GROWTH_MB:
-        return Outcome(details, "memory grows", False)
-    return Outcome(details, "nothing grows", saving < MAX_SAVING)
+    check(not leaks, f"more {' and '.join(leaks)}")
+    check(growth["resident_mb"] <= MAX_GROWTH_MB, "memory grows")
+    check(saving < MAX_SAVING, "saving takes too long")
+    return "nothing grows"
 
 
-def _sample(path: Path, trainer, step: int) -> None:
-    if step % SAMPLE_EVERY:
-        return
-    status = Path("/proc/self/status").read_text()
-    sample = {
-        "step": step,
-        "traced": hooks.num_traces(trainer),
-        "resident_mb": int(re.search(r"VmRSS:\s*(\d+)", status)[1]) / 1000,
-        "threads": int(re.search(r"Threads:\s*(\d+)", status)[1]),
-        "files": len(os.listdir("/proc/self/fd")),
-    }
-    with path.open("a") as file:
-        file.write(json.dumps(sample) + "\n")
+def _sampled(path: Path, update: Callable) -> Callable:
+    """`update`, after which the resources of this process are written to a file every so many steps."""
+
+    def wrapped(trainer, step, *args):
+        metrics = update(trainer, step, *args)
+        if (step + 1) % SAMPLE_EVERY == 0:
+            status = Path("/proc/self/status").read_text()
+            sample = {
+                "step": step + 1,
+                "traced": hooks.num_traces(trainer),
+                "resident_mb": int(re.search(r"VmRSS:\s*(\d+)", status)[1]) / 1000,
+                "threads": int(re.search(r"Threads:\s*(\d+)", status)[1]),
+                "files": len(os.listdir("/proc/self/fd")),
+            }
+            with path.open("a") as file:
+                file.write(json.dumps(sample) + "\n")
+        return metrics
+
+    return wrapped
 
 
 EXPERIMENTS = [Experiment("a long run", (OURS,), 1, len(LENGTHS), check_leaks)]

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,37 +10,36 @@ import tensorflow as tf
 
 from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_variables
 from cifar_towers.data.batches import Batches
-from cifar_towers.training import step
+from cifar_towers.training import step as training_step
 from tests.faults import hooks, runs
-from tests.faults.harness import Experiment, Outcome, Trial, in_child
+from tests.faults.harness import Experiment, Trial, check, in_worker
 from tests.faults.subjects import OURS
 
 MAX_NONFINITE_STEPS = 3  # the program's default
 FLAGS = ("--brightness=1e-30", "--checkpoint_every_steps=1", "--keep_checkpoints=100")
 
 
-def inject(trial: Trial) -> Outcome:
+def inject(trial: Trial) -> str:
     """A non-finite value in one to four consecutive steps, in one run of three with rollback."""
     place, tower = list(INJECTORS)[trial.index % len(INJECTORS)], trial.rng.randrange(2)
     first, count = trial.rng.randrange(2, runs.STEPS - 5), trial.rng.choice((1, 1, 2, 3, 4))
     value, rollback = trial.rng.choice((np.nan, np.inf, -np.inf)), trial.rng.random() < 1 / 3
-    details = f"{value} in the {place} of tower_{tower}, steps {first} to {first + count - 1}"
-    details += ", with rollback" if rollback else ""
+    trial.details = f"{value} in the {place} of tower_{tower}, steps {first} to {first + count - 1}"
+    trial.details += ", with rollback" if rollback else ""
     prepare = functools.partial(INJECTORS[place], tower, set(range(first, first + count)), value)
     flags = (*FLAGS, "--rollback_on_divergence") if rollback else FLAGS
     with runs.train(OURS, trial.scratch, flags=flags, prepare=prepare) as run:
         run.wait()
-    if nonfinite := in_child(_nonfinite_in_checkpoints, run.directory):
-        return Outcome(details, f"saved {nonfinite}", False)
-    if not list_checkpoints(run.directory):
-        return Outcome(details, "nothing saved", False)
-    message = hooks.skipped_message(first).search(run.output)
+    nonfinite = in_worker(_nonfinite_in_checkpoints, run.directory)
+    check(not nonfinite, f"saved {nonfinite}")
+    check(list_checkpoints(run.directory), "nothing saved")
+    message = re.search(hooks.SKIPPED.format(first), run.output)
+    trial.details += f": {message[0] if message else 'no message'}"
     named = message and (place == "weights" or f"tower_{tower} is not finite" in message[0])
     lasting = place == "weights" or count >= MAX_NONFINITE_STEPS
-    expected = 4 if lasting and not rollback else 0
-    details += f": {message[0] if message else 'no message'}"
     outcome = "finished" if run.exit_code == 0 else f"ended with {run.exit_code}"
-    return Outcome(details, outcome, bool(named) and run.exit_code == expected)
+    check(named and run.exit_code == (4 if lasting and not rollback else 0), outcome)
+    return outcome
 
 
 # Each injector changes the program in this process: `value` comes up in each of these steps once, also after rollback
@@ -61,20 +61,20 @@ def _inject_into_input(tower: int, steps: set[int], value: float) -> None:
 
 
 def _inject_into_weights(tower: int, steps: set[int], value: float) -> None:
-    def before(trainer, number):
-        if number in steps:
-            steps.remove(number)
+    def change(trainer, step, *_):
+        if step + 1 in steps:
+            steps.remove(step + 1)
             weights = trainer.state.weights
             weight = weights[(7 * tower + 1) % len(weights)]
             values = weight.numpy()
             values.flat[values.size // 2] = value
             weight.assign(values)
 
-    hooks.around_steps(before)
+    hooks.before("update", change)
 
 
 def _inject_into_gradient(tower: int, steps: set[int], value: float) -> None:
-    average, calls, added = step.average_gradients, itertools.count(), []
+    average, calls, added = training_step.average_gradients, itertools.count(), []
 
     def wrapped(gradients, **options):  # each tower averages its micro-batches first, in order; then all towers meet
         averaged = average(gradients, **options)
@@ -83,13 +83,13 @@ def _inject_into_gradient(tower: int, steps: set[int], value: float) -> None:
             averaged = [(gradient + added[0], variable), *rest]
         return averaged
 
-    def before(_, number):
+    def change(_, step, *__):
         added[:] = added or [tf.Variable(0.0)]  # made before the step is traced
-        added[0].assign(value if number in steps else 0.0)
-        steps.discard(number)
+        added[0].assign(value if step + 1 in steps else 0.0)
+        steps.discard(step + 1)
 
-    step.average_gradients = wrapped
-    hooks.around_steps(before)
+    training_step.average_gradients = wrapped
+    hooks.before("update", change)
 
 
 INJECTORS = {"input": _inject_into_input, "weights": _inject_into_weights, "gradient": _inject_into_gradient}

@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +19,8 @@ from typing import NamedTuple
 from cifar_towers.checkpointing import checkpoint
 from cifar_towers.files import run_files
 from cifar_towers.reporting import jsonl
-from tests.faults import harness, hooks, peers
-from tests.faults.harness import Experiment, Outcome, Trial
+from tests.faults import harness, hooks, subjects
+from tests.faults.harness import Child, Experiment, Trial, check
 from tests.faults.subjects import BACKUP, MANAGER, OURS
 
 STEPS = 30
@@ -36,36 +35,13 @@ FULL_FLAGS = ("--epochs=0.06", "--eval_every_epochs=0.04")  # after step 20
 PEER_STARTS = 3  # until an undisturbed run of a peer must have finished; ours has one
 
 
-class Run:
-    """`with Run(scratch, function) as run:` a child that trains in `scratch/run`; killed at the end of the block."""
+class Run(Child):
+    """`with Run(scratch, function) as run:` a child that trains in `scratch/run`."""
 
     def __init__(self, scratch: Path, function: Callable[[], object]):
         self.directory = scratch / "run"
         self.first_step = last_recorded(self.directory)
-        self._output = scratch / f"output-{len(list(scratch.glob('output-*')))}"
-        self.start = time.monotonic()
-        self._child = harness.fork(function, self._output)
-        self.pid = self._child.pid  # also of its process group
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, *_):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        if self.exit_code is None:
-            self.wait()
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs; -number of the signal that ended it."""
-        return self._child.exitcode
-
-    def wait(self, seconds: float = harness.TIMEOUT) -> bool:
-        """Whether it ends within these seconds."""
-        ended = harness.wait(self._child, seconds)
-        self.end = time.monotonic()
-        return ended
+        super().__init__(function, scratch / f"output-{len(list(scratch.glob('output-*')))}")
 
     def handles_signals(self) -> bool:
         """Whether it runs and has a handler for SIGTERM."""
@@ -73,17 +49,6 @@ class Run:
             return False
         caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{self.pid}/status").read_text())
         return bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
-
-    @property
-    def output(self) -> str:
-        """All it printed."""
-        return self._output.read_text(errors="replace") if self._output.exists() else ""
-
-    @property
-    def last_line(self) -> str:
-        """The last line it printed, without what differs from trial to trial."""
-        line = self.output.strip().rpartition("\n")[2]
-        return re.sub(r"\d+", "N", line.replace(str(self.directory.parent), ""))[:100] or "nothing printed"
 
     @property
     def resumed_from(self) -> int | None:
@@ -94,13 +59,17 @@ class Run:
     @property
     def saved(self) -> int:
         """The newest step that it logged as saved, or whose checkpoint stands under its final name."""
-        logged = [int(number) for number in hooks.SAVED.findall(self.output)]
-        return max(*logged, newest_saved(self.directory), 0)
+        return max(newest_saved(self.directory), *map(int, hooks.SAVED.findall(self.output)), 0)
 
     @property
     def weights(self) -> str:
         """SHA-256 of the final weights; empty if there are none."""
         return run_files.read_json_if_any(self.directory / run_files.RESULT).get("weights_sha256", "")
+
+    def check_resumed(self, saved: int) -> None:
+        """Ends the trial as failed if this run resumed from an older step than the saved one."""
+        start = self.resumed_from or 0
+        check(start >= saved, "resumed from an older step" if start else "restarted at 0")
 
 
 def train(
@@ -113,7 +82,7 @@ def train(
     """Starts or resumes a run of a subject; `prepare` is called in the child first, unless it is the script."""
     flags = [*FLAGS, *(SMALL_FLAGS if kind == SMALL else FULL_FLAGS), f"--train_dir={scratch / 'run'}", *flags]
     if subject != OURS:
-        return Run(scratch, functools.partial(peers.RUNS[subject], scratch / "run"))
+        return Run(scratch, functools.partial(subjects.train_peer, subject, scratch / "run"))
     if kind == SCRIPT:
         return Run(scratch, script("train.py", flags))
     hooks.small_data()  # once, in the parent
@@ -158,26 +127,20 @@ def reference(subject: str, kind: str = SMALL, flags: Sequence[str] = ()) -> Ref
         return Reference(run.end - run.start, run.weights)
 
 
-def finish(trial: Trial, kind: str, saved: int, details: str, outcome: str = "same weights") -> Outcome:
+def finish(trial: Trial, kind: str, saved: int, outcome: str = "same weights") -> str:
     """Restarts a run, which must resume from step `saved` or later and end with the weights of the reference."""
     for _ in range(1 if trial.subject == OURS else PEER_STARTS):
         with train(trial.subject, trial.scratch, kind) as run:
             run.wait()
         if run.exit_code == 0:
             break
-    if run.exit_code != 0:
-        return Outcome(details, f"cannot resume: {run.last_line}", False)
-    if (run.resumed_from or 0) < saved:
-        return Outcome(details, _older(run), False)
-    if run.weights != reference(trial.subject, kind).weights:
-        return Outcome(details, "other weights", False)
-    if trial.subject == OURS and recorded_steps(run.directory) != list(range(1, STEPS + 1)):
-        return Outcome(details, "steps missing or repeated in the records", False)
-    return Outcome(details, outcome, True)
-
-
-def _older(run: Run) -> str:
-    return "resumed from an older step" if run.resumed_from else "restarted at 0"
+    check(run.exit_code == 0, f"cannot resume: {run.last_line}")
+    run.check_resumed(saved)
+    check(run.weights == reference(trial.subject, kind).weights, "other weights")
+    if trial.subject == OURS:
+        in_order = recorded_steps(run.directory) == list(range(1, STEPS + 1))
+        check(in_order, "steps missing or repeated in the records")
+    return outcome
 
 
 def kind_of(trial: Trial) -> str:
@@ -199,7 +162,7 @@ def interrupted_run(trial: Trial, kind: str) -> Iterator[Run]:
         shutil.rmtree(run.directory)
 
 
-def kill(trial: Trial) -> Outcome:
+def kill(trial: Trial) -> str:
     """`kill -9` at a random moment, every second time once more in the restarted run, then a run to the end."""
     kind = kind_of(trial)
     with interrupted_run(trial, kind) as run:
@@ -207,21 +170,21 @@ def kill(trial: Trial) -> Outcome:
     if run.exit_code == 0:  # it ended just before the kill
         shutil.rmtree(run.directory)
         return kill(trial)
-    if run.exit_code != -signal.SIGKILL:
-        return Outcome(f"{kind} run", f"ended by itself with exit code {run.exit_code}", False)
-    saved, details = run.saved, f"{kind} run killed after {run.end - run.start:.3f} s, {run.saved} steps saved"
+    saved = run.saved
+    trial.details = f"{kind} run killed after {run.end - run.start:.3f} s, {saved} steps saved"
+    check(run.exit_code == -signal.SIGKILL, f"ended by itself with exit code {run.exit_code}")
     if trial.rng.randrange(2):
         moment = trial.rng.uniform(0, reference(trial.subject, kind).seconds)
         with train(trial.subject, trial.scratch, kind) as again:
             end = "done" if again.wait(moment) else "killed"
-        details += f"; then {end} after {again.end - again.start:.3f} s, {again.saved} saved"
-        if again.resumed_from is not None and again.resumed_from < saved:
-            return Outcome(details, _older(again), False)
+        trial.details += f"; then {end} after {again.end - again.start:.3f} s, {again.saved} saved"
+        if again.resumed_from is not None:
+            again.check_resumed(saved)
         saved = max(saved, again.saved)
-    return finish(trial, kind, saved, details)
+    return finish(trial, kind, saved)
 
 
-def repeat(trial: Trial) -> Outcome:
+def repeat(trial: Trial) -> str:
     """A run of the same seed in another directory, with other reporting, interruptions or process."""
     variant = trial.index % 5
     if variant == 0:
@@ -230,14 +193,13 @@ def repeat(trial: Trial) -> Outcome:
         expected, starts = reference(OURS, SMALL, ("--deterministic",)), [(SMALL, ("--deterministic",))]
     else:
         expected, starts = reference(OURS), _other_reporting(trial.rng)
-    details = "; ".join(" ".join((kind, *flags)) for kind, flags in starts)
+    trial.details = "; ".join(" ".join((kind, *flags)) for kind, flags in starts)
     for kind, flags in starts:
         with train(OURS, trial.scratch, kind, flags) as run:
             run.wait()
-        if run.exit_code != 0:
-            return Outcome(details, f"exit code {run.exit_code}: {run.last_line}", False)
-    same = run.weights == expected.weights
-    return Outcome(details, "same weights" if same else "other weights", same)
+        check(run.exit_code == 0, f"exit code {run.exit_code}: {run.last_line}")
+    check(run.weights == expected.weights, "other weights")
+    return "same weights"
 
 
 def _other_reporting(rng: random.Random) -> list[tuple[str, Sequence[str]]]:

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable
 
 from tests.faults import hooks, runs
-from tests.faults.harness import Experiment, Outcome, Trial
+from tests.faults.harness import Experiment, Trial, check
 from tests.faults.runs import SCRIPT, SMALL, Run
 from tests.faults.subjects import OURS
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SECOND_SIGNAL_SECONDS = 0.2  # from the first to the second
 IMMEDIATE_SECONDS = 0.5  # from the second to the end of the run
-
 
 # Each phase: a part of the program, the first and last of its calls to be interrupted, at most so many seconds in
 PHASES = {
@@ -31,7 +30,7 @@ PHASES = {
 }
 
 
-def interrupt(number: signal.Signals, trial: Trial) -> Outcome:
+def interrupt(number: signal.Signals, trial: Trial) -> str:
     """A signal at a random moment."""
     kind = runs.kind_of(trial)
     with runs.interrupted_run(trial, kind) as run:
@@ -40,7 +39,7 @@ def interrupt(number: signal.Signals, trial: Trial) -> Outcome:
         return _send(trial, run, number, kind)
 
 
-def interrupt_script(at_exit: bool, trial: Trial) -> Outcome:
+def interrupt_script(at_exit: bool, trial: Trial) -> str:
     """A signal while the script imports TensorFlow, or while it ends after the result is written."""
     delay = trial.rng.uniform(0, 0.05) if at_exit else trial.rng.uniform(0.3, 3.0)
     with runs.train(OURS, trial.scratch, SCRIPT) as run:
@@ -50,20 +49,20 @@ def interrupt_script(at_exit: bool, trial: Trial) -> Outcome:
         return _send(trial, run, SIGNALS[trial.index % 2], SCRIPT)
 
 
-def _send(trial: Trial, run: Run, number: signal.Signals, kind: str) -> Outcome:
+def _send(trial: Trial, run: Run, number: signal.Signals, kind: str) -> str:
     """Sends a signal, SIGINT to the whole group as Ctrl-C does, and checks how the run ends and resumes."""
     sent, finished, handled = time.monotonic(), bool(run.weights), run.handles_signals()
-    details = f"{kind} run, {number.name} {sent - run.start:.3f} s after its start"
+    trial.details = f"{kind} run, {number.name} {sent - run.start:.3f} s after its start"
     if run.exit_code is None:
         (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)
         run.wait()
-        details += f", ended {run.end - sent:.3f} s after the signal"
-    return _check(trial, run, number, details, kind, handled, finished)
+        trial.details += f", ended {run.end - sent:.3f} s after the signal"
+    return _check_end(trial, run, number, kind, handled, finished)
 
 
-def _check(
-    trial: Trial, run: Run, number: int, details: str, kind: str, handled: bool = True, finished: bool = False
-) -> Outcome:
+def _check_end(
+    trial: Trial, run: Run, number: int, kind: str = SMALL, handled: bool = True, finished: bool = False
+) -> str:
     """Checks how a run ended after one signal, and resumes it.
 
     Args:
@@ -71,58 +70,52 @@ def _check(
       finished: it had written its result.
     """
     step, saved = runs.last_recorded(run.directory), runs.newest_saved(run.directory)
-    if "Traceback" in run.output and (handled or finished):  # before, Python answers SIGINT with one
-        return Outcome(details, "traceback", False)
+    if handled or finished:  # before, Python answers SIGINT with one
+        check("Traceback" not in run.output, "traceback")
     if finished and run.exit_code == 0:
         outcome = "had written its result"
     elif not handled and run.exit_code == -number:
         outcome = "ended on its way out" if finished else "ended before it had handlers"
-    elif run.exit_code != 128 + number:
-        return Outcome(details, f"exit code {run.exit_code}", False)
-    elif saved != step:
-        return Outcome(details, f"saved step {saved} of {step}", False)
-    elif step > run.first_step and not hooks.is_saved_message(step).search(run.output):
-        return Outcome(details, "saved without a message", False)
     else:
+        check(run.exit_code == 128 + number, f"exit code {run.exit_code}")
+        check(saved == step, f"saved step {saved} of {step}")
+        logged = step == run.first_step or re.search(hooks.INTERRUPTED.format(step), run.output)
+        check(logged, "saved without a message")
         outcome = "saved and ended" if step else "ended before the first step"
-    return runs.finish(trial, kind, saved, details, outcome)
+    return runs.finish(trial, kind, saved, outcome)
 
 
-def interrupt_in(phase: str, trial: Trial) -> Outcome:
+def interrupt_in(phase: str, trial: Trial) -> str:
     """One signal in a phase."""
     number = SIGNALS[trial.index % 2]
-    run, details, sent = _signalled_run(trial, phase, number, count=1)
-    if not sent:
-        return Outcome(details, "phase not reached", False)
-    return _check(trial, run, number, details, SMALL)
+    run, _ = _signalled_run(trial, phase, number, count=1)
+    return _check_end(trial, run, number)
 
 
-def interrupt_twice(trial: Trial) -> Outcome:
+def interrupt_twice(trial: Trial) -> str:
     """Two signals, the first in each phase in turn: the second ends the run at once, and it can be resumed."""
     phase = list(PHASES)[trial.index % len(PHASES)]
     number = SIGNALS[trial.index // len(PHASES) % 2]
-    run, details, sent = _signalled_run(trial, phase, number, count=2)
-    if not sent:
-        return Outcome(details, "phase not reached", False)
+    run, sent = _signalled_run(trial, phase, number, count=2)
     late = run.end - sent[-1] > IMMEDIATE_SECONDS
-    if late or run.exit_code != 128 + number or "Traceback" in run.output:
-        return Outcome(details, f"exit code {run.exit_code}{', late' if late else ''}", False)
-    return runs.finish(trial, SMALL, run.saved, details, f"ended by signal {len(sent)}")
+    immediate = not late and run.exit_code == 128 + number and "Traceback" not in run.output
+    check(immediate, f"exit code {run.exit_code}{', late' if late else ''}")
+    return runs.finish(trial, SMALL, run.saved, f"ended by signal {len(sent)}")
 
 
-def _signalled_run(trial: Trial, phase: str, number: signal.Signals, count: int) -> tuple[Run, str, list[float]]:
-    """(a run that got up to `count` signals in a phase, details, times of the signals)."""
+def _signalled_run(trial: Trial, phase: str, number: signal.Signals, count: int) -> tuple[Run, list[float]]:
+    """A run that got up to `count` signals in a phase, and when they were sent."""
     part, first, last, longest = PHASES[phase]
     call, delay = trial.rng.randint(first, last), trial.rng.uniform(0, longest)
     prepare = functools.partial(hooks.wrap, part, functools.partial(_send_during, call, delay, number, count))
     with runs.train(OURS, trial.scratch, prepare=prepare) as run:
         run.wait()
     sent = [float(moment) for moment in re.findall(r"signal sent at (\S+)", run.output)]
-    details = f"{number.name} in {phase}, call {call}, {delay:.3f} s after its start"
-    if sent:
-        details += f", ended {run.end - sent[-1]:.3f} s after the signal"
-        details += f" ({len(sent)} sent)" if count > 1 else ""
-    return run, details, sent
+    trial.details = f"{number.name} in {phase}, call {call}, {delay:.3f} s after its start"
+    check(sent, "phase not reached")
+    trial.details += f", ended {run.end - sent[-1]:.3f} s after the signal"
+    trial.details += f" ({len(sent)} sent)" if count > 1 else ""
+    return run, sent
 
 
 def _send_during(call: int, delay: float, number: int, count: int, function: Callable) -> Callable:

@@ -1,10 +1,15 @@
 """The three ways to save that are compared: ours, TensorFlow's and Keras's, each as its documentation uses it.
 
-Each saves a small state in which every value is the step, so that a recovered state can be checked. `recover` returns
-the (step, weights) with which a restarted run continues.
+Each saves a small state in which every value is the step, so that a recovered state can be checked. TensorFlow's and
+Keras's also save whole runs, which have as many steps, saves and weights as ours, momentum and a moving average, and
+all that makes a run repeatable: a seed, deterministic operations, and batches that follow from the step.
 """
 
+import hashlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -12,112 +17,134 @@ import tensorflow as tf
 
 from cifar_towers.checkpointing.checkpoint import latest_checkpoint, read_metadata
 from cifar_towers.checkpointing.manager import CheckpointManager
+from cifar_towers.data import synthetic
+from cifar_towers.files import run_files
 
 OURS, MANAGER, BACKUP = "cifar_towers", "CheckpointManager", "BackupAndRestore"
 ALL = (OURS, MANAGER, BACKUP)
-SHAPES = {"kernel": (12, 40), "bias": (40,), "head": (40, 10)}
 MAX_TO_KEEP = 3
+RUN_STEPS, SAVE_EVERY_STEPS, BATCH_SIZE = 30, 3, 20
 
 
-class TowersCheckpoint:
+class Saver(NamedTuple):
+    """A state and what saves and restores it; `restore` returns the step with which a restarted run continues."""
+
+    weights: Sequence[tf.Variable]
+    save: Callable[[int], object]
+    restore: Callable[[], int]
+
+
+def towers_saver(directory: Path) -> Saver:
     """`CheckpointManager`: what a run does to save, and what a start of the program does."""
+    shapes = {"kernel": (12, 40), "bias": (40,), "head": (40, 10)}
+    variables = {name: tf.Variable(tf.zeros(shape)) for name, shape in shapes.items()}
+    variables["step"] = tf.Variable(0, dtype=tf.int64)
+    state = SimpleNamespace(named_variables=lambda: variables, first_nonfinite_variable=lambda: "")
+    manager = CheckpointManager(directory, state, 0, MAX_TO_KEEP, lambda line: None)
 
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self.variables = {name: tf.Variable(tf.zeros(shape)) for name, shape in SHAPES.items()}
-        self.variables["step"] = tf.Variable(0, dtype=tf.int64)
-        self.manager = CheckpointManager(directory, self, 0, MAX_TO_KEEP, lambda line: None)
-
-    def named_variables(self) -> dict[str, tf.Variable]:
-        """As `TrainState`."""
-        return self.variables
-
-    def first_nonfinite_variable(self) -> str:
-        """As `TrainState`."""
-        return ""
-
-    def save(self, step: int) -> None:
-        _assign(self.variables.values(), step)
-        if not self.manager.save(step, {"accuracy": None}):
+    def save(step: int) -> None:
+        if not manager.save(step, {"accuracy": None}):
             raise OSError(f"step {step} was not saved")
 
-    def recover(self) -> tuple[int, list[np.ndarray]]:
-        self.manager.quarantine_damaged()
-        newest = latest_checkpoint(self.directory)
+    def restore() -> int:
+        manager.quarantine_damaged()
+        newest = latest_checkpoint(directory)
         if not newest:
-            return 0, []
-        self.manager.restore(newest)
-        return read_metadata(newest)["step"], _values(self.variables.values())
+            return 0
+        manager.restore(newest)
+        return read_metadata(newest)["step"]
+
+    return Saver(list(variables.values()), save, restore)
 
 
-class Manager:
+def manager_saver(directory: Path, model: keras.Model) -> Saver:
     """`tf.train.CheckpointManager` with `restore_or_initialize`, as TensorFlow's guide has it."""
+    step = tf.Variable(0, dtype=tf.int64)
+    state = tf.train.Checkpoint(step=step, optimizer=model.optimizer, model=model)
+    manager = tf.train.CheckpointManager(state, str(directory), max_to_keep=MAX_TO_KEEP)
 
-    def __init__(self, directory: Path):
-        self.step = tf.Variable(0, dtype=tf.int64)
-        self.weights = {name: tf.Variable(tf.zeros(shape)) for name, shape in SHAPES.items()}
-        state = tf.train.Checkpoint(step=self.step, **self.weights)
-        self.manager = tf.train.CheckpointManager(state, str(directory), max_to_keep=MAX_TO_KEEP)
+    def save(number: int) -> None:
+        step.assign(number)
+        manager.save(checkpoint_number=number)
 
-    def save(self, step: int) -> None:
-        _assign((self.step, *self.weights.values()), step)
-        self.manager.save(checkpoint_number=step)
+    def restore() -> int:
+        manager.restore_or_initialize()
+        return int(step.numpy())
 
-    def recover(self) -> tuple[int, list[np.ndarray]]:
-        self.manager.restore_or_initialize()
-        return int(self.step.numpy()), _values(self.weights.values())
+    return Saver(model.trainable_variables, save, restore)
 
 
-class Backup:
+def backup_saver(directory: Path, model: keras.Model) -> Saver:
     """`keras.callbacks.BackupAndRestore` at its safest setting, one epoch per step."""
-
-    def __init__(self, directory: Path):
-        self.model = keras.Sequential([keras.layers.Dense(40), keras.layers.Dense(10, use_bias=False)])
-        self.model.build((None, 12))
-        self.model.compile("sgd", "mse")
-        self.callback = backup_callback(directory)
-        self.callback.set_model(self.model)
-
-    def save(self, step: int) -> None:
-        for variable in self.model.trainable_variables:
-            variable.assign(np.full(variable.shape, step))
-        self.callback.on_epoch_end(step - 1)
-
-    def recover(self) -> tuple[int, list[np.ndarray]]:
-        self.model._initial_epoch = 0
-        self.callback.on_train_begin()
-        return self.model._initial_epoch, _values(self.model.trainable_variables)
-
-
-def backup_callback(directory: Path) -> keras.callbacks.BackupAndRestore:
-    """The callback with two backups that are kept at the end of training."""
-    return keras.callbacks.BackupAndRestore(
+    callback = keras.callbacks.BackupAndRestore(
         str(directory), save_freq="epoch", double_checkpoint=True, delete_checkpoint=False
     )
+    callback.set_model(model)
+
+    def restore() -> int:
+        model._initial_epoch = 0
+        callback.on_train_begin()
+        return model._initial_epoch
+
+    return Saver(model.trainable_variables, lambda step: callback.on_epoch_end(step - 1), restore)
 
 
-def _assign(variables, step: int) -> None:
-    for variable in variables:
-        variable.assign(tf.fill(variable.shape, tf.cast(step, variable.dtype)))
+PEERS = {MANAGER: manager_saver, BACKUP: backup_saver}
 
 
-def _values(variables) -> list[np.ndarray]:
-    return [variable.numpy() for variable in variables]
+def _saver(subject: str, directory: Path) -> Saver:
+    if subject == OURS:
+        return towers_saver(directory)
+    model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(40), keras.layers.Dense(10, use_bias=False)])
+    model.compile("sgd", "mse")
+    return PEERS[subject](directory, model)
 
 
-SUBJECTS = {OURS: TowersCheckpoint, MANAGER: Manager, BACKUP: Backup}
+def make_save(subject: str, directory: Path) -> Callable[[int], None]:
+    """The function by which a run of a subject saves a step."""
+    saver = _saver(subject, directory)
 
-
-def save(subject: str, directory: Path, *steps: int) -> None:
-    """Saves these steps one after another, as one run would."""
-    saver = SUBJECTS[subject](directory)
-    for step in steps:
+    def save(step: int) -> None:
+        for variable in saver.weights:
+            variable.assign(np.full(variable.shape, step))
         saver.save(step)
+
+    return save
 
 
 def recover(subject: str, directory: Path) -> tuple[int, str]:
-    """What a restarted run finds: (step, `intact` | `wrong weights`)."""
-    step, weights = SUBJECTS[subject](directory).recover()
-    values = {float(value) for array in weights for value in np.unique(array)}
-    intact = values == {float(step)} if step else not values or 0 in values
+    """What a restarted run resumes with: (step, `intact` | `wrong weights` | `refused: ...`)."""
+    try:
+        saver = _saver(subject, directory)
+        step = saver.restore()
+    except Exception as error:
+        return 0, f"refused: {type(error).__name__}"
+    values = {float(value) for variable in saver.weights for value in np.unique(variable.numpy())}
+    intact = values == {float(step)} if step else 0 in values  # at the start the weights are, or the bias is, 0
     return step, "intact" if intact else "wrong weights"
+
+
+def train_peer(subject: str, directory: Path) -> None:
+    """A whole run; messages and result are as ours."""
+    keras.utils.set_random_seed(0)
+    tf.config.experimental.enable_op_determinism()
+    layers = [keras.Input((32, 32, 3)), keras.layers.Rescaling(1 / 255)]
+    for filters in (32, 96, 256):  # about as many weights as ours
+        layers += [keras.layers.Conv2D(filters, 3, use_bias=False), keras.layers.MaxPooling2D(2)]
+        layers += [keras.layers.BatchNormalization(), keras.layers.ReLU()]
+    model = keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(256), keras.layers.Dense(10)])
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, use_ema=True)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    optimizer.build(model.trainable_variables)
+    saver = PEERS[subject](directory, model)
+    start = saver.restore()
+    print(f"resuming from step {start}", flush=True)
+    data = synthetic.make(300, 0, 0)
+    for step in range(start + 1, RUN_STEPS + 1):
+        batch = np.random.default_rng(step).choice(len(data.labels), BATCH_SIZE, replace=False)
+        model.train_on_batch(data.images[batch], data.labels[batch])
+        if step % SAVE_EVERY_STEPS == 0:
+            saver.save(step)
+            print(f"saved step {step}", flush=True)
+    weights = b"".join(variable.numpy().tobytes() for variable in (*model.variables, *optimizer.variables))
+    run_files.write_json(directory / run_files.RESULT, {"weights_sha256": hashlib.sha256(weights).hexdigest()})

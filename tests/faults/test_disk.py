@@ -1,4 +1,4 @@
-"""A disk that loses power loses what was not synced, and nothing else; who saves without care is caught."""
+"""The simulated disk loses what was not synced, and nothing else; a save that forgets to sync is caught."""
 
 import os
 import random
@@ -16,90 +16,80 @@ def states(disk, moment=None, tries=300, **options):
     return [state for number, state in enumerate(found) if state not in found[:number]]
 
 
-def test_what_was_not_synced_may_be_there_in_part_as_zeros_or_not_at_all():
+def contents(*values):
+    return [{"file": value} for value in values]
+
+
+IN_PLACE = (b"", b"2", b"22", b"222", b"2222", b"1111", b"2111", b"2211", b"2221", b"\0\0\0\0")
+CASES = {  # operations; a dictionary is what a running system sees after them, a list the states that may be left
+    "not synced": (
+        *(("create", "file"), ("write", "file", 0, b"ab"), {"file": b"ab"}),
+        [{}, *contents(b"", b"a", b"ab", b"\0\0")],
+    ),
+    "name not synced": (
+        *(("create", "file"), ("write", "file", 0, b"old"), ("sync", "file"), [{}, *contents(b"old")]),
+        *(("sync", "."), contents(b"old")),
+    ),
+    "written in place": (
+        *(("create", "file"), ("write", "file", 0, b"1111"), ("sync", "file"), ("sync", "."), contents(b"1111")),
+        *(("truncate", "file", 0), ("write", "file", 0, b"2222"), contents(*IN_PLACE)),
+        *(("sync", "file"), contents(b"2222")),
+    ),
+    "a shorter file": (
+        *(("create", "file"), ("append", "file", b"old."), ("sync", "file"), ("sync", ".")),
+        *(("truncate", "file", 0), ("append", "file", b"new"), ("sync", "file"), contents(b"new")),
+    ),
+    "a rename": (
+        *(("create", "new"), ("write", "new", 0, b"new"), ("sync", "new")),
+        *(("create", "old"), ("write", "old", 0, b"old"), ("sync", "old"), ("sync", ".")),
+        *(("rename", "new", "old"), {"old": b"new"}, [{"old": b"new"}, {"new": b"new", "old": b"old"}]),
+        *(("sync", "."), [{"old": b"new"}]),
+    ),
+    "one name, whichever renames are lost": (
+        *(("mkdir", "a"), ("create", "a/one"), ("sync", "a"), ("sync", ".")),
+        *(("rename", "a/one", "two"), ("rename", "two", "three")),
+        [{"a": None, "a/one": b""}, {"a": None, "two": b""}, {"a": None, "three": b""}],
+        ("remove", "three"),
+        [{"a": None}, {"a": None, "a/one": b""}, {"a": None, "two": b""}, {"a": None, "three": b""}],
+        *(("sync", "."), [{"a": None}]),
+    ),
+    "in a lost directory": (
+        *(("mkdir", "a"), ("create", "a/file"), ("sync", "a/file"), ("sync", "a"), [{}, {"a": None, "a/file": b""}]),
+        *(("remove", "a/file"), ("remove", "a"), ("sync", "."), [{}]),
+    ),
+    "beyond the end": (
+        *(("create", "file"), ("write", "file", 2, b"a"), ("truncate", "file", 4), {"file": b"\0\0a\0"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", CASES.values(), ids=CASES)
+def test_power_loss_loses_what_was_not_synced(steps):
     disk = Disk()
-    disk.create("file")
-    disk.write("file", 0, b"ab")
-    assert disk.now() == {"file": b"ab"}
-    left = states(disk)
-    assert all(state in left for state in ({}, *({"file": content} for content in (b"", b"a", b"ab", b"\0\0"))))
-    assert len(left) == 5
+    for step in steps:
+        if isinstance(step, tuple):
+            disk.do(*step)
+        elif isinstance(step, dict):
+            assert disk.now() == step
+        else:
+            assert sorted(states(disk), key=repr) == sorted(step, key=repr)
+
+
+def test_moment_of_power_loss():
+    disk = Disk()
+    disk.do("create", "file")
+    disk.do("write", "file", 0, b"ab")
     assert states(disk, moment=0) == [{}]
     assert states(disk, settled=2) == [{"file": b"ab"}]
 
 
-def test_what_was_synced_is_there():
-    disk = Disk()
-    disk.create("file")
-    disk.write("file", 0, b"old.")
-    disk.sync("file")
-    assert {repr(state) for state in states(disk)} == {"{}", "{'file': b'old.'}"}  # its name was not synced
-    disk.sync(".")
-    assert states(disk) == [{"file": b"old."}]
-    disk.truncate("file")
-    disk.write("file", 0, b"new")
-    assert {b"old.", b"", b"new", b"new.", b"\0\0\0."} <= {state["file"] for state in states(disk)}
-    disk.sync("file")
-    assert states(disk) == [{"file": b"new"}]
-
-
-def test_a_rename_happens_or_does_not():
-    disk = Disk()
-    for name in ("new", "old"):
-        disk.create(name)
-        disk.write(name, 0, name.encode())
-        disk.sync(name)
-    disk.sync(".")
-    disk.rename("new", "old")
-    assert disk.now() == {"old": b"new"}
-    assert sorted(states(disk), key=len) == [{"old": b"new"}, {"new": b"new", "old": b"old"}]
-    disk.sync(".")
-    assert states(disk) == [{"old": b"new"}]
-
-
-def test_a_file_has_one_name_whichever_of_its_renames_are_lost():
-    disk = Disk()
-    disk.mkdir("a")
-    disk.create("a/one")
-    disk.sync("a")
-    disk.sync(".")
-    disk.rename("a/one", "two")
-    disk.rename("two", "three")
-    assert {tuple(sorted(state)) for state in states(disk)} == {("a", "a/one"), ("a", "two"), ("a", "three")}
-    disk.remove("three")
-    assert all(len(state) <= 2 for state in states(disk))
-    disk.sync(".")
-    assert states(disk) == [{"a": None}]
-
-
-def test_what_is_in_a_lost_directory_is_lost():
-    disk = Disk()
-    disk.mkdir("a")
-    disk.create("a/file")
-    disk.sync("a/file")
-    disk.sync("a")
-    assert sorted(states(disk), key=len) == [{}, {"a": None, "a/file": b""}]
-    disk.remove("a/file")
-    disk.remove("a")
-    disk.sync(".")
-    assert states(disk) == [{}]
-
-
-def test_a_write_beyond_the_end_leaves_zeros_before_it():
-    disk = Disk()
-    disk.create("file")
-    disk.write("file", 2, b"a")
-    disk.truncate("file", 4)
-    assert disk.now() == {"file": b"\0\0a\0"}
-
-
-def test_a_state_can_be_laid_out(tmp_path):
+def test_write_state(tmp_path):
     write_state({"a": None, "a/file": b"x", "b": b""}, tmp_path)
     assert (tmp_path / "a" / "file").read_bytes() == b"x"
     assert (tmp_path / "b").read_bytes() == b""
 
 
-SYNCED = {  # what `storage.commit` has synced
+SYNCED = {  # by `atomic_io.commit`
     "its files": lambda path: path.is_file(),
     "its directory": lambda path: path.name.startswith(atomic_io.TEMPORARY),
     "its parent": lambda path: path.name == "checkpoints",
@@ -108,31 +98,29 @@ SYNCED = {  # what `storage.commit` has synced
 
 
 @pytest.mark.parametrize("forgotten", [None, *SYNCED])
-def test_a_commit_survives_and_one_that_forgets_to_sync_anything_is_caught(tmp_path, monkeypatch, forgotten):
-    root = tmp_path / "run"
+def test_commit_survives_power_loss_unless_it_forgets_to_sync(tmp_path, monkeypatch, forgotten):
+    root, disk = tmp_path / "run", Disk()
     root.mkdir()
-    disk = Disk()
 
-    def here(path):
+    def relative(path):
         return str(path.relative_to(root))
 
-    def look():
+    def add_new_files():
         for path in sorted(root.rglob("*")):
-            if here(path) not in disk.now() and path.is_dir():
-                disk.mkdir(here(path))
-            elif here(path) not in disk.now():
-                disk.create(here(path))
-                disk.write(here(path), 0, path.read_bytes())
+            if relative(path) not in disk.now():
+                disk.do("mkdir" if path.is_dir() else "create", relative(path))
+                if path.is_file():
+                    disk.do("append", relative(path), path.read_bytes())
 
     def sync(path):
-        look()
+        add_new_files()
         if not (forgotten and SYNCED[forgotten](path)):
-            disk.sync(here(path))
+            disk.do("sync", relative(path))
 
     def rename(old, new, really=os.rename):
-        look()
+        add_new_files()
         really(old, new)
-        disk.rename(here(old), here(new))
+        disk.do("rename", relative(old), relative(new))
 
     monkeypatch.setattr(atomic_io, "sync", sync)
     monkeypatch.setattr(os, "rename", rename)
@@ -147,16 +135,3 @@ def test_a_commit_survives_and_one_that_forgets_to_sync_anything_is_caught(tmp_p
             step = left / "checkpoints" / "step-1"
             good &= not atomic_io.validate(step) if step.exists() else moment < len(disk)
     assert good == (forgotten is None)
-
-
-def test_a_file_written_in_place_is_caught():
-    disk = Disk()
-    disk.create("state")
-    disk.write("state", 0, b"1111")
-    disk.sync("state")
-    disk.sync(".")
-    disk.truncate("state")
-    disk.write("state", 0, b"2222")
-    disk.sync("state")
-    left = [state["state"] for moment in range(len(disk) + 1) for state in states(disk, moment) if state]
-    assert {b"1111", b"2222", b"", b"22"} <= set(left)

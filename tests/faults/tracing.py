@@ -1,13 +1,12 @@
-"""File system calls of a child, traced by strace: read, and replayed on a `Disk`.
+"""File system calls of this process, traced by strace: read, and replayed on a `Disk`."""
 
-A replay raises on calls it does not know, and its result is compared with the directory itself.
-"""
-
+import contextlib
 import os
 import re
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,169 +16,102 @@ CHANGES = (
     *("openat", "write", "pwrite64", "sendfile", "ftruncate", "fsync", "fdatasync"),
     *("rename", "renameat", "renameat2", "unlink", "unlinkat", "rmdir", "mkdir", "mkdirat"),
 )
-MARKS = ("access", "faccessat", "faccessat2")  # by which a child marks its progress in the trace
-UNKNOWN = (
-    *("open", "creat", "openat2", "writev", "pwritev", "pwritev2", "copy_file_range", "truncate", "fallocate"),
-    *("link", "linkat", "symlink", "symlinkat", "syncfs", "sync_file_range"),
-)
-REPLAYED = (*CHANGES, *UNKNOWN, *MARKS, "lseek")  # what `replay` needs
+_PATH = re.compile(r'(?:\w+<([^>]*)>, )?"([^"]*)"|\w+<([^>]*)>')  # a name, often after its directory; or a descriptor
 
-_DESCRIPTOR = re.compile(r"(\w+)<(.*)>")  # its number and, by `-y`, its path
+
+@contextlib.contextmanager
+def strace(output: Path, names: Sequence[str], *options: str) -> Iterator[None]:
+    """Writes the calls of these names by each thread of this process to files `output.<thread>`."""
+    trace = "trace=" + ",".join(f"?{name}" for name in names)  # a processor may lack some of them
+    command = ["strace", "-ff", "-o", str(output), "-e", trace, *options, "-p", str(os.getpid())]
+    tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    message = tracer.stderr.readline()
+    if not re.search(r"Process \d+ attached", message):
+        raise RuntimeError(f"strace cannot attach: {message.strip()}")
+    try:
+        yield
+    finally:
+        tracer.send_signal(signal.SIGINT)
+        tracer.wait()
 
 
 class Call(NamedTuple):
-    """One call of one thread."""
+    """A call that changes or syncs something in a directory, or fails to remove a marker there."""
 
-    thread: int
     name: str
-    arguments: tuple[str, ...]  # as strace writes them, all strings in hexadecimal
+    number: int  # among the thread's calls of this name
+    paths: list[str]  # relative to the directory
+    arguments: list[str]  # as `strace -y -xx` writes them
     result: str  # `?` if it never returned
 
-    def failed(self) -> bool:
-        """Whether it returned an error."""
-        return self.result.startswith("-1 ")
-
-    def paths(self) -> list[str]:
-        """The absolute paths it names, as strings, descriptors or both, in order."""
-        paths, directory = [], ""
-        for argument in self.arguments[: 1 if "write" in self.name else None]:  # what is written is no path
-            if argument.startswith('"'):
-                paths.append(os.path.join(directory or os.getcwd(), os.fsdecode(_bytes(argument))))
-                directory = ""
-            elif descriptor := _DESCRIPTOR.fullmatch(argument):
-                paths += [directory] if directory else []
-                directory = os.fsdecode(_bytes(descriptor[2]))
-        return [*paths, directory] if directory else paths
-
-    def changes(self, root: Path) -> bool:
-        """Whether it changes or syncs something in a directory."""
-        modifies = self.name != "openat" or "O_CREAT" in self.arguments[2] or "O_TRUNC" in self.arguments[2]
-        inside = any(Path(path).is_relative_to(root) for path in self.paths())
-        return self.name in CHANGES and modifies and inside and not self.failed()
-
-    def describe(self, root: Path) -> str:
-        """Its name and paths, relative to a directory."""
-        return f"{self.name} {', '.join(os.path.relpath(path, root) for path in self.paths())}"
+    def __str__(self) -> str:
+        return f"{self.name} {', '.join(self.paths)}"
 
 
-class Strace:
-    """strace on every thread of a process from `attach` to `detach`; calls of these names are written to a file."""
-
-    def __init__(self, output: Path, names: Sequence[str], *options: str):
-        trace = "trace=" + ",".join(f"?{name}" for name in names)  # a processor may lack some of them
-        self._command = ["strace", "-f", "-o", str(output), "-e", trace, *options]
-        self._process: subprocess.Popen | None = None
-
-    def attach(self, pid: int) -> None:
-        """Returns when all threads are traced."""
-        self._process = subprocess.Popen([*self._command, "-p", str(pid)], stderr=subprocess.PIPE, text=True)
-        message = self._process.stderr.readline()
-        if not re.search(r"Process \d+ attached", message):
-            raise RuntimeError(f"strace cannot attach: {message.strip()}")
-
-    def wait(self) -> None:
-        """Waits until the process has ended."""
-        self._process.wait(60)
-
-    def detach(self) -> None:
-        """Leaves the process as it was."""
-        if self._process and self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-            self._process.wait()
-
-
-def read_calls(output: Path) -> list[Call]:
-    """The calls in an output file of strace, in the order in which they were made."""
-    unfinished: dict[str, int] = {}
-    lines: list[str] = []
+def read_calls(output: Path, root: Path, marker: str) -> list[Call]:
+    """The calls of one thread that change or sync something in `root`, or fail to remove `<root>/<marker>...`."""
+    calls, numbers = [], Counter()
     for line in output.read_text().splitlines():
-        thread, rest = line.split(maxsplit=1)
-        if resumed := re.match(r"<\.\.\. \w+ resumed>", rest):
-            lines[unfinished.pop(thread)] += rest[resumed.end() :]
-        elif not rest.startswith(("+++", "---")):
-            if rest.endswith("<unfinished ...>"):
-                unfinished[thread] = len(lines)
-                line = line.removesuffix("<unfinished ...>")
-            lines.append(line)
-    return [_call(line) for line in lines]
+        if match := re.fullmatch(r"(\w+)\((.*?)\)? *(?:= (.*))?", line):
+            name, arguments, result = match.groups(default="?")
+            numbers[name] += 1
+            paths = _paths(arguments.partition(",")[0] if "write" in name else arguments)  # what is written is no path
+            inside = [os.path.relpath(path, root) for path in paths if Path(path).is_relative_to(root)]
+            changes = name != "openat" or re.search("O_CREAT|O_TRUNC", arguments)
+            marks = inside and inside[0].startswith(marker)
+            if inside and changes and (marks or not result.startswith("-1 ")):
+                calls.append(Call(name, numbers[name], inside, arguments.split(", "), result))
+    return calls
 
 
-def _call(line: str) -> Call:
-    match = re.fullmatch(r"(\d+) +(\w+)\((.*?)\)? *(?:= (.*))?", line)
-    if not match:
-        raise ValueError(f"not a line of strace: {line[:200]}")
-    thread, name, arguments, result = match.groups()
-    return Call(int(thread), name, tuple(part.strip() for part in arguments.split(",")), result or "?")
-
-
-def replay(traced: Sequence[Call], root: Path, marker: str) -> tuple[Disk, list[tuple[int, str]]]:
-    """Repeats these calls on an empty disk.
-
-    Returns:
-      The disk; and for each `access` to `<root>/<marker>...`, the number of operations before it and what follows the
-      marker.
-
-    Raises:
-      RuntimeError: a call that changes the directory is unknown, or the directory differs from the disk.
-    """
-    disk, marks, offsets = Disk(), [], {}
-    for call in traced:
-        paths = [os.path.relpath(path, root) for path in call.paths() if Path(path).is_relative_to(root)]
-        if call.name in MARKS:
-            marks += [(len(disk), path.removeprefix(marker)) for path in paths if path.startswith(marker)]
-        elif paths and not call.failed():
-            _do(disk, call, paths, offsets)
-    actual = {str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in root.rglob("*")}
-    if disk.now() != actual:
-        raise RuntimeError("the traced calls do not explain the content of the directory")
-    return disk, marks
-
-
-def _do(disk: Disk, call: Call, paths: Sequence[str], offsets: dict[str, int]) -> None:
-    path, descriptor = paths[0], _number(call.arguments[0])
-    match call.name:
-        case "openat":
-            flags = call.arguments[2].split("|")
-            if "O_CREAT" in flags and path not in disk.now():
-                disk.create(path)
-            elif "O_TRUNC" in flags:
-                disk.truncate(path)
-            offsets.pop(_number(call.result), None)
-            if "O_WRONLY" in flags and "O_APPEND" not in flags:  # else the offset of a plain write is unknown
-                offsets[_number(call.result)] = 0
-        case "lseek":
-            if descriptor in offsets:
-                offsets[descriptor] = int(call.result)
-        case "write" | "sendfile":
-            if call.name == "write":
-                data = _bytes(call.arguments[1])
-            else:  # its third argument is `[from] => [to]`
-                start = int(call.arguments[2].split("]")[0].removeprefix("["))
-                data = disk.now()[paths[1]][start : start + int(call.result)]
-            disk.write(path, offsets[descriptor], data)
-            offsets[descriptor] += len(data)
-        case "pwrite64":
-            disk.write(path, int(call.arguments[3]), _bytes(call.arguments[1]))
-        case "ftruncate":
-            disk.truncate(path, int(call.arguments[1]))
-        case "fsync" | "fdatasync":
-            disk.sync(path)
-        case "rename" | "renameat" | "renameat2":
-            disk.rename(*paths)
-        case "unlink" | "unlinkat" | "rmdir":
-            disk.remove(path)
-        case "mkdir" | "mkdirat":
-            disk.mkdir(path)
-        case name:
-            raise RuntimeError(f"unknown call {name} in a traced directory")
-
-
-def _number(descriptor: str) -> str:
-    match = _DESCRIPTOR.fullmatch(descriptor)
-    return match[1] if match else ""
+def _paths(arguments: str) -> list[str]:
+    return [os.path.join(*map(os.fsdecode, map(_bytes, filter(None, parts)))) for parts in _PATH.findall(arguments)]
 
 
 def _bytes(text: str) -> bytes:
     """Decodes what `strace -xx` wrote in hexadecimal; the rest, such as the name of a pipe, is plain text."""
-    plain = text.strip('"')
-    return bytes.fromhex(plain.replace("\\x", "")) if "\\x" in plain else plain.encode()
+    return bytes.fromhex(text.replace("\\x", "")) if "\\x" in text else text.encode()
+
+
+def replay(calls: Sequence[Call], root: Path, marker: str) -> tuple[Disk, list[tuple[int, int]]]:
+    """Repeats these calls on an empty disk.
+
+    Returns:
+      The disk; and for each marker that was not removed, the number of operations before and the number it ends with.
+
+    Raises:
+      RuntimeError: the directory differs from the disk.
+    """
+    disk, marks = Disk(), []
+    for call in calls:
+        path, *others = call.paths
+        if path.startswith(marker):
+            marks.append((len(disk), int(path.removeprefix(marker))))
+            continue
+        match call.name:
+            case "openat":
+                if path not in disk.now():
+                    disk.do("create", path)
+                elif "O_TRUNC" in call.arguments[2]:
+                    disk.do("truncate", path, 0)
+            case "write":  # always at the end, or the contents differ
+                disk.do("append", path, _bytes(call.arguments[1].strip('"')))
+            case "sendfile":
+                start = int(re.match(r"\[(\d+)\]", call.arguments[2])[1])
+                disk.do("append", path, disk.now()[others[0]][start : start + int(call.result)])
+            case "pwrite64":
+                disk.do("write", path, int(call.arguments[3]), _bytes(call.arguments[1].strip('"')))
+            case "ftruncate":
+                disk.do("truncate", path, int(call.arguments[1]))
+            case "fsync" | "fdatasync":
+                disk.do("sync", path)
+            case "rename" | "renameat" | "renameat2":
+                disk.do("rename", path, *others)
+            case "unlink" | "unlinkat" | "rmdir":
+                disk.do("remove", path)
+            case "mkdir" | "mkdirat":
+                disk.do("mkdir", path)
+    actual = {str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in root.rglob("*")}
+    if disk.now() != actual:
+        raise RuntimeError("the traced calls do not explain the content of the directory")
+    return disk, marks
