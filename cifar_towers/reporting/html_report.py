@@ -8,7 +8,7 @@ import math
 import os
 import shlex
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +52,14 @@ def render(runs: Sequence[RunRecord]) -> str:
 
     groups = run_records.group_by_recipe(runs)
     title = "; ".join(f"{name} ({run_records.format_seeds(group)})" for name, group in groups.items())
-    environments = {
-        run.name: {name: value for name, value in run.environment.items() if name not in SHOWN_ELSEWHERE}
-        for run in runs
-    }
     sections = [
         _results(groups),
         Section("Curves", report_figures.describe_curves(groups), [report_figures.curves(groups)]),
         Section("Errors", pictures=[report_figures.confusion_matrices(groups), report_figures.mistakes(runs)]),
         _towers(runs),
         _seconds(runs),
-        _comparison("Settings", {run.name: run.config for run in runs}),
-        _comparison("Environment", environments),
+        _comparison("Settings", {run.name: _flatten(run.config) for run in runs}),
+        _comparison("Environment", {run.name: _flatten(run.environment, leave_out=SHOWN_ELSEWHERE) for run in runs}),
         _commands(runs),
         Section("Model and variables", tables=list(_listings(runs))),
     ]
@@ -94,7 +90,6 @@ def _score_heading(score: str) -> Cell:
 
 
 def _result_row(run: RunRecord, scores: Iterable[str]) -> dict[Cell, Cell]:
-    """The cells of a run by heading."""
     result, last = run.result, run.training[-1] if run.training else {}
     training = _finite(as_dict(result.get("seconds")).get(phase) for phase in TRAINING_PHASES)
     state = "" if run.finished else "unfinished"
@@ -121,13 +116,11 @@ def _result_row(run: RunRecord, scores: Iterable[str]) -> dict[Cell, Cell]:
 
 
 def _spread(group: Iterable[RunRecord], score: str) -> Cell:
-    """Mean accuracy of the finished runs in percent; standard deviation and n."""
     values = _finite(run.scores.get(score, {}).get("accuracy") for run in group if run.finished)
-    values = [100 * value for value in values]
     if not values:
         return "-"
-    deviation = f"± {statistics.stdev(values):.2f}, " if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}", f"{deviation}n={len(values)}"
+    deviation = f"± {100 * statistics.stdev(values):.2f}, " if len(values) > 1 else ""
+    return f"{100 * statistics.fmean(values):.2f}", f"{deviation}n={len(values)}"
 
 
 def _towers(runs: Sequence[RunRecord]) -> Section:
@@ -155,7 +148,6 @@ def _tower_rows(run: RunRecord) -> Iterable[list[Cell]]:
 
 
 def _seconds(runs: Sequence[RunRecord]) -> Section:
-    """The seconds of each phase of the finished runs."""
     seconds = {run.name: phases for run in runs if (phases := as_dict(run.result.get("seconds")))}
     names = list(dict.fromkeys(phase for phases in seconds.values() for phase in phases))
     rows = []
@@ -167,15 +159,14 @@ def _seconds(runs: Sequence[RunRecord]) -> Section:
     return Section("Time", tables=[Table(["run", *names, "total, s"], rows)] if names else [])
 
 
-def _comparison(title: str, columns: Mapping[str, Mapping]) -> Section:
+def _comparison(title: str, columns: Mapping[str, Mapping[str, str]]) -> Section:
     """A table of the values that differ between runs, and a folded one of those that all share."""
-    flat = {run: _flatten(values) for run, values in columns.items()}
-    keys = dict.fromkeys(key for values in flat.values() for key in values)
-    rows = [[key, *(values.get(key, "-") for values in flat.values())] for key in keys]
+    keys = dict.fromkeys(key for values in columns.values() for key in values)
+    rows = [[key, *(values.get(key, "-") for values in columns.values())] for key in keys]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     common = [row[:2] for row in rows if len(set(row[1:])) == 1]
-    tables = [Table(["", *flat], differing, text_columns=1 + len(flat))] if differing else []
-    summary = f"{len(common)} values" + (" that all runs share" if len(flat) > 1 else "")
+    tables = [Table(["", *columns], differing, text_columns=1 + len(columns))] if differing else []
+    summary = f"{len(common)} values" + (" that all runs share" if len(columns) > 1 else "")
     return Section(title, tables=[*tables, Table(["", "value"], common, 2, summary=summary)] if common else tables)
 
 
@@ -186,7 +177,6 @@ def _commands(runs: Sequence[RunRecord]) -> Section:
 
 
 def _listings(runs: Sequence[RunRecord]) -> Iterable[Table]:
-    """The layers and the variables with their sums, folded."""
     for key, plural, summed in LISTINGS:
         for owners, items in _distinct(runs, lambda run, key=key: run_records.objects(run.environment.get(key))):
             fields = list(dict.fromkeys(field for item in items for field in item))
@@ -214,7 +204,7 @@ def _finite(values: Iterable) -> list[float]:
     return [value for value in map(as_number, values) if math.isfinite(value)]
 
 
-def _flatten(values: Mapping, prefix: str = "") -> dict[str, str]:
+def _flatten(values: Mapping, prefix: str = "", leave_out: Collection[str] = ()) -> dict[str, str]:
     """Nested objects by their path, all values as text.
 
     >>> _flatten({"a": {"b": 1}, "c": "x"})
@@ -222,5 +212,6 @@ def _flatten(values: Mapping, prefix: str = "") -> dict[str, str]:
     """
     flat = {}
     for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: as_text(value)}
+        if key not in leave_out:
+            flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: as_text(value)}
     return flat
