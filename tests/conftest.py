@@ -37,6 +37,12 @@ def towers():
 
 
 @pytest.fixture(scope="session")
+def examples():
+    """480 training examples, in memory."""
+    return synthetic.make(480, 0, 0)
+
+
+@pytest.fixture(scope="session")
 def small_folder(tmp_path_factory):
     """A value of `--dataset` for programs that tests start: a folder of 160 + 40 images."""
     root = tmp_path_factory.mktemp("pictures")

@@ -5,24 +5,17 @@ import tensorflow as tf
 from cifar_towers.towers import all_reduce_mean, num_replicas, run_on_towers_synchronized, split_batch
 
 
-def run_synchronized(fn, towers, batch):
-    """`fn(tower, shard)` on every tower in one `tf.function`."""
+def synchronized(fn, towers, batch):
+    """`fn(tower, shard)` on every tower."""
+    return run_on_towers_synchronized(fn, towers, split_batch(batch, towers))
 
-    @tf.function(autograph=False)
-    def graph(batch):
-        return run_on_towers_synchronized(fn, towers, split_batch(batch, towers))
 
-    return graph(batch)
+run_synchronized = tf.function(synchronized, autograph=False)
 
 
 def test_every_tower_gets_the_mean(towers):
-    result = run_synchronized(lambda tower, shard: all_reduce_mean(shard) + tower.index, towers(4), tf.range(4.0))
-    np.testing.assert_array_equal(result, [[1.5], [2.5], [3.5], [4.5]])
-
-
-def test_towers_need_not_start_at_0(towers):
-    result = run_synchronized(lambda tower, shard: all_reduce_mean(shard), towers(4)[2:], tf.range(2.0))
-    np.testing.assert_array_equal(result, [[0.5], [0.5]])
+    result = run_synchronized(lambda tower, shard: all_reduce_mean(shard) + tower.index, towers(6)[2:], tf.range(4.0))
+    np.testing.assert_array_equal(result, [[3.5], [4.5], [5.5], [6.5]])
 
 
 def loss_gradient(x, w):
@@ -47,9 +40,7 @@ def test_forward_and_backward_are_on_the_tower_device(towers):
     @tf.function(autograph=False)
     def graph(x):
         with tf.name_scope("outer"):
-            return run_on_towers_synchronized(
-                lambda tower, shard: loss_gradient(shard, tf.eye(3)), towers(3), split_batch(x, towers(3))
-            )
+            return synchronized(lambda tower, shard: loss_gradient(shard, tf.eye(3)), towers(3), x)
 
     operations = graph.get_concrete_function(tf.ones([6, 3])).graph.get_operations()
     products = [op for op in operations if op.type == "MatMul"]
@@ -65,22 +56,17 @@ def test_num_replicas(towers):
     assert num_replicas() == 1 and float(all_reduce_mean(tf.constant(2.0))) == 2.0
 
 
-def test_error_in_one_tower_ends_all(towers):
+@pytest.mark.parametrize("failing", [0, 1])
+def test_error_in_one_tower_ends_all(towers, capfd, failing):
     def fn(tower, shard):
+        if tower.index == failing == 0:
+            raise KeyError("from tower_0")  # before the others start
         all_reduce_mean(shard)
-        if tower.index == 1:
+        if tower.index == failing:
             raise KeyError("from tower_1")
         return all_reduce_mean(shard)
 
-    with pytest.raises(KeyError, match="from tower_1"):
-        run_synchronized(fn, towers(3), tf.ones([3]))
-
-
-def test_error_before_other_towers_start(towers, capfd):
-    def fn(tower, shard):
-        raise KeyError("from tower_0")
-
-    with pytest.raises(KeyError, match="from tower_0"):
+    with pytest.raises(KeyError, match=f"from tower_{failing}"):
         run_synchronized(fn, towers(3), tf.ones([3]))
     assert "Traceback" not in capfd.readouterr().err
 

@@ -2,19 +2,16 @@
 
 import itertools
 from collections import Counter
+from functools import partial
 
 import pytest
-import tensorflow as tf
 from tensorflow.python.eager import context  # the partitioned graphs of a call have no public way out
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.schedules import RunLength
-from cifar_towers.data import synthetic
-from cifar_towers.data.batches import Batches
 from cifar_towers.towers.communication import StepBytes, VariableBytes, link_loads, predict, step_bytes
 from cifar_towers.towers.placement import PLACEMENTS
-from cifar_towers.training import build
 from tests.towers.transfers import transfers
+from tests.training.runs import Run
 
 EXAMPLE_BYTES = 32 * 32 * 3 + 8 + 1 + 2 * 4  # image, label, flip and window; nothing else is random here
 BATCH = 10  # not divisible by four towers
@@ -22,22 +19,13 @@ NET = [VariableBytes(100), VariableBytes(20, "statistic"), VariableBytes(60), Va
 GPUS = ("/GPU:0", "/GPU:1")
 
 
-@pytest.fixture(scope="module")
-def examples():
-    return synthetic.make(480, 0, 0)
-
-
 def traced(towers, examples, **settings):
-    """(state, function without arguments that makes a step, the same as traced) of one configuration."""
+    """(the run's state, function without arguments that makes a step, the same as traced) of one configuration."""
     crop = 24 if settings["model"] == "cifarnet" else 0
-    settings = {"shift": 2, "flip": "random", "brightness": 0.0, "contrast": 0.0, "cutout": 0} | settings
-    config = TrainConfig(**{"crop": crop, "batch_size": BATCH, "whitening_images": 20} | settings)
-    batches = Batches(examples, BATCH, 0)
-    state, step, _ = build.make_training(
-        config, towers, "float32", examples, RunLength(batches.steps_per_epoch, 10, 10)
-    )
-    arguments = batches.at(0), {name: tf.constant(0.1) for name in state.optimizer.learning_rates(0)}
-    return state, lambda: step(*arguments), step.get_concrete_function(*arguments)
+    config = TrainConfig(flip="random", crop=crop, batch_size=BATCH, whitening_images=20, **settings)
+    run = Run(towers, examples, config)
+    arguments, step = (run.batches.at(0), run.rates(rate=0.1)), run.training.train_step
+    return run.state, lambda: step(*arguments), step.get_concrete_function(*arguments)
 
 
 def variables_of(model):
@@ -48,41 +36,37 @@ def variables_of(model):
     return [VariableBytes(v.value.shape.num_elements() * 4, role_of.get(id(v), "statistic")) for v in created]
 
 
-SETUPS = [*itertools.product(("cifarnet", "resnet20"), PLACEMENTS, (2, 4))]
-QUICK = [("cifarnet", placement, 4) for placement in PLACEMENTS] + [("resnet20", "least_loaded", 2)]
+SETUPS = [
+    *(({"model": "cifarnet", "variable_placement": placement}, 4) for placement in PLACEMENTS),
+    ({"model": "resnet20", "variable_placement": "least_loaded"}, 2),
+    ({"model": "resnet20", "variable_placement": "round_robin", "gradient_device": "cpu"}, 2),
+    ({"model": "resnet20", "variable_placement": "round_robin", "micro_batches": 2}, 2),
+    ({"model": "speednet93", "variable_placement": "round_robin"}, 2),
+    ({"model": "cifarnet", "strategy": "mirrored", "all_reduce": "one_device"}, 4),
+]
+ALL = itertools.product(("cifarnet", "resnet20"), PLACEMENTS, (2, 4))
+OTHERS = [({"model": model, "variable_placement": placement}, count) for model, placement, count in ALL]
 
 
 @pytest.mark.parametrize(
-    ("model", "placement", "count"), [pytest.param(*s, marks=() if s in QUICK else pytest.mark.slow) for s in SETUPS]
+    ("settings", "count"),
+    SETUPS + [pytest.param(*setup, marks=pytest.mark.slow) for setup in OTHERS if setup not in SETUPS],
 )
-def test_predicted_bytes_equal_those_of_a_traced_step(towers, examples, model, placement, count):
-    state, _, function = traced(towers(count), examples, model=model, variable_placement=placement)
-    devices = [tower.device for tower in towers(count)]
-    expected = step_bytes(variables_of(state.model), placement, devices, BATCH, EXAMPLE_BYTES).total()
-    assert transfers(function, scalars=False) == expected
-    scalars = (transfers(function) - expected).total()
-    assert 0 < scalars <= 4 * count * (len(state.weights) + 20)  # norms of gradients, losses, rates
-
-
-@pytest.mark.parametrize("settings", [{"gradient_device": "cpu"}, {"micro_batches": 2}, {"model": "speednet93"}])
-def test_predicted_bytes_with_other_settings(towers, examples, settings):
-    settings = {"model": "resnet20", "variable_placement": "round_robin"} | settings
-    state, _, function = traced(towers(2), examples, **settings)
-    device = "/CPU:0" if "gradient_device" in settings else ""
-    net, devices = variables_of(state.model), [tower.device for tower in towers(2)]
-    expected = step_bytes(net, "round_robin", devices, BATCH, EXAMPLE_BYTES, gradient_device=device)
-    assert bool(expected.scatter) == bool(device)
-    assert transfers(function, scalars=False) == expected.total()
-
-
-def test_predicted_bytes_with_mirrored_variables(towers, examples):
-    state, _, function = traced(towers(4), examples, model="cifarnet", strategy="mirrored", all_reduce="one_device")
-    devices = [tower.device for tower in towers(4)]
-    expected = step_bytes(variables_of(state.model), "one_device", devices, BATCH, EXAMPLE_BYTES)
-    # [4, n] float32 of losses, correct, nonfinite and stop signal, needed on the first device
-    metrics_bytes = 4 * 4 * (len(state.loss_averages.sums) + 2)
+def test_predicted_bytes_equal_those_of_a_traced_step(towers, examples, settings, count):
+    state, _, function = traced(towers(count), examples, **settings)
+    net, devices = variables_of(state.model), [tower.device for tower in towers(count)]
+    exchange, mean_on = settings.get("variable_placement", "one_device"), "/CPU:0" * ("gradient_device" in settings)
+    expected = step_bytes(net, exchange, devices, BATCH, EXAMPLE_BYTES, gradient_device=mean_on)
     rest = transfers(function, scalars=False) - expected.total()
-    assert rest == {(device, devices[0]): metrics_bytes for device in devices[1:]}
+    if exchange == "one_device":
+        # [4, n] float32 of losses, correct, nonfinite and stop signal, needed on the first device
+        metrics_bytes = 4 * 4 * (len(state.loss_averages.sums) + 2)
+        assert rest == {(device, devices[0]): metrics_bytes for device in devices[1:]}
+    else:
+        assert bool(expected.scatter) == bool(mean_on)
+        assert transfers(function, scalars=False) == expected.total()
+        scalars = (transfers(function) - expected.total()).total()
+        assert 0 < scalars <= 4 * count * (len(state.weights) + 20)  # norms of gradients, losses, rates
 
 
 @pytest.mark.parametrize(
@@ -121,41 +105,43 @@ def sent_bytes(call, graph):
     return sent
 
 
-def test_bytes_of_shared_variables():
+def test_bytes_of_shared_variables_with_a_batch():
     """A step of NET on two GPUs: 180 + 8 bytes are read, 180 returned; batches of 3 examples of 10 bytes."""
     host = step_bytes(NET, "cpu", GPUS, 3, 10)
-    assert host.read == {("/CPU:0", "/GPU:0"): 188 + 20, ("/CPU:0", "/GPU:1"): 188 + 10}
-    assert host.gather == {("/GPU:0", "/CPU:0"): 180, ("/GPU:1", "/CPU:0"): 180}
-    assert host.scatter == {}
+    read = {("/CPU:0", "/GPU:0"): 188 + 20, ("/CPU:0", "/GPU:1"): 188 + 10}
+    assert host == StepBytes(read, {("/GPU:0", "/CPU:0"): 180, ("/GPU:1", "/CPU:0"): 180}, {})
     assert link_loads(host.total()) == {"/CPU:0": (406, 360), "/GPU:0": (180, 208), "/GPU:1": (180, 198)}
-
-    sequential = step_bytes(NET, "round_robin", GPUS)  # 100 and 60 on the first, 20 and 8 on the second
-    assert sequential.read == {("/GPU:0", "/GPU:1"): 160, ("/GPU:1", "/GPU:0"): 28}
-    assert sequential.gather == {("/GPU:1", "/GPU:0"): 160, ("/GPU:0", "/GPU:1"): 20}
-
-    balanced = step_bytes(NET, "least_loaded", GPUS)  # 100 on the first; 20, 60 and 8 on the second
-    assert balanced.read == {("/GPU:0", "/GPU:1"): 100, ("/GPU:1", "/GPU:0"): 88}
-    assert balanced.gather == {("/GPU:1", "/GPU:0"): 100, ("/GPU:0", "/GPU:1"): 80}
-
-
-def test_no_bytes_to_the_host_where_it_is_a_tower():
     on_host = step_bytes(NET, "cpu", ["/CPU:0", "/CPU:1"], 4, 10)
     assert on_host == StepBytes({("/CPU:0", "/CPU:1"): 188 + 20}, {("/CPU:1", "/CPU:0"): 180}, {})
 
 
-def test_bytes_of_gradients_averaged_on_the_host():
-    step = step_bytes(NET, "round_robin", GPUS, gradient_device="/CPU:0")
-    assert step.gather == {("/GPU:0", "/CPU:0"): 160, ("/GPU:1", "/CPU:0"): 160, ("/GPU:0", "/GPU:1"): 20}
-    assert step.scatter == {("/CPU:0", "/GPU:0"): 160}
-    assert step_bytes(NET, "round_robin", GPUS[:1], gradient_device="/CPU:0").total() == {}  # nothing to average
+TO_1, TO_0, FROM_0, FROM_1 = GPUS, GPUS[::-1], (GPUS[0], "/CPU:0"), (GPUS[1], "/CPU:0")
+
+
+@pytest.mark.parametrize(
+    ("placement", "mean_on", "expected"),
+    [
+        # 100 and 60 on the first, 20 and 8 on the second
+        ("round_robin", "", StepBytes({TO_1: 160, TO_0: 28}, {TO_0: 160, TO_1: 20}, {})),
+        # 100 on the first; 20, 60 and 8 on the second
+        ("least_loaded", "", StepBytes({TO_1: 100, TO_0: 88}, {TO_0: 100, TO_1: 80}, {})),
+        (
+            "round_robin",
+            "/CPU:0",
+            StepBytes({TO_1: 160, TO_0: 28}, {FROM_0: 160, FROM_1: 160, TO_1: 20}, {("/CPU:0", "/GPU:0"): 160}),
+        ),
+    ],
+)
+def test_bytes_of_shared_variables(placement, mean_on, expected):
+    assert step_bytes(NET, placement, GPUS, gradient_device=mean_on) == expected
+    assert step_bytes(NET, placement, GPUS[:1], gradient_device=mean_on).total() == {}  # nothing to average
 
 
 def test_bytes_of_mirrored_variables():
     four = [f"/GPU:{index}" for index in range(4)]
-    star = step_bytes(NET, "one_device", four)
+    star, ring = (step_bytes(NET, exchange, four) for exchange in ("one_device", "ring"))
     assert star.gather == {(gpu, "/GPU:0"): 180 for gpu in four[1:]}
     assert star.scatter == {("/GPU:0", gpu): 180 for gpu in four[1:]}
-    ring = step_bytes(NET, "ring", four)
     assert ring.gather == ring.scatter == {(four[k], four[(k + 1) % 4]): 135 for k in range(4)}
     assert set(link_loads(ring.total()).values()) == {(270, 270)}  # 2 x 3/4 x 180
     assert step_bytes(NET, "ring", four[:1]).total() == {}
@@ -165,7 +151,11 @@ def test_step_times():
     """One weight of 10^6 bytes, 100 examples of 10^4, at 1 GB/s: a millisecond for each of the two."""
     settings = {"compute_seconds": 0.008, "variables": [VariableBytes(10**6)], "batch_size": 100}
     settings |= {"example_bytes": 10**4, "link_gb_per_s": 1.0, "num_towers": (1, 2, 4)}
-    rows = {(row.exchange, row.num_towers): row for row in predict(**settings)}
+
+    def predicted(**more):
+        return {(row.exchange, row.num_towers): row for row in predict(**settings, **more)}
+
+    rows = predicted()
     # alone, on the GPU: the batch in 1 ms, then 8 ms
     assert rows["round_robin", 1].step_seconds == pytest.approx(0.009)
     assert rows["round_robin", 1].efficiency == pytest.approx(1)
@@ -180,12 +170,15 @@ def test_step_times():
     assert rows["ring", 4].transfer_seconds == pytest.approx(0.001 + 2 * 0.75 * 0.001)
     assert rows["ring", 2].transfer_seconds == pytest.approx(0.001 + 2 * 0.5 * 0.001)
 
-    weak = {(row.exchange, row.num_towers): row for row in predict(**settings, per_device_batch=True)}
+    weak = predicted(per_device_batch=True)
     assert weak["ring", 4].batch_size == 400
     assert weak["ring", 4].step_seconds == pytest.approx(0.008 + 0.004 + 0.0015)
     assert weak["ring", 4].efficiency == pytest.approx(0.009 / 0.0135)
 
-    hidden = {(row.exchange, row.num_towers): row for row in predict(**settings, overlap=0.5)}
+    (uneven,) = predict(1.0, NET, 10, 0, 1.0, num_towers=[4], exchanges=["ring"])
+    assert uneven.compute_seconds == pytest.approx(0.3)  # by the largest shard
+
+    hidden = predicted(overlap=0.5)
     assert hidden["ring", 4].step_seconds == pytest.approx(0.002 + 0.0025 - 0.001)
     assert hidden["ring", 1].step_seconds == pytest.approx(0.008)  # a transfer cannot take less than nothing
 
@@ -215,32 +208,20 @@ def test_latency_of_messages():
     assert row.step_seconds == pytest.approx(0.6)  # 0.25 s of computing hide as much of the latency
 
 
-def test_compute_time_is_the_largest_shards():
-    (row,) = predict(1.0, NET, 10, 0, 1.0, num_towers=[4], exchanges=["ring"])
-    assert row.compute_seconds == pytest.approx(0.3)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("call", "message"),
     [
-        ((NET, "star", GPUS), "'star' is not one of cpu, round_robin, least_loaded, one_device, ring"),
-        (([VariableBytes(1, "slot")], "cpu", GPUS), "not slot"),
-        ((NET, "ring", []), "at least one tower"),
+        (
+            partial(step_bytes, NET, "star", GPUS),
+            "'star' is not one of cpu, round_robin, least_loaded, one_device, ring",
+        ),
+        (partial(step_bytes, [VariableBytes(1, "slot")], "cpu", GPUS), "not slot"),
+        (partial(step_bytes, NET, "ring", []), "at least one tower"),
+        (partial(predict, 1.0, NET, 8, 1, 1.0), "8 examples cannot be shared by 64 devices"),
+        (partial(predict, 1.0, NET, 64, 1, 1.0, overlap=2.0), "overlap from 0 to 1"),
+        (partial(predict, 1.0, NET, 64, 1, 1.0, latency_seconds=-1e-3), "latency_seconds=-0.001 is below 0"),
     ],
 )
-def test_step_bytes_rejects(arguments, message):
+def test_impossible_predictions_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
-        step_bytes(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "options", "message"),
-    [
-        (8, {}, "8 examples cannot be shared by 64 devices"),
-        (64, {"overlap": 2.0}, "overlap from 0 to 1"),
-        (64, {"latency_seconds": -1e-3}, "latency_seconds=-0.001 is below 0"),
-    ],
-)
-def test_predict_rejects(batch_size, options, message):
-    with pytest.raises(ValueError, match=message):
-        predict(1.0, NET, batch_size, 1, 1.0, **options)
+        call()

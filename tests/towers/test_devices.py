@@ -1,17 +1,13 @@
 import pytest
 import tensorflow as tf
 
-from cifar_towers.towers import devices, make_towers
+from cifar_towers.towers import Tower, devices, make_towers
 from cifar_towers.towers.devices import plan_devices
 
 
-def test_towers_have_names_and_devices():
-    towers = make_towers(3)
-    assert [(t.index, t.name, t.device) for t in towers] == [(i, f"tower_{i}", f"/CPU:{i}") for i in range(3)]
-
-
-def test_two_towers_by_default_on_the_cpu():
-    assert len(make_towers()) == 2
+def test_towers_have_names_and_devices_two_by_default():
+    assert make_towers() == [Tower(0, "/CPU:0"), Tower(1, "/CPU:1")]
+    assert [tower.name for tower in make_towers(3)] == ["tower_0", "tower_1", "tower_2"]
 
 
 @pytest.mark.parametrize(
@@ -22,10 +18,7 @@ def test_gpus_are_shared_evenly(towers, gpus, physical):
     plan = plan_devices(towers, gpus)
     assert (plan.kind, plan.physical) == ("GPU", physical)
     assert bool(plan.note) == (len(physical) > gpus)
-
-
-def test_plan_notes_missing_gpus():
-    assert plan_devices(4, 0).note == "no GPU here: 4 towers on logical CPU devices"
+    assert plan_devices(towers, 0).note == f"no GPU here: {towers} towers on logical CPU devices" or not towers
 
 
 @pytest.mark.parametrize(("visible", "warned"), [(None, True), ("0,1", True), ("", False), ("-1", False)])
@@ -65,27 +58,23 @@ def configured(monkeypatch):
     return calls
 
 
-def divide(towers, limit_mb=0, growth=True):
-    devices._divide_gpus(["GPU a", "GPU b"], plan_devices(towers, 2), growth, limit_mb)
-
-
 @pytest.mark.parametrize(
-    ("towers", "options", "visible", "expected"),
+    ("towers", "growth", "limit_mb", "visible", "expected"),
     [
-        (2, {}, ("GPU a", "GPU b"), [("GPU a", True), ("GPU b", True)]),
-        (1, {"growth": False}, ("GPU a",), [("GPU a", False)]),
-        (3, {}, ("GPU a", "GPU b"), [("GPU a", [4500, 4500]), ("GPU b", [9000])]),
-        (4, {"limit_mb": 6000}, ("GPU a", "GPU b"), [("GPU a", [3000, 3000]), ("GPU b", [3000, 3000])]),
+        (2, True, 0, ("GPU a", "GPU b"), [("GPU a", True), ("GPU b", True)]),
+        (1, False, 0, ("GPU a",), [("GPU a", False)]),
+        (3, True, 0, ("GPU a", "GPU b"), [("GPU a", [4500, 4500]), ("GPU b", [9000])]),
+        (4, True, 6000, ("GPU a", "GPU b"), [("GPU a", [3000, 3000]), ("GPU b", [3000, 3000])]),
     ],
     ids=["memory growth", "unused GPUs are invisible", "shared equally", "limit of each GPU"],
 )
-def test_gpu_memory(configured, monkeypatch, towers, options, visible, expected):
+def test_gpu_memory(configured, monkeypatch, towers, growth, limit_mb, visible, expected):
     monkeypatch.setattr(devices, "_gpu_memory_mb", lambda index: 9000)
-    divide(towers, **options)
+    devices._divide_gpus(["GPU a", "GPU b"], plan_devices(towers, 2), growth, limit_mb)
     assert configured == [("visible", visible), *expected]
 
 
 def test_shared_gpu_of_unknown_memory_needs_a_limit(configured, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match="set gpu_memory_limit_mb"):
-        divide(4)
+        devices._divide_gpus(["GPU a", "GPU b"], plan_devices(4, 2), True, 0)
