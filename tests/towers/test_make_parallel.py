@@ -18,133 +18,78 @@ def assert_close(results, expected, rtol, atol=1e-5):
         np.testing.assert_allclose(value, witness, rtol=rtol, atol=atol)
 
 
+def assert_matrix_products_on(towers, function, count):
+    """So many on each tower's device, and none elsewhere."""
+    for tower in towers:
+        assert tower_devices(function, tower, "MatMul") == Counter({tower.device: count})
+    assert sum(op.type == "MatMul" for op in function.graph.get_operations()) == len(towers) * count
+
+
 # ---- make_parallel
+
+
+def with_gradients(function, *sources):
+    """(outputs, gradients of the sum of their squares with respect to the sources)."""
+    with tf.GradientTape() as tape:
+        tape.watch(sources)
+        outputs = function()
+        loss = sum(tf.reduce_sum(tf.cast(output, "float32") ** 2) for output in tf.nest.flatten(outputs))
+    return outputs, tape.gradient(loss, sources)
 
 
 def test_outputs_and_gradients_equal_one_device(towers):
     w, b = tf.Variable(numbers(3, 5)), tf.Variable(numbers(5, seed=1))
-    x, scale = tf.constant(numbers(11, 3, seed=2)), tf.constant(numbers(11, seed=3))
+    batch = {"x": tf.constant(numbers(11, 3, seed=2)), "more": (tf.range(11.0), tf.constant(numbers(11, seed=3)))}
+    sources, sizes = (w, b, batch["x"], batch["more"][1]), []
 
-    def fn(x, scale):
-        hidden = tf.tanh(x @ w + b)
-        return {"hidden": hidden, "sums": (tf.reduce_sum(hidden, 1) * scale, scale > 0)}
+    def fn(batch):
+        sizes.append(len(batch["x"]))
+        hidden = tf.tanh(batch["x"] @ w + b)
+        index, scale = batch["more"]
+        return {"hidden": hidden, "sums": (tf.reduce_sum(hidden, 1) * scale + index, scale > 0)}
 
-    def outputs_and_gradients(call):
-        with tf.GradientTape() as tape:
-            tape.watch([x, scale])
-            outputs = call()
-            loss = tf.reduce_sum(outputs["hidden"] ** 3) + tf.reduce_mean(outputs["sums"][0] ** 2)
-        return outputs, tape.gradient(loss, [x, scale, w, b])
-
-    expected = outputs_and_gradients(lambda: fn(x, scale))
-    eagerly = outputs_and_gradients(lambda: make_parallel(fn, towers(4), x=x, scale=scale))
-    graph = tf.function(lambda: outputs_and_gradients(lambda: make_parallel(fn, 4, x=x, scale=scale)))
+    expected = with_gradients(lambda: fn(batch), *sources)
+    sizes.clear()
+    eagerly = with_gradients(lambda: make_parallel(fn, towers(4), batch=batch), *sources)
+    assert sizes == [3, 3, 3, 2]
+    graph = tf.function(lambda: with_gradients(lambda: make_parallel(fn, 4, batch=batch), *sources))
     for result in (eagerly, graph()):
         tf.nest.assert_same_structure(expected, result)
         assert_close(result, expected, 2e-5)
 
 
-def test_single_tensor_in_uneven_shards(towers):
-    sizes = []
-
-    def fn(x):
-        sizes.append(len(x))
-        return x * 2
-
-    np.testing.assert_array_equal(make_parallel(fn, towers(4), x=np.arange(11)), np.arange(11) * 2)
-    assert sizes == [3, 3, 3, 2]
-
-
-def test_nested_structures_of_tensors(towers):
-    def fn(batch, y):
-        return batch["image"] * batch["pair"][1] + y
-
-    batch = {"image": numbers(5, 2), "pair": (np.arange(5), numbers(5, 1))}
-    result = make_parallel(fn, towers(2), batch=batch, y=np.ones((5, 1), np.float32))
-    np.testing.assert_allclose(result, fn(batch, 1))
-
-
 def test_forward_and_backward_are_on_the_tower_device(towers):
     w = tf.Variable(numbers(3, 5))
-
-    @tf.function
-    def gradients(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss = tf.reduce_sum(make_parallel(lambda x: tf.matmul(x, w), towers(4), x=x) ** 2)
-        return tape.gradient(loss, [x, w])
-
-    function = gradients.get_concrete_function(tf.TensorSpec([8, 3]))
-    for tower in towers(4):
-        assert tower_devices(function, tower, "MatMul") == Counter({tower.device: 3})
-    assert sum(op.type == "MatMul" for op in function.graph.get_operations()) == 12
+    gradients = tf.function(lambda x: with_gradients(lambda: make_parallel(lambda x: x @ w, towers(4), x=x), x, w)[1])
+    assert_matrix_products_on(towers(4), gradients.get_concrete_function(tf.TensorSpec([8, 3])), 3)
 
 
 def test_sparse_gradients_of_a_shared_embedding(towers):
-    table = tf.Variable(numbers(6, 2))
-    ids = tf.constant([1, 4, 1, 0, 5])
+    table, ids = tf.Variable(numbers(6, 2)), tf.constant([1, 4, 1, 0, 5])
 
-    def gradient(call):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(call() ** 2)
-        return tf.convert_to_tensor(tape.gradient(loss, table))
+    def dense_gradient(function):
+        return tf.convert_to_tensor(with_gradients(function, table)[1][0])
 
-    expected = gradient(lambda: tf.gather(table, ids))
-    graph = tf.function(lambda: gradient(lambda: make_parallel(lambda ids: tf.gather(table, ids), towers(2), ids=ids)))
+    expected = dense_gradient(lambda: tf.gather(table, ids))
+    graph = tf.function(lambda: dense_gradient(lambda: make_parallel(lambda i: tf.gather(table, i), towers(2), i=ids)))
     np.testing.assert_allclose(graph(), expected, rtol=1e-6)
 
 
 def test_batch_size_unknown_until_the_graph_runs(towers):
-    w = tf.Variable(numbers(3, 2))
-    traces = []
-
-    def fn(x):
-        return tf.square(x @ w)
+    w, traces = tf.Variable(numbers(3, 2)), []
 
     @tf.function(input_signature=[tf.TensorSpec([None, 3])])
     def parallel(x):
         traces.append(None)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = make_parallel(fn, towers(4), x=x)
-            loss = tf.reduce_sum(y**2)
-        return y, tape.gradient(loss, [x, w])
+        return with_gradients(lambda: make_parallel(lambda x: tf.square(x @ w), towers(4), x=x), x, w)
 
     for examples in range(1, 10):
         x = tf.constant(numbers(examples, 3, seed=examples))
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            expected = fn(x)
-            loss = tf.reduce_sum(expected**2)
-        result, gradients = parallel(x)
+        expected, gradients = with_gradients(lambda x=x: tf.square(x @ w), x, w)
+        result, parallel_gradients = parallel(x)
         np.testing.assert_allclose(result, expected, rtol=1e-5)
-        assert_close(gradients, tape.gradient(loss, [x, w]), 1e-4)
+        assert_close(parallel_gradients, gradients, 1e-4)
     assert len(traces) == 1
-
-
-def test_different_lengths_are_an_error_when_the_graph_runs(towers):
-    add = tf.function(lambda x, y: make_parallel(tf.add, towers(2), x=x, y=y), [tf.TensorSpec([None])] * 2)
-    np.testing.assert_array_equal(add(tf.ones(3), tf.ones(3)), [2, 2, 2])
-    with pytest.raises(tf.errors.InvalidArgumentError, match="the tensors of a batch differ in axis 0"):
-        add(tf.ones(4), tf.ones(3))
-
-
-def test_least_squares_fit_converges(towers):
-    a, c = tf.Variable(0.0), tf.Variable(0.0)
-    optimizer = keras.optimizers.Adam(0.3)
-    x = tf.constant(np.linspace(-1, 1, 101), tf.float32)
-    y = 5 * x**2 + 3
-
-    @tf.function
-    def step():
-        with tf.GradientTape() as tape:
-            errors = make_parallel(lambda x, y: a * x**2 + c - y, towers(2), x=x, y=y)
-            loss = tf.reduce_mean(errors**2)
-        optimizer.apply_gradients(zip(tape.gradient(loss, [a, c]), [a, c], strict=True))
-
-    for _ in range(200):
-        step()
-    np.testing.assert_allclose([a, c], [5, 3], atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -157,20 +102,18 @@ def test_least_squares_fit_converges(towers):
         (lambda x: (x, {"loss": x[0]}), {"x": [1.0, 2]}, r"output\[1\]\['loss'\] of tower_0 is a scalar"),
         (lambda x: [x, x[:1]], {"x": [1.0, 2, 3]}, r"output\[1\] of tower_0 has 1 on axis 0 for 2 examples"),
         (lambda x: {"y": None}, {"x": [1.0, 2]}, r"output\['y'\] of tower_0 is None, not a tensor"),
-        (
-            lambda x: (x,) * len(x),
-            {"x": [1.0, 2, 3]},
-            r"tower_1 returned output\[0\] and tower_0 output\[0\], output\[1\]",
-        ),
+        (lambda x: (x,) * len(x), {"x": [1.0, 2, 3]}, r"tower_1 returned output\[0\] and tower_0 output\[0\], output"),
     ],
 )
 def test_make_parallel_rejects_in_one_line(towers, fn, tensors, message):
     with pytest.raises(ValueError, match=message) as error:
         make_parallel(fn, towers(2), **{name: np.array(value) for name, value in tensors.items()})
     assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="no towers to run on"):
+        make_parallel(fn, [], x=tf.ones(2))
 
 
-def test_outputs_need_one_row_per_example_where_the_batch_size_is_unknown(towers):
+def test_batches_of_unknown_size_are_checked_when_the_graph_runs(towers):
     def graph(fn):
         return tf.function(lambda x: make_parallel(fn, towers(2), x=x), input_signature=[tf.TensorSpec([None])])
 
@@ -179,11 +122,10 @@ def test_outputs_need_one_row_per_example_where_the_batch_size_is_unknown(towers
     twice = graph(lambda x: {"twice": tf.concat([x, x], 0)})
     with pytest.raises(tf.errors.InvalidArgumentError, match="of tower_. has not one row per example"):
         twice(tf.ones(4))
-
-
-def test_empty_list_of_towers_is_an_error():
-    with pytest.raises(ValueError, match="no towers to run on"):
-        make_parallel(tf.abs, [], x=tf.ones(2))
+    add = tf.function(lambda x, y: make_parallel(tf.add, towers(2), x=x, y=y), [tf.TensorSpec([None])] * 2)
+    np.testing.assert_array_equal(add(tf.ones(3), tf.ones(3)), [2, 2, 2])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the tensors of a batch differ in axis 0"):
+        add(tf.ones(4), tf.ones(3))
 
 
 # ---- make_parallel_model
@@ -210,11 +152,14 @@ def data():
     return x, np.sin(x).sum(1, keepdims=True)
 
 
-@pytest.mark.parametrize("count", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_fit_evaluate_and_predict_equal_the_original(towers, data, count):
+@pytest.mark.parametrize(("count", "frozen"), [(1, 0), (2, 0), (3, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
+def test_fit_evaluate_and_predict_equal_the_original(towers, data, count, frozen):
     original, wrapped = mlp(), mlp()
-    parallel = make_parallel_model(wrapped, towers(count))
+    for layer in original.layers[:frozen] + wrapped.layers[:frozen]:
+        layer.trainable = False
+    parallel, before = make_parallel_model(wrapped, towers(count)), wrapped.layers[0].kernel.numpy()
     np.testing.assert_allclose(trained(parallel, *data), trained(original, *data), rtol=1e-5)
+    assert np.array_equal(wrapped.layers[0].kernel.numpy(), before) == bool(frozen)
     losses = [model.evaluate(*data, 4, verbose=0) for model in (parallel, original)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
     for x in (data[0], data[0][:1]):
@@ -238,32 +183,24 @@ def test_train_step_is_on_the_tower_devices(towers):
     parallel.compile("sgd", "mse")
     step = tf.function(parallel.train_step)
     function = step.get_concrete_function((tf.TensorSpec([None, 8]), tf.TensorSpec([None, 1])))
-    for tower in towers(3):  # three layers: forward, and backward to their weights and to their inputs
-        assert tower_devices(function, tower, "MatMul") == Counter({tower.device: 9})
-    assert sum(op.type == "MatMul" for op in function.graph.get_operations()) == 27
+    assert_matrix_products_on(towers(3), function, 9)  # three layers: forward, and backward to weights and inputs
 
 
 def test_saved_model_is_the_original_and_trains_further(towers, data, tmp_path):
-    parallel = make_parallel_model(mlp(), towers(2))
+    parallel, other = make_parallel_model(mlp(), towers(2)), mlp()
     trained(parallel, *data)
     parallel.save(tmp_path / "model.keras")
+    parallel.save_weights(tmp_path / "a.weights.h5")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert type(loaded) is keras.Sequential
     assert int(loaded.optimizer.iterations) == 6
-    np.testing.assert_array_equal(loaded.predict(data[0], verbose=0), parallel.model.predict(data[0], verbose=0))
+    expected = parallel.model.predict(data[0], verbose=0)
+    np.testing.assert_array_equal(loaded.predict(data[0], verbose=0), expected)
     again = [m.fit(*data, batch_size=4, shuffle=False, verbose=0).history["loss"] for m in (loaded, parallel)]
     np.testing.assert_allclose(again[0], again[1], rtol=1e-5)
-
-
-def test_save_and_load_weights(towers, data, tmp_path):
-    parallel, other = make_parallel_model(mlp(), towers(2)), mlp()
-    trained(parallel, *data, epochs=1)
-    parallel.save_weights(tmp_path / "a.weights.h5")
-    other.load_weights(tmp_path / "a.weights.h5")
-    np.testing.assert_allclose(other(data[0]), parallel(data[0]), rtol=1e-5, atol=1e-6)
-    trained(parallel, *data, epochs=1)
-    parallel.load_weights(tmp_path / "a.weights.h5")
-    np.testing.assert_allclose(other(data[0]), parallel(data[0]), rtol=1e-5, atol=1e-6)
+    for model in (other, parallel):
+        model.load_weights(tmp_path / "a.weights.h5")
+        np.testing.assert_allclose(model(data[0]), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -328,14 +265,6 @@ def test_moving_statistics_are_the_mean_over_the_towers(towers):
     before = norm.moving_mean.numpy()
     parallel.predict(x, verbose=0)
     np.testing.assert_array_equal(norm.moving_mean.numpy(), before)
-
-
-def test_frozen_weights_do_not_change(towers, data):
-    model = mlp()
-    model.layers[0].trainable = False
-    before = model.layers[0].kernel.numpy()
-    trained(make_parallel_model(model, towers(3)), *data)
-    np.testing.assert_array_equal(model.layers[0].kernel.numpy(), before)
 
 
 def test_towers_draw_different_dropout_and_the_seed_advances_once_a_step(towers):
