@@ -15,17 +15,11 @@ from cifar_towers.registry import TTA_LEVELS
 
 def draws(count, **given):
     """Random draws that change nothing, except those given."""
-    neutral = {
-        "flip": np.zeros(count, bool),
-        "window": np.full((count, 2), 0.5),
-        "cutout": np.full((count, 2), 0.5),
-        "brightness": np.zeros(count),
-        "contrast": np.zeros(count),
-        "example_index": np.arange(count),
-    }
-    values = {**neutral, **given}
+    zeros, centers = np.zeros(count), np.full((count, 2), 0.5)
+    neutral = {"flip": zeros, "window": centers, "cutout": centers, "brightness": zeros, "contrast": zeros}
     types = {"flip": tf.bool, "example_index": tf.int64}
-    return RandomDraws(**{k: tf.constant(v, types.get(k, tf.float32)) for k, v in values.items()})
+    values = neutral | {"example_index": np.arange(count)} | given
+    return RandomDraws(**{name: tf.cast(value, types.get(name, tf.float32)) for name, value in values.items()})
 
 
 @pytest.fixture
@@ -51,29 +45,23 @@ def test_crop_positions_are_uniform():
     assert abs(rows / 20_000 - 1 / 9).max() < 0.01 and abs(columns / 20_000 - 1 / 9).max() < 0.01
 
 
-def test_flip_mirrors_only_the_chosen_images(images):
+def test_normalize_by_moments_of_the_data_set_or_of_the_image(images):
+    levels = tf.constant([[[[20.0, 30, 40], [21, 32, 43]]]])
+    normalized = augment.Augmentation(mean=(20.0, 30.0, 40.0), std=(1.0, 2.0, 3.0)).normalize(levels)
+    np.testing.assert_allclose(normalized[0, 0], [[0] * 3, [1] * 3], atol=1e-6)
+    own = augment.Augmentation(standardize="image").normalize(tf.cast(images, tf.float32)).numpy()
+    np.testing.assert_allclose(own.mean((1, 2, 3)), 0, atol=1e-5)
+    np.testing.assert_allclose(own.std((1, 2, 3)), 1, rtol=1e-4)
+
+
+def test_flip_and_color_by_hand(images):
     flipped = augment.flip(tf.constant(images), tf.constant([True, False] * 3)).numpy()
     np.testing.assert_array_equal(flipped[0], images[0][:, ::-1])
     np.testing.assert_array_equal(flipped[1], images[1])
-
-
-def test_color_by_hand():
     center = np.array(CIFAR10.mean)
     image = tf.constant(center + 10, tf.float32, shape=[1, 1, 1, 3])
     changed = augment.adjust_color(image, tf.constant([5.0]), tf.constant([2.0]), CIFAR10.mean)
     np.testing.assert_allclose(changed[0, 0, 0], center + 30, rtol=1e-6)
-
-
-def test_normalize_by_data_set_moments():
-    levels = tf.constant([[[[20.0, 30, 40], [21, 32, 43]]]])
-    normalized = augment.Augmentation(mean=(20.0, 30.0, 40.0), std=(1.0, 2.0, 3.0)).normalize(levels)
-    np.testing.assert_allclose(normalized[0, 0], [[0] * 3, [1] * 3], atol=1e-6)
-
-
-def test_normalize_by_image_moments(images):
-    own = augment.Augmentation(standardize="image").normalize(tf.cast(images, tf.float32)).numpy()
-    np.testing.assert_allclose(own.mean((1, 2, 3)), 0, atol=1e-5)
-    np.testing.assert_allclose(own.std((1, 2, 3)), 1, rtol=1e-4)
 
 
 def test_cutout_blanks_a_full_square():

@@ -12,17 +12,14 @@ def numbered(count=10):
     return Split(np.broadcast_to(numbers.astype(np.uint8)[:, None, None, None], (count, 32, 32, 3)).copy(), numbers)
 
 
-def test_epoch_has_each_example_at_most_once():
+def test_epoch_has_each_example_at_most_once_with_its_label():
     batches = Batches(numbered(), 3, seed=0)
     assert batches.steps_per_epoch == 3
     for epoch in range(3):
-        seen = np.concatenate([batches.at(step).labels for step in range(3 * epoch, 3 * epoch + 3)])
-        assert len(set(seen)) == 9
-
-
-def test_images_and_labels_match():
-    batch = Batches(numbered(), 5, seed=1).at(7)
-    np.testing.assert_array_equal(batch.images[:, 0, 0, 0], batch.labels)
+        of_epoch = [batches.at(step) for step in range(3 * epoch, 3 * epoch + 3)]
+        assert len(set(np.concatenate([batch.labels for batch in of_epoch]))) == 9
+        for batch in of_epoch:
+            np.testing.assert_array_equal(batch.images[:, 0, 0, 0], batch.labels)
 
 
 def test_batch_is_a_function_of_seed_and_step():
@@ -41,26 +38,17 @@ def test_stream_starts_at_any_step():
     np.testing.assert_array_equal(full[7], batches.at(7).labels)
 
 
-def flips_by_epoch(flip, epochs):
-    batches = Batches(numbered(200), 200, seed=3, flip=flip)
-    rows = []
-    for epoch in range(epochs):
-        batch = batches.at(epoch)
-        rows.append(batch.draws.flip.numpy()[np.argsort(batch.labels)])
-    return np.array(rows)
+def test_flips_alternate_between_epochs_or_are_random_or_none():
+    def flips(flip):
+        epochs = [Batches(numbered(200), 200, seed=3, flip=flip).at(epoch) for epoch in range(4)]
+        return np.array([batch.draws.flip.numpy()[np.argsort(batch.labels)] for batch in epochs])
 
-
-def test_alternating_flip_inverts_in_every_epoch():
-    flips = flips_by_epoch("alternating", 4)
-    assert 60 < flips[0].sum() < 140
-    np.testing.assert_array_equal(flips[1], ~flips[0])
-    np.testing.assert_array_equal(flips[2], flips[0])
-
-
-def test_random_flip_and_none():
-    random = flips_by_epoch("random", 3)
+    alternating, random = flips("alternating"), flips("random")
+    assert 60 < alternating[0].sum() < 140
+    np.testing.assert_array_equal(alternating[1], ~alternating[0])
+    np.testing.assert_array_equal(alternating[2], alternating[0])
     assert 0.4 < random.mean() < 0.6 and not np.array_equal(random[0], random[1])
-    assert not flips_by_epoch("none", 2).any()
+    assert not flips("none").any()
 
 
 def test_batch_larger_than_the_data_set_is_an_error():

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,16 +20,11 @@ SMALL = {"train": synthetic.make(200, 0, 0), "test": synthetic.make(100, 0, 1)}
 def decoded(monkeypatch, tmp_path):
     """Names of the splits that were decoded."""
     names = []
-
-    def decode(directory, name):
-        names.append(name)
-        return SMALL[name]
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cifar10, "SIZES", {name: len(split.labels) for name, split in SMALL.items()})
     monkeypatch.setattr(cifar10, "DIGESTS", {name: split.digest for name, split in SMALL.items()})
     monkeypatch.setattr(cifar10, "reachable", lambda host: False)
-    monkeypatch.setattr(cifar10, "_from_tfds", decode)
+    monkeypatch.setattr(cifar10, "_from_tfds", lambda directory, name: names.append(name) or SMALL[name])
     return names
 
 
@@ -93,10 +89,9 @@ def test_damaged_cache_without_a_prepared_copy_is_an_error(decoded, prepared, tm
     path = next(path for path in files() if "test" in path.name)
     path.write_bytes(flip_bit(path.read_bytes()))
     source = sources.find("cifar10", str(tmp_path / "nowhere"))
-    with pytest.raises(DataError, match="no CIFAR-10 in .*nowhere"):
-        sources.load(source)
-    with pytest.raises(DataError, match="no CIFAR-10 in .*nowhere"):
-        sources.find("cifar10", str(tmp_path / "nowhere"))
+    for use in (lambda: sources.load(source), lambda: sources.find("cifar10", str(tmp_path / "nowhere"))):
+        with pytest.raises(DataError, match="no CIFAR-10 in .*nowhere"):
+            use()
 
 
 def test_splits_are_verified_before_they_are_cached(decoded, prepared, monkeypatch):
@@ -117,10 +112,7 @@ def test_unwritable_cache_is_ignored(decoded, prepared, monkeypatch, tmp_path, c
 
 
 def test_full_disk_leaves_no_partial_file(decoded, prepared, monkeypatch):
-    def replace(source, target):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
     assert are_verified(cifar10.load(prepared)) and files() == []
 
 

@@ -40,6 +40,14 @@ def test_train_and_test_folders_are_read_as_they_are(tmp_path):
     assert data.test.info == data.train.info
 
 
+def test_folder_is_scanned_once_and_may_have_a_class_train(tmp_path):
+    fill(tmp_path, [0, 1])
+    (tmp_path / "class 1").rename(tmp_path / "train")
+    source = sources.find(f"folder:{tmp_path}")
+    (tmp_path / "class 9").mkdir()  # after the scan
+    assert sources.load(source)[1].info.class_names == tuple(source.folder.train) == ("class 0", "train")
+
+
 def test_folder_without_a_test_is_split_by_file_names(tmp_path):
     for place in ("one", "other"):
         fill(tmp_path / place)
@@ -60,13 +68,11 @@ def test_train_dir_inside_the_data_is_refused(tmp_path, monkeypatch):
         "link": ("flat/run",),
         "split": ("split", "split/train", "split/train/run", "split/val/run"),
     }
-    for name, places in refused.items():
-        for place in places:
-            with pytest.raises(
-                UsageError, match=f"train_dir={Path(place)} is among the pictures of folder:.*/{name}; give"
-            ):
-                config = TrainConfig(dataset=f"folder:{name}", train_dir=place)
-                build.load_data(config, sources.find(config.dataset))
+    for name, place in ((name, place) for name, places in refused.items() for place in places):
+        config = TrainConfig(dataset=f"folder:{name}", train_dir=place)
+        message = f"train_dir={Path(place)} is among the pictures of folder:.*/{name}; give"
+        with pytest.raises(UsageError, match=message):
+            build.load_data(config, sources.find(config.dataset))
     assert not folder.scan(tmp_path / "flat").contains(tmp_path / "flat-run")
     assert not folder.scan(tmp_path / "split").contains(tmp_path / "split" / "runs" / "one")
 
@@ -115,12 +121,6 @@ def test_unusable_folder_is_an_error_of_one_line(tmp_path, folders, message):
     assert "\n" not in str(caught.value)
 
 
-def test_class_may_be_called_train(tmp_path):
-    fill(tmp_path, [0, 1])
-    (tmp_path / "class 1").rename(tmp_path / "train")
-    assert set(folder.scan(tmp_path).train) == {"class 0", "train"}
-
-
 def test_unreadable_folders_are_named(tmp_path, monkeypatch):
     fill(tmp_path)
     closed = tmp_path / "class 2" / "closed"
@@ -150,13 +150,6 @@ def test_control_characters_in_file_names_are_escaped(tmp_path):
     with pytest.raises(DataError, match=r"class 1/a\\n\\x1b\[31m\\udcff.png is not a JPEG") as caught:
         sources.load(sources.find(f"folder:{tmp_path}"))
     assert str(caught.value).isprintable()
-
-
-def test_folder_is_scanned_once(tmp_path):
-    fill(tmp_path)
-    source = sources.find(f"folder:{tmp_path}")
-    (tmp_path / "class 9").mkdir()  # after the scan
-    assert sources.load(source)[1].info.class_names == tuple(source.folder.train)
 
 
 def test_unreadable_images_are_listed_and_other_files_counted(tmp_path, caplog):

@@ -56,12 +56,9 @@ def test_proxy_is_probed_instead_of_the_host(no_proxy, monkeypatch, variable, sc
     assert reachable(f"{scheme}://127.0.0.1:2")
 
 
-def test_missing_cifar10_error_names_file_and_directory(offline, tmp_path):
+def test_missing_cifar10_is_an_error_and_auto_falls_back_to_synthetic(offline, tmp_path):
     with pytest.raises(DataError, match=r"put cifar-10-binary.tar.gz into .*downloads/manual"):
         sources.find("cifar10", str(tmp_path))
-
-
-def test_auto_falls_back_to_synthetic_with_a_banner(offline, tmp_path):
     source = sources.find("auto", str(tmp_path))
     assert source.name == "synthetic" and source.banner.startswith("SYNTHETIC DATA")
 
@@ -82,12 +79,6 @@ def test_synthetic_is_balanced_seeded_and_disjoint():
     assert synthetic.make(500, 0, 0).digest == train.digest != test.digest
 
 
-def test_holding_out_all_examples_is_an_error(monkeypatch):
-    monkeypatch.setattr(synthetic, "load", lambda: (synthetic.make(20, 0, 0), synthetic.make(10, 0, 1)))
-    with pytest.raises(UsageError, match="leaves none of 20"):
-        sources.load(sources.Source("synthetic", None), 20)
-
-
 def test_source_names_are_those_of_the_registry(monkeypatch):
     assert {*sources.SOURCES} == {*BUILT_IN, FOLDER} - {"auto"}
     with pytest.raises(UsageError, match=re.escape(f"dataset=Other is not {', '.join(BUILT_IN)}, folder:<path> or")):
@@ -96,6 +87,8 @@ def test_source_names_are_those_of_the_registry(monkeypatch):
     new = sources.SourceType(lambda name, data_dir: sources.Source(name), lambda source, side: small)
     monkeypatch.setitem(sources.SOURCES, "new", new)
     assert sources.load(sources.find("new"))[1].test.digest == small[1].digest
+    with pytest.raises(UsageError, match="leaves none of 20"):
+        sources.load(sources.find("new"), 20)
 
 
 def split_of(counts):

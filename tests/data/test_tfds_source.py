@@ -41,29 +41,33 @@ def prepare(root, names="xyz", **labels):
     return root / "shapes" / "1.0.0"
 
 
-def test_local_tfds_data_set_is_read(tmp_path):
-    prepare(tmp_path, train=np.arange(30) % 3)
+@pytest.mark.parametrize(
+    ("labels", "sizes"),
+    [
+        ({"train": np.arange(30) % 3}, (24, 6)),
+        ({"train": np.arange(9) % 3, "test": [-1, -1, -1], "validation": [2, 1]}, (9, 2)),
+    ],
+    ids=["without a test", "validation replaces an unlabeled test"],
+)
+def test_local_tfds_data_set_is_read(tmp_path, labels, sizes):
+    prepare(tmp_path, **labels)
     _, data = sources.load(sources.find("shapes", str(tmp_path)))
     assert data.info.class_names == ("x", "y", "z") and data.info.side == 32
-    assert (len(data.train.labels), len(data.test.labels)) == (24, 6)
+    assert (len(data.train.labels), len(data.test.labels)) == sizes
+    both = np.concatenate([data.train.labels, data.test.labels])
+    assert sorted(both) == sorted(label for split in labels.values() for label in split if label >= 0)
+    assert "test" not in labels or sorted(data.test.labels) == [1, 2]
 
 
-def test_validation_replaces_an_unlabeled_test(tmp_path):
-    prepare(tmp_path, train=np.arange(9) % 3, test=[-1, -1, -1], validation=[2, 1])
-    _, data = sources.load(sources.find("shapes", str(tmp_path)))
-    assert sorted(data.test.labels) == [1, 2] and sorted(data.train.labels) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+UNLABELED = r"has images without a class \(label -1\)"
 
 
 @pytest.mark.parametrize(
     ("names", "labels", "message"),
     [
-        ("xyz", {"train": [0, 1, 2], "test": [0, -1]}, r"its split test has images without a class \(label -1\)"),
-        ("xyz", {"train": [0, -1], "test": [-1, -1]}, r"its split test has images without a class \(label -1\)"),
-        (
-            "xyz",
-            {"train": [0, 1], "test": [-1, -1], "validation": [0, -1]},
-            r"its split validation has images without a class \(label -1\)",
-        ),
+        ("xyz", {"train": [0, 1, 2], "test": [0, -1]}, f"its split test {UNLABELED}"),
+        ("xyz", {"train": [0, -1], "test": [-1, -1]}, f"its split test {UNLABELED}"),
+        ("xyz", {"train": [0, 1], "test": [-1, -1], "validation": [0, -1]}, f"its split validation {UNLABELED}"),
         ("x", {"train": [0, 0, 0]}, "dataset=shapes has one class; at least two are needed"),
     ],
 )
@@ -75,20 +79,14 @@ def test_unusable_tfds_data_set_is_an_error_of_one_line(tmp_path, names, labels,
 
 def test_damaged_tfds_metadata_is_an_error_of_one_line(tmp_path):
     place = prepare(tmp_path, train=[0, 1, 2] * 5)
-    for file, content in (
-        ("dataset_info.json", b""),
-        ("dataset_info.json", b"{}"),
-        ("dataset_info.json", b"\xff"),
-        ("dataset_info.json", b'{"name": 5}'),
-        ("features.json", b"{"),
-        ("features.json", None),
-    ):
-        original = (place / file).read_bytes()
-        (place / file).unlink()
+    contents = {"dataset_info.json": (b"", b"{}", b"\xff", b'{"name": 5}'), "features.json": (b"{", None)}
+    for path, content in [(place / name, content) for name, damaged in contents.items() for content in damaged]:
+        original = path.read_bytes()
+        path.unlink()
         if content is not None:
-            (place / file).write_bytes(content)
+            path.write_bytes(content)
         with pytest.raises(DataError, match=r"cannot be read from .*/shapes \(.*delete it, and it is") as caught:
             sources.load(sources.find("shapes", str(tmp_path)))
         assert "\n" not in str(caught.value)
-        (place / file).write_bytes(original)
+        path.write_bytes(original)
     sources.load(sources.find("shapes", str(tmp_path)))
