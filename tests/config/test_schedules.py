@@ -12,14 +12,15 @@ def rate(text, step, total=200, epoch=20):
     return shape(step, points.steps(schedules.RunLength(epoch, total, total)), points.values)
 
 
-@pytest.mark.parametrize(("step", "expected"), [(0, 0.2), (23, 0.6), (46, 1.0), (123, 0.535), (200, 0.07), (300, 0.07)])
-def test_a_linear_schedule_in_percents(step, expected):
-    assert rate("linear:0=0.2,23%=1,100%=0.07", step) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("step", "expected"), [(0, 1.0), (59, 1.0), (60, 0.1), (119, 0.1), (120, 0.01)])
-def test_a_staircase_in_epochs(step, expected):
-    assert rate("step:3=0.1,6=0.01", step) == expected
+@pytest.mark.parametrize(
+    ("text", "factors"),
+    [
+        ("linear:0=0.2,23%=1,100%=0.07", {0: 0.2, 23: 0.6, 46: 1.0, 123: 0.535, 200: 0.07, 300: 0.07}),
+        ("step:3=0.1,6=0.01", {0: 1.0, 59: 1.0, 60: 0.1, 119: 0.1, 120: 0.01}),
+    ],
+)
+def test_factors_of_the_learning_rate(text, factors):
+    assert {step: rate(text, step) for step in factors} == pytest.approx(factors)
 
 
 def test_image_sizes_step_by_step():
@@ -43,8 +44,5 @@ def test_percentages_fall_on_their_exact_step():
 def test_malformed_schedules_are_refused(text):
     with pytest.raises(UsageError, match="learning_rate_schedule"):
         schedules.parse_rate(text)
-
-
-def test_knots_out_of_order_are_refused():
     with pytest.raises(UsageError, match="are not in ascending order"):
         rate("linear:0=1,9=0.5,20%=0", 5)

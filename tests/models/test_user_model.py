@@ -52,22 +52,17 @@ def drawn_once(x):
     return x + np.random.normal(size=x.shape[1:]).astype("f4")
 
 
-class Counting(L.Layer):
-    def __init__(self, **kwargs):
+class Stateful(L.Layer):
+    """A layer with a variable that is not one of its weights."""
+
+    def __init__(self, writes, **kwargs):
         super().__init__(**kwargs)
-        self.count = tf.Variable(0.0, trainable=False)
+        self.writes, self.offset = writes, tf.Variable(1.0, trainable=False)
 
     def call(self, x):
-        self.count.assign_add(1.0)
-        return x
-
-
-class Remembering(L.Layer):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.offset = tf.Variable(1.0, trainable=False)
-
-    def call(self, x):
+        if self.writes:
+            self.offset.assign_add(1.0)
+            return x
         return x + self.offset
 
 
@@ -126,8 +121,8 @@ HEAD_OF_PROBABILITIES = L.Dense(10, "softmax", name="shares")
         (lambda: net(Scaled(), Computes(drawn_once, name="print")), f"layer print {UNSEEDED}"),
         (lambda: Subclassed(first=Computes(noisy)), f"layer subclassed.* {UNSEEDED}"),
         (lambda: net(Computes(partial(keras.random.dropout, rate=0.5), name="drop")), f"layer drop {NOT_A_WEIGHT}"),
-        (lambda: net(Counting(name="counter")), f"layer counter {NOT_A_WEIGHT}"),
-        (lambda: net(Remembering(name="memory")), f"layer memory {NOT_A_WEIGHT}"),
+        (lambda: net(Stateful(True, name="counter")), f"layer counter {NOT_A_WEIGHT}"),
+        (lambda: net(Stateful(False, name="memory")), f"layer memory {NOT_A_WEIGHT}"),
         (lambda: net(Once(name="once")), "two towers cannot call it on 24x24 images: .*I can be called once"),
         (lambda: net(classes=7), r"layer head has an output of shape \(7,\) per image; 10 classes need \(10,\)"),
         (lambda: Subclassed(7), r"layer logits has an output of shape \(7,\) per image"),
@@ -158,6 +153,15 @@ def test_arguments_are_passed_by_name():
     assert keras.config.dtype_policy().name == "float32"
 
 
+def test_a_sequential_model_becomes_a_graph_of_its_layers():
+    """For stages, activations, and the features before the last layer."""
+    sequential = net(L.Conv2D(4, 3, name="first"))
+    model = user_model.build_model(lambda: sequential, 24, 10, "float32")
+    assert [layer.name for layer in model.layers[1:]] == ["first", "flat", "head"]
+    names = [variable.path for variable in sequential.variables]
+    assert [variable.path for variable in model.variables] == names  # as in checkpoints
+
+
 def test_functions_are_loaded_from_files_and_modules(tmp_path, monkeypatch):
     (tmp_path / "mynets.py").write_text("import keras\n\ndef small():\n    return 3\n")
     (tmp_path / "broken.py").write_text("import keras\n\nraise OSError('no')\n")
@@ -183,41 +187,25 @@ class Narrow(L.BatchNormalization):
     """A user's subclass of Keras's norm."""
 
 
-def test_all_kinds_of_batch_norms_are_synchronized(towers):
+@pytest.mark.parametrize("kind", [L.BatchNormalization, Narrow, BatchNorm])
+def test_all_kinds_of_batch_norms_are_synchronized(towers, kind):
     """Two towers, on halves with different moments, compute what one tower computes on the whole batch."""
     images = np.random.default_rng(0).normal(size=(8, 6, 6, 3)).astype("f4") * np.repeat([1, 3], 4)[:, None, None, None]
+    keras.utils.set_random_seed(0)
+    model = user_model.build_model(lambda: net(kind(name="norm"), side=6), 6, 10, "float32")
+    synchronize(model)
+    kinds = model.trainable_variables, model.non_trainable_variables
+    weights, statistics = ([v.value for v in variables] for variables in kinds)
 
-    def outputs(kind, count):
-        keras.utils.set_random_seed(0)
-        model = user_model.build_model(lambda: net(kind(name="norm"), side=6), 6, 10, "float32")
-        synchronize(model)
-        weights, statistics = (
-            [v.value for v in of] for of in (model.trainable_variables, model.non_trainable_variables)
-        )
+    @tf.function(autograph=False)
+    def run(count):
+        def call(tower, shard):
+            return model.stateless_call(weights, statistics, shard, training=True)
 
-        @tf.function(autograph=False)
-        def run():
-            shards = split_batch([tf.constant(images)], towers(count))
+        results = run_on_towers_synchronized(call, towers(count), split_batch(tf.constant(images), towers(count)))
+        return tf.concat([logits for logits, _ in results], 0), [values for _, values in results]
 
-            def call(tower, shard):
-                return model.stateless_call(weights, statistics, shard[0], training=True)
-
-            results = run_on_towers_synchronized(call, towers(count), shards)
-            return tf.concat([logits for logits, _ in results], 0), [values for _, values in results]
-
-        logits, new_statistics = run()
-        for by_tower in zip(*new_statistics, strict=True):
-            np.testing.assert_allclose(by_tower[0], by_tower[-1], rtol=1e-6)
-        return logits
-
-    for kind in (L.BatchNormalization, Narrow, BatchNorm):
-        np.testing.assert_allclose(outputs(kind, 2), outputs(kind, 1), atol=1e-5, err_msg=kind.__name__)
-
-
-def test_a_sequential_model_becomes_a_graph_of_its_layers():
-    """For stages, activations, and the features before the last layer."""
-    sequential = net(L.Conv2D(4, 3, name="first"))
-    paths = [variable.path for variable in sequential.variables]
-    model = user_model.build_model(lambda: sequential, 24, 10, "float32")
-    assert [layer.name for layer in model.layers[1:]] == ["first", "flat", "head"]
-    assert [variable.path for variable in model.variables] == paths  # the names in checkpoints
+    (one, _), (two, new_statistics) = run(1), run(2)
+    for by_tower in zip(*new_statistics, strict=True):
+        np.testing.assert_allclose(*by_tower, rtol=1e-6)
+    np.testing.assert_allclose(two, one, atol=1e-5)
