@@ -62,26 +62,18 @@ def test_signal_in_a_step_is_announced_and_waits_for_its_end(number, code):
 
 
 def test_second_signal_exits_at_once():
-    exit_code, out, seconds = Child(BUSY.format(6)).send_signals(signal.SIGTERM, 0.1, 0.3)
-    assert exit_code == 143 and "interrupted" not in out and seconds < 1
-
-
-def test_before_exit_is_called_on_a_second_signal():
     doing = "shutdown.before_exit = lambda: print('others', flush=True)\n    " + BUSY.format(6)
-    exit_code, out, _ = Child(doing).send_signals(signal.SIGTERM, 0.1, 0.3)
-    assert exit_code == 143 and out.endswith("others\n")
+    exit_code, out, seconds = Child(doing).send_signals(signal.SIGTERM, 0.1, 0.3)
+    assert exit_code == 143 and "interrupted" not in out and out.endswith("others\n") and seconds < 1
 
 
-def test_two_signals_at_once_count_once():
-    """As sent by `timeout`, which signals a process and then its group."""
-    for _ in range(3):
-        exit_code, out, _ = Child(BUSY.format(2)).send_signals(signal.SIGTERM, 0.1, 0.002)
-        assert exit_code == 143 and "interrupted" in out
+SLOWLY = "shutdown.announce = lambda line: (time.sleep(0.3), print(line, flush=True))\n    "
 
 
-def test_slow_announcement_does_not_shorten_the_debounce():
-    slow = "shutdown.announce = lambda line: (time.sleep(0.3), print(line, flush=True))\n    " + BUSY.format(2)
-    exit_code, out, _ = Child(slow).send_signals(signal.SIGTERM, 0.1, 0.25)
+@pytest.mark.parametrize(("doing", "pause"), [("", 0.002), ("", 0.002), ("", 0.002), (SLOWLY, 0.25)])
+def test_two_signals_at_once_count_once(doing, pause):
+    """As sent by `timeout`, which signals a process and then its group; also while the first is announced."""
+    exit_code, out, _ = Child(doing + BUSY.format(2)).send_signals(signal.SIGTERM, 0.1, pause)
     assert exit_code == 143 and "interrupted" in out
 
 

@@ -1,11 +1,13 @@
 """Prediction, evaluation and export of trained runs, also with models and data of the user's own."""
 
-import dataclasses
 import json
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -34,18 +36,25 @@ CONFIG = TrainConfig(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def small_set(monkeypatch):
-    monkeypatch.setattr(synthetic, "load", lambda seed=0: SMALL)
-    monkeypatch.setattr(figures, "confusion_matrix", lambda *_: np.zeros([8, 8, 3], np.uint8))
+@pytest.fixture(autouse=True, scope="module")
+def small_set():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic, "load", lambda seed=0: SMALL)
+        patch.setattr(figures, "confusion_matrix", lambda *_: np.zeros([8, 8, 3], np.uint8))
+        yield
 
 
-def train(config):
+def train(config, **settings):
+    config = replace(config, **settings)
     return trainer.train(config, sources.find(config.dataset), ShutdownHandler())
 
 
 def predict_with(run, *pictures, **settings):
     predict_images(PredictConfig(train_dir=str(run), pictures=tuple(map(str, pictures)), **settings))
+
+
+def export_with(run, **settings):
+    return export_model(ExportConfig(train_dir=str(run), **settings))
 
 
 def evaluate_as_json(run, **settings):
@@ -63,10 +72,15 @@ def expected_probabilities(run, count):
 def run(tmp_path_factory):
     """The directory of a finished run."""
     directory = tmp_path_factory.mktemp("using") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic, "load", lambda seed=0: SMALL)
-        train(dataclasses.replace(CONFIG, train_dir=str(directory)))
+    train(CONFIG, train_dir=str(directory))
     return directory
+
+
+def copy_of(run, place, **changed):
+    """A copy of a run whose config.json has other values."""
+    config = shutil.copytree(run, place) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changed))
+    return place
 
 
 @pytest.fixture
@@ -98,18 +112,13 @@ def test_predicted_probabilities_are_those_of_evaluation(run, folder, capsys):
         np.testing.assert_allclose(list(answer["probabilities"].values()), probabilities[top], atol=1e-5)
 
 
-def test_other_files_in_a_folder_are_counted(run, folder, capsys):
+def test_other_files_in_a_folder_are_counted_and_three_classes_shown(run, folder, capsys):
     (folder / "3a.png").unlink()
     (folder / "phone.heic").write_bytes(b"")
-    predict_with(run, folder)
+    predict_with(run, folder, tta=2)
     out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 5 and f"{folder}: 1 file of other types ignored" in err
-
-
-def test_table_shows_three_classes_per_image(run, folder, capsys):
-    predict_with(run, folder / "0.png", folder / "4.png", tta=2)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and all(line.count(" %") == 3 for line in lines)
+    assert [line.count(" %") for line in out.splitlines()] == [3] * 5
+    assert f"{folder}: 1 file of other types ignored" in err
 
 
 def test_several_batches_give_the_same_predictions(run, folder, capsys, monkeypatch):
@@ -122,22 +131,14 @@ def test_several_batches_give_the_same_predictions(run, folder, capsys, monkeypa
     assert answers[0] == answers[1] and len(set(answers[0])) == 5
 
 
-def test_control_characters_in_file_names_are_escaped(run, folder, capsys):
-    path = (folder / "0.png").rename(folder / "a\n\x1b[31mred.png")
-    predict_with(run, path)
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1 and "\x1b" not in out
-
-
 def test_folders_without_images_are_errors_of_their_own(run, folder, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
+    path = (folder / "0.png").rename(folder / "a\n\x1b[31mred.png")
     with pytest.raises(DataError, match="2 of 3 images could not be read"):
-        predict_with(run, tmp_path / "empty", folder / "0.png", tmp_path / ("x" * 300))
+        predict_with(run, tmp_path / "empty", path, tmp_path / ("x" * 300))
     out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 1 and "empty contains no images" in err and "File name too long" in err
-
-
-def test_predicting_nothing_is_an_error(run):
+    assert out.count("\n") == 1 and "\x1b" not in out  # control characters are escaped
+    assert "empty contains no images" in err and "File name too long" in err
     with pytest.raises(UsageError, match="which images"):
         PredictConfig(train_dir=str(run))
 
@@ -184,7 +185,7 @@ def test_exports_run_without_this_package(run, tmp_path, capsys, kinds):
     program = ELSEWHERE
     for kind in kinds:
         path = tmp_path / export_formats.FORMATS[kind].name
-        assert export_model(ExportConfig(train_dir=str(run), num_gpus=1, format=kind, out=str(path), check=200))
+        assert export_with(run, num_gpus=1, format=kind, out=str(path), check=200)
         out = capsys.readouterr().out
         assert "checked on 200 test images" in out and "ema weights" in out
         program += f"path = {str(path)!r}\n{RUN_EXPORT[kind]}\n{SAVE_ANSWER.format(kind=kind)}\n"
@@ -198,22 +199,20 @@ def test_exports_run_without_this_package(run, tmp_path, capsys, kinds):
         assert kind == "keras" or answer["class_names"].tolist() == list(synthetic.CLASSES)
 
 
-def test_only_earlier_exports_are_replaced(run, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "out", "message"),
+    [
+        ("saved_model", "{}/photos", "exists and is no saved_model"),
+        ("keras", "{}/net", "does not end in .keras; write --out=.*net.keras"),
+        *(("saved_model", out, rf"--out={out} may hold other files; write --out=.*saved") for out in (".", "..", "/")),
+        ("onnx", ".", "does not end in .onnx; write --out=model.onnx"),
+    ],
+)
+def test_only_earlier_exports_are_replaced(run, tmp_path, kind, out, message):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.png").write_bytes(b"")
-    with pytest.raises(UsageError, match="exists and is no saved_model"):
-        export_model(ExportConfig(train_dir=str(run), out=str(tmp_path / "photos")))
-    with pytest.raises(UsageError, match="does not end in .keras; write --out=.*net.keras"):
-        export_model(ExportConfig(train_dir=str(run), format="keras", out=str(tmp_path / "net")))
-    for path in (".", "..", "/"):
-        with pytest.raises(UsageError, match=rf"--out={path} may hold other files; write --out=.*saved_model"):
-            export_model(ExportConfig(train_dir=str(run), out=path))
-    with pytest.raises(UsageError, match="does not end in .onnx; write --out=model.onnx"):
-        export_model(ExportConfig(train_dir=str(run), format="onnx", out="."))
-
-
-def fail_to_open(path):
-    raise ValueError("no such operation")
+    with pytest.raises(UsageError, match=message):
+        export_with(run, format=kind, out=out.format(tmp_path))
 
 
 @pytest.fixture
@@ -230,15 +229,14 @@ def test_failed_check_keeps_the_earlier_export_and_the_failed_one(run, earlier, 
         (path / "saved_model.pb").write_text("new")
 
     def export_opened_by(function):
-        monkeypatch.setitem(
-            export_formats.FORMATS, "saved_model", export_formats.Format("saved_model", (), write, function, True)
-        )
-        return export_model(ExportConfig(train_dir=str(run), out=str(earlier), check=50))
+        kind = export_formats.Format("saved_model", (), write, function, True)
+        monkeypatch.setitem(export_formats.FORMATS, "saved_model", kind)
+        return export_with(run, out=str(earlier), check=50)
 
     def uniform(path):
         return lambda images: np.full((len(images), 10), 0.1)
 
-    cases = ((uniform, "differs by more than the 1e-04"), (fail_to_open, "cannot be run"))
+    cases = ((uniform, "differs by more than the 1e-04"), (Mock(side_effect=ValueError("none")), "cannot be run"))
     for number, (function, problem) in enumerate(cases, 1):
         assert not export_opened_by(function)
         failed = earlier.with_name(f"failed-{number}-net")
@@ -271,26 +269,23 @@ def test_older_checkpoint_is_chosen_by_its_step(run, tmp_path, capsys):
 
 
 def test_export_without_data_can_skip_the_check(run, tmp_path, capsys, monkeypatch):
-    def find(*_):
-        raise DataError("no CIFAR-10 here")
-
-    monkeypatch.setattr(sources, "find", find)
-    config = ExportConfig(train_dir=str(run), out=str(tmp_path / "net"))
+    monkeypatch.setattr(sources, "find", Mock(side_effect=DataError("no CIFAR-10 here")))
     with pytest.raises(DataError, match="^the export is checked on test images, and no CIFAR-10 here; --check=0 skips"):
-        export_model(config)
-    assert export_model(dataclasses.replace(config, check=0)) and "not checked" in capsys.readouterr().out
+        export_with(run, out=str(tmp_path / "net"))
+    assert export_with(run, out=str(tmp_path / "net"), check=0) and "not checked" in capsys.readouterr().out
 
 
 def test_missing_package_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "tf2onnx", None)
     with pytest.raises(UsageError, match=r"format=onnx needs tf2onnx, which is not installed; to install .*\[export\]"):
-        export_model(ExportConfig(train_dir=str(run), format="onnx"))
+        export_with(run, format="onnx")
 
 
 # The user's own model and data --------------------------------------------------------------------------------------
 
-MODEL = """
+NETS = """
 import keras
+import tensorflow as tf
 from keras import layers
 
 class Shift(layers.Layer):
@@ -300,61 +295,79 @@ class Shift(layers.Layer):
     def call(self, x):
         return x + self.shift
 
-def net(num_classes):
+class Noise(layers.Layer):
+    def call(self, x):
+        return x + tf.random.normal([])
+
+def net(num_classes, regular=layers.Dropout, own=Shift):
     images = keras.Input((32, 32, 3))
     x = layers.Conv2D(8, 3, 2)(images)
-    x = Shift()(x)
+    x = own()(x)
     x = layers.BatchNormalization()(x)
     x = layers.ReLU()(x)
-    x = layers.Dropout(0.2)(x)
+    x = regular(0.2)(x)
     x = layers.GlobalAveragePooling2D()(x)
     return keras.Model(images, layers.Dense(num_classes, kernel_regularizer=keras.regularizers.L2(1e-3))(x))
+
+def without_dropout(num_classes):
+    return net(num_classes, lambda rate: layers.Activation("tanh"))
+
+def noisy(num_classes):
+    return net(num_classes, own=lambda: Noise(name="shift"))
+
+def sequential(constraint=None):
+    body = keras.Sequential([layers.Input((32, 32, 3)), layers.Conv2D(4, 3, 4, activation="relu"), layers.Flatten()])
+    return keras.Sequential([body, layers.Dense(10, kernel_constraint=constraint)])
+
+def constrained():
+    return sequential("non_neg")
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.flat, self.head = keras.layers.Flatten(), keras.layers.Dense(10)
+
+    def call(self, x):
+        return self.head(self.flat(x))
 """
 
 
 @pytest.fixture
-def own_model(tmp_path):
-    (tmp_path / "nets.py").write_text(MODEL)
-    return dataclasses.replace(
-        CONFIG, model=f"{tmp_path / 'nets.py'}:net", crop=0, ema_decay=0.0, train_dir=str(tmp_path / "own")
-    )
+def own(tmp_path):
+    """own(name): the configuration of a run with a net of the user's own."""
+    (tmp_path / "nets.py").write_text(NETS)
+    settings = {"crop": 0, "ema_decay": 0.0, "train_dir": str(tmp_path / "own")}
+    return lambda name="net": replace(CONFIG, model=f"{tmp_path / 'nets.py'}:{name}", **settings)
 
 
-def test_own_model_is_trained_resumed_and_used(own_model, tmp_path, folder, capsys):
-    result = train(own_model)
-    resumed = dataclasses.replace(own_model, train_dir=str(tmp_path / "resumed"))
-    train(dataclasses.replace(resumed, max_steps=3))
+def test_own_model_is_trained_resumed_and_used(own, tmp_path, folder, capsys):
+    result = train(own())
+    resumed = replace(own(), train_dir=str(tmp_path / "resumed"))
+    train(resumed, max_steps=3)
     assert train(resumed)["weights_sha256"] == result["weights_sha256"]  # dropout's numbers follow from the step
     records = [json.loads(line) for line in (tmp_path / "own" / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["accuracy"] == result["evaluations"][-1]["accuracy"]
     (tmp_path / "elsewhere").mkdir()
     moved = (tmp_path / "nets.py").rename(tmp_path / "elsewhere" / "nets.py")
-    use = {"train_dir": own_model.train_dir, "model": f"{moved}:net"}
-    output = evaluate_checkpoint(EvaluateConfig(**use, precision="float32", json=True))
-    assert json.loads(output)["accuracy"] == result["evaluations"][-1]["accuracy"]
-    predict_images(PredictConfig(**use, pictures=(str(folder / "0.png"),)))
-    assert export_model(ExportConfig(**use, format="keras", out=str(tmp_path / "net.keras"), check=100))
+    model, directory = f"{moved}:net", tmp_path / "own"
+    score = evaluate_as_json(directory, model=model, precision="float32")
+    assert score["accuracy"] == result["evaluations"][-1]["accuracy"]
+    predict_with(directory, folder / "0.png", model=model)
+    assert export_with(directory, model=model, format="keras", out=str(tmp_path / "net.keras"), check=100)
 
 
 def test_own_model_is_executed_only_if_the_user_names_it(run, tmp_path):
-    copy = shutil.copytree(run, tmp_path / "sent")
+    evil = f"{tmp_path / 'evil.py'}:net"
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
-    config, evil = copy / "config.json", f"{tmp_path / 'evil.py'}:net"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model": evil}))
-    uses = {
-        evaluate_checkpoint: lambda **model: EvaluateConfig(train_dir=str(copy), **model),
-        predict_images: lambda **model: PredictConfig(train_dir=str(copy), pictures=("a.png",), **model),
-        export_model: lambda **model: ExportConfig(train_dir=str(copy), **model),
-    }
-    for use, settings in uses.items():
+    copy = copy_of(run, tmp_path / "sent", model=evil)
+    message = f"trained with --model={evil}, code that must be executed .* give --model={evil}"
+    for use in (partial(evaluate_as_json, copy), partial(predict_with, copy, "a.png"), partial(export_with, copy)):
         for model in ({}, {"model": "cifarnet"}):
-            with pytest.raises(
-                UsageError, match=f"trained with --model={evil}, code that must be executed .* give --model={evil}"
-            ):
-                use(settings(**model))
+            with pytest.raises(UsageError, match=message):
+                use(**model)
     assert not (tmp_path / "executed").exists()
     with pytest.raises(UsageError, match="has no function net"):
-        predict_images(uses[predict_images](model=evil))
+        predict_with(copy, "a.png", model=evil)
     assert (tmp_path / "executed").exists()
 
 
@@ -365,88 +378,52 @@ def test_built_in_model_cannot_be_replaced(run):
             load_run.open_run(run, other)
 
 
-def test_other_model_than_was_trained_is_refused(run, tmp_path):
-    (tmp_path / "nets.py").write_text(SEQUENTIAL)
-    copy = shutil.copytree(run, tmp_path / "sent")
-    config = copy / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model": "old/nets.py:net", "crop": 0}))
+def test_other_model_than_was_trained_is_refused(run, tmp_path, own):
+    copy = copy_of(run, tmp_path / "sent", model="old/nets.py:net", crop=0)
     with pytest.raises(UsageError, match="has no variable .*; it is of another model"):
-        load_run.open_run(copy, f"{tmp_path / 'nets.py'}:net").load("raw", "float32")
+        load_run.open_run(copy, own("sequential").model).load("raw", "float32")
+
+
+def model_values(directory):
+    values = read_variables(latest_checkpoint(directory))
+    return {name: value for name, value in values.items() if name.startswith("model.")}
 
 
 @pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
-def test_two_towers_with_synchronized_norms_equal_one(own_model, tmp_path, strategy):
-    (tmp_path / "nets.py").write_text(MODEL.replace("Dropout(0.2)", "Activation('tanh')"))
-    results = []
+def test_two_towers_with_synchronized_norms_equal_one(own, tmp_path, strategy):
+    config = replace(own("without_dropout"), strategy=strategy, batch_statistics="synchronized", max_steps=5)
     for count in (1, 2):
-        config = dataclasses.replace(
-            own_model, num_gpus=count, strategy=strategy, batch_statistics="synchronized", max_steps=5,
-            train_dir=str(tmp_path / f"on{count}"),
-        )  # fmt: skip
-        train(config)
-        values = read_variables(latest_checkpoint(tmp_path / f"on{count}"))
-        results.append({name: value for name, value in values.items() if name.startswith("model.")})
-    for name, value in results[0].items():
-        np.testing.assert_allclose(results[1][name], value, atol=2e-5 * max(1e-3, abs(value).max()), err_msg=name)
-
-
-SEQUENTIAL = """
-import keras
-from keras import layers
-
-def net():
-    body = keras.Sequential([layers.Input((32, 32, 3)), layers.Conv2D(4, 3, 4, activation="relu"), layers.Flatten()])
-    return keras.Sequential([body, layers.Dense(10)])
-"""
+        train(config, num_gpus=count, train_dir=str(tmp_path / f"on{count}"))
+    one, two = (model_values(tmp_path / f"on{count}") for count in (1, 2))
+    for name, value in one.items():
+        np.testing.assert_allclose(two[name], value, atol=2e-5 * max(1e-3, abs(value).max()), err_msg=name)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_sequential_model_in_half_precision(own_model, tmp_path, precision):
-    (tmp_path / "nets.py").write_text(SEQUENTIAL)
-    result = train(dataclasses.replace(own_model, precision=precision, max_steps=4))
+def test_sequential_model_in_half_precision(own, precision):
+    result = train(own("sequential"), precision=precision, max_steps=4)
     assert np.isfinite(result["evaluations"][-1]["loss"])
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("towers", marks=pytest.mark.slow), "mirrored"])
-def test_constraints_hold_with_every_strategy(own_model, tmp_path, strategy):
-    (tmp_path / "nets.py").write_text(SEQUENTIAL.replace("Dense(10)", "Dense(10, kernel_constraint='non_neg')"))
-    train(dataclasses.replace(own_model, strategy=strategy, max_steps=2))
-    values = read_variables(latest_checkpoint(tmp_path / "own"))
-    kernels = [value for name, value in values.items() if name.startswith("model.") and value.ndim == 2]
-    (head,) = (kernel for kernel in kernels if kernel.shape[1] == 10)
-    assert head.min() == 0 < head.max()
+def test_constraints_hold_with_every_strategy(own, tmp_path, strategy):
+    train(own("constrained"), strategy=strategy, max_steps=2)
+    (head,) = (value for value in model_values(tmp_path / "own").values() if value.ndim == 2)
+    assert head.shape[1] == 10 and head.min() == 0 < head.max()
 
 
-SUBCLASSED = """
-import keras
-
-class Mine(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.flat, self.head = keras.layers.Flatten(), keras.layers.Dense(10)
-
-    def call(self, x):
-        return self.head(self.flat(x))
-
-net = Mine
-"""
-
-
-def test_subclassed_model_without_get_config_is_explained(own_model, tmp_path, capsys):
-    (tmp_path / "nets.py").write_text(SUBCLASSED)
-    train(dataclasses.replace(own_model, max_steps=1))
-    use = {"train_dir": own_model.train_dir, "model": own_model.model, "check": 50}
-    assert not export_model(ExportConfig(**use, format="keras", out=str(tmp_path / "net.keras")))
+def test_subclassed_model_without_get_config_is_explained(own, tmp_path, capsys):
+    config = own("Subclassed")
+    train(config, max_steps=1)
+    export = partial(export_with, config.train_dir, model=config.model, check=50)
+    assert not export(format="keras", out=str(tmp_path / "net.keras"))
     assert "needs get_config and **kwargs in layers of your own; saved_model does not" in capsys.readouterr().err
-    assert export_model(ExportConfig(**use, out=str(tmp_path / "net")))
+    assert export(out=str(tmp_path / "net"))
 
 
-def test_untrainable_model_is_an_error_of_one_line(own_model, tmp_path):
-    (tmp_path / "nets.py").write_text(
-        MODEL.replace("return x + self.shift", "import tensorflow as tf; return x + tf.random.normal([])")
-    )
-    with pytest.raises(UsageError, match=r"model=.*nets.py:net: layer shift.* draws random numbers without a seed"):
-        train(own_model)
+def test_untrainable_model_is_an_error_of_one_line(own):
+    with pytest.raises(UsageError, match=r"model=.*nets.py:noisy: layer shift.* draws random numbers without a seed"):
+        train(own("noisy"))
 
 
 def test_own_folder_is_trained_on_evaluated_and_predicted(tmp_path, folder, capsys):
@@ -456,7 +433,7 @@ def test_own_folder_is_trained_on_evaluated_and_predicted(tmp_path, folder, caps
             directory.mkdir(parents=True, exist_ok=True)
             Image.fromarray(split.images[index]).save(directory / f"{index}.png")
     data = f"folder:{tmp_path / 'set'}"
-    config = dataclasses.replace(CONFIG, dataset=data, batch_size=50, train_dir=str(tmp_path / "mine"))
+    config = replace(CONFIG, dataset=data, batch_size=50, train_dir=str(tmp_path / "mine"))
     result = train(config)
     opened = load_run.open_run(tmp_path / "mine")
     assert opened.info.class_names == tuple(sorted(name.replace(" ", "_") for name in synthetic.CLASSES))
@@ -473,11 +450,10 @@ def test_own_folder_is_trained_on_evaluated_and_predicted(tmp_path, folder, caps
     with pytest.raises(DataError, match="made with other test images than"):
         train(config)
     evaluation = EvaluateConfig(train_dir=config.train_dir, precision="float32")
-    with pytest.raises(
-        DataError, match="made with other test images than .* give --allow_changed_data to evaluate on these"
-    ):
+    changed = "made with other test images than .* give --allow_changed_data to evaluate on these"
+    with pytest.raises(DataError, match=changed):
         evaluate_checkpoint(evaluation)
-    output = evaluate_checkpoint(dataclasses.replace(evaluation, allow_changed_data=True))
+    output = evaluate_checkpoint(replace(evaluation, allow_changed_data=True))
     assert "test (other images than it was made with), ema weights" in output and "of 149;" in output
     next((tmp_path / "set" / "train").glob("*/*.png")).unlink()
     with pytest.raises(DataError, match="made with other train and test images than"):

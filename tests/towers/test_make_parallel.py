@@ -43,7 +43,7 @@ def test_outputs_and_gradients_equal_one_device(towers):
     sources, sizes = (w, b, batch["x"], batch["more"][1]), []
 
     def fn(batch):
-        sizes.append(len(batch["x"]))
+        sizes.append(batch["x"].shape[0])
         hidden = tf.tanh(batch["x"] @ w + b)
         index, scale = batch["more"]
         return {"hidden": hidden, "sums": (tf.reduce_sum(hidden, 1) * scale + index, scale > 0)}
