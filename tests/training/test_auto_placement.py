@@ -1,25 +1,22 @@
 """The placement that measuring chooses."""
 
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
-from cifar_towers.data import synthetic
 from cifar_towers.towers.placement import PLACEMENTS
 from cifar_towers.training import auto_placement
+from tests.configs import TINY_NET
 
-NET = f"{Path(__file__).parents[1] / 'nets.py'}:tiny"
 
-
-def test_fastest_placement_wins_and_ties_go_to_the_simplest(towers, monkeypatch):
+def test_fastest_placement_wins_and_ties_go_to_the_simplest(towers, examples, monkeypatch):
     """By a clock on which a step takes 3 seconds, 1.02 or 1, and with a schedule that the run's own length fits."""
     assert tuple(PLACEMENTS) == ("cpu", "round_robin", "least_loaded")
     steps = itertools.cycle([0.0, 3.0, 0.0, 1.02, 0.0, 1.0])  # before each one, and in it
     clock = itertools.accumulate(itertools.chain([0.0], steps))
     monkeypatch.setattr(auto_placement, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    config = TrainConfig(model=NET, batch_size=20, learning_rate_schedule="linear:0=0.2,1=1,100%=0")
+    config = TrainConfig(model=TINY_NET, batch_size=20, learning_rate_schedule="linear:0=0.2,1=1,100%=0")
     length = RunLength(steps_per_epoch=150, total=300, last=300)
-    found = auto_placement.benchmark_placements(config, towers(2), "float32", synthetic.make(40, 0, 0), length)
+    found = auto_placement.benchmark_placements(config, towers(2), "float32", examples, length)
     assert found == "round_robin"

@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.data import synthetic
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.towers import split_batch
 from cifar_towers.training import build, diagnostics, nonfinite
@@ -14,11 +13,6 @@ from cifar_towers.training.results import NUM_BUCKETS, to_numpy
 from tests.training.runs import Run
 
 SETTINGS = {"model": "cifarnet", "crop": 24, "shift": 0, "standardize": "image", "batch_size": 24, "learning_rate": 0.1}
-
-
-@pytest.fixture(scope="module")
-def examples():
-    return synthetic.make(240, 0, 0)
 
 
 def make_run(towers, examples, **settings):

@@ -1,36 +1,19 @@
 """Training on the hardest part of each batch: which that is, and that nothing else is different."""
 
-import dataclasses
-from pathlib import Path
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.data import synthetic
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.errors import UsageError
 from cifar_towers.training import build, hard_examples
+from tests.configs import TINY_NET
 from tests.training.runs import Run
 
-HARDEST = {
-    "model": f"{Path(__file__).parents[1] / 'nets.py'}:tiny",
-    "shift": 0,
-    "batch_size": 16,
-    "hard_example_pool": 32,
-    "crop": 20,
-    "learning_rate": 0.5,
-    "momentum": 0.8,
-    "label_smoothing": 0.2,
-    "whitening_images": 60,
-}
+HARDEST = {"model": TINY_NET, "shift": 0, "batch_size": 16, "hard_example_pool": 32, "crop": 20}
+HARDEST |= {"learning_rate": 0.5, "momentum": 0.8, "label_smoothing": 0.2, "whitening_images": 60}
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def examples():
-    return synthetic.make(240, 0, 0)
 
 
 def make_config(**settings):
@@ -106,27 +89,34 @@ def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples, precision
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    ("settings", "towers", "message"),
     [
-        ({"hard_example_pool": 16}, "hard_example_pool=16 must be larger than batch_size=16"),
-        ({"hard_example_pool": 30, "num_gpus": 4}, "hard_example_pool=30 cannot be shared by 4 towers; 28 and 32 can"),
-        ({"strategy": "mirrored"}, "hard_example_pool=32 needs towers that share the batch; leave strategy=mirrored"),
-        ({"parallelism": "model"}, "leave parallelism=model"),
+        ({"hard_example_pool": 16}, 0, "hard_example_pool=16 must be larger than batch_size=16"),
+        (
+            {"hard_example_pool": 30, "num_gpus": 4},
+            0,
+            "hard_example_pool=30 cannot be shared by 4 towers; 28 and 32 can",
+        ),
+        (
+            {"strategy": "mirrored"},
+            0,
+            "hard_example_pool=32 needs towers that share the batch; leave strategy=mirrored",
+        ),
+        ({"parallelism": "model"}, 0, "leave parallelism=model"),
+        ({"hard_example_pool": 512}, 0, "hard_example_pool=512 is more than the 480 training examples"),
+        (
+            {"batch_size": 1000, "hard_example_pool": 1500},
+            8,
+            "pool=1500 cannot be shared by 8 towers; 1496 and 1504 can",
+        ),
+        (
+            {"batch_size": 1000, "hard_example_pool": 1001},
+            2,
+            "hard_example_pool=1001 cannot be shared by 2 towers; 1002 can",
+        ),
     ],
 )
-def test_unsupported_settings_are_refused(settings, message):
+def test_unsupported_settings_are_refused(examples, settings, towers, message):
     with pytest.raises(UsageError, match=message):
-        make_config(**settings)
-
-
-def test_pool_larger_than_the_training_set_is_refused(examples):
-    with pytest.raises(UsageError, match="hard_example_pool=256 is more than the 240 training examples"):
-        build.make_batches(make_config(hard_example_pool=256), examples)
-
-
-def test_pool_and_batch_must_both_be_divisible_by_the_towers():
-    config = TrainConfig(batch_size=1000, hard_example_pool=1500)
-    with pytest.raises(UsageError, match="hard_example_pool=1500 cannot be shared by 8 towers; 1496 and 1504 can"):
-        config.tower_batch_size(8)
-    with pytest.raises(UsageError, match="hard_example_pool=1001 cannot be shared by 2 towers; 1002 can"):
-        dataclasses.replace(config, hard_example_pool=1001).tower_batch_size(2)
+        config = make_config(**settings)
+        config.tower_batch_size(towers) if towers else build.make_batches(config, examples)

@@ -1,26 +1,18 @@
 """Non-finite steps: the update is skipped, and the message names the origin."""
 
+from dataclasses import replace
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.config import TrainConfig
-from cifar_towers.data import synthetic
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.training import build, nonfinite
+from tests.configs import recipe
 from tests.training.runs import Run
 
-NET = {
-    "model": "speednet93",
-    "crop": 20,
-    "shift": 0,
-    "batch_size": 24,
-    "whitening_images": 60,
-    "whitening_epochs": 1,
-    "ema_decay": 0.9,
-    "lookahead": True,
-}
+NET = recipe("smoke", crop=20, shift=0, batch_size=24, whitening_images=60, ema_decay=0.9, lookahead=True)
 WAYS = [
     {},
     {"strategy": "mirrored"},
@@ -30,34 +22,17 @@ WAYS = [
 
 
 @pytest.fixture(scope="module")
-def examples():
-    return synthetic.make(240, 0, 0)
-
-
-@pytest.fixture
-def make_run(towers, examples):
-    return lambda **settings: Run(towers(2), examples, TrainConfig(**NET | settings))
+def plain(towers, examples):
+    """A run of shared variables on towers, for tests that leave it unchanged."""
+    return Run(towers(2), examples, NET)
 
 
 def make_step(run, batch=None, rate=0.01):
     return run.step(0, batch, run.rates(rate=rate))
 
 
-def with_infinity(batch, example):
-    """The batch with one image that is not finite. (A single NaN could get lost: max pooling passes over it.)"""
-    images = tf.cast(batch.images, tf.float32).numpy()
-    images[example] = np.inf
-    return batch._replace(images=tf.constant(images))
-
-
 def describe(run, metrics):
     return nonfinite.describe_nonfinite(metrics, run.towers, run.state.weight_names, run.state.update_names)
-
-
-@pytest.fixture(scope="module")
-def plain(towers, examples):
-    """A run of shared variables on towers, for tests that leave it unchanged."""
-    return Run(towers(2), examples, TrainConfig(**NET))
 
 
 def same(before, after):
@@ -65,13 +40,16 @@ def same(before, after):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())) or "towers")
-def test_nonfinite_step_changes_nothing_and_names_its_tower(make_run, plain, way):
-    run = make_run(**way) if way else plain
+def test_nonfinite_step_changes_nothing_and_names_its_tower(towers, examples, plain, way):
+    run = Run(towers(2), examples, replace(NET, **way)) if way else plain
     begun = run.state.step.numpy()
     assert make_step(run).finite
     before = run.values()
     for example in (3, 20):
-        metrics = make_step(run, with_infinity(run.batches.at(0), example))
+        batch = run.batches.at(0)
+        images = tf.cast(batch.images, tf.float32).numpy()
+        images[example] = np.inf  # a single NaN could get lost: max pooling passes over it
+        metrics = make_step(run, batch._replace(images=tf.constant(images)))
         synchronized = way.get("batch_statistics") == "synchronized"  # there it spreads before any loss is taken
         assert not metrics.finite and same(before, run.values()) and not run.state.first_nonfinite_variable()
         assert describe(run, metrics) == f"cross_entropy of tower_{0 if synchronized else example // 12} is not finite"
@@ -80,8 +58,8 @@ def test_nonfinite_step_changes_nothing_and_names_its_tower(make_run, plain, way
     assert run.state.step.numpy() == begun + 4
 
 
-def test_first_nonfinite_layer_is_named(make_run):
-    run = make_run()
+def test_first_nonfinite_layer_is_named(towers, examples):
+    run = Run(towers(2), examples, NET)
     images = build.make_augmentation(run.config, CIFAR10).evaluate(run.batches.at(0).images)
     assert nonfinite.first_nonfinite_layer(run.state.model, images) == ""
     assert nonfinite.first_nonfinite_layer(run.state.model, tf.where(images > 1, np.inf, images)) == "the images"

@@ -1,6 +1,7 @@
 """The claim the project stands on: K towers of B/K are one tower of B."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,8 +10,6 @@ import tensorflow as tf
 from cifar_towers.benchmark import operations
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
-from cifar_towers.data import synthetic
-from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.errors import UsageError
 from cifar_towers.towers import Tower
@@ -18,41 +17,26 @@ from cifar_towers.towers.placement import tower_devices
 from cifar_towers.training import build
 from cifar_towers.training.distributed_step import make_strategy
 from cifar_towers.training.losses import OWN
+from tests.configs import recipe
 from tests.training.runs import Run
 
-CIFARNET = {
-    "model": "cifarnet",
-    "crop": 24,
-    "shift": 0,
-    "flip": "random",
-    "brightness": 63.0,
-    "contrast": 0.8,
-    "standardize": "image",
-    "momentum": 0.9,
-    "learning_rate": 0.05,
-    "ema_decay": 0.99,
-    "batch_size": 24,
-}
+RATES = {"learning_rate": 0.05, "learning_rate_schedule": "linear:0=1,100%=0", "momentum": 0.9, "ema_decay": 0.99}
+cifarnet = partial(recipe, "cifarnet", batch_size=24, epochs=8, max_steps=0, **RATES)
 
 
-@pytest.fixture(scope="module")
-def examples():
-    return synthetic.make(480, 0, 0)
+def training(towers, examples, precision, steps, nudge=0.0, **settings):
+    """Yields the state and the metrics after each of `steps` steps."""
+    run = Run(towers, examples, cifarnet(**settings), precision)
+    for weight in run.state.weights:
+        weight.assign(weight * (1 + nudge))
+    for number in range(steps):
+        yield run.state, run.step(number)
 
 
 def trained(*arguments, **settings):
     """The state after all steps, and the metrics of the last."""
     *_, last = training(*arguments, **settings)
     return last
-
-
-def training(towers, examples, precision, steps, nudge=0.0, **settings):
-    """Yields the state and the metrics after each of `steps` steps."""
-    run = Run(towers, examples, TrainConfig(**CIFARNET | settings), precision)
-    for weight in run.state.weights:
-        weight.assign(weight * (1 + nudge))
-    for number in range(steps):
-        yield run.state, run.step(number)
 
 
 def largest_difference(one, other):
@@ -98,9 +82,9 @@ def test_an_independent_witness(towers, examples):
     """Two towers against one plain GradientTape and hand-written SGD, no code of towers or optimizers in it."""
     settings = {"momentum": 0.0, "brightness": 0.0, "contrast": 0.0, "ema_decay": 0.0}
     state, _ = trained(towers(2), examples, "float64", 3, **settings)
-    config = TrainConfig(**CIFARNET | settings)
+    config = cifarnet(**settings)
     model = build.make_model(config, "float64", CIFAR10)
-    batches = Batches(examples, config.batch_size, config.seed, config.flip)
+    batches = build.make_batches(config, examples)
     for number in range(3):
         batch = batches.at(number)
         images = build.make_augmentation(config, CIFAR10).augment(batch.images, batch.draws)
@@ -128,20 +112,29 @@ def test_metrics_are_of_all_towers_and_losses_of_the_final_one(towers, examples)
     assert float(metrics.smoothed_losses["total_loss"]) == pytest.approx(float(metrics.losses["total_loss"]))
 
 
-MODELS, POLICIES = ("cifarnet", "speednet93", "resnet20"), ("least_loaded", "round_robin", "cpu")
-ONCE_EACH = [*zip(MODELS, POLICIES, strict=True)]
-OTHERS = [pair for pair in itertools.product(MODELS, POLICIES) if pair not in ONCE_EACH]
+def expected_devices(policy, variables):
+    """The devices of four that variables have which are created in this order."""
+    held, devices = [0] * 4, []
+    for index, v in enumerate(variables):
+        device = {"cpu": 0, "round_robin": index % 4, "least_loaded": held.index(min(held))}[policy]
+        held[device] += v.shape.num_elements() * v.dtype.size
+        devices.append(f"CPU:{device}")
+    return devices
+
+
+ONCE_EACH = {"cifarnet": "least_loaded", "speednet93": "round_robin", "resnet20": "cpu"}
+PAIRS = itertools.product(ONCE_EACH, ("least_loaded", "round_robin", "cpu"))
 
 
 @pytest.mark.parametrize(
-    ("model", "policy"), [*ONCE_EACH, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHERS)]
+    ("model", "policy"),
+    [pytest.param(*pair, marks=() if pair in ONCE_EACH.items() else pytest.mark.slow) for pair in PAIRS],
 )
 def test_operations_and_variables_are_on_their_devices(towers, examples, model, policy):
     """Read from the traced graph of four devices: variables, forward, backward, averaging, updates."""
     crop = 24 if model == "cifarnet" else 0
-    whitening = {"whitening_images": 20, "whitening_epochs": 1}
-    config = TrainConfig(model=model, crop=crop, batch_size=8, variable_placement=policy, **whitening)
-    run = Run(towers(4), examples, config)
+    settings = {"model": model, "crop": crop, "batch_size": 8, "whitening_images": 20, "whitening_epochs": 1}
+    run = Run(towers(4), examples, TrainConfig(variable_placement=policy, **settings))
     state = run.state
     function = run.training.train_step.get_concrete_function(run.batches.at(0), run.rates(0, 0.1))
     made = function.graph.get_operations()
@@ -152,57 +145,26 @@ def test_operations_and_variables_are_on_their_devices(towers, examples, model, 
         backward = tower_devices(function, tower, "Conv2DBackpropInput")
         assert set(backward) == {tower.device} and backward[tower.device] >= kernels
 
-    model_variables = [v.value for v in state.model.variables]  # in the order in which they were born
-    homes = [v.device[-5:] for v in model_variables]
-    if policy == "cpu":
-        assert set(homes) == {"CPU:0"}
-    elif policy == "round_robin":
-        assert homes == expected_in_turn(model_variables, state.model)
-    else:
-        assert homes == expected_least_loaded(model_variables, state.model)
+    created = [v.value for layer in state.model.layers for v in layer.variables]
+    assert [v.device[-5:] for v in created] == expected_devices(policy, created)
     slots = [slot for group in state.optimizer.groups for slot in zip(group.rule.variables, *group.rule.slots.values())]
     assert all(slot.device == variable.device for variable, *of_one in slots for slot in of_one)
 
     averaged = [op for op in made if op.type == "AddN" and op.name.startswith("average_gradients/")]
-    assert len(averaged) == len(state.weights)
     assert [op.device[-5:] for op in averaged] == [v.device[-5:] for v in state.weights]
-    home_of = {id(captured): v.device[-5:] for v, captured in captured_handles(function)}
-    updates = [op for op in made if op.type in ("AssignSubVariableOp", "AssignVariableOp")]
-    moved = [op for op in updates if id(op.inputs[0]) in home_of]
-    assert len(moved) >= len(state.weights)
-    assert all(op.device[-5:] == home_of[id(op.inputs[0])] for op in moved)
-
-
-def captured_handles(function):
-    """(variable, placeholder of its handle inside the graph)."""
     inside = {id(outer): inner for outer, inner in function.graph.captures}
-    return [(v, inside[id(v.handle)]) for v in function.variables]
-
-
-def born(variables, model):
-    """Keras lists a model's variables by layer, as they are born: weights and statistics of a layer together."""
-    return [v.value for layer in model.layers for v in layer.variables]
-
-
-def expected_in_turn(variables, model):
-    turns = {id(v): f"CPU:{index % 4}" for index, v in enumerate(born(variables, model))}
-    return [turns[id(v)] for v in variables]
-
-
-def expected_least_loaded(variables, model):
-    held, homes = [0, 0, 0, 0], {}
-    for v in born(variables, model):
-        device = held.index(min(held))
-        homes[id(v)] = f"CPU:{device}"
-        held[device] += v.shape.num_elements() * v.dtype.size
-    return [homes[id(v)] for v in variables]
+    device_of = {id(inside[id(v.handle)]): v.device[-5:] for v in function.variables}
+    updates = [op for op in made if op.type in ("AssignSubVariableOp", "AssignVariableOp")]
+    moved = [op for op in updates if id(op.inputs[0]) in device_of]
+    assert len(moved) >= len(state.weights)
+    assert all(op.device[-5:] == device_of[id(op.inputs[0])] for op in moved)
 
 
 @pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
 def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples, strategy):
     """After its epochs the whitening's bias rests, and the backward pass ends at the convolution after it."""
     settings = {"model": "speednet93", "crop": 0, "whitening_images": 200, "whitening_epochs": 0.1}
-    config = TrainConfig(**CIFARNET | settings, strategy=strategy)
+    config = cifarnet(**settings, strategy=strategy)
     filters = build.make_model(config, "float32", CIFAR10, examples).get_layer("whitening").kernel.numpy()
     weights, backward = [], []
     for rests in (False, True):
@@ -228,19 +190,31 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(towers, examples
     assert first == again != other
 
 
-DROPPING = """
-from keras import Input, Sequential, layers
+NETS = """
+from keras import Input, Sequential, layers, regularizers
 
-def net():
+def dropping():
     return Sequential([Input((32, 32, 3)), layers.Dropout(0.5), layers.Flatten(), layers.Dense(10)])
+
+def regularized(regularizer=regularizers.L2(1e-3)):
+    return Sequential([Input((32, 32, 3)), layers.Flatten(), layers.Dense(10, kernel_regularizer=regularizer)])
+
+def plain():
+    return regularized(None)
 """
 
 
-def test_dropout_depends_on_the_position_in_the_batch(towers, examples, tmp_path):
+@pytest.fixture
+def nets(tmp_path):
+    """The settings of a run with each of these nets."""
+    (tmp_path / "nets.py").write_text(NETS)
+    names = ("dropping", "regularized", "plain")
+    return {name: {"model": f"{tmp_path / 'nets.py'}:{name}", "crop": 0} for name in names}
+
+
+def test_dropout_depends_on_the_position_in_the_batch(towers, examples, nets):
     """It is other pixels on each tower, and the same ones when one tower takes the shards of two as micro-batches."""
-    (tmp_path / "nets.py").write_text(DROPPING)
-    settings = {"model": f"{tmp_path / 'nets.py'}:net", "crop": 0, "learning_rate": 1e-4}
-    settings |= {"flip": "none", "brightness": 0.0, "contrast": 0.0}
+    settings = nets["dropping"] | {"learning_rate": 1e-4, "flip": "none", "brightness": 0.0, "contrast": 0.0}
     alike = examples.take(np.zeros(48, int))  # one image, so that only what is dropped differs
     two, metrics = trained(towers(2), alike, "float64", 2, **settings)
     one, _ = trained(towers(1), alike, "float64", 2, **settings, micro_batches=2)
@@ -248,26 +222,14 @@ def test_dropout_depends_on_the_position_in_the_batch(towers, examples, tmp_path
     assert largest_difference(one, two) < 1e-11
 
 
-WITH_LOSS = """
-from keras import Input, Sequential, layers, regularizers
-
-def net(regularizer=regularizers.L2(1e-3)):
-    return Sequential([Input((32, 32, 3)), layers.Flatten(), layers.Dense(10, kernel_regularizer=regularizer)])
-
-def plain():
-    return net(None)
-"""
-
-
-def test_model_losses_are_added_once(towers, examples, tmp_path):
+def test_model_losses_are_added_once(towers, examples, nets):
     """Whatever the number of towers and parts: L2's term is 1e-3 w^2, its gradient 2e-3 w."""
-    (tmp_path / "nets.py").write_text(WITH_LOSS)
-    settings = {"crop": 0, "momentum": 0.0, "ema_decay": 0.0, "micro_batches": 2}
-    names = {name: f"{tmp_path / 'nets.py'}:{name}" for name in ("net", "plain")}
-    config = TrainConfig(**CIFARNET | settings | {"model": names["net"]})
+    settings = {"momentum": 0.0, "ema_decay": 0.0, "micro_batches": 2}
+    config = cifarnet(**settings, **nets["regularized"])
     kernel = build.make_model(config, "float64", CIFAR10).trainable_variables[0].numpy()
-    with_loss, metrics = trained(towers(2), examples, "float64", 1, **settings, model=names["net"])
-    without, _ = trained(towers(2), examples, "float64", 1, **settings, model=names["plain"])
+    (with_loss, metrics), (without, _) = (
+        trained(towers(2), examples, "float64", 1, **settings, **nets[name]) for name in ("regularized", "plain")
+    )
     assert float(metrics.losses[OWN]) == pytest.approx(1e-3 * np.sum(kernel**2))
     further = without.weights[0].numpy() - with_loss.weights[0].numpy()
     np.testing.assert_allclose(further, np.float32(0.05) * 2e-3 * kernel, rtol=1e-6)
@@ -285,7 +247,7 @@ def test_float16_trains_with_a_loss_scale(towers, examples):
 
 
 def test_float16_overflows_under_mirrored_variables_and_the_scale_shrinks(towers, examples):
-    run = Run(towers(2), examples, TrainConfig(**CIFARNET, strategy="mirrored"), "float16")
+    run = Run(towers(2), examples, cifarnet(strategy="mirrored"), "float16")
     state = run.state
     state.loss_scale.scale.assign(2.0**120)  # no gradient survives that in float16
     before = state.weights_sha256()
@@ -300,7 +262,7 @@ def test_hierarchical_all_reduce_refuses_an_odd_number_of_towers(towers):
 
 
 def test_more_stages_than_layers_is_a_usage_error(examples):
-    config = TrainConfig(**CIFARNET, parallelism="model")
+    config = cifarnet(parallelism="model")
     devices = [Tower(index, "/CPU:0") for index in range(11)]
     with pytest.raises(UsageError, match="11 stages need at least 11 layers; cifarnet has 10"):
         build.make_training(config, devices, "float32", examples, RunLength(10, 10, 10))
