@@ -218,7 +218,7 @@ def test_import_messages_are_shown_after_a_failure_but_not_after_an_interrupt(mo
         (["--num_workers=1", "--", "--seed=1"], "num_workers=1 is no cluster"),
         (
             ["--num_workers=5", "--", "--batch_size=999"],
-            "batch_size=999 cannot be shared by 5 towers; 995 and",
+            "batch_size=999 cannot be shared by 5 towers; 995 and 1000 can",
         ),
         (["--", "--seeds=0,x"], "seeds=0,x is not a list of whole numbers"),
     ],

@@ -204,7 +204,10 @@ def test_exports_run_without_this_package(run, tmp_path, capsys, kinds):
     [
         ("saved_model", "{}/photos", "exists and is no saved_model"),
         ("keras", "{}/net", "does not end in .keras; write --out=.*net.keras"),
-        *(("saved_model", out, rf"--out={out} may hold other files; write --out=.*saved") for out in (".", "..", "/")),
+        *(
+            ("saved_model", out, rf"--out={out} may hold other files; write --out=.*saved_model")
+            for out in (".", "..", "/")
+        ),
         ("onnx", ".", "does not end in .onnx; write --out=model.onnx"),
     ],
 )

@@ -39,7 +39,10 @@ def with_gradients(function, *sources):
 
 def test_outputs_and_gradients_equal_one_device(towers):
     w, b = tf.Variable(numbers(3, 5)), tf.Variable(numbers(5, seed=1))
-    batch = {"x": tf.constant(numbers(11, 3, seed=2)), "more": (tf.range(11.0), tf.constant(numbers(11, seed=3)))}
+    batch = {
+        "x": tf.constant(numbers(11, 3, seed=2)),
+        "more": (np.arange(11, dtype="f4"), tf.constant(numbers(11, seed=3))),
+    }
     sources, sizes = (w, b, batch["x"], batch["more"][1]), []
 
     def fn(batch):
@@ -102,7 +105,11 @@ def test_batch_size_unknown_until_the_graph_runs(towers):
         (lambda x: (x, {"loss": x[0]}), {"x": [1.0, 2]}, r"output\[1\]\['loss'\] of tower_0 is a scalar"),
         (lambda x: [x, x[:1]], {"x": [1.0, 2, 3]}, r"output\[1\] of tower_0 has 1 on axis 0 for 2 examples"),
         (lambda x: {"y": None}, {"x": [1.0, 2]}, r"output\['y'\] of tower_0 is None, not a tensor"),
-        (lambda x: (x,) * len(x), {"x": [1.0, 2, 3]}, r"tower_1 returned output\[0\] and tower_0 output\[0\], output"),
+        (
+            lambda x: (x,) * len(x),
+            {"x": [1.0, 2, 3]},
+            r"tower_1 returned output\[0\] and tower_0 output\[0\], output\[1\]",
+        ),
     ],
 )
 def test_make_parallel_rejects_in_one_line(towers, fn, tensors, message):

@@ -107,7 +107,7 @@ def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples, precision
         (
             {"batch_size": 1000, "hard_example_pool": 1500},
             8,
-            "pool=1500 cannot be shared by 8 towers; 1496 and 1504 can",
+            "hard_example_pool=1500 cannot be shared by 8 towers; 1496 and 1504 can",
         ),
         (
             {"batch_size": 1000, "hard_example_pool": 1001},
