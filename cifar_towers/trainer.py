@@ -133,10 +133,10 @@ class Trainer:
         """The loop. `evaluations` are those made after `first_step`, if any."""
         step = first_step
         try:
-            if not evaluations:
-                self.logger.drop_evaluations(step)  # of an attempt that was interrupted
             if self.evaluator.is_due(step):
-                evaluations = evaluations or self._evaluate(step)
+                if not evaluations:
+                    self.logger.drop_evaluations(step)  # of an attempt that was interrupted before it could save
+                    evaluations = self._evaluate(step)
                 if self._reached_target(step, evaluations):
                     return step
             for batch in self.setup.batches.stream(first_step, self.length.last):

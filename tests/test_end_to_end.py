@@ -404,6 +404,12 @@ def test_max_steps_can_be_raised(tmp_path, one_run):
     assert run(config)["weights_sha256"] == one_run[1]["weights_sha256"]
 
 
+def test_evaluations_of_an_earlier_end_are_kept(tmp_path):
+    for last_step in (1, 2):
+        run(TINY, train_dir=str(tmp_path), max_steps=last_step)
+    assert {record["step"] for record in records_of(tmp_path, "eval")} == {1, 2}
+
+
 def test_hard_examples_with_resume_and_graph(tmp_path, capsys):
     config = replace(TINY, num_gpus=2, max_steps=4, batch_size=50, hard_example_pool=200)
     directories = resumed_at(2, config, tmp_path)
