@@ -502,7 +502,7 @@ NO_KERNEL = tf.errors.UnimplementedError(None, None, "A deterministic GPU implem
             UsageError,
             "^A deterministic GPU implementation of X .*: train without --deterministic",
         ),
-        (NO_KERNEL, {}, tf.errors.UnimplementedError, ""),
+        (NO_KERNEL, {}, tf.errors.UnimplementedError, "^A deterministic GPU implementation of X is not available.$"),
     ],
     ids=["out of memory", "no deterministic operation", "other"],
 )
