@@ -49,7 +49,10 @@ def start(program, *arguments, stdout=subprocess.PIPE, **environment):
 
 
 def finish(process, timeout=120):
-    out, err = process.communicate(timeout=timeout)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()  # it may have exceeded its time
     return process.returncode, out, err
 
 
