@@ -87,11 +87,11 @@ class RunLogger:
         group, and the counts of a `DivergenceState`."""
         self._epoch.append(metrics._replace(diagnostics=None))
         rate, images_per_sec = next(iter(rates.values())), self.timer.recent_images_per_sec()
-        input_wait = self.timer.recent_input_wait()
         self.progress.step(ProgressStatus(step, metrics.loss, metrics.accuracy, rate, images_per_sec))
         is_summary = self.wants_diagnostics(step)
         if not is_summary and not _is_due(step, math.ceil(self.run.config.summary_every_steps / SCALARS_PER_SUMMARY)):
             return
+        input_wait = self.timer.recent_input_wait()
         agreement = self._tower_agreement(metrics) if is_summary else {}
         self.metrics.write(
             kind="train",
@@ -229,7 +229,7 @@ class RunLogger:
         labels = split.labels[mistakes.examples]
         captions = [
             f"{names[predicted]} {100 * confidence:.0f} %\nis {names[label]}"
-            for predicted, confidence, label in zip(mistakes.predicted, mistakes.confidence, labels)
+            for predicted, confidence, label in zip(mistakes.predicted, mistakes.confidence, labels, strict=True)
         ]
         title = f"most confident mistakes, {name}, step {step}"
         picture = figures.image_grid(split.images[mistakes.examples], captions, title)
