@@ -8,7 +8,7 @@ import enum
 import signal
 
 NOTHING_TO_SAVE = "before the first step; nothing to save"  # message of an interrupt that early
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: what Slurm sends before the time is up
 
 
 @enum.unique
@@ -24,10 +24,12 @@ class ExitCode(enum.IntEnum):
 
 
 class RunError(Exception):
-    """A foreseen end of a run; `exit_code` is what the process returns, `meaning` what help texts call it."""
+    """A foreseen end of a run; `exit_code` is what the process returns, `meaning` what help texts call it, `label` what
+    its line begins with."""
 
     exit_code = ExitCode.FAILURE
     meaning = "failed"
+    label = "run"
 
     def __init__(self, message: str):
         super().__init__(printable(message))
@@ -37,21 +39,21 @@ class UsageError(RunError, ValueError):
     """A flag, or a combination of flags, that cannot be used."""
 
     exit_code = ExitCode.USAGE
-    meaning = "usage"
+    meaning = label = "usage"
 
 
 class DataError(RunError):
     """The data set is missing, cannot be downloaded, or is not what it should be."""
 
     exit_code = ExitCode.DATA
-    meaning = "data"
+    meaning = label = "data"
 
 
 class DivergedError(RunError):
     """Losses, gradients or weights are not finite numbers."""
 
     exit_code = ExitCode.DIVERGED
-    meaning = "diverged"
+    meaning = label = "diverged"
 
 
 class WorkerLostError(RunError):
@@ -60,6 +62,7 @@ class WorkerLostError(RunError):
 
     exit_code = ExitCode.WORKER_LOST
     meaning = "a worker was lost"
+    label = "lost"
 
 
 class Interrupted(BaseException):
@@ -67,26 +70,30 @@ class Interrupted(BaseException):
     way takes it for a failure.
     """
 
+    label = "interrupted"
+
     def __init__(self, signal_number: int, message: str):
         super().__init__(message)
         self.exit_code = interrupt_exit_code(signal_number)
 
 
 def interrupt_exit_code(signal_number: int) -> int:
-    """The shell's exit code for a signal: 130 for SIGINT, 143 for SIGTERM."""
+    """The shell's exit code for a signal: 130 for SIGINT, 138 for SIGUSR1, 143 for SIGTERM."""
     return 128 + signal_number
 
 
 def describe_exit_codes(*errors: type[RunError], success: str = "done", failure: str = "a bug") -> str:
     """The exit codes of a program that may raise these errors, for its help text."""
     codes = [f"{ExitCode.SUCCESS} {success}", *(f"{error.exit_code} {error.meaning}" for error in errors)]
-    interrupts = " and ".join(str(interrupt_exit_code(number)) for number in STOP_SIGNALS)
+    interrupts = "/".join(str(code) for code in sorted(map(interrupt_exit_code, STOP_SIGNALS)))
     return ", ".join([*codes, f"{interrupts} interrupted", f"{RunError.exit_code} {failure}"])
 
 
-def error_line(error: RunError | Interrupted) -> str:
-    """The line shown to the user, as `usage: ...`."""
-    return f"{type(error).__name__.removesuffix('Error').lower()}: {error}"
+def error_line(error: BaseException) -> str:
+    """An error in one line: `usage: ...`; of one that is not of this module, its type and the start of its message."""
+    if isinstance(error, (RunError, Interrupted)):
+        return f"{error.label}: {error}"
+    return f"{type(error).__name__}: {error_text(error, 300)}"
 
 
 def error_text(error: BaseException, max_length: int = 200) -> str:

@@ -13,8 +13,9 @@ from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, Run
 from cifar_towers.evaluation.evaluator import Evaluator, make_evaluate_fn
 from cifar_towers.evaluation.target import TargetAccuracy
 from cifar_towers.models.layers import has_batch_norm
-from cifar_towers.multi_worker import agreement
-from cifar_towers.multi_worker.coordination import Coordinator, single_worker
+from cifar_towers.multi_worker import agreement, coordination
+from cifar_towers.multi_worker.cluster_spec import ClusterSpec
+from cifar_towers.multi_worker.coordination import Coordinator
 from cifar_towers.multi_worker.shared_checkpoints import SharedCheckpoints
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.profiler import StepProfiler
@@ -28,13 +29,13 @@ from cifar_towers.training.step_runner import StepInputs
 
 
 def train(
-    config: TrainConfig, source: sources.Source, shutdown, workers: Coordinator | None = None, launch_id: str = ""
+    config: TrainConfig, source: sources.Source, shutdown, cluster: ClusterSpec | None = None, launch_id: str = ""
 ) -> dict:
     """Trains, resumes, or returns the stored result of a finished run. On a cluster only worker 0 writes `train_dir`.
 
     Args:
       shutdown: a `ShutdownHandler`.
-      workers: this worker's place in a cluster.
+      cluster: the workers to train with; None: this process alone.
       launch_id: name of the launch this process belongs to, if a launcher started it; what it starts again resumes
         even with `overwrite`.
 
@@ -47,21 +48,21 @@ def train(
       UsageError, DataError, DivergedError, Interrupted: see `cifar_towers.errors`.
       RunError: the last step could not be saved, or the run cannot be rolled back.
     """
-    timer, workers = PhaseTimer(), workers or single_worker()
+    timer = PhaseTimer()
     shutdown.exit_immediately_from_now(NOTHING_TO_SAVE)
-    hardware = devices.setup_devices(config, workers)
-    shutdown.reinstall_handlers()  # TensorFlow's server handles SIGTERM itself
-    source, dataset = build.load_data(config, source)
-    precision = devices.choose_precision(config.precision, hardware.local_towers)
-    agreement.assert_workers_agree(workers, dataset, precision, len(hardware.local_towers))
-    config = workdir.choose_directory(config, source.banner, launch_id)
-    with agreement.worker_train_dir(workers, config) as config, devices.explained_errors(config, hardware.towers):
-        previous_placement = workdir.previous_placement(config, len(hardware.towers))
-        setup = setup_run(config, dataset, precision, hardware, workers.index, previous_placement)
-        trainer = Trainer(setup, dataset, source.banner, shutdown, workers, timer)
-        with workdir.exclusive(config.directory):
-            workdir.prepare(config, launch_id)
-            return trainer.run()
+    make_devices = functools.partial(devices.setup_devices, config, cluster)
+    with coordination.connect(cluster, make_devices, config.worker_wait_seconds, shutdown) as (workers, hardware):
+        source, dataset = build.load_data(config, source)
+        precision = devices.choose_precision(config.precision, hardware.local_towers)
+        agreement.assert_workers_agree(workers, config, dataset, precision, len(hardware.local_towers))
+        config = workdir.choose_directory(config, source.banner, launch_id)
+        with agreement.worker_train_dir(workers, config) as config, devices.explained_errors(config, hardware.towers):
+            previous_placement = workdir.previous_placement(config, len(hardware.towers))
+            setup = setup_run(config, dataset, precision, hardware, workers.index, previous_placement)
+            trainer = Trainer(setup, dataset, source.banner, shutdown, workers, timer)
+            with workdir.exclusive(config.directory):
+                workdir.prepare(config, launch_id)
+                return trainer.run()
 
 
 class Trainer:
@@ -201,10 +202,8 @@ class Trainer:
     def _reached_target(self, step: int, evaluations: list[dict]) -> bool:
         if self.target.update(evaluations):
             score = f"{100 * self.target.reached:.2f} % on {evaluations[0]['split']}"
-            target = f"target {100 * self.config.target_accuracy:.2f} %"
-            self.log(
-                f"reached {score} ({target}) at step {step}, after {self.timer.training_seconds:.1f} s of training"
-            )
+            target, seconds = 100 * self.config.target_accuracy, self.timer.training_seconds
+            self.log(f"reached {score} (target {target:.2f} %) at step {step}, after {seconds:.1f} s of training")
         return bool(self.target.reached)
 
     def _save(self, step: int, evaluations: Sequence[dict] = (), wait: bool = False) -> bool:

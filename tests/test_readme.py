@@ -17,7 +17,7 @@ from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, Expor
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README, PAGES = FILES[0].read_text(), "".join(path.read_text() for path in FILES)
-OTHERS = {"build", "job", "long", "only"}  # flags of docker, sbatch and tests.faults, to a hyphen
+OTHERS = {"build", "job", "long", "only", "signal"}  # flags of docker, sbatch and tests.faults, to a hyphen
 CONFIGS = {
     "train.py": TrainConfig,
     "benchmark.py": BenchmarkConfig,

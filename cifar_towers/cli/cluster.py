@@ -1,17 +1,12 @@
 """The cluster that a process trains in, from flags, `TF_CONFIG` or Slurm's variables."""
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-from cifar_towers.config import TrainConfig, shared_settings
+from cifar_towers.config import TrainConfig
 from cifar_towers.multi_worker import cluster_spec
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
-
-if TYPE_CHECKING:
-    from cifar_towers.multi_worker.coordination import Coordinator
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +24,16 @@ def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> Clus
     return cluster
 
 
-@contextlib.contextmanager
-def join_cluster(config: TrainConfig) -> Iterator["Coordinator | None"]:
-    """Connects this worker with the others; None, and no open port, for a run in one process."""
+def join_cluster(config: TrainConfig) -> ClusterSpec | None:
+    """The workers that this process will train with, after a warning of the port that it opens; None for a run in one
+    process, which opens none.
+
+    Raises:
+      UsageError: as `resolve_cluster`, or this worker's address is public.
+    """
     cluster = resolve_cluster(config, os.environ)
     if not cluster:
-        yield None
-        return
+        return None
     address = cluster.addresses[cluster.index]
     if not config.allow_public_cluster:
         cluster_spec.check_not_public(address, config.worker_wait_seconds)
@@ -45,7 +43,4 @@ def join_cluster(config: TrainConfig) -> Iterator["Coordinator | None"]:
         f"{cluster.name(cluster.index)}: TensorFlow opens port {address.rpartition(':')[2]} on every interface, "
         "without authentication; see docs/cluster.md"
     )
-    from cifar_towers.multi_worker.coordination import connect  # it imports NumPy
-
-    with connect(cluster, shared_settings(config), config.worker_wait_seconds) as coordinator:
-        yield coordinator
+    return cluster

@@ -43,16 +43,15 @@ def train(shutdown: ShutdownHandler) -> None:
     train.py --flagfile=configs/speed94.cfg --num_gpus=2
     """
     config = _parse(TrainConfig, train)
-    with join_cluster(config) as coordinator:
-        source = _find_data(config)
-        from cifar_towers import trainer
-        from cifar_towers.cli import seeds
+    cluster, source = join_cluster(config), _find_data(config)
+    from cifar_towers import trainer
+    from cifar_towers.cli import seeds
 
-        launch_id = os.environ.get(launcher.LAUNCH_VARIABLE, "")
-        if config.seeds:
-            seeds.train_seeds(config, parse_seeds(config.seeds), source, shutdown, launch_id)
-        else:
-            trainer.train(config, source, shutdown, coordinator, launch_id)
+    launch_id = os.environ.get(launcher.LAUNCH_VARIABLE, "")
+    if config.seeds:
+        seeds.train_seeds(config, parse_seeds(config.seeds), source, shutdown, launch_id)
+    else:
+        trainer.train(config, source, shutdown, cluster, launch_id)
 
 
 @_program

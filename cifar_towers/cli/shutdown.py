@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first signal lets the run save and stop, a second one ends the process at once."""
+"""SIGINT, SIGTERM and SIGUSR1: the first signal lets the run save and stop, a second one ends the process at once."""
 
 import contextlib
 import os

@@ -11,7 +11,7 @@ import numpy as np
 from cifar_towers.data import cache, tfds_source
 from cifar_towers.data.connectivity import reachable
 from cifar_towers.data.dataset import CLASSES, Split
-from cifar_towers.errors import DataError, error_text
+from cifar_towers.errors import DataError, error_line
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +109,5 @@ def _from_tfds(directory: Path, name: str) -> Split:
     except Exception as error:
         hint = PREPARE_AGAIN if is_prepared(directory) else f"put {ARCHIVE} into {_archive(directory).parent}"
         raise DataError(
-            f"CIFAR-10's {name} split in {directory} cannot be read "
-            f"({type(error).__name__}: {error_text(error, 300)}); {hint}"
+            f"CIFAR-10's {name} split in {directory} cannot be read ({error_line(error)}); {hint}"
         ) from error

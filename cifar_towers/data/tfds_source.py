@@ -15,7 +15,7 @@ from PIL import Image
 from cifar_towers.data import image_files
 from cifar_towers.data.connectivity import reachable
 from cifar_towers.data.dataset import DatasetInfo, Split, moments
-from cifar_towers.errors import DataError, RunError, UsageError, error_text
+from cifar_towers.errors import DataError, RunError, UsageError, error_line
 from cifar_towers.files import atomic_io
 from cifar_towers.registry import BUILT_IN, FOLDER
 
@@ -52,7 +52,7 @@ def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
     except RunError:
         raise
     except Exception as error:
-        raise DataError(f"{name} in {directory} cannot be read ({_describe(error)}); {REPAIR}") from error
+        raise DataError(f"{name} in {directory} cannot be read ({error_line(error)}); {REPAIR}") from error
     info = DatasetInfo(tuple(builder.info.features[label].names), side, *moments(train[0]))
     return Split(*train, info), Split(*test, info)
 
@@ -118,17 +118,13 @@ def _make_builder(tfds: ModuleType, name: str, directory: Path):
     except Exception as error:
         unknown = isinstance(error, tfds.core.DatasetNotFoundError)
         if copy.exists():
-            reason = "dataset_info.json or features.json is missing" if unknown else _describe(error)
+            reason = "dataset_info.json or features.json is missing" if unknown else error_line(error)
             raise DataError(
                 f"dataset={name} cannot be read from {copy} ({reason}); if the name is right, {REPAIR}"
             ) from error
         built_in = ", ".join((*BUILT_IN, f"{FOLDER}<path>"))
         not_found = f"neither TensorFlow Datasets nor {directory} has it; built in are {built_in}"
-        raise UsageError(f"dataset={name}: {not_found if unknown else _describe(error)}") from error
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error_text(error, 300)}"
+        raise UsageError(f"dataset={name}: {not_found if unknown else error_line(error)}") from error
 
 
 def _find_feature(info, kind: type) -> str | None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
-from cifar_towers.errors import DataError, RunError, UsageError, error_text
+from cifar_towers.errors import DataError, RunError, UsageError, error_line
 from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import atomic_io
@@ -57,7 +57,7 @@ def export_model(config: ExportConfig) -> bool:
             written = _path_of_failed(path) if problem else path
             atomic_io.replace(temporary, written)
     except Exception as error:  # converters raise errors of all kinds
-        raise RunError(f"{path} cannot be written ({_describe(error)}); give another place by --out") from error
+        raise RunError(f"{path} cannot be written ({error_line(error)}); give another place by --out") from error
     origin, size = f"{run.directory} at step {run.metadata['step']}, {weights} weights", _size(written) / 1e6
     print(f"{written}: {origin}, {size:.1f} MB{'' if images else ', not checked'}")
     if problem:
@@ -123,7 +123,7 @@ def _check(file_format: Format, path: Path, expected: np.ndarray, split: Split) 
         starts = range(0, len(split.images), BATCH_SIZE)
         exported = np.concatenate([run(split.images[start : start + BATCH_SIZE]) for start in starts])
     except Exception as error:  # interpreters raise errors of all kinds
-        return f"cannot be run here ({_describe(error)})"
+        return f"cannot be run here ({error_line(error)})"
     difference = float(np.abs(expected - exported).max()) if np.isfinite(exported).all() else np.inf
     accuracy, expected_accuracy = (100 * float((p.argmax(1) == split.labels).mean()) for p in (exported, expected))
     print(
@@ -138,10 +138,6 @@ def _check(file_format: Format, path: Path, expected: np.ndarray, split: Split) 
 def _path_of_failed(path: Path) -> Path:
     paths = (path.with_name(f"failed-{number}-{path.name}") for number in itertools.count(1))
     return next(path for path in paths if not path.exists())
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error_text(error, 300)}"
 
 
 def _size(path: Path) -> int:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.config import TrainConfig
+from cifar_towers.config import TrainConfig, shared_settings
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.multi_worker.coordination import Coordinator
-from cifar_towers.training.results import ForwardDiagnostics, StepMetrics, TensorStats, TowerGradientStats
+from cifar_towers.training.results import StepMetrics, TowerGradientStats
 
 
 @contextlib.contextmanager
@@ -21,19 +21,20 @@ def worker_train_dir(workers: Coordinator, config: TrainConfig) -> Iterator[Trai
         yield config
         return
     own = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{workers.index}-", ignore_cleanup_errors=True)
-    workers.before_exit = own.cleanup
     with own:
         yield dataclasses.replace(config, train_dir=own.name)
 
 
-def assert_workers_agree(workers: Coordinator, dataset: Dataset, compute_dtype: str, num_towers: int) -> None:
-    """Checks that all workers have the same data, compute dtype and number of towers.
+def assert_workers_agree(
+    workers: Coordinator, config: TrainConfig, dataset: Dataset, compute_dtype: str, num_towers: int
+) -> None:
+    """Checks that all workers have the same settings, data, compute dtype and number of towers.
 
     Raises:
       UsageError: naming the worker and what differs.
     """
     data = {f"{name} images, as sha256,": getattr(dataset, name).digest for name in ("train", "test")}
-    workers.assert_equal({"precision": compute_dtype, "towers": num_towers, **data})
+    workers.assert_equal(shared_settings(config) | data | {"compute dtype": compute_dtype, "towers": num_towers})
 
 
 def broadcast_state(workers: Coordinator, variables: Mapping[str, tf.Variable]) -> None:
@@ -51,12 +52,8 @@ def gather_diagnostics(workers: Coordinator, metrics: StepMetrics) -> StepMetric
         return metrics
     own = metrics.diagnostics
     forward = own.forward if workers.index == workers.size - 1 else None
-    gathered = workers.gather({"tower_gradients": own.tower_gradients, "forward": forward})
-    images, labels, activations = gathered[-1]["forward"]
-    tower_gradients = map(np.concatenate, zip(*(worker["tower_gradients"] for worker in gathered), strict=True))
+    gathered = workers.gather((own.tower_gradients, forward))
+    tower_gradients = map(np.concatenate, zip(*(worker[0] for worker in gathered), strict=True))
     return metrics._replace(
-        diagnostics=own._replace(
-            forward=ForwardDiagnostics(images, labels, TensorStats(*activations)),
-            tower_gradients=TowerGradientStats(*tower_gradients),
-        )
+        diagnostics=own._replace(forward=gathered[-1][1], tower_gradients=TowerGradientStats(*tower_gradients))
     )

@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from cifar_towers.errors import UsageError, WorkerLostError
-from cifar_towers.multi_worker import timeouts
 
-COORDINATION_PORT_OFFSET = 100  # from worker 0's port, which is TensorFlow's, to its own for coordination
-MAX_WORKER_PORT = 2**16 - 1 - COORDINATION_PORT_OFFSET  # of a worker
+RETRY_SECONDS = 0.2  # between attempts to resolve a name
 SLURM_PORTS = 20_000  # the first port of jobs under Slurm, and the number of their ports
 HOW_TO_NAME_WORKERS = "give --workers=host:port,... and --worker_index, or set TF_CONFIG, or start it with srun"
 
@@ -31,12 +29,6 @@ class ClusterSpec(NamedTuple):
     def name(self, index: int) -> str:
         """A worker's name in messages: `worker 1 of 3 (10.0.0.2:5000)`."""
         return f"worker {index} of {self.size} ({self.addresses[index]})"
-
-    @property
-    def coordination_address(self) -> tuple[str, int]:
-        """Host and port at which worker 0 coordinates the others."""
-        host, port = split_address(self.addresses[0])
-        return host, port + COORDINATION_PORT_OFFSET
 
 
 def resolve_cluster(workers: str, worker_index: int, environment: Mapping[str, str]) -> ClusterSpec:
@@ -70,14 +62,7 @@ def _validated(addresses: list[str], index: int, source: str) -> ClusterSpec:
         raise UsageError(f"{source}: one worker is no cluster; give more workers, or leave out strategy=multi_worker")
     if not 0 <= index < len(addresses):
         raise UsageError(f"{source}: worker_index={index} is not from 0 to {len(addresses) - 1}")
-    cluster = ClusterSpec(tuple(addresses), index)
-    host, port = cluster.coordination_address
-    if (host, port) in map(split_address, addresses):
-        raise UsageError(
-            f"{source}: worker 0 coordinates the others at its port + {COORDINATION_PORT_OFFSET}, "
-            f"and {host}:{port} is a worker's"
-        )
-    return cluster
+    return ClusterSpec(tuple(addresses), index)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -92,11 +77,8 @@ def split_address(address: str) -> tuple[str, int]:
         named = bool(host.encode("idna")) and not re.search(r"[\s/]", host)
     except UnicodeError:  # a label of the name is empty or too long
         named = False
-    if not (colon and named and re.fullmatch(r"\d+", port) and 0 < int(port) <= MAX_WORKER_PORT):
-        raise UsageError(
-            f"workers: {address!r} is not host:port with a port up to {MAX_WORKER_PORT}; "
-            "write --workers=10.0.0.1:5000,10.0.0.2:5000"
-        )
+    if not (colon and named and re.fullmatch(r"\d+", port) and 0 < int(port) < 2**16):
+        raise UsageError(f"workers: {address!r} is not host:port; write --workers=10.0.0.1:5000,10.0.0.2:5000")
     return host, int(port)
 
 
@@ -113,7 +95,7 @@ def resolve(host: str, port: int, seconds: float) -> list[tuple]:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise WorkerLostError(f"workers: {host}:{port} cannot be resolved: {error.strerror}") from error
-            time.sleep(timeouts.RETRY_SECONDS)
+            time.sleep(RETRY_SECONDS)
 
 
 def check_not_public(address: str, seconds: float) -> None:

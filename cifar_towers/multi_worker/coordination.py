@@ -1,55 +1,49 @@
-"""Coordination of a cluster's workers outside the graph: exchange of values, heartbeats, and a common end.
+"""Coordination of a cluster's workers outside the step: how they meet, exchange values, and end together.
 
-Worker 0, the chief, holds a connection to every other worker. Each side sends a heartbeat every second. When a worker
-is lost, all exit, each with a line that names it: a worker that came back alone would find the others in another step.
-The launcher restarts all, and they resume from the last checkpoint.
+All of it travels through TensorFlow's server, one port for each worker. Values are gathered by a collective; when a
+worker dies, stops or fails, TensorFlow's coordination service aborts the collectives of all others. Then all exit, each
+with a line that names it: a worker that came back alone would find the others in another step. The launcher restarts
+all, and they resume from the last checkpoint.
 """
 
 import contextlib
 import os
-import queue
+import pickle
+import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from cifar_towers.errors import Interrupted, RunError, UsageError, WorkerLostError, error_line, error_text, printable
-from cifar_towers.multi_worker import messages, timeouts
-from cifar_towers.multi_worker.cluster_spec import ClusterSpec
-from cifar_towers.multi_worker.rendezvous import (
-    Connections,
-    connect_workers,
-    first_difference,
-)
+import numpy as np
+import tensorflow as tf
 
-_HEARTBEAT, _GATHER, _GATHERED, _END = b"b", b"g", b"a", b"e"
+from cifar_towers.errors import Interrupted, RunError, UsageError, WorkerLostError, error_line, error_text, printable
+from cifar_towers.multi_worker import coordination_service
+from cifar_towers.multi_worker.cluster_spec import ClusterSpec, split_address
+from cifar_towers.multi_worker.coordination_service import HEARTBEAT_TIMEOUT_SECONDS
+
+POLL_SECONDS = 0.1  # between checks for signals while this worker waits for others
+PROBE_SECONDS = 2.0  # for a worker's port to answer
+EXIT_GRACE_SECONDS = 1.0  # for an error to reach the other workers before this one closes its connections
+TASK = re.compile(rf"/job:{coordination_service.JOB}/(?:replica:0/)?task:(\d+)")
+END = re.compile(r"exit code (\d+): ([^\n]*)")
 
 
 class Coordinator:
-    """This worker's connection with the others. Of a single worker (see `single_worker`) all methods are trivial.
+    """This worker's place among the others. Of a single worker all methods are trivial.
 
     Args:
-      cluster: all workers.
-      connections: by worker; the chief has one to each other worker, the others have one to the chief.
-      end_process: called in another thread with a line and an exit code when the run cannot continue.
-
-    Attributes:
-      before_exit: called before `end_process`.
+      cluster: all workers; None: this process alone.
+      strategy: whose collectives join them.
+      shutdown: a `ShutdownHandler`, whose signals are handled while this worker waits for others.
     """
 
-    def __init__(self, cluster: ClusterSpec, connections: Connections, end_process: Callable[[str, int], None]):
-        self.before_exit: Callable[[], None] = lambda: None
-        self.cluster, self.index, self.size = cluster, cluster.index, cluster.size
-        self._connections, self._end_process = connections, end_process
-        self._received = {worker: queue.SimpleQueue() for worker in connections}
-        self._send_locks = {worker: threading.Lock() for worker in connections}
-        self._ending = threading.Lock()  # taken by the first thread that learns of an end
-        self._closed = threading.Event()
-        self._listeners = [threading.Thread(target=self._listen, args=(worker,), daemon=True) for worker in connections]
-        for thread in self._listeners:
-            thread.start()
-        if connections:
-            threading.Thread(target=self._send_heartbeats, daemon=True).start()
+    def __init__(self, cluster: ClusterSpec | None = None, strategy=None, shutdown=None):
+        self.cluster, self._shutdown = cluster, shutdown
+        self.index, self.size = (cluster.index, cluster.size) if cluster else (0, 1)
+        self._gather_words = _make_gather(strategy) if strategy else None
 
     @property
     def is_chief(self) -> bool:
@@ -57,12 +51,15 @@ class Coordinator:
         return self.index == 0
 
     def gather(self, value: Any) -> list:
-        """The values of all workers, by worker; waits for all. Numbers, strings, lists, dicts and arrays."""
+        """The values of all workers, by worker; waits for all.
+
+        Raises:
+          WorkerLostError, RunError: another worker was lost, or ended with an error.
+        """
         if self.size == 1:
             return [value]
-        values = self._exchange(value)
-        self._send_gathered(values)
-        return values
+        gathered = run_interruptibly(lambda: self._gather_words(_encode(value)), self._shutdown)
+        return [_decode(words.numpy()) for words in gathered]
 
     def broadcast_from_chief(self, make: Callable[[], Any]) -> Any:
         """The result of `make` on the chief, for all workers."""
@@ -74,141 +71,184 @@ class Coordinator:
         Raises:
           UsageError: naming the first worker and the first value that differ; the same on all workers.
         """
-        gathered = self.gather(dict(values))
-        if difference := first_difference(enumerate(gathered)):
-            worker, name = difference
-            raise UsageError(
-                f"{self.cluster.name(worker)} has {name} {gathered[worker].get(name)}, worker 0 has "
-                f"{gathered[0][name]}; they must be equal on all workers"
-            )
-
-    def close(self) -> None:
-        """Waits for all workers, then closes the connections; the chief last, so that no worker seems lost."""
-        if self.size == 1:
-            return
-        values = self._exchange(None)
-        self._closed.set()
-        self._send_gathered(values)
-        self._shut_down_connections()
-        for thread in self._listeners if self.is_chief else ():
-            thread.join(timeouts.EXIT_GRACE_SECONDS)
-
-    def abort(self, line: str, code: int) -> None:
-        """Ends the other workers with this worker's error line and exit code."""
-        self._closed.set()
-        self._send_end(f"{self.cluster.name(self.index)} ended: {line}", code)
-        self._shut_down_connections()
-
-    def wait_for_lost_worker(self) -> None:
-        """After an error that a lost worker may have caused, gives the other threads time to detect it and exit."""
-        self._closed.wait(timeouts.HEARTBEAT_TIMEOUT_SECONDS + 2 * timeouts.HEARTBEAT_INTERVAL_SECONDS)
-
-    def _exchange(self, value: Any) -> list:
-        """Sends this worker's value; the values of all."""
-        if self.is_chief:
-            return [value] + [self._received[worker].get() for worker in range(1, self.size)]
-        self._send(0, _GATHER, value)
-        return self._received[0].get()
-
-    def _send_gathered(self, values: list) -> None:
-        for worker in self._connections if self.is_chief else ():
-            self._send(worker, _GATHERED, values)
-
-    # Threads ----------------------------------------------------------------------------------------------------
-
-    def _listen(self, worker: int) -> None:
-        connection = self._connections[worker]
-        try:
-            while True:
-                kind, value = messages.receive(connection)
-                if kind == _END:
-                    return self._end(*value)
-                if kind in (_GATHER, _GATHERED):
-                    self._received[worker].put(value)
-        except TimeoutError:
-            self._report_lost(worker, f"no heartbeat for {timeouts.HEARTBEAT_TIMEOUT_SECONDS:.0f} s")
-        except (OSError, ValueError) as error:
-            self._report_lost(worker, "its connection has closed" if isinstance(error, OSError) else str(error))
-
-    def _send_heartbeats(self) -> None:
-        while not self._closed.wait(timeouts.HEARTBEAT_INTERVAL_SECONDS):
-            for worker in self._connections:
-                if not self._send_locks[worker].locked():  # a long message serves as a heartbeat
-                    self._send(worker, _HEARTBEAT)
-
-    def _send(self, worker: int, kind: bytes, value: Any = None) -> None:
-        """Sends a message; the thread that listens to this worker detects a failure."""
-        with self._send_locks[worker], contextlib.suppress(OSError):
-            messages.send(self._connections[worker], kind, value)
-
-    def _report_lost(self, worker: int, reason: str) -> None:
-        line = f"lost: {self.cluster.name(worker)}: {reason}; restart all workers to resume from the last checkpoint"
-        self._end(line, WorkerLostError.exit_code)
-
-    def _end(self, line: str, code: int) -> None:
-        """Ends the other workers, and this process unless its main thread exits by itself."""
-        if self._closed.is_set() or not self._ending.acquire(blocking=False):
-            return
-        if self.is_chief:
-            self._send_end(line, code)
-        if not self._closed.wait(timeouts.EXIT_GRACE_SECONDS):
-            with contextlib.suppress(OSError):
-                self.before_exit()
-            self._end_process(line, code)
-
-    def _send_end(self, line: str, code: int) -> None:
-        """Sends an end to all; waits briefly, as one of them may no longer read."""
-        for worker, connection in self._connections.items():
-            if self._send_locks[worker].acquire(timeout=timeouts.HEARTBEAT_INTERVAL_SECONDS):
-                try:
-                    connection.settimeout(timeouts.HEARTBEAT_INTERVAL_SECONDS)
-                    messages.send(connection, _END, [line, code])
-                except OSError:
-                    pass
-                finally:
-                    self._send_locks[worker].release()
-
-    def _shut_down_connections(self) -> None:
-        for connection in self._connections.values():
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_WR)
-
-
-def single_worker() -> Coordinator:
-    """The coordinator of a run in one process; opens no port."""
-    return Coordinator(ClusterSpec(("",), 0), {}, lambda line, code: None)
+        expected, *others = self.gather(dict(values))
+        for worker, theirs in enumerate(others, 1):
+            for name, value in expected.items():
+                if theirs.get(name) != value:
+                    raise UsageError(
+                        f"{self.cluster.name(worker)} has {name} {theirs.get(name)}, worker 0 has {value}; "
+                        "give all workers the same"
+                    )
 
 
 @contextlib.contextmanager
-def connect(cluster: ClusterSpec, settings: Mapping[str, Any], timeout_seconds: float) -> Iterator[Coordinator]:
-    """Connects all workers of a cluster; an error inside the context ends all of them with its line.
+def connect(
+    cluster: ClusterSpec | None, make_devices: Callable[[], Any], timeout_seconds: float, shutdown
+) -> Iterator[tuple[Coordinator, Any]]:
+    """Joins the workers of a cluster; an error inside the context ends all of them with its line.
 
     Args:
-      settings: must be the same on all workers.
+      cluster: all workers; None: this process alone.
+      make_devices: makes this worker's devices, with the strategy that joins all as `.strategy`.
       timeout_seconds: how long to wait for the last worker.
+      shutdown: a `ShutdownHandler`.
 
     Raises:
-      UsageError: settings, addresses or ports are in conflict.
-      WorkerLostError: a worker did not connect in time.
+      UsageError: this worker's port is in use.
+      WorkerLostError: a worker did not come in time, or was lost later.
+      RunError: another worker ended with an error; with its exit code.
     """
-    stderr = os.dup(2)  # the terminal; file descriptor 2 is redirected while TensorFlow is imported
-    connections = connect_workers(cluster, settings, timeout_seconds)
-    coordinator = Coordinator(cluster, connections, lambda line, code: _end_process(stderr, line, code))
+    if not cluster:
+        yield Coordinator(), make_devices()
+        return
     try:
-        yield coordinator
-    except (RunError, Interrupted) as error:
-        coordinator.abort(error_line(error), error.exit_code)
+        devices = _start(cluster, make_devices, timeout_seconds, shutdown)
+        coordinator = Coordinator(cluster, devices.strategy, shutdown)
+        yield coordinator, devices
+        coordinator.gather(None)  # a worker that finishes early waits for the others
+    except (Exception, Interrupted) as error:
+        cause = _explain(cluster, error)
+        line = str(cause) if cause else f"{cluster.name(cluster.index)} ended: {error_line(error)}"
+        _end_others(line, getattr(cause or error, "exit_code", RunError.exit_code))
+        if cause:
+            raise cause from error
         raise
-    except Exception as error:
-        if type(error).__module__.startswith("tensorflow"):
-            coordinator.wait_for_lost_worker()
-        coordinator.abort(f"{type(error).__name__}: {error_text(error, 300)}", RunError.exit_code)
-        raise
-    coordinator.close()
 
 
-def _end_process(stderr: int, line: str, code: int) -> None:
-    """Exits from any thread, as the main thread may wait in TensorFlow for a lost worker."""
-    with contextlib.suppress(OSError):
-        os.write(stderr, (("\n" if os.isatty(stderr) else "") + printable(line) + "\n").encode())
-    os._exit(code)
+def run_interruptibly(function: Callable[[], Any], shutdown, deadline: float = float("inf")) -> Any:
+    """What `function` returns or raises in another thread, while signals are handled in this one.
+
+    Raises:
+      TimeoutError: it has not returned by `deadline`, on the monotonic clock.
+    """
+    outcome: dict[str, Any] = {}
+
+    def run():
+        try:
+            outcome["value"] = function()
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL_SECONDS)
+        shutdown.reinstall_handlers()  # TensorFlow's server installs one for SIGTERM
+        if thread.is_alive() and time.monotonic() > deadline:
+            raise TimeoutError
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]
+
+
+# The start and the end ------------------------------------------------------------------------------------------------
+
+
+def _start(cluster: ClusterSpec, make_devices: Callable[[], Any], seconds: float, shutdown) -> Any:
+    """Makes the devices, which waits for all workers."""
+    name, (_, port) = cluster.name(cluster.index), split_address(cluster.addresses[cluster.index])
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        reason = os.strerror(error.errno).lower()
+        raise UsageError(
+            f"{name} cannot listen at port {port}: {reason}; give it another port, or end the process that has it: "
+            "there may be two with one worker_index"
+        ) from error
+    coordination_service.configure(cluster.size)
+    try:
+        with coordination_service.startup_in_threads():
+            devices = run_interruptibly(make_devices, shutdown, time.monotonic() + seconds)
+        own = ",".join(cluster.addresses)
+        expected = coordination_service.broadcast("workers", own if cluster.index == 0 else None)
+        if own != expected:
+            raise UsageError(f"{name} has the workers {own}, worker 0 has {expected}; give all workers the same")
+        return devices
+    except TimeoutError:
+        silent = [index for index in range(cluster.size) if index != cluster.index and not _answers(cluster, index)]
+        if silent:
+            names = ", ".join(cluster.name(index) for index in silent)
+            line = f"{names} did not answer within {seconds:g} s; start it with the same workers and its worker_index"
+        else:
+            line = f"{name} met no common cluster within {seconds:g} s, though every port answers; give all workers "
+            line += f"the same list, {','.join(cluster.addresses)}, and each a worker_index of its own"
+        raise WorkerLostError(line) from None
+    except tf.errors.OpError as error:
+        raise _explain(cluster, error) or WorkerLostError(
+            f"{name} cannot join the others: {error_text(error)}; give all workers the same list"
+        ) from error
+
+
+def _answers(cluster: ClusterSpec, index: int) -> bool:
+    """Whether anything listens at a worker's port."""
+    host, port = split_address(cluster.addresses[index])
+    try:
+        socket.create_connection((host, port), PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _end_others(line: str, code: int) -> None:
+    """Ends the other workers with this line and exit code, if they have not ended yet."""
+    coordination_service.report_error(f"exit code {code}: {printable(line)}")
+    time.sleep(EXIT_GRACE_SECONDS)
+
+
+def _explain(cluster: ClusterSpec, error: BaseException) -> RunError | None:
+    """The end of another worker that an error of TensorFlow's is about; None if it is about none."""
+    text = str(error) if isinstance(error, tf.errors.OpError) else ""
+    if end := END.search(text):
+        return _ended(int(end[1]), end[2])
+    task = TASK.search(text)
+    unreachable = "failed to connect" in text  # then the text may be about this worker, as others see it
+    index = int(task[1]) if task else cluster.size
+    if index >= cluster.size or (index == cluster.index and not unreachable):
+        return None
+    silent = "heartbeat" in text
+    reason = f"sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS} s" if silent else "cannot be reached"
+    advice = "restart all workers with the same list to resume from the last checkpoint"
+    return WorkerLostError(f"{cluster.name(index)} {reason}; {advice}")
+
+
+def _ended(code: int, line: str) -> RunError:
+    error = WorkerLostError(line) if code == WorkerLostError.exit_code else RunError(line)
+    error.exit_code = code
+    return error
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def _make_gather(strategy: tf.distribute.Strategy) -> Callable[[np.ndarray], list[tf.Tensor]]:
+    """The function [n] of int64 -> the arrays of all workers, of any length, by an all-gather of first replicas."""
+    num_local = len(strategy.extended.worker_devices)
+    num_workers = strategy.num_replicas_in_sync // num_local
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)], autograph=False)
+    def gather(words):
+        def on_replica():
+            context = tf.distribute.get_replica_context()
+            is_first = tf.get_static_value(context.replica_id_in_sync_group) % num_local == 0
+            mine = tf.identity(words if is_first else words[:0])  # on the device of this replica
+            return context.all_gather(mine, 0), context.all_gather(tf.size(mine, tf.int64)[None], 0)
+
+        return strategy.run(on_replica)
+
+    def gather_words(words: np.ndarray) -> list[tf.Tensor]:
+        joined, sizes = (strategy.experimental_local_results(result)[0] for result in gather(words))
+        parts = tf.split(joined, sizes)
+        return [parts[worker * num_local] for worker in range(num_workers)]
+
+    return gather_words
+
+
+def _encode(value: Any) -> np.ndarray:
+    """A value in words of 64 bits, as GPUs exchange no bytes. Pickled: who can send to these ports can run code there
+    anyway."""
+    content = pickle.dumps(value)
+    return np.frombuffer(content + bytes(-len(content) % 8), np.int64)
+
+
+def _decode(words: np.ndarray) -> Any:
+    return pickle.loads(words.tobytes())

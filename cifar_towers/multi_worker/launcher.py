@@ -12,11 +12,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 
 from cifar_towers.errors import ExitCode, interrupt_exit_code
-from cifar_towers.multi_worker import timeouts
-from cifar_towers.multi_worker.cluster_spec import COORDINATION_PORT_OFFSET, MAX_WORKER_PORT
 
 LAUNCH_VARIABLE = "CIFAR_TOWERS_LAUNCH"  # environment variable with an id that all processes of one launch share
 FINAL = (ExitCode.SUCCESS, ExitCode.USAGE, ExitCode.DATA, ExitCode.DIVERGED)  # a restart would not help
+EXIT_TIMEOUT_SECONDS = 15.0  # for the other workers to exit once one has failed; then they are killed
 Started = tuple[subprocess.Popen, threading.Thread | None]  # a process, and the thread that prints its output
 
 
@@ -49,16 +48,10 @@ def launch(
 
 
 def free_addresses(count: int) -> tuple[str, ...]:
-    """Loopback addresses with free ports; the first worker's port for coordination is free too."""
-    while True:
-        with contextlib.ExitStack() as stack:
-            listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-            ports = [listener.getsockname()[1] for listener in listeners]
-            coordination_port = ports[0] + COORDINATION_PORT_OFFSET
-            with contextlib.suppress(OSError):
-                if max(ports) <= MAX_WORKER_PORT and coordination_port not in ports:
-                    stack.enter_context(socket.create_server(("127.0.0.1", coordination_port)))
-                    return tuple(f"127.0.0.1:{port}" for port in ports)
+    """Loopback addresses with free ports."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return tuple(f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners)
 
 
 def _run(command: Sequence[str], num_workers: int, shutdown) -> dict[int, int]:
@@ -73,7 +66,7 @@ def _run(command: Sequence[str], num_workers: int, shutdown) -> dict[int, int]:
             if worker not in codes and (code := process.poll()) is not None:
                 codes[worker] = code if code >= 0 else interrupt_exit_code(-code)
                 if code:
-                    deadline = min(deadline, time.monotonic() + timeouts.EXIT_TIMEOUT_SECONDS)
+                    deadline = min(deadline, time.monotonic() + EXIT_TIMEOUT_SECONDS)
         if shutdown.received_signal and not forwarded:
             forwarded = shutdown.received_signal
             _signal(processes, forwarded)

@@ -25,14 +25,14 @@ class Devices(NamedTuple):
     local_towers: Sequence[Tower]  # those of this process
 
 
-def setup_devices(config: TrainConfig, workers) -> Devices:
-    """The towers the config asks for, on this machine or, where `workers` are several, on all of theirs.
+def setup_devices(config: TrainConfig, cluster=None) -> Devices:
+    """The towers the config asks for, on this machine or, with a `ClusterSpec`, on those of all its workers.
 
     Raises:
       UsageError: the machine cannot have them, or they cannot share the batch equally.
     """
-    if workers.size > 1:
-        strategy, towers = setup_cluster(config, workers.cluster.addresses, workers.index)
+    if cluster:
+        strategy, towers = setup_cluster(config, cluster.addresses, cluster.index)
         devices = Devices(strategy, towers, towers_here(strategy, towers))
     else:
         towers = setup_towers(config)

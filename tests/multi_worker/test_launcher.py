@@ -17,7 +17,7 @@ from cifar_towers.errors import (
     WorkerLostError,
     interrupt_exit_code,
 )
-from cifar_towers.multi_worker import launcher, timeouts
+from cifar_towers.multi_worker import launcher
 
 PROGRAM = f"""
 import os, sys, time
@@ -78,7 +78,7 @@ def test_workers_get_an_index_and_a_share_of_the_cores(launch):
 
 
 def test_failed_worker_ends_the_others_and_is_named(launch, monkeypatch, capfd):
-    monkeypatch.setattr(timeouts, "EXIT_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(launcher, "EXIT_TIMEOUT_SECONDS", 0.2)
     program = """
 if index == 1:
     while len(open(sys.argv[1]).readlines()) % 3: time.sleep(0.01)  # until all have started

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -188,6 +190,93 @@ def test_cluster_from_each_source(flags, tmp_path, source):
     outputs = [process.communicate(timeout=300)[0] for process in workers]
     assert [process.returncode for process in workers] == [0, 0], outputs
     assert len(weights(tmp_path / "run")) == 64
+
+
+def bad_clusters(first, second, other):
+    """Name -> (workers and worker_index of each process, exit codes, what each line says)."""
+    two, wrong = f"{first},{second}", f"{first},{other}"
+    silent = rf"lost: worker 1 of 2 \({second}\) did not answer within 8 s; start it"
+    return {
+        "missing": ([(two, 0)], [5], [silent]),
+        "no chief": ([(two, 1)], [5], [rf"lost: worker 0 of 2 \({first}\) did not answer within 8 s; start it"]),
+        "lists": (
+            [(two, 0), (wrong, 1)],
+            [2, 2],
+            [f"worker 1 of 2 .* has the workers {wrong}, worker 0 has {two}; give all"] * 2,
+        ),
+        "seeds": ([(two, 0), (two, 1)], [2, 2], [r"worker 1 of 2 .* has seed 1, worker 0 has 0; give all"] * 2),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["missing", "no chief", "lists", "seeds"])
+def test_bad_cluster_ends_every_worker_with_one_line(flags, tmp_path, name):
+    workers, codes, lines = bad_clusters(*free_addresses(3))[name]
+    given = [*flags, "--strategy=multi_worker", f"--train_dir={tmp_path / 'run'}", "--worker_wait_seconds=8"]
+    started, processes = time.monotonic(), []
+    for place, (addresses, index) in enumerate(workers):
+        own = [f"--workers={addresses}", f"--worker_index={index}", f"--seed={place if name == 'seeds' else 0}"]
+        processes.append(start("train.py", *given, *own))
+    outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert time.monotonic() - started < 60
+    assert [process.returncode for process in processes] == codes, outputs
+    for output, line in zip(outputs, lines, strict=True):
+        assert re.search(line, output.splitlines()[-1]) and "Traceback" not in output, output
+
+
+@pytest.mark.slow
+def test_port_in_use_is_named(flags, tmp_path):
+    """As where two processes are the same worker."""
+    first, second = free_addresses(2)
+    given = [*flags, "--strategy=multi_worker", f"--workers={first},{second}", f"--train_dir={tmp_path / 'run'}"]
+    port = int(second.rpartition(":")[2])
+    with socket.create_server(("", port)):
+        code, output = run("train.py", *given, "--worker_index=1")
+    assert code == 2 and f"worker 1 of 2 ({second}) cannot listen at port {port}: address already in use" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signal_ends_a_worker_that_waits_for_another(flags, tmp_path, number):
+    workers = ",".join(free_addresses(2))
+    given = [*flags, "--strategy=multi_worker", f"--workers={workers}", f"--train_dir={tmp_path / 'run'}"]
+    worker = start("train.py", *given, "--worker_index=0", "--worker_wait_seconds=60")
+    while not listening_ports(worker.pid):  # TensorFlow's server waits now
+        assert worker.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.5)
+    worker.send_signal(number)
+    sent = time.monotonic()
+    output, _ = worker.communicate(timeout=30)
+    assert time.monotonic() - sent < 5
+    assert worker.returncode == 128 + number
+    assert output.strip().splitlines()[-1] == "interrupted: before the first step; nothing to save"
+
+
+@pytest.mark.slow
+def test_workers_open_no_port_but_tensorflows(flags, tmp_path):
+    workers = free_addresses(2)
+    given = [*flags, "--max_steps=4000", "--strategy=multi_worker", f"--workers={','.join(workers)}"]
+    given += ["--checkpoint_every_steps=10", f"--train_dir={tmp_path / 'run'}"]
+    processes = [start("train.py", *given, f"--worker_index={index}") for index in range(2)]
+    wait_for(tmp_path / "run" / "checkpoints" / "step-00000010", processes[0])
+    ports = [listening_ports(process.pid) for process in processes]
+    for process in processes:
+        process.kill()
+        process.communicate()
+    assert ports == [{int(address.rpartition(":")[2])} for address in workers]
+
+
+def listening_ports(pid):
+    """TCP ports that a process listens at."""
+    sockets = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(link))
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    entries = [line.split() for table in tables for line in table]
+    listening = [entry for entry in entries if entry[3] == "0A" and f"socket:[{entry[9]}]" in sockets]
+    return {int(entry[1].rpartition(":")[2], 16) for entry in listening}
 
 
 @pytest.mark.slow
