@@ -16,7 +16,7 @@ FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
 MAX_PIXELS, MAX_BYTES = 25_000_000, 20_000_000
 MAX_WEBP_PIXELS = 16_000_000  # decoding one takes sixteen bytes a pixel
-REDUCING_GAP = 8  # times `side`: larger images are first reduced by a whole factor, to no less than this
+MIRRORED_X, MIRRORED_Y = (2, 3, 7, 8), (3, 4, 6, 7)  # EXIF orientations whose stored axis runs against the upright one
 FILE_TYPES = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
@@ -76,15 +76,12 @@ def resize_all(images: np.ndarray, side: int) -> np.ndarray:
 
 def resize_square(image: Image.Image, side: int) -> np.ndarray:
     """[side, side, 3] uint8: the central square, upright by its EXIF orientation, resized by antialiased bilinear
-    resampling; much larger images are first averaged over blocks."""
+    resampling. `inference.resizing` does the same in exported models, to the bit."""
     sixteen_bits = image.mode.startswith("I")  # Pillow clips them when it converts to 8 bits
     transparent = image.has_transparency_data
-    square = _central_square(image, "I" if sixteen_bits else "RGBA" if transparent else "RGB", REDUCING_GAP * side)
+    square = _central_square(image, "I" if sixteen_bits else "RGBA" if transparent else "RGB")
     if square.size != (side, side):
         square = square.resize((side, side), Image.Resampling.BILINEAR)
-    square.info.clear()  # other EXIF tags, which `exif_transpose` writes anew, may be damaged
-    square.getexif()[ExifTags.Base.Orientation] = image.getexif().get(ExifTags.Base.Orientation, 1)
-    square = ImageOps.exif_transpose(square)
     if sixteen_bits:
         levels = np.clip(np.asarray(square) // 257, 0, 255).astype(np.uint8)
         return np.repeat(levels[:, :, None], 3, 2)
@@ -123,7 +120,6 @@ def _decode(file, side: int) -> np.ndarray:
                 size = f"{image.width} x {image.height} pixels"
                 raise PictureError(f"declares {size}; the limit{kind} is {limit // 1_000_000} megapixels")
             image.getexif()  # before the pixels: some formats cannot read it afterwards
-            image.draft("RGB", (REDUCING_GAP * side, REDUCING_GAP * side))
             return resize_square(image, side)
     except PictureError:
         raise
@@ -135,13 +131,16 @@ def _decode(file, side: int) -> np.ndarray:
         raise PictureError(f"is damaged: {error_text(error, 100) or type(error).__name__}") from error
 
 
-def _central_square(image: Image.Image, mode: str, min_side: int) -> Image.Image:
-    """The central square in a mode; a large one reduced by a whole factor, to no less than `min_side` pixels."""
+def _central_square(image: Image.Image, mode: str) -> Image.Image:
+    """The central square in a mode, upright. Of two squares that are equally central, the upright top or left one."""
+    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     (width, height), side = image.size, min(image.size)
-    factor = max(1, side // min_side)
-    side -= side % factor
-    left, top = (width - side) // 2, (height - side) // 2
-    box = (left, top, left + side, top + side)
-    if factor == 1:
-        return image.crop(box).convert(mode)
-    return (image if image.mode == mode else image.convert(mode)).reduce(factor, box)
+    left = (width - side + (orientation in MIRRORED_X)) // 2
+    top = (height - side + (orientation in MIRRORED_Y)) // 2
+    square = image.crop((left, top, left + side, top + side))
+    if square.mode != mode:
+        square = square.convert(mode)
+    square.info.clear()  # other EXIF tags, which `exif_transpose` writes anew, may be damaged
+    square.getexif()[ExifTags.Base.Orientation] = orientation
+    ImageOps.exif_transpose(square, in_place=True)
+    return square

@@ -3,13 +3,16 @@
 import importlib
 import itertools
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
+from PIL import Image
 
-from cifar_towers.data import sources
+from cifar_towers.data import image_files, sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import DataError, RunError, UsageError, error_line
 from cifar_towers.evaluation.evaluator import make_classify_fn
@@ -24,10 +27,20 @@ from cifar_towers.training import devices
 
 PROBABILITY_ATOL = 1e-4  # largest difference between probabilities that rounding explains
 BATCH_SIZE = 250  # images of the check
+OTHER_SIZES = ((0.75, 1.0), (1.5, 2.0), (3.0, 2.5), (12.0, 15.0))  # of the check: height and width in sides of an image
+NUM_RESIZED = 20  # test images that are checked in each of these sizes
+
+
+class Sample(NamedTuple):
+    """Images of one size that an export is checked on."""
+
+    images: np.ndarray  # [n, H, W, 3] uint8
+    expected: np.ndarray  # [n, C] probabilities of the checkpoint
 
 
 def export_model(config: ExportConfig) -> bool:
-    """Write the model, run what was written on test images, and return whether it agrees with the checkpoint.
+    """Write the model, run what was written on test images in several sizes, and return whether it agrees with the
+    checkpoint.
 
     If it agrees, it replaces an earlier export; if not, it is kept beside it under another name.
 
@@ -45,21 +58,21 @@ def export_model(config: ExportConfig) -> bool:
     tf.config.experimental.enable_tensor_float_32_execution(False)  # its ten bits are too few to compare with
     weights = run.choose_weights(config.weights)
     model = run.load(weights, "float32")
-    images = _load_test_images(source, run, config.check) if source else None
-    expected = _probabilities(model, towers, run, images) if images else None
+    split = _load_test_images(source, run, config.check) if source else None
+    samples = _make_samples(split.images, model, towers, run) if split else []
     module = ServingModule(to_stock_layers(model), run.augmentation, run.info.side, run.info.class_names)
     own_layers = _own_layers(model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_io.temporary_beside(path) as temporary, keras.saving.custom_object_scope(own_layers):
             file_format.write(module, temporary)
-            problem = _check(file_format, temporary, expected, images) if images else ""
+            problem = _check(file_format, temporary, samples, split.labels) if split else ""
             written = _path_of_failed(path) if problem else path
             atomic_io.replace(temporary, written)
     except Exception as error:  # converters raise errors of all kinds
         raise RunError(f"{path} cannot be written ({error_line(error)}); give another place by --out") from error
     origin, size = f"{run.directory} at step {run.metadata['step']}, {weights} weights", _size(written) / 1e6
-    print(f"{written}: {origin}, {size:.1f} MB{'' if images else ', not checked'}")
+    print(f"{written}: {origin}, {size:.1f} MB{'' if split else ', not checked'}")
     if problem:
         earlier = f"; {path} is the earlier export" if path.exists() else ""
         print(f"{written} {problem}: do not use it{earlier}", file=sys.stderr)
@@ -105,9 +118,15 @@ def _load_test_images(source: sources.Source, run: TrainedRun, count: int) -> Sp
     return dataset.test.take(slice(count))
 
 
-def _probabilities(model: keras.Model, towers: list[Tower], run: TrainedRun, split: Split) -> np.ndarray:
-    classify = make_classify_fn(model, towers, run.augmentation)
-    return softmax(classify(split.images, *model_variables(model))[0])
+def _make_samples(images: np.ndarray, model: keras.Model, towers: list[Tower], run: TrainedRun) -> list[Sample]:
+    """The images, and some of them in each of `OTHER_SIZES`; what is expected of these is as by `predict.py`."""
+    classify, side = make_classify_fn(model, towers, run.augmentation), run.info.side
+    sizes = [(round(width * side), round(height * side)) for height, width in OTHER_SIZES]
+    resized = [np.stack([Image.fromarray(image).resize(size) for image in images[:NUM_RESIZED]]) for size in sizes]
+    return [
+        Sample(each, softmax(classify(image_files.resize_all(each, side), *model_variables(model))[0]))
+        for each in (images, *resized)
+    ]
 
 
 def _own_layers(model: keras.Model) -> dict[str, type]:
@@ -116,23 +135,34 @@ def _own_layers(model: keras.Model) -> dict[str, type]:
     return {layer.__name__: layer for layer in classes if not layer.__module__.startswith("keras.")}
 
 
-def _check(file_format: Format, path: Path, expected: np.ndarray, split: Split) -> str:
-    """Print how an export's probabilities differ from the `expected` ones [n, C]; the problem, or an empty string."""
+def _check(file_format: Format, path: Path, samples: Sequence[Sample], labels: np.ndarray) -> str:
+    """Print how an export's probabilities differ from the expected ones; the problem, or an empty string.
+
+    The first sample has these labels.
+    """
     try:
         run = file_format.open(path)
-        starts = range(0, len(split.images), BATCH_SIZE)
-        exported = np.concatenate([run(split.images[start : start + BATCH_SIZE]) for start in starts])
+        exported = [_run_in_batches(run, sample.images) for sample in samples]
     except Exception as error:  # interpreters raise errors of all kinds
         return f"cannot be run here ({error_line(error)})"
-    difference = float(np.abs(expected - exported).max()) if np.isfinite(exported).all() else np.inf
-    accuracy, expected_accuracy = (100 * float((p.argmax(1) == split.labels).mean()) for p in (exported, expected))
+    differences = [_largest_difference(*pair) for pair in zip(exported, (s.expected for s in samples), strict=True)]
+    accuracy, expected = (100 * float((p.argmax(1) == labels).mean()) for p in (exported[0], samples[0].expected))
     print(
-        f"checked on {len(split.labels):,} test images: accuracy {accuracy:.2f} %, the checkpoint's "
-        f"{expected_accuracy:.2f} %; largest difference of a probability {difference:.1e}"
+        f"checked on {len(labels):,} test images: accuracy {accuracy:.2f} %, the checkpoint's {expected:.2f} %; "
+        f"largest difference of a probability {differences[0]:.1e}, in other sizes {max(differences[1:]):.1e}"
     )
-    if difference <= PROBABILITY_ATOL:
+    if max(differences) <= PROBABILITY_ATOL:
         return ""
     return f"differs by more than the {PROBABILITY_ATOL:.0e} that rounding explains"
+
+
+def _run_in_batches(run: Callable[[np.ndarray], np.ndarray], images: np.ndarray) -> np.ndarray:
+    starts = range(0, len(images), BATCH_SIZE)
+    return np.concatenate([run(images[start : start + BATCH_SIZE]) for start in starts])
+
+
+def _largest_difference(exported: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(expected - exported).max()) if np.isfinite(exported).all() else np.inf
 
 
 def _path_of_failed(path: Path) -> Path:

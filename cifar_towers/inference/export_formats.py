@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
 from cifar_towers.data.augment import Augmentation
+from cifar_towers.inference.resizing import resize_square
 
 ONNX_OPSET = 17
 
@@ -50,28 +51,6 @@ class ServingModule(tf.Module):
         return {"probabilities": probabilities, "class_name": class_name, "class_names": names}
 
 
-def resize_square(images: tf.Tensor, side: int) -> tf.Tensor:
-    """[B, H, W, C] float -> [B, side, side, C]: the central square, resized as by `image_files.resize_square` but with
-    two matrix products, which every format supports. Images of this size are unchanged."""
-    shape = tf.shape(images)
-    square = tf.minimum(shape[1], shape[2])
-    rows, columns = (_resizing_matrix(shape[axis], square, side) for axis in (1, 2))
-    planes = tf.transpose(images, [0, 3, 1, 2])
-    planes = tf.matmul(tf.matmul(rows, planes), columns, transpose_b=True)
-    return tf.ensure_shape(tf.transpose(planes, [0, 2, 3, 1]), [None, side, side, images.shape[3]])
-
-
-def _resizing_matrix(length: tf.Tensor, square: tf.Tensor, side: int) -> tf.Tensor:
-    """[side, length]: row i holds a triangle about the center of output pixel i, over the central `square` input
-    pixels; its half-width is the larger of an output and an input pixel."""
-    ratio = tf.cast(square, tf.float32) / side
-    positions = tf.cast(tf.range(length) - (length - square) // 2, tf.float32)
-    centers = (tf.range(side, dtype=tf.float32) + 0.5) * ratio - 0.5
-    weights = tf.nn.relu(1 - tf.abs(positions - centers[:, None]) / tf.maximum(ratio, 1.0))
-    weights *= tf.cast((positions >= 0) & (positions < tf.cast(square, tf.float32)), tf.float32)
-    return weights / tf.reduce_sum(weights, 1, keepdims=True)
-
-
 def _write_saved_model(module: tf.Module, path: Path) -> None:
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)  # for inference only
     tf.saved_model.save(module, str(path), signatures={"serving_default": module.serve}, options=options)
@@ -86,9 +65,7 @@ def _write_keras(module: ServingModule, path: Path) -> None:
     """Writes the module as one Keras model of stock layers."""
     augmentation, side = module.augmentation, module.side
     images = keras.Input((None, None, 3), dtype="uint8", name="images")
-    x = keras.layers.Resizing(
-        side, side, "bilinear", crop_to_aspect_ratio=True, antialias=True, dtype="float32", name="resize"
-    )(images)
+    x = resize_square(keras.ops.cast(images, "float32"), side)
     if augmentation.crop:
         x = keras.layers.CenterCrop(augmentation.crop, augmentation.crop, name="crop")(x)
         side = augmentation.crop
@@ -99,7 +76,7 @@ def _write_keras(module: ServingModule, path: Path) -> None:
         mean = keras.ops.mean(x, [1, 2, 3], keepdims=True)
         std = keras.ops.std(x, [1, 2, 3], keepdims=True)
         x = (x - mean) / keras.ops.maximum(std, (3 * side**2) ** -0.5)
-    logits = module.model(x, training=False)  # after a resizing layer, the default would be training mode
+    logits = module.model(x, training=False)
     probabilities = keras.layers.Softmax(dtype="float32", name="probabilities")(logits)
     to_name = keras.layers.StringLookup(
         vocabulary=list(module.class_names), num_oov_indices=0, invert=True, name="class_name"

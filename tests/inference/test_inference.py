@@ -21,7 +21,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.data import image_files, sources, synthetic
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.files import atomic_io
-from cifar_towers.inference import export, export_formats, load_run, predict
+from cifar_towers.inference import export, export_formats, load_run, predict, resizing
 from cifar_towers.inference.evaluate import evaluate_checkpoint
 from cifar_towers.inference.export import export_model
 from cifar_towers.inference.predict import predict_images
@@ -146,15 +146,28 @@ def test_folders_without_images_are_errors_of_their_own(run, folder, tmp_path, c
 # Export -------------------------------------------------------------------------------------------------------------
 
 
-def test_resizing_by_matrices_agrees_with_pillow():
+@pytest.mark.parametrize("side", [24, 32, 96])
+def test_exported_resizing_equals_that_of_files_to_the_bit(side):
     random = np.random.default_rng(0)
-    for height, width in ((32, 32), (50, 70), (71, 40), (20, 24), (300, 301)):
+    serve = tf.function(
+        lambda images: resizing.resize_square(tf.cast(images, tf.float32), side),
+        input_signature=[tf.TensorSpec([None, None, None, 3], tf.uint8)],
+    )
+    sizes = (
+        (32, 32),
+        (50, 70),
+        (71, 40),
+        (20, 24),
+        (300, 301),
+        (48, 64),
+        (1, 7),
+        (700, 1001),
+        *random.integers(1, 200, (9, 2)),
+    )
+    for height, width in sizes:
         levels = random.integers(0, 256, (height, width, 3), np.uint8)
-        resized = export_formats.resize_square(tf.constant(levels[None], tf.float32), 32)[0].numpy()
-        expected = image_files.resize_square(Image.fromarray(levels), 32)
-        np.testing.assert_allclose(resized, expected, atol=1.01)  # Pillow rounds twice
-    images = tf.constant(SMALL[0].images[:2], tf.float32)
-    np.testing.assert_array_equal(export_formats.resize_square(images, 32), images)
+        expected = image_files.resize_square(Image.fromarray(levels), side)
+        np.testing.assert_array_equal(serve(tf.constant(levels[None]))[0], expected)
 
 
 ELSEWHERE = """
@@ -250,6 +263,17 @@ def test_failed_check_keeps_the_earlier_export_and_the_failed_one(run, earlier, 
     monkeypatch.setattr(export, "PROBABILITY_ATOL", 1.0)
     assert export_opened_by(uniform) and (earlier / "saved_model.pb").read_text() == "new"
     assert {path.name for path in earlier.parent.iterdir()} == {"net", "failed-1-net", "failed-2-net"}
+
+
+def test_check_notices_another_resizing(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        export_formats, "resize_square", lambda images, side: tf.image.resize(images, [side, side], antialias=True)
+    )
+    assert not export_with(run, out=str(tmp_path / "net"), check=50)
+    out, err = capsys.readouterr()
+    same_size, other_sizes = map(float, re.search(r"probability (\S+), in other sizes (\S+)", out).groups())
+    assert same_size < 1e-5 and other_sizes > export.PROBABILITY_ATOL
+    assert "differs by more than the 1e-04" in err
 
 
 def test_earlier_export_stays_if_replacing_it_fails(earlier):
