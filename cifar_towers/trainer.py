@@ -76,8 +76,9 @@ class Trainer:
         run_info = RunInfo(dataset=dataset, banner=banner, **setup.description())
         self.logger = RunLogger(run_info, timer, quiet=not workers.is_chief)
         self.log = self.logger.log
+        show_evaluation = functools.partial(self.logger.progress.activity, "evaluating")
         self.evaluator = Evaluator(
-            make_evaluate_fn(state.model, setup.local_towers, setup.augmentation, workers),
+            make_evaluate_fn(state.model, setup.local_towers, setup.augmentation, workers, show_evaluation),
             {"validation": dataset.validation, "test": dataset.test},
             state.evaluation_weights,
             config.evaluate_every_steps(length),
@@ -93,9 +94,8 @@ class Trainer:
             self.divergence, state, setup.towers, setup.local_towers, setup.augmentation, config.micro_batches,
             workers.gather, self.log,
         )  # fmt: skip
-        self.profiler = None
-        if setup.profiled_steps and workers.is_chief:
-            self.profiler = StepProfiler(config.directory, *setup.profiled_steps)
+        profiled_steps = setup.profiled_steps if workers.is_chief else None
+        self.profiler = StepProfiler(config.directory, *profiled_steps) if profiled_steps else None
         self.metadata = workdir.run_metadata(config, dataset, setup.precision, len(setup.towers))
 
     def run(self) -> dict:
@@ -107,7 +107,7 @@ class Trainer:
         if result:
             self.log(f"{self.config.directory} is complete at step {step}: {describe_score(result['evaluations'][-1])}")
             return result
-        self.logger.open(step)
+        self.logger.open(step, functools.partial(self.evaluator.passes_left, tta=self.config.tta))
         self.shutdown.announce = self.log
         self.shutdown.check()
         self.shutdown.defer_signals()
@@ -171,6 +171,7 @@ class Trainer:
         if self.workers.size > 1:
             options["stop_signal"] = self.shutdown.received_signal
         if not compiled:
+            self.logger.progress.activity(f"compiling the step for images of {inputs.image_size} pixels")
             with self.shutdown.interruptible():  # it takes a while, and nothing has changed yet
                 function = self.setup.step_runner.trace(batch, inputs, **options)
             if not self.setup.step_runner.traced:
@@ -215,11 +216,11 @@ class Trainer:
             "images": self.timer.images,
             **self.divergence.metadata(),
         }
-        try:
-            save = self.checkpoints.save_for_all if wait else self.checkpoints.save
-            return save(step, metadata)
-        finally:
-            self.timer.end_phase("save")
+        saved = (self.checkpoints.save_for_all if wait else self.checkpoints.save)(step, metadata)
+        self.timer.end_phase("save")
+        if saved:
+            self.logger.log_save(step)
+        return saved
 
     def _save_on_interrupt(self, step: int, evaluations: list[dict]) -> Interrupted:
         """Saves the last finished step, if there is one; returns the error to raise."""

@@ -71,7 +71,6 @@ class CheckpointManager:
             self._log(f"step {step} could not be saved ({error}); {self.describe_latest()}")
             return False
         self._saved_step = step
-        self._log(f"saved step {step}")
         return True
 
     def describe_latest(self) -> str:

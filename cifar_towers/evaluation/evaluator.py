@@ -10,6 +10,7 @@ from cifar_towers.data.augment import Augmentation, tta_views
 from cifar_towers.data.dataset import Split, chunks
 from cifar_towers.evaluation.score import Evaluation, Score, score_logits
 from cifar_towers.models.user_model import graph_node
+from cifar_towers.registry import TTA_LEVELS
 from cifar_towers.towers import Tower, run_on_towers, split_batch
 from cifar_towers.towers.placement import HOST
 
@@ -44,6 +45,14 @@ class Evaluator:
         """Whether the run is evaluated after `step`, before its end."""
         return bool(self._every_steps) and step % self._every_steps == 0 and 0 < step < self._last_step
 
+    def passes_left(self, step: int, tta: int) -> int:
+        """How many images all evaluations from `step` on will classify, each view counted; the final one at `tta`."""
+        sizes = [len(split.labels) for split in self.splits.values()]
+        num_due = 0
+        if self._every_steps:
+            num_due = (self._last_step - 1) // self._every_steps - (max(step, 1) - 1) // self._every_steps
+        return len(self._weight_sets()) * (num_due * sizes[0] + sum(sizes) * len(TTA_LEVELS[tta]))
+
     def run(self, tta: int = 0, final: bool = False) -> list[Evaluation]:
         """Scores the first split, or, if `final`, all of them, with every set of weights."""
         names = list(self.splits)[: None if final else 1]
@@ -56,13 +65,13 @@ class Evaluator:
 
 
 def make_evaluate_fn(
-    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, workers=None
+    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, workers=None, on_progress=None
 ) -> Callable[..., dict[int, Score]]:
     """The function (split, weights, non_trainable, tta) -> {0: score, tta: score}, from one pass at level `tta`.
 
-    `workers`, if any, share the pass; see `make_classify_fn`.
+    `workers`, if any, share the pass, and `on_progress` is called during it; see `make_classify_fn`.
     """
-    classify = make_classify_fn(model, towers, augmentation, workers)
+    classify = make_classify_fn(model, towers, augmentation, workers, on_progress)
 
     def evaluate(split: Split, weights, non_trainable, tta: int = 0) -> dict[int, Score]:
         plain, augmented, features = classify(split.images, weights, non_trainable, tta)
@@ -74,7 +83,11 @@ def make_evaluate_fn(
 
 
 def make_classify_fn(
-    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, workers=None
+    model: keras.Model,
+    towers: Sequence[Tower],
+    augmentation: Augmentation,
+    workers=None,
+    on_progress: Callable[[float], None] | None = None,
 ) -> Callable[..., list[np.ndarray]]:
     """The function (images, weights, non_trainable, tta) -> [logits, logits with TTA, features].
 
@@ -84,8 +97,33 @@ def make_classify_fn(
     Args:
       workers: has `size`, `index` and `gather(value) -> list`; the workers of a cluster call the function together,
         each classifies its share of the images, and all return the logits of all. None: this process alone.
+      on_progress: called before each batch with the fraction that is done.
     """
-    call = _with_features(model)
+    on_towers = _make_on_towers(_with_features(model), towers, augmentation)
+
+    def classify(images: np.ndarray, weights, non_trainable, tta: int = 0) -> list[np.ndarray]:
+        # a traced function takes one mirrored variable for another of its shape, so it is given values
+        weights, non_trainable = ([tf.convert_to_tensor(v) for v in values] for values in (weights, non_trainable))
+        share = _share_of(images, workers)
+        outputs, missing_features = [], MAX_FEATURES
+        for start, batch in _even_batches(share, len(towers)):
+            if on_progress:
+                on_progress(start / len(share))
+            plain, augmented, features = on_towers(batch, weights, non_trainable, tta)
+            outputs.append((plain, augmented, features[:missing_features]))
+            missing_features = max(0, missing_features - len(batch))
+        outputs = [np.concatenate(part)[: len(share)] for part in zip(*outputs, strict=True)]
+        if workers and workers.size > 1:
+            gathered = workers.gather(outputs)[: workers.size if len(images) >= workers.size else 1]
+            outputs = [np.concatenate(part) for part in zip(*gathered, strict=True)]
+        plain, augmented, features = outputs
+        return [plain, augmented, features[:MAX_FEATURES]]
+
+    return classify
+
+
+def _make_on_towers(call: Callable, towers: Sequence[Tower], augmentation: Augmentation) -> Callable:
+    """The traced function (images, weights, non_trainable, tta) -> [logits, logits with TTA, features] of a batch."""
 
     def on_tower(tta, weights, non_trainable, tower, shard):
         images = augmentation.evaluate(shard[0])
@@ -103,23 +141,7 @@ def make_classify_fn(
         results = run_on_towers(lambda *args: on_tower(tta, weights, non_trainable, *args), towers, shards)
         return [tf.concat(outputs, 0) for outputs in zip(*results, strict=True)]
 
-    def classify(images: np.ndarray, weights, non_trainable, tta: int = 0) -> list[np.ndarray]:
-        # a traced function takes one mirrored variable for another of its shape, so it is given values
-        weights, non_trainable = ([tf.convert_to_tensor(v) for v in values] for values in (weights, non_trainable))
-        share = _share_of(images, workers)
-        outputs, missing_features = [], MAX_FEATURES
-        for batch in _even_batches(share, len(towers)):
-            plain, augmented, features = on_towers(batch, weights, non_trainable, tta)
-            outputs.append((plain, augmented, features[:missing_features]))
-            missing_features = max(0, missing_features - len(batch))
-        outputs = [np.concatenate(part)[: len(share)] for part in zip(*outputs, strict=True)]
-        if workers and workers.size > 1:
-            gathered = workers.gather(outputs)[: workers.size if len(images) >= workers.size else 1]
-            outputs = [np.concatenate(part) for part in zip(*gathered, strict=True)]
-        plain, augmented, features = outputs
-        return [plain, augmented, features[:MAX_FEATURES]]
-
-    return classify
+    return on_towers
 
 
 def _share_of(images: np.ndarray, workers) -> np.ndarray:
@@ -155,11 +177,12 @@ def _with_features(model: keras.Model) -> Callable:
 
 
 def _even_batches(images: np.ndarray, num_towers: int):
-    """Batches of one size that the towers share evenly; the last is padded with zeros, whose logits are dropped."""
+    """(start, batch), all of a size that the towers share evenly; the last is padded with zeros, whose logits are
+    dropped."""
     size = len(next(chunks(images, MAX_BATCH_PIXELS)))
     size = -(-size // num_towers) * num_towers
     for start in range(0, len(images), size):
         batch = images[start : start + size]
         padding = np.zeros((size - len(batch), *batch.shape[1:]), batch.dtype)
         with tf.device(HOST):
-            yield tf.constant(np.concatenate([batch, padding]) if len(padding) else batch)
+            yield start, tf.constant(np.concatenate([batch, padding]) if len(padding) else batch)

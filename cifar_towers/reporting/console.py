@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rich.console import Console
@@ -12,7 +12,8 @@ from rich.text import Text
 from cifar_towers.config.schedules import RunLength
 
 MIN_BAR, MAX_BAR = 5, 20  # characters
-OPTIONAL_FIELDS = ("rate", "step", "accuracy", "speed")  # left out in this order where the terminal is narrow
+EPOCH_FIELDS = ("epoch", "loss", "accuracy", "speed", "left", "saved")  # of a line that stays: 100 characters
+OPTIONAL_FIELDS = ("rate", "saved", "step", "accuracy", "speed")  # left out in this order where a terminal is narrow
 
 
 class ProgressStatus(NamedTuple):
@@ -22,7 +23,9 @@ class ProgressStatus(NamedTuple):
     loss: float
     accuracy: float
     learning_rate: float
-    images_per_sec: float  # 0 while compiling
+    images_per_sec: float  # 0 before the first step that did not compile
+    seconds_left: float | None = None  # None: unknown
+    saved_step: int = 0  # of the newest checkpoint; 0: none
 
 
 class _TolerantConsole(Console):
@@ -45,26 +48,32 @@ class Progress:
         )
         self._length = length
         self._live: Live | None = None
-        self._start: tuple[float, int] | None = None  # time and step
+        self._live_text: Callable[[], str] = str
 
     def log(self, line: str) -> None:
         """Prints a line that stays."""
         self.console.print(line, markup=False)
 
     def step(self, status: ProgressStatus) -> None:
-        """Updates the live line, if there is a terminal."""
-        self._start = self._start or (time.monotonic(), status.step)
-        if not self.console.is_terminal:
-            return
-        if self._live is None:
-            self._live = Live(console=self.console, refresh_per_second=8, transient=True)
-            self._live.start()
-        self._live.update(Text(self._live_line(status), overflow="ellipsis", no_wrap=True))
+        """Shows a step on the live line."""
+        self._show(lambda: self._step_line(status))
 
-    def epoch(self, status: ProgressStatus, scores: Sequence[str] = ()) -> None:
-        """Prints the means of an epoch, and the scores of an evaluation at its end."""
+    def activity(self, name: str, done: float | None = None) -> None:
+        """Shows on the live line what the run does between steps: for how long, or the fraction that is done."""
+        start = time.monotonic()
+
+        def line() -> str:
+            if done is None:
+                return f"{name} ... {time.monotonic() - start:.0f} s"
+            return f"{_bar(done, MAX_BAR)} {name}"
+
+        self._show(line)
+
+    def epoch(self, status: ProgressStatus) -> None:
+        """Prints the means of an epoch."""
         self.pause()
-        self.log("  ".join([*self._fields(status).values(), *scores]))
+        fields = self._fields(status)
+        self.log("  ".join(fields[name] for name in EPOCH_FIELDS).rstrip())
 
     def pause(self) -> None:
         """Removes the live line, so that other lines can be printed."""
@@ -72,32 +81,60 @@ class Progress:
             self._live.stop()
             self._live = None
 
-    def _live_line(self, status: ProgressStatus) -> str:
+    def _show(self, text: Callable[[], str]) -> None:
+        """Puts a text, made anew at each refresh, on the live line, if there is a terminal."""
+        self._live_text = text
+        if self._live is None and self.console.is_terminal:
+            self._live = Live(
+                console=self.console,
+                refresh_per_second=8,
+                transient=True,
+                get_renderable=lambda: Text(self._live_text(), overflow="ellipsis", no_wrap=True),
+            )
+            self._live.start()
+
+    def _step_line(self, status: ProgressStatus) -> str:
         """The fields and the bar that fit the width of the terminal."""
-        fields, width = self._fields(status), self.console.width
+        width = self.console.width
+        fields = {name: text.strip() for name, text in self._fields(status).items() if text.strip()}
         for name in OPTIONAL_FIELDS:
             if len("  ".join(fields.values())) > width:
-                del fields[name]
+                fields.pop(name, None)
         line = "  ".join(fields.values())
         bar_width = min(MAX_BAR, width - len(line) - 1)
         if bar_width < MIN_BAR:
             return line
         done = (status.step - 1) % self._length.steps_per_epoch + 1  # of the epoch
-        filled = min(bar_width, round(bar_width * done / self._length.steps_per_epoch))
-        return "━" * filled + "╺" * (bar_width - filled) + " " + line
+        return f"{_bar(done / self._length.steps_per_epoch, bar_width)} {line}"
 
     def _fields(self, status: ProgressStatus) -> dict[str, str]:
-        epoch, epochs = (step / self._length.steps_per_epoch for step in (status.step, self._length.last))
-        fields = {
-            "epoch": f"epoch {epoch:5.2f}/{epochs:.2f}",
-            "step": f"step {status.step}/{self._length.last}",
+        last = self._length.last
+        epoch, epochs = (f"{step / self._length.steps_per_epoch:.2f}" for step in (status.step, last))
+        speed = f"{status.images_per_sec:,.0f}" if status.images_per_sec else "-"
+        left = None if status.seconds_left is None or status.step == last else format_seconds(status.seconds_left)
+        return {
+            "epoch": f"epoch {epoch:>{len(epochs)}}/{epochs}",
+            "step": f"step {status.step:{len(str(last))}}/{last}",
             "loss": f"loss {status.loss:.4f}",
             "accuracy": f"accuracy {100 * status.accuracy:5.2f} %",
             "rate": f"rate {status.learning_rate:.4g}",
-            "speed": f"{status.images_per_sec:,.0f} images/s" if status.images_per_sec else "compiling",
+            "speed": f"{speed:>6} images/s",
+            "left": f"{left:>7} left" if left else " " * 12,
+            "saved": f"saved step {status.saved_step}" if status.saved_step else "",
         }
-        started, first = self._start or (0.0, status.step)
-        if first < status.step < self._length.last:  # the remaining time is estimated from two steps on
-            seconds = int((time.monotonic() - started) / (status.step - first) * (self._length.last - status.step))
-            fields["left"] = f"{seconds // 60}:{seconds % 60:02d} left"
-        return fields
+
+
+def format_seconds(seconds: float) -> str:
+    """`3725` -> `1:02:05`.
+
+    >>> format_seconds(3725), format_seconds(65.4)
+    ('1:02:05', '1:05')
+    """
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def _bar(done: float, width: int) -> str:
+    filled = min(width, round(width * done))
+    return "━" * filled + "╺" * (width - filled)

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -53,6 +54,28 @@ def describe_machine() -> dict:
         "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as TensorFlow chooses"),  # earlier runs hold it
         "git_revision": _git_revision(),
     }
+
+
+def next_commands(train_dir: Path) -> list[str]:
+    """What to type after a training in this directory, with the programs of this installation."""
+    script, python = Path(sys.argv[0]), _from_here(sys.executable)
+    tensorboard = _from_here(Path(sys.executable).with_name("tensorboard"))
+
+    def program(name: str) -> str:
+        return f"{python} {script.with_name(name)}.py" if script.suffix == ".py" else f"cifar-towers-{name}"
+
+    return [
+        f"{tensorboard} --logdir={train_dir}",
+        f"{program('evaluate')} --train_dir={train_dir}",
+        f"{program('predict')} --train_dir={train_dir} picture.jpg",
+    ]
+
+
+def _from_here(program: str | Path) -> str:
+    """A program's path as one would type it."""
+    if shutil.which(Path(program).name) == str(program):
+        return Path(program).name
+    return str(Path(program).relative_to(Path.cwd())) if Path(program).is_relative_to(Path.cwd()) else str(program)
 
 
 def _version(package: str) -> str:

@@ -1,7 +1,7 @@
 """What a run trains and where, and the records of its evaluations: the values that reports are made of."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -25,6 +25,7 @@ class RunInfo:
     towers: Sequence[Tower]  # of the step: a single one where the model is split
     compute_dtype: str
     length: RunLength
+    image_size_at: Callable[[int], int]  # step -> side of its images in pixels
     model: keras.Model
     variables: Mapping[str, tf.Variable]  # all that is saved, by name
     activation_layers: Sequence[str]  # names of the layers in `ForwardDiagnostics.activations`

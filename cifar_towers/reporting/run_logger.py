@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -13,12 +13,13 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation.score import Evaluation, Score
 from cifar_towers.files import atomic_io, best_effort, run_files
 from cifar_towers.reporting import environment, figures, jsonl, tags, tb_text
-from cifar_towers.reporting.console import Progress, ProgressStatus
+from cifar_towers.reporting.console import Progress, ProgressStatus, format_seconds
 from cifar_towers.reporting.noise_scale import NoiseScale
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.resource_monitor import ResourceMonitor
 from cifar_towers.reporting.run_info import RunInfo, describe_score, evaluation_record, score_tag
 from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter
+from cifar_towers.reporting.time_left import TimeLeft
 from cifar_towers.towers import placement_report
 from cifar_towers.training.results import StepMetrics
 
@@ -40,6 +41,8 @@ class RunLogger:
         self._weight_names = [variable.path for variable in run.model.trainable_variables]
         self._noise_scale = NoiseScale(run.config.batch_size)
         self._epoch: list[StepMetrics] = []
+        self._time_left: TimeLeft | None = None  # of an open run
+        self._saved_step = 0
         self._last_drawing, self._drawing_seconds = -math.inf, 0.0
         self._unwritten: dict[str, dict] = {}  # file name -> content
 
@@ -59,9 +62,13 @@ class RunLogger:
             f"{config.batch_size}{hardest}, {length.steps_per_epoch} per epoch; writing to {self.directory}"
         )
 
-    def open(self, step: int) -> None:
-        """Open the files of a run that starts or resumes at `step`, and write its settings and environment."""
+    def open(self, step: int, passes_left: Callable[[int], int]) -> None:
+        """Open the files of a run that starts or resumes at `step`, and write its settings and environment;
+        `passes_left` is that of `TimeLeft`."""
         self.truncate_after(step)
+        self._time_left = TimeLeft(
+            self.run.length, self.run.config.batch_size, self.timer, self.run.image_size_at, passes_left
+        )
         run, settings = self.run, dataclasses.asdict(self.run.config)
         facts = environment.describe_run(run)
         self._unwritten = {run_files.CONFIG: settings, run_files.ENVIRONMENT: facts}
@@ -87,7 +94,12 @@ class RunLogger:
         group, and the counts of a `DivergenceState`."""
         self._epoch.append(metrics._replace(diagnostics=None))
         rate, images_per_sec = next(iter(rates.values())), self.timer.recent_images_per_sec()
-        self.progress.step(ProgressStatus(step, metrics.loss, metrics.accuracy, rate, images_per_sec))
+        self._time_left.end_step(step)
+        if self._time_left.has_just_begun():
+            total = format_seconds(self._time_left.seconds())
+            self.progress.pause()
+            self.log(f"about {total} to go on this machine, by the first steps")
+        self.progress.step(self._status(step, metrics.loss, metrics.accuracy, rate))
         is_summary = self.wants_diagnostics(step)
         if not is_summary and not _is_due(step, math.ceil(self.run.config.summary_every_steps / SCALARS_PER_SUMMARY)):
             return
@@ -118,13 +130,22 @@ class RunLogger:
         if is_summary:
             self._write_diagnostics(step, metrics, agreement["towers"])
 
+    def log_save(self, step: int) -> None:
+        """Show on the live line and at the end of the epoch that the state after `step` is saved."""
+        self._saved_step = step
+
     def log_epoch(self, step: int, rates: Mapping[str, float], scores: Sequence[dict]) -> None:
         """Print the means over an epoch, or its part in this process, and the scores at its end."""
         finite = [metrics for metrics in self._epoch if metrics.finite] or self._epoch
         loss, accuracy = (float(np.mean([getattr(m, name) for m in finite])) for name in ("loss", "accuracy"))
-        status = ProgressStatus(step, loss, accuracy, next(iter(rates.values())), self.timer.recent_images_per_sec())
-        self.progress.epoch(status, [describe_score(score) for score in scores])
-        self._epoch = []
+        self.progress.epoch(self._status(step, loss, accuracy, next(iter(rates.values()))))
+        for score in scores:
+            self.log(f"  {describe_score(score)}")
+        self._epoch, self._saved_step = [], 0
+
+    def _status(self, step: int, loss: float, accuracy: float, rate: float) -> ProgressStatus:
+        left = self._time_left.seconds()
+        return ProgressStatus(step, loss, accuracy, rate, self.timer.recent_images_per_sec(), left, self._saved_step)
 
     def truncate_after(self, step: int) -> None:
         """Remove what was written of later steps, as on a rollback."""
@@ -173,8 +194,8 @@ class RunLogger:
             self.log(describe_score(score))
         seconds = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in result["seconds"].items())
         self.log(
-            f"step {result['step']}: {seconds}; {result['images_per_sec']:,.0f} images/s; "
-            f"weights sha256 {result['weights_sha256'][:16]}"
+            f"step {result['step']} after {format_seconds(sum(result['seconds'].values()))}: {seconds}; "
+            f"{result['images_per_sec']:,.0f} images/s; weights sha256 {result['weights_sha256'][:16]}"
         )
         if self.run.banner:
             self.log(self.run.banner)
@@ -191,7 +212,9 @@ class RunLogger:
         final = {f"{tags.ACCURACY}/{score_tag(**score)}": score["accuracy"] for score in result["evaluations"]}
         final |= {"images_per_sec": result["images_per_sec"], "training_seconds": self.timer.training_seconds}
         self.tensorboard.write_result(result["step"], final)
-        self.log(f"written to {self.directory}; view it with: make tensorboard")
+        self.log(f"written to {self.directory}; next:")
+        for line in environment.next_commands(self.directory):
+            self.log(f"  {line}")
 
     def _write_unwritten(self) -> None:
         """Write config.json and environment.json if an earlier try failed: nobody can use the run without them."""

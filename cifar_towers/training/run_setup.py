@@ -39,6 +39,7 @@ class RunSetup(NamedTuple):
             "towers": self.towers,
             "compute_dtype": self.precision,
             "length": self.length,
+            "image_size_at": self.step_runner.image_size_at,
             "model": self.state.model,
             "variables": self.state.named_variables(),
             "activation_layers": [layer.name for layer in activation_layers(self.state.model)],

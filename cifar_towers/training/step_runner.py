@@ -30,12 +30,12 @@ class StepRunner:
     """
 
     def __init__(self, train_step: Callable, optimizer: Optimizer, image_size_at: Callable[[int], int]):
-        self._train_step, self._optimizer, self._image_size_at = train_step, optimizer, image_size_at
+        self._train_step, self._optimizer, self.image_size_at = train_step, optimizer, image_size_at
         self.traced: set[tuple] = set()
 
     def inputs(self, step: int, rate_factor: float = 1.0) -> StepInputs:
         """The inputs of the step that makes `step` into `step + 1`, its rates multiplied by `rate_factor`."""
-        return StepInputs(self._optimizer.learning_rates(step, rate_factor), self._image_size_at(step))
+        return StepInputs(self._optimizer.learning_rates(step, rate_factor), self.image_size_at(step))
 
     def is_traced(self, inputs: StepInputs) -> bool:
         """Whether a step of this kind has been compiled: of this image size, with these groups moving."""

@@ -49,7 +49,7 @@ def test_by_default_saving_takes_one_percent_of_the_time(tmp_path, clock):
             saved.append(step)
     assert saved[0] == 30  # then 200 s of steps for a save of two seconds
     assert all(after - before == 200 for before, after in itertools.pairwise(saved))
-    assert log[:2] == ["saved step 30", "saved step 230"]
+    assert not log
 
 
 def test_evaluated_step_is_saved_before_its_time(tmp_path, clock):

@@ -6,37 +6,56 @@ from rich.console import Console
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.reporting.console import Progress, ProgressStatus
 
+STATUS = ProgressStatus(10, 1.5, 0.5, 0.1, 1234.5, 65.4, 8)
+
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_pipe_gets_one_plain_line_per_epoch_and_a_terminal_a_live_line(terminal):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200, highlight=False, soft_wrap=True)
     progress = Progress(RunLength(10, 20, 20), console)
+    progress.activity("compiling")
     for step in range(1, 11):
         progress.step(ProgressStatus(step, 2.0, 0.25, 0.1, 1234.5))
-    progress.epoch(ProgressStatus(10, 1.5, 0.5, 0.1, 1234.5), ["test 60.00 %"])
+    progress.epoch(STATUS)
     text = out.getvalue()
-    assert "epoch  1.00/2.00  step 10/20  loss 1.5000  accuracy 50.00 %  rate 0.1  1,234 images/s" in text
-    assert text.endswith("test 60.00 %\n")
+    assert "epoch 1.00/2.00  loss 1.5000  accuracy 50.00 %   1,234 images/s     1:05 left  saved step 8" in text
     if terminal:
         assert "\x1b" in text
     else:
         assert text.count("\n") == 1 and text[:-1].isprintable() and "\x1b" not in text and "\r" not in text
 
 
+@pytest.mark.parametrize("length", [RunLength(48, 464, 464), RunLength(390, 100_000, 100_000)])
+def test_epoch_lines_are_of_one_layout(length):
+    """Whatever the step, the speed and the time left; no longer than 100 characters, and with the save."""
+    out = io.StringIO()
+    progress = Progress(length, Console(file=out, soft_wrap=True))
+    for step, speed, left in ((48, 56.0, 7264.0), (390, 1876.5, 65.0), (length.last - 1, 21_345.6, 3.0)):
+        progress.epoch(ProgressStatus(step, 1.0722, 0.6234, 0.1, speed, left, step))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3 and max(map(len, lines)) <= 100
+    assert len({tuple(map(line.index, ("loss", " images/s", " left", "saved"))) for line in lines}) == 1
+
+
 @pytest.mark.parametrize(
     ("width", "shown", "left_out"),
     [
-        (200, ["rate", "step", "╺"], []),
-        (80, ["images/s", "left", "accuracy"], ["rate", "…"]),
+        (200, ["rate", "step", "╺", "saved step 38217"], []),
+        (80, ["images/s", "left", "accuracy"], ["rate", "saved", "…"]),
         (60, ["loss", "left"], ["rate", "step", "…"]),
     ],
 )
 def test_live_line_fits_the_terminal(width, shown, left_out):
-    out = io.StringIO()
-    progress = Progress(RunLength(390, 100_000, 100_000), Console(file=out, force_terminal=True, width=width))
-    for step in (38_219, 38_220):
-        progress.step(ProgressStatus(step, 1.0722, 0.6234, 0.1, 1876.5))
-    line = progress._live_line(ProgressStatus(38_221, 1.0722, 0.6234, 0.1, 1876.5))
-    progress.pause()
+    progress = Progress(RunLength(390, 100_000, 100_000), Console(file=io.StringIO(), width=width))
+    line = progress._step_line(ProgressStatus(38_221, 1.0722, 0.6234, 0.1, 1876.5, 3725, 38_217))
     assert len(line) <= width and all(part in line for part in shown) and not any(part in line for part in left_out)
+
+
+def test_live_line_shows_what_is_done_between_steps():
+    progress = Progress(RunLength(390, 100_000, 100_000), Console(file=io.StringIO(), force_terminal=True))
+    progress.activity("compiling")
+    assert progress._live_text() == "compiling ... 0 s"
+    progress.activity("evaluating", 0.5)
+    assert progress._live_text() == "━" * 10 + "╺" * 10 + " evaluating"
+    progress.pause()
