@@ -4,8 +4,10 @@ Every error here carries one line for the user: what is wrong, why, what to type
 Only other exceptions, which are bugs, show a traceback; they exit with 1.
 """
 
+import difflib
 import enum
 import signal
+from collections.abc import Iterable
 
 NOTHING_TO_SAVE = "before the first step; nothing to save"  # message of an interrupt that early
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: what Slurm sends before the time is up
@@ -99,6 +101,12 @@ def error_line(error: BaseException) -> str:
 def error_text(error: BaseException, max_length: int = 200) -> str:
     """The message of any exception on one line; of an `OSError` only the system's words, without the file's name."""
     return " ".join(str(getattr(error, "strerror", None) or error).split())[:max_length]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`"did you mean mnist? "` for a name that resembles a known one, as part of an error's line; else empty."""
+    similar = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {similar[0]}? " if similar else ""
 
 
 def printable(text: str) -> str:

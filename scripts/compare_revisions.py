@@ -114,9 +114,9 @@ def check_out(commit: str, directory: Path) -> Iterator[Revision]:
     git("worktree", "add", "--detach", str(worktree), commit)
     try:
         try:
-            text = run_train_program(directory, ["--help"])
+            text = run_train_program(directory, ["--helpfull"])
         except RuntimeError as error:
-            sys.exit(f"compare_revisions.py: train.py --help fails at {commit[:12]}: {error}")
+            sys.exit(f"compare_revisions.py: train.py --helpfull fails at {commit[:12]}: {error}")
         yield Revision(commit, directory, set(re.findall(r"^ +--(?:\[no\])?(\w+)", text, re.M)))
     finally:
         git("worktree", "remove", "--force", str(worktree))

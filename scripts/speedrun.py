@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times a recipe over seeds: `speedrun.py --flagfile=configs/speed94.cfg --target=0.94 --seeds=0,1,2`."""
+"""Times a recipe over seeds: `speedrun.py --recipe=speed94 --target=0.94 --seeds=0,1,2`."""
 
 import sys
 from pathlib import Path

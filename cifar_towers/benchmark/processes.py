@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from cifar_towers import errors
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.files import run_files
+from cifar_towers.files import atomic_io, run_files
 
 
 def script_path(name: str) -> str:
@@ -59,10 +59,25 @@ def run_training(config: TrainConfig, quiet: bool = False) -> dict:
 
 
 def train_command(config: TrainConfig) -> list[str]:
-    """The command of a training with these settings."""
-    settings = ((field, getattr(config, field.name)) for field in dataclasses.fields(config))
-    flags = [f"--{field.name}={value}" for field, value in settings if value != field.default]
-    return [sys.executable, script_path("train.py"), *flags]
+    """The command of a training with these settings; those of its recipe are in a flagfile in the run's directory.
+
+    The run is named after that file, as the recipe may be of the user's own, with no name in `configs/`.
+
+    Raises:
+      RunError: the file cannot be written.
+    """
+    flags: dict[bool, list[str]] = {True: [], False: []}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default and field.name != "recipe":
+            flags[field.metadata["per_run"]].append(f"--{field.name}={value}")
+    flagfile = config.directory / f"{config.name}.cfg"
+    try:
+        atomic_io.make(config.directory)
+        atomic_io.write_whole(flagfile, "\n".join(["# as it was timed", *flags[False], ""]))
+    except OSError as error:
+        raise RunError(f"{flagfile} cannot be written: {errors.error_text(error)}") from error
+    return [sys.executable, script_path("train.py"), f"--flagfile={flagfile}", *flags[True]]
 
 
 @contextlib.contextmanager

@@ -1,59 +1,68 @@
-"""Command-line flags made from a config's settings, and its help text."""
+"""Command-line flags made from a config's settings, and their help text."""
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from absl import flags
 
+from cifar_towers.cli import recipes
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import RECIPE, RENAMED, REST, names_with
 from cifar_towers.errors import UsageError
 
+BASIC = (  # settings of a training that --help lists, in this order; --helpfull has all
+    *("recipe", "num_gpus", "dataset", "model", "epochs", "batch_size", "precision", "variable_placement"),
+    *("seed", "train_dir", "overwrite"),
+)
+HELP_COLUMNS = 100
 Config = TypeVar("Config")
 
 
 def parse_command_line(config_class: type[Config], argv: Sequence[str], description: str) -> Config:
-    """A config from flags and flagfiles, of which later ones override earlier ones. Prints help and exits if asked to.
+    """A config from a recipe, flags and flagfiles, of which later ones override earlier ones. Prints help and exits if
+    asked to.
 
     Raises:
       UsageError: stray arguments, unknown flags, or values of a wrong type, out of range or in conflict.
     """
-    if any(argument in ("-h", "-help", "--help", "--helpfull") for argument in argv[1:]):
-        print(help_text(config_class, description))
+    if {"-h", "-help", "--help", "-helpfull", "--helpfull"}.intersection(argv[1:]):
+        full = {"-helpfull", "--helpfull"}.intersection(argv[1:])
+        print((help_text if full else short_help)(config_class, description))
         sys.exit(0)
-    values = _define_flags(config_class)
-    try:
-        stray = values(argv)[1:]
-    except (flags.Error, UnicodeDecodeError) as error:
-        raise UsageError(_describe_flag_error(error, config_class)) from None
+    values, stray = _parse_flags(config_class, argv)
+    if recipe := _choose_recipe(values, argv):  # it stands first, so that every flag overrides it
+        values, stray = _parse_flags(config_class, [argv[0], f"--flagfile={recipes.flagfile(recipe)}", *argv[1:]])
     rest = names_with(config_class, group=REST)
     if stray and not rest:
         raise UsageError(f"{stray[0]!r} is not a flag; settings are given as --name=value, and --help lists them")
     settings = {field.name: getattr(values, field.name) for field in flag_settings(config_class)}
     settings |= {name: tuple(stray) for name in rest}
-    if "recipe" in settings and not settings["recipe"]:
-        settings["recipe"] = Path(_last_flagfile(argv)).stem
+    if "recipe" in settings:
+        settings["recipe"] = recipe or Path(_last_flagfile(argv)).stem
     if of_recipe := _recipe_settings(config_class):
         settings["recipe"] = TrainConfig(**{field.name: settings.pop(field.name) for field in of_recipe})
     return config_class(**settings)
 
 
+def short_help(config_class: type, description: str) -> str:
+    """The help of the flags that people need: of a training's settings the `BASIC` ones, and a program's own."""
+    settings, of_training = flag_settings(config_class), dataclasses.fields(TrainConfig)
+    basic = [field for name in BASIC for field in settings if field.name == name and field in of_training]
+    shown = [*basic, *(field for field in settings if field not in of_training)]
+    more = len(settings) - len(shown)
+    return _join_help(config_class, description, {"Flags": shown}, f"{more} more flags: --helpfull" if more else "")
+
+
 def help_text(config_class: type, description: str) -> str:
-    """The help of all flags with their defaults, by group."""
-    groups: dict[str, list[str]] = {}
+    """The help of all flags, by group."""
+    groups: dict[str, list[dataclasses.Field]] = {}
     for field in flag_settings(config_class):
-        name = f"--[no]{field.name}" if field.type is bool else f"--{field.name}"
-        choices = f" ({'|'.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
-        default = "" if field.default == "" else f" [{field.default}]"
-        groups.setdefault(field.metadata["group"], []).append(
-            f"  {name}{choices}\n      {field.metadata['help']}{default}"
-        )
-    body = [f"{group}:\n" + "\n".join(lines) for group, lines in groups.items()]
-    files = "Files:\n  --flagfile\n      read flags from a file, one a line; later flags override them"
-    return "\n\n".join([description, *body, files, f"Exit codes: {config_class.exit_codes}."])
+        groups.setdefault(field.metadata["group"], []).append(field)
+    return _join_help(config_class, description, groups)
 
 
 def flag_settings(config_class: type) -> list[dataclasses.Field]:
@@ -62,24 +71,36 @@ def flag_settings(config_class: type) -> list[dataclasses.Field]:
     return own + _recipe_settings(config_class)
 
 
-def _recipe_settings(config_class: type) -> list[dataclasses.Field]:
-    """The settings of the recipe that a config holds, without those that it has itself or refuses."""
-    if not names_with(config_class, group=RECIPE):
-        return []
-    left_out = {field.name for field in dataclasses.fields(config_class) if field.metadata["group"] != RECIPE}
-    return [field for field in dataclasses.fields(TrainConfig) if field.name not in left_out | {*config_class.refused}]
+def _parse_flags(config_class: type, argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
+    """Flags, and the arguments that are none."""
+    values = _define_flags(config_class)
+    try:
+        return values, values(argv)[1:]
+    except (flags.Error, UnicodeDecodeError) as error:
+        raise UsageError(_describe_flag_error(error, config_class)) from None
 
 
-def _describe_flag_error(error: Exception, config_class: type) -> str:
-    flag = getattr(error, "flagname", "")
-    refused = getattr(config_class, "refused", {})
-    name = flag if flag in refused else flag.removeprefix("no")
-    if name in refused:
-        return f"{name} is not a flag of this program: {refused[name]}; leave it out"
-    if RENAMED.get(name) in (field.name for field in flag_settings(config_class)):
-        return f"--{name} has been renamed to --{RENAMED[name]}"
-    message = " ".join(str(error).split()).removeprefix("ERROR:: ")
-    return f"{message}; {'configs/ has the recipes' if 'flagfile' in message else '--help lists the flags'}"
+def _choose_recipe(values: flags.FlagValues, argv: Sequence[str]) -> str:
+    """The recipe to train; empty for none, as with a flagfile or a model and no --recipe."""
+    if "recipe" not in values:
+        return ""
+    flagfile = _last_flagfile(argv)
+    if values.recipe and flagfile:
+        raise UsageError(
+            f"recipe={values.recipe} and flagfile={flagfile} both say what to train; give one, and the rest as flags"
+        )
+    if values["recipe"].present or flagfile or values["model"].present:
+        return values.recipe
+    return recipes.DEFAULT
+
+
+def _last_flagfile(argv: Sequence[str]) -> str:
+    last = ""
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = argument.lstrip("-").partition("=")
+        if argument.startswith("-") and name == "flagfile":
+            last = value if equals else following
+    return last
 
 
 def _define_flags(config_class: type) -> flags.FlagValues:
@@ -97,10 +118,42 @@ def _define_flags(config_class: type) -> flags.FlagValues:
     return values
 
 
-def _last_flagfile(argv: Sequence[str]) -> str:
-    last = ""
-    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
-        name, equals, value = argument.lstrip("-").partition("=")
-        if argument.startswith("-") and name == "flagfile":
-            last = value if equals else following
-    return last
+def _describe_flag_error(error: Exception, config_class: type) -> str:
+    flag = getattr(error, "flagname", "")
+    refused = getattr(config_class, "refused", {})
+    name = flag if flag in refused else flag.removeprefix("no")
+    if name in refused:
+        return f"{name} is not a flag of this program: {refused[name]}; leave it out"
+    if RENAMED.get(name) in (field.name for field in flag_settings(config_class)):
+        return f"--{name} has been renamed to --{RENAMED[name]}"
+    message = " ".join(str(error).split()).removeprefix("ERROR:: ")
+    return f"{message}; {'configs/ has the recipes' if 'flagfile' in message else '--helpfull lists the flags'}"
+
+
+def _recipe_settings(config_class: type) -> list[dataclasses.Field]:
+    """The settings of the recipe that a config holds, without those that it has itself or refuses."""
+    if not names_with(config_class, group=RECIPE):
+        return []
+    left_out = {field.name for field in dataclasses.fields(config_class) if field.metadata["group"] != RECIPE}
+    return [field for field in dataclasses.fields(TrainConfig) if field.name not in left_out | {*config_class.refused}]
+
+
+def _join_help(
+    config_class: type, description: str, groups: Mapping[str, Sequence[dataclasses.Field]], more: str = ""
+) -> str:
+    blocks = [f"{group}:\n" + "\n".join(map(_describe_flag, fields)) for group, fields in groups.items()]
+    blocks.append("Files:\n  --flagfile\n      read flags from a file, one a line; later flags override them")
+    if "recipe" in (field.name for field in flag_settings(config_class)):
+        blocks.append(_wrap(f"Recipes: {', '.join(recipes.names())}. Values in brackets hold without a recipe."))
+    return "\n\n".join(filter(None, [description, *blocks, more, f"Exit codes: {config_class.exit_codes}."]))
+
+
+def _describe_flag(field: dataclasses.Field) -> str:
+    name = f"--[no]{field.name}" if field.type is bool else f"--{field.name}"
+    choices = f" ({'|'.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
+    default = "" if field.default == "" else f" [{field.default}]"
+    return f"  {name}{choices}\n{_wrap(field.metadata['help'] + default, indent=6)}"
+
+
+def _wrap(text: str, indent: int = 0) -> str:
+    return textwrap.indent(textwrap.fill(text, HELP_COLUMNS - indent, break_on_hyphens=False), " " * indent)

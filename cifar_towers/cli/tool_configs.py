@@ -44,8 +44,8 @@ class LaunchConfig:
         check_limits(self)
         if self.num_workers == 1:
             raise UsageError("num_workers=1 is no cluster; give 2 or more, or 0 for one process")
-        if not self.command:
-            raise UsageError("launch what? write: launch.py --num_workers=2 -- --flagfile=configs/speed94.cfg")
+        if not self.command and not self.num_workers:
+            raise UsageError("launch what? write: launch.py --num_workers=2 -- --recipe=speed94")
         words = [argument for argument in self.command if not argument.startswith("-")]
         if words:
             raise UsageError(f"{words[0]!r} is not a flag of train.py; write --name=value")

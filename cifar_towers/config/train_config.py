@@ -86,7 +86,9 @@ class TrainConfig(DeviceConfig):
         False, "allow worker addresses that are reachable from the internet; TensorFlow's port has no authentication"
     )
 
-    recipe: str = _run("", "name of the recipe; by default the flagfile's", on_resume="allow")
+    recipe: str = _run(
+        "", "what to train, a name in configs/; by default speed94, unless --model is given", on_resume="allow"
+    )
     train_dir: str = _run(
         "",
         "directory of everything the run writes; by default runs/<recipe>-seed<seed>, with data other than CIFAR-10 "
@@ -130,7 +132,7 @@ class TrainConfig(DeviceConfig):
     )
     data_dir: str = _data(
         "",
-        "directory of prepared data sets; by default TFDS_DATA_DIR, or TensorFlow Datasets' own",
+        "directory of prepared data sets, made for a download; by default TFDS_DATA_DIR, or TensorFlow Datasets' own",
         on_resume="allow",
         per_worker=True,
         per_run=True,

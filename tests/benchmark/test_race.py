@@ -17,12 +17,15 @@ TRAIN = synthetic.make(80, seed=0, stream=0)
 FACTS = {"processor": "Abacus", "cores": 2, "gpus": ["A100"], "precision": "float32", "onednn": "1"}
 
 
-def test_command_of_a_training_has_its_settings():
+def test_command_of_a_training_has_its_settings_and_its_name(tmp_path):
+    """The name is none of `configs/`; that of one of them would load its settings."""
     changed = {"nesterov": True, "soft_placement": False, "recipe": "mine", "learning_rate": 0.3}
-    config = TrainConfig(**TINY, **changed, seed=4, train_dir="runs/with spaces")
+    config = TrainConfig(**TINY, **changed, seed=4, train_dir=str(tmp_path / "with spaces"))
     command = processes.train_command(config)
     assert command[1].endswith("scripts/train.py")
     assert parse_command_line(TrainConfig, command[1:], "") == config
+    config = dataclasses.replace(config, recipe="speed94")
+    assert parse_command_line(TrainConfig, processes.train_command(config)[1:], "") == config
 
 
 def test_race_process_allocates_gpu_memory_as_needed():

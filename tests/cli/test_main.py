@@ -103,7 +103,7 @@ def test_help_imports_nothing_slow(name):
         ("predict.py", ["picture.png"], 2, "which run? give --train_dir"),
         ("export.py", ["--train_dir=x", "--format=tensorrt"], 2, "format=tensorrt is not one of saved_model, keras"),
         ("train.py", ["--dataset=folder:nowhere"], 3, "nowhere cannot be read: No such file or directory"),
-        ("benchmark.py", ["--towers=5"], 2, "1535 and 1540 can"),
+        ("benchmark.py", ["--batch_size=1536", "--towers=5"], 2, "1535 and 1540 can"),
         ("speedrun.py", ["--seeds=", "--rounds=0"], 2, "leave nothing to do"),
         ("launch.py", ["speed94"], 2, "'speed94' is not a flag of train.py"),
         pytest.param("compare_runs.py", ["docs", "docs"], 2, "docs has no config.json; give two runs'", marks=SLOW),
@@ -215,7 +215,7 @@ def test_import_messages_are_shown_after_a_failure_but_not_after_an_interrupt(mo
     [
         (
             [],
-            "launch what? write: launch.py --num_workers=2 -- --flagfile=configs/speed94.cfg; flags of train.py stand",
+            "launch what? write: launch.py --num_workers=2 -- --recipe=speed94; flags of train.py stand",
         ),
         (["--num_workers=2", f"--flagfile={ROOT / 'configs/cifarnet.cfg'}"], "flags of train.py stand after --"),
         (["--num_workers=1", "--", "--seed=1"], "num_workers=1 is no cluster"),
@@ -231,6 +231,17 @@ def test_launcher_usage_errors_point_to_the_flags_of_train(monkeypatch, argument
     with pytest.raises(UsageError) as caught:
         main.launch.__wrapped__(ShutdownHandler())
     assert message in str(caught.value) and ("stand after --" in str(caught.value)) == ("--" not in arguments)
+
+
+def test_workers_train_the_default_recipe(monkeypatch):
+    commands = []
+    monkeypatch.setattr(sys, "argv", ["launch.py", "--num_workers=2"])
+    monkeypatch.setattr(main.launcher, "launch", lambda command, *others: commands.append(command) or 0)
+    assert main.launch.__wrapped__(ShutdownHandler()) == 0
+    assert [Path(part).name for part in commands[0][1:]] == ["train.py"]  # which then chooses the recipe
+    monkeypatch.setattr(sys, "argv", ["launch.py", "--num_workers=3"])
+    with pytest.raises(UsageError, match="batch_size=1024 cannot be shared by 3 towers"):
+        main.launch.__wrapped__(ShutdownHandler())
 
 
 @pytest.mark.parametrize("stdout", ["full", "closed"])

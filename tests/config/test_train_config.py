@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from cifar_towers.benchmark.settings import BenchmarkConfig, SpeedrunConfig
-from cifar_towers.cli.flags import flag_settings, help_text, parse_command_line
+from cifar_towers.cli import recipes
+from cifar_towers.cli.flags import flag_settings, help_text, parse_command_line, short_help
 from cifar_towers.cli.tool_configs import ReportConfig
 from cifar_towers.config import DeviceConfig, TrainConfig
 from cifar_towers.config.recipe import recipe_fields
@@ -38,6 +39,11 @@ USAGE_ERRORS = {
         (["--batch_size=100", "--num_gpus=8"], "batch_size=100 cannot be shared by 8 towers; 96 and 104 can"),
         (["--batch_size=3", "--num_gpus=8"], "batch_size=3 cannot be shared by 8 towers; 8 can"),
         (["--flagfile=nowhere.cfg"], "Unable to open flagfile"),
+        (["--recipe=sped94"], "there is no recipe sped94; did you mean speed94? the recipes are cifarnet, resnet20, "),
+        (["--recipe=nonsense"], "there is no recipe nonsense; the recipes are cifarnet, resnet20, "),
+        (["--recipe=../configs/speed94"], "there is no recipe ../configs/speed94; the recipes are"),
+        ([f"--recipe={CONFIGS[0]}"], f"is a file, and no name of a recipe; write --flagfile={CONFIGS[0]}"),
+        (["--recipe=smoke", f"--flagfile={CONFIGS[0]}"], "both say what to train; give one"),
         (["--seeds=1,x"], "seeds=1,x is not a list of whole numbers"),
         (["--seeds=1,1"], "must be different"),
         (["--seed=-1"], "seed=-1 is too small"),
@@ -56,7 +62,7 @@ USAGE_ERRORS = {
         ),
         (["--dataset=folder"], "dataset=folder is not cifar10, synthetic, auto, folder:<path> or the name of a"),
         (["--flagfile=configs/resnet21.cfg"], "configs/ has the recipes"),
-        (["--crop=24", "--cutout=28"], "cutout=28 is larger than the 24 pixels"),
+        (["--recipe=", "--crop=24", "--cutout=28"], "cutout=28 is larger than the 24 pixels"),
         (["--target_accuracy=0.9", "--eval_every_epochs=0"], "checked at evaluations"),
         (["--seed=1", "--seeds=2,3"], "are both given"),
         (["--seeds=0,99999999999"], "must be different numbers from 0"),
@@ -85,7 +91,8 @@ USAGE_ERRORS = {
     BenchmarkConfig: [
         (["--towers=1,two"], "towers=1,two is not a list of whole numbers"),
         (["--towers=0"], "a number of towers is 1 or more"),
-        (["--towers=1,5"], "batch_size=1536 cannot be shared by 5 towers; 1535 and 1540 can"),
+        (["--batch_size=1536", "--towers=1,5"], "batch_size=1536 cannot be shared by 5 towers; 1535 and 1540 can"),
+        (["--recipe=speed9"], "did you mean speed96?"),
         (["--precisions=float32,int8"], "'int8' is not one of float32, bfloat16, float16"),
         (["--predict", "--towers=2"], "towers=2 does not go with predict"),
         (["--strategy=mirrored"], "strategy is not a flag of this program: the benchmark varies strategy, variable_"),
@@ -143,18 +150,48 @@ def test_later_flags_and_flagfiles_override_earlier_ones(tmp_path):
     assert str(parse("--train_dir=here").directory) == "here"
 
 
+def test_recipe_is_loaded_and_flags_override_it_wherever_they_stand(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = parse(f"--flagfile={ROOT / 'configs' / 'speed93.cfg'}", "--epochs=3", "--nolookahead")
+    assert expected.whitening_epochs == 3 and expected.learning_rate == 1.5
+    assert parse("--epochs=3", "--recipe=speed93", "--nolookahead") == expected
+    assert parse("--recipe", "speed93", "--nolookahead", "--epochs=3") == expected
+    assert parse("--epochs=3", "--nolookahead", "--recipe=smoke", "--recipe=speed93") == expected
+    assert str(parse("--recipe=speed93", "--seed=11").directory) == "runs/speed93-seed11"
+
+
+def test_recipe_is_speed94_unless_a_recipe_a_flagfile_or_a_model_is_given(tmp_path):
+    expected = parse(f"--flagfile={ROOT / 'configs' / 'speed94.cfg'}", "--num_gpus=2")
+    assert (expected.optimizer, expected.recipe) == ("muon", "speed94")
+    assert parse("--num_gpus=2") == expected == parse("--recipe=speed94", "--num_gpus=2")
+    for config_class in (BenchmarkConfig, SpeedrunConfig):
+        assert parse(config_class=config_class).recipe == dataclasses.replace(expected, num_gpus=0)
+    empty = tmp_path / "mine.cfg"
+    empty.write_text("")
+    assert parse(f"--flagfile={empty}") == TrainConfig(recipe="mine")
+    assert parse("--model=speednet94") == parse("--recipe=") == TrainConfig()
+
+
+def test_flagfile_may_name_no_recipe(tmp_path):
+    """It would be ambiguous which of the two settings hold, and which name the run has."""
+    mine = tmp_path / "mine.cfg"
+    mine.write_text("--recipe=speed94\n--epochs=3\n")
+    with pytest.raises(UsageError, match="recipe=speed94 and flagfile=.*mine.cfg both say what to train"):
+        parse(f"--flagfile={mine}")
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_recipe_parses_and_states_its_command_and_claim(path):
     config = parse(f"--flagfile={path}")
     assert config.name == path.stem
     header = re.match(r"(#.*\n)+", path.read_text()).group()
-    assert f"--flagfile=configs/{path.name}" in header
+    assert f"--recipe={path.stem}" in header
     assert re.search(r"not yet measured|n=\d+|seed", header)
 
 
 def test_recipe_names():
     names = {"smoke", "cifarnet", "resnet20", "resnet56", "speed93", "speed94", "speed95", "speed96"}
-    assert {path.stem for path in CONFIGS} == names
+    assert {path.stem for path in CONFIGS} == names == {*recipes.names()}
 
 
 def test_help_has_every_flag_under_a_group():
@@ -174,6 +211,25 @@ def test_help_exits_with_0(capsys):
     with pytest.raises(SystemExit) as left:
         parse("--help")
     assert left.value.code == 0 and "--batch_size" in capsys.readouterr().out
+
+
+def test_help_of_training_lists_twelve_flags_and_helpfull_all(capsys):
+    listed = []
+    for flag in ("--help", "--helpfull"):
+        with pytest.raises(SystemExit):
+            parse(flag)
+        listed.append(re.findall(r"^  --(?:\[no\])?(\w+)", capsys.readouterr().out, re.M))
+    assert len(listed[0]) == 12 and {"recipe", "num_gpus", "dataset", "model", "flagfile"} <= {*listed[0]}
+    assert {*listed[1]} == {"flagfile", *(field.name for field in flag_settings(TrainConfig))}
+
+
+@pytest.mark.parametrize("config_class", [TrainConfig, BenchmarkConfig, SpeedrunConfig, EvaluateConfig, ReportConfig])
+def test_short_help_has_every_flag_that_only_this_program_has(config_class):
+    text, all_flags = short_help(config_class, "What it does."), help_text(config_class, "What it does.")
+    own = {field.name for field in flag_settings(config_class)} - {f.name for f in dataclasses.fields(TrainConfig)}
+    assert {name for name in own if not re.search(rf"^  --(\[no\])?{name}\b", text, re.M)} == set()
+    assert ("more flags: --helpfull" in text) == (text.count("\n  --") < all_flags.count("\n  --"))
+    assert all(len(line) <= 100 for line in all_flags.splitlines() if not line.startswith("Exit codes"))
 
 
 @pytest.mark.parametrize("flag", [["--out=page.html"], ["--out", "page.html"]])
