@@ -1,4 +1,4 @@
-"""README, docs/ and docstrings are correct: examples, flags, commands, links."""
+"""README, CONTRIBUTING, docs/ and docstrings are correct: examples, flags, commands, links."""
 
 import doctest
 import functools
@@ -15,7 +15,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, ExportConfig, PredictConfig
 
 ROOT = Path(__file__).parents[1]
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 README, PAGES = FILES[0].read_text(), "".join(path.read_text() for path in FILES)
 OTHERS = {"build", "job", "long", "only", "signal"}  # flags of docker, sbatch and tests.faults, to a hyphen
 CONFIGS = {
@@ -33,7 +33,7 @@ CONFIGS = {
 MODULES = [
     path.relative_to(ROOT) for path in sorted((ROOT / "cifar_towers").rglob("*.py")) if ">>> " in path.read_text()
 ]
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
+EXAMPLES = re.findall(r"```python\n(.*?)```", README + (ROOT / "docs/towers.md").read_text(), re.S)
 NUMBER = r"-?\d[\d,]*\.?\d*"
 
 
@@ -54,6 +54,17 @@ def test_examples_print_their_comments(code, capsys):
         assert one == two
 
 
+def test_readme_is_short():
+    lines = README.splitlines()
+    assert len(lines) <= 170 and max(map(len, lines)) <= 120
+
+
+def test_readme_shows_the_step_as_it_is():
+    (shown,) = re.findall(r"```\n(results = .*?)```", README, re.S)
+    step = (ROOT / "cifar_towers/training/step.py").read_text()
+    assert shown.count("\n") == 3 and all(f" {line}\n" in step for line in shown.splitlines())
+
+
 def flag_names(config_class):
     return {"flagfile", "help"}.union(field.name for field in flag_settings(config_class))
 
@@ -69,7 +80,7 @@ def test_flags_make_targets_and_files_exist():
 
 
 def test_places_to_edit_exist():
-    places = re.findall(r"`([\w/]+\.py):([\w.]+)`", README)
+    places = re.findall(r"`([\w/]+\.py):([\w.]+)`", (ROOT / "CONTRIBUTING.md").read_text())
     assert len(places) >= 15
     for path, names in places:
         module = importlib.import_module(".".join(["cifar_towers", *Path(path).with_suffix("").parts]))

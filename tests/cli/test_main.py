@@ -123,8 +123,8 @@ def test_error_line_escapes_control_characters():
 
 
 def test_docs_list_the_exit_codes_of_the_help_text():
-    readme, cluster = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/cluster.md"))
-    assert TrainConfig.exit_codes in readme
+    training, cluster = (" ".join((ROOT / f"docs/{name}.md").read_text().split()) for name in ("training", "cluster"))
+    assert TrainConfig.exit_codes in training
     usage, data, diverged = (f"{e.exit_code} ({e.meaning})" for e in (UsageError, DataError, DivergedError))
     assert f"exit codes {usage}, {data} and {diverged}, which would recur" in cluster
     assert f"exit code {WorkerLostError.exit_code} " in cluster
