@@ -66,7 +66,7 @@ def test_readme_shows_the_step_as_it_is():
 
 
 def flag_names(config_class):
-    return {"flagfile", "help"}.union(field.name for field in flag_settings(config_class))
+    return {"flagfile", "help", "helpfull"}.union(field.name for field in flag_settings(config_class))
 
 
 def test_flags_make_targets_and_files_exist():
