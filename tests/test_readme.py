@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cifar_towers.benchmark.settings import BenchmarkConfig, SpeedrunConfig
+from cifar_towers.cli import recipes
 from cifar_towers.cli.flags import flag_settings
 from cifar_towers.cli.tool_configs import LaunchConfig, ReportConfig
 from cifar_towers.config import TrainConfig
@@ -57,6 +58,15 @@ def test_examples_print_their_comments(code, capsys):
 def test_readme_is_short():
     lines = README.splitlines()
     assert len(lines) <= 170 and max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_readme_has_what_the_recipes_were_measured_to_reach(recipe):
+    row = "".join(re.findall(rf"^\| `{recipe}`.*", README, re.M))
+    measured = re.findall(r"[\d.]+ %", recipes.measured_accuracy(recipe))
+    assert bool(row) == bool(measured)
+    for accuracy in measured:
+        assert accuracy.removesuffix(" %") in row
 
 
 def test_readme_shows_the_step_as_it_is():

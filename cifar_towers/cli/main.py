@@ -13,12 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cifar_towers.benchmark.settings import BenchmarkConfig, SpeedrunConfig
+from cifar_towers.cli import recipes
 from cifar_towers.cli.cluster import join_cluster, resolve_cluster
 from cifar_towers.cli.flags import Config, parse_command_line
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.cli.tf_import import import_tensorflow
 from cifar_towers.cli.tool_configs import LaunchConfig, ReportConfig
 from cifar_towers.config import TrainConfig, parse_seeds
+from cifar_towers.config.recipe import recipe_fields
 from cifar_towers.errors import Interrupted, RunError, UsageError, error_line, error_text
 from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, ExportConfig, PredictConfig
 from cifar_towers.multi_worker import launcher
@@ -48,7 +50,10 @@ def train(shutdown: ShutdownHandler) -> None:
     settings, wherever they stand. The same command resumes.
     """
     config = _parse(TrainConfig, train)
-    cluster, source = join_cluster(config), _find_data(config)
+    cluster = join_cluster(config)
+    if measured := _measured_accuracy(config):
+        log.info(f"recipe {config.recipe}, measured to reach {measured}")
+    source = _find_data(config)
     from cifar_towers import trainer
     from cifar_towers.cli import seeds
 
@@ -216,6 +221,16 @@ def _start_tool(config_class: type[Config], program: Callable, shutdown: Shutdow
     shutdown.exit_immediately_from_now(on_interrupt)
     import_tensorflow()
     return config
+
+
+def _measured_accuracy(config: TrainConfig) -> str:
+    """What the recipe was measured to reach; empty if it was not, or if a flag changes what it trains."""
+    if config.recipe not in recipes.names():
+        return ""
+    recipe = parse_command_line(TrainConfig, ["train.py", f"--recipe={config.recipe}"], "")
+    if config.dataset == "auto":  # a fallback to other data says so itself
+        config = dataclasses.replace(config, dataset=recipe.dataset)
+    return recipes.measured_accuracy(config.recipe) if recipe_fields(config) == recipe_fields(recipe) else ""
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """The recipes in `configs/`: flagfiles by name. An installed copy has them inside the package, a checkout beside it."""
 
+import re
 from pathlib import Path
 
 from cifar_towers.errors import UsageError, did_you_mean
@@ -25,3 +26,9 @@ def flagfile(name: str) -> Path:
     if Path(name).is_file():
         raise UsageError(f"recipe={name} is a file, and no name of a recipe; write --flagfile={name}")
     raise UsageError(f"there is no recipe {name}; {did_you_mean(name, names())}the recipes are {', '.join(names())}")
+
+
+def measured_accuracy(name: str) -> str:
+    """What a recipe was measured to reach, by the header of its file; empty if it was not."""
+    measured = re.search(r"^# Measured: (.*)$", flagfile(name).read_text(), re.M)
+    return measured[1] if measured else ""

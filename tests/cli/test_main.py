@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cifar_towers.cli import main, tf_import
+from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import DataError, DivergedError, Interrupted, UsageError, WorkerLostError, error_line
@@ -128,6 +129,21 @@ def test_docs_list_the_exit_codes_of_the_help_text():
     usage, data, diverged = (f"{e.exit_code} ({e.meaning})" for e in (UsageError, DataError, DivergedError))
     assert f"exit codes {usage}, {data} and {diverged}, which would recur" in cluster
     assert f"exit code {WorkerLostError.exit_code} " in cluster
+
+
+@pytest.mark.parametrize(
+    ("flags", "measured"),
+    [
+        (["--recipe=smoke"], "99.55 %"),
+        (["--num_gpus=2", "--seed=3", "--dataset=auto"], "94.11 %"),
+        (["--epochs=3"], ""),
+        (["--recipe=resnet20"], ""),
+        (["--model=cifarnet"], ""),
+    ],
+)
+def test_accuracy_of_a_recipe_is_known_unless_flags_change_it(flags, measured):
+    text = main._measured_accuracy(parse_command_line(TrainConfig, ["train.py", *flags], ""))
+    assert measured in text and bool(measured) == bool(text)
 
 
 def test_other_keras_backends_are_refused():
