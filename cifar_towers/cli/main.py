@@ -228,8 +228,8 @@ def _measured_accuracy(config: TrainConfig) -> str:
     if config.recipe not in recipes.names():
         return ""
     recipe = parse_command_line(TrainConfig, ["train.py", f"--recipe={config.recipe}"], "")
-    if config.dataset == "auto":  # a fallback to other data says so itself
-        config = dataclasses.replace(config, dataset=recipe.dataset)
+    dataset = recipe.dataset if config.dataset == "auto" else config.dataset  # a fallback to other data says so itself
+    config = dataclasses.replace(config, dataset=dataset, seed=recipe.seed)
     return recipes.measured_accuracy(config.recipe) if recipe_fields(config) == recipe_fields(recipe) else ""
 
 
