@@ -11,7 +11,7 @@ import numpy as np
 from cifar_towers.data import cache, tfds_source
 from cifar_towers.data.connectivity import reachable
 from cifar_towers.data.dataset import CLASSES, Split
-from cifar_towers.errors import DataError, error_line
+from cifar_towers.errors import DataError, UsageError, error_line
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +31,16 @@ def locate(data_dir: str = "") -> Path:
 
     Raises:
       DataError: there is no copy, decoded or prepared, no archive to prepare one from, and no way to download it.
+      UsageError: a `data_dir` is given that has no copy and would not get one, as one is cached.
     """
     directory = tfds_source.tfds_directory(data_dir)
-    archive = _archive(directory)
-    cached = all(cache.contains(_cache_name(name)) for name in SIZES)
-    if cached or is_prepared(directory) or archive.exists() or reachable(f"https://{SOURCE_HOST}"):
-        return directory
-    raise DataError(
-        f"no CIFAR-10 in {directory} and {SOURCE_HOST} does not answer; put {ARCHIVE} into {archive.parent}, "
-        "or give --data_dir=<a directory that holds cifar10/3.0.2>, or train on --dataset=synthetic"
-    )
+    if data_dir and _is_cached() and not (is_prepared(directory) or _archive(directory).exists()):
+        problem = f"has no {BUILDER}" if directory.exists() else "does not exist"
+        raise UsageError(
+            f"data_dir={data_dir} {problem}, and would not be used: CIFAR-10 is read from {cache.directory()}; leave "
+            f"data_dir out, or give one that holds {BUILDER}"
+        )
+    return _check_available(directory)
 
 
 def is_prepared(directory: Path) -> bool:
@@ -63,7 +63,7 @@ def read_split(directory: Path, name: str) -> Split:
     if split:
         directory = cache.directory()
     else:
-        split = _from_tfds(locate(str(directory)), name)
+        split = _from_tfds(_check_available(directory), name)
         verify(name, split)
         cache.save(_cache_name(name), split)
     count, per_class, digest = len(split.labels), split.class_counts()[0], split.digest
@@ -84,6 +84,21 @@ def verify(name: str, split: Split) -> None:
             f"CIFAR-10's {name} split is damaged: its digest is {split.digest}, it must be {DIGESTS[name]}; "
             f"{PREPARE_AGAIN}"
         )
+
+
+def _check_available(directory: Path) -> Path:
+    """Returns a TFDS directory, or raises a DataError if CIFAR-10 can be had neither there nor elsewhere."""
+    archive = _archive(directory)
+    if _is_cached() or is_prepared(directory) or archive.exists() or reachable(f"https://{SOURCE_HOST}"):
+        return directory
+    raise DataError(
+        f"no CIFAR-10 in {directory} and {SOURCE_HOST} does not answer; put {ARCHIVE} into {archive.parent}, "
+        "or give --data_dir=<a directory that holds cifar10/3.0.2>, or train on --dataset=synthetic"
+    )
+
+
+def _is_cached() -> bool:
+    return all(cache.contains(_cache_name(name)) for name in SIZES)
 
 
 def _archive(directory: Path) -> Path:

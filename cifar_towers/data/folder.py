@@ -36,6 +36,13 @@ class Folder(NamedTuple):
         return path == self.root.resolve() or any(path.is_relative_to(root.resolve()) for root in self.class_roots)
 
 
+def holds_pictures(root: Path) -> bool:
+    """Whether pictures lie in a folder, in its subfolders or in theirs, and nothing that TFDS downloads or prepares."""
+    if (root / "downloads").exists() or any(root.glob("*/*/dataset_info.json")):
+        return False
+    return any(image_files.is_picture(path) for depth in ("*", "*/*", "*/*/*") for path in root.glob(depth))
+
+
 def scan(root: Path) -> Folder:
     """List the images of a folder: `train/` and `test/` with a subfolder for each class, or subfolders of classes only.
 

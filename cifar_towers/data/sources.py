@@ -45,7 +45,7 @@ SOURCES = {
     FOLDER: SourceType(_locate_folder, lambda source, side: folder.load(source.folder, side)),
 }
 TFDS = SourceType(  # every other name
-    lambda name, data_dir: Source(name, tfds_source.tfds_directory(data_dir)),
+    lambda name, data_dir: Source(name, tfds_source.locate(name, data_dir)),
     lambda source, side: tfds_source.load(source.name, source.directory, side),
 )
 
@@ -54,9 +54,11 @@ def find(dataset: str, data_dir: str = "") -> Source:
     """Locate a data set: a name in `SOURCES`, `auto`, `folder:<path>`, or one of TFDS, whose directory is `data_dir`.
 
     Raises:
-      DataError: CIFAR-10 or the folder cannot be read. UsageError: this cannot be the name of a data set.
+      DataError: CIFAR-10 or the folder cannot be read.
+      UsageError: there is no such data set, or `data_dir` is no place for one.
     """
     check_dataset(dataset)
+    _check_no_pictures(data_dir)
     if dataset != "auto":
         return _source_type(dataset).locate(dataset, data_dir)
     try:
@@ -93,6 +95,14 @@ def load(
         raise UsageError(f"validation_examples={validation_examples} leaves none of {len(train.labels)} to train on")
     train, validation = split_validation(train, validation_examples)
     return source, Dataset(source.name, train, validation, test)
+
+
+def _check_no_pictures(data_dir: str) -> None:
+    if data_dir and folder.holds_pictures(tfds_source.tfds_directory(data_dir)):
+        raise UsageError(
+            f"data_dir={data_dir} holds pictures, not prepared data sets; to train on them write "
+            f"--dataset={FOLDER}{data_dir} instead"
+        )
 
 
 def _synthetic_fallback(reason: DataError) -> Source:

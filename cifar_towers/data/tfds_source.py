@@ -15,13 +15,35 @@ from PIL import Image
 from cifar_towers.data import image_files
 from cifar_towers.data.connectivity import reachable
 from cifar_towers.data.dataset import DatasetInfo, Split, moments
-from cifar_towers.errors import DataError, RunError, UsageError, error_line
+from cifar_towers.errors import DataError, RunError, UsageError, did_you_mean, error_line
 from cifar_towers.files import atomic_io
 from cifar_towers.registry import BUILT_IN, FOLDER
 
 log = logging.getLogger(__name__)
 
 REPAIR = "replace it by a good copy, or delete it, and it is prepared again"
+
+
+def locate(name: str, data_dir: str = "") -> Path:
+    """TFDS's directory, once it is known within seconds and without TensorFlow that TFDS or the directory has the data
+    set.
+
+    Raises:
+      UsageError: neither has a data set of this name.
+    """
+    directory = tfds_directory(data_dir)
+    builder = re.split("[/:]", name)[0]
+    if (directory / builder).exists():
+        return directory
+    names = import_tfds().list_builders(with_community_datasets=False)
+    if builder not in names:
+        built_in = ", ".join((*BUILT_IN, f"{FOLDER}<path>"))
+        folder = f"did you mean {FOLDER}{name}? " if Path(name).is_dir() else ""
+        raise UsageError(
+            f"dataset={name}: {folder or did_you_mean(builder, [*BUILT_IN, *names])}neither TensorFlow Datasets nor "
+            f"{directory} has it; built in are {built_in}"
+        )
+    return directory
 
 
 def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
@@ -31,8 +53,8 @@ def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
     `train`.
 
     Raises:
-      UsageError: no such data set, or none of images with one of several classes each. DataError: it cannot be
-        downloaded or read.
+      UsageError: it is none of images with one of several classes each.
+      DataError: it cannot be downloaded or read.
     """
     tfds = import_tfds()
     builder = _make_builder(tfds, name, directory)
@@ -116,15 +138,13 @@ def _make_builder(tfds: ModuleType, name: str, directory: Path):
     try:
         return tfds.builder(name, data_dir=str(directory))
     except Exception as error:
-        unknown = isinstance(error, tfds.core.DatasetNotFoundError)
         if copy.exists():
+            unknown = isinstance(error, tfds.core.DatasetNotFoundError)
             reason = "dataset_info.json or features.json is missing" if unknown else error_line(error)
             raise DataError(
                 f"dataset={name} cannot be read from {copy} ({reason}); if the name is right, {REPAIR}"
             ) from error
-        built_in = ", ".join((*BUILT_IN, f"{FOLDER}<path>"))
-        not_found = f"neither TensorFlow Datasets nor {directory} has it; built in are {built_in}"
-        raise UsageError(f"dataset={name}: {not_found if unknown else error_line(error)}") from error
+        raise UsageError(f"dataset={name}: {error_line(error)}") from error
 
 
 def _find_feature(info, kind: type) -> str | None:

@@ -104,6 +104,8 @@ def test_help_imports_nothing_slow(name):
         ("predict.py", ["picture.png"], 2, "which run? give --train_dir"),
         ("export.py", ["--train_dir=x", "--format=tensorrt"], 2, "format=tensorrt is not one of saved_model, keras"),
         ("train.py", ["--dataset=folder:nowhere"], 3, "nowhere cannot be read: No such file or directory"),
+        ("train.py", ["--dataset=mnits"], 2, "dataset=mnits: did you mean mnist?"),
+        ("train.py", ["--recipe=nonsense"], 2, "there is no recipe nonsense; the recipes are cifarnet, "),
         ("benchmark.py", ["--batch_size=1536", "--towers=5"], 2, "1535 and 1540 can"),
         ("speedrun.py", ["--seeds=", "--rounds=0"], 2, "leave nothing to do"),
         ("launch.py", ["speed94"], 2, "'speed94' is not a flag of train.py"),

@@ -44,12 +44,12 @@ def are_verified(splits):
     return [split.digest for split in splits] == list(cifar10.DIGESTS.values())
 
 
-def test_second_start_reads_the_cache_and_needs_no_prepared_copy(decoded, prepared, tmp_path):
+def test_second_start_reads_the_cache_and_needs_no_prepared_copy(decoded, prepared, tmp_path, monkeypatch):
     cifar10.load(prepared)
     assert decoded == ["train", "test"] and len(files()) == 2
-    nowhere = str(tmp_path / "nowhere")
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "nowhere"))
     for dataset in ("cifar10", "auto"):
-        source, data = sources.load(sources.find(dataset, nowhere))
+        source, data = sources.load(sources.find(dataset))
         assert source.name == "cifar10" and are_verified((data.train, data.test))
         np.testing.assert_array_equal(data.train.images, SMALL["train"].images)
         np.testing.assert_array_equal(data.test.labels, SMALL["test"].labels)
@@ -84,12 +84,13 @@ def test_damaged_cache_is_reported_and_replaced(decoded, prepared, caplog, damag
     assert are_verified(cifar10.load(prepared)) and decoded == ["train"]
 
 
-def test_damaged_cache_without_a_prepared_copy_is_an_error(decoded, prepared, tmp_path):
+def test_damaged_cache_without_a_prepared_copy_is_an_error(decoded, prepared, tmp_path, monkeypatch):
     cifar10.load(prepared)
     path = next(path for path in files() if "test" in path.name)
     path.write_bytes(flip_bit(path.read_bytes()))
-    source = sources.find("cifar10", str(tmp_path / "nowhere"))
-    for use in (lambda: sources.load(source), lambda: sources.find("cifar10", str(tmp_path / "nowhere"))):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "nowhere"))
+    source = sources.find("cifar10")
+    for use in (lambda: sources.load(source), lambda: sources.find("cifar10")):
         with pytest.raises(DataError, match="no CIFAR-10 in .*nowhere"):
             use()
 

@@ -72,6 +72,43 @@ def test_prepared_copy_needs_no_network_and_is_an_error_if_damaged(offline, tmp_
         sources.load(source, fall_back=True)
 
 
+@pytest.fixture
+def cached(monkeypatch):
+    monkeypatch.setattr(cifar10.cache, "contains", lambda name: True)
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "auto"])
+@pytest.mark.parametrize(("name", "problem"), [("nowhere", "does not exist"), ("", "has no cifar10/3.0.2")])
+def test_data_dir_that_would_not_be_used_is_refused(cached, tmp_path, dataset, name, problem):
+    with pytest.raises(UsageError, match=f"data_dir={tmp_path / name} {problem}, .* leave data_dir out, or give one"):
+        sources.find(dataset, str(tmp_path / name))
+
+
+def test_data_dir_of_a_copy_an_archive_or_a_download_is_accepted(monkeypatch, tmp_path):
+    new = tmp_path / "new"
+    monkeypatch.setattr(cifar10, "reachable", lambda host: True)
+    assert sources.find("cifar10", str(new)).directory == new  # a download makes it
+    monkeypatch.setattr(cifar10.cache, "contains", lambda name: True)
+    (new / "downloads/manual").mkdir(parents=True)
+    (new / "downloads/manual" / cifar10.ARCHIVE).touch()
+    assert sources.find("cifar10", str(new)).directory == new
+    (tmp_path / "cifar10/3.0.2").mkdir(parents=True)
+    (tmp_path / "cifar10/3.0.2/dataset_info.json").touch()
+    assert sources.find("cifar10", str(tmp_path)).directory == tmp_path
+
+
+def test_pictures_as_data_dir_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(cifar10, "reachable", lambda host: True)  # else CIFAR-10 would be put among the pictures
+    (tmp_path / "photos/train/cats").mkdir(parents=True)
+    (tmp_path / "photos/train/cats/one.JPG").touch()
+    monkeypatch.chdir(tmp_path)
+    for dataset, data_dir in (("cifar10", "photos"), ("auto", "photos/train"), ("mnist", "photos/train/cats")):
+        with pytest.raises(UsageError, match=f"data_dir={data_dir} holds pictures, .* --dataset=folder:{data_dir} "):
+            sources.find(dataset, data_dir)
+    (tmp_path / "photos/downloads").mkdir()  # of TFDS
+    assert sources.find("cifar10", "photos").name == "cifar10"
+
+
 def test_synthetic_is_balanced_seeded_and_disjoint():
     train, test = synthetic.make(500, 0, 0), synthetic.make(500, 0, 1)
     assert train.images.shape == (500, 32, 32, 3) and train.images.dtype == np.uint8

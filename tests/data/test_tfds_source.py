@@ -1,5 +1,10 @@
 """Data sets of TensorFlow Datasets."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,6 +12,7 @@ import tensorflow as tf
 from cifar_towers.data import sources, synthetic, tfds_source
 from cifar_towers.errors import DataError, UsageError
 
+ROOT = Path(__file__).parents[2]
 IMAGES = synthetic.make(60, 0, 0).images[:, :20]
 
 
@@ -14,8 +20,31 @@ def test_missing_tfds_data_is_an_error_of_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(tfds_source, "reachable", lambda url: False)
     with pytest.raises(DataError, match=r"no cifar100 in .* and .*toronto.edu does not answer; put a prepared copy"):
         sources.load(sources.find("cifar100", str(tmp_path)))
-    with pytest.raises(UsageError, match="dataset=cifar1O: neither .* has it; built in are cifar10, .*, folder:<path>"):
+    with pytest.raises(
+        UsageError,
+        match="dataset=cifar1O: did you mean cifar10. neither .* has it; built in are cifar10, .*, folder:<path>",
+    ):
         sources.load(sources.find("cifar1O", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [("mnits", "mnist"), ("mnits/plain:3.0.1", "mnist"), ("sintetic", "synthetic"), ("photos", "folder:photos")],
+)
+def test_unknown_name_is_answered_with_a_similar_one_and_without_tensorflow(tmp_path, name, suggestion):
+    (tmp_path / "photos").mkdir()
+    code = "import sys; from cifar_towers.data import sources\n"
+    code += f"try: sources.find({name!r})\n"
+    code += "except Exception as error: print(type(error).__name__, error, 'tensorflow' in sys.modules)"
+    run = {"capture_output": True, "text": True, "cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    answer = subprocess.run([sys.executable, "-c", code], **run).stdout
+    assert answer.startswith(f"UsageError dataset={name}: did you mean {suggestion}? neither TensorFlow Datasets nor ")
+    assert answer.endswith("False\n")
+
+
+def test_name_without_a_similar_one(tmp_path):
+    with pytest.raises(UsageError, match="dataset=zzqq: neither TensorFlow Datasets nor .* has it; built in are"):
+        sources.find("zzqq", str(tmp_path))
 
 
 def test_builder_without_urls_may_download(tmp_path):
