@@ -96,6 +96,9 @@ def evaluate(shutdown: ShutdownHandler) -> None:
     """Evaluates a checkpoint of a run, the newest unless --step is given.
 
     evaluate.py --train_dir=runs/speed94-seed0 --tta=2
+
+    Where the model fails: the table's column "most often taken for" names the class that most errors of each class go
+    to. --json adds the confusion matrix: rows are true classes, columns predicted ones.
     """
     config = _start_tool(EvaluateConfig, evaluate, shutdown, "nothing was changed")
     from cifar_towers.inference.evaluate import evaluate_checkpoint

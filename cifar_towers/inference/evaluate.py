@@ -85,11 +85,11 @@ def _as_table(settings: dict, score: Score, class_names: Sequence[str]) -> str:
         f"accuracy {100 * score.accuracy:.2f} % ({score.correct:,} of {score.count:,}; 95 % interval {100 * low:.2f} "
         f"to {100 * high:.2f} %), loss {score.loss:.4f}",
         "",
-        f"{'class':{width}}  accuracy  examples  most often confused with",
+        f"{'class':{width}}  accuracy  examples  most often taken for",
     ]
     for index, (name, accuracy) in enumerate(zip(class_names, score.per_class(), strict=True)):
         row = score.confusion[index].copy()
         total, row[index] = row.sum(), 0
-        confused = f"{class_names[row.argmax()]} ({row.max()})" if row.any() else "-"
-        lines.append(f"{name:{width}}  {100 * accuracy:6.2f} %  {total:8,}  {confused}")
+        taken_for = f"{class_names[row.argmax()]} ({row.max()})" if row.any() else "-"
+        lines.append(f"{name:{width}}  {100 * accuracy:6.2f} %  {total:8,}  {taken_for}")
     return "\n".join(map(printable, lines))

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 
+import keras
 import tensorflow as tf
 
 
@@ -24,10 +25,12 @@ def average_gradients(
       stay sparse.
 
     Raises:
-      ValueError: no towers, towers that disagree on their variables, or weights that do not match the towers.
+      ValueError: no towers, towers that disagree on their variables or their order, pairs of (variable, gradient), or
+        weights that do not match the towers.
     """
     tower_grads = [list(pairs) for pairs in tower_grads]
     fractions = _fractions(tower_grads, weights)
+    _check_gradients_first(tower_grads)
     _check_same_variables(tower_grads)
     if len(tower_grads) == 1:
         return tower_grads[0]
@@ -69,19 +72,41 @@ def _fractions(tower_grads, weights) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
+def _check_gradients_first(tower_grads) -> None:
+    for tower, pairs in enumerate(tower_grads):
+        for position, (gradient, _) in enumerate(pairs):
+            if isinstance(gradient, tf.Variable | keras.Variable):
+                raise ValueError(
+                    f"pair {position} of tower_{tower} begins with a variable, {_name(gradient)} of shape "
+                    f"{_shape(gradient)}; write (gradient, variable), as zip(gradients, variables) does"
+                )
+
+
 def _check_same_variables(tower_grads) -> None:
     first = [variable for _, variable in tower_grads[0]]
     for tower, pairs in enumerate(tower_grads):
         variables = [variable for _, variable in pairs]
         for position, (expected, actual) in enumerate(itertools.zip_longest(first, variables)):
-            if expected is not actual:
+            if expected is actual:
+                continue
+            if sorted(map(id, variables)) == sorted(map(id, first)):
+                in_first = next(index for index, variable in enumerate(first) if variable is actual)
                 raise ValueError(
-                    f"tower_{tower} and tower_0 disagree on variable {position}: "
-                    f"tower_{tower} has {_name(actual)}, tower_0 has {_name(expected)}"
+                    f"tower_{tower} has the same variables as tower_0 in another order: its pair {position} has "
+                    f"{_name(actual)} of shape {_shape(actual)}, which is in pair {in_first} of tower_0"
                 )
+            raise ValueError(
+                f"tower_{tower} and tower_0 disagree on variable {position}: "
+                f"tower_{tower} has {_name(actual)}, tower_0 has {_name(expected)} "
+                f"(pair {position} of each; shapes {_shape(actual)} and {_shape(expected)})"
+            )
 
 
 def _name(variable) -> str:
     if variable is None:
         return "none"
     return repr(getattr(variable, "path", None) or getattr(variable, "name", None) or str(variable))
+
+
+def _shape(variable) -> str:
+    return str(getattr(variable, "shape", "none"))

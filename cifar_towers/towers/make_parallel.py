@@ -72,7 +72,8 @@ def split_any_batch(tensors: Any, towers: Sequence[Tower]) -> list[Shard]:
     flat = tf.nest.flatten(tensors)
     length = next((t.shape[0] for t in flat if t.shape[0] is not None), None)
     if length is not None and length >= len(towers) and all(t.shape[0] == length for t in flat):
-        return [Shard(shard, tf.nest.flatten(shard)[0].shape[0]) for shard in split_batch(tensors, towers)]
+        shards = split_batch(tensors, towers, allow_uneven=True)
+        return [Shard(shard, tf.nest.flatten(shard)[0].shape[0]) for shard in shards]
     with tf.name_scope("split_batch"):
         length = tf.shape(flat[0])[0]
         for tensor in flat[1:]:

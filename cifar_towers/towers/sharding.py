@@ -9,16 +9,28 @@ from cifar_towers.towers.devices import Tower
 from cifar_towers.towers.placement import HOST
 
 
-def split_batch(batch: Any, towers: Sequence[Tower]) -> list[Any]:
+def split_batch(batch: Any, towers: Sequence[Tower], allow_uneven: bool = False) -> list[Any]:
     """Splits every tensor of a structure on axis 0, in host memory: [B, ...] -> K shards of [B/K, ...].
 
-    Where K does not divide B, the first B mod K shards have one example more; weigh their gradients by examples then.
+    Args:
+      allow_uneven: accept a B that K does not divide; the first B mod K shards then have one example more. The
+        gradients of their mean losses need weights: `average_gradients(tower_grads, weights=[examples, ...])`.
 
     Raises:
-      ValueError: a tensor without a known axis 0, tensors that differ in it, or fewer examples than towers.
+      ValueError: a tensor without a known axis 0, tensors that differ in it, fewer examples than towers, or uneven
+        shards without `allow_uneven`.
     """
     with tf.name_scope("split_batch"):
-        return _split(batch, len(towers), "towers")
+        shards = _split(batch, len(towers), "towers")
+    sizes = [tf.nest.flatten(shard)[0].shape[0] for shard in shards]
+    if len(set(sizes)) > 1 and not allow_uneven:
+        even = sum(sizes) - sum(sizes) % len(sizes)
+        raise ValueError(
+            f"{sum(sizes)} examples cannot be shared evenly by {len(sizes)} towers: give {even} or "
+            f"{even + len(sizes)}, as batches with drop_remainder=True, or split_batch(..., allow_uneven=True) "
+            f"and average_gradients(..., weights={sizes})"
+        )
+    return shards
 
 
 def run_on_towers(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: Sequence[Any]) -> list[Any]:

@@ -143,6 +143,16 @@ def test_folders_without_images_are_errors_of_their_own(run, folder, tmp_path, c
         PredictConfig(train_dir=str(run))
 
 
+def test_evaluation_names_the_class_that_errors_go_to(run):
+    table = evaluate_checkpoint(EvaluateConfig(train_dir=str(run), precision="float32")).splitlines()
+    confusion = np.array(evaluate_as_json(run, precision="float32")["confusion"])
+    assert table[3].split("  ")[-1] == "most often taken for"
+    np.fill_diagonal(confusion, 0)
+    for line, row in zip(table[4:], confusion, strict=True):
+        expected = f"{synthetic.CLASSES[row.argmax()]} ({row.max()})" if row.any() else "-"
+        assert line.endswith(f"  {expected}")
+
+
 # Export -------------------------------------------------------------------------------------------------------------
 
 

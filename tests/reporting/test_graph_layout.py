@@ -18,7 +18,7 @@ def traced(towers):
         for gradient, variable in gradients:
             variable.assign_sub(gradient)
 
-    return weight, step.get_concrete_function(tf.TensorSpec([8, 1]))
+    return weight, step.get_concrete_function(tf.TensorSpec([9, 1]))
 
 
 def test_towers_are_drawn_side_by_side(towers):

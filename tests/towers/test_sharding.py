@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.towers import run_on_towers, split_batch
+from cifar_towers.towers import average_gradients, run_on_towers, split_batch
 
 
 def test_structures_are_split_on_axis_0(towers):
@@ -13,20 +13,44 @@ def test_structures_are_split_on_axis_0(towers):
 
 
 def test_first_shards_have_the_remainder(towers):
-    assert [len(s) for s in split_batch(tf.range(11), towers(4))] == [3, 3, 3, 2]
+    assert [len(s) for s in split_batch(tf.range(11), towers(4), allow_uneven=True)] == [3, 3, 3, 2]
 
 
 @pytest.mark.parametrize(
     ("batch", "count", "message"),
     [
         (tf.range(3), 4, "3 examples cannot be shared by 4 towers"),
+        (
+            tf.range(11),
+            4,
+            r"11 examples cannot be shared evenly by 4 towers: give 8 or 12, as batches with drop_remainder=True, "
+            r"or split_batch\(..., allow_uneven=True\) and average_gradients\(..., weights=\[3, 3, 3, 2\]\)$",
+        ),
         ([tf.range(3), tf.range(4)], 2, r"one known length on axis 0; these have \[3, 4\]"),
     ],
-    ids=["too few examples", "different lengths"],
+    ids=["too few examples", "uneven shards", "different lengths"],
 )
 def test_split_batch_rejects(towers, batch, count, message):
     with pytest.raises(ValueError, match=message):
         split_batch(batch, towers(count))
+
+
+def test_uneven_shards_weighted_by_examples_give_the_gradient_of_the_whole_batch(towers):
+    """README's training step, with three examples on two towers."""
+    w, x = tf.Variable([[0.0]]), tf.constant([[1.0], [2.0], [5.0]])
+
+    def on_tower(tower, shard):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((shard @ w - 3 * shard) ** 2)
+        return [(tape.gradient(loss, w), w)]
+
+    shards = split_batch(x, towers(2), allow_uneven=True)
+    tower_grads = run_on_towers(on_tower, towers(2), shards)
+    ((gradient, _),) = average_gradients(tower_grads, weights=[len(shard) for shard in shards])
+    ((expected, _),) = on_tower(None, x)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="3 examples cannot be shared evenly by 2 towers: give 2 or 4"):
+        split_batch(x, towers(2))
 
 
 def test_each_tower_runs_in_its_device_and_name_scope(towers):
