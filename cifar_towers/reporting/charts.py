@@ -18,18 +18,21 @@ SMOOTHED_LOSSES = re.escape(tags.smoothed_loss("")) + f"(?!.*{re.escape(tags.RAW
 
 # category -> title -> regular expressions of the tags that the chart shows, each a curve for every run and tower
 CUSTOM_SCALARS = {
-    "learning": {
+    "overview": {
         "training loss, raw and smoothed": [_tag(tags.LOSS), SMOOTHED_LOSSES],
         "evaluation accuracy": [_below(tags.ACCURACY)],
+        "learning rates": [_below(tags.LEARNING_RATE)],
+        "gradient norm": [_tag(tags.GRADIENT_NORM)],
+        "throughput, images/s": [_tag(tags.IMAGES_PER_SEC)],
+    },
+    "learning": {
         "training accuracy (batch)": [_tag(tags.ACCURACY)],
         "evaluation loss": [_below(tags.LOSS)],
     },
     "health": {
-        "gradient norm": [_tag(tags.GRADIENT_NORM)],
         "update-to-weight ratio": [_below(tags.UPDATE_RATIO) + "kernel"],
         "activation sparsity": [_below(tags.SPARSITY)],
         "bad steps and rollbacks": [_tag(tags.BAD_STEPS), _tag(tags.ROLLBACKS)],
-        "learning rates": [_below(tags.LEARNING_RATE)],
     },
     "tower agreement": {
         "loss of each tower": [_tag(tags.TOWER_LOSS)],
@@ -38,7 +41,6 @@ CUSTOM_SCALARS = {
         "gradient noise scale, examples": [_tag(tags.NOISE_SCALE)],
     },
     "speed": {
-        "throughput, images/s": [_tag(tags.IMAGES_PER_SEC)],
         "input wait, share of the time": [_tag(tags.INPUT_WAIT)],
         "memory, MB": [_below(tags.MEMORY)],
         "GPU utilization, %": [_below(tags.GPU_UTILIZATION)],

@@ -53,7 +53,7 @@ class RunLogger:
         config, length = self.run.config, self.run.length
         parameters = sum(math.prod(variable.shape) for variable in self.run.model.trainable_variables)
         self.log(
-            f"{config.name} seed {config.seed}: {config.model}, {parameters:,} trainable parameters, "
+            f"{config.name} seed {config.seed}: {config.model}, {parameters:,} parameters, "
             f"{self.run.compute_dtype}; {self.run.describe_parallelism()}"
         )
         hardest = f", the hardest of {config.hard_example_pool}" if config.hard_example_pool else ""
