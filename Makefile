@@ -9,15 +9,23 @@ NVIDIA := $(wildcard /proc/driver/nvidia/version /usr/lib/wsl/lib/libcuda.so.1)
 comma := ,
 EXTRAS := $(if $(NVIDIA),dev$(comma)gpu,dev)
 
-.PHONY: help setup train test test-long test-browser faults faults-long compare lint format evaluate predict export bench speedrun tensorboard clean
+# a flag overrides the recipe wherever it stands, and smoke has data of its own
+RECIPE := --recipe=$(CONFIG) $(if $(filter smoke,$(CONFIG)),,--dataset=auto)
+
+.PHONY: help setup train evaluate predict export tensorboard bench speedrun
+.PHONY: test test-long test-browser lint format compare faults faults-long clean
 .DEFAULT_GOAL := help
 
-help:  ## this menu
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */|/' | awk -F'|' '{printf "  make %-13s %s\n", $$1, $$2}'
+help:
+	@awk -F': .*## ' '/^##@ / {print "\n" substr($$0, 5)} /^[a-z-]+: .*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "  make train CONFIG=resnet56 NUM_GPUS=4 ARGS='--seed=3'   any flag of scripts/train.py --help"
+	@echo "ARGS takes any flag of a program, which --helpfull lists:"
+	@echo "  make train CONFIG=resnet56 NUM_GPUS=4 ARGS='--seed=3'"
+	@echo "When a program fails, make exits with 2; the program's exit code is the number after Error."
 
-setup: .venv/ready  ## make .venv with all that is needed; other targets do so themselves
+##@ Use
+
+setup: .venv/ready  ## install all that is needed into .venv; the others do so themselves
 
 .venv/ready: setup.cfg pyproject.toml
 	@echo "setting up .venv (a minute or two, once)"
@@ -27,8 +35,8 @@ setup: .venv/ready  ## make .venv with all that is needed; other targets do so t
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import keras.src.backend.tensorflow, tensorflow, tensorflow_datasets, tensorboard.main' 2>/dev/null || true
 	@touch $@
 
-train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers; CIFAR-10 if it can be had, else a synthetic set
-	@$(BIN)/python scripts/train.py --dataset=auto --flagfile=configs/$(CONFIG).cfg --num_gpus=$(NUM_GPUS) $(ARGS)
+train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers, on CIFAR-10 or else synthetic data
+	@$(BIN)/python scripts/train.py $(RECIPE) --num_gpus=$(NUM_GPUS) $(ARGS)
 
 evaluate: .venv/ready  ## score a checkpoint of a run: ARGS='--train_dir=runs/speed94-seed0 --tta=2'
 	@$(BIN)/python scripts/evaluate.py $(ARGS)
@@ -36,36 +44,31 @@ evaluate: .venv/ready  ## score a checkpoint of a run: ARGS='--train_dir=runs/sp
 predict: .venv/ready  ## classify images: ARGS='--train_dir=runs/speed94-seed0 picture.jpg folder/'
 	@$(BIN)/python scripts/predict.py $(ARGS)
 
-export: .venv/ready  ## write a trained net for use elsewhere: ARGS='--train_dir=runs/speed94-seed0 --format=onnx'
+export: .venv/ready  ## write a model for use elsewhere: ARGS='--train_dir=runs/... --format=onnx'
 	@$(BIN)/python scripts/export.py $(ARGS)
-
-bench: .venv/ready  ## measure placements, strategies and numbers of towers for CONFIG, in 15 minutes
-	@$(BIN)/python scripts/benchmark.py --dataset=auto --flagfile=configs/$(CONFIG).cfg $(ARGS)
-
-speedrun: .venv/ready  ## time CONFIG (speed93 to speed96: to their accuracy) over five seeds, against this machine's limit and beside others' steps (hours)
-	@$(BIN)/python scripts/speedrun.py --dataset=auto --flagfile=configs/$(CONFIG).cfg --num_gpus=$(NUM_GPUS) $(TARGET) $(ARGS)
 
 tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
 	@$(BIN)/tensorboard --logdir runs --samples_per_plugin=images=50 $(ARGS)
 
-test: .venv/ready  ## the tests, in ten minutes or less on two cores; with ARGS='-s -k ...' in one process
+##@ Measure
+
+bench: .venv/ready  ## compare placements, strategies and numbers of towers for CONFIG, in 15 minutes
+	@$(BIN)/python scripts/benchmark.py $(RECIPE) $(ARGS)
+
+speedrun: .venv/ready  ## time CONFIG over five seeds, beside the steps of other frameworks (hours)
+	@$(BIN)/python scripts/speedrun.py $(RECIPE) --num_gpus=$(NUM_GPUS) $(TARGET) $(ARGS)
+
+##@ Develop
+
+test: .venv/ready  ## run the tests, in ten minutes or less on two cores; some: ARGS='-s -k ...'
 	@$(BIN)/python -m pytest -m 'not slow and not browser' $(or $(ARGS),-n 2 --dist worksteal)
 
-test-long: .venv/ready  ## all tests, with whole recipes
+test-long: .venv/ready  ## run all tests, with whole recipes
 	@$(BIN)/python -m pytest -m 'not browser' $(ARGS)
 
 test-browser: .venv/ready  ## test TensorBoard and the report in a browser (chromium), with screenshots
 	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[browser]'
 	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
-
-faults: .venv/ready  ## inject faults: kill runs, lose power, damage files, fill disks (minutes; Linux, root, strace)
-	@$(BIN)/python -m tests.faults $(ARGS)
-
-faults-long: .venv/ready  ## as many trials as docs/faults.md (two hours); can be interrupted and repeated
-	@$(BIN)/python -m tests.faults --long $(ARGS)
-
-compare: .venv/ready  ## train small runs at REV and at HEAD: are losses and weights the same to the bit?
-	@$(BIN)/python scripts/compare_revisions.py $(REV) $(ARGS)
 
 lint: .venv/ready  ## check style (ruff)
 	@$(BIN)/ruff check .
@@ -74,6 +77,15 @@ lint: .venv/ready  ## check style (ruff)
 format: .venv/ready  ## fix style (ruff)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+compare: .venv/ready  ## train small runs at REV and at HEAD: are losses and weights the same?
+	@$(BIN)/python scripts/compare_revisions.py $(REV) $(ARGS)
+
+faults: .venv/ready  ## inject faults: kill runs, damage files, fill disks (Linux, root, strace)
+	@$(BIN)/python -m tests.faults $(ARGS)
+
+faults-long: .venv/ready  ## as many trials as in docs/faults.md (two hours); the same command resumes
+	@$(BIN)/python -m tests.faults --long $(ARGS)
 
 clean:  ## remove .venv and caches, never runs/
 	rm -rf .venv .pytest_cache .ruff_cache build dist *.egg-info

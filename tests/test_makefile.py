@@ -1,0 +1,47 @@
+"""The Makefile: its menu, and the commands behind its targets."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cifar_towers.benchmark.settings import BenchmarkConfig, SpeedrunConfig
+from cifar_towers.cli.flags import parse_command_line
+from cifar_towers.config import TrainConfig
+
+ROOT = Path(__file__).parents[1]
+
+
+def make(*arguments):
+    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_menu_has_three_groups_of_all_targets_in_lines_of_100_characters():
+    menu = make()
+    assert re.findall(r"^\w+$", menu, re.M) == ["Use", "Measure", "Develop"]
+    assert [line for line in menu.splitlines() if len(line) > 100] == []
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert re.findall(r"^  make ([a-z-]+)  ", menu, re.M) == [target for target in targets if target != "help"]
+
+
+@pytest.mark.parametrize(
+    ("target", "config_class"), [("train", TrainConfig), ("bench", BenchmarkConfig), ("speedrun", SpeedrunConfig)]
+)
+@pytest.mark.parametrize("recipe", ["speed94", "smoke"])
+def test_targets_take_their_recipe_from_config(target, config_class, recipe):
+    command = make("-n", target, f"CONFIG={recipe}", "ARGS=--epochs=3").splitlines()[-1]
+    config = parse_command_line(config_class, shlex.split(command)[1:], "")
+    trained = config if config_class is TrainConfig else config.recipe
+    assert (trained.recipe, trained.epochs) == (recipe, 3)
+    assert trained.dataset == ("synthetic" if recipe == "smoke" else "auto")
+
+
+def test_exit_code_of_a_program_is_in_the_last_line_as_the_menu_says():
+    ready = ["-o", ".venv/ready", f"BIN={Path(sys.executable).parent}"]
+    command = ["make", *ready, "train", "ARGS=--dataset=folder:nowhere"]
+    failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert failed.returncode == 2 and re.search(r"Error 3$", failed.stderr.splitlines()[-1])
+    assert "make exits with 2; the program's exit code is the number after Error" in make()
