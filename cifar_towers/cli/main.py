@@ -231,9 +231,10 @@ def _measured_accuracy(config: TrainConfig) -> str:
     if config.recipe not in recipes.names():
         return ""
     recipe = parse_command_line(TrainConfig, ["train.py", f"--recipe={config.recipe}"], "")
-    dataset = recipe.dataset if config.dataset == "auto" else config.dataset  # a fallback to other data says so itself
-    config = dataclasses.replace(config, dataset=dataset, seed=recipe.seed)
-    return recipes.measured_accuracy(config.recipe) if recipe_fields(config) == recipe_fields(recipe) else ""
+    whole = config.max_steps == recipe.max_steps and not config.target_accuracy
+    same_data = config.dataset in (recipe.dataset, "auto")  # a fallback to other data says so itself
+    same = recipe_fields(dataclasses.replace(config, seed=recipe.seed)) == recipe_fields(recipe)
+    return recipes.measured_accuracy(config.recipe) if whole and same_data and same else ""
 
 
 @contextlib.contextmanager
