@@ -133,15 +133,15 @@ def _bottleneck(best: CaseResult, results: Sequence[CaseResult], batch_size: int
 
 
 def plot(results: Sequence[CaseResult], facts: Mapping) -> bytes:
-    """PNG: a panel per precision, a bar with its spread per case, and a dotted line for one tower."""
+    """PNG: a panel per precision, one above the other, a bar with its spread per case, a dotted line for one tower."""
     ordered = sorted(results, key=lambda result: (result.case.precision, result.case.towers, -result.median))
     by_precision = {key: list(group) for key, group in itertools.groupby(ordered, lambda each: each.case.precision)}
-    most_bars = max(map(len, by_precision.values()))
-    figure = Figure((7.2 * len(by_precision), 1.6 + 0.3 * most_bars), layout="constrained")
-    panels = figure.subplots(1, len(by_precision), sharex=True, squeeze=False)
-    for panel, (precision, shown) in zip(panels[0], by_precision.items(), strict=True):
+    heights = [len(shown) + 0.4 for shown in by_precision.values()]  # bars of equal height in all panels
+    figure = Figure((9, 1.2 + 0.8 * len(heights) + 0.3 * sum(heights)), layout="constrained")
+    panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)
+    for panel, (precision, shown) in zip(panels[:, 0], by_precision.items(), strict=True):
         _draw_bars(panel, shown)
-        panel.set_ylim(most_bars - 0.4, -0.6)  # bars of equal height in all panels
+        panel.set_ylim(len(shown) - 0.4, -0.6)
         panel.set_title(precision)
     figure.suptitle(f"{facts['recipe']}, batches of {facts['batch_size']:,}; {facts['processor']}, {facts['date']}")
     buffer = io.BytesIO()
