@@ -41,8 +41,8 @@ def train(
 
     Returns:
       The content of result.json: `step`; `reached`, the accuracy that met the target, or 0; `dataset`; `seconds` by
-      phase; `images_per_sec`; `weights_sha256`; the numbers of `failed_saves`, `bad_steps` and `rollbacks`; and
-      the records of the last `evaluations`.
+      phase; `images_per_sec`, or None if every step compiled; `weights_sha256`; the numbers of `failed_saves`,
+      `bad_steps` and `rollbacks`; and the records of the last `evaluations`.
 
     Raises:
       UsageError, DataError, DivergedError, Interrupted: see `cifar_towers.errors`.

@@ -22,7 +22,7 @@ def train_seeds(
         result = train(
             dataclasses.replace(config, seed=seed, seeds="", train_dir=train_dir), source, shutdown, launch_id=launch_id
         )
-        speeds.append(result["images_per_sec"])
+        speeds.append(result["images_per_sec"] or np.nan)  # without a timed step
         for score in result["evaluations"]:
             name = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"
             accuracies.setdefault(name, []).append(score["accuracy"])

@@ -23,7 +23,7 @@ class ProgressStatus(NamedTuple):
     loss: float
     accuracy: float
     learning_rate: float
-    images_per_sec: float  # 0 before the first step that did not compile
+    images_per_sec: float | None  # None before the first step that did not compile
     seconds_left: float | None = None  # None: unknown
     saved_step: int = 0  # of the newest checkpoint; 0: none
 

@@ -42,20 +42,20 @@ class PhaseTimer:
             self.images += images
             self._recent.append(Counter(images=images, input=self._input_wait, train=seconds))
 
-    def recent_images_per_sec(self) -> float:
-        """Of the last steps, without evaluation, saving and compilation; 0 before the first."""
+    def recent_images_per_sec(self) -> float | None:
+        """Of this start's last steps, without evaluation, saving and compilation; None before the first."""
         recent = sum(self._recent, Counter())
-        return recent["images"] / (recent["input"] + recent["train"]) if recent["train"] else 0.0
+        return recent["images"] / (recent["input"] + recent["train"]) if recent["train"] else None
 
-    def recent_input_wait(self) -> float:
-        """Fraction of the last steps' time spent waiting for their batches."""
+    def recent_input_wait(self) -> float | None:
+        """Fraction of the last steps' time spent waiting for their batches; None before the first."""
         recent = sum(self._recent, Counter())
-        return recent["input"] / (recent["input"] + recent["train"]) if recent["train"] else 0.0
+        return recent["input"] / (recent["input"] + recent["train"]) if recent["train"] else None
 
-    def images_per_sec(self) -> float:
-        """Of all steps that did not compile, with their logging."""
+    def images_per_sec(self) -> float | None:
+        """Of all steps that did not compile, with their logging; None before the first."""
         seconds = sum(self.seconds[phase] for phase in STEP_PHASES)
-        return self.images / seconds if seconds else 0.0
+        return self.images / seconds if self.images else None
 
     @property
     def training_seconds(self) -> float:

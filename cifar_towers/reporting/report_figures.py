@@ -61,7 +61,7 @@ def _plot(chart: Curve, records: Mapping[str, Sequence[Iterable[Mapping]]], max_
 
 
 def _history(records: Iterable[Mapping], chart: Curve) -> dict[float, float]:
-    """{epoch: value} of the records that have both; a throughput of 0 precedes the first timed step."""
+    """{epoch: value} of the records that have both; a throughput of 0 is an older run's for none yet."""
     records = (record for record in records if chart.key != "images_per_sec" or record.get(chart.key) != 0)
     history = {as_number(record.get("epoch")): chart.scale * as_number(record.get(chart.key)) for record in records}
     return {epoch: value for epoch, value in history.items() if math.isfinite(epoch) and math.isfinite(value)}

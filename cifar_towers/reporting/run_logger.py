@@ -193,9 +193,10 @@ class RunLogger:
         for score in result["evaluations"]:
             self.log(describe_score(score))
         seconds = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in result["seconds"].items())
+        rate = f"{result['images_per_sec']:,.0f} images/s" if result["images_per_sec"] else "too few steps to time"
         self.log(
             f"step {result['step']} after {format_seconds(sum(result['seconds'].values()))}: {seconds}; "
-            f"{result['images_per_sec']:,.0f} images/s; weights sha256 {result['weights_sha256'][:16]}"
+            f"{rate}; weights sha256 {result['weights_sha256'][:16]}"
         )
         if self.run.banner:
             self.log(self.run.banner)
@@ -210,7 +211,8 @@ class RunLogger:
         with best_effort.best_effort_writes(self.directory / run_files.RESULT):
             run_files.write_json(self.directory / run_files.RESULT, result)
         final = {f"{tags.ACCURACY}/{score_tag(**score)}": score["accuracy"] for score in result["evaluations"]}
-        final |= {"images_per_sec": result["images_per_sec"], "training_seconds": self.timer.training_seconds}
+        final |= {"training_seconds": self.timer.training_seconds}
+        final |= {"images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
         self.tensorboard.write_result(result["step"], final)
         self.log(f"written to {self.directory}; next:")
         for line in environment.next_commands(self.directory):

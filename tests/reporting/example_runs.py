@@ -72,7 +72,7 @@ def _train_record(step, final_accuracy, towers, rng):
         "images_per_sec": (3100 if done <= 0.5 else 1500) + 40 * rng.normal(), "input_wait": abs(0.01 * rng.normal()),
     }  # fmt: skip
     if step == STEPS_PER_RECORD:
-        record["images_per_sec"] = 0.0  # no step has been timed yet
+        record["images_per_sec"] = None  # no step has been timed yet
     if step % (2 * STEPS_PER_RECORD) == 0:
         record["towers"] = {
             "loss": [loss + 0.01 * k for k in range(towers)],

@@ -28,6 +28,16 @@ def test_seconds_by_phase_and_images_per_second(spend):
     assert timer.recent_input_wait() == pytest.approx(2 / 6)
 
 
+def test_rates_are_unknown_until_a_step_is_timed(spend):
+    timer = PhaseTimer()
+    assert timer.images_per_sec() is None
+    timer.resume({"train": 3.0}, images=300)
+    spend(2)
+    timer.end_step(100, compiled=False)
+    assert timer.recent_images_per_sec() is None and timer.recent_input_wait() is None
+    assert timer.images_per_sec() == 100  # of the start before
+
+
 def test_phase_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="phase evaluation: one of start, train, input"):
         PhaseTimer().end_phase("evaluation")
