@@ -52,7 +52,7 @@ def short_help(config_class: type, description: str) -> str:
     """The help of the flags that people need: of a training's settings the `BASIC` ones, and a program's own."""
     settings, of_training = flag_settings(config_class), dataclasses.fields(TrainConfig)
     basic = [field for name in BASIC for field in settings if field.name == name and field in of_training]
-    shown = [*basic, *(field for field in settings if field not in of_training)]
+    shown = [*(field for field in settings if field not in of_training), *basic]
     more = len(settings) - len(shown)
     return _join_help(config_class, description, {"Flags": shown}, f"{more} more flags: --helpfull" if more else "")
 
