@@ -29,11 +29,17 @@ Workers = Mapping[int, Callable]  # number of towers -> request to the process t
 def run_benchmark(config: BenchmarkConfig, worker_command: Sequence[str]) -> None:
     """Measures, prints the table with a conclusion or a prediction, and writes them to the config's directory.
 
+    The first answer, within half a minute, is which placement to use; with `placement_only` it is the only one.
     `worker_command` starts a process that calls `worker.serve`.
     """
     start = time.monotonic()
-    make_directory(config.directory)
+    if not config.placement_only:
+        make_directory(config.directory)
     counts, cases = _plan(config)
+    if not config.predict:
+        _print_placement(config, counts, worker_command)
+    if config.placement_only:
+        return
     with ExitStack() as stack:
         workers, devices = {}, {}
         for count in counts:  # one after another: the first may have to download the data
@@ -53,6 +59,18 @@ def run_benchmark(config: BenchmarkConfig, worker_command: Sequence[str]) -> Non
         report.publish_prediction(config.directory, facts, results[0], predictions, config.link_gb_per_s)
     else:
         report.publish(config.directory, facts, results)
+
+
+def _print_placement(config: BenchmarkConfig, counts: Sequence[int], worker_command: Sequence[str]) -> None:
+    """Prints which variable placement to use on the most towers that the config names, else on a tower for each GPU,
+    or two on a CPU without GPUs."""
+    most = max(counts) if config.towers else len(tf.config.get_visible_devices("GPU")) or 2
+    count = max(each for each in counts if each <= most)
+    plural = "s" * (count > 1)
+    print(f"comparing variable placements on {count} tower{plural}, for about half a minute", flush=True)
+    with open_process(worker_command, quiet=False) as request:
+        request(["start", dataclasses.asdict(config), count])
+        print(request(["recommend_placement"]), flush=True)
 
 
 def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[BenchmarkCase]]:

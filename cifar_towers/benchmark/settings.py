@@ -57,6 +57,9 @@ class BenchmarkConfig:
     )
     minutes: float = _benchmark(12.0, "how long to measure; at least three rounds are made", low=0)
     peers: bool = _benchmark(True, "also measure Keras fit with stock layers, mirrored for several towers")
+    placement_only: bool = _benchmark(
+        False, "only say which variable placement is fastest here, or that it does not matter; half a minute"
+    )
     predict: bool = _benchmark(
         False, "measure one tower only, and compute the step of 1 to 64 devices with links of link_gb_per_s"
     )
@@ -64,6 +67,8 @@ class BenchmarkConfig:
 
     def __post_init__(self):
         check_limits(self)
+        if self.predict and self.placement_only:
+            raise UsageError("predict measures one tower, and placement_only compares placements; leave one out")
         if self.predict and self.towers:
             raise UsageError(f"towers={self.towers} does not go with predict, which measures one tower; leave one out")
         for count in self.tower_counts:

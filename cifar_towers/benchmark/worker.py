@@ -32,7 +32,8 @@ from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.communication import VariableBytes
 from cifar_towers.towers.placement import HOST, custom_placement
 from cifar_towers.training import build
-from cifar_towers.training.devices import setup_towers
+from cifar_towers.training.auto_placement import recommend_placement
+from cifar_towers.training.devices import choose_precision, setup_towers
 from cifar_towers.training.results import to_numpy
 
 EXPECTED_ERRORS = (ValueError, NotImplementedError, MemoryError, tf.errors.OpError, RunError)  # of a single case
@@ -93,6 +94,13 @@ class Worker:
         first = time.perf_counter() - start
         ((second, _),) = prepared.run_steps(1)
         return first, second
+
+    def recommend_placement(self) -> str:
+        """One sentence: the variable placement that is fastest on these towers, or that it does not matter."""
+        recipe = self.config.recipe
+        length = recipe.run_length(build.make_batches(recipe, self.train).steps_per_epoch)
+        dtype = choose_precision(recipe.precision, self.towers)
+        return recommend_placement(recipe, self.towers, dtype, self.train, length)
 
     def run_steps(self, case: list, steps: int) -> list[tuple[float, float]]:
         """Seconds of each step, and the part of them waiting for input."""

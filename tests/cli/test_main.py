@@ -319,8 +319,19 @@ def test_benchmark_end_to_end(tmp_path, tiny):
     shares = rows["towers", "cpu", "constant"]["shares"]
     assert shares["forward"] > 0.1 and shares["backward"] > 0.2 and 0 < shares["apply"] < 0.5
     assert rows["no exchange", "-", "constant"]["shares"] == {}
+    assert "a step of 4 images on each of 2 towers takes cpu " in out  # the first answer
     assert results["conclusion"].startswith("This machine is bound by ") and results["conclusion"] in out
     assert {path.name for path in tmp_path.iterdir()} >= {"benchmark.txt", "benchmark.png", "index.html"}
+
+
+def test_benchmark_answers_which_placement_and_stops(tmp_path, tiny):
+    code, out, err = finish(start("benchmark.py", *tiny, "--placement_only", f"--train_dir={tmp_path / 'none'}"))
+    assert code == 0, err
+    start_line, answer = out.splitlines()
+    assert start_line == "comparing variable placements on 2 towers, for about half a minute"
+    assert answer.startswith(("Use --variable_placement=", "Variable placement does not matter here: "))
+    assert all(f"{placement} " in answer for placement in ("cpu", "round_robin", "least_loaded"))
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.slow

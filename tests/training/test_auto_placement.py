@@ -3,6 +3,8 @@
 import itertools
 from types import SimpleNamespace
 
+import pytest
+
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.towers.placement import PLACEMENTS
@@ -20,3 +22,23 @@ def test_fastest_placement_wins_and_ties_go_to_the_simplest(towers, examples, mo
     length = RunLength(steps_per_epoch=150, total=300, last=300)
     found = auto_placement.benchmark_placements(config, towers(2), "float32", examples, length)
     assert found == "round_robin"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "answer"),
+    [
+        ((1.0, 1.02, 0.98), "Variable placement does not matter here: "),
+        ((1.0, 1.02, 0.9), "Use --variable_placement=least_loaded here: "),
+        ((1.0, 1.2, 1.1), "Use --variable_placement=cpu here: "),
+    ],
+)
+def test_answer_is_one_sentence_with_the_times(towers, examples, monkeypatch, seconds, answer):
+    clock = itertools.accumulate(itertools.cycle([step for each in seconds for step in (0.0, each)]))
+    monkeypatch.setattr(auto_placement, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    config = TrainConfig(model=TINY_NET, batch_size=20)
+    length = RunLength(steps_per_epoch=150, total=300, last=300)
+    sentence = auto_placement.recommend_placement(config, towers(2), "float32", examples, length)
+    times = ", ".join(f"{name} {1000 * each:.1f} ms" for name, each in zip(PLACEMENTS, seconds, strict=True))
+    assert sentence.startswith(f"{answer}a step of 4 images on each of 2 towers takes {times} (medians of 25; ")
+    alone = auto_placement.recommend_placement(config, towers(1), "float32", examples, length)
+    assert alone == "Variable placement does not matter here: one tower on the CPU leaves nothing to choose."
