@@ -28,6 +28,7 @@ POLL_SECONDS = 0.1  # between checks for signals while this worker waits for oth
 PROBE_SECONDS = 2.0  # for a worker's port to answer
 EXIT_GRACE_SECONDS = 1.0  # for an error to reach the other workers before this one closes its connections
 TASK = re.compile(rf"/job:{coordination_service.JOB}/(?:replica:0/)?task:(\d+)")
+SERVICE = "/tensorflow.CoordinationService/"  # named where a worker no longer reaches it, in worker 0
 END = re.compile(r"exit code (\d+): ([^\n]*)")
 
 
@@ -202,7 +203,7 @@ def _explain(cluster: ClusterSpec, error: BaseException) -> RunError | None:
         return _ended(int(end[1]), end[2])
     task = TASK.search(text)
     unreachable = "failed to connect" in text  # then the text may be about this worker, as others see it
-    index = int(task[1]) if task else cluster.size
+    index = int(task[1]) if task else 0 if SERVICE in text else cluster.size
     if index >= cluster.size or (index == cluster.index and not unreachable):
         return None
     silent = "heartbeat" in text

@@ -58,7 +58,7 @@ def describe_machine() -> dict:
 
 def next_commands(train_dir: Path) -> list[str]:
     """What to type after a training in this directory, with the programs of this installation."""
-    script, python = Path(sys.argv[0]), _from_here(sys.executable)
+    script, python = Path(_from_here(sys.argv[0])), _from_here(sys.executable)
     tensorboard = _from_here(Path(sys.executable).with_name("tensorboard"))
 
     def program(name: str) -> str:

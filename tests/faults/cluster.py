@@ -129,8 +129,7 @@ def launched(count: int, scratch: Path) -> Run:
 
 def run_batch_script(submit: Path) -> None:
     """Replaces this process by the batch script, as Slurm runs it on one node with two tasks."""
-    for name, target in ((".venv/bin/python", sys.executable), ("scripts", SCRIPTS)):
-        (submit / name).parent.mkdir(parents=True, exist_ok=True)
+    for name, target in ((".venv", sys.prefix), ("scripts", SCRIPTS)):
         if not (submit / name).exists():
             (submit / name).symlink_to(target)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):

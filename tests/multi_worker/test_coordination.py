@@ -78,6 +78,12 @@ def test_errors_about_other_workers_are_explained(text, kind, line):
     assert error.exit_code == (3 if "exit code 3" in text else 5)
 
 
+def test_worker_that_is_cut_off_names_worker_0():
+    text = LOST.format("Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat")
+    line = str(coordination._explain(CLUSTER._replace(index=1), tf.errors.UnavailableError(None, None, text)))
+    assert line.startswith("worker 0 of 3 (a:1) cannot be reached; restart all workers")
+
+
 def test_worker_that_others_cannot_reach_is_named_by_itself():
     text = LOST.format("failed to connect to all addresses\nfrom remote target /job:worker/replica:0/task:0 while")
     line = str(coordination._explain(CLUSTER, tf.errors.UnavailableError(None, None, text)))
