@@ -22,12 +22,13 @@ def train_seeds(
         result = train(
             dataclasses.replace(config, seed=seed, seeds="", train_dir=train_dir), source, shutdown, launch_id=launch_id
         )
-        speeds.append(result["images_per_sec"] or np.nan)  # without a timed step
+        speeds += filter(None, [result["images_per_sec"]])  # None: no step was timed
         for score in result["evaluations"]:
             name = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"
             accuracies.setdefault(name, []).append(score["accuracy"])
         keras.backend.clear_session()
-    print(f"{config.name}, seeds {', '.join(map(str, seeds))}: {np.mean(speeds):,.0f} images/s")
+    speed = f": {np.mean(speeds):,.0f} images/s" if speeds else ""
+    print(f"{config.name}, seeds {', '.join(map(str, seeds))}{speed}")
     for name, values in accuracies.items():
         std = f"std {100 * np.std(values, ddof=1):.2f}" if len(values) > 1 else "std unknown"
         print(f"{name}: mean {100 * np.mean(values):.2f} %, {std}, n={len(values)}")

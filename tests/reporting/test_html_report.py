@@ -262,7 +262,7 @@ def test_program(tmp_path):
     ("arguments", "code", "message"),
     [
         ([], 2, "usage: which runs? write: report.py"),
-        (["run", "--output=x"], 2, "usage: Unknown command line flag 'output'; --help lists the flags"),
+        (["run", "--output=x"], 2, "usage: Unknown command line flag 'output'; --helpfull lists the flags"),
         (["none"], 2, "usage: there is no directory none"),
         (["."], 2, "usage: . holds no records"),
         (["run", "--out=none/page.html"], 1, "run: none/page.html cannot be written: there is no directory none; "),
