@@ -1,4 +1,4 @@
-"""docs/towers.ipynb: its outputs are those of its code, as it stands."""
+"""docs/towers.ipynb: its outputs are those of its code. After a change, run all its cells in Jupyter and save it."""
 
 import base64
 import contextlib
