@@ -10,7 +10,7 @@ from cifar_towers.towers.placement import HOST
 
 
 def split_batch(batch: Any, towers: Sequence[Tower], allow_uneven: bool = False) -> list[Any]:
-    """Splits every tensor of a structure on axis 0, in host memory: [B, ...] -> K shards of [B/K, ...].
+    """Splits every tensor or NumPy array of a structure on axis 0, in host memory: [B, ...] -> K shards of [B/K, ...].
 
     Args:
       allow_uneven: accept a B that K does not divide; the first B mod K shards then have one example more. The
@@ -70,7 +70,8 @@ def run_micro_batches(fn: Callable[[Any], Any], shard: Any, count: int, sequenti
 
 
 def _split(batch: Any, count: int, unit: str) -> list[Any]:
-    tensors = tf.nest.flatten(batch)
+    with tf.device(HOST):
+        tensors = [tf.convert_to_tensor(array) for array in tf.nest.flatten(batch)]
     lengths = {tensor.shape[0] if tensor.shape.rank else None for tensor in tensors}
     if len(lengths) != 1 or None in lengths:
         lengths = sorted(lengths, key=str)

@@ -12,6 +12,11 @@ def test_structures_are_split_on_axis_0(towers):
     np.testing.assert_array_equal(shards[2]["y"][0], [4, 5])
 
 
+def test_arrays_are_split_as_tensors(towers):
+    shards = split_batch(np.arange(6).reshape(3, 2), towers(3))
+    assert [shard.numpy().tolist() for shard in shards] == [[[0, 1]], [[2, 3]], [[4, 5]]]
+
+
 def test_first_shards_have_the_remainder(towers):
     assert [len(s) for s in split_batch(tf.range(11), towers(4), allow_uneven=True)] == [3, 3, 3, 2]
 
