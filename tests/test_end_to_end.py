@@ -485,7 +485,7 @@ def test_auto_placement_is_stored_and_changes_no_weights(tmp_path, caplog):
     config = replace(QUICK, num_gpus=2, max_steps=2)
     auto = replace(config, train_dir=str(tmp_path / "auto"), variable_placement="auto")
     measured = run(auto)
-    (output,) = [line for line in caplog.messages if "a step of 16 images a tower takes" in line]
+    (output,) = [line for line in caplog.messages if "a step of 4 images on each of 2 towers takes" in line]
     chosen = json.loads((tmp_path / "auto/config.json").read_text())["variable_placement"]
     assert output.startswith(f"variable placement {chosen}: ")
     asked = run(config, train_dir=str(tmp_path / "asked"), variable_placement=chosen)

@@ -100,7 +100,7 @@ class Worker:
         recipe = self.config.recipe
         length = recipe.run_length(build.make_batches(recipe, self.train).steps_per_epoch)
         dtype = choose_precision(recipe.precision, self.towers)
-        return recommend_placement(recipe, self.towers, dtype, self.train, length)
+        return recommend_placement(recipe, self.towers, dtype, self.train, length).sentence()
 
     def run_steps(self, case: list, steps: int) -> list[tuple[float, float]]:
         """Seconds of each step, and the part of them waiting for input."""

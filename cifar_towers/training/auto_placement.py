@@ -2,8 +2,8 @@
 
 import dataclasses
 import logging
-import statistics
 import time
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -17,9 +17,8 @@ from cifar_towers.training import build
 
 log = logging.getLogger(__name__)
 
-IMAGES = 16  # a tower and step: few, so that what is exchanged weighs most
-STEPS, SAME = 7, 0.03  # timed steps of each placement; times as near as this count as equal, and the plainer one wins
-ANSWER_IMAGES, ANSWER_STEPS = 4, 25  # the same where the answer is all that is wanted, for a machine that is busy too
+IMAGES, STEPS = 4, 25  # a tower, few, so that what is exchanged weighs most; timed steps of each placement
+SAME = 0.03  # a smaller difference from variables on the CPU does not count, nor one that one step in four lacks
 
 
 def resolve_placement(
@@ -36,66 +35,53 @@ def resolve_placement(
     if previous_placement in PLACEMENTS:
         log.info("variable placement %s: as the run began", previous_placement)
         return dataclasses.replace(config, variable_placement=previous_placement)
-    measured = benchmark_placements(config, towers, compute_dtype, train, length)
-    return dataclasses.replace(config, variable_placement=measured)
+    log.info("measuring which variable placement is fastest; it compiles the step three times")
+    recommended = recommend_placement(config, towers, compute_dtype, train, length)
+    log.info(f"variable placement {recommended.placement}: {recommended.reason}")
+    return dataclasses.replace(config, variable_placement=recommended.placement)
 
 
-def benchmark_placements(
-    config: TrainConfig, towers: list[Tower], compute_dtype: str, train: Split, length: RunLength
-) -> str:
-    """One of `PLACEMENTS`: whose step over a small batch took least time, in the median of interleaved steps.
+class Recommendation(NamedTuple):
+    """The variable placement to use on this machine."""
 
-    It takes as long as tracing the step three times. `scripts/benchmark.py` does the same at full size.
-    """
-    if not _has_choice(towers):
-        log.info("variable placement cpu: one tower on the CPU leaves nothing to choose")
-        return "cpu"
-    start = time.perf_counter()
-    medians = _medians(_time_steps(_prepare_steps(config, towers, compute_dtype, train, length, IMAGES), STEPS))
-    chosen = next(p for p in PLACEMENTS if medians[p] <= (1 + SAME) * min(medians.values()))
-    log.info(
-        f"variable placement {chosen}: a step of {IMAGES} images a tower takes {_describe(medians)} "
-        f"(within {100 * SAME:.0f} % counts as equal; measured in {time.perf_counter() - start:.0f} s)"
-    )
-    return chosen
+    placement: str  # one of PLACEMENTS
+    matters: bool  # whether another one is slower
+    reason: str  # with the measured times
+
+    def sentence(self) -> str:
+        """The answer to someone who asks which placement to use."""
+        answer = f"Use --variable_placement={self.placement}" if self.matters else "Variable placement does not matter"
+        return f"{answer} here: {self.reason}."
 
 
 def recommend_placement(
     config: TrainConfig, towers: list[Tower], compute_dtype: str, train: Split, length: RunLength
-) -> str:
-    """One sentence: which placement to use on this machine, or that it does not matter, with the measured times.
+) -> Recommendation:
+    """The placement whose steps over a small batch are fastest; of those that tie, the first of `PLACEMENTS`.
 
-    A difference from variables on the CPU counts if three in four steps show it.
+    It takes as long as tracing the step three times. `scripts/benchmark.py` does the same at full size.
     """
-    if not _has_choice(towers):
-        return "Variable placement does not matter here: one tower on the CPU leaves nothing to choose."
-    steps = _prepare_steps(config, towers, compute_dtype, train, length, ANSWER_IMAGES)
-    seconds = _time_steps(steps, ANSWER_STEPS)
-    timings = _describe(_medians(seconds))
-    ratios = {placement: np.divide(times, seconds["cpu"]) for placement, times in seconds.items()}
-    faster = [placement for placement, ratio in ratios.items() if np.quantile(ratio, 0.75) < 1 - SAME]
-    slower = [placement for placement, ratio in ratios.items() if np.quantile(ratio, 0.25) > 1 + SAME]
-    chosen = min(faster, key=lambda placement: np.median(ratios[placement]), default="cpu")
-    matters = faster or slower
-    answer = f"Use --variable_placement={chosen} here" if matters else "Variable placement does not matter here"
-    return (
-        f"{answer}: a step of {ANSWER_IMAGES} images on each of {len(towers)} towers takes {timings} "
-        f"(medians of {ANSWER_STEPS}; a difference counts if it is {100 * SAME:.0f} % in three of four)."
+    if len({tower.device for tower in towers} | {HOST}) == 1:
+        return Recommendation("cpu", False, "one tower on the CPU leaves nothing to choose")
+    seconds = _time_steps(_prepare_steps(config, towers, compute_dtype, train, length))
+    times = ", ".join(f"{placement} {1000 * np.median(taken):.1f} ms" for placement, taken in seconds.items())
+    ratios = {placement: np.divide(taken, seconds["cpu"]) for placement, taken in seconds.items()}
+    faster = {placement: np.median(r) for placement, r in ratios.items() if np.quantile(r, 0.75) < 1 - SAME}
+    slower = [placement for placement, r in ratios.items() if np.quantile(r, 0.25) > 1 + SAME]
+    fastest = min(faster.values(), default=1.0)
+    chosen = next((placement for placement, ratio in faster.items() if ratio <= (1 + SAME) * fastest), "cpu")
+    return Recommendation(
+        chosen,
+        bool(faster or slower),
+        f"a step of {IMAGES} images on each of {len(towers)} towers takes {times} "
+        f"(medians of {STEPS}; a difference counts if it is {100 * SAME:.0f} % in three of four)",
     )
 
 
-def _has_choice(towers: list[Tower]) -> bool:
-    return len({tower.device for tower in towers} | {HOST}) > 1
-
-
-def _describe(medians: dict[str, float]) -> str:
-    return ", ".join(f"{placement} {1000 * median:.1f} ms" for placement, median in medians.items())
-
-
 def _prepare_steps(
-    config: TrainConfig, towers: list[Tower], compute_dtype: str, train: Split, length: RunLength, images: int
+    config: TrainConfig, towers: list[Tower], compute_dtype: str, train: Split, length: RunLength
 ) -> dict[str, tuple]:
-    """The traced step of each placement and its arguments, with a batch of so many images a tower."""
+    """The traced step of each placement and its arguments."""
     steps = {}
     for placement in PLACEMENTS:
         small = dataclasses.replace(
@@ -103,7 +89,7 @@ def _prepare_steps(
             num_gpus=len(towers),
             variable_placement=placement,
             hard_example_pool=0,
-            batch_size=min(config.batch_size, images * len(towers) * config.micro_batches),
+            batch_size=min(config.batch_size, IMAGES * len(towers) * config.micro_batches),
         )
         batches = build.make_batches(small, train)
         training = build.make_training(small, towers, compute_dtype, train, length)
@@ -114,16 +100,12 @@ def _prepare_steps(
     return steps
 
 
-def _time_steps(steps: dict[str, tuple], count: int) -> dict[str, list[float]]:
-    """Seconds of `count` steps of each placement, interleaved."""
+def _time_steps(steps: dict[str, tuple]) -> dict[str, list[float]]:
+    """Seconds of `STEPS` steps of each placement, interleaved."""
     seconds: dict[str, list[float]] = {placement: [] for placement in steps}
-    for _ in range(count):
+    for _ in range(STEPS):
         for placement, (step, *arguments) in steps.items():
             began = time.perf_counter()
             step(*arguments).loss.numpy()
             seconds[placement].append(time.perf_counter() - began)
     return seconds
-
-
-def _medians(seconds: dict[str, list[float]]) -> dict[str, float]:
-    return {placement: statistics.median(times) for placement, times in seconds.items()}
