@@ -1,5 +1,6 @@
 """The Makefile: its menu, and the commands behind its targets."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -15,8 +16,18 @@ from cifar_towers.config import TrainConfig
 ROOT = Path(__file__).parents[1]
 
 
+OUTER_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS", "CONFIG", "NUM_GPUS"}  # under `make test`
+
+
+def run(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name not in OUTER_MAKE}
+    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, env=environment)
+
+
 def make(*arguments):
-    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_menu_has_three_groups_of_all_targets_in_lines_of_100_characters():
@@ -41,7 +52,6 @@ def test_targets_take_their_recipe_from_config(target, config_class, recipe):
 
 def test_exit_code_of_a_program_is_in_the_last_line_as_the_menu_says():
     ready = ["-o", ".venv/ready", f"BIN={Path(sys.executable).parent}"]
-    command = ["make", *ready, "train", "ARGS=--dataset=folder:nowhere"]
-    failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    failed = run(*ready, "train", "ARGS=--dataset=folder:nowhere")
     assert failed.returncode == 2 and re.search(r"Error 3$", failed.stderr.splitlines()[-1])
     assert "make exits with 2; the program's exit code is the number after Error" in make()
