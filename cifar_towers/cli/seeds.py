@@ -22,7 +22,8 @@ def train_seeds(
         result = train(
             dataclasses.replace(config, seed=seed, seeds="", train_dir=train_dir), source, shutdown, launch_id=launch_id
         )
-        speeds += filter(None, [result["images_per_sec"]])  # None: no step was timed
+        if result["images_per_sec"]:  # else no step was timed
+            speeds.append(result["images_per_sec"])
         for score in result["evaluations"]:
             name = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"
             accuracies.setdefault(name, []).append(score["accuracy"])

@@ -94,8 +94,7 @@ class RunLogger:
         group, and the counts of a `DivergenceState`."""
         self._epoch.append(metrics._replace(diagnostics=None))
         rate, images_per_sec = next(iter(rates.values())), self.timer.recent_images_per_sec()
-        self._time_left.end_step(step)
-        if self._time_left.has_just_begun():
+        if self._time_left.end_step(step):
             total = format_seconds(self._time_left.seconds())
             self.progress.pause()
             self.log(f"about {total} to go on this machine, by the first steps")

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from cifar_towers.config.schedules import RunLength
-from cifar_towers.reporting.phase_timer import PhaseTimer
+from cifar_towers.reporting.phase_timer import STEP_PHASES, PhaseTimer
 
-STEP_PHASES = ("train", "input", "report", "save", "profile")  # booked on the steps
+BOOKED_PHASES = (*STEP_PHASES, "save", "profile")  # that the time of a step includes
 FORWARD_SHARE = 1 / 3  # of a step's operations, until an evaluation has been timed
 MIN_STEPS = 5  # that an estimate is made from
 
@@ -39,14 +39,17 @@ class TimeLeft:
         self._passes = 0  # in these seconds
         self._last_step: int | None = None
 
-    def end_step(self, step: int) -> None:
-        """Books what the timer has measured since the last call; `step` steps are done."""
+    def end_step(self, step: int) -> bool:
+        """Books what the timer has measured since the last call; `step` steps are done.
+
+        Returns whether this step gives the first estimate, of a run that has more to do than it has done.
+        """
         new, self._booked = Counter(self._timer.seconds) - self._booked, Counter(self._timer.seconds)
         size = self._image_size_at(step - 1)
         self._compile_seconds += new["compile"]
         if not new["compile"]:
             self._steps[size] += 1
-            self._seconds[size] += sum(new[phase] for phase in STEP_PHASES)
+            self._seconds[size] += sum(new[phase] for phase in BOOKED_PHASES)
         if step - 1 == self._last_step:
             self._steps_left[size] -= 1
             self._evaluate_seconds += new["evaluate"]
@@ -54,10 +57,7 @@ class TimeLeft:
         else:  # the first, or the first after a rollback
             self._steps_left = Counter(map(self._image_size_at, range(step, self._length.last)))
         self._last_step = step
-
-    def has_just_begun(self) -> bool:
-        """Whether this is the first estimate of a run that has more to do than it has done."""
-        return self._steps.total() == MIN_STEPS < self._steps_left.total()
+        return not new["compile"] and self._steps.total() == MIN_STEPS < self._steps_left.total()
 
     def seconds(self) -> float | None:
         """Until the run ends; None before there is enough to tell."""

@@ -132,14 +132,14 @@ def run_batch_script(submit: Path) -> None:
     for name, target in ((".venv", sys.prefix), ("scripts", SCRIPTS)):
         if not (submit / name).exists():
             (submit / name).symlink_to(target)
+    programs = submit / "bin"
+    programs.mkdir(exist_ok=True)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (submit / name).with_suffix(".bin").mkdir(exist_ok=True)
-        path = (submit / name).with_suffix(".bin") / name
-        path.write_text(text)
-        path.chmod(0o755)
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
     variables = {"SLURM_SUBMIT_DIR": str(submit), "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": str(os.getppid() % 20_000)}
     variables |= {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    variables["PATH"] = f"{submit / 'srun.bin'}:{submit / 'scontrol.bin'}:{os.environ['PATH']}"
+    variables["PATH"] = f"{programs}:{os.environ['PATH']}"
     os.execve("/bin/bash", ["bash", str(BATCH_SCRIPT), *FLAGS], os.environ | variables)
 
 

@@ -56,6 +56,17 @@ def test_no_estimate_before_enough_steps():
     assert [step for step, left in estimates.items() if left is None] == list(range(1, MIN_STEPS + 1))
 
 
+def test_first_estimate_is_announced_once():
+    """Also where steps that compile follow it, which are not timed."""
+    timer = PhaseTimer()
+    estimate = TimeLeft(RunLength(10, 40, 40), 10, timer, lambda step: 32, lambda step: 0)
+    announced = []
+    for step in range(1, 13):
+        timer.seconds["compile" if step in (1, 7, 8) else "train"] += 1.0
+        announced += [step] * estimate.end_step(step)
+    assert announced == [1 + MIN_STEPS]
+
+
 def test_rollback_counts_steps_again():
     timer = PhaseTimer()
     estimate = TimeLeft(RunLength(10, 40, 40), 10, timer, lambda step: 32, lambda step: 0)
