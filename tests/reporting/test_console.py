@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from cifar_towers.config.schedules import RunLength
-from cifar_towers.reporting.console import Progress, ProgressStatus
+from cifar_towers.reporting.console import Progress, ProgressStatus, progress_bar
 
 STATUS = ProgressStatus(10, 1.5, 0.5, 0.1, 1234.5, 65.4, 8)
 
@@ -59,3 +59,18 @@ def test_live_line_shows_what_is_done_between_steps():
     progress.activity("evaluating", 0.5)
     assert progress._live_text() == "━" * 10 + "╺" * 10 + " evaluating"
     progress.pause()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_bar_of_a_task_is_shown_on_terminals_alone_and_leaves_standard_output_as_it_is(
+    is_terminal, monkeypatch, capsys
+):
+    errors = io.StringIO()
+    errors.isatty = lambda: is_terminal
+    monkeypatch.setattr("sys.stderr", errors)
+    with progress_bar("evaluating") as show:
+        show(0.25)
+        print("result")
+    assert capsys.readouterr().out == "result\n"
+    assert ("evaluating" in errors.getvalue() and "25%" in errors.getvalue()) == is_terminal
+    assert bool(errors.getvalue()) == is_terminal
