@@ -11,7 +11,7 @@ from cifar_towers.evaluation.score import Score
 from cifar_towers.files import run_files
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
 from cifar_towers.inference.settings import EvaluateConfig
-from cifar_towers.reporting import console
+from cifar_towers.reporting.progress_bar import progress_bar
 from cifar_towers.training import devices
 
 
@@ -29,7 +29,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
     is_changed = _check_data(config, run, dataset)
     weights = run.choose_weights(config.weights)
     model = run.load(weights, devices.choose_precision(config.precision, towers))
-    with console.progress_bar("evaluating") as show:
+    with progress_bar("evaluating") as show:
         evaluate = make_evaluate_fn(model, towers, run.augmentation, on_progress=show)
         score = evaluate(getattr(dataset, config.split), *model_variables(model), config.tta)[config.tta]
     settings = {

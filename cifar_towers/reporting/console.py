@@ -2,12 +2,11 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import Progress as ProgressBar
 from rich.text import Text
 
 from cifar_towers.config.schedules import RunLength
@@ -123,15 +122,6 @@ class Progress:
             "left": f"{left:>7} left" if left else " " * 12,
             "saved": f"saved step {status.saved_step}" if status.saved_step else "",
         }
-
-
-@contextlib.contextmanager
-def progress_bar(name: str) -> Iterator[Callable[[float], None]]:
-    """A bar on standard error, if that is a terminal, that is removed at the end; yields what sets its fraction."""
-    console = Console(stderr=True)
-    with ProgressBar(console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False) as bar:
-        task = bar.add_task(name, total=1.0)
-        yield lambda done: bar.update(task, completed=done)
 
 
 def format_seconds(seconds: float) -> str:

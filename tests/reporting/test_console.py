@@ -4,7 +4,8 @@ import pytest
 from rich.console import Console
 
 from cifar_towers.config.schedules import RunLength
-from cifar_towers.reporting.console import Progress, ProgressStatus, progress_bar
+from cifar_towers.reporting.console import Progress, ProgressStatus
+from cifar_towers.reporting.progress_bar import progress_bar
 
 STATUS = ProgressStatus(10, 1.5, 0.5, 0.1, 1234.5, 65.4, 8)
 
