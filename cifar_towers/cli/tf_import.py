@@ -48,6 +48,7 @@ def import_tensorflow() -> None:
             import tensorflow as tf
 
             tf.get_logger().setLevel(logging.ERROR)
+            logging.getLogger("absl").setLevel(logging.ERROR)  # some of its modules log here
             tf.config.list_physical_devices()
             keras.config.set_image_data_format("channels_last")  # whatever the user's keras.json says
             keras.config.set_floatx("float32")
