@@ -276,7 +276,7 @@ class Trainer:
         self.shutdown.exit_immediately_from_now(
             f"step {step} is saved; the same command evaluates it" if saved else "nothing was saved"
         )
-        self.logger.drop_evaluations(step)  # the final ones take the place of what met a target
+        self.logger.begin_final_evaluation(step, self.evaluator.splits)
         evaluations = self._evaluate(step, self.config.tta, final=True)
         self._reached_target(step, evaluations)
         weights_sha256 = self.state.weights_sha256()

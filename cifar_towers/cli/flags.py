@@ -5,7 +5,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from absl import flags
 
@@ -141,18 +141,30 @@ def _recipe_settings(config_class: type) -> list[dataclasses.Field]:
 def _join_help(
     config_class: type, description: str, groups: Mapping[str, Sequence[dataclasses.Field]], more: str = ""
 ) -> str:
-    blocks = [f"{group}:\n" + "\n".join(map(_describe_flag, fields)) for group, fields in groups.items()]
+    has_recipe = "recipe" in (field.name for field in flag_settings(config_class))
+    of_recipe = _recipe_values(config_class) if has_recipe else {}
+    blocks = [
+        f"{group}:\n" + "\n".join(_describe_flag(field, of_recipe.get(field.name, field.default)) for field in fields)
+        for group, fields in groups.items()
+    ]
     blocks.append("Files:\n  --flagfile\n      read flags from a file, one a line; later flags override them")
-    if "recipe" in (field.name for field in flag_settings(config_class)):
-        blocks.append(_wrap(f"Recipes: {', '.join(recipes.names())}. Values in brackets hold without a recipe."))
+    if has_recipe:
+        blocks.append(_wrap(f"Recipes: {', '.join(recipes.names())}."))
     return "\n\n".join(filter(None, [description, *blocks, more, f"Exit codes: {config_class.exit_codes}."]))
 
 
-def _describe_flag(field: dataclasses.Field) -> str:
+def _recipe_values(config_class: type) -> Mapping[str, Any]:
+    """The values of all flags under the recipe that is trained if none is named."""
+    values, _ = _parse_flags(config_class, ["", f"--flagfile={recipes.flagfile(recipes.DEFAULT)}"])
+    return values.flag_values_dict()
+
+
+def _describe_flag(field: dataclasses.Field, of_recipe: Any) -> str:
     name = f"--[no]{field.name}" if field.type is bool else f"--{field.name}"
     choices = f" ({'|'.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
-    default = "" if field.default == "" else f" [{field.default}]"
-    return f"  {name}{choices}\n{_wrap(field.metadata['help'] + default, indent=6)}"
+    value = f"{recipes.DEFAULT}: {of_recipe}" if of_recipe != field.default else ""
+    value = "; ".join(filter(None, [str(field.default), value]))
+    return f"  {name}{choices}\n{_wrap(field.metadata['help'] + (f' [{value}]' if value else ''), indent=6)}"
 
 
 def _wrap(text: str, indent: int = 0) -> str:

@@ -107,7 +107,7 @@ class TrainConfig(DeviceConfig):
         "", "train one run for each of these seeds, as 0,1,2; print mean and std", on_resume="allow", per_run=True
     )
     epochs: float = _run(8.0, "passes over the training set", low=0, high=1e6)
-    max_steps: int = _run(0, "stop after this many steps; 0: no limit", low=0, on_resume="allow")
+    max_steps: int = _run(0, "stop after this many steps, and evaluate; 0: no limit", low=0, on_resume="allow")
     target_accuracy: float = _run(
         0.0,
         "stop at the first evaluation (without TTA) that reaches this fraction; 0: never",

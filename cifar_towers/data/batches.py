@@ -48,7 +48,9 @@ class Batches:
         self, split: Split, batch_size: int, seed: int, flip: str = "alternating", rows: tuple[int, int] | None = None
     ):
         if batch_size > len(split.labels):
-            raise ValueError(f"batch_size={batch_size} is more than the {len(split.labels)} training examples")
+            raise ValueError(
+                f"batch_size={batch_size} is more than the {len(split.labels)} training examples; choose a smaller one"
+            )
         self.batch_size, self.seed, self.flip = batch_size, seed, flip
         self.steps_per_epoch = len(split.labels) // batch_size
         self._num_examples, (self._first_row, self._num_rows) = len(split.labels), rows or (0, batch_size)

@@ -129,13 +129,17 @@ def _write_onnx(module: ServingModule, path: Path) -> None:
             "Sub", node.output[0], name=tf2onnx.utils.make_name(name), inputs=[one.output[0], node.output[0]]
         )
 
-    tf2onnx.convert.from_function(
+    model, _ = tf2onnx.convert.from_function(
         module.serve,
         input_signature=module.serve.input_signature,
         opset=ONNX_OPSET,
         custom_op_handlers={"Erfc": (erfc, [])},
-        output_path=str(path),
     )
+    for value in (*model.graph.input, *model.graph.output):
+        for axis, name in zip(value.type.tensor_type.shape.dim, ("batch", "height", "width"), strict=False):
+            if axis.dim_param:  # a number that tf2onnx made up
+                axis.dim_param = name
+    path.write_bytes(model.SerializeToString())
 
 
 def _open_onnx(path: Path):

@@ -80,7 +80,8 @@ def _expand(paths: Sequence[str]) -> Iterator[ImageFile]:
         if images and others:
             print(f"{_shown(path)}: {image_files.describe_ignored(len(others))}", file=sys.stderr)
         if not images:
-            yield ImageFile(path, f"contains no images ({', '.join(image_files.SUFFIXES)})")
+            inside = "only folders; name them instead" if any(map(os.path.isdir, entries)) else "no images"
+            yield ImageFile(path, f"contains {inside} (images are {', '.join(image_files.SUFFIXES)})")
         yield from map(ImageFile, images)
 
 

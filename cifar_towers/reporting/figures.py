@@ -18,6 +18,7 @@ from matplotlib.text import Text
 from PIL import Image, ImageDraw, ImageFont
 
 DPI = 120
+MAX_MARKERS = 20  # points of a curve that are marked one by one
 MARGIN_INCHES, MARGIN_PIXELS = 0.15, 18
 BACKGROUND, NO_EXAMPLES = "white", "#d0d0d0"
 MAX_CLASSES = 200  # of a confusion matrix: a cell takes 15 pixels at least
@@ -87,7 +88,7 @@ def line_plot(curves: Mapping[str, tuple], title: str, x_label: str, y_label: st
     axes = _new_axes(6.4, 3.6, title)
     lines = {}
     for (name, (x, y, *band)), (color, dashes) in zip(curves.items(), LINE_STYLES, strict=False):
-        (lines[name],) = axes.plot(x, y, color=color, linestyle=dashes, marker="o" if len(x) == 1 else "")
+        (lines[name],) = axes.plot(x, y, color=color, linestyle=dashes, marker="o" if len(x) <= MAX_MARKERS else "")
         if band:
             axes.fill_between(x, *band, color=color, alpha=0.15, linewidth=0)
     names = sorted(curves, key=lambda name: -np.nansum(curves[name][1][-1:]))

@@ -13,7 +13,7 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation.score import Evaluation, Score
 from cifar_towers.files import atomic_io, best_effort, run_files
 from cifar_towers.reporting import environment, figures, jsonl, tags, tb_text
-from cifar_towers.reporting.console import Progress, ProgressStatus, format_seconds
+from cifar_towers.reporting.console import Progress, ProgressStatus, approximate_duration, format_seconds
 from cifar_towers.reporting.noise_scale import NoiseScale
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.resource_monitor import ResourceMonitor
@@ -95,9 +95,9 @@ class RunLogger:
         self._epoch.append(metrics._replace(diagnostics=None))
         rate, images_per_sec = next(iter(rates.values())), self.timer.recent_images_per_sec()
         if self._time_left.end_step(step):
-            total = format_seconds(self._time_left.seconds())
+            duration = approximate_duration(self._time_left.seconds())
             self.progress.pause()
-            self.log(f"about {total} to go on this machine, by the first steps")
+            self.log(f"about {duration} to go, at the rate of the first steps here")
         self.progress.step(self._status(step, metrics.loss, metrics.accuracy, rate))
         is_summary = self.wants_diagnostics(step)
         if not is_summary and not _is_due(step, math.ceil(self.run.config.summary_every_steps / SCALARS_PER_SUMMARY)):
@@ -185,6 +185,15 @@ class RunLogger:
 
     def _has_evaluations(self, step: int) -> bool:
         return any(record["step"] == step for record in self.metrics.records("eval"))
+
+    def begin_final_evaluation(self, step: int, splits: Mapping[str, Split]) -> None:
+        """Print what will be evaluated, as that may take minutes; remove evaluations after `step`, such as one that met
+        a target."""
+        self.progress.pause()
+        images = " and ".join(f"{len(split.labels):,} {name} images" for name, split in splits.items())
+        tta = f", without TTA and with TTA {self.run.config.tta}" if self.run.config.tta else ""
+        self.log(f"evaluating on {images}{tta}")
+        self.drop_evaluations(step)
 
     def log_result(self, result: Mapping) -> None:
         """Print the result, before anything that can fail."""

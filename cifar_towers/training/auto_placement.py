@@ -74,7 +74,8 @@ def recommend_placement(
         chosen,
         bool(faster or slower),
         f"a step of {IMAGES} images on each of {len(towers)} towers takes {times} "
-        f"(medians of {STEPS}; a difference counts if it is {100 * SAME:.0f} % in three of four)",
+        f"(medians of {STEPS}; with so few images placement weighs most; a difference counts if it is "
+        f"{100 * SAME:.0f} % in three of four)",
     )
 
 

@@ -3,6 +3,7 @@
 import configparser
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -161,6 +162,7 @@ def test_output_to_a_pipe_has_no_control_characters(tmp_path, tiny):
     assert code == 0, err
     assert "\x1b" not in out and "\r" not in out
     assert "4 steps of 40" in out and "2 towers of 20 images on /CPU:0, /CPU:1" in out
+    assert re.search(r"^evaluating on \d+ test images$", out, re.MULTILINE)  # so that a pipe is not silent meanwhile
     assert "no GPU here: 2 towers on logical CPU devices" in err
     assert not [line for line in err.splitlines() if "cuda" in line.lower() or "onednn" in line.lower()]
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 4

@@ -214,12 +214,14 @@ def test_help_exits_with_0(capsys):
 
 
 def test_help_of_training_lists_twelve_flags_and_helpfull_all(capsys):
-    listed = []
+    text = []
     for flag in ("--help", "--helpfull"):
         with pytest.raises(SystemExit):
             parse(flag)
-        listed.append(re.findall(r"^  --(?:\[no\])?(\w+)", capsys.readouterr().out, re.M))
+        text.append(capsys.readouterr().out)
+    listed = [re.findall(r"^  --(?:\[no\])?(\w+)", page, re.M) for page in text]
     assert len(listed[0]) == 12 and {"recipe", "num_gpus", "dataset", "model", "flagfile"} <= {*listed[0]}
+    assert f"[{TrainConfig.epochs}; speed94: {parse().epochs}]" in text[0]  # the second holds where no recipe is named
     assert {*listed[1]} == {"flagfile", *(field.name for field in flag_settings(TrainConfig))}
 
 

@@ -139,6 +139,9 @@ def test_folders_without_images_are_errors_of_their_own(run, folder, tmp_path, c
     out, err = capsys.readouterr()
     assert out.count("\n") == 1 and "\x1b" not in out  # control characters are escaped
     assert "empty contains no images" in err and "File name too long" in err
+    with pytest.raises(DataError, match="1 of 1 images"):
+        predict_with(run, tmp_path)
+    assert f"{tmp_path} contains only folders; name them instead" in capsys.readouterr().err
     with pytest.raises(UsageError, match="which images"):
         PredictConfig(train_dir=str(run))
 
@@ -195,6 +198,7 @@ RUN_EXPORT = {
     "answer = Interpreter(path).get_signature_runner()(images=images)",
     "onnx": "import onnxruntime\n"
     "session = onnxruntime.InferenceSession(path)\n"
+    "assert session.get_inputs()[0].shape == ['batch', 'height', 'width', 3]\n"
     "names = [output.name for output in session.get_outputs()]\n"
     "answer = dict(zip(names, session.run(names, {session.get_inputs()[0].name: images})))",
 }
