@@ -200,12 +200,11 @@ class RunLogger:
         self.progress.pause()
         for score in result["evaluations"]:
             self.log(describe_score(score))
-        seconds = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in result["seconds"].items())
+        total = format_seconds(sum(result["seconds"].values()))
+        seconds = ", ".join(f"{phase} {each:.0f} s" for phase, each in result["seconds"].items() if each >= 0.5)
+        self.log(f"step {result['step']} after {total}: {seconds}")
         rate = f"{result['images_per_sec']:,.0f} images/s" if result["images_per_sec"] else "too few steps to time"
-        self.log(
-            f"step {result['step']} after {format_seconds(sum(result['seconds'].values()))}: {seconds}; "
-            f"{rate}; weights sha256 {result['weights_sha256'][:16]}"
-        )
+        self.log(f"{rate}; weights sha256 {result['weights_sha256'][:16]}")
         if self.run.banner:
             self.log(self.run.banner)
 
