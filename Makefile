@@ -52,7 +52,7 @@ tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
 
 ##@ Measure
 
-bench: .venv/ready  ## compare placements, strategies and numbers of towers for CONFIG, in 15 minutes
+bench: .venv/ready  ## compare placements, strategies and numbers of towers for CONFIG, in 20 minutes
 	@$(BIN)/python scripts/benchmark.py $(RECIPE) $(ARGS)
 
 speedrun: .venv/ready  ## time CONFIG over five seeds, beside the steps of other frameworks (hours)
