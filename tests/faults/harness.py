@@ -123,7 +123,7 @@ def results_table(log: TrialLog) -> str:
     for fault, subject in dict.fromkeys((row["fault"], row["subject"]) for row in log.rows):
         trials = log.of(fault, subject)
         failures = sum(row["ok"] != "True" for row in trials)
-        bound = "" if failures else f"{min(100, 300 / len(trials)):.2g} %"
+        bound = "" if failures else f"{min(100, 300 / len(trials)):.3g} %"
         counts = Counter(row["outcome"].split(":")[0] for row in trials).most_common()
         outcomes = ", ".join(f"{outcome} {count:,}" for outcome, count in counts)
         rows.append((fault, subject, f"{len(trials):,}", f"{failures:,}", bound, outcomes))
