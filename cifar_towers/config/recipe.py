@@ -12,7 +12,7 @@ from cifar_towers.registry import OPTIMIZERS
 def recipe_fields(config: TrainConfig) -> dict[str, Any]:
     """Settings that decide what is trained, by name. max_steps is one where a schedule depends on the run's length."""
     by_length = "%" in config.learning_rate_schedule + config.image_size_schedule
-    by_length = by_length or OPTIMIZERS[config.optimizer].by_length or config.lookahead
+    by_length = by_length or OPTIMIZERS[config.optimizer].by_length or config.lookahead or config.freeze_first_group
     left_out = set(names_with(TrainConfig, on_resume="allow"))
     if config.epochs == 0 and by_length:
         left_out -= {"max_steps"}

@@ -187,6 +187,12 @@ class TrainConfig(DeviceConfig):
         "factor of the peak rates at epochs or percentages of the run, interpolated (linear:) or constant (step:)",
     )
     whitening_epochs: float = _optimizer(3.0, "epochs in which the whitening bias is trained", low=0, high=1e6)
+    freeze_first_group: float = _optimizer(
+        0.0,
+        "fraction of the run after which the first group of convolutions is frozen, its rates at 0 by then; 0: never",
+        low=0,
+        high=1,
+    )
     momentum: float = _optimizer(0.9, "of SGD", low=0, high=0.9999)
     nesterov: bool = _optimizer(False, "Nesterov momentum")
     muon_momentum: float = _optimizer(0.655, "of Muon", low=0, high=0.9999)

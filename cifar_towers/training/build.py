@@ -232,9 +232,17 @@ def role_schedules(config: TrainConfig, length: schedules.RunLength) -> dict[str
     def whitening_factor(step):
         return 1 - step / whitening_steps
 
-    return {
+    def first_group_factor(step):
+        return factor(step / config.freeze_first_group)
+
+    roles = {
         "kernels": RoleSchedule(config.learning_rate, factor),
         "biases": RoleSchedule(bias_rate, factor),
         "head": RoleSchedule(config.head_learning_rate or config.learning_rate, factor),
         "whitening": RoleSchedule(config.whitening_learning_rate or bias_rate, whitening_factor, whitening_steps),
     }
+    if config.freeze_first_group:
+        end = math.ceil(schedules.to_steps(config.freeze_first_group, length.total))
+        roles["first_kernels"] = RoleSchedule(config.learning_rate, first_group_factor, end)
+        roles["first_biases"] = RoleSchedule(bias_rate, first_group_factor, end)
+    return roles

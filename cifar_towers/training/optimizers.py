@@ -225,12 +225,12 @@ def make_optimizer(
     """
     if name not in RULES:
         raise ValueError(f"optimizer={name} is not one of {', '.join(RULES)}")
-    variables = split_by_role(model)
+    variables = split_by_role(model, first_group="first_kernels" in schedules)
     groups = []
     for role, schedule in schedules.items():
         peak = schedule.peak_rate
         weight_decay = settings.weight_decay * settings.learning_rate / peak if peak else 0.0
-        rule = RULES[name][role](variables[role], weight_decay, settings)
+        rule = RULES[name][role.removeprefix("first_")](variables[role], weight_decay, settings)
         groups.append(ParamGroup(role, rule, schedule.learning_rate, schedule.frozen_from_step))
     return Optimizer(groups)
 

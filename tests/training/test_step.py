@@ -183,6 +183,29 @@ def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples,
         np.testing.assert_array_equal(moved, rested)
 
 
+def test_frozen_first_group_ends_the_backward_pass_behind_it(towers, examples):
+    """Its rates fall as the others' over the whole run, in 60 of 100 steps; then its weights stay."""
+    settings = {"model": "speednet93", "crop": 0, "whitening_images": 200, "whitening_epochs": 0}
+    run = Run(
+        towers(2), examples, cifarnet(**settings, freeze_first_group=0.6, learning_rate_schedule="linear:0=1,100%=0")
+    )
+    rates = [run.state.optimizer.learning_rates(step) for step in range(100)]
+    for step in range(60):
+        assert rates[step]["first_kernels"] == pytest.approx(rates[0]["kernels"] * (1 - step / 60))
+        assert rates[step]["first_biases"] == pytest.approx(rates[0]["biases"] * (1 - step / 60))
+    assert all(not any(name.startswith("first_") for name in rates[step]) for step in range(60, 100))
+
+    trace = run.training.train_step.get_concrete_function
+    before, after = (operations.count(trace(run.batches.at(step), run.rates(step))) for step in (59, 60))
+    per_kernel = before["Conv2DBackpropInput"] - after["Conv2DBackpropInput"]
+    assert per_kernel == run.config.batch_size * 2 * 9 * (15 * 15 * 64 * 64 + 15 * 15 * 64 * 256)
+    first = {weight.ref() for weight in run.state.weights if "group1" in weight.name}
+    values = {weight.ref(): weight.numpy() for weight in run.state.weights}
+    assert bool(run.step(60).finite)
+    for weight in run.state.weights:
+        assert (weight.numpy() == values[weight.ref()]).all() == (weight.ref() in first), weight.name
+
+
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(towers, examples):
     first, again, other = (
         trained(towers(2), examples, "bfloat16", 2, seed=seed)[0].weights_sha256() for seed in (1, 1, 2)
