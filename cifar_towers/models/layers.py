@@ -15,13 +15,40 @@ def logits_dtype(dtype: str) -> str:
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class Conv2D(keras.layers.Conv2D):
-    """Keras's layer, computed by `conv_gradient.conv2d` where possible."""
+    """Keras's layer, computed by `conv_gradient.conv2d` where possible.
+
+    `even_output`: of an output of odd height or width, the last row or column, which a 2x2 pooling would discard, is
+    not computed where the size is known when the step is traced.
+
+    Raises:
+      ValueError: `even_output`, and it is not a SAME convolution of odd kernel size with stride 1.
+    """
+
+    def __init__(self, *args, even_output: bool = False, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.even_output = even_output
+        odd = all(size % 2 for size in self.kernel_size)
+        plain = self.padding == "same" and {*self.strides, *self.dilation_rate, self.groups} == {1}
+        if even_output and not (odd and plain):
+            raise ValueError("even_output is for SAME convolutions of odd kernel_size with strides of 1")
 
     def convolution_op(self, inputs, kernel):
         if self.groups > 1 or set(self.dilation_rate) != {1} or len(set(self.strides)) > 1:
             return super().convolution_op(inputs, kernel)
         # read the variable here, inside Keras's scopes: the gradient is taken outside them
-        return conv_gradient.conv2d(inputs, tf.convert_to_tensor(kernel), self.strides[0], self.padding)
+        kernel = tf.convert_to_tensor(kernel)
+        padding = conv_gradient.even_padding(inputs.shape, kernel.shape) if self.even_output else self.padding
+        return conv_gradient.conv2d(inputs, kernel, self.strides[0], padding)
+
+    def compute_output_shape(self, input_shape):
+        shape = super().compute_output_shape(input_shape)
+        if not self.even_output or None in shape[1:]:
+            return shape
+        batch, height, width, filters = shape
+        return batch, height - height % 2, width - width % 2, filters
+
+    def get_config(self):
+        return super().get_config() | {"even_output": self.even_output}
 
 
 @keras.saving.register_keras_serializable("cifar_towers")

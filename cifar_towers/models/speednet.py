@@ -57,7 +57,7 @@ def _group(x, width, convs, activation, momentum, residual, name, options):
     first = x
     conv_options = {"padding": "same", "use_bias": False, "kernel_initializer": IdentityFirst(), **options}
     for index in range(1, convs + 1):
-        x = Conv2D(width, 3, name=f"{name}_conv{index}", **conv_options)(x)
+        x = Conv2D(width, 3, even_output=index == 1, name=f"{name}_conv{index}", **conv_options)(x)
         if index == 1:
             x = keras.layers.MaxPooling2D(2, name=f"{name}_pool", **options)(x)
         x = BatchNorm(momentum, scale=False, name=f"{name}_norm{index}", **options)(x)

@@ -38,7 +38,9 @@ def clone_layer(layer: keras.layers.Layer) -> LayerAndWeights:
 
 
 def _convolution(layer: Conv2D | Whitening) -> LayerAndWeights:
-    return keras.layers.Conv2D.from_config(_settings(layer)), layer.get_weights()
+    settings = _settings(layer)
+    settings.pop("even_output", None)  # the pooling behind it discards the rest
+    return keras.layers.Conv2D.from_config(settings), layer.get_weights()
 
 
 def _batch_norm(layer: BatchNorm) -> LayerAndWeights:

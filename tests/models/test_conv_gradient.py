@@ -18,15 +18,19 @@ def processor(monkeypatch, *features):
 
 @pytest.mark.parametrize(("dtype", "channels", "rounding"), [("bfloat16", 128, 0.01), ("float32", 24, 1e-5)])
 @pytest.mark.parametrize(("high", "wide", "size"), [(7, 7, (3, 3)), (3, 4, (3, 3)), (5, 6, (5, 3)), (2, 2, (3, 5))])
-def test_gradients_equal_tensorflows(monkeypatch, dtype, channels, rounding, high, wide, size):
+@pytest.mark.parametrize("even", [False, True])
+def test_gradients_equal_tensorflows(monkeypatch, dtype, channels, rounding, high, wide, size, even):
+    """Of a SAME convolution, and of one without the last row and column of an odd size."""
     processor(monkeypatch, "avx2")
     random = np.random.default_rng(0)
-    shapes = (4, high, wide, channels), (*size, channels, 64), (4, high, wide, 64)
+    out_high, out_wide = (high - high % 2, wide - wide % 2) if even else (high, wide)
+    shapes = (4, high, wide, channels), (*size, channels, 64), (4, out_high, out_wide, 64)
     images, kernel, upstream = (tf.cast(random.normal(size=shape), dtype) for shape in shapes)
-    ours = gradients(conv_gradient.conv2d, images, kernel, upstream)
+    padding = conv_gradient.even_padding(images.shape, kernel.shape) if even else "SAME"
+    ours = gradients(lambda x, k: conv_gradient.conv2d(x, k, 1, padding), images, kernel, upstream)
 
     def convolve(x, k):
-        return tf.nn.conv2d(x, k, 1, "SAME")
+        return tf.nn.conv2d(x, k, 1, "SAME")[:, :out_high, :out_wide]
 
     tensorflows = gradients(convolve, images, kernel, upstream)
     exact = gradients(convolve, *(tf.cast(tensor, tf.float64) for tensor in (images, kernel, upstream)))

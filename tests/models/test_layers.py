@@ -58,7 +58,12 @@ def test_pad_channels_is_shortcut_a():
 
 
 def test_layers_deserialize_from_their_config():
-    for layer in (BatchNorm(0.5, scale=False), LocalResponseNorm(), PadChannels(8, 2)):
+    for layer in (
+        BatchNorm(0.5, scale=False),
+        LocalResponseNorm(),
+        PadChannels(8, 2),
+        Conv2D(6, 3, padding="same", even_output=True),
+    ):
         copy = keras.layers.deserialize(keras.layers.serialize(layer))
         assert copy.get_config() == layer.get_config()
 
@@ -70,3 +75,33 @@ def test_conv2d_equals_keras_for_all_options(options):
     ours(images), theirs(images)
     theirs.set_weights(ours.get_weights())
     np.testing.assert_allclose(ours(images), theirs(images), atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"padding": "valid"}, {"kernel_size": 2}, {"strides": 2}, {"dilation_rate": 2}])
+def test_even_output_is_refused_where_it_is_not_computed(options):
+    with pytest.raises(ValueError, match="even_output"):
+        Conv2D(6, **({"kernel_size": 3, "padding": "same", "even_output": True} | options))
+
+
+@pytest.mark.parametrize(("high", "wide"), [(7, 7), (6, 7), (5, 8), (8, 8)])
+def test_conv2d_computes_no_row_that_pooling_discards(high, wide):
+    """Pooled values and all gradients are those of the whole convolution, also where the size is not known."""
+    images = tf.random.stateless_normal([2, high, wide, 24], [0, 1])
+    even, whole = (Conv2D(64, 3, padding="same", even_output=even) for even in (True, False))
+    sizes = even(images).shape[1:3], whole(images).shape[1:3]
+    assert sizes[0] == even.compute_output_shape(images.shape)[1:3]
+    assert sizes[0] == tuple(size - size % 2 for size in sizes[1])
+    even.set_weights(whole.get_weights())
+    weight = tf.random.stateless_normal([2, sizes[0][0] // 2, sizes[0][1] // 2, 64], [2, 3])
+
+    def values(layer, inputs):
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            pooled = tf.nn.max_pool2d(layer(inputs), 2, 2, "VALID")
+            loss = tf.reduce_sum(weight * pooled)
+        return pooled, *tape.gradient(loss, [inputs, layer.kernel.value, layer.bias.value])
+
+    unknown = tf.function(values).get_concrete_function(even, tf.TensorSpec([2, None, None, 24]))
+    for ours, of_unknown, expected in zip(values(even, images), unknown(images), values(whole, images), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=2e-4)
+        np.testing.assert_allclose(of_unknown, expected, atol=2e-4)
