@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from cifar_towers.models import conv_gradient
 from cifar_towers.towers import all_reduce_mean, num_replicas
+from cifar_towers.towers.devices import xla_runs
 
 
 def logits_dtype(dtype: str) -> str:
@@ -142,7 +143,13 @@ def _synchronized_batch_norm(images, gamma, beta, epsilon):
     return norm(images, gamma, beta)
 
 
-@tf.function(jit_compile=True, autograph=False)
+def _fused(function):
+    """`function` of tensors, its operations fused by XLA where XLA runs."""
+    compiled = tf.function(function, jit_compile=True, autograph=False)
+    return lambda *tensors: (compiled if xla_runs() else function)(*tensors)
+
+
+@_fused
 def _moments(images):
     """Mean and variance of each channel, in float32."""
     return tf.nn.moments(tf.cast(images, tf.float32), [0, 1, 2])
@@ -212,11 +219,11 @@ def _compiled(function):
     def wide(x):  # XLA's CPU code rounds half types after each operation and takes twice as long
         return tf.cast(x, tf.float32) if x.dtype.size == 2 else x
 
-    @tf.function(jit_compile=True, autograph=False)
+    @_fused
     def forward(x):
         return tf.cast(function(wide(x)), x.dtype)
 
-    @tf.function(jit_compile=True, autograph=False)
+    @_fused
     def backward(x, upstream):
         wide_x = wide(x)
         with tf.GradientTape() as tape:

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from cifar_towers.towers.devices import processor_features
+from cifar_towers.towers.devices import gpu_compute_capabilities, processor_features
 from cifar_towers.towers.placement import HOST, pin_to_device
 
 BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # of processors
@@ -31,8 +31,7 @@ def native_halves(device: str) -> tuple[str, ...]:
     """The 16-bit types that a kind of device computes natively, the best first; the weakest GPU decides."""
     if "GPU" not in device:
         return ("bfloat16",) if processor_features() & BFLOAT16_FEATURES else ()
-    details = map(tf.config.experimental.get_device_details, tf.config.get_visible_devices("GPU"))
-    weakest = min((gpu.get("compute_capability", (0, 0)) for gpu in details), default=(0, 0))
+    weakest = min(gpu_compute_capabilities(), default=(0, 0))
     return ("bfloat16",) if weakest >= (8, 0) else ("float16",) if weakest >= (7, 0) else ()
 
 

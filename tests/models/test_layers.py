@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cifar_towers.models import layers
 from cifar_towers.models.layers import COMPILED, BatchNorm, Conv2D, LocalResponseNorm, PadChannels
 
 
@@ -39,8 +40,12 @@ def test_local_response_norm_equals_tensorflows(dtype):
     np.testing.assert_allclose(ours, witness, rtol=1e-4)
 
 
+@pytest.mark.parametrize("xla_runs", [True, False])
 @pytest.mark.parametrize(("name", "witness"), [("gelu", tf.nn.gelu), ("silu", tf.nn.silu)])
-def test_compiled_activations_and_gradients(name, witness):
+def test_compiled_activations_and_gradients(monkeypatch, name, witness, xla_runs):
+    monkeypatch.setattr(layers, "xla_runs", lambda: xla_runs)
+    traced = tf.function(COMPILED[name]).get_concrete_function(tf.TensorSpec([101]))
+    assert ("_XlaMustCompile" in str(traced.graph.as_graph_def().library)) == xla_runs
     x = tf.linspace(-6.0, 6.0, 101)
     with tf.GradientTape(persistent=True) as tape:
         tape.watch(x)

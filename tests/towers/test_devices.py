@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import tensorflow as tf
 
@@ -27,8 +29,35 @@ def test_driver_without_cuda_packages_is_a_warning(monkeypatch, tmp_path, caplog
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(devices, "CUDA_LIBRARIES", ("libc.so.6", "libcudnn.so.9", "libcupti.so.12", "libnccl.so.2"))
+    monkeypatch.syspath_prepend(tmp_path)
+    for library in ("cudnn/lib/libcudnn.so.9", "nccl/lib/libnccl.so.2"):  # as pip installs them
+        (tmp_path / "nvidia" / library).parent.mkdir(parents=True)
+        (tmp_path / "nvidia" / library).touch()
     make_towers(2)
-    assert ("pip install 'tensorflow[and-cuda]'" in caplog.text) == warned
+    missing = "TensorFlow has no GPU: it does not find libcupti.so.12; type pip install 'tensorflow[and-cuda]'"
+    assert (missing in caplog.text) == warned
+    monkeypatch.setattr(devices, "CUDA_LIBRARIES", ("libc.so.6",))
+    caplog.clear()
+    make_towers(2)
+    assert ("TF_CPP_MIN_LOG_LEVEL=0 to see why" in caplog.text) == warned
+
+
+@pytest.mark.parametrize(
+    ("capability", "warned", "xla"),
+    [((7, 5), False, True), ((8, 6), False, True), ((9, 0), True, True), ((12, 0), True, False)],
+)
+def test_gpus_newer_than_tensorflow(monkeypatch, caplog, capability, warned, xla):
+    """Kernels of a compute capability run on later ones of the same major number; XLA ends the process from 10 on."""
+    details = {"device_name": "NVIDIA X1", "compute_capability": capability}
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [SimpleNamespace(name="GPU:0")])
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: details)
+    build = {"cuda_compute_capabilities": ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"]}
+    monkeypatch.setattr(tf.sysconfig, "get_build_info", lambda: build)
+    devices._log_plan(plan_devices(1, 1))
+    line = f"NVIDIA X1 has compute capability {capability[0]}.{capability[1]}, for which TensorFlow has no compiled"
+    assert (line in caplog.text) == warned
+    assert devices.xla_runs() == xla
 
 
 def test_missing_gpus_are_an_error_without_soft_placement():
