@@ -23,9 +23,8 @@ from cifar_towers.reporting.run_info import RunInfo, describe_score
 from cifar_towers.reporting.run_logger import RunLogger
 from cifar_towers.training import build, devices
 from cifar_towers.training.health import DivergenceState, HealthMonitor
-from cifar_towers.training.results import StepMetrics
 from cifar_towers.training.run_setup import RunSetup, setup_run
-from cifar_towers.training.step_runner import StepInputs
+from cifar_towers.training.step_runner import FinishedStep, StepInputs
 
 
 def train(
@@ -71,20 +70,20 @@ class Trainer:
     def __init__(
         self, setup: RunSetup, dataset: Dataset, banner: str, shutdown, workers: Coordinator, timer: PhaseTimer
     ):
-        self.setup, self.dataset, self.shutdown, self.workers, self.timer = setup, dataset, shutdown, workers, timer
+        self.setup, self.step_runner, self.dataset = setup, setup.step_runner, dataset
+        self.shutdown, self.workers, self.timer = shutdown, workers, timer
         self.config, self.state, self.length = config, state, length = setup.config, setup.state, setup.length
         run_info = RunInfo(dataset=dataset, banner=banner, **setup.description())
         self.logger = RunLogger(run_info, timer, quiet=not workers.is_chief)
         self.log = self.logger.log
-        show_evaluation = functools.partial(self.logger.progress.activity, "evaluating")
         self.evaluator = Evaluator(
-            make_evaluate_fn(state.model, setup.local_towers, setup.augmentation, workers, show_evaluation),
+            make_evaluate_fn(state.model, setup.local_towers, setup.augmentation, workers, self.logger.show_evaluation),
             {"validation": dataset.validation, "test": dataset.test},
             state.evaluation_weights,
             config.evaluate_every_steps(length),
             length.last,
         )
-        self.target = TargetAccuracy(config.target_accuracy)
+        self.target = TargetAccuracy(config.target_accuracy, self.log)
         manager = CheckpointManager(
             config.directory, state, config.checkpoint_every_steps, config.keep_checkpoints, self.log
         )
@@ -110,9 +109,7 @@ class Trainer:
         self.logger.open(step, functools.partial(self.evaluator.passes_left, tta=self.config.tta))
         self.shutdown.announce = self.log
         self.shutdown.check()
-        self.shutdown.defer_signals()
-        if self.workers.size > 1:
-            self.shutdown.require_consensus()
+        self.shutdown.defer_signals(by_consensus=self.workers.size > 1)
         try:
             self.timer.end_phase("start")
             if self.config.rollback_on_divergence and step == 0:
@@ -134,28 +131,27 @@ class Trainer:
         """The loop. `evaluations` are those made after `first_step`, if any."""
         step = first_step
         try:
-            if self.evaluator.is_due(step):
-                if not evaluations:
-                    self.logger.drop_evaluations(step)  # of an attempt that was interrupted before it could save
-                    evaluations = self._evaluate(step)
-                if self._reached_target(step, evaluations):
-                    return step
+            if self.evaluator.is_due(step) and not evaluations:
+                self.logger.drop_evaluations(step)  # of an attempt that was interrupted before it could save
+                evaluations = self._evaluate(step)
+            if self.target.is_reached(step, evaluations, self.timer.training_seconds):
+                return step
             for batch in self.setup.batches.stream(first_step, self.length.last):
-                inputs = self.setup.step_runner.inputs(step, self.divergence.rate_factor)
-                compiled = self.setup.step_runner.is_traced(inputs)
-                metrics = self._train_step(step, batch, inputs, compiled)
+                inputs = self.step_runner.inputs(step, self.divergence.rate_factor)
+                self._start_step(step, batch, inputs)
                 step, evaluations = step + 1, []
-                self.health(step, metrics, batch, inputs.image_size)
-                self.logger.log_step(step, metrics, inputs.learning_rates, inputs.image_size, self.divergence)
-                self.timer.end_phase("report" if compiled else "compile")
-                if self.evaluator.is_due(step):
+                is_evaluated = self.evaluator.is_due(step)
+                ends_epoch = step % self.length.steps_per_epoch == 0 or step == self.length.last
+                if is_evaluated or ends_epoch or self.checkpoints.should_save(step, is_evaluated):
+                    self._report(self.step_runner.finish())
+                if is_evaluated:
                     evaluations = self._evaluate(step)
-                if step % self.length.steps_per_epoch == 0 or step == self.length.last:
+                if ends_epoch:
                     self.logger.log_epoch(step, inputs.learning_rates, evaluations)
-                is_good = step < self.length.last and not self.divergence.in_a_row
-                if is_good and self.checkpoints.should_save(step, bool(evaluations)):
+                is_good = step < self.length.last and not (self.step_runner.steps_ahead or self.divergence.in_a_row)
+                if is_good and self.checkpoints.should_save(step, is_evaluated):
                     self._save(step, evaluations)
-                if self._reached_target(step, evaluations):
+                if self.target.is_reached(step, evaluations, self.timer.training_seconds):
                     break
                 self.shutdown.check()
         except Interrupted as interrupt:
@@ -164,26 +160,35 @@ class Trainer:
             raise DivergedError(f"{nonfinite} is not finite after step {step}")
         return step
 
-    def _train_step(self, step: int, batch: Batch, inputs: StepInputs, compiled: bool) -> StepMetrics:
-        """One update; one that is not `compiled` yet is compiled, which is timed apart."""
+    def _start_step(self, step: int, batch: Batch, inputs: StepInputs) -> None:
+        """Starts an update and reports the one before. An update of a new kind is compiled, which is timed apart."""
+        compiled = self.step_runner.is_traced(inputs)
         self.timer.end_phase("input" if compiled else "compile")
-        options = {"collect_diagnostics": self.logger.wants_diagnostics(step + 1)}
-        if self.workers.size > 1:
-            options["stop_signal"] = self.shutdown.received_signal
+        stop_signal = self.shutdown.received_signal if self.workers.size > 1 else None
+        options = {"collect_diagnostics": self.logger.wants_diagnostics(step + 1), "stop_signal": stop_signal}
         if not compiled:
             self.logger.progress.activity(f"compiling the step for images of {inputs.image_size} pixels")
             with self.shutdown.interruptible():  # it takes a while, and nothing has changed yet
-                function = self.setup.step_runner.trace(batch, inputs, **options)
-            if not self.setup.step_runner.traced:
+                function = self.step_runner.trace(batch, inputs, **options)
+            if not self.step_runner.traced:
                 self.logger.log_graph(function)
         self._profile(StepProfiler.before, step)
-        metrics = self.setup.step_runner.run(batch, inputs, **options)
+        finished = self.step_runner.start(step, batch, inputs, **options)
+        if self.workers.size > 1 or self.profiler:
+            finished += self.step_runner.finish()
         self._profile(StepProfiler.after, step + 1)
-        if self.workers.size > 1:
-            self.shutdown.set_agreed_signal(int(metrics.stop_signal))
-            metrics = agreement.gather_diagnostics(self.workers, metrics)
         self.timer.end_step(self.config.batch_size, compiled)
-        return metrics
+        self._report(finished)
+        self.timer.end_phase("report" if compiled else "compile")
+
+    def _report(self, finished: Sequence[FinishedStep]) -> None:
+        """Checks and logs steps whose metrics have been read."""
+        for step, batch, inputs, metrics in finished:
+            if self.workers.size > 1:
+                self.shutdown.set_agreed_signal(int(metrics.stop_signal))
+                metrics = agreement.gather_diagnostics(self.workers, metrics)
+            self.health(step, metrics, batch, inputs.image_size)
+            self.logger.log_step(step, metrics, inputs.learning_rates, inputs.image_size, self.divergence)
 
     def _profile(self, action: Callable, *step: int) -> None:
         """Lets the profiler, if there is one, begin or end its trace; logs its message."""
@@ -199,13 +204,6 @@ class Trainer:
         records = self.logger.log_evaluation(step, scores, self.evaluator.splits, final)
         self.timer.end_phase("evaluate")
         return records
-
-    def _reached_target(self, step: int, evaluations: list[dict]) -> bool:
-        if self.target.update(evaluations):
-            score = f"{100 * self.target.reached:.2f} % on {evaluations[0]['split']}"
-            target, seconds = 100 * self.config.target_accuracy, self.timer.training_seconds
-            self.log(f"reached {score} (target {target:.2f} %) at step {step}, after {seconds:.1f} s of training")
-        return bool(self.target.reached)
 
     def _save(self, step: int, evaluations: Sequence[dict] = (), wait: bool = False) -> bool:
         """Saves the state after `step`, and returns whether it is saved. With `wait`, all workers wait for that."""
@@ -225,6 +223,7 @@ class Trainer:
     def _save_on_interrupt(self, step: int, evaluations: list[dict]) -> Interrupted:
         """Saves the last finished step, if there is one; returns the error to raise."""
         self.shutdown.defer_signals()
+        self._report(self.step_runner.finish())
         self.logger.progress.pause()
         if not step:
             return Interrupted(self.shutdown.signal, NOTHING_TO_SAVE)
@@ -244,7 +243,7 @@ class Trainer:
                 f"{error}; {latest}: give --rollback_on_divergence to go back to the last good checkpoint at half the "
                 "rates, or --overwrite with a smaller --learning_rate or --precision=float32"
             ) from error
-        last_good_step = int(self.state.step.numpy()) - self.divergence.in_a_row
+        last_good_step = int(self.state.step.numpy()) - self.step_runner.discard() - self.divergence.in_a_row
         self.divergence.roll_back(error)
         metadata = self.checkpoints.roll_back(last_good_step, self.divergence.rollbacks)
         if metadata is None:
@@ -278,7 +277,7 @@ class Trainer:
         )
         self.logger.begin_final_evaluation(step, self.evaluator.splits)
         evaluations = self._evaluate(step, self.config.tta, final=True)
-        self._reached_target(step, evaluations)
+        self.target.is_reached(step, evaluations, self.timer.training_seconds)
         weights_sha256 = self.state.weights_sha256()
         self.workers.assert_equal({"weights, as sha256,": weights_sha256})
         result = {

@@ -357,13 +357,14 @@ def test_killed_run_resumes_without_duplicate_events(tmp_path):
     assert scales[0] == scales[1] and any(scales[0])  # a moving average that is restored
 
 
-def test_rate_of_a_step_that_compiles_after_a_resume_is_unknown(tmp_path, capsys):
+def test_rate_of_a_step_that_compiles_after_a_resume_is_that_of_the_next(tmp_path, capsys):
+    """A step is recorded once the next has run, or at the end of an epoch."""
     config = replace(TINY, max_steps=4, summary_every_steps=1, train_dir=str(tmp_path))
     with pytest.raises(Interrupted):
         run(config, StopAtStep(2))
     result = run(config)
     rates = [record["images_per_sec"] for record in records_of(tmp_path, "train")]
-    assert [rate is None for rate in rates] == [True, False, True, False] and min(filter(None, rates)) > 0
+    assert len(rates) == 4 and None not in rates and min(rates) > 0
     assert result["images_per_sec"] > 0 and "0 images/s" not in re.findall(r"\S+ images/s", capsys.readouterr().out)
     alone = run(config, max_steps=1, overwrite=True)
     assert alone["images_per_sec"] is None and "too few steps to time; weights" in capsys.readouterr().out

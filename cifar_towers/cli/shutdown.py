@@ -22,7 +22,7 @@ class ShutdownHandler:
       announce: called with a line for the user when a signal has to wait.
       before_exit: called before a second signal ends the process.
       received_signal: the signal that this process received, or 0.
-      signal: the signal to act on, or None; with `require_consensus` only what `set_agreed_signal` sets.
+      signal: the signal to act on, or None; where a consensus is needed only what `set_agreed_signal` sets.
     """
 
     def __init__(self):
@@ -48,14 +48,12 @@ class ShutdownHandler:
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
 
-    def defer_signals(self) -> None:
-        """From now on a signal is only recorded; the caller polls `check` between steps."""
+    def defer_signals(self, by_consensus: bool = False) -> None:
+        """From now on a signal is only recorded; the caller polls `check` between steps. If `by_consensus`, that acts
+        only on a signal passed to `set_agreed_signal`, until `exit_immediately_from_now`: processes that train together
+        must stop after the same step."""
         self._deferred = True
-
-    def require_consensus(self) -> None:
-        """Until `exit_immediately_from_now`, acts only on a signal passed to `set_agreed_signal`: processes that train
-        together must stop after the same step."""
-        self._needs_consensus = True
+        self._needs_consensus |= by_consensus
 
     def set_agreed_signal(self, number: int) -> None:
         """Records the signal that any of the processes received, or 0."""

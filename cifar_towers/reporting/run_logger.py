@@ -123,7 +123,7 @@ class RunLogger:
             scalars |= {tags.IMAGES_PER_SEC: images_per_sec, tags.INPUT_WAIT: input_wait}
             scalars[tags.STEP_SECONDS] = self.run.config.batch_size / images_per_sec
         if is_summary:
-            scalars |= {tags.LOSS_SCALE: metrics.diagnostics.loss_scale, **self._resources()}
+            scalars |= {tags.LOSS_SCALE: metrics.loss_scale, **self._resources()}
             scalars[tags.NOISE_SCALE] = agreement.get("gradient_noise_scale")
         self.tensorboard.write_step(step, metrics, rates, scalars)
         if is_summary:
@@ -186,6 +186,10 @@ class RunLogger:
     def _has_evaluations(self, step: int) -> bool:
         return any(record["step"] == step for record in self.metrics.records("eval"))
 
+    def show_evaluation(self, done: float) -> None:
+        """Show which fraction of an evaluation is done."""
+        self.progress.activity("evaluating", done)
+
     def begin_final_evaluation(self, step: int, splits: Mapping[str, Split]) -> None:
         """Print what will be evaluated, as that may take minutes; remove evaluations after `step`, such as one that met
         a target."""
@@ -235,7 +239,7 @@ class RunLogger:
     def _tower_agreement(self, metrics: StepMetrics) -> dict:
         """What a summary step adds to its record: loss, gradient norm and cosine of each tower; the noise scale."""
         gradients = metrics.diagnostics.tower_gradients
-        norms = (gradients.norm / metrics.diagnostics.loss_scale).tolist()
+        norms = (gradients.norm / metrics.loss_scale).tolist()
         towers = {"loss": metrics.tower_losses.tolist(), "gradient_norm": norms, "cosine": gradients.cosine.tolist()}
         if len(norms) == 1 or not metrics.finite or metrics.hard_examples:  # the estimate needs random examples
             return {"towers": towers}

@@ -107,7 +107,7 @@ class HealthMonitor:
         elif metrics.hard_examples:
             batch = gather_rows(batch, metrics.hard_examples.rows)
         overflowed = np.isfinite(metrics.tower_losses).all() and (metrics.nonfinite_towers >= 0).any()
-        if overflowed and state.loss_scale.can_shrink():
+        if overflowed and state.loss_scale.can_shrink(float(metrics.loss_scale)):
             return self.health.record_good_step() if prefix else None  # the net itself made its update
         reason = prefix + describe_nonfinite(metrics, self.towers, state.weight_names, state.update_names)
         self.log(self.health.record_bad_step(step, reason + self._locate(state, metrics, batch, image_size)))

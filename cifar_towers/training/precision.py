@@ -58,9 +58,9 @@ class LossScale:
         """The current scale, float32."""
         return tf.convert_to_tensor(self.scale) if self.dynamic else tf.constant(1.0)
 
-    def can_shrink(self) -> bool:
-        """Whether a smaller scale may still prevent overflow."""
-        return self.dynamic and float(self.scale.numpy()) > 1
+    def can_shrink(self, scale: float) -> bool:
+        """Whether a smaller scale may still prevent the overflow of a step that had this `scale`."""
+        return self.dynamic and scale / 2 > 1
 
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """The loss to differentiate."""

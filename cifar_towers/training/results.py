@@ -49,7 +49,6 @@ class StepDiagnostics(NamedTuple):
     forward: ForwardDiagnostics
     tower_gradients: TowerGradientStats
     update: UpdateDiagnostics
-    loss_scale: Any  # of this step
 
 
 class StepMetrics(NamedTuple):
@@ -65,6 +64,7 @@ class StepMetrics(NamedTuple):
     finite: Any  # bool: every number was finite and the weights were updated
     nonfinite_towers: Any  # [K] int32: index of each tower's first non-finite value, as in `TowerResult`, or -1
     nonfinite_update: Any  # int32: index in `TrainState.update_names` of the first non-finite new value, or -1
+    loss_scale: Any  # of this step
     diagnostics: StepDiagnostics | None = None  # all zeros unless it was a summary step
     stop_signal: Any = None  # of several processes: the largest signal number that any of them passed in
     example_losses: Any = None  # [B], if the step was made with an `example_loss`

@@ -208,7 +208,7 @@ def make_step_metrics(
     """The metrics of a step over `num_examples` examples."""
     diagnostics = None
     if tower_stats is not None:
-        diagnostics = StepDiagnostics(results[-1].diagnostics, tower_stats, update.diagnostics, update.loss_scale)
+        diagnostics = StepDiagnostics(results[-1].diagnostics, tower_stats, update.diagnostics)
     with tf.name_scope("metrics"):
         metrics = StepMetrics(
             loss=_mean([r.losses["cross_entropy"] for r in results]),
@@ -220,6 +220,7 @@ def make_step_metrics(
             finite=update.finite,
             nonfinite_towers=tf.stack([r.nonfinite_index for r in results]),
             nonfinite_update=update.nonfinite_index,
+            loss_scale=update.loss_scale,
             example_losses=_concat_example_losses(results),
         )
         with tf.device(HOST):  # a GPU sends them by itself, instead of being asked for one after the other
