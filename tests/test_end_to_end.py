@@ -30,7 +30,7 @@ from cifar_towers.inference import evaluate
 from cifar_towers.inference.compare import compare_runs
 from cifar_towers.inference.settings import EvaluateConfig
 from cifar_towers.reporting import figures, run_logger
-from cifar_towers.training import health
+from cifar_towers.training import auto_placement, health
 from tests.configs import TINY_NET, recipe
 
 QUICK = recipe(
@@ -481,8 +481,9 @@ def test_checkpoint_restores_the_same_weights_under_every_strategy(tmp_path):
 
 
 @pytest.mark.slow
-def test_auto_placement_is_stored_and_changes_no_weights(tmp_path, caplog):
+def test_auto_placement_is_stored_and_changes_no_weights(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO")
+    monkeypatch.setattr(auto_placement, "_on_gpus", lambda towers: True)  # where it is measured
     config = replace(QUICK, num_gpus=2, max_steps=2)
     auto = replace(config, train_dir=str(tmp_path / "auto"), variable_placement="auto")
     measured = run(auto)

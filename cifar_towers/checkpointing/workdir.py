@@ -135,7 +135,7 @@ def previous_placement(config: TrainConfig, num_towers: int) -> str | None:
     Raises:
       DataError: there are checkpoints, and all are damaged.
     """
-    if config.overwrite or config.variable_placement != "auto":
+    if config.overwrite or config.variable_placement not in ("", "auto"):
         return None
     checkpoint = latest_checkpoint(config.directory)
     metadata = read_metadata(checkpoint) if checkpoint else {}

@@ -67,7 +67,7 @@ def check_limits(config: Any) -> None:
         value, limits = getattr(config, field.name), field.metadata
         if limits["check"] and value != field.default:
             limits["check"](value)
-        if limits["choices"] and value not in limits["choices"]:
+        if limits["choices"] and value not in (*limits["choices"], field.default):
             raise UsageError(f"{field.name}={value} is not one of {', '.join(limits['choices'])}")
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"{field.name}={value} is not a finite number")

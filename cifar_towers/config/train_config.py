@@ -40,8 +40,9 @@ class TrainConfig(DeviceConfig):
         on_resume="allow",  # every strategy trains the same function on as many towers
     )
     variable_placement: str = _towers(
-        "cpu",
-        "device of the towers' shared variables; auto: measure for some seconds and use the fastest",
+        "",
+        "device of the towers' shared variables; auto: where there are GPUs, measure for some seconds and use the "
+        "fastest; by default cpu, but auto with optimizer=muon, whose update is too much work for a host",
         choices=("cpu", "round_robin", "least_loaded", "auto"),
         on_resume="allow",
     )

@@ -78,7 +78,7 @@ def _check_parallelism(config) -> None:
         raise UsageError(f"batch_statistics=synchronized needs the whole batch at once; leave {other}")
     if has_stages and strategy != "towers":
         raise UsageError(f"parallelism=model has one copy of the model; leave strategy={strategy}")
-    is_placed = (config.variable_placement, config.gradient_device) != ("cpu", "variable")
+    is_placed = config.variable_placement not in ("", "cpu") or config.gradient_device != "variable"
     if is_placed and (has_stages or strategy != "towers"):
         reason = f"strategy={strategy} keeps every variable on every device"
         if has_stages:

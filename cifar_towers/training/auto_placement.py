@@ -29,16 +29,28 @@ def resolve_placement(
     length: RunLength,
     previous_placement: str | None,
 ) -> TrainConfig:
-    """`config` with `variable_placement=auto` resolved: as the run was trained so far, else by measuring."""
-    if config.variable_placement != "auto":
+    """`config` with a placement in place of `auto` or of none: as the run was trained so far, else by measuring. It is
+    not measured where all towers are on the CPU, nor without `auto` if little is to be gained."""
+    if config.variable_placement not in ("", "auto"):
         return config
+    on_gpus = _on_gpus(towers)
+    has_choice = config.strategy == "towers" and config.parallelism == "data" and not config.deterministic
+    if not config.variable_placement and not (on_gpus and has_choice and config.optimizer == "muon"):
+        return dataclasses.replace(config, variable_placement="cpu")
     if previous_placement in PLACEMENTS:
         log.info("variable placement %s: as the run began", previous_placement)
         return dataclasses.replace(config, variable_placement=previous_placement)
+    if not on_gpus:
+        log.info("variable placement cpu: all towers are on the CPU")
+        return dataclasses.replace(config, variable_placement="cpu")
     log.info("measuring which variable placement is fastest; it compiles the step three times")
     recommended = recommend_placement(config, towers, compute_dtype, train, length)
     log.info(f"variable placement {recommended.placement}: {recommended.reason}")
     return dataclasses.replace(config, variable_placement=recommended.placement)
+
+
+def _on_gpus(towers: list[Tower]) -> bool:
+    return any("GPU" in tower.device for tower in towers)
 
 
 class Recommendation(NamedTuple):

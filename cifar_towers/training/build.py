@@ -162,7 +162,7 @@ def make_training(
         if config.parallelism == "model":
             return _make_pipeline(config, towers, compute_dtype, train.info, make_state_fn, augmentation, options)
         options["gradient_device"] = HOST if config.gradient_device == "cpu" else ""
-        with variable_placement(config.variable_placement, towers):
+        with variable_placement(config.variable_placement or "cpu", towers):
             state, loss_fn = make_state_fn()
             update = make_update(state, towers, loss_fn, augmentation, **options)
             if config.hard_example_pool:

@@ -1,5 +1,6 @@
 """The placement that measuring chooses."""
 
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
+from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import PLACEMENTS
 from cifar_towers.training import auto_placement
 from tests.configs import TINY_NET
@@ -22,6 +24,32 @@ def test_fastest_placement_wins_and_ties_go_to_the_simplest(towers, examples, mo
     length = RunLength(steps_per_epoch=150, total=300, last=300)
     found = auto_placement.recommend_placement(config, towers(2), "float32", examples, length)
     assert found.placement == "round_robin"
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "placement"),
+    [
+        ({}, "GPU", "cpu"),
+        ({"optimizer": "muon", "model": "speednet94"}, "GPU", "round_robin"),
+        ({"optimizer": "muon", "model": "speednet94"}, "CPU", "cpu"),
+        ({"optimizer": "muon", "model": "speednet94", "strategy": "mirrored"}, "GPU", "cpu"),
+        ({"optimizer": "muon", "model": "speednet94", "deterministic": True}, "GPU", "cpu"),
+        ({"optimizer": "muon", "model": "speednet94", "variable_placement": "cpu"}, "GPU", "cpu"),
+        ({"variable_placement": "auto"}, "GPU", "round_robin"),
+        ({"variable_placement": "auto"}, "CPU", "cpu"),
+        ({"variable_placement": "least_loaded"}, "CPU", "least_loaded"),
+    ],
+)
+def test_placement_is_measured_on_gpus_if_asked_or_for_muon(monkeypatch, examples, settings, device, placement):
+    measured = auto_placement.Recommendation("round_robin", True, "of a stand-in")
+    monkeypatch.setattr(auto_placement, "recommend_placement", lambda *_: measured)
+    on_devices = [Tower(0, f"/{device}:0"), Tower(1, f"/{device}:1")]
+    resolve = functools.partial(auto_placement.resolve_placement, TrainConfig(**settings), on_devices, "float32")
+    length = RunLength(steps_per_epoch=150, total=300, last=300)
+    assert resolve(examples, length, None).variable_placement == placement
+    as_before = resolve(examples, length, "least_loaded").variable_placement  # on resuming
+    auto = settings.get("variable_placement") == "auto"
+    assert as_before == ("least_loaded" if auto or placement == "round_robin" else placement)
 
 
 @pytest.mark.parametrize(

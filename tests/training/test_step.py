@@ -161,6 +161,28 @@ def test_operations_and_variables_are_on_their_devices(towers, examples, model, 
     assert all(op.device[-5:] == device_of[id(op.inputs[0])] for op in moved)
 
 
+@pytest.mark.parametrize("policy", ["least_loaded", pytest.param("round_robin", marks=pytest.mark.slow), "cpu"])
+def test_updates_norms_and_newton_schulz_products_are_beside_their_variables(towers, examples, policy):
+    """Read from the graph of four towers that are on other devices than the host, as on GPUs. On the host are then the
+    split of the batch and what is smaller than a vector of weights: step counter, smoothed losses, metrics."""
+    on_devices = [tower._replace(device=f"/CPU:{tower.index + 1}") for tower in towers(4)]
+    settings = {"model": "speednet94", "optimizer": "muon", "batch_size": 8, "whitening_images": 50}
+    run = Run(on_devices, examples, TrainConfig(variable_placement=policy, **settings))
+    function = run.training.train_step.get_concrete_function(run.batches.at(0), run.rates(0))
+    large = [
+        op
+        for op in function.graph.get_operations()
+        if op.name.split("/")[0] in ("average_gradients", "average_statistics", "global_norm", "apply")
+        and any(output.shape.num_elements() is not None and output.shape.num_elements() > 100 for output in op.outputs)
+    ]
+    products = [op for op in large if op.type == "MatMul"]
+    kernels = [weight for weight in run.state.weights if weight.shape.rank == 4]
+    assert len(products) >= 3 * 3 * len(kernels)  # three of each of the three Newton-Schulz steps
+    used = {op.device[-5:] for op in large} - {""}
+    assert used == {"CPU:0"} if policy == "cpu" else used == {tower.device[-5:] for tower in on_devices}
+    assert {op.type for op in large if not op.device} <= {"Const", "ReadVariableOp"}  # which is where the variable is
+
+
 @pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
 def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples, strategy):
     """After its epochs the whitening's bias rests, and the backward pass ends at the convolution after it."""
