@@ -42,7 +42,7 @@ class TrainConfig(DeviceConfig):
     variable_placement: str = _towers(
         "",
         "device of the towers' shared variables; auto: where there are GPUs, measure for some seconds and use the "
-        "fastest; by default cpu, but auto with optimizer=muon, whose update is too much work for a host",
+        "fastest; by default cpu, for the speednets auto, as Muon's update is too much work for a host",
         choices=("cpu", "round_robin", "least_loaded", "auto"),
         on_resume="allow",
     )

@@ -11,6 +11,7 @@ import tensorflow as tf
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import Split
+from cifar_towers.registry import model_spec
 from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import HOST, PLACEMENTS
 from cifar_towers.training import build
@@ -35,7 +36,8 @@ def resolve_placement(
         return config
     on_gpus = _on_gpus(towers)
     has_choice = config.strategy == "towers" and config.parallelism == "data" and not config.deterministic
-    if not config.variable_placement and not (on_gpus and has_choice and config.optimizer == "muon"):
+    is_speednet = model_spec(config.model).whitening
+    if not config.variable_placement and not (on_gpus and has_choice and is_speednet):
         return dataclasses.replace(config, variable_placement="cpu")
     if previous_placement in PLACEMENTS:
         log.info("variable placement %s: as the run began", previous_placement)
