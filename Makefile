@@ -13,7 +13,7 @@ EXTRAS := $(if $(NVIDIA),dev$(comma)gpu,dev)
 RECIPE := --recipe=$(CONFIG) $(if $(filter smoke,$(CONFIG)),,--dataset=auto)
 
 .PHONY: help setup train evaluate predict export tensorboard bench speedrun
-.PHONY: test test-long test-browser lint format compare faults faults-long clean
+.PHONY: test test-long test-browser test-gpu lint format compare faults faults-long clean
 .DEFAULT_GOAL := help
 
 help:
@@ -61,14 +61,17 @@ speedrun: .venv/ready  ## time CONFIG over five seeds, beside the steps of other
 ##@ Develop
 
 test: .venv/ready  ## run the tests, in ten minutes or less on two cores; some: ARGS='-s -k ...'
-	@$(BIN)/python -m pytest -m 'not slow and not browser' $(or $(ARGS),-n 2 --dist worksteal)
+	@$(BIN)/python -m pytest -m 'not slow and not browser and not needs_gpu' $(or $(ARGS),-n 2 --dist worksteal)
 
 test-long: .venv/ready  ## run all tests, with whole recipes
-	@$(BIN)/python -m pytest -m 'not browser' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not browser and not needs_gpu' $(ARGS)
 
 test-browser: .venv/ready  ## test TensorBoard and the report in a browser (chromium), with screenshots
 	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[browser]'
 	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
+
+test-gpu: .venv/ready  ## on GPUs: some tests, make bench and speed94; writes the table of docs/gpus.md
+	@$(BIN)/python -m tests.on_gpus $(ARGS)
 
 lint: .venv/ready  ## check style (ruff)
 	@$(BIN)/ruff check .

@@ -1,18 +1,20 @@
-"""Splits the CPU into eight logical devices before TensorFlow is initialized, so that towers run on any machine."""
+"""Splits the CPU into eight logical devices before TensorFlow is initialized, so that towers run on any machine; or the
+GPUs into four, for `make test-gpu`."""
 
 import os
 import tempfile
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as the programs do
-os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # here, and in the programs that tests start
+if "CIFAR_TOWERS_TEST_ON_GPUS" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # here, and in the programs that tests start
 
 import pytest
 from PIL import Image
 
 from cifar_towers.data import synthetic
 
-MAX_TOWERS = 8
+MAX_TOWERS = 4 if "CIFAR_TOWERS_TEST_ON_GPUS" in os.environ else 8
 
 
 def pytest_configure(config):
@@ -23,14 +25,17 @@ def pytest_configure(config):
     if hasattr(config, "workerinput") or not config.getoption(
         "numprocesses", None
     ):  # not in the controller of pytest-xdist
+        import tensorflow as tf
+
         from cifar_towers.towers import make_towers
 
+        tf.config.experimental.enable_tensor_float_32_execution(False)  # no witness of float32 has 10 bits
         make_towers(MAX_TOWERS)
 
 
 @pytest.fixture(scope="session")
 def towers():
-    """towers(k): k towers on the logical CPU devices."""
+    """towers(k): k towers on the logical devices."""
     from cifar_towers.towers import make_towers
 
     return make_towers

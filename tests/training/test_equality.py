@@ -26,6 +26,7 @@ from cifar_towers.training.optimizers import Momentum, Optimizer, ParamGroup
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import make_train_step, make_update
 
+pytestmark = pytest.mark.gpu
 STEPS, BATCH, RATE, MOMENTUM, BOUND = 20, 48, 0.1, 0.9, 1e-4
 AUGMENTATION = Augmentation(shift=2, brightness=8.0)
 SOME = [("towers", "cpu", 1), ("towers", "round_robin", 2), ("towers", "least_loaded", 4), ("mirrored", "auto", 2)]

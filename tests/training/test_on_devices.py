@@ -1,0 +1,89 @@
+"""A step and runs on whatever devices the towers have: logical CPU devices here, GPUs under `make test-gpu`."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorflow.python.eager import context
+
+from cifar_towers.config import TrainConfig
+from cifar_towers.towers.placement import HOST, short_device
+from tests.configs import recipe
+from tests.training.runs import Run
+
+pytestmark = pytest.mark.gpu
+TRAIN = Path(__file__).parents[2] / "scripts/train.py"
+ASSIGNMENTS = ("AssignVariableOp", "AssignSubVariableOp", "AssignAddVariableOp")
+
+
+def partitions(step):
+    """Device -> operations, named by their kernels, of the graphs that a step is cut into when it first runs."""
+    context.context().enable_graph_collection()
+    try:
+        step()
+        collected = context.export_run_metadata()
+    finally:
+        context.context().disable_graph_collection()
+    devices = {}
+    for graph in itertools.chain.from_iterable(function.partition_graphs for function in collected.function_graphs):
+        for node in graph.node:
+            devices.setdefault(short_device(node.device), []).append(node)
+    return devices
+
+
+@pytest.mark.parametrize("policy", ["cpu", "round_robin", "least_loaded"])
+def test_a_step_ran_where_the_policy_says(towers, examples, policy):
+    """Read from the graphs that ran: each tower's convolutions on its device, each update beside its variable."""
+    on_towers = towers(4)
+    settings = {"model": "speednet93", "batch_size": 8, "whitening_images": 20, "whitening_epochs": 1}
+    run = Run(on_towers, examples, TrainConfig(variable_placement=policy, **settings))
+    devices = partitions(lambda: run.step(0))
+    work = {device: sum("Conv2D" in node.op for node in nodes) for device, nodes in devices.items()}
+    assert {device for device, count in work.items() if count} == {tower.device for tower in on_towers}
+    assert len({work[tower.device] for tower in on_towers}) == 1  # the same for each
+    updated = {short_device(variable.device) for variable in run.state.weights}
+    assigned = {device for device, nodes in devices.items() if any(node.op in ASSIGNMENTS for node in nodes)}
+    assert assigned - updated <= {HOST}  # the step counter and moving averages of the losses
+    assert updated == {HOST} if policy == "cpu" else len(updated) > 1
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_every_precision_learns(towers, examples, precision):
+    run = Run(towers(2), examples, recipe("smoke", crop=20, shift=0, batch_size=96, whitening_images=60), precision)
+    losses = [float(run.step(step).loss) for step in range(24)]
+    assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4]) and np.isfinite(losses).all()
+    assert run.state.loss_scale.dynamic == (precision == "float16")
+
+
+@pytest.mark.slow
+def test_killed_deterministic_run_resumes_to_the_same_bits(tmp_path, small_folder):
+    flags = ["--model=cifarnet", "--crop=24", "--batch_size=40", "--deterministic", f"--dataset={small_folder}"]
+    flags += ["--num_gpus=2", "--max_steps=60", "--checkpoint_every_steps=5", "--eval_every_epochs=0"]
+
+    def start(name):
+        return subprocess.Popen([sys.executable, TRAIN, *flags, f"--train_dir={tmp_path / name}"], env=os.environ)
+
+    assert start("whole").wait() == start("again").wait() == 0
+    killed = start("killed")
+    while not list((tmp_path / "killed" / "checkpoints").glob("step-*")) and killed.poll() is None:
+        time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL and start("killed").wait() == 0
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "again", "killed")]
+    assert len({result["weights_sha256"] for result in results}) == 1
+
+
+@pytest.mark.needs_gpu
+def test_a_step_too_large_for_the_memory_is_one_line(tmp_path, small_folder):
+    flags = ["--model=resnet56", "--batch_size=160", "--num_gpus=1", "--gpu_memory_limit_mb=64", "--max_steps=2"]
+    command = [sys.executable, TRAIN, *flags, f"--dataset={small_folder}", f"--train_dir={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "the memory is too small for this" in done.stderr, done.stderr
+    assert "--micro_batches=2" in done.stderr and "Traceback" not in done.stderr
