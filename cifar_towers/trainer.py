@@ -25,6 +25,7 @@ from cifar_towers.training import build, devices
 from cifar_towers.training.health import DivergenceState, HealthMonitor
 from cifar_towers.training.run_setup import RunSetup, setup_run
 from cifar_towers.training.step_runner import FinishedStep, StepInputs
+from cifar_towers.training.tower_count import advise_fewer_towers
 
 
 def train(
@@ -35,17 +36,14 @@ def train(
     Args:
       shutdown: a `ShutdownHandler`.
       cluster: the workers to train with; None: this process alone.
-      launch_id: name of the launch this process belongs to, if a launcher started it; what it starts again resumes
-        even with `overwrite`.
+      launch_id: of the launcher that started this process, if any; what that starts again resumes with `overwrite`.
 
     Returns:
-      The content of result.json: `step`; `reached`, the accuracy that met the target, or 0; `dataset`; `seconds` by
-      phase; `images_per_sec`, or None if every step compiled; `weights_sha256`; the numbers of `failed_saves`,
-      `bad_steps` and `rollbacks`; and the records of the last `evaluations`.
+      The content of result.json, where `reached` is the accuracy that met the target, or 0; and `images_per_sec` is
+      None if every step compiled.
 
     Raises:
-      UsageError, DataError, DivergedError, Interrupted: see `cifar_towers.errors`.
-      RunError: the last step could not be saved, or the run cannot be rolled back.
+      RunError: the last step could not be saved, or the run cannot be rolled back. Others: see `cifar_towers.errors`.
     """
     timer = PhaseTimer()
     shutdown.exit_immediately_from_now(NOTHING_TO_SAVE)
@@ -89,10 +87,7 @@ class Trainer:
         )
         self.checkpoints = SharedCheckpoints(manager, workers, state.named_variables())
         self.divergence = DivergenceState(config.max_nonfinite_steps)
-        self.health = HealthMonitor(
-            self.divergence, state, setup.towers, setup.local_towers, setup.augmentation, config.micro_batches,
-            workers.gather, self.log,
-        )  # fmt: skip
+        self.health = HealthMonitor(self.divergence, setup, workers.gather, self.log)
         profiled_steps = setup.profiled_steps if workers.is_chief else None
         self.profiler = StepProfiler(config.directory, *profiled_steps) if profiled_steps else None
         self.metadata = workdir.run_metadata(config, dataset, setup.precision, len(setup.towers))
@@ -148,6 +143,7 @@ class Trainer:
                     evaluations = self._evaluate(step)
                 if ends_epoch:
                     self.logger.log_epoch(step, inputs.learning_rates, evaluations)
+                    self._advise(step)
                 is_good = step < self.length.last and not (self.step_runner.steps_ahead or self.divergence.in_a_row)
                 if is_good and self.checkpoints.should_save(step, is_evaluated):
                     self._save(step, evaluations)
@@ -190,6 +186,13 @@ class Trainer:
             self.health(step, metrics, batch, inputs.image_size)
             self.logger.log_step(step, metrics, inputs.learning_rates, inputs.image_size, self.divergence)
 
+    def _advise(self, step: int) -> None:
+        """After the first epoch, says if fewer towers would be faster."""
+        if step == self.length.steps_per_epoch and self.logger.can_spare(2 * self.timer.seconds["compile"]):
+            with self.shutdown.interruptible():
+                advise_fewer_towers(self.setup, self.dataset.train, self.log)
+            self.timer.end_phase("start")
+
     def _profile(self, action: Callable, *step: int) -> None:
         """Lets the profiler, if there is one, begin or end its trace; logs its message."""
         if self.profiler and (message := action(self.profiler, *step)):
@@ -210,8 +213,7 @@ class Trainer:
         metadata = self.metadata | {
             "accuracy": evaluations[-1]["accuracy"] if evaluations else None,
             "evaluations": list(evaluations),
-            "seconds": self.timer.seconds,
-            "images": self.timer.images,
+            **self.timer.metadata(),
             **self.divergence.metadata(),
         }
         saved = (self.checkpoints.save_for_all if wait else self.checkpoints.save)(step, metadata)
@@ -284,8 +286,7 @@ class Trainer:
             "step": step,
             "reached": self.target.reached,
             "dataset": self.dataset.name,
-            "seconds": {phase: round(seconds, 3) for phase, seconds in self.timer.seconds.items()},
-            "images_per_sec": self.timer.images_per_sec(),
+            **self.timer.summary(),
             "weights_sha256": weights_sha256,
             "failed_saves": self.checkpoints.failed_saves,
             "bad_steps": self.divergence.bad_steps,

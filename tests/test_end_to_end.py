@@ -30,7 +30,7 @@ from cifar_towers.inference import evaluate
 from cifar_towers.inference.compare import compare_runs
 from cifar_towers.inference.settings import EvaluateConfig
 from cifar_towers.reporting import figures, run_logger
-from cifar_towers.training import auto_placement, health
+from cifar_towers.training import auto_placement, health, tower_count
 from tests.configs import TINY_NET, recipe
 
 QUICK = recipe(
@@ -530,6 +530,24 @@ def test_errors_of_tensorflow_suggest_flags(tmp_path, monkeypatch, error, settin
         run(QUICK, train_dir=str(tmp_path / "run"), **settings)
 
 
+def test_towers_with_too_small_a_share_are_announced(tmp_path, monkeypatch, capsys):
+    """On logical CPU devices that pass for GPUs, by a clock on which each tower costs a millisecond."""
+
+    def time_steps(steps):
+        return {name: [0.0 * step() + int(name) / 1000] for name, step in steps.items()}
+
+    monkeypatch.setattr(tower_count, "on_gpus", lambda towers: True)
+    monkeypatch.setattr(tower_count, "time_steps", time_steps)
+    config = replace(TINY, num_gpus=4, batch_size=200, max_steps=12, eval_every_epochs=0)
+    plain = run(config, train_dir=str(tmp_path / "plain"))
+    sentence = "2 towers would be faster than 4: a step of 200 images takes 2.0 ms there, 4.0 ms here (medians of "
+    assert sentence not in capsys.readouterr().out  # it would take more than a small part of the time left
+    monkeypatch.setattr(run_logger, "SPARE_TIME", 1e6)
+    advised = run(config, train_dir=str(tmp_path / "advised"))
+    assert f"{sentence}25); give --num_gpus=2\n" in capsys.readouterr().out
+    assert advised["weights_sha256"] == plain["weights_sha256"]
+
+
 def test_indivisible_batch_uses_fewer_towers(tmp_path, caplog):
     caplog.set_level("INFO")
     run(TINY, num_gpus=0, batch_size=51, max_steps=1, train_dir=str(tmp_path))
@@ -753,7 +771,7 @@ PROXY = {"batch_size": 50, "hard_example_pool": 200}
     ("settings", "origin"),
     [
         ({"strategy": "mirrored"}, " of tower_1"),
-        ({"micro_batches": 2}, " of tower_1"),
+        ({"micro_batches": 2, "data_on": "device"}, " of tower_1"),
         ({"parallelism": "model", "micro_batches": 4, "model": "cifarnet"}, " of tower_0"),
         pytest.param(
             PROXY,

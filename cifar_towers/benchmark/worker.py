@@ -137,7 +137,8 @@ def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: list[Towe
     if case.strategy == NO_EXCHANGE:
         training, step_fn = _make_independent_steps(recipe, towers, length, train)
     else:
-        training = build.make_training(recipe, towers, case.precision, train, length)
+        batches = build.make_batches(recipe, train, towers=towers)
+        training = build.make_training(recipe, towers, case.precision, train, length, load_images=batches.load_images)
         step_fn = training.train_step
     image_size = schedules.ImageSizeSchedule(recipe.image_size_schedule, recipe.image_size).largest()
     mid_run_rates = training.state.optimizer.learning_rates(length.last // 2)  # when the whitening's bias is frozen

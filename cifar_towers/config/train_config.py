@@ -58,6 +58,12 @@ class TrainConfig(DeviceConfig):
         choices=("auto", "nccl", "hierarchical", "one_device", "ring"),
         on_resume="allow",
     )
+    data_on: str = _towers(
+        "host",
+        "memory of the training images: the host's, or each tower's device, where CIFAR-10 takes 154 MB",
+        choices=("host", "device"),
+        on_resume="allow",
+    )
     batch_statistics: str = _towers(
         "mean",
         "statistics of batch normalization: the mean over towers, the final tower's, or synchronized over the batch",
@@ -110,11 +116,7 @@ class TrainConfig(DeviceConfig):
     epochs: float = _run(8.0, "passes over the training set", low=0, high=1e6)
     max_steps: int = _run(0, "stop after this many steps, and evaluate; 0: no limit", low=0, on_resume="allow")
     target_accuracy: float = _run(
-        0.0,
-        "stop at the first evaluation (without TTA) that reaches this fraction; 0: never",
-        low=0,
-        high=1,
-        on_resume="allow",
+        0.0, "stop at the first evaluation (without TTA) that reaches it; 0: never", low=0, high=1, on_resume="allow"
     )
     max_nonfinite_steps: int = _run(
         3, "end the run after this many consecutive steps with non-finite numbers", low=1, on_resume="allow"

@@ -84,6 +84,9 @@ def _check_parallelism(config) -> None:
         if has_stages:
             reason = "parallelism=model keeps each variable and its gradient on the device of its stage"
         raise UsageError(f"{reason}; leave variable_placement and gradient_device")
+    if config.data_on == "device" and (has_stages or strategy != "towers"):
+        other = "parallelism=model" if has_stages else f"strategy={strategy}"
+        raise UsageError(f"data_on=device is for towers that share the batch; leave it, or {other}")
     if config.all_reduce not in ("auto", *ALL_REDUCE_OF_STRATEGY.get(strategy, ())):
         fitting = [name for name, algorithms in ALL_REDUCE_OF_STRATEGY.items() if config.all_reduce in algorithms]
         raise UsageError(f"all_reduce={config.all_reduce} is for strategy={' and '.join(fitting)}")

@@ -1,11 +1,13 @@
 """Batches as functions of (seed, step): a run resumes anywhere without saved iterator state."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from cifar_towers.data.dataset import Split
+from cifar_towers.towers.placement import HOST
 
 NUM_PREFETCHED = 2  # batches prepared ahead of the step, in other threads
 
@@ -22,7 +24,8 @@ class RandomDraws(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """B examples: images [B, S, S, 3] uint8, labels [B] int64, and their random numbers."""
+    """B examples: images [B, S, S, 3] uint8, or their indices [B] int64 until `Batches.load_images`; labels [B] int64;
+    and their random numbers."""
 
     images: tf.Tensor
     labels: tf.Tensor
@@ -39,13 +42,21 @@ class Batches:
       rows: (first, count) of the rows of every batch to make here; other workers make the others.
       flip: `none`; `random`, drawn for each image and epoch; `alternating`, drawn once for each image and inverted in
         every odd epoch (K. Jordan, arXiv 2404.00498).
+      devices: where all images are kept; batches then have their indices, and `load_images` gathers them there. By
+        default batches have the images, in host memory.
 
     Raises:
       ValueError: there are fewer examples than `batch_size`.
     """
 
     def __init__(
-        self, split: Split, batch_size: int, seed: int, flip: str = "alternating", rows: tuple[int, int] | None = None
+        self,
+        split: Split,
+        batch_size: int,
+        seed: int,
+        flip: str = "alternating",
+        rows: tuple[int, int] | None = None,
+        devices: Sequence[str] = (),
     ):
         if batch_size > len(split.labels):
             raise ValueError(
@@ -55,8 +66,13 @@ class Batches:
         self.steps_per_epoch = len(split.labels) // batch_size
         self._num_examples, (self._first_row, self._num_rows) = len(split.labels), rows or (0, batch_size)
         self._cached_order = (None, None)  # epoch and its permutation; one tuple, as threads may race
-        with tf.device("/CPU:0"):
-            self._images, self._labels = tf.constant(split.images), tf.constant(split.labels)
+        self._images_on = {}
+        for device in devices or [HOST]:
+            with tf.device(device):
+                self._images_on[device] = tf.constant(split.images)
+        self._has_indices = bool(devices)
+        with tf.device(HOST):
+            self._labels = tf.constant(split.labels)
 
     def at(self, step: tf.Tensor | int) -> Batch:
         """The batch of one step, counted from 0, made of TensorFlow operations."""
@@ -77,13 +93,21 @@ class Batches:
             contrast=2 * uniform[:, 5] - 1,
             example_index=step * self.batch_size + self._first_row + tf.range(self._num_rows, dtype=tf.int64),
         )
-        return Batch(tf.gather(self._images, chosen), tf.gather(self._labels, chosen), draws)
+        images = chosen if self._has_indices else tf.gather(self._images_on[HOST], chosen)
+        return Batch(images, tf.gather(self._labels, chosen), draws)
+
+    def load_images(self, batch: Batch, device: str) -> Batch:
+        """The batch, or a part of it, with images; gathered on `device` if they are kept there."""
+        if not self._has_indices:
+            return batch
+        with tf.device(device):
+            return batch._replace(images=tf.gather(self._images_on[device], batch.images))
 
     def stream(self, first_step: int, last_step: int) -> tf.data.Dataset:
         """The batches of steps first_step .. last_step - 1, prepared while earlier steps run."""
         options = tf.data.Options()
         options.autotune.enabled = False  # its thread delays the end of a stream by seconds
-        with tf.device("/CPU:0"):
+        with tf.device(HOST):
             steps = tf.data.Dataset.range(first_step, last_step)
             at = tf.autograph.experimental.do_not_convert(self.at)  # analyzing it for conversion takes long
             return steps.map(at).prefetch(NUM_PREFETCHED).with_options(options)

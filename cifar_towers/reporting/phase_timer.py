@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter, deque
+from typing import Any
 
 STEP_PHASES = ("train", "input", "report")  # of every step: the step, the wait for its batch, logging
 TRAINING_PHASES = (*STEP_PHASES, "compile")
@@ -23,6 +24,15 @@ class PhaseTimer:
         """Add what earlier starts of the run took."""
         self.seconds.update(seconds)
         self.images = images
+
+    def metadata(self) -> dict[str, Any]:
+        """What checkpoints store."""
+        return {"seconds": self.seconds, "images": self.images}
+
+    def summary(self) -> dict[str, Any]:
+        """What a run's result says: seconds by phase, and images per second."""
+        seconds = {phase: round(seconds, 3) for phase, seconds in self.seconds.items()}
+        return {"seconds": seconds, "images_per_sec": self.images_per_sec()}
 
     def end_phase(self, phase: str) -> float:
         """Book the seconds since the end of the last phase, and return them."""

@@ -24,6 +24,7 @@ from cifar_towers.towers import placement_report
 from cifar_towers.training.results import StepMetrics
 
 SCALARS_PER_SUMMARY = 10  # scalars are written this many times as often as whole summaries
+SPARE_TIME = 0.02  # of the time left
 DRAWING_SHARE = 0.02  # of the run's time that drawing evaluations may take
 
 
@@ -143,8 +144,12 @@ class RunLogger:
         self._epoch, self._saved_step = [], 0
 
     def _status(self, step: int, loss: float, accuracy: float, rate: float) -> ProgressStatus:
-        left = self._time_left.seconds()
-        return ProgressStatus(step, loss, accuracy, rate, self.timer.recent_images_per_sec(), left, self._saved_step)
+        images_per_sec, left = self.timer.recent_images_per_sec(), self._time_left.seconds()
+        return ProgressStatus(step, loss, accuracy, rate, images_per_sec, left, self._saved_step)
+
+    def can_spare(self, seconds: float) -> bool:
+        """Whether these are a small part of the time that the run will still take."""
+        return seconds < SPARE_TIME * (self._time_left.seconds() or 0.0)
 
     def truncate_after(self, step: int) -> None:
         """Remove what was written of later steps, as on a rollback."""

@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,11 @@ class DevicePlan(NamedTuple):
     kind: str  # "GPU" or "CPU"
     physical: tuple[int, ...]  # [K] index of each tower's physical device
     note: str  # why towers share devices; empty when every tower has a GPU of its own
+
+
+def on_gpus(towers: Sequence[Tower]) -> bool:
+    """Whether towers compute on GPUs."""
+    return any("GPU" in tower.device for tower in towers)
 
 
 def make_towers(

@@ -2,23 +2,23 @@
 
 import dataclasses
 import logging
-import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import Split
 from cifar_towers.registry import model_spec
 from cifar_towers.towers import Tower
+from cifar_towers.towers.devices import on_gpus
 from cifar_towers.towers.placement import HOST, PLACEMENTS
-from cifar_towers.training import build
+from cifar_towers.training.trial_steps import STEPS, make_trial_step, time_steps
 
 log = logging.getLogger(__name__)
 
-IMAGES, STEPS = 4, 25  # a tower, few, so that what is exchanged weighs most; timed steps of each placement
+IMAGES = 4  # a tower: few, so that what is exchanged weighs most
 SAME = 0.03  # a smaller difference from variables on the CPU does not count, nor one that one step in four lacks
 
 
@@ -34,25 +34,20 @@ def resolve_placement(
     not measured where all towers are on the CPU, nor without `auto` if little is to be gained."""
     if config.variable_placement not in ("", "auto"):
         return config
-    on_gpus = _on_gpus(towers)
     has_choice = config.strategy == "towers" and config.parallelism == "data" and not config.deterministic
     is_speednet = model_spec(config.model).whitening
-    if not config.variable_placement and not (on_gpus and has_choice and is_speednet):
+    if not config.variable_placement and not (on_gpus(towers) and has_choice and is_speednet):
         return dataclasses.replace(config, variable_placement="cpu")
     if previous_placement in PLACEMENTS:
         log.info("variable placement %s: as the run began", previous_placement)
         return dataclasses.replace(config, variable_placement=previous_placement)
-    if not on_gpus:
+    if not on_gpus(towers):
         log.info("variable placement cpu: all towers are on the CPU")
         return dataclasses.replace(config, variable_placement="cpu")
     log.info("measuring which variable placement is fastest; it compiles the step three times")
     recommended = recommend_placement(config, towers, compute_dtype, train, length)
     log.info(f"variable placement {recommended.placement}: {recommended.reason}")
     return dataclasses.replace(config, variable_placement=recommended.placement)
-
-
-def _on_gpus(towers: list[Tower]) -> bool:
-    return any("GPU" in tower.device for tower in towers)
 
 
 class Recommendation(NamedTuple):
@@ -77,7 +72,7 @@ def recommend_placement(
     """
     if len({tower.device for tower in towers} | {HOST}) == 1:
         return Recommendation("cpu", False, "one tower on the CPU leaves nothing to choose")
-    seconds = _time_steps(_prepare_steps(config, towers, compute_dtype, train, length))
+    seconds = time_steps(_make_trial_steps(config, towers, compute_dtype, train, length))
     times = ", ".join(f"{placement} {1000 * np.median(taken):.1f} ms" for placement, taken in seconds.items())
     ratios = {placement: np.divide(taken, seconds["cpu"]) for placement, taken in seconds.items()}
     faster = {placement: np.median(r) for placement, r in ratios.items() if np.quantile(r, 0.75) < 1 - SAME}
@@ -93,10 +88,10 @@ def recommend_placement(
     )
 
 
-def _prepare_steps(
+def _make_trial_steps(
     config: TrainConfig, towers: list[Tower], compute_dtype: str, train: Split, length: RunLength
-) -> dict[str, tuple]:
-    """The traced step of each placement and its arguments."""
+) -> dict[str, Callable]:
+    """The traced step of each placement."""
     steps = {}
     for placement in PLACEMENTS:
         small = dataclasses.replace(
@@ -106,21 +101,5 @@ def _prepare_steps(
             hard_example_pool=0,
             batch_size=min(config.batch_size, IMAGES * len(towers) * config.micro_batches),
         )
-        batches = build.make_batches(small, train)
-        training = build.make_training(small, towers, compute_dtype, train, length)
-        with tf.device(HOST):
-            rates = {name: tf.constant(0.0) for name in training.state.optimizer.learning_rates(0)}
-            steps[placement] = (training.train_step, batches.at(0), rates)
-        training.train_step(*steps[placement][1:])  # traces
+        steps[placement] = make_trial_step(small, towers, compute_dtype, train, length)
     return steps
-
-
-def _time_steps(steps: dict[str, tuple]) -> dict[str, list[float]]:
-    """Seconds of `STEPS` steps of each placement, interleaved."""
-    seconds: dict[str, list[float]] = {placement: [] for placement in steps}
-    for _ in range(STEPS):
-        for placement, (step, *arguments) in steps.items():
-            began = time.perf_counter()
-            step(*arguments).loss.numpy()
-            seconds[placement].append(time.perf_counter() - began)
-    return seconds

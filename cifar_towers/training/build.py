@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
@@ -47,8 +47,11 @@ def load_data(config: TrainConfig, source: sources.Source) -> tuple[sources.Sour
     return sources.load(source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto")
 
 
-def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None = None) -> Batches:
-    """The batches of a run over `train`; of each only `rows` (first, count), if given.
+def make_batches(
+    config: TrainConfig, train: Split, rows: tuple[int, int] | None = None, towers: Sequence[Tower] = ()
+) -> Batches:
+    """The batches of a run over `train`; of each only `rows` (first, count), if given. With `towers` the images are
+    where `data_on` says, else in host memory.
 
     Raises:
       UsageError: a batch is more than there are examples.
@@ -58,7 +61,8 @@ def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None
             f"hard_example_pool={config.hard_example_pool} is more than the {len(train.labels)} training examples"
         )
     try:
-        return Batches(train, config.examples_drawn, config.seed, config.flip, rows)
+        devices = [tower.device for tower in towers] if config.data_on == "device" else []
+        return Batches(train, config.examples_drawn, config.seed, config.flip, rows, devices)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -139,11 +143,13 @@ def make_training(
     train: Split,
     length: schedules.RunLength,
     strategy: tf.distribute.Strategy | None = None,
+    load_images: Callable | None = None,
 ) -> TrainSetup:
     """State and step as the config asks for: shared or mirrored variables, on towers or in pipeline stages.
 
     Args:
       strategy: that of a cluster, with the towers of all its workers.
+      load_images: as `make_update` takes it.
 
     Raises:
       UsageError: this machine or this model cannot be trained so.
@@ -161,7 +167,7 @@ def make_training(
             return TrainSetup(state, step, towers)
         if config.parallelism == "model":
             return _make_pipeline(config, towers, compute_dtype, train.info, make_state_fn, augmentation, options)
-        options["gradient_device"] = HOST if config.gradient_device == "cpu" else ""
+        options |= {"gradient_device": HOST if config.gradient_device == "cpu" else "", "load_images": load_images}
         with variable_placement(config.variable_placement or "cpu", towers):
             state, loss_fn = make_state_fn()
             update = make_update(state, towers, loss_fn, augmentation, **options)

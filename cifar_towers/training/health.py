@@ -1,18 +1,18 @@
 """A run's health: steps that were skipped because a number was not finite, and when they end the run."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.errors import DivergedError
-from cifar_towers.towers import Tower, split_batch
+from cifar_towers.towers import split_batch
 from cifar_towers.training.hard_examples import gather_rows
 from cifar_towers.training.nonfinite import describe_nonfinite, locate_nonfinite
 from cifar_towers.training.results import PROXY, StepMetrics
+from cifar_towers.training.run_setup import RunSetup
 from cifar_towers.training.state import TrainState
 
 MAX_ROLLBACKS = 8  # then the learning rates are 1/256 of the recipe's, and smaller ones will not help
@@ -80,16 +80,11 @@ class HealthMonitor:
     """Records each step in a `DivergenceState`, and logs where the numbers of a skipped step were first not finite.
 
     Args:
-      towers: of the step. local_towers: those of this process.
       gather: returns the argument of every process, by process; all processes call it together.
     """
 
     health: DivergenceState
-    state: TrainState
-    towers: Sequence[Tower]
-    local_towers: Sequence[Tower]
-    augmentation: Augmentation
-    micro_batches: int
+    setup: RunSetup
     gather: Callable[[Any], list]
     log: Callable[[str], None]
 
@@ -99,9 +94,9 @@ class HealthMonitor:
         Raises:
           DivergedError: too many steps in a row were skipped.
         """
-        state, prefix = self.state, ""
+        state, prefix = self.setup.state, ""
         if metrics.finite and metrics.hard_examples and not metrics.hard_examples.proxy.finite:
-            state, prefix, metrics = self.state.proxy, f"{PROXY}: ", metrics.hard_examples.proxy
+            state, prefix, metrics = state.proxy, f"{PROXY}: ", metrics.hard_examples.proxy
         elif metrics.finite:
             return self.health.record_good_step()
         elif metrics.hard_examples:
@@ -109,18 +104,20 @@ class HealthMonitor:
         overflowed = np.isfinite(metrics.tower_losses).all() and (metrics.nonfinite_towers >= 0).any()
         if overflowed and state.loss_scale.can_shrink(float(metrics.loss_scale)):
             return self.health.record_good_step() if prefix else None  # the net itself made its update
-        reason = prefix + describe_nonfinite(metrics, self.towers, state.weight_names, state.update_names)
+        reason = prefix + describe_nonfinite(metrics, self.setup.towers, state.weight_names, state.update_names)
         self.log(self.health.record_bad_step(step, reason + self._locate(state, metrics, batch, image_size)))
 
     def _locate(self, state: TrainState, metrics: StepMetrics, batch: Batch, image_size: int) -> str:
         """The first non-finite tensor of the first non-finite tower, by repeating its forward pass: a skipped step
         leaves the variables as they were."""
-        nonfinite = [tower for tower, i in zip(self.towers, metrics.nonfinite_towers, strict=True) if i >= 0]
+        setup = self.setup
+        nonfinite = [tower for tower, i in zip(setup.towers, metrics.nonfinite_towers, strict=True) if i >= 0]
         if not nonfinite:
             return ""
         tower, message = nonfinite[0], ""
-        local_towers = [tower for tower in self.towers if tower in self.local_towers]
+        local_towers = [tower for tower in setup.towers if tower in setup.local_towers]
         if tower in local_towers:
             shard = split_batch(batch, local_towers)[local_towers.index(tower)]
-            message = locate_nonfinite(state.model, self.augmentation, tower, shard, image_size, self.micro_batches)
+            shard, parts = setup.batches.load_images(shard, tower.device), setup.config.micro_batches
+            message = locate_nonfinite(state.model, setup.augmentation, tower, shard, image_size, parts)
         return next(filter(None, self.gather(message)), "")

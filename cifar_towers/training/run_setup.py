@@ -65,7 +65,7 @@ def setup_run(
     """
     strategy, towers, local_towers = devices
     rows = config.examples_drawn * len(local_towers) // len(towers)
-    batches = build.make_batches(config, dataset.train, rows=(worker_index * rows, rows))
+    batches = build.make_batches(config, dataset.train, rows=(worker_index * rows, rows), towers=towers)
     length = config.run_length(batches.steps_per_epoch)
     profiled_steps = parse_profile_steps(config.profile_steps)
     if profiled_steps and profiled_steps[0] >= length.last:
@@ -73,7 +73,9 @@ def setup_run(
             f"profile_steps={config.profile_steps}: this run ends with step {length.last}; give earlier steps"
         )
     config = auto_placement.resolve_placement(config, towers, precision, dataset.train, length, previous_placement)
-    state, train_step, step_towers = build.make_training(config, towers, precision, dataset.train, length, strategy)
+    state, train_step, step_towers = build.make_training(
+        config, towers, precision, dataset.train, length, strategy, batches.load_images
+    )
     image_size_at = ImageSizeSchedule(config.image_size_schedule, config.image_size).at(length)
     return RunSetup(
         config=config,

@@ -83,6 +83,7 @@ def make_update(
     gradient_device: str = "",
     stages: Sequence[Stage] = (),
     example_loss: Callable | None = None,
+    load_images: Callable[[Batch, str], Batch] | None = None,
 ) -> Callable[..., StepMetrics]:
     """The function of one step on `state`; see `make_train_step` for its arguments.
 
@@ -93,8 +94,9 @@ def make_update(
       gradient_device: where gradients are averaged; beside each variable if empty.
       stages: the model cut over several devices, for one tower; they work on different micro-batches at a time.
       example_loss: (labels, logits) -> [B] losses to return in the metrics.
+      load_images: `Batches.load_images`, for batches without images.
     """
-    tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches, stages, example_loss)
+    tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches, stages, example_loss, load_images)
     run = run_on_towers_synchronized if batch_statistics == "synchronized" else run_on_towers
     devices = [variable.device for variable in state.non_trainable]
 
@@ -125,6 +127,7 @@ def make_tower_fn(
     micro_batches: int = 1,
     stages: Sequence[Stage] = (),
     example_loss: Callable | None = None,
+    load_images: Callable[[Batch, str], Batch] | None = None,
 ) -> Callable[[Tower, Batch, StepOptions], TowerResult]:
     """The function that each tower runs on its shard. It only reads variables."""
     forward = _staged(stages, state.model) if stages else stateless_call_with_activations(state.model)
@@ -156,9 +159,11 @@ def make_tower_fn(
 
     def on_tower(tower: Tower, shard: Batch, options: StepOptions) -> TowerResult:
         values = state.read_variables()  # once for all micro-batches: they travel to the tower
-        results = run_micro_batches(
-            lambda part: micro_batch_fn(part, values, options), shard, micro_batches, sequential=not stages
-        )
+
+        def on_part(part: Batch) -> MicroBatchResult:
+            return micro_batch_fn(load_images(part, tower.device) if load_images else part, values, options)
+
+        results = run_micro_batches(on_part, shard, micro_batches, sequential=not stages)
         return _combine_micro_batches(results, state.weights, tower.device, pipelined=bool(stages))
 
     return on_tower

@@ -12,9 +12,11 @@ class Run:
 
     def __init__(self, towers, examples, config, precision="float32"):
         self.config, self.towers = config, towers
-        self.batches = build.make_batches(config, examples)
+        self.batches = build.make_batches(config, examples, towers=towers)
         length = RunLength(self.batches.steps_per_epoch, 100, 100)
-        self.training = build.make_training(config, towers, precision, examples, length)
+        self.training = build.make_training(
+            config, towers, precision, examples, length, load_images=self.batches.load_images
+        )
         self.state = self.training.state
 
     def rates(self, step=0, rate=None):

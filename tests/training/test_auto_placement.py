@@ -10,7 +10,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import PLACEMENTS
-from cifar_towers.training import auto_placement
+from cifar_towers.training import auto_placement, trial_steps
 from tests.configs import TINY_NET
 
 
@@ -19,7 +19,7 @@ def test_fastest_placement_wins_and_ties_go_to_the_simplest(towers, examples, mo
     assert tuple(PLACEMENTS) == ("cpu", "round_robin", "least_loaded")
     steps = itertools.cycle([0.0, 3.0, 0.0, 1.02, 0.0, 1.0])  # before each one, and in it
     clock = itertools.accumulate(steps)
-    monkeypatch.setattr(auto_placement, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(trial_steps, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     config = TrainConfig(model=TINY_NET, batch_size=20, learning_rate_schedule="linear:0=0.2,1=1,100%=0")
     length = RunLength(steps_per_epoch=150, total=300, last=300)
     found = auto_placement.recommend_placement(config, towers(2), "float32", examples, length)
@@ -62,7 +62,7 @@ def test_placement_is_measured_on_gpus_if_asked_or_for_speednets(monkeypatch, ex
 )
 def test_answer_is_one_sentence_with_the_times(towers, examples, monkeypatch, seconds, answer):
     clock = itertools.accumulate(itertools.cycle([step for each in seconds for step in (0.0, each)]))
-    monkeypatch.setattr(auto_placement, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(trial_steps, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     config = TrainConfig(model=TINY_NET, batch_size=20)
     length = RunLength(steps_per_epoch=150, total=300, last=300)
     sentence = auto_placement.recommend_placement(config, towers(2), "float32", examples, length).sentence()

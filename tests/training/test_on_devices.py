@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from tensorflow.python.eager import context
 
 from cifar_towers.config import TrainConfig
@@ -54,10 +55,32 @@ def test_a_step_ran_where_the_policy_says(towers, examples, policy):
     assert updated == {HOST} if policy == "cpu" else len(updated) > 1
 
 
+def test_images_kept_on_the_towers_are_gathered_there(towers, examples):
+    """The same bits as with images in host memory, of which then none travel."""
+    on_towers = towers(2)
+    settings = {"model": "speednet_proxy", "batch_size": 16, "hard_example_pool": 32, "micro_batches": 2, "shift": 2}
+    settings |= {"whitening_images": 60}
+    here, there = (Run(on_towers, examples, TrainConfig(data_on=place, **settings)) for place in ("host", "device"))
+    devices = partitions(lambda: there.step(0))
+    here.step(0)
+    assert here.step(1).loss == there.step(1).loss
+    for name, value in here.values().items():
+        np.testing.assert_array_equal(value, there.values()[name], err_msg=name)
+    images = [
+        device
+        for device, nodes in devices.items()
+        for node in nodes
+        if tf.uint8.as_datatype_enum in (value.type for value in node.attr.values())
+    ]
+    assert set(images) == {tower.device for tower in on_towers}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_every_precision_learns(towers, examples, precision):
-    run = Run(towers(2), examples, recipe("smoke", crop=20, shift=0, batch_size=96, whitening_images=60), precision)
-    losses = [float(run.step(step).loss) for step in range(24)]
+    settings = {"model": "speednet_proxy", "crop": 20, "shift": 0, "batch_size": 96, "whitening_images": 60}
+    run = Run(towers(2), examples, recipe("smoke", **settings), precision)
+    losses = [float(run.step(step).loss) for step in range(40)]
     assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4]) and np.isfinite(losses).all()
     assert run.state.loss_scale.dynamic == (precision == "float16")
 
