@@ -1,0 +1,135 @@
+"""What `make test-gpu` runs on a machine with GPUs: tests, the benchmark, and speed94 to its end; without, nothing.
+
+Adds what it found as a row to the table of docs/gpus.md, which is to be committed with a look at it.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs/gpus.md"
+HEADER = "| GPUs | Driver, TensorFlow | Tests | speed94 with TTA 2, without | Training | Rate | In use | Failed |"
+NO_GPU = "no GPU here: nothing was run, and nothing counts as passed"
+
+
+def main() -> int:
+    """Runs all parts, even after one has failed; the exit code says whether any has."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--without-bench", action="store_true", help="leave out the benchmark, 20 minutes")
+    arguments = parser.parse_args()
+    devices = _devices()
+    if not devices["gpus"]:
+        print(NO_GPU)
+        return 0
+    print(f"on {describe(devices)}", flush=True)
+    failed = []
+    with tempfile.TemporaryDirectory() as directory:
+        junit, run_dir = Path(directory, "tests.xml"), Path(directory, "speed94")
+        tests = [sys.executable, "-m", "pytest", "-m", "gpu or needs_gpu", f"--junitxml={junit}"]
+        if _run(tests, CIFAR_TOWERS_TEST_ON_GPUS="1"):
+            failed.append("tests")
+        counts = read_counts(junit.read_text()) if junit.exists() else "not run"
+        if not arguments.without_bench and _run([sys.executable, ROOT / "scripts/benchmark.py", "--recipe=speed94"]):
+            failed.append("make bench")
+        train = [sys.executable, ROOT / "scripts/train.py", "--recipe=speed94", "--data_on=device"]
+        with _sampled_utilization() as samples:
+            if _run([*train, f"--train_dir={run_dir}"]):
+                failed.append("speed94")
+        result = json.loads((run_dir / "result.json").read_text()) if "speed94" not in failed else {}
+    row = make_row(devices, counts, result, samples, failed)
+    TABLE.write_text(add_row(TABLE.read_text(), row))
+    print(f"{HEADER}\n{row}\nadded to {TABLE}")
+    return bool(failed)
+
+
+def describe(devices: dict) -> str:
+    """`2 x NVIDIA A100`, from the answer of the process that looked."""
+    names = devices["gpus"]
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def read_counts(junit: str) -> str:
+    """`58 passed, 1 failed` of a JUnit file."""
+    suite = re.search(r"<testsuite [^>]*>", junit).group()
+    number = {name: int(re.search(rf'\b{name}="(\d+)"', suite).group(1)) for name in ("tests", "failures", "errors")}
+    bad = number["failures"] + number["errors"]
+    return f"{number['tests'] - bad} passed, {bad} failed"
+
+
+def make_row(devices: dict, counts: str, result: dict, utilization: list[float], failed: list[str]) -> str:
+    """The row of the table of docs/gpus.md; a dash for what is not known."""
+    accuracy = {score["tta"]: f"{100 * score['accuracy']:.2f} %" for score in result.get("evaluations", [])}
+    training = f"{sum(result['seconds'].get(p, 0) for p in ('train', 'input', 'report')):.1f} s" if result else "-"
+    compiling = f" + {result['seconds'].get('compile', 0):.1f} s of compilation" if result else ""
+    rate = f"{result['images_per_sec']:,.0f} images/s" if result.get("images_per_sec") else "-"
+    cells = [
+        f"{describe(devices)}, {datetime.date.today()}",
+        f"{devices['driver'] or '-'}, {devices['tensorflow']}",
+        counts,
+        f"{accuracy.get(2, '-')}, {accuracy.get(0, '-')}",
+        training + compiling,
+        rate,
+        f"{statistics.median(utilization):.0f} %" if utilization else "-",
+        ", ".join(failed) or "nothing",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def add_row(page: str, row: str) -> str:
+    """The page with the row under its table's header, newest first."""
+    head, separator, rest = page.partition(HEADER)
+    if not separator:
+        raise ValueError(f"{TABLE} has lost the header of its table: {HEADER}")
+    newline, rule, rows = rest.split("\n", 2)
+    return f"{head}{HEADER}{newline}\n{rule}\n{row}\n{rows}"
+
+
+def _devices() -> dict:
+    """The GPUs, their driver and TensorFlow's version, asked of a process that ends before others need the GPUs."""
+    program = (
+        "import json, tensorflow as tf; from cifar_towers.towers.devices import gpu_names\n"
+        "print(json.dumps({'gpus': gpu_names(), 'tensorflow': tf.__version__}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    try:
+        smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(smi, capture_output=True, text=True, timeout=60).stdout.split("\n")[0].strip()
+    except OSError:
+        driver = ""
+    return json.loads(done.stdout.splitlines()[-1]) | {"driver": driver}
+
+
+@contextlib.contextmanager
+def _sampled_utilization() -> Iterator[list[float]]:
+    """Percent in use of every GPU, each second of the block; there once it has ended."""
+    samples: list[float] = []
+    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--loop=1"]
+    try:
+        sampler = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+    except OSError:
+        yield samples
+        return
+    try:
+        yield samples
+    finally:
+        sampler.terminate()
+        samples += [float(line) for line in sampler.communicate()[0].splitlines() if line.strip().isdecimal()]
+
+
+def _run(command: list, **environment: str) -> int:
+    print("\n$ " + " ".join(map(str, command)), flush=True)
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
