@@ -194,8 +194,8 @@ def test_benchmark_makes_the_step_with_frozen_whitening(towers, monkeypatch, str
     rates = []
     make_training = build.make_training
 
-    def record_rates(*arguments):
-        training = make_training(*arguments)
+    def record_rates(*arguments, **options):
+        training = make_training(*arguments, **options)
         return training._replace(train_step=lambda batch, groups, size: rates.append({*groups}) or tf.constant(0.0))
 
     monkeypatch.setattr(build, "make_training", record_rates)
