@@ -149,7 +149,8 @@ def _check_same_conditions(train_dir: Path, recipe: TrainConfig, facts: Mapping)
     training could be resumed with another number of towers."""
     if recipe.overwrite:
         return
-    settings = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in UNCHECKED}
+    left_open = set() if recipe.variable_placement else {"variable_placement"}
+    settings = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in UNCHECKED | left_open}
     machine = {name: facts[name] for name in SAME_MACHINE}
     differing = []
     for file, expected in ((run_files.CONFIG, settings), (run_files.ENVIRONMENT, machine)):
