@@ -30,6 +30,7 @@ from cifar_towers.models.layers import BatchNorm
 from cifar_towers.reporting.profiler import profile_step
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.communication import VariableBytes
+from cifar_towers.towers.devices import on_gpus
 from cifar_towers.towers.placement import HOST, custom_placement
 from cifar_towers.training import build
 from cifar_towers.training.auto_placement import recommend_placement
@@ -81,7 +82,7 @@ class Worker:
         self.towers = setup_towers(dataclasses.replace(recipe, num_gpus=num_towers))
         _, dataset = build.load_data(recipe, sources.find(recipe.dataset, recipe.data_dir))
         self.train = dataset.train
-        kind = "GPU" if "GPU" in self.towers[0].device else "CPU"
+        kind = "GPU" if on_gpus(self.towers) else "CPU"
         physical = len(tf.config.get_visible_devices(kind)) if kind == "GPU" else 1
         return {"kind": kind, "physical": min(physical, num_towers), "dataset": dataset.name}
 
@@ -127,7 +128,8 @@ def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: list[Towe
     else:
         changes = {"variable_placement": "cpu" if case.placement == UNPLACED else case.placement}
     recipe = dataclasses.replace(config.recipe, precision=case.precision, **changes)
-    batches = build.make_batches(recipe, train)
+    steps_by_ours = case.strategy not in (KERAS, NO_EXCHANGE)
+    batches = build.make_batches(recipe, train, towers=towers if steps_by_ours else ())
     if case.strategy == KERAS:
         model = build.make_model(recipe, case.precision, train.info, train)
         arrays = make_arrays(batches, build.make_augmentation(recipe, train.info))
@@ -137,7 +139,6 @@ def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: list[Towe
     if case.strategy == NO_EXCHANGE:
         training, step_fn = _make_independent_steps(recipe, towers, length, train)
     else:
-        batches = build.make_batches(recipe, train, towers=towers)
         training = build.make_training(recipe, towers, case.precision, train, length, load_images=batches.load_images)
         step_fn = training.train_step
     image_size = schedules.ImageSizeSchedule(recipe.image_size_schedule, recipe.image_size).largest()

@@ -12,7 +12,7 @@ import tensorflow as tf
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.towers import Tower, split_batch
-from cifar_towers.towers.devices import plan_devices, prepare_devices
+from cifar_towers.towers.devices import on_gpus, plan_devices, prepare_devices
 from cifar_towers.training.diagnostics import tower_gradient_stats
 from cifar_towers.training.results import ForwardDiagnostics, StepMetrics, TowerGradientStats
 from cifar_towers.training.state import TrainState, UpdateResult
@@ -35,8 +35,7 @@ def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distr
     Raises:
       ValueError: NCCL is asked for and the towers do not have a GPU each, or a hierarchical reduction of an odd number.
     """
-    on_gpus = all("GPU" in tower.device for tower in towers)
-    own_gpus = on_gpus and len(towers) <= len(tf.config.get_visible_devices("GPU"))
+    own_gpus = on_gpus(towers) and len(towers) <= len(tf.config.get_visible_devices("GPU"))
     if all_reduce == "nccl" and not own_gpus:
         raise ValueError(
             f"all_reduce=nccl joins GPUs, and not each of the {len(towers)} towers has one; take auto or one_device"

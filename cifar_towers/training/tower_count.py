@@ -21,10 +21,10 @@ def advise_fewer_towers(setup: RunSetup, train: Split, log: Callable[[str], None
     Nothing is measured where towers share the CPU, where they do not share the batch, or where memory is short.
     """
     config, count = setup.config, len(setup.towers)
-    few = next((few for few in range(count // 2, 0, -1) if not config.batch_size % (few * config.micro_batches)), 0)
     shares_batch = config.strategy == "towers" and config.parallelism == "data" and not config.hard_example_pool
-    if not (few and shares_batch and on_gpus(setup.towers)):
+    if not (count > 1 and shares_batch and on_gpus(setup.towers)):
         return
+    few, _ = config.default_num_towers(count // 2)
     seconds: dict[str, list[float]] = {}
     with contextlib.suppress(tf.errors.OpError):
         steps = {}
