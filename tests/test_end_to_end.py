@@ -30,6 +30,7 @@ from cifar_towers.inference import evaluate
 from cifar_towers.inference.compare import compare_runs
 from cifar_towers.inference.settings import EvaluateConfig
 from cifar_towers.reporting import figures, run_logger
+from cifar_towers.reporting.seed_statistics import read_scalars
 from cifar_towers.training import auto_placement, health, tower_count
 from tests.configs import TINY_NET, recipe
 
@@ -863,13 +864,40 @@ def test_test_split_is_evaluated_only_at_the_end(tmp_path):
 
 
 @pytest.mark.slow
-def test_train_seeds_prints_mean_and_std(tmp_path, capsys):
-    config = replace(QUICK, train_dir=str(tmp_path), max_steps=2, seeds="0,1", ema_decay=0.0)
-    seeds.train_seeds(config, (0, 1), sources.find("synthetic"), ShutdownHandler())
-    results = [json.loads((tmp_path / f"seed{seed}/result.json").read_text()) for seed in (0, 1)]
+def test_seeds_have_means_and_bands_that_a_resumed_run_continues(tmp_path, capsys, monkeypatch):
+    """Of every scalar, beside the runs; the same whether or not the second seed was interrupted."""
+    config = replace(TINY, train_dir=str(tmp_path / "whole"), max_steps=4, seeds="0,1,2", summary_every_steps=1)
+    seeds.train_seeds(config, (0, 1, 2), sources.find("synthetic"), ShutdownHandler())
+    results = [json.loads((tmp_path / f"whole/seed{seed}/result.json").read_text()) for seed in (0, 1, 2)]
     values = [100 * result["evaluations"][0]["accuracy"] for result in results]
-    expected = f"mean {np.mean(values):.2f} %, std {np.std(values, ddof=1):.2f}, n=2"
+    expected = f"mean {np.mean(values):.2f} ± {np.std(values, ddof=1):.2f} % (n=3, 95 % interval "
     assert f"test accuracy, raw weights, TTA 0: {expected}" in capsys.readouterr().out
+
+    def scalars(directory):
+        return dict(entry for path in sorted(directory.glob("events*")) for entry in read_scalars(path))
+
+    for part in ("train", "eval"):
+        found = scalars(tmp_path / "whole/seeds" / part)
+        runs = [scalars(tmp_path / f"whole/seed{seed}" / part) for seed in (0, 1, 2)]
+        assert len(found) == 5 * len(set().union(*runs)) > 0
+        for tag, step in set().union(*runs):
+            values = [run[tag, step] for run in runs if (tag, step) in run]
+            mean, std = np.mean(values), np.std(values, ddof=1) if len(values) > 1 else 0.0
+            statistics = [found[prefix + tag, step] for prefix in ("", "std/", "mean-std/", "mean+std/", "n/")]
+            np.testing.assert_allclose(statistics, [mean, std, mean - std, mean + std, len(values)], 1e-6, 1e-6)
+
+    resumed = replace(config, train_dir=str(tmp_path / "resumed"))
+    with pytest.raises(Interrupted):
+        seeds.train_seeds(resumed, (0, 1, 2), sources.find("synthetic"), StopAtStep(6))
+    assert ("loss", 1) in scalars(tmp_path / "resumed/seeds/train")
+    seeds.train_seeds(resumed, (0, 1, 2), sources.find("synthetic"), ShutdownHandler())
+    for part in ("train", "eval"):
+        one, other = (scalars(tmp_path / name / "seeds" / part) for name in ("whole", "resumed"))
+        timed = ("speed/", "memory/")
+        assert one.keys() == other.keys()
+        for (tag, step), value in one.items():
+            if not any(name in tag for name in timed):
+                assert value == other[tag, step], (tag, step)
 
 
 def test_synthetic_fallback_prints_a_banner(tmp_path, monkeypatch, capsys):

@@ -8,6 +8,7 @@ from pathlib import Path
 from cifar_towers.benchmark import report_io
 from cifar_towers.benchmark.framework_comparison import OURS, Competitor
 from cifar_towers.benchmark.peak_flops import PeakFlops
+from cifar_towers.reporting.sample import Sample
 
 # Published runs on PyTorch: the 2025 CIFAR-10 speed record; its accuracy is the mean with TTA.
 PUBLISHED = {"speednet94": {"steps": 243, "batch_size": 1536, "accuracy": 0.9401, "runs": 200}}
@@ -43,7 +44,7 @@ def summarize_race(seeds: Sequence[Mapping], work: Mapping, target: float) -> di
         by_type.update({name: steps * count for name, count in operations.items()})
         timed += (steps - 1) * sum(operations.values())
     total = by_type.total()
-    stats = {name: _stats([_values(seed)[name] for seed in seeds]) for name in FORMATS}
+    stats = {name: Sample.of([_values(seed)[name] for seed in seeds])._asdict() for name in FORMATS}
     training = stats["training"]["mean"]
     whole_training = training * (total / timed if timed else 1.0)
     peaks = [PeakFlops(*rates) for seed in seeds for rates in seed["ceilings"]]
@@ -67,12 +68,6 @@ def _values(seed: Mapping) -> dict[str, float]:
     """What the table has of a seed."""
     phases = {phase: seed["seconds"].get(phase, 0.0) for phase in DURATIONS}
     return {**seed, **phases, "training": seed["step_seconds"]}
-
-
-def _stats(values: Sequence[float]) -> dict:
-    """Mean, sample standard deviation (None for one value) and number of values."""
-    std = statistics.stdev(values) if len(values) > 1 else None
-    return {"mean": statistics.mean(values), "std": std, "n": len(values)}
 
 
 def publish_race(directory: Path, facts: Mapping, race: Mapping) -> None:
@@ -127,15 +122,14 @@ def conclude(facts: Mapping, race: Mapping) -> str:
 
 def _verdict(facts: Mapping, race: Mapping) -> str:
     """Seconds of training to the target accuracy, or the accuracy that was reached."""
-    mean, std, n = race["accuracy"].values()
-    accuracy = f"mean {100 * mean:.2f} %, " + (f"std {100 * std:.2f}, " if std is not None else "") + f"n={n}"
+    accuracy = Sample(**race["accuracy"]).describe_percent()
     training = f"{race['whole_training']:,.1f} s of training"
     if not facts["target"]:
         return f"Accuracy: {accuracy}, after {training}"
     target = f"Seconds to {100 * facts['target']:.2f} %"
     if race["seconds_to_target"] is None:
         return f"{target}: not reached: {accuracy}, after {training}"
-    return f"{target}: {training} ({accuracy})"
+    return f"{target}: {training}, {accuracy}"
 
 
 def comparison_table(competitors: Sequence[Competitor]) -> str:

@@ -157,7 +157,7 @@ def report(shutdown: ShutdownHandler) -> None:
 
     report.py runs/one [runs/other ...] [--out=FILE]
 
-    Runs that differ only in the seed are shown as their mean, with a band from minimum to maximum.
+    Runs that differ only in the seed are shown as their mean, with a band of one standard deviation.
     """
     config = _parse(ReportConfig, report)
     shutdown.exit_immediately_from_now("nothing was written")

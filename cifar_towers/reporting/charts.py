@@ -1,6 +1,7 @@
 """The charts of a run and their titles: TensorBoard's CUSTOM SCALARS, and the curves of the HTML report."""
 
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 from cifar_towers.reporting import tags
@@ -47,6 +48,18 @@ CUSTOM_SCALARS = {
     },
     "errors by class": {"accuracy of each class": [_below(tags.CLASS_ACCURACY)]},
 }
+
+
+def seed_charts(found: Collection[str]) -> dict[str, dict[str, list[str]]]:
+    """The charts of statistics over seeds, of those tags that were found: category -> title -> tags."""
+    titles = {
+        "training loss": [tags.LOSS],
+        "training accuracy (batch)": [tags.ACCURACY],
+        "evaluation accuracy": [tag for tag in sorted(found) if tag.startswith(f"{tags.ACCURACY}/")],
+        "evaluation loss": [tag for tag in sorted(found) if tag.startswith(f"{tags.LOSS}/")],
+        "throughput, images/s": [tags.IMAGES_PER_SEC],
+    }
+    return {"mean ± std over seeds": {title: shown for title, shown in titles.items() if {*shown} & {*found}}}
 
 
 class Curve(NamedTuple):

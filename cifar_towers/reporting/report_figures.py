@@ -13,6 +13,7 @@ from cifar_towers.reporting import figures, run_records
 from cifar_towers.reporting.charts import REPORT_CURVES, Curve
 from cifar_towers.reporting.html_page import Picture
 from cifar_towers.reporting.run_records import Groups, RunRecord, as_list, as_number, as_text, score_kind, shorten
+from cifar_towers.reporting.sample import Sample
 
 MAX_POINTS = 120  # of a curve of training records
 MAX_CURVES = 8  # that can be distinguished in one picture
@@ -37,7 +38,7 @@ def describe_curves(groups: Groups) -> str:
     runs = [run for group in groups.values() for run in group]
     notes = []
     if len(runs) > len(groups):
-        notes.append("A line is the mean of a group's runs, the band spans their lowest and highest value.")
+        notes.append("A line is the mean of a group's runs, the band one standard deviation to either side.")
         if not all(run.finished for run in runs):
             notes.append("After the end of an unfinished run both are of the others.")
     if any(len(run.training) > MAX_POINTS for run in runs):
@@ -68,7 +69,8 @@ def _history(records: Iterable[Mapping], chart: Curve) -> dict[float, float]:
 
 
 def mean_curve(histories: Sequence[Mapping[float, float]], max_points: int = 0) -> tuple[np.ndarray, ...]:
-    """Epochs [n] and mean [n] of several runs' {epoch: value}; of more than one run also lowest and highest [n].
+    """Epochs [n] and mean [n] of several runs' {epoch: value}; of more than one run also the mean less and plus one
+    standard deviation (of the sample) [n].
 
     If there are more than `max_points`, and that is not 0, neighbors are averaged first.
     """
@@ -79,9 +81,10 @@ def mean_curve(histories: Sequence[Mapping[float, float]], max_points: int = 0) 
         [statistics.fmean(values) for history in histories if (values := [history[e] for e in chunk if e in history])]
         for chunk in chunks
     ]
-    statistics_shown = (np.mean, np.min, np.max) if len(histories) > 1 else (np.mean,)
-    x = np.array([statistics.fmean(chunk) for chunk in chunks])
-    return x, *(np.array([function(values) for values in means]) for function in statistics_shown)
+    samples = [Sample.of(values) for values in means]
+    x, mean = np.array([statistics.fmean(chunk) for chunk in chunks]), np.array([sample.mean for sample in samples])
+    std = np.array([sample.std or 0.0 for sample in samples])
+    return (x, mean, mean - std, mean + std) if len(histories) > 1 else (x, mean)
 
 
 def confusion_matrices(groups: Groups) -> list[Picture]:

@@ -21,6 +21,9 @@ CLASS_ACCURACY, PRECISION_RECALL = "class_accuracy", "precision_recall"
 # Pictures, and the end of the run.
 INPUT_IMAGES, MISTAKES, CONFUSION = "input/augmented", "mistakes", "confusion"
 FINAL = "final"
+# Statistics over seeds: begin the tag of what they are of. The mean has the tag of the single runs.
+SEED_MEAN, SEED_STD, SEED_COUNT = "", "std/", "n/"
+SEED_LOW, SEED_HIGH = "mean-std/", "mean+std/"
 
 
 RAW = " (raw)"  # ends the tag of a loss that is not smoothed

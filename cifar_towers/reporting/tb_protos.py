@@ -71,5 +71,18 @@ def custom_scalars(categories: Mapping[str, Mapping[str, Sequence[str]]]):
     return custom_scalar_summary.pb(layout)
 
 
+def margin_charts(categories: Mapping[str, Mapping[str, Sequence[str]]], *prefixes: str):
+    """Charts of a line and its band under CUSTOM SCALARS: {category: {title: [tags]}}; `prefixes` make of a tag those
+    of the line, of the lower and of the upper edge."""
+    layout = layout_pb2.Layout()
+    for category, charts in categories.items():
+        added = layout.category.add(title=category)
+        for title, tags in charts.items():
+            series = [[prefix + tag for prefix in prefixes] for tag in tags]
+            margin = [layout_pb2.MarginChartContent.Series(value=v, lower=low, upper=high) for v, low, high in series]
+            added.chart.add(title=title, margin=layout_pb2.MarginChartContent(series=margin))
+    return custom_scalar_summary.pb(layout)
+
+
 def _summary(tag: str, metadata: SummaryMetadata, content: np.ndarray) -> Summary:
     return Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=make_tensor_proto(content))])

@@ -40,13 +40,14 @@ def test_curve_is_the_mean_with_a_band_over_the_seeds(tmp_path, plotted):
         values = scale * np.array([[record[key] for record in read_records(path, "train")] for path in paths])
         x, y, low, high = curves[title]["speed94"]
         np.testing.assert_allclose(x, np.arange(11, 265, 11) / 33)
-        np.testing.assert_allclose([y, low, high], [values[:3].mean(0), values[:3].min(0), values[:3].max(0)])
+        mean, std = values[:3].mean(0), values[:3].std(0, ddof=1)
+        np.testing.assert_allclose([y, low, high], [mean, mean - std, mean + std])
         np.testing.assert_allclose(curves[title]["resnet20"][1], values[3])
         assert len(curves[title]["resnet20"]) == 2
     x, y, low, high = curves["test accuracy, raw weights, no TTA"]["speed94"]
     assert x.tolist() == [2, 4, 6, 8]
     final = accuracies(paths[:3], 0)
-    assert (y[-1], low[-1]) == pytest.approx((np.mean(final), min(final)))
+    assert (y[-1], low[-1]) == pytest.approx((np.mean(final), np.mean(final) - np.std(final, ddof=1)))
     assert f"at the end: speed94 {y[-1]:.4g}" in pictures[0].alt
     assert len(curves["gradient noise scale"]["speed94"][0]) == 11  # one of twelve is null
     assert curves["throughput"]["speed94"][2].min() > 1000
@@ -54,7 +55,9 @@ def test_curve_is_the_mean_with_a_band_over_the_seeds(tmp_path, plotted):
 
 def test_mean_curve_of_runs_of_different_length():
     x, y, low, high = report_figures.mean_curve([{1.0: 2.0, 2.0: 6.0}, {1.0: 4.0}, {}])
-    assert [list(column) for column in (x, y, low, high)] == [[1, 2], [3, 6], [2, 6], [4, 6]]
+    assert [list(column) for column in (x, y)] == [[1, 2], [3, 6]]
+    std = np.std([2, 4], ddof=1)
+    assert [list(column) for column in (low, high)] == [[3 - std, 6], [3 + std, 6]]
     assert [len(column) for column in report_figures.mean_curve([{}], 3)] == [0, 0]
 
 
@@ -63,8 +66,9 @@ def test_mean_curve_averages_neighbors():
     del runs[2][9.0]
     x, y, low, high = report_figures.mean_curve(runs, 5)
     assert x.tolist() == [0.5, 2.5, 4.5, 6.5, 8.5]
-    assert low.tolist() == [0.5, 6.5, 20.5, 42.5, 66.0]  # the last is of the run that has only one of the two
-    assert high.tolist() == [2.5, 8.5, 22.5, 44.5, 73.5]
+    last = np.std([72.5, 73.5, 66.0], ddof=1)  # of the run that has only one of the two
+    np.testing.assert_allclose(y - low, [1, 1, 1, 1, last])
+    np.testing.assert_allclose(high - y, [1, 1, 1, 1, last])
     assert y[0] == 1.5 and y[-1] == pytest.approx((72.5 + 73.5 + 66) / 3)
 
 

@@ -1,0 +1,114 @@
+"""Mean and standard deviation over the seeds of a recipe, of every scalar in TensorBoard."""
+
+import contextlib
+import itertools
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import SessionLog
+from tensorboard.plugins.scalar.metadata import PLUGIN_NAME as SCALARS
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+from tensorboard.util.tensor_util import make_ndarray
+
+from cifar_towers.files.run_files import EVENT_FILES
+from cifar_towers.reporting import charts, tags, tb_protos
+from cifar_towers.reporting.event_files import EventWriter, read_events
+from cifar_towers.reporting.sample import Sample
+from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN
+
+SECONDS_BETWEEN_UPDATES, SHARE_OF_TIME = 20.0, 0.01
+
+Scalars = Mapping[tuple[str, int], float]  # (tag, step) -> value
+
+
+class SeedStatistics:
+    """Writes, for TensorBoard, the mean of every scalar over runs, at each step that any of them has.
+
+    Args:
+      directory: of the event files; `train` and `eval` in it are named as in a run.
+      runs: directories of runs, which may not exist yet, or be at work.
+    """
+
+    def __init__(self, directory: Path, runs: Sequence[Path]):
+        self._directory, self._runs = directory, runs
+        self._read: dict[Path, tuple[tuple, Scalars]] = {}  # by directory: what was read, and of which files
+
+    def update(self) -> None:
+        """Writes the statistics anew, if a run has written since."""
+        for part in (TRAIN, EVAL):
+            before = {run: self._read.get(run / part) for run in self._runs}
+            scalars = [self._scalars(run / part) for run in self._runs]
+            if before != {run: self._read.get(run / part) for run in self._runs}:
+                self._write(self._directory / part, scalars)
+
+    @contextlib.contextmanager
+    def updated_in_background(self) -> Iterator[None]:
+        """Updates now and then during the block, in a small share of the time, and after it."""
+        ended = threading.Event()
+
+        def keep_updating():
+            pause = SECONDS_BETWEEN_UPDATES
+            while not ended.wait(pause):
+                began = time.monotonic()
+                self.update()
+                pause = max(SECONDS_BETWEEN_UPDATES, (time.monotonic() - began) / SHARE_OF_TIME)
+
+        thread = threading.Thread(target=keep_updating, name="seed statistics", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self.update()
+
+    def _scalars(self, directory: Path) -> Scalars:
+        """The scalars in a directory's event files; read again only if these have changed."""
+        files = sorted(directory.glob(EVENT_FILES))
+        state = tuple((path.name, path.stat().st_size) for path in files)
+        known, scalars = self._read.get(directory, ((), {}))
+        if state != known:
+            scalars = dict(itertools.chain.from_iterable(map(read_scalars, files)))
+            self._read[directory] = state, scalars
+        return scalars
+
+    def _write(self, directory: Path, runs: Sequence[Scalars]) -> None:
+        """Replaces the event file of a directory. TensorBoard forgets the events before one that starts a session."""
+        values: dict[int, dict[str, list[float]]] = {}
+        for tag, step in sorted(set().union(*runs)):
+            found = [scalars[tag, step] for scalars in runs if (tag, step) in scalars]
+            values.setdefault(step, {})[tag] = [value for value in found if math.isfinite(value)]
+        earlier, writer = sorted(directory.glob(EVENT_FILES)), EventWriter(directory)
+        of_seeds = charts.seed_charts({tag for by_tag in values.values() for tag in by_tag})
+        layout = tb_protos.margin_charts(of_seeds, tags.SEED_MEAN, tags.SEED_LOW, tags.SEED_HIGH)
+        writer.write(0, session_log=SessionLog(status=SessionLog.START))
+        writer.write(0, [layout])
+        for step, by_tag in sorted(values.items()):
+            summaries = itertools.chain.from_iterable(map(_summaries, by_tag, by_tag.values()))
+            writer.write(step, list(summaries))
+        writer.close()
+        for path in earlier:
+            path.unlink(missing_ok=True)
+
+
+def _summaries(tag: str, values: Sequence[float]) -> Iterator:
+    if not values:
+        return
+    sample = Sample.of(values)
+    spread = sample.std or 0.0
+    yield scalar_pb(tags.SEED_MEAN + tag, sample.mean)
+    yield scalar_pb(tags.SEED_STD + tag, spread)
+    yield scalar_pb(tags.SEED_LOW + tag, sample.mean - spread)
+    yield scalar_pb(tags.SEED_HIGH + tag, sample.mean + spread)
+    yield scalar_pb(tags.SEED_COUNT + tag, sample.n)
+
+
+def read_scalars(path: Path) -> Iterator[tuple[tuple[str, int], float]]:
+    """The scalars of an event file, each as ((tag, step), value)."""
+    for event in read_events(path):
+        for value in event.summary.value:
+            if value.metadata.plugin_data.plugin_name == SCALARS:
+                yield (value.tag, event.step), float(make_ndarray(value.tensor))

@@ -1,0 +1,101 @@
+"""Statistics over the runs of several seeds, as TensorBoard reads them."""
+
+import time
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+from tensorboard.util.tensor_util import make_ndarray
+
+from cifar_towers.reporting.event_files import EventWriter
+from cifar_towers.reporting.sample import Sample
+from cifar_towers.reporting.seed_statistics import SeedStatistics, read_scalars
+
+PREFIXES = ("", "std/", "mean-std/", "mean+std/", "n/")
+
+
+def write_run(directory, losses, first_step=10):
+    writer = EventWriter(directory / "train")
+    for step, loss in enumerate(losses, first_step):
+        writer.write(step, [scalar_pb("loss", loss), scalar_pb("speed/images_per_sec", 100.0)])
+    EventWriter(directory / "eval").write(first_step, [scalar_pb("accuracy/test/raw", losses[-1] / 10)])
+
+
+def tensorboard(directory):
+    accumulator = EventAccumulator(str(directory))
+    accumulator.Reload()
+    return accumulator
+
+
+def read(directory):
+    (path,) = directory.glob("events*")
+    return dict(read_scalars(path))
+
+
+def test_statistics_at_each_step_are_those_of_the_runs_that_have_it(tmp_path):
+    """Also while a run is at work, and of one that is not finite there."""
+    runs = [tmp_path / f"seed{seed}" for seed in range(3)]
+    seeds = SeedStatistics(tmp_path / "seeds", runs)
+    seeds.update()
+    assert not (tmp_path / "seeds").exists()
+    write_run(runs[0], [4.0, 3.0, 2.0])
+    seeds.update()
+    assert read(tmp_path / "seeds/train")["n/loss", 12] == 1 and read(tmp_path / "seeds/train")["std/loss", 12] == 0
+    write_run(runs[1], [5.0, 3.5])
+    write_run(runs[2], [7.0, np.nan])
+    seeds.update()
+    found = read(tmp_path / "seeds/train")
+    for step, values in ((10, [4, 5, 7]), (11, [3, 3.5]), (12, [2])):
+        mean, std = np.mean(values), np.std(values, ddof=1) if len(values) > 1 else 0
+        shown = [found[prefix + "loss", step] for prefix in PREFIXES]
+        np.testing.assert_allclose(shown, [mean, std, mean - std, mean + std, len(values)], 1e-6)
+    assert read(tmp_path / "seeds/eval")["n/accuracy/test/raw", 10] == 2
+    (path,) = (tmp_path / "seeds/train").glob("events*")
+    seeds.update()
+    assert list((tmp_path / "seeds/train").glob("events*")) == [path]  # nothing was new
+
+
+def test_tensorboard_shows_the_latest_statistics_only_and_their_bands(tmp_path):
+    """A reader that has the statistics open, as TensorBoard has, forgets those of fewer runs."""
+    runs = [tmp_path / f"seed{seed}" for seed in range(2)]
+    seeds = SeedStatistics(tmp_path / "seeds", runs)
+    write_run(runs[0], [4.0, 3.0, 2.0])
+    seeds.update()
+    accumulator = tensorboard(tmp_path / "seeds/train")
+    write_run(runs[1], [5.0, 4.0, 3.0])
+    seeds.update()
+    for reader in (accumulator, tensorboard(tmp_path / "seeds/train")):
+        reader.Reload()
+        assert [(e.step, float(make_ndarray(e.tensor_proto))) for e in reader.Tensors("loss")] == [
+            (10, 4.5), (11, 3.5), (12, 2.5),
+        ]  # fmt: skip
+    content = accumulator.Tensors("custom_scalars__config__")[-1].tensor_proto
+    (category,) = layout_pb2.Layout.FromString(make_ndarray(content).item()).category
+    bands = {chart.title: [(s.value, s.lower, s.upper) for s in chart.margin.series] for chart in category.chart}
+    tags = {"training loss": "loss", "throughput, images/s": "speed/images_per_sec"}
+    assert bands == {title: [(tag, f"mean-std/{tag}", f"mean+std/{tag}")] for title, tag in tags.items()}
+
+
+def test_statistics_are_updated_in_the_background(tmp_path, monkeypatch):
+    monkeypatch.setattr("cifar_towers.reporting.seed_statistics.SECONDS_BETWEEN_UPDATES", 0.01)
+    monkeypatch.setattr("cifar_towers.reporting.seed_statistics.SHARE_OF_TIME", 1.0)
+    seeds = SeedStatistics(tmp_path / "seeds", [tmp_path / "seed0"])
+    with seeds.updated_in_background():
+        write_run(tmp_path / "seed0", [4.0, 3.0])
+        deadline = time.monotonic() + 60
+        while not list((tmp_path / "seeds/eval").glob("events*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert read(tmp_path / "seeds/train")["loss", 11] == 3
+
+
+def test_interval_of_the_mean():
+    """Student's t of 4 degrees of freedom is 2.776, of 1 12.706."""
+    assert Sample.of([0.5]).describe_percent() == "mean 50.00 % (n=1)"
+    low, high = Sample.of([0.9400, 0.9416, 0.9414, 0.9432, 0.9394]).interval()
+    std = np.std([0.9400, 0.9416, 0.9414, 0.9432, 0.9394], ddof=1)
+    assert (low, high) == pytest.approx((0.94112 - 2.7764 * std / 5**0.5, 0.94112 + 2.7764 * std / 5**0.5), rel=1e-6)
+    low, high = Sample.of([0.0, 1.0]).interval()
+    assert high - low == pytest.approx(12.7062, rel=1e-5)
