@@ -12,7 +12,7 @@ EXTRAS := $(if $(NVIDIA),dev$(comma)gpu,dev)
 # a flag overrides the recipe wherever it stands, and smoke has data of its own
 RECIPE := --recipe=$(CONFIG) $(if $(filter smoke,$(CONFIG)),,--dataset=auto)
 
-.PHONY: help setup train evaluate predict export tensorboard bench speedrun
+.PHONY: help setup train runs evaluate predict export tensorboard bench speedrun
 .PHONY: test test-long test-browser test-gpu lint format compare faults faults-long clean
 .DEFAULT_GOAL := help
 
@@ -37,6 +37,9 @@ setup: .venv/ready  ## install all that is needed into .venv; the others do so t
 
 train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers, on CIFAR-10 or else synthetic data
 	@$(BIN)/python scripts/train.py $(RECIPE) --num_gpus=$(NUM_GPUS) $(ARGS)
+
+runs: .venv/ready  ## list runs and what they reached: ARGS="'speed94*' --sort=accuracy"
+	@$(BIN)/python scripts/runs.py $(ARGS)
 
 evaluate: .venv/ready  ## score a checkpoint of a run: ARGS='--train_dir=runs/speed94-seed0 --tta=2'
 	@$(BIN)/python scripts/evaluate.py $(ARGS)

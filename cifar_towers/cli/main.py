@@ -1,44 +1,30 @@
 """The command-line programs. Each checks its flags before it imports TensorFlow, which takes seconds."""
 
-import contextlib
 import dataclasses
-import functools
-import inspect
 import logging
 import os
-import re
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 from cifar_towers.benchmark.settings import BenchmarkConfig, SpeedrunConfig
 from cifar_towers.cli import recipes
 from cifar_towers.cli.cluster import join_cluster, resolve_cluster
-from cifar_towers.cli.flags import Config, parse_command_line
+from cifar_towers.cli.flags import parse_command_line
+from cifar_towers.cli.program import checked_output, confirm, find_data, parse, program, start_tool
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.cli.tf_import import import_tensorflow
 from cifar_towers.cli.tool_configs import LaunchConfig, ReportConfig
 from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.config.recipe import recipe_fields
-from cifar_towers.errors import Interrupted, RunError, UsageError, error_line, error_text
-from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, ExportConfig, PredictConfig
+from cifar_towers.errors import RunError, UsageError
+from cifar_towers.files import run_files
+from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, ExportConfig, PredictConfig, RunsConfig
 from cifar_towers.multi_worker import launcher
 
 log = logging.getLogger(__name__)
 
 
-def _program(body: Callable[[ShutdownHandler], int | None]) -> Callable[[], None]:
-    """A program that calls `body` and exits with the code it returns or that of the error it raises."""
-
-    @functools.wraps(body)
-    def program() -> None:
-        sys.exit(_run(body))
-
-    return program
-
-
-@_program
+@program
 def train(shutdown: ShutdownHandler) -> None:
     """Trains an image classifier on towers: copies of the model that share each batch, one on each GPU.
 
@@ -49,11 +35,11 @@ def train(shutdown: ShutdownHandler) -> None:
     Without --recipe, --flagfile and --model the recipe is speed94. Other flags override the recipe's
     settings, wherever they stand. The same command resumes.
     """
-    config = _parse(TrainConfig, train)
+    config = parse(TrainConfig, train)
     cluster = join_cluster(config)
-    if measured := _measured_accuracy(config):
+    if measured := measured_accuracy(config):
         log.info(f"recipe {config.recipe}, measured to reach {measured}")
-    source = _find_data(config)
+    source = find_data(config)
     from cifar_towers import trainer
     from cifar_towers.cli import seeds
 
@@ -61,10 +47,24 @@ def train(shutdown: ShutdownHandler) -> None:
     if config.seeds:
         seeds.train_seeds(config, parse_seeds(config.seeds), source, shutdown, launch_id)
     else:
-        trainer.train(config, source, shutdown, cluster, launch_id)
+        check_weights(trainer.train(config, source, shutdown, cluster, launch_id), config.expect_sha256)
 
 
-@_program
+def check_weights(result: dict, expected: str) -> None:
+    """Compares the weights of a run's result with the SHA-256 that is expected, if any.
+
+    Raises:
+      RunError: they are others.
+    """
+    if not result["weights_sha256"].startswith(expected):
+        raise RunError(
+            f"the weights after step {result['step']} have sha256 {result['weights_sha256'][:16]}, not "
+            f"expect_sha256={expected[:16]}: other settings, data, processor or versions train other bits; "
+            "compare_runs.py tells where two runs part"
+        )
+
+
+@program
 def launch(shutdown: ShutdownHandler) -> int:
     """Trains with several workers on this machine, one process each, or supervises one process. The flags
     after -- are those of train.py. When a worker is lost, all restart from the last checkpoint.
@@ -72,7 +72,7 @@ def launch(shutdown: ShutdownHandler) -> int:
     launch.py --num_workers=2 -- --recipe=speed94 --train_dir=runs/two-workers
     """
     try:
-        config = _parse(LaunchConfig, launch)
+        config = parse(LaunchConfig, launch)
     except UsageError as error:
         if "--" in sys.argv:
             raise
@@ -91,7 +91,7 @@ def launch(shutdown: ShutdownHandler) -> int:
     return launcher.launch(command, config.num_workers, config.max_restarts, log.info, shutdown)
 
 
-@_program
+@program
 def evaluate(shutdown: ShutdownHandler) -> None:
     """Evaluates a checkpoint of a run, the newest unless --step is given.
 
@@ -100,14 +100,14 @@ def evaluate(shutdown: ShutdownHandler) -> None:
     Where the model fails: the table's column "most often taken for" names the class that most errors of each class go
     to. --json adds the confusion matrix: rows are true classes, columns predicted ones.
     """
-    config = _start_tool(EvaluateConfig, evaluate, shutdown, "nothing was changed")
+    config = start_tool(EvaluateConfig, evaluate, shutdown, "nothing was changed")
     from cifar_towers.inference.evaluate import evaluate_checkpoint
 
-    with _checked_output():
+    with checked_output():
         print(evaluate_checkpoint(config))
 
 
-@_program
+@program
 def predict(shutdown: ShutdownHandler) -> None:
     """Predicts the classes of image files with a checkpoint of a run: the three most likely ones of each.
 
@@ -116,42 +116,42 @@ def predict(shutdown: ShutdownHandler) -> None:
     JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels and 20 MB (WebP: 16 megapixels). The model gets the
     central square, upright, over white where it is transparent, resized to the size of the training images.
     """
-    config = _start_tool(PredictConfig, predict, shutdown, "nothing was changed")
+    config = start_tool(PredictConfig, predict, shutdown, "nothing was changed")
     from cifar_towers.inference.predict import predict_images
 
-    with _checked_output():
+    with checked_output():
         predict_images(config)
 
 
-@_program
+@program
 def export(shutdown: ShutdownHandler) -> int:
     """Exports the model of a checkpoint with its pre- and postprocessing: uint8 images of any size in, class
     probabilities and names out.
 
     export.py --train_dir=runs/speed94-seed0 --format=saved_model
     """
-    config = _start_tool(ExportConfig, export, shutdown, "earlier exports are unchanged")
+    config = start_tool(ExportConfig, export, shutdown, "earlier exports are unchanged")
     from cifar_towers.inference.export import export_model
 
     return 0 if export_model(config) else RunError.exit_code
 
 
-@_program
+@program
 def compare_runs(shutdown: ShutdownHandler) -> int:
     """Compares two runs: whether they are equal to the bit, and where and why they differ.
 
     compare_runs.py runs/one runs/other
     """
-    config = _start_tool(CompareConfig, compare_runs, shutdown, "nothing was changed")
+    config = start_tool(CompareConfig, compare_runs, shutdown, "nothing was changed")
     from cifar_towers.inference import compare
 
     finding = compare.compare_runs(*map(Path, config.runs))
-    with _checked_output():
+    with checked_output():
         print(finding.text)
     return 0 if finding.equal else RunError.exit_code
 
 
-@_program
+@program
 def report(shutdown: ShutdownHandler) -> None:
     """Writes a self-contained HTML report of runs, for readers without TensorBoard.
 
@@ -159,18 +159,46 @@ def report(shutdown: ShutdownHandler) -> None:
 
     Runs that differ only in the seed are shown as their mean, with a band of one standard deviation.
     """
-    config = _parse(ReportConfig, report)
+    config = parse(ReportConfig, report)
     shutdown.exit_immediately_from_now("nothing was written")
-    from cifar_towers.files import run_files
     from cifar_towers.reporting import html_report
 
     runs = [Path(run) for run in config.runs]
     default = Path(runs[0] if len(runs) == 1 else "", run_files.REPORT)
-    with _checked_output():
+    with checked_output():
         print(html_report.write(runs, Path(config.out or default)))
 
 
-@_program
+@program
+def runs(shutdown: ShutdownHandler) -> None:
+    """Lists runs: what they train, how far they are, what they reached. Deletes runs.
+
+    runs.py                                        all below runs/, a line each
+    runs.py 'speed94*' --sort=accuracy             some, the best last
+    runs.py --delete runs/speed94-seed3            after a question
+    evaluate.py --train_dir=$(runs.py --best=speed94)
+    """
+    config = parse(RunsConfig, runs)
+    shutdown.exit_immediately_from_now("nothing more is deleted")
+    if config.delete:
+        import_tensorflow()
+        from cifar_towers.inference.delete_runs import delete_runs
+
+        print(delete_runs([Path(argument) for argument in config.arguments], confirm))
+        return
+    from cifar_towers.inference import run_table
+
+    found = run_table.sort_runs(run_table.find_runs(Path(config.runs_dir), *config.arguments), config.sort)
+    with checked_output():
+        if config.best:
+            print(run_table.best_run(found, config.best).run)
+        elif config.json:
+            print(*(run_files.to_json(run._asdict()) for run in found), sep="\n")
+        else:
+            print(run_table.format_table(found) if found else "no runs")
+
+
+@program
 def benchmark(shutdown: ShutdownHandler) -> None:
     """Measures the training step of a recipe on this machine with different placements, strategies and numbers of
     towers. Without --recipe, --flagfile and --model the recipe is speed94.
@@ -178,11 +206,11 @@ def benchmark(shutdown: ShutdownHandler) -> None:
     benchmark.py --recipe=speed94 --towers=1,2,4
     benchmark.py --placement_only
     """
-    config = _parse(BenchmarkConfig, benchmark)
+    config = parse(BenchmarkConfig, benchmark)
     recipe = dataclasses.replace(config.recipe, hard_example_pool=0)  # the bare step, without selecting examples
     config = dataclasses.replace(config, recipe=recipe)
     shutdown.exit_immediately_from_now("the benchmark is incomplete; the same command starts it again")
-    _find_data(recipe)
+    find_data(recipe)
     from cifar_towers.benchmark import runner
 
     code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import serve_benchmark; serve_benchmark()"
@@ -197,7 +225,7 @@ def serve_benchmark() -> None:
     worker.serve()
 
 
-@_program
+@program
 def speedrun(shutdown: ShutdownHandler) -> None:
     """Times a recipe over seeds, each in its own process, and compares its training step with other frameworks'.
     The same command resumes. Runs are evaluated only at their end. Without --recipe, --flagfile and --model the recipe
@@ -205,29 +233,15 @@ def speedrun(shutdown: ShutdownHandler) -> None:
 
     speedrun.py --recipe=speed94 --target=0.94 --seeds=0,1,2
     """
-    config = _parse(SpeedrunConfig, speedrun)
+    config = parse(SpeedrunConfig, speedrun)
     shutdown.exit_immediately_from_now("finished seeds are kept; the same command resumes")
-    source = _find_data(config.recipe)
+    source = find_data(config.recipe)
     from cifar_towers.benchmark import race
 
     race.run_race(config, source)
 
 
-def _parse(config_class: type[Config], program: Callable) -> Config:
-    """A config from the command line; the program's docstring is its help text, with its examples indented."""
-    description = re.sub(r"^\w+\.py ", r"  \g<0>", inspect.getdoc(program) or "", flags=re.M)
-    return parse_command_line(config_class, sys.argv, description)
-
-
-def _start_tool(config_class: type[Config], program: Callable, shutdown: ShutdownHandler, on_interrupt: str) -> Config:
-    """Parses the flags and imports TensorFlow; a signal then exits at once, with the message `on_interrupt`."""
-    config = _parse(config_class, program)
-    shutdown.exit_immediately_from_now(on_interrupt)
-    import_tensorflow()
-    return config
-
-
-def _measured_accuracy(config: TrainConfig) -> str:
+def measured_accuracy(config: TrainConfig) -> str:
     """What the recipe was measured to reach; empty if it was not, or if a flag changes what it trains."""
     if config.recipe not in recipes.names():
         return ""
@@ -236,60 +250,3 @@ def _measured_accuracy(config: TrainConfig) -> str:
     same_data = config.dataset in (recipe.dataset, "auto")  # a fallback to other data says so itself
     same = recipe_fields(dataclasses.replace(config, seed=recipe.seed)) == recipe_fields(recipe)
     return recipes.measured_accuracy(config.recipe) if whole and same_data and same else ""
-
-
-@contextlib.contextmanager
-def _checked_output():
-    """Flushes what is printed inside.
-
-    Raises:
-      RunError: it cannot be written, as to a full disk.
-      BrokenPipeError: the reader has closed the pipe.
-    """
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise RunError(f"the output cannot be written ({error_text(error)}); redirect it to another place") from error
-
-
-def _find_data(config: TrainConfig):
-    """The source of the data; imports TensorFlow after checking that there is one."""
-    from cifar_towers.data import sources
-
-    source = sources.find(config.dataset, config.data_dir)
-    import_tensorflow()
-    return source
-
-
-def _run(body: Callable[[ShutdownHandler], int | None]) -> int:
-    """Calls a program; returns its exit code, and prints what it raises as one line."""
-    shutdown = ShutdownHandler()
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("cifar_towers").setLevel(logging.INFO)
-    try:
-        try:
-            shutdown.install()  # inside: a signal may come before it returns
-            code = body(shutdown) or 0
-            shutdown.ignore_signals()
-        except Exception as error:
-            shutdown.reraise_as_interrupt(error)
-            raise
-    except (RunError, Interrupted) as error:
-        shutdown.ignore_signals()
-        print(error_line(error), file=sys.stderr)
-        code = error.exit_code
-    except BrokenPipeError:
-        code = RunError.exit_code
-    except SystemExit as error:  # from --help
-        code = error.code
-    except Exception:
-        traceback.print_exc()
-        code = RunError.exit_code
-    try:
-        sys.stdout.flush()
-    except OSError:  # a closed pipe or a full disk, which Python would report again when it exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return code

@@ -12,12 +12,12 @@ from typing import ClassVar
 
 from cifar_towers import registry
 from cifar_towers.config import schedules, validation
+from cifar_towers.config.batch_shares import MAX_MICRO_BATCHES, BatchShares
 from cifar_towers.config.device_config import ERRORS, DeviceConfig
 from cifar_towers.config.settings import settings_of
-from cifar_towers.errors import DivergedError, UsageError, WorkerLostError, describe_exit_codes
+from cifar_towers.errors import DivergedError, WorkerLostError, describe_exit_codes
 from cifar_towers.registry import DEFAULT_DATASETS, FOLDER, MODELS, OPTIMIZERS, TTA_LEVELS
 
-MAX_MICRO_BATCHES = 1024  # of a tower's shard
 _towers, _run = settings_of("Towers"), settings_of("Run")
 _cluster = settings_of("Cluster", on_resume="allow", per_worker=True, per_run=True)
 _data, _model, _optimizer = settings_of("Data"), settings_of("Model"), settings_of("Optimizer")
@@ -25,11 +25,14 @@ _reporting = settings_of("Reporting", on_resume="allow", per_run=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(DeviceConfig):
+class TrainConfig(BatchShares, DeviceConfig):
     """Every setting of a training run. Sizes are global; times are in steps or epochs, never per tower."""
 
     exit_codes: ClassVar[str] = describe_exit_codes(
-        *ERRORS, DivergedError, WorkerLostError, failure="a bug or no room to save the last checkpoint"
+        *ERRORS,
+        DivergedError,
+        WorkerLostError,
+        failure="a bug, no room to save the last checkpoint, or weights that were not expected",
     )
 
     strategy: str = _towers(
@@ -117,6 +120,13 @@ class TrainConfig(DeviceConfig):
     max_steps: int = _run(0, "stop after this many steps, and evaluate; 0: no limit", low=0, on_resume="allow")
     target_accuracy: float = _run(
         0.0, "stop at the first evaluation (without TTA) that reaches it; 0: never", low=0, high=1, on_resume="allow"
+    )
+    expect_sha256: str = _run(
+        "",
+        "fail at the end unless the weights' SHA-256, which a run prints, is or begins with this",
+        check=validation.check_sha256,
+        on_resume="allow",
+        per_run=True,
     )
     max_nonfinite_steps: int = _run(
         3, "end the run after this many consecutive steps with non-finite numbers", low=1, on_resume="allow"
@@ -228,45 +238,6 @@ class TrainConfig(DeviceConfig):
         validation.check_combinations(self)
         if self.num_gpus:
             self.tower_batch_size(self.num_gpus)
-
-    def tower_batch_size(self, num_devices: int) -> int:
-        """Examples of each step on each tower.
-
-        Raises:
-          UsageError: the towers and their micro-batches cannot have equal shares.
-        """
-        num_towers = num_devices if self.parallelism == "data" else 1
-        if uneven := self._describe_uneven_shares(num_towers):
-            raise UsageError(uneven)
-        return self.batch_size // num_towers
-
-    def default_num_towers(self, num_devices: int) -> tuple[int, str]:
-        """(the largest number of towers with equal shares, the reason if it is smaller than `num_devices`)."""
-        reason = self._describe_uneven_shares(num_devices)
-        even = [towers for towers in range(1, num_devices) if not self._describe_uneven_shares(towers)]
-        return (even[-1], reason) if reason and even and self.parallelism == "data" else (num_devices, "")
-
-    def suggest_smaller_micro_batches(self, num_devices: int) -> str:
-        """Flags for micro-batches of at most half the size; empty if there are none."""
-        shard = self.tower_batch_size(num_devices)
-        divisible = math.gcd(shard, self.hard_example_pool * shard // self.batch_size)
-        counts = range(2 * self.micro_batches, min(divisible, MAX_MICRO_BATCHES) + 1)
-        count = next((count for count in counts if divisible % count == 0), None)
-        unsynchronized = " --batch_statistics=mean" if self.batch_statistics == "synchronized" else ""
-        return f"--micro_batches={count}{unsynchronized}" if count else ""
-
-    def _describe_uneven_shares(self, num_towers: int) -> str:
-        """Which size these towers cannot share evenly, and the nearest ones that they can; empty if they can."""
-        shares = num_towers * self.micro_batches
-        for name, minimum in (("batch_size", 0), ("hard_example_pool", self.batch_size)):
-            size = getattr(self, name)
-            if size % shares:
-                low = size // shares * shares
-                nearest = " and ".join(str(size) for size in (low, low + shares) if size > minimum)
-                towers = f"{num_towers} tower{'s' * (num_towers > 1)}"
-                towers += f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
-                return f"{name}={size} cannot be shared by {towers}; {nearest} can"
-        return ""
 
     @property
     def examples_drawn(self) -> int:

@@ -1,6 +1,7 @@
 """Combinations of settings that cannot be used together; each raises a UsageError."""
 
 import dataclasses
+import re
 
 from cifar_towers.config import schedules
 from cifar_towers.errors import UsageError
@@ -61,6 +62,8 @@ def _check_run(config) -> None:
         raise UsageError(f"seed={config.seed} and seeds={config.seeds} are both given; give one")
     if config.seeds and config.strategy == "multi_worker":
         raise UsageError("strategy=multi_worker trains one run; give one seed at a time")
+    if config.expect_sha256 and config.seeds:
+        raise UsageError("expect_sha256 is of one run, and seeds are several; give one seed at a time")
     if config.epochs == 0 and config.max_steps == 0:
         raise UsageError("epochs=0 and max_steps=0 leave nothing to do; give one of them")
     cluster = [field for field in dataclasses.fields(config) if field.metadata["group"] == "Cluster"]
@@ -96,6 +99,16 @@ def _check_parallelism(config) -> None:
             f"hard_example_pool={config.hard_example_pool} needs towers that share the batch; "
             f"leave {other}, or give --hard_example_pool=0"
         )
+
+
+def check_sha256(text: str) -> None:
+    """Checks that a text is, or begins, a SHA-256.
+
+    Raises:
+      UsageError: it does not.
+    """
+    if text and not re.fullmatch("[0-9a-f]{8,64}", text):
+        raise UsageError(f"expect_sha256={text} must be 8 to 64 hexadecimal digits, as a run's last lines have them")
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:

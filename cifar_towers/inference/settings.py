@@ -1,13 +1,15 @@
-"""Settings of `evaluate.py`, `predict.py`, `export.py` and `compare_runs.py`. Must not import TensorFlow."""
+"""Settings of `evaluate.py`, `predict.py`, `export.py`, `compare_runs.py` and `runs.py`. Must not import TensorFlow."""
 
 import dataclasses
 from typing import ClassVar
 
 from cifar_towers.config import DeviceConfig
-from cifar_towers.config.settings import REST, setting, settings_of
+from cifar_towers.config.settings import REST, check_limits, setting, settings_of
 from cifar_towers.errors import DataError, UsageError, describe_exit_codes
 from cifar_towers.registry import TTA_LEVELS, check_dataset, check_model, describe_tta_levels
 
+RUN_FIELDS = ("run", "recipe", "seed", "towers", "state", "step", "accuracy", "tta_accuracy", "images_per_sec")
+RUN_FIELDS += ("minutes", "revision", "megabytes")
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "onnx")
 _run, _data, _evaluation = settings_of("Run"), settings_of("Data"), settings_of("Evaluation")
 _export = settings_of("Export")
@@ -106,3 +108,28 @@ class CompareConfig:
     def __post_init__(self):
         if len(self.runs) != 2:
             raise UsageError("which two runs? write: compare_runs.py runs/one runs/other")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunsConfig:
+    """Settings of `runs.py`."""
+
+    exit_codes: ClassVar[str] = describe_exit_codes(UsageError, failure="a bug or the output cannot be written")
+
+    runs_dir: str = _run("runs", "directory below which runs are looked for")
+    sort: str = setting("", "Table", "sort by this", choices=("", *RUN_FIELDS))
+    json: bool = setting(False, "Table", "print one JSON object for each run and nothing else")
+    best: str = setting(
+        "", "Table", "print the directory of this recipe's most accurate finished run, and nothing else"
+    )
+    delete: bool = setting(False, "Table", "delete the runs whose directories are given, after a question")
+    arguments: tuple[str, ...] = setting((), REST, "a pattern of names, as 'speed94*'; or the directories to delete")
+
+    def __post_init__(self):
+        check_limits(self)
+        if self.delete and not self.arguments:
+            raise UsageError("delete which runs? write: runs.py --delete runs/one [runs/other ...]")
+        if len(self.arguments) > 1 and not self.delete:
+            raise UsageError(f"{' '.join(self.arguments)}: give one pattern, in quotes, as 'speed94*'")
+        if self.best and (self.delete or self.json or self.arguments):
+            raise UsageError("best prints one directory; leave the other flags")

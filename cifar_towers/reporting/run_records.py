@@ -96,10 +96,22 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
     depths = itertools.count(1)
     depth = next(depth for depth in depths if len({path.parts[-depth:] for path in paths}) == len(paths))
     names = [str(Path(*path.parts[-depth:])) for path in paths]
-    return [_read_run(directory, name) for directory, name in zip(directories, names, strict=True)]
+    runs = [read_run(directory, name) for directory, name in zip(directories, names, strict=True)]
+    for run in runs:
+        if not run.training and not run.evaluations:
+            raise UsageError(
+                f"{run.directory} holds no records of a run in {run_files.METRICS}; give the directory of one, as "
+                "runs/speed94-seed0"
+            )
+    return runs
 
 
-def _read_run(directory: Path, name: str) -> RunRecord:
+def read_run(directory: Path, name: str) -> RunRecord:
+    """What a run's directory holds; of one without records the step is 0.
+
+    Raises:
+      UsageError: the records cannot be read.
+    """
     config, environment, result = (
         run_files.read_json_if_any(directory / file)
         for file in (run_files.CONFIG, run_files.ENVIRONMENT, run_files.RESULT)
@@ -110,11 +122,7 @@ def _read_run(directory: Path, name: str) -> RunRecord:
     except OSError as error:
         raise UsageError(f"{metrics} cannot be read: {error.strerror}; give the directory of a run") from None
     training, evaluations = ([record for record in records if record["kind"] == kind] for kind in ("train", "eval"))
-    if not training and not evaluations:
-        raise UsageError(
-            f"{directory} holds no records of a run in {metrics.name}; give the directory of one, as runs/speed94-seed0"
-        )
-    step = max(record["step"] for record in (*training, *evaluations))
+    step = max((record["step"] for record in (*training, *evaluations)), default=0)
     result = result if as_number(result.get("step")) >= step else {}
     return RunRecord(name, directory, config, environment, result, step, training, evaluations)
 

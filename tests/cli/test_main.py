@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.cli import main, tf_import
+from cifar_towers.cli import main, program, tf_import
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
@@ -71,7 +71,7 @@ def answers(process, number):
     return bool(int(caught, 16) >> number - 1 & 1)
 
 
-NAMES = {"train", "evaluate", "predict", "export", "benchmark", "speedrun", "report", "compare_runs", "launch"}
+NAMES = {"train", "evaluate", "predict", "export", "benchmark", "speedrun", "report", "compare_runs", "launch", "runs"}
 
 
 def test_every_program_is_a_script_and_a_console_command():
@@ -148,7 +148,7 @@ def test_docs_list_the_exit_codes_of_the_help_text():
     ],
 )
 def test_accuracy_of_a_recipe_is_known_unless_flags_change_it(flags, measured):
-    text = main._measured_accuracy(parse_command_line(TrainConfig, ["train.py", *flags], ""))
+    text = main.measured_accuracy(parse_command_line(TrainConfig, ["train.py", *flags], ""))
     assert measured in text and bool(measured) == bool(text)
 
 
@@ -269,9 +269,9 @@ def test_workers_train_the_default_recipe(monkeypatch):
 
 @pytest.mark.parametrize("stdout", ["full", "closed"])
 def test_unwritable_output_is_a_failure(stdout):
-    code = "from cifar_towers.cli import main as programs\n"
-    code += "def body(shutdown):\n    with programs._checked_output():\n        print('output')\n"
-    code += "import sys; sys.exit(programs._run(body))"
+    code = "from cifar_towers.cli import program as programs\n"
+    code += "def body(shutdown):\n    with programs.checked_output():\n        print('output')\n"
+    code += "import sys; sys.exit(programs.run(body))"
     if stdout == "closed":
         reader, writer = os.pipe()
         os.close(reader)
@@ -297,7 +297,7 @@ def test_signal_while_handlers_are_installed(monkeypatch, capsys):
 
     monkeypatch.setattr(ShutdownHandler, "install", install)
     monkeypatch.setattr(ShutdownHandler, "ignore_signals", lambda shutdown: None)  # pytest would ignore Ctrl-C
-    assert main._run(lambda shutdown: 0) == 143
+    assert program.run(lambda shutdown: 0) == 143
     assert capsys.readouterr().err == "interrupted: before the first step; nothing to save\n"
 
 

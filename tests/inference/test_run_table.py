@@ -1,0 +1,132 @@
+"""The table of runs, in all states that a run can be in, and deleting them."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cifar_towers.config import TrainConfig
+from cifar_towers.errors import UsageError
+from cifar_towers.files import atomic_io
+from cifar_towers.inference import run_table
+from cifar_towers.inference.delete_runs import delete_runs
+from cifar_towers.inference.settings import RUN_FIELDS
+from tests.reporting.example_runs import make_run, read_result
+
+PROGRAM = Path(__file__).parents[2] / "scripts/runs.py"
+SETTINGS = {
+    name: value for name, value in dataclasses.asdict(TrainConfig()).items() if name not in ("recipe", "seed", "towers")
+}
+
+
+def make(directory, recipe="speed94", seed=0, **options):
+    run = make_run(directory / f"{recipe}-seed{seed}", recipe, seed, **options, **SETTINGS)
+    atomic_io.make(run / "checkpoints")
+    atomic_io.commit(
+        run / f"checkpoints/step-{options.get('last_step', 264):08}",
+        lambda checkpoint: (checkpoint / "state").write_bytes(bytes(1_000_000)),
+    )
+    return run
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Twenty runs: finished, stopped, at work, damaged, without a step; and directories that are none."""
+    for recipe in ("speed94", "resnet20", "a-recipe-with-a-name-that-is-long"):
+        for seed in range(5):
+            make(tmp_path, recipe, seed, towers=1 + seed)
+    make(tmp_path, seed=5, finished=False, last_step=132)
+    damaged = make(tmp_path, seed=6)
+    (damaged / "checkpoints/step-00000264/state").write_bytes(b"short")
+    make(tmp_path, seed=7)
+    begun = tmp_path / "speed94-seed8"
+    begun.mkdir()
+    (begun / "config.json").write_text(json.dumps(SETTINGS | {"recipe": "speed94", "seed": 8}))
+    make(tmp_path / "elsewhere", "speed94", 9, finished=False, last_step=11)
+    for name in ("benchmark-speed94", "speed94-seeds/train"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    with atomic_io.locked(tmp_path / "speed94-seed7/.lock"):
+        yield tmp_path
+
+
+def start(*arguments, answer=""):
+    command = [sys.executable, PROGRAM, *map(str, arguments)]
+    return subprocess.run(command, input=answer, capture_output=True, text=True)
+
+
+def test_table_has_every_run_and_its_state_in_100_columns(runs):
+    table = run_table.format_table(run_table.find_runs(runs)).splitlines()
+    assert len(table) == 21 and max(map(len, table)) <= 100
+    states = {line.split()[0]: line for line in table}
+    for seed, state in ((0, "done"), (5, "stopped at 132"), (6, "damaged"), (7, "running at 264"), (8, "no step yet")):
+        assert f"  {state}  " in states[f"speed94-seed{seed}"]
+    accuracies = {score["tta"]: score["accuracy"] for score in read_result(runs / "speed94-seed1")["evaluations"]}
+    plain, augmented = (f"{100 * accuracies[tta]:.2f}" for tta in (0, 2))
+    assert states["speed94-seed1"].split() == [
+        "speed94-seed1", "2", "done", plain, augmented, "1,876", "9.7", "abc1231", "2",
+    ]  # fmt: skip
+
+
+def test_runs_are_found_by_pattern_sorted_and_printed_as_json(runs):
+    found = start(f"--runs_dir={runs}", "resnet20*", "--sort=accuracy", "--json")
+    records = [json.loads(line) for line in found.stdout.splitlines()]
+    assert {record["recipe"] for record in records} == {"resnet20"} and len(records) == 5, found.stderr
+    assert [record["accuracy"] for record in records] == sorted(record["accuracy"] for record in records)
+    assert tuple(records[0]) == RUN_FIELDS == run_table.RunSummary._fields
+    for key in RUN_FIELDS:
+        run_table.sort_runs(run_table.find_runs(runs), key)
+    assert start(f"--runs_dir={runs}", "nothing*").stdout == "no runs\n"
+    missing = start("--runs_dir=/nowhere")
+    assert missing.returncode == 2 and missing.stderr.startswith("usage: there is no directory /nowhere; ")
+    wrong = start(f"--runs_dir={runs}", "--sort=speed")
+    assert wrong.returncode == 2 and "accuracy" in wrong.stderr
+
+
+def test_best_run_is_the_finished_one_with_the_highest_accuracy(runs):
+    finished = [read_result(runs / f"speed94-seed{seed}")["evaluations"] for seed in range(5)]
+    best = max(range(5), key=lambda seed: finished[seed][1]["accuracy"])
+    assert start(f"--runs_dir={runs}", "--best=speed94").stdout == f"{runs}/speed94-seed{best}\n"
+    with pytest.raises(UsageError, match="no run of speed95 is finished; finished recipes: a-recipe.*, speed94"):
+        run_table.best_run(run_table.find_runs(runs), "speed95")
+
+
+def test_deleting_asks_and_takes_what_the_run_wrote(runs):
+    one, other = runs / "speed94-seed0", runs / "speed94-seed1"
+    (other / "notes.txt").write_text("mine")
+    for answer in ("", "no\n"):
+        refused = start("--delete", one, other, answer=answer)
+        assert refused.returncode == 0 and f"delete {one}, {other}, 3 MB? [y/N] " in refused.stdout
+        assert "nothing was deleted" in refused.stdout and one.exists(), refused.stderr
+    assert start("--delete", one, other, answer="y\n").stdout.endswith(f"deleted {one}, {other}\n")
+    assert not one.exists() and [path.name for path in other.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("speed94-seed7", "is being written, so nothing was deleted; end its training first"),
+        ("benchmark-speed94", "is no run, so nothing was deleted"),
+        ("nowhere", "is no run, so nothing was deleted"),
+    ],
+)
+def test_deleting_is_refused_without_a_question(runs, name, message):
+    with pytest.raises(UsageError, match=message):
+        delete_runs([runs / "speed94-seed0", runs / name], confirm=None)
+    assert (runs / "speed94-seed0/result.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--delete"], "delete which runs? write: runs.py --delete runs/one"),
+        (["one", "other"], "one other: give one pattern, in quotes"),
+        (["--best=speed94", "--json"], "best prints one directory; leave the other flags"),
+    ],
+)
+def test_usage(arguments, message):
+    done = start(*arguments)
+    assert done.returncode == 2 and done.stderr.startswith(f"usage: {message}")
