@@ -54,8 +54,8 @@ def train(
         agreement.assert_workers_agree(workers, config, dataset, precision, len(hardware.local_towers))
         config = workdir.choose_directory(config, source.banner, launch_id)
         with agreement.worker_train_dir(workers, config) as config, devices.explained_errors(config, hardware.towers):
-            previous_placement = workdir.previous_placement(config, len(hardware.towers))
-            setup = setup_run(config, dataset, precision, hardware, workers.index, previous_placement)
+            previous = workdir.previous_choices(config, len(hardware.towers))
+            setup = setup_run(config, dataset, precision, hardware, workers.index, previous)
             trainer = Trainer(setup, dataset, source.banner, shutdown, workers, timer)
             with workdir.exclusive(config.directory):
                 workdir.prepare(config, launch_id)

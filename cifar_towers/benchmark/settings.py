@@ -27,7 +27,7 @@ PEERS = {
     "keras-mirrored": Peer("keras_fit.py", MODELS, "--mirrored={towers}"),
     "tutorial": Peer("tutorial_graph.py", ("cifarnet",), "--towers={towers}", ("float32",)),
 }
-VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus")  # by the benchmark
+VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus", "tower_shares")  # by the benchmark
 CLUSTER = names_with(TrainConfig, group="Cluster")
 EXIT_CODES = f"{DeviceConfig.exit_codes}, or what it started failed"
 _benchmark, _race = settings_of("Benchmark"), settings_of("Race")
@@ -72,7 +72,7 @@ class BenchmarkConfig:
         if self.predict and self.towers:
             raise UsageError(f"towers={self.towers} does not go with predict, which measures one tower; leave one out")
         for count in self.tower_counts:
-            self.recipe.tower_batch_size(count)
+            self.recipe.check_shares(count)
         parse_names("precisions", self.precisions, ("float32", "bfloat16", "float16"))
 
     @property

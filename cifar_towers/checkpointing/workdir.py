@@ -14,6 +14,7 @@ from cifar_towers.errors import DataError, UsageError
 from cifar_towers.files import atomic_io, run_files
 from cifar_towers.registry import FOLDER
 
+CHOSEN = ("variable_placement", "tower_shares")  # settings that measuring may choose
 # Directories whose names others may use as well: a run's files in them are removed, they themselves only when empty.
 SHARED = (CHECKPOINTS_DIR, "train/plugins", "train", "eval", "result", "tower_*")
 CHECKPOINTS = tuple(
@@ -129,17 +130,18 @@ def prepare(config: TrainConfig, launch_id: str) -> None:
         clear(config.directory, launch_id)
 
 
-def previous_placement(config: TrainConfig, num_towers: int) -> str | None:
-    """The placement that `variable_placement=auto` chose when the run was last trained on as many towers, if it was.
+def previous_choices(config: TrainConfig, num_towers: int) -> dict[str, str]:
+    """What `auto` chose of `CHOSEN` when the run was last trained on as many towers, if it was.
 
     Raises:
       DataError: there are checkpoints, and all are damaged.
     """
-    if config.overwrite or config.variable_placement not in ("", "auto"):
-        return None
+    if config.overwrite or (not any(getattr(config, name) == "auto" for name in CHOSEN) and config.variable_placement):
+        return {}
     checkpoint = latest_checkpoint(config.directory)
     metadata = read_metadata(checkpoint) if checkpoint else {}
-    return metadata.get("variable_placement") if metadata.get("towers") == num_towers else None
+    known = {name: metadata.get(name) or "" for name in CHOSEN}
+    return known if metadata.get("towers") == num_towers else {}
 
 
 def run_metadata(config: TrainConfig, dataset: Dataset, precision: str, num_towers: int) -> dict:
@@ -152,7 +154,7 @@ def run_metadata(config: TrainConfig, dataset: Dataset, precision: str, num_towe
         "precision": precision,
         "towers": num_towers,
         "strategy": config.strategy,
-        "variable_placement": config.variable_placement if config.strategy == "towers" else None,
+        **{name: getattr(config, name) if config.strategy == "towers" else None for name in CHOSEN},
     }
 
 

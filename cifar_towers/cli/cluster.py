@@ -20,7 +20,7 @@ def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> Clus
     if config.strategy != "multi_worker":
         return None
     cluster = cluster_spec.resolve_cluster(config.workers, config.worker_index, environment)
-    config.tower_batch_size(max(config.num_gpus, 1) * cluster.size)
+    config.check_shares(max(config.num_gpus, 1) * cluster.size)
     return cluster
 
 

@@ -80,7 +80,7 @@ def launch(shutdown: ShutdownHandler) -> int:
     strategy = ["--strategy=multi_worker"] if config.num_workers else []
     training = parse_command_line(TrainConfig, [sys.argv[0], *config.command, *strategy], "")
     if config.num_workers:
-        training.tower_batch_size(max(training.num_gpus, 1) * config.num_workers)
+        training.check_shares(max(training.num_gpus, 1) * config.num_workers)
     else:
         resolve_cluster(training, os.environ)
     from cifar_towers.benchmark.processes import script_path

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from cifar_towers import registry
 from cifar_towers.config import schedules, validation
-from cifar_towers.config.batch_shares import MAX_MICRO_BATCHES, BatchShares
+from cifar_towers.config.batch_shares import MAX_MICRO_BATCHES, BatchShares, parse_shares
 from cifar_towers.config.device_config import ERRORS, DeviceConfig
 from cifar_towers.config.settings import settings_of
 from cifar_towers.errors import DivergedError, WorkerLostError, describe_exit_codes
@@ -72,6 +72,13 @@ class TrainConfig(BatchShares, DeviceConfig):
         "statistics of batch normalization: the mean over towers, the final tower's, or synchronized over the batch",
         choices=("mean", "final", "synchronized"),
         on_resume="allow_without_batch_norm",
+    )
+    tower_shares: str = _towers(
+        "",
+        "the towers' shares of each batch, as 3,1, for devices of unequal speed; auto: measure for some seconds, once; "
+        "by default equal",
+        check=parse_shares,
+        on_resume="allow",
     )
     micro_batches: int = _towers(
         1,
@@ -237,7 +244,7 @@ class TrainConfig(BatchShares, DeviceConfig):
         super().__post_init__()
         validation.check_combinations(self)
         if self.num_gpus:
-            self.tower_batch_size(self.num_gpus)
+            self.check_shares(self.num_gpus)
 
     @property
     def examples_drawn(self) -> int:

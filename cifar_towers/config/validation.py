@@ -87,6 +87,11 @@ def _check_parallelism(config) -> None:
         if has_stages:
             reason = "parallelism=model keeps each variable and its gradient on the device of its stage"
         raise UsageError(f"{reason}; leave variable_placement and gradient_device")
+    if config.tower_shares and (has_stages or strategy != "towers"):
+        other = "parallelism=model" if has_stages else f"strategy={strategy}"
+        raise UsageError(f"tower_shares={config.tower_shares} is for towers that share the batch; leave it, or {other}")
+    if config.tower_shares == "auto" and config.deterministic:
+        raise UsageError("tower_shares=auto depends on timing, which deterministic rules out; give shares, as 3,1")
     if config.data_on == "device" and (has_stages or strategy != "towers"):
         other = "parallelism=model" if has_stages else f"strategy={strategy}"
         raise UsageError(f"data_on=device is for towers that share the batch; leave it, or {other}")

@@ -37,7 +37,8 @@ class RunInfo:
         if config.strategy == "multi_worker":
             devices = f"{num_towers // len(self.devices)} workers"
         parts = f"{config.micro_batches} x " if config.micro_batches > 1 else ""
-        images = f"{parts}{config.batch_size // num_towers // config.micro_batches} images"
+        sizes = [size // config.micro_batches for size in config.shard_sizes(num_towers)]
+        images = f"{parts}{', '.join(map(str, sizes)) if config.tower_shares else sizes[0]} images"
         stages = f" in {len(self.devices)} stages" if config.parallelism == "model" else ""
         mirrored = ", mirrored" if config.strategy == "mirrored" else ""
         return f"{num_towers} tower{'s' * (num_towers > 1)} of {images}{stages} on {devices}{mirrored}"

@@ -246,7 +246,8 @@ class RunLogger:
         gradients = metrics.diagnostics.tower_gradients
         norms = (gradients.norm / metrics.loss_scale).tolist()
         towers = {"loss": metrics.tower_losses.tolist(), "gradient_norm": norms, "cosine": gradients.cosine.tolist()}
-        if len(norms) == 1 or not metrics.finite or metrics.hard_examples:  # the estimate needs random examples
+        if len(norms) == 1 or not metrics.finite or metrics.hard_examples or self.run.config.tower_shares:
+            # the estimate needs random examples in parts of one size
             return {"towers": towers}
         noise_scale = self._noise_scale.update(norms, float(metrics.gradient_norm))
         return {"towers": towers, "gradient_noise_scale": noise_scale}

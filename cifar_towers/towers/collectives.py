@@ -16,11 +16,17 @@ _thread = threading.local()  # .barrier and .index of the tower that this thread
 
 
 def run_on_towers_synchronized(
-    fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: Sequence[Any]
+    fn: Callable[[Tower, Any], Any],
+    towers: Sequence[Tower],
+    shards: Sequence[Any],
+    weights: Sequence[int] | None = None,
 ) -> list[Any]:
     """As `run_on_towers`, for an `fn` that calls `all_reduce_mean` in its forward or backward pass.
 
     Only inside a `tf.function`. Every tower must make the same calls in the same order.
+
+    Args:
+      weights: [K], of the towers in these means, as their numbers of examples; equal if not given.
 
     Raises:
       RuntimeError: the towers call `all_reduce_mean` a different number of times.
@@ -28,7 +34,7 @@ def run_on_towers_synchronized(
     graph = tf.compat.v1.get_default_graph()
     graph.switch_to_thread_local()  # every thread has its own device and name scopes
     outer_scope = graph.get_name_scope()
-    barrier = _TraceBarrier(len(towers))
+    barrier = _TraceBarrier(weights or [1] * len(towers))
     results: list[Any] = [None] * len(towers)
 
     def trace(index: int) -> None:
@@ -49,20 +55,22 @@ def run_on_towers_synchronized(
 
 @tf.custom_gradient
 def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
-    """The mean of `tensor` over all towers, on each tower, differentiable; `tensor` itself if there is one tower.
+    """The mean of `tensor` over all towers by their weights, on each tower, differentiable; itself with one tower.
 
     Call it inside `run_on_towers_synchronized`, or inside `tf.distribute.Strategy.run` to average over replicas.
-    If L_k is the loss of tower k, the mean of the towers' gradients of their own losses is the gradient of mean(L_k).
+    If L_k is the loss of tower k, the mean of the towers' gradients of their own losses is the gradient of mean(L_k),
+    both means by these weights.
     """
     return _mean(tensor), _mean
 
 
-def num_replicas() -> int:
-    """Number of towers inside `run_on_towers_synchronized`, of replicas inside `tf.distribute.Strategy.run`, else 1."""
+def num_replicas() -> float:
+    """How many times this tower's examples all have, inside `run_on_towers_synchronized`; the number of replicas inside
+    `tf.distribute.Strategy.run`; else 1."""
     if _replica_context():
         return tf.distribute.get_strategy().num_replicas_in_sync
     barrier = getattr(_thread, "barrier", None)
-    return barrier.num_towers if barrier else 1
+    return sum(barrier.weights) / barrier.weights[_thread.index] if barrier else 1.0
 
 
 def _mean(tensor: tf.Tensor) -> tf.Tensor:
@@ -70,7 +78,12 @@ def _mean(tensor: tf.Tensor) -> tf.Tensor:
         return _replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, tensor)
     if num_replicas() == 1:
         return tensor
-    return tf.add_n(_thread.barrier.all_gather(_thread.index, tensor)) / _thread.barrier.num_towers
+    barrier = _thread.barrier
+    values = barrier.all_gather(_thread.index, tensor)
+    if len(set(barrier.weights)) == 1:
+        return tf.add_n(values) / len(values)
+    fractions = [weight / sum(barrier.weights) for weight in barrier.weights]
+    return tf.add_n([value * fraction for value, fraction in zip(values, fractions, strict=True)])
 
 
 def _replica_context():
@@ -80,8 +93,8 @@ def _replica_context():
 class _TraceBarrier:
     """Lets one thread trace at a time, and exchanges one value per tower at each collective call."""
 
-    def __init__(self, num_towers: int):
-        self.num_towers = num_towers
+    def __init__(self, weights: Sequence[int]):
+        self.weights, num_towers = weights, len(weights)
         self.error: BaseException | None = None  # the first error of any tower; ends the tracing of all
         self._tracing = list(range(num_towers))
         self._turns = [threading.Semaphore(int(index == 0)) for index in range(num_towers)]
@@ -103,8 +116,8 @@ class _TraceBarrier:
         """The values of all towers, in their order; returns when each has called it."""
         values = self._values
         values[index] = value
-        if index == self.num_towers - 1:
-            self._values = [None] * self.num_towers  # for the next collective call
+        if index == len(values) - 1:
+            self._values = [None] * len(values)  # for the next collective call
         self._pass_turn(index)
         self._wait_for_turn(index)
         if any(value is None for value in values):

@@ -9,19 +9,24 @@ from cifar_towers.towers.devices import Tower
 from cifar_towers.towers.placement import HOST
 
 
-def split_batch(batch: Any, towers: Sequence[Tower], allow_uneven: bool = False) -> list[Any]:
+def split_batch(
+    batch: Any, towers: Sequence[Tower], allow_uneven: bool = False, sizes: Sequence[int] | None = None
+) -> list[Any]:
     """Splits every tensor or NumPy array of a structure on axis 0, in host memory: [B, ...] -> K shards of [B/K, ...].
 
     Args:
+      sizes: [K], the examples of each shard, which add up to B; of one size, or nearly so, if not given.
       allow_uneven: accept a B that K does not divide; the first B mod K shards then have one example more. The
         gradients of their mean losses need weights: `average_gradients(tower_grads, weights=[examples, ...])`.
 
     Raises:
-      ValueError: a tensor without a known axis 0, tensors that differ in it, fewer examples than towers, or uneven
-        shards without `allow_uneven`.
+      ValueError: a tensor without a known axis 0, tensors that differ in it, fewer examples than towers, uneven
+        shards without `allow_uneven` or `sizes`, or `sizes` that do not add up.
     """
     with tf.name_scope("split_batch"):
-        shards = _split(batch, len(towers), "towers")
+        shards = _split(batch, len(towers), "towers", sizes)
+    if sizes:
+        return shards
     sizes = [tf.nest.flatten(shard)[0].shape[0] for shard in shards]
     if len(set(sizes)) > 1 and not allow_uneven:
         even = sum(sizes) - sum(sizes) % len(sizes)
@@ -69,7 +74,7 @@ def run_micro_batches(fn: Callable[[Any], Any], shard: Any, count: int, sequenti
     return results
 
 
-def _split(batch: Any, count: int, unit: str) -> list[Any]:
+def _split(batch: Any, count: int, unit: str, sizes: Sequence[int] | None = None) -> list[Any]:
     with tf.device(HOST):
         tensors = [tf.convert_to_tensor(array) for array in tf.nest.flatten(batch)]
     lengths = {tensor.shape[0] if tensor.shape.rank else None for tensor in tensors}
@@ -79,7 +84,9 @@ def _split(batch: Any, count: int, unit: str) -> list[Any]:
     (examples,) = lengths
     if examples < count:
         raise ValueError(f"{examples} examples cannot be shared by {count} {unit}")
-    sizes = [examples // count + (k < examples % count) for k in range(count)]
+    sizes = list(sizes or [examples // count + (k < examples % count) for k in range(count)])
+    if len(sizes) != count or sum(sizes) != examples:
+        raise ValueError(f"sizes={sizes} must be of {count} {unit} and add up to {examples} examples")
     with tf.device(HOST):  # TensorFlow has no GPU kernel that splits integers
         splits = [tf.split(tensor, sizes, axis=0) for tensor in tensors]
     return [tf.nest.pack_sequence_as(batch, shard) for shard in zip(*splits, strict=True)]

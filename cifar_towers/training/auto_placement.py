@@ -28,7 +28,7 @@ def resolve_placement(
     compute_dtype: str,
     train: Split,
     length: RunLength,
-    previous_placement: str | None,
+    previous_placement: str = "",
 ) -> TrainConfig:
     """`config` with a placement in place of `auto` or of none: as the run was trained so far, else by measuring. It is
     not measured where all towers are on the CPU, nor without `auto` if little is to be gained."""
@@ -98,6 +98,7 @@ def _make_trial_steps(
             config,
             num_gpus=len(towers),
             variable_placement=placement,
+            tower_shares="",
             hard_example_pool=0,
             batch_size=min(config.batch_size, IMAGES * len(towers) * config.micro_batches),
         )

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras.src.utils import naming  # clear_session, which does it too, ends the graph that is being made
 
 from cifar_towers.config import TrainConfig, schedules
+from cifar_towers.config.batch_shares import parse_shares
 from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
@@ -168,6 +169,7 @@ def make_training(
         if config.parallelism == "model":
             return _make_pipeline(config, towers, compute_dtype, train.info, make_state_fn, augmentation, options)
         options |= {"gradient_device": HOST if config.gradient_device == "cpu" else "", "load_images": load_images}
+        options["shares"] = parse_shares(config.tower_shares)
         with variable_placement(config.variable_placement or "cpu", towers):
             state, loss_fn = make_state_fn()
             update = make_update(state, towers, loss_fn, augmentation, **options)

@@ -37,7 +37,7 @@ def setup_devices(config: TrainConfig, cluster=None) -> Devices:
     else:
         towers = setup_towers(config)
         devices = Devices(None, towers, towers)
-    config.tower_batch_size(len(devices.towers))
+    config.check_shares(len(devices.towers))
     return devices
 
 
@@ -52,8 +52,9 @@ def setup_towers(config: DeviceConfig) -> list[Tower]:
     if not count:
         devices = len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
         fitting, why = config.default_num_towers(devices)
-        if why:
+        if fitting != devices:
             count = fitting
+        if why:
             log.info(f"{fitting} of {devices} towers: {why}")
     return _open(config, lambda **options: make_towers(count, **options))
 

@@ -117,7 +117,8 @@ class HealthMonitor:
         tower, message = nonfinite[0], ""
         local_towers = [tower for tower in setup.towers if tower in setup.local_towers]
         if tower in local_towers:
-            shard = split_batch(batch, local_towers)[local_towers.index(tower)]
+            sizes = setup.config.shard_sizes(len(local_towers), len(batch.labels))
+            shard = split_batch(batch, local_towers, sizes=sizes)[local_towers.index(tower)]
             shard, parts = setup.batches.load_images(shard, tower.device), setup.config.micro_batches
             message = locate_nonfinite(state.model, setup.augmentation, tower, shard, image_size, parts)
         return next(filter(None, self.gather(message)), "")

@@ -1,6 +1,6 @@
 """Everything of a run that is resolved before its first step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cifar_towers.config import TrainConfig, parse_profile_steps
@@ -10,11 +10,13 @@ from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import UsageError
 from cifar_towers.towers import Tower
-from cifar_towers.training import auto_placement, build
+from cifar_towers.training import build
+from cifar_towers.training.auto_placement import resolve_placement
 from cifar_towers.training.devices import Devices
 from cifar_towers.training.diagnostics import activation_layers
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step_runner import StepRunner
+from cifar_towers.training.tower_shares import resolve_shares
 
 
 class RunSetup(NamedTuple):
@@ -52,13 +54,13 @@ def setup_run(
     precision: str,
     devices: Devices,
     worker_index: int = 0,
-    previous_placement: str | None = None,
+    previous: Mapping[str, str] | None = None,
 ) -> RunSetup:
     """Builds batches, model, state and step as the config asks for.
 
     Args:
       worker_index: number of this process in a cluster.
-      previous_placement: variable placement that the run had when it was last trained, if it was.
+      previous: what measuring chose when the run was last trained, if it was, by setting.
 
     Raises:
       UsageError: this machine, this model or this data set cannot be trained so.
@@ -72,7 +74,8 @@ def setup_run(
         raise UsageError(
             f"profile_steps={config.profile_steps}: this run ends with step {length.last}; give earlier steps"
         )
-    config = auto_placement.resolve_placement(config, towers, precision, dataset.train, length, previous_placement)
+    for resolve, setting in ((resolve_placement, "variable_placement"), (resolve_shares, "tower_shares")):
+        config = resolve(config, towers, precision, dataset.train, length, (previous or {}).get(setting, ""))
     state, train_step, step_towers = build.make_training(
         config, towers, precision, dataset.train, length, strategy, batches.load_images
     )

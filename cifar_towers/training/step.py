@@ -1,10 +1,12 @@
 """One training step: split, run, average, apply, report."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
+from cifar_towers.config.batch_shares import share_out
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.towers import (
@@ -84,6 +86,7 @@ def make_update(
     stages: Sequence[Stage] = (),
     example_loss: Callable | None = None,
     load_images: Callable[[Batch, str], Batch] | None = None,
+    shares: Sequence[float] = (),
 ) -> Callable[..., StepMetrics]:
     """The function of one step on `state`; see `make_train_step` for its arguments.
 
@@ -95,9 +98,10 @@ def make_update(
       stages: the model cut over several devices, for one tower; they work on different micro-batches at a time.
       example_loss: (labels, logits) -> [B] losses to return in the metrics.
       load_images: `Batches.load_images`, for batches without images.
+      shares: [K], of the batch, in proportion; equal if empty. Means over towers are by numbers of examples then.
     """
     tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches, stages, example_loss, load_images)
-    run = run_on_towers_synchronized if batch_statistics == "synchronized" else run_on_towers
+    synchronized = batch_statistics == "synchronized"
     devices = [variable.device for variable in state.non_trainable]
 
     def update(batch: Batch, learning_rates: Mapping, image_size: int = 0, collect_diagnostics=None) -> StepMetrics:
@@ -105,17 +109,19 @@ def make_update(
             collect = collect_diagnostics if tower == towers[-1] else None
             return tower_fn(tower, shard, StepOptions(frozenset(learning_rates), image_size, collect))
 
-        results = run(on_tower, towers, split_batch(batch, towers))
+        sizes = share_out(batch.labels.shape[0], shares, micro_batches) if shares else None
+        run = functools.partial(run_on_towers_synchronized, weights=sizes) if synchronized else run_on_towers
+        results = run(on_tower, towers, split_batch(batch, towers, sizes=sizes))
 
-        gradients = average_gradients([r.gradients for r in results], device=gradient_device)  # the towers meet here
+        gradients = average_gradients([r.gradients for r in results], sizes, gradient_device)  # the towers meet here
 
         tower_stats = None
         if collect_diagnostics is not None:
             tower_stats = tower_gradient_stats(collect_diagnostics, [r.gradients for r in results], gradients)
-        non_trainable = reduce_batch_stats([r.non_trainable for r in results], batch_statistics, devices)
+        non_trainable = reduce_batch_stats([r.non_trainable for r in results], batch_statistics, devices, sizes)
         losses, finite = results[-1].losses, all_finite(results)
         updated = state.apply(gradients, non_trainable, losses, learning_rates, finite, collect_diagnostics)
-        return make_step_metrics(results, updated, tower_stats, batch.labels.shape[0])
+        return make_step_metrics(results, updated, tower_stats, batch.labels.shape[0], sizes)
 
     return update
 
@@ -208,15 +214,19 @@ def all_finite(results: Sequence[TowerResult]) -> tf.Tensor:
 
 
 def make_step_metrics(
-    results: Sequence[TowerResult], update: UpdateResult, tower_stats: TowerGradientStats | None, num_examples: int
+    results: Sequence[TowerResult],
+    update: UpdateResult,
+    tower_stats: TowerGradientStats | None,
+    num_examples: int,
+    sizes: Sequence[int] | None = None,
 ) -> StepMetrics:
-    """The metrics of a step over `num_examples` examples."""
+    """The metrics of a step over `num_examples` examples, of which the towers have these `sizes`, or equal ones."""
     diagnostics = None
     if tower_stats is not None:
         diagnostics = StepDiagnostics(results[-1].diagnostics, tower_stats, update.diagnostics)
     with tf.name_scope("metrics"):
         metrics = StepMetrics(
-            loss=_mean([r.losses["cross_entropy"] for r in results]),
+            loss=_mean([r.losses["cross_entropy"] for r in results], sizes),
             accuracy=tf.add_n([r.num_correct for r in results]) / num_examples,
             gradient_norm=update.gradient_norm,
             tower_losses=tf.stack([r.losses["total_loss"] for r in results]),
@@ -234,12 +244,15 @@ def make_step_metrics(
 
 
 def reduce_batch_stats(
-    tower_values: Sequence[Sequence[tf.Tensor | None]], batch_statistics: str = "mean", devices: Sequence[str] = ()
+    tower_values: Sequence[Sequence[tf.Tensor | None]],
+    batch_statistics: str = "mean",
+    devices: Sequence[str] = (),
+    weights: Sequence[int] | None = None,
 ) -> list[tf.Tensor | None]:
     """K lists of new values for the same S non-trainable variables -> one; None where none changed.
 
-    The mean, except that `batch_statistics="final"` takes the final tower's, as is done with integers always. Each mean
-    is computed on its own of S devices, if they are given: beside the variable.
+    The mean, by `weights` if they are given, except that `batch_statistics="final"` takes the final tower's, as is done
+    with integers always. Each mean is computed on its own of S devices, if they are given: beside the variable.
 
     Raises:
       ValueError: another `batch_statistics`.
@@ -253,7 +266,7 @@ def reduce_batch_stats(
         for index, values in enumerate(zip(*tower_values, strict=True)):
             with tf.device(devices[index] if devices else ""):
                 averaged = values[-1] is not None and values[-1].dtype.is_floating
-                reduced.append(_mean(values) if averaged else values[-1])
+                reduced.append(_mean(values, weights) if averaged else values[-1])
     return reduced
 
 
@@ -262,5 +275,9 @@ def _concat_example_losses(results: Sequence[MicroBatchResult | TowerResult]) ->
     return None if losses[0] is None else tf.concat(losses, 0)
 
 
-def _mean(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.add_n(list(values)) / len(values) if len(values) > 1 else values[0]
+def _mean(values: Sequence[tf.Tensor], weights: Sequence[int] | None = None) -> tf.Tensor:
+    if len(values) == 1:
+        return values[0]
+    if not weights or len(set(weights)) == 1:
+        return tf.add_n(list(values)) / len(values)
+    return tf.add_n([value * (weight / sum(weights)) for value, weight in zip(values, weights, strict=True)])

@@ -22,7 +22,7 @@ def advise_fewer_towers(setup: RunSetup, train: Split, log: Callable[[str], None
     """
     config, count = setup.config, len(setup.towers)
     shares_batch = config.strategy == "towers" and config.parallelism == "data" and not config.hard_example_pool
-    if not (count > 1 and shares_batch and on_gpus(setup.towers)):
+    if not (count > 1 and shares_batch and not config.tower_shares and on_gpus(setup.towers)):
         return
     few, _ = config.default_num_towers(count // 2)
     seconds: dict[str, list[float]] = {}

@@ -46,7 +46,7 @@ def test_placement_is_measured_on_gpus_if_asked_or_for_speednets(monkeypatch, ex
     on_devices = [Tower(0, f"/{device}:0"), Tower(1, f"/{device}:1")]
     resolve = functools.partial(auto_placement.resolve_placement, TrainConfig(**settings), on_devices, "float32")
     length = RunLength(steps_per_epoch=150, total=300, last=300)
-    assert resolve(examples, length, None).variable_placement == placement
+    assert resolve(examples, length).variable_placement == placement
     as_before = resolve(examples, length, "least_loaded").variable_placement  # on resuming
     auto = settings.get("variable_placement") == "auto"
     assert as_before == ("least_loaded" if auto or placement == "round_robin" else placement)

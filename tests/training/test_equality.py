@@ -86,10 +86,13 @@ def combined(strategy, how, towers, batches, **options):
 
 @pytest.fixture(scope="module")
 def witness(batches):
-    """witness(parts): the same on one device; batch norm sees each of `parts` parts of the batch by itself."""
+    """witness(parts): the same on one device; batch norm sees each of `parts` parts of the batch by itself, which are
+    of one size, or of the sizes of a tuple."""
 
     @functools.cache
     def one_device(parts):
+        sizes = parts if isinstance(parts, tuple) else (BATCH // parts,) * parts
+        ends = np.cumsum([0, *sizes])
         model = small_net()
         statistics = model.non_trainable_variables
         buffers = [np.zeros(v.shape, np.float32) for v in model.trainable_variables]
@@ -97,10 +100,10 @@ def witness(batches):
             images = AUGMENTATION.augment(batch.images, batch.draws)
             before = [v.numpy() for v in statistics]
             gradients, moved = [], []
-            for part in range(parts):
+            for part in range(len(sizes)):
                 for variable, value in zip(statistics, before, strict=True):
                     variable.assign(value)
-                chosen = slice(part * BATCH // parts, (part + 1) * BATCH // parts)
+                chosen = slice(ends[part], ends[part + 1])
                 with tf.GradientTape() as tape:
                     logits = model(images[chosen], training=True)
                     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch.labels[chosen], logits)
@@ -109,10 +112,10 @@ def witness(batches):
                 moved.append([v.numpy() for v in statistics])
             for variable, buffer, *of_parts in zip(model.trainable_variables, buffers, *gradients, strict=True):
                 buffer *= MOMENTUM
-                buffer += np.mean(of_parts, 0)
+                buffer += np.average(of_parts, 0, sizes)
                 variable.assign(variable - RATE * buffer)
             for variable, *of_parts in zip(statistics, *moved, strict=True):
-                variable.assign(np.mean(of_parts, 0))
+                variable.assign(np.average(of_parts, 0, sizes))
         return {v.path: v.numpy() for v in model.variables}
 
     return one_device
@@ -142,6 +145,22 @@ def test_every_placement_and_strategy_equals_one_device(towers, batches, witness
         print(f"\nlargest relative difference of weights and statistics after {STEPS} float32 steps from one device")
         print(f"{'strategy':9} {'how':13} towers  synchronized  mean, as K parts  mean, as the batch")
         print("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("placement", "shares"), [("cpu", (3, 1)), ("round_robin", (2, 1, 1)), ("least_loaded", (3, 1))]
+)
+def test_unequal_shares_equal_one_device(towers, batches, witness, placement, shares):
+    """Gradients and statistics by numbers of examples; `synchronized` is still of the whole batch."""
+    sizes = tuple(BATCH * share // sum(shares) for share in shares)
+    by_mean, by_all = (
+        combined("towers", placement, towers(len(shares)), batches, batch_statistics=statistics, shares=shares)
+        for statistics in ("mean", "synchronized")
+    )
+    assert largest_difference(witness(1), by_all) < BOUND
+    assert largest_difference(witness(sizes), by_mean) < BOUND
+    assert largest_difference(witness(1), by_mean) > BOUND  # this net can tell
+    assert largest_difference(witness(len(shares)), by_mean) > BOUND
 
 
 @pytest.mark.parametrize(

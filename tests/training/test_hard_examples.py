@@ -119,4 +119,4 @@ def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples, precision
 def test_unsupported_settings_are_refused(examples, settings, towers, message):
     with pytest.raises(UsageError, match=message):
         config = make_config(**settings)
-        config.tower_batch_size(towers) if towers else build.make_batches(config, examples)
+        config.check_shares(towers) if towers else build.make_batches(config, examples)
