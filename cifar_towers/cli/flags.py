@@ -112,10 +112,26 @@ def _define_flags(config_class: type) -> flags.FlagValues:
         str: flags.DEFINE_string,
     }
     for field in flag_settings(config_class):
-        define[field.type](field.name, field.default, field.metadata["help"], flag_values=values)
+        if words := field.metadata["words"]:
+            parser, serializer = _IntegerOrWord(words), flags.ArgumentSerializer()
+            flags.DEFINE(parser, field.name, field.default, field.metadata["help"], values, serializer)
+        else:
+            define[field.type](field.name, field.default, field.metadata["help"], flag_values=values)
     flags.DEFINE_string("flagfile", "", "read flags from a file", flag_values=values)
     flags.DEFINE_string("undefok", "", "unknown flags to ignore", flag_values=values)
     return values
+
+
+class _IntegerOrWord(flags.IntegerParser):
+    """Numbers, and words that stand for some."""
+
+    def __init__(self, words: Mapping[str, int]):
+        super().__init__()
+        self.words = words
+
+    def parse(self, argument: str | int) -> int:
+        """The number that is written, or that the word stands for."""
+        return self.words[argument] if argument in self.words else super().parse(argument)
 
 
 def _describe_flag_error(error: Exception, config_class: type) -> str:

@@ -82,7 +82,7 @@ class BatchShares:
     def shard_sizes(self, num_towers: int, examples: int = 0) -> list[int]:
         """[K]: how many of so many examples, by default of a batch, each tower takes."""
         shares = parse_shares(self.tower_shares) or [1] * num_towers
-        return share_out(examples or self.batch_size, shares, self.micro_batches)
+        return share_out(examples or self.batch_size, shares, self.micro_batches or 1)
 
     def default_num_towers(self, num_devices: int) -> tuple[int, str]:
         """(the largest number of towers that can share a batch, the reason if it is smaller than `num_devices`)."""
@@ -92,21 +92,25 @@ class BatchShares:
         even = [towers for towers in range(1, num_devices) if not self._describe_uneven_shares(towers)]
         return (even[-1], reason) if reason and even and self.parallelism == "data" else (num_devices, "")
 
-    def suggest_smaller_micro_batches(self, num_devices: int) -> str:
-        """Flags for micro-batches of at most half the size; empty if there are none."""
+    def smaller_micro_batches(self, num_devices: int) -> int:
+        """The number of micro-batches of at most half the size; 0 if there are no smaller ones."""
         num_towers = num_devices if self.parallelism == "data" else 1
         sizes = self.shard_sizes(num_towers)
         if self.hard_example_pool:
             sizes += self.shard_sizes(num_towers, self.hard_example_pool)
         divisible = math.gcd(*sizes)
         counts = range(2 * self.micro_batches, min(divisible, MAX_MICRO_BATCHES) + 1)
-        count = next((count for count in counts if divisible % count == 0), None)
+        return next((count for count in counts if divisible % count == 0), 0)
+
+    def suggest_smaller_micro_batches(self, num_devices: int) -> str:
+        """Flags for micro-batches of at most half the size; empty if there are none."""
+        count = self.smaller_micro_batches(num_devices)
         unsynchronized = " --batch_statistics=mean" if self.batch_statistics == "synchronized" else ""
         return f"--micro_batches={count}{unsynchronized}" if count else ""
 
     def _describe_uneven_shares(self, num_towers: int) -> str:
         """Which size these towers cannot share evenly, and the nearest ones that they can; empty if they can."""
-        shares = num_towers * self.micro_batches
+        shares = num_towers * (self.micro_batches or 1)
         for name, minimum in (("batch_size", 0), ("hard_example_pool", self.batch_size)):
             size = getattr(self, name)
             if size % shares:

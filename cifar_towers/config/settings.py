@@ -27,6 +27,7 @@ def setting(
     high=None,
     choices: Sequence[str] | None = None,
     check: Callable[[Any], None] | None = None,
+    words: Mapping[str, int] | None = None,
     on_resume: Literal["refuse", "allow", "allow_without_batch_norm"] = "refuse",
     per_worker: bool = False,
     per_run: bool = False,
@@ -35,6 +36,7 @@ def setting(
 
     Args:
       check: validates values other than the default.
+      words: what may be written for some numbers, as {"auto": 0}.
       on_resume: whether a run may be resumed with another value. `refuse`: the setting belongs to the recipe.
         `allow_without_batch_norm`: it changes the function that is trained where the model has batch normalization.
       per_worker: workers of one cluster may have different values.

@@ -82,9 +82,11 @@ class TrainConfig(BatchShares, DeviceConfig):
     )
     micro_batches: int = _towers(
         1,
-        "micro-batches into which each tower splits its shard",
-        low=1,
+        "micro-batches into which each tower splits its shard; auto: one, and twice as many whenever a step does not fit "
+        "into the memory",
+        low=0,
         high=MAX_MICRO_BATCHES,
+        words={"auto": 0},
         on_resume="allow_without_batch_norm",
     )
     parallelism: str = _towers(

@@ -76,8 +76,10 @@ def _check_parallelism(config) -> None:
     strategy, has_stages = config.strategy, config.parallelism == "model"
     if config.deterministic and config.variable_placement == "auto":
         raise UsageError("variable_placement=auto depends on timing, which deterministic rules out; choose a placement")
-    if config.batch_statistics == "synchronized" and (config.micro_batches > 1 or has_stages):
-        other = "micro_batches" if config.micro_batches > 1 else "parallelism=model"
+    if config.micro_batches == 0 and strategy == "multi_worker":
+        raise UsageError("micro_batches=auto is for one process; give a number, as --micro_batches=2")
+    if config.batch_statistics == "synchronized" and (config.micro_batches != 1 or has_stages):
+        other = "micro_batches" if config.micro_batches != 1 else "parallelism=model"
         raise UsageError(f"batch_statistics=synchronized needs the whole batch at once; leave {other}")
     if has_stages and strategy != "towers":
         raise UsageError(f"parallelism=model has one copy of the model; leave strategy={strategy}")
