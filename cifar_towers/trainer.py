@@ -12,16 +12,14 @@ from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError
 from cifar_towers.evaluation.evaluator import Evaluator, make_evaluate_fn
 from cifar_towers.evaluation.target import TargetAccuracy
-from cifar_towers.models.layers import has_batch_norm
 from cifar_towers.multi_worker import agreement, coordination
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
-from cifar_towers.multi_worker.coordination import Coordinator
 from cifar_towers.multi_worker.shared_checkpoints import SharedCheckpoints
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.profiler import StepProfiler
 from cifar_towers.reporting.run_info import RunInfo, describe_score
 from cifar_towers.reporting.run_logger import RunLogger
-from cifar_towers.training import build, devices
+from cifar_towers.training import build, devices, memory
 from cifar_towers.training.health import DivergenceState, HealthMonitor
 from cifar_towers.training.run_setup import RunSetup, setup_run
 from cifar_towers.training.step_runner import FinishedStep, StepInputs
@@ -54,20 +52,23 @@ def train(
         agreement.assert_workers_agree(workers, config, dataset, precision, len(hardware.local_towers))
         config = workdir.choose_directory(config, source.banner, launch_id)
         with agreement.worker_train_dir(workers, config) as config, devices.explained_errors(config, hardware.towers):
-            previous = workdir.previous_choices(config, len(hardware.towers))
-            setup = setup_run(config, dataset, precision, hardware, workers.index, previous)
-            trainer = Trainer(setup, dataset, source.banner, shutdown, workers, timer)
-            with workdir.exclusive(config.directory):
-                workdir.prepare(config, launch_id)
-                return trainer.run()
+
+            def attempt(config: TrainConfig, chosen: dict) -> dict:
+                previous = workdir.previous_choices(config, len(hardware.towers)) | chosen
+                setup = setup_run(config, dataset, precision, hardware, workers.index, previous)
+                trainer = Trainer(setup, dataset, source.banner, shutdown, workers, timer)
+                with workdir.exclusive(config.directory):
+                    workdir.prepare(config, launch_id)
+                    return trainer.run()
+
+            return memory.retry_in_smaller_parts(attempt, config)
 
 
 class Trainer:
     """One run in one directory: its collaborators, and the loop over them."""
 
-    def __init__(
-        self, setup: RunSetup, dataset: Dataset, banner: str, shutdown, workers: Coordinator, timer: PhaseTimer
-    ):
+    def __init__(self, setup: RunSetup, dataset: Dataset, banner: str, shutdown, workers, timer: PhaseTimer):
+        """`shutdown` is a `ShutdownHandler`, `workers` a `Coordinator`."""
         self.setup, self.step_runner, self.dataset = setup, setup.step_runner, dataset
         self.shutdown, self.workers, self.timer = shutdown, workers, timer
         self.config, self.state, self.length = config, state, length = setup.config, setup.state, setup.length
@@ -90,15 +91,14 @@ class Trainer:
         self.health = HealthMonitor(self.divergence, setup, workers.gather, self.log)
         profiled_steps = setup.profiled_steps if workers.is_chief else None
         self.profiler = StepProfiler(config.directory, *profiled_steps) if profiled_steps else None
-        self.metadata = workdir.run_metadata(config, dataset, setup.precision, len(setup.towers))
+        self.metadata = workdir.run_metadata(setup.requested, config, dataset, setup.precision, len(setup.towers))
 
     def run(self) -> dict:
         """Resumes, trains, evaluates and writes the result; or returns the result of a finished run."""
         self.logger.log_start()
         step, evaluations = self._resume()
         finished = functools.partial(workdir.completed_result, self.config, step, self.length.last)
-        result = self.workers.broadcast_from_chief(finished)
-        if result:
+        if result := self.workers.broadcast_from_chief(finished):
             self.log(f"{self.config.directory} is complete at step {step}: {describe_score(result['evaluations'][-1])}")
             return result
         self.logger.open(step, functools.partial(self.evaluator.passes_left, tta=self.config.tta))
@@ -121,6 +121,8 @@ class Trainer:
                 return self._train_from(step, evaluations)
             except DivergedError as error:
                 step, evaluations = self._roll_back(error)
+            except memory.OutOfMemory as error:
+                raise memory.smaller_parts(self.setup, error, self.log) from error
 
     def _train_from(self, first_step: int, evaluations: list[dict]) -> int:
         """The loop. `evaluations` are those made after `first_step`, if any."""
@@ -133,7 +135,7 @@ class Trainer:
                 return step
             for batch in self.setup.batches.stream(first_step, self.length.last):
                 inputs = self.step_runner.inputs(step, self.divergence.rate_factor)
-                self._start_step(step, batch, inputs)
+                self._start_step(step, batch, inputs, evaluations)
                 step, evaluations = step + 1, []
                 is_evaluated = self.evaluator.is_due(step)
                 ends_epoch = step % self.length.steps_per_epoch == 0 or step == self.length.last
@@ -156,12 +158,16 @@ class Trainer:
             raise DivergedError(f"{nonfinite} is not finite after step {step}")
         return step
 
-    def _start_step(self, step: int, batch: Batch, inputs: StepInputs) -> None:
+    def _start_step(self, step: int, batch: Batch, inputs: StepInputs, evaluations: Sequence[dict]) -> None:
         """Starts an update and reports the one before. An update of a new kind is compiled, which is timed apart."""
         compiled = self.step_runner.is_traced(inputs)
         self.timer.end_phase("input" if compiled else "compile")
         stop_signal = self.shutdown.received_signal if self.workers.size > 1 else None
         options = {"collect_diagnostics": self.logger.wants_diagnostics(step + 1), "stop_signal": stop_signal}
+        may_not_fit = not compiled and not self.setup.requested.micro_batches
+        if may_not_fit and step:
+            self._report(self.step_runner.finish())
+            self._save(step, evaluations)  # to go on from, in smaller parts
         if not compiled:
             self.logger.progress.activity(f"compiling the step for images of {inputs.image_size} pixels")
             with self.shutdown.interruptible():  # it takes a while, and nothing has changed yet
@@ -170,7 +176,7 @@ class Trainer:
                 self.logger.log_graph(function)
         self._profile(StepProfiler.before, step)
         finished = self.step_runner.start(step, batch, inputs, **options)
-        if self.workers.size > 1 or self.profiler:
+        if self.workers.size > 1 or self.profiler or may_not_fit:
             finished += self.step_runner.finish()
         self._profile(StepProfiler.after, step + 1)
         self.timer.end_step(self.config.batch_size, compiled)
@@ -240,11 +246,7 @@ class Trainer:
           DivergedError: rollbacks are off, there were too many, or there is no checkpoint.
         """
         if not self.config.rollback_on_divergence:
-            latest = self.checkpoints.describe_latest()
-            raise DivergedError(
-                f"{error}; {latest}: give --rollback_on_divergence to go back to the last good checkpoint at half the "
-                "rates, or --overwrite with a smaller --learning_rate or --precision=float32"
-            ) from error
+            raise self.divergence.without_rollback(error, self.checkpoints.describe_latest()) from error
         last_good_step = int(self.state.step.numpy()) - self.step_runner.discard() - self.divergence.in_a_row
         self.divergence.roll_back(error)
         metadata = self.checkpoints.roll_back(last_good_step, self.divergence.rollbacks)
@@ -253,14 +255,14 @@ class Trainer:
         self.target.reached = 0.0
         step = metadata["step"]
         self.logger.truncate_after(step)
-        self.log(str(error))
-        self.log(f"rolled back to step {step}; learning rates are {self.divergence.rate_factor:g} of the recipe's")
+        rates = f"learning rates are {self.divergence.rate_factor:g} of the recipe's"
+        self.log(f"{error}\nrolled back to step {step}; {rates}")
         return step, metadata.get("evaluations", [])
 
     def _resume(self) -> tuple[int, list[dict]]:
         """Restores the newest checkpoint, if there is one; returns its step and the evaluations made after it."""
         find = functools.partial(
-            workdir.find_resumable_checkpoint, self.config, self.dataset, has_batch_norm(self.state.model)
+            workdir.find_resumable_checkpoint, self.setup.requested, self.dataset, self.state.model
         )
         metadata = self.checkpoints.restore_latest(find)
         if not metadata:
@@ -274,9 +276,8 @@ class Trainer:
     def _finish(self, step: int) -> dict:
         """Saves the last step, evaluates every split, and writes the result."""
         saved = self._save(step, wait=True)
-        self.shutdown.exit_immediately_from_now(
-            f"step {step} is saved; the same command evaluates it" if saved else "nothing was saved"
-        )
+        outcome = f"step {step} is saved; the same command evaluates it" if saved else "nothing was saved"
+        self.shutdown.exit_immediately_from_now(outcome)
         self.logger.begin_final_evaluation(step, self.evaluator.splits)
         evaluations = self._evaluate(step, self.config.tta, final=True)
         self.target.is_reached(step, evaluations, self.timer.training_seconds)
@@ -289,8 +290,7 @@ class Trainer:
             **self.timer.summary(),
             "weights_sha256": weights_sha256,
             "failed_saves": self.checkpoints.failed_saves,
-            "bad_steps": self.divergence.bad_steps,
-            "rollbacks": self.divergence.rollbacks,
+            **self.divergence.summary(),
             "evaluations": evaluations,
         }
         self.logger.log_result(result)

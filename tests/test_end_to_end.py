@@ -32,6 +32,8 @@ from cifar_towers.inference.settings import EvaluateConfig
 from cifar_towers.reporting import figures, run_logger
 from cifar_towers.reporting.seed_statistics import read_scalars
 from cifar_towers.training import auto_placement, health, tower_count
+from cifar_towers.training.run_setup import setup_run
+from cifar_towers.training.step_runner import StepRunner
 from tests.configs import TINY_NET, recipe
 
 QUICK = recipe(
@@ -293,8 +295,8 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, request, config, at, fix
     steps = [r["step"] for r in records_of(config.directory, "train")]
     assert steps == sorted(set(steps))
     same, output = compare_runs(directory, config.directory)
-    assert same and "records: equal at all 20 common steps, the last 20" in output
-    assert "to the bit at step-00000020" in output and "weights after step 20: equal to the bit" in output
+    assert same and "losses: same at all 20 common steps, the last 20" in output
+    assert "weights: same at step-00000020" in output and "weights after step 20: same, sha256 " in output
 
 
 def test_compare_runs_prints_differences(tmp_path, tiny_run, monkeypatch, capsys):
@@ -308,7 +310,7 @@ def test_compare_runs_prints_differences(tmp_path, tiny_run, monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["compare_runs.py", str(tiny_run[0]), str(changed)])
     assert main.compare_runs.__wrapped__(ShutdownHandler()) == 1  # the exit code
     output = capsys.readouterr().out
-    assert "records: equal until step 6, different at step 7: loss " in output
+    assert "losses: from step 7: loss " in output and "(same until step 6)" in output
     assert "to the bit at step-00000009" in output and "weights after step 20: different" in output
     environment = json.loads((changed / "environment.json").read_text())
     (changed / "environment.json").write_text(json.dumps(environment | {"variables": environment["variables"][1:]}))
@@ -393,7 +395,7 @@ def test_compare_runs_of_two_seeds(tmp_path, one_run):
     run(config, max_steps=9)
     same, output = compare_runs(one_run[0], tmp_path)
     assert not same and "max_steps 0 -> 9, seed 0 -> 1, tta 2 -> 0\n" in output
-    assert "records: different at step 1: loss " in output and "step-00000009 differs in " in output
+    assert "losses: from step 1: loss " in output and "weights: from step-00000009: " in output
 
 
 def resumed_at(step, config, tmp_path):
@@ -529,6 +531,62 @@ def test_errors_of_tensorflow_suggest_flags(tmp_path, monkeypatch, error, settin
     monkeypatch.setattr(tf.config.experimental, "enable_op_determinism", lambda: None)
     with pytest.raises(expected, match=message):
         run(QUICK, train_dir=str(tmp_path / "run"), **settings)
+
+
+@pytest.fixture
+def small_memory(monkeypatch):
+    """small_memory(fits): steps for whose micro-batches and image size `fits` is false do not fit into the memory.
+    Returns the numbers of micro-batches of all attempts."""
+
+    def of(fits):
+        start, attempts = StepRunner.start, []
+
+        def prepare(*arguments, **options):
+            setup = setup_run(*arguments, **options)
+            attempts.append(setup.config.micro_batches)
+            return setup
+
+        def start_if_it_fits(self, step, batch, inputs, **options):
+            if not fits(attempts[-1], inputs.image_size):
+                raise OOM
+            return start(self, step, batch, inputs, **options)
+
+        monkeypatch.setattr(trainer, "setup_run", prepare)
+        monkeypatch.setattr(StepRunner, "start", start_if_it_fits)
+        return attempts
+
+    return of
+
+
+def test_micro_batches_follow_the_memory(tmp_path, small_memory, capsys):
+    """The same bits as with that number from the start; a number that does not fit at all is an error."""
+    attempts = small_memory(lambda parts, size: parts >= 4)
+    config = replace(TINY, num_gpus=2, max_steps=6, eval_every_epochs=0)
+    result = run(config, train_dir=str(tmp_path / "auto"), micro_batches=0)
+    output = capsys.readouterr().out
+    assert attempts == [1, 2, 4] and output.count("going on with --micro_batches=") == 2
+    said = "a step does not fit into the memory (OOM when allocating tensor with shape [1024,64]): going on with "
+    assert f"{said}--micro_batches=4; batch norm now sees 25 images at a time instead of 50, which is another" in output
+    given = run(config, train_dir=str(tmp_path / "given"), micro_batches=4)
+    assert given["weights_sha256"] == result["weights_sha256"]
+    small_memory(lambda parts, size: False)
+    with pytest.raises(UsageError, match="the memory is too small for this; a smaller --batch_size"):
+        run(config, train_dir=str(tmp_path / "never"), micro_batches=0)
+
+
+@pytest.mark.slow
+def test_micro_batches_go_on_from_the_step_that_did_not_fit_and_are_kept(tmp_path, small_memory, capsys):
+    """Where larger images come in the middle of a run; also when it is resumed."""
+    attempts = small_memory(lambda parts, size: parts >= 2 or size < 20)
+    config = replace(QUICK, num_gpus=2, train_dir=str(tmp_path / "auto"), micro_batches=0)
+    with pytest.raises(Interrupted, match="saved step 15"):
+        run(config, StopAtStep(15))
+    output = capsys.readouterr().out
+    assert attempts == [1, 2] and "resuming from step 10" in output
+    result = run(config)
+    assert attempts == [1, 2, 2] and result["step"] == STEPS
+    one = replace(QUICK, num_gpus=2, train_dir=str(tmp_path / "whole"), micro_batches=0)
+    assert run(one)["weights_sha256"] == result["weights_sha256"]
 
 
 def test_towers_with_too_small_a_share_are_announced(tmp_path, monkeypatch, capsys):

@@ -5,6 +5,9 @@ import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import keras
 
 from cifar_towers.checkpointing.checkpoint import CHECKPOINTS_DIR, latest_checkpoint, read_metadata
 from cifar_towers.config import TrainConfig
@@ -12,9 +15,10 @@ from cifar_towers.config.recipe import differing_settings, recipe_fields
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.files import atomic_io, run_files
+from cifar_towers.models.layers import has_batch_norm
 from cifar_towers.registry import FOLDER
 
-CHOSEN = ("variable_placement", "tower_shares")  # settings that measuring may choose
+CHOSEN = ("variable_placement", "tower_shares", "micro_batches")  # settings that measuring or memory may choose
 # Directories whose names others may use as well: a run's files in them are removed, they themselves only when empty.
 SHARED = (CHECKPOINTS_DIR, "train/plugins", "train", "eval", "result", "tower_*")
 CHECKPOINTS = tuple(
@@ -69,8 +73,8 @@ def check_ownership(directory: Path) -> None:
         raise UsageError(f"{directory / files[0]} is of no run and would be replaced; give another --train_dir")
 
 
-def find_resumable_checkpoint(config: TrainConfig, dataset: Dataset, has_batch_norm: bool) -> tuple[Path, dict] | None:
-    """The newest undamaged checkpoint and its metadata, or None if there is none.
+def find_resumable_checkpoint(config: TrainConfig, dataset: Dataset, model: keras.Model) -> tuple[Path, dict] | None:
+    """The newest undamaged checkpoint of a run and its metadata, or None if there is none; `model` is the run's.
 
     Raises:
       UsageError: it was made with another recipe or data set; the message names what differs.
@@ -80,7 +84,7 @@ def find_resumable_checkpoint(config: TrainConfig, dataset: Dataset, has_batch_n
     if not checkpoint:
         return None
     metadata = read_metadata(checkpoint)
-    differing = differing_settings(config, metadata["recipe"], has_batch_norm)
+    differing = differing_settings(config, metadata["recipe"], has_batch_norm(model))
     names = metadata["dataset"], dataset.name
     if names[0] != names[1] and not all(name.startswith(FOLDER) for name in names):  # a folder may have moved
         differing.append("dataset {} -> {}".format(*names))
@@ -130,31 +134,33 @@ def prepare(config: TrainConfig, launch_id: str) -> None:
         clear(config.directory, launch_id)
 
 
-def previous_choices(config: TrainConfig, num_towers: int) -> dict[str, str]:
-    """What `auto` chose of `CHOSEN` when the run was last trained on as many towers, if it was.
+def previous_choices(config: TrainConfig, num_towers: int) -> dict[str, Any]:
+    """What was chosen of `CHOSEN` when the run was last trained on as many towers, if it was.
 
     Raises:
       DataError: there are checkpoints, and all are damaged.
     """
-    if config.overwrite or (not any(getattr(config, name) == "auto" for name in CHOSEN) and config.variable_placement):
+    if config.overwrite or not any(getattr(config, name) in ("", "auto", 0) for name in CHOSEN):
         return {}
     checkpoint = latest_checkpoint(config.directory)
     metadata = read_metadata(checkpoint) if checkpoint else {}
-    known = {name: metadata.get(name) or "" for name in CHOSEN}
-    return known if metadata.get("towers") == num_towers else {}
+    return {name: metadata.get(name) for name in CHOSEN} if metadata.get("towers") == num_towers else {}
 
 
-def run_metadata(config: TrainConfig, dataset: Dataset, precision: str, num_towers: int) -> dict:
-    """What every checkpoint of a run records of how it was made."""
+def run_metadata(
+    requested: TrainConfig, config: TrainConfig, dataset: Dataset, precision: str, num_towers: int
+) -> dict:
+    """What every checkpoint of a run records of how it was made: as was requested, and with what was chosen."""
     return {
-        "recipe": recipe_fields(config),
+        "recipe": recipe_fields(requested),
         "dataset": dataset.name,
         "traits": dataset.info.to_json(),
         **{f"{name}_sha256": digest for name, digest in dataset.digests().items()},
         "precision": precision,
         "towers": num_towers,
         "strategy": config.strategy,
-        **{name: getattr(config, name) if config.strategy == "towers" else None for name in CHOSEN},
+        **{name: getattr(config, name) for name in CHOSEN},
+        "variable_placement": config.variable_placement if config.strategy == "towers" else None,
     }
 
 

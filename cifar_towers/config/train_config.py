@@ -82,8 +82,8 @@ class TrainConfig(BatchShares, DeviceConfig):
     )
     micro_batches: int = _towers(
         1,
-        "micro-batches into which each tower splits its shard; auto: one, and twice as many whenever a step does not fit "
-        "into the memory",
+        "micro-batches into which each tower splits its shard; auto: one, and twice as many whenever a step does not "
+        "fit into the memory",
         low=0,
         high=MAX_MICRO_BATCHES,
         words={"auto": 0},

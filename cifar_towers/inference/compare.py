@@ -44,7 +44,7 @@ def compare_runs(one: Path, other: Path) -> Finding:
     ]
     findings = [f for f in (_records(one, other), _checkpoints(one, other), _last_weights(one, other)) if f]
     results = [finding.equal for finding in findings if finding.equal is not None]
-    lines = causes or ["settings and environments are equal"]
+    lines = causes or ["settings and environments: same"]
     if not results:
         lines.append("the runs have no step in common, so nothing can be compared")
     lines += [finding.text for finding in findings]
@@ -62,11 +62,11 @@ def _records(one: Path, other: Path) -> Finding | None:
         pairs = {name: tuple(of_run[step].get(name) for of_run in records) for name in COMPARED}
         differing = [f"{name} {values[0]} and {values[1]}" for name, values in pairs.items() if values[0] != values[1]]
         if differing:
-            since = f"equal until step {common[index - 1]}, " if index else ""
-            return Finding(False, f"records: {since}different at step {step}: {', '.join(differing)}")
+            since = f" (same until step {common[index - 1]})" if index else ""
+            return Finding(False, f"losses: from step {step}: {', '.join(differing)}{since}")
     if not common:
         return None
-    return Finding(True, f"records: equal at all {len(common)} common steps, the last {common[-1]}")
+    return Finding(True, f"losses: same at all {len(common)} common steps, the last {common[-1]}")
 
 
 def _checkpoints(one: Path, other: Path) -> Finding | None:
@@ -76,14 +76,14 @@ def _checkpoints(one: Path, other: Path) -> Finding | None:
     for name in common:
         values = [read_variables(of_run[name]) for of_run in paths]
         if unmatched := sorted(values[0].keys() ^ values[1].keys()):
-            return Finding(False, f"checkpoints: {name} has other variables, among them {', '.join(unmatched[:3])}")
+            return Finding(False, f"weights: from {name}: other variables, among them {', '.join(unmatched[:3])}")
         distances = {key: _relative_difference(values[0][key], values[1][key]) for key in values[0]}
         differing = sorted((key for key in distances if distances[key] > 0), key=distances.get, reverse=True)
         if differing:
             largest = ", ".join(f"{key} ({distances[key]:.1e})" for key in differing[:3])
-            summary = f"{name} differs in {len(differing)} of {len(distances)} variables"
-            return Finding(False, f"checkpoints: {summary}; largest relative differences: {largest}")
-    return Finding(True, f"checkpoints: equal to the bit at {', '.join(common)}") if common else None
+            summary = f"from {name}: {len(differing)} of {len(distances)} variables"
+            return Finding(False, f"weights: {summary}; largest relative differences: {largest}")
+    return Finding(True, f"weights: same at {', '.join(common)}") if common else None
 
 
 def _relative_difference(one: np.ndarray, other: np.ndarray) -> float:
@@ -108,7 +108,7 @@ def _last_weights(one: Path, other: Path) -> Finding | None:
     if not all(digests):
         return None
     equal = digests[0] == digests[1]
-    summary = f"equal to the bit, sha256 {digests[0][:16]}" if equal else "different"
+    summary = f"same, sha256 {digests[0][:16]}" if equal else f"sha256 {digests[0][:16]} and {digests[1][:16]}"
     return Finding(equal, f"weights after step {steps[0]}: {summary}")
 
 

@@ -39,6 +39,10 @@ class DivergenceState:
         """What checkpoints store."""
         return {"bad_steps": self.bad_steps, "bad_in_a_row": self.in_a_row, "rollbacks": self.rollbacks}
 
+    def summary(self) -> dict[str, int]:
+        """What a run's result says."""
+        return {"bad_steps": self.bad_steps, "rollbacks": self.rollbacks}
+
     def restore(self, metadata: dict) -> None:
         """Continues from a checkpoint's metadata."""
         self.bad_steps, self.in_a_row = metadata.get("bad_steps", 0), metadata.get("bad_in_a_row", 0)
@@ -60,6 +64,13 @@ class DivergenceState:
         if self.in_a_row >= self.max_in_a_row:
             raise DivergedError(line)
         return line
+
+    def without_rollback(self, error: DivergedError, latest: str) -> DivergedError:
+        """The error of a run that does not go back by itself; `latest` is its newest checkpoint, in words."""
+        return DivergedError(
+            f"{error}; {latest}: give --rollback_on_divergence to go back to the last good checkpoint at half the "
+            "rates, or --overwrite with a smaller --learning_rate or --precision=float32"
+        )
 
     def roll_back(self, error: DivergedError) -> None:
         """Halves the learning rates after `error`.

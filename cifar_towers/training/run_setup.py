@@ -1,5 +1,6 @@
 """Everything of a run that is resolved before its first step."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ from cifar_towers.training.tower_shares import resolve_shares
 class RunSetup(NamedTuple):
     """What the training loop works with."""
 
-    config: TrainConfig  # with its variable placement resolved
+    requested: TrainConfig
+    config: TrainConfig  # the same, with what measuring or memory choose
     precision: str
     length: RunLength
     batches: Batches
@@ -54,13 +56,13 @@ def setup_run(
     precision: str,
     devices: Devices,
     worker_index: int = 0,
-    previous: Mapping[str, str] | None = None,
+    previous: Mapping[str, Any] | None = None,
 ) -> RunSetup:
     """Builds batches, model, state and step as the config asks for.
 
     Args:
       worker_index: number of this process in a cluster.
-      previous: what measuring chose when the run was last trained, if it was, by setting.
+      previous: what was chosen when the run was last trained, if it was, by setting.
 
     Raises:
       UsageError: this machine, this model or this data set cannot be trained so.
@@ -74,13 +76,17 @@ def setup_run(
         raise UsageError(
             f"profile_steps={config.profile_steps}: this run ends with step {length.last}; give earlier steps"
         )
+    requested, previous = config, previous or {}
+    if not config.micro_batches:  # auto
+        config = dataclasses.replace(config, micro_batches=previous.get("micro_batches") or 1)
     for resolve, setting in ((resolve_placement, "variable_placement"), (resolve_shares, "tower_shares")):
-        config = resolve(config, towers, precision, dataset.train, length, (previous or {}).get(setting, ""))
+        config = resolve(config, towers, precision, dataset.train, length, previous.get(setting) or "")
     state, train_step, step_towers = build.make_training(
         config, towers, precision, dataset.train, length, strategy, batches.load_images
     )
     image_size_at = ImageSizeSchedule(config.image_size_schedule, config.image_size).at(length)
     return RunSetup(
+        requested=requested,
         config=config,
         precision=precision,
         length=length,

@@ -1,0 +1,54 @@
+"""`micro_batches=auto`: one, or as many as the run was trained with so far, and twice as many where memory is short."""
+
+import dataclasses
+import gc
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from cifar_towers.config import TrainConfig
+from cifar_towers.errors import error_text
+from cifar_towers.models.layers import has_batch_norm
+from cifar_towers.training.run_setup import RunSetup
+
+OutOfMemory = tf.errors.ResourceExhaustedError
+
+
+class InSmallerParts(Exception):
+    """The run is to go on from its last checkpoint with this number of micro-batches."""
+
+    def __init__(self, micro_batches: int):
+        super().__init__(f"micro_batches={micro_batches}")
+        self.micro_batches = micro_batches
+
+
+def smaller_parts(setup: RunSetup, error: OutOfMemory, log: Callable[[str], None]) -> Exception:
+    """The exception to raise after a step did not fit: `InSmallerParts`, which is logged; or `error`, where that is not
+    asked for or not possible."""
+    count = 0 if setup.requested.micro_batches else setup.config.smaller_micro_batches(len(setup.towers))
+    if not count:
+        return error
+    largest = max(setup.config.shard_sizes(len(setup.towers)))
+    now, then = largest // setup.config.micro_batches, largest // count
+    line = f"a step does not fit into the memory ({error_text(error)}): going on with --micro_batches={count}"
+    if has_batch_norm(setup.state.model):
+        line += (
+            f"; batch norm now sees {then} images at a time instead of {now}, which is another function: to train "
+            f"one throughout, give --overwrite --micro_batches={count}"
+        )
+    log(line)
+    return InSmallerParts(count)
+
+
+def retry_in_smaller_parts(attempt: Callable[[TrainConfig, dict], dict], config: TrainConfig) -> dict:
+    """The result of `attempt(config, chosen)`, where `chosen` has the number of micro-batches after one did not fit."""
+    chosen: dict = {}
+    while True:
+        try:
+            return attempt(config, chosen)
+        except InSmallerParts as error:
+            chosen = {"micro_batches": error.micro_batches}
+        config = dataclasses.replace(config, overwrite=False)  # it has been done
+        keras.backend.clear_session()
+        gc.collect()  # the variables of the attempt
