@@ -104,7 +104,7 @@ class BatchShares:
 
     def suggest_smaller_micro_batches(self, num_devices: int) -> str:
         """Flags for micro-batches of at most half the size; empty if there are none."""
-        count = self.smaller_micro_batches(num_devices)
+        count = self.smaller_micro_batches(num_devices) if self.micro_batches else 0  # auto has tried them
         unsynchronized = " --batch_statistics=mean" if self.batch_statistics == "synchronized" else ""
         return f"--micro_batches={count}{unsynchronized}" if count else ""
 
