@@ -25,7 +25,8 @@ def share_out(examples: int, shares: Sequence[float], multiple: int = 1) -> list
     sizes = [max(1, int(value)) for value in exact]
     while sum(sizes) != units:
         step = 1 if sum(sizes) < units else -1
-        k = max(range(len(sizes)), key=lambda k: step * (exact[k] - sizes[k]))  # the first of equals
+        movable = [k for k in range(len(sizes)) if sizes[k] + step > 0]
+        k = max(movable, key=lambda k: step * (exact[k] - sizes[k]))  # the first of equals
         sizes[k] += step
     return [multiple * size for size in sizes]
 

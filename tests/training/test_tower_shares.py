@@ -1,5 +1,6 @@
 """Towers of unequal speed: their shares of a batch, given or measured, and what is trained with them."""
 
+import dataclasses
 import re
 import threading
 import time
@@ -86,7 +87,8 @@ def test_measured_shares_follow_speed_and_are_kept(towers, examples, monkeypatch
     monkeypatch.setattr(tower_shares, "rates_beside_each_other", lambda works: [10.2, 10.0])
     resolved = tower_shares.resolve_shares(config, towers(2), "float32", examples, LENGTH)
     assert resolved.tower_shares == "20,20"
-    assert tower_shares.resolve_shares(config, towers(1), "float32", examples, LENGTH).tower_shares == "1"
+    alone = dataclasses.replace(config, num_gpus=1)
+    assert tower_shares.resolve_shares(alone, towers(1), "float32", examples, LENGTH).tower_shares == "1"
 
 
 def test_speeds_are_measured_of_towers_at_work_together(towers, examples):
