@@ -13,7 +13,7 @@ from cifar_towers.cli import recipes
 from cifar_towers.cli.flags import flag_settings
 from cifar_towers.cli.tool_configs import LaunchConfig, ReportConfig
 from cifar_towers.config import TrainConfig
-from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, ExportConfig, PredictConfig
+from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, ExportConfig, PredictConfig, RunsConfig
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,6 +29,7 @@ CONFIGS = {
     "report.py": ReportConfig,
     "speedrun.py": SpeedrunConfig,
     "compare_runs.py": CompareConfig,
+    "runs.py": RunsConfig,
 }
 
 MODULES = [
@@ -98,10 +99,10 @@ def test_places_to_edit_exist():
 
 
 def test_commands_use_flags_of_their_program():
-    commands = re.findall(r"python scripts/(\w+\.py)([^`#\n]*)", PAGES)
+    commands = re.findall(r"python scripts/(\w+\.py)(?=([^`#\n]*))", PAGES)  # $(...) inside another, too
     assert {name for name, _ in commands} == set(CONFIGS)
     for name, arguments in commands:
-        own, _, of_train = arguments.partition(" -- ")
+        own, _, of_train = re.sub(r"\$\([^)]*\)", "", arguments).partition(" -- ")
         for config, text in ((CONFIGS[name], own), (TrainConfig, of_train)):
             known = flag_names(config)
             given = re.findall(r"--([a-z][a-z0-9_]*)", text)

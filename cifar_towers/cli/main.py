@@ -17,7 +17,6 @@ from cifar_towers.cli.tool_configs import LaunchConfig, ReportConfig
 from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.config.recipe import recipe_fields
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.files import run_files
 from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, ExportConfig, PredictConfig, RunsConfig
 from cifar_towers.multi_worker import launcher
 
@@ -161,6 +160,7 @@ def report(shutdown: ShutdownHandler) -> None:
     """
     config = parse(ReportConfig, report)
     shutdown.exit_immediately_from_now("nothing was written")
+    from cifar_towers.files import run_files
     from cifar_towers.reporting import html_report
 
     runs = [Path(run) for run in config.runs]
@@ -193,7 +193,7 @@ def runs(shutdown: ShutdownHandler) -> None:
         if config.best:
             print(run_table.best_run(found, config.best).run)
         elif config.json:
-            print(*(run_files.to_json(run._asdict()) for run in found), sep="\n")
+            print(run_table.format_json(found))
         else:
             print(run_table.format_table(found) if found else "no runs")
 

@@ -44,6 +44,10 @@ def run(body: Callable[[ShutdownHandler], int | None]) -> int:
         shutdown.ignore_signals()
         print(error_line(error), file=sys.stderr)
         code = error.exit_code
+    except MemoryError as error:
+        reason = f"the memory of this machine is too small ({error_text(error) or 'no more to be had'})"
+        print(error_line(RunError(f"{reason}; end other programs, or raise the limit, and try again")), file=sys.stderr)
+        code = RunError.exit_code
     except BrokenPipeError:
         code = RunError.exit_code
     except SystemExit as error:  # from --help

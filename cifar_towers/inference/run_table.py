@@ -136,6 +136,11 @@ def best_run(runs: Sequence[RunSummary], recipe: str) -> RunSummary:
     return max(done, key=lambda run: run.tta_accuracy if augmented else run.accuracy)
 
 
+def format_json(runs: Sequence[RunSummary]) -> str:
+    """An object a line, for other programs."""
+    return "\n".join(run_files.to_json(run._asdict()) for run in runs)
+
+
 def format_table(runs: Sequence[RunSummary]) -> str:
     """The runs as text of at most 100 columns."""
     rows = [("run", "towers", "state", "accuracy", "TTA", "images/s", "minutes", "revision", "MB"), *map(_cells, runs)]

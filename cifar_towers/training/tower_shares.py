@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import tensorflow as tf
@@ -72,18 +73,18 @@ def measure_speeds(
 def rates_beside_each_other(works: Sequence[Callable[[], object]]) -> list[float]:
     """Calls per second of each function, in a thread of its own, until the slowest has been called `STEPS` times."""
     ends: list[list[float]] = [[] for _ in works]
-    start = threading.Barrier(len(works))
+    start, ended = threading.Barrier(len(works)), threading.Event()
 
     def repeat(index: int) -> None:
-        start.wait()
-        ends[index].append(time.perf_counter())
-        while min(map(len, ends)) <= STEPS:
-            works[index]()
+        try:
+            start.wait()
             ends[index].append(time.perf_counter())
+            while min(map(len, ends)) <= STEPS and not ended.is_set():
+                works[index]()
+                ends[index].append(time.perf_counter())
+        finally:
+            ended.set()  # so that the others end where this one fails
 
-    threads = [threading.Thread(target=repeat, args=(index,), daemon=True) for index in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(works)) as pool:
+        list(pool.map(repeat, range(len(works))))  # which raises what one of them raised
     return [1 / float(np.median(np.diff(times))) for times in ends]

@@ -194,6 +194,19 @@ def test_two_processes_with_one_seed_give_the_same_weights(tmp_path, tiny):
     assert first["evaluations"] == second["evaluations"]
 
 
+def test_expected_weights(tmp_path, tiny):
+    """The printed beginning of the hash is enough, and a run that is finished is checked too."""
+    command = ["train.py", *tiny, "--max_steps=2", f"--train_dir={tmp_path}"]
+    code, out, err = finish(start(*command, "--expect_sha256=0123456789abcdef0123"))
+    (printed,) = re.findall(r"sha256 ([0-9a-f]{16})", out)
+    assert code == 1 and "Traceback" not in err
+    assert f"the weights after step 2 have sha256 {printed}, not expect_sha256=0123456789abcdef: other settings" in err
+    code, _, err = finish(start(*command, f"--expect_sha256={printed}"))
+    assert code == 0, err
+    with pytest.raises(UsageError, match="expect_sha256=latest must be 8 to 64 hexadecimal digits"):
+        TrainConfig(expect_sha256="latest")
+
+
 @pytest.mark.slow
 def test_evaluate_gives_the_accuracy_of_the_training_run(tmp_path, tiny):
     """In its own process: loading the data must not initialize TensorFlow before the towers are set up."""
@@ -299,6 +312,15 @@ def test_signal_while_handlers_are_installed(monkeypatch, capsys):
     monkeypatch.setattr(ShutdownHandler, "ignore_signals", lambda shutdown: None)  # pytest would ignore Ctrl-C
     assert program.run(lambda shutdown: 0) == 143
     assert capsys.readouterr().err == "interrupted: before the first step; nothing to save\n"
+
+
+def test_too_small_a_memory_is_one_line(capsys):
+    def fill(shutdown):
+        raise MemoryError("Unable to allocate 146. MiB")
+
+    assert program.run(fill) == 1
+    line = "run: the memory of this machine is too small (Unable to allocate 146. MiB); end other programs, or raise"
+    assert capsys.readouterr().err.startswith(line)
 
 
 @pytest.mark.slow

@@ -108,3 +108,11 @@ def test_speeds_are_measured_of_towers_at_work_together(towers, examples):
 
     fast, slow = tower_shares.rates_beside_each_other([work(0.005), work(0.02)])
     assert 2 < fast / slow < 5 and 0 in together
+
+
+def test_a_tower_that_fails_in_measuring_ends_it():
+    def fail():
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        tower_shares.rates_beside_each_other([lambda: time.sleep(0.001), fail])
