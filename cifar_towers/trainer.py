@@ -116,13 +116,12 @@ class Trainer:
 
     def _train(self, step: int, evaluations: list[dict]) -> int:
         """Trains until the end, the target or a signal, across rollbacks; returns the number of updates done."""
-        while True:
-            try:
-                return self._train_from(step, evaluations)
-            except DivergedError as error:
-                step, evaluations = self._roll_back(error)
-            except memory.OutOfMemory as error:
-                raise memory.smaller_parts(self.setup, error, self.log) from error
+        with memory.smaller_parts_for_memory(self.setup, self.log):
+            while True:
+                try:
+                    return self._train_from(step, evaluations)
+                except DivergedError as error:
+                    step, evaluations = self._roll_back(error)
 
     def _train_from(self, first_step: int, evaluations: list[dict]) -> int:
         """The loop. `evaluations` are those made after `first_step`, if any."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -93,19 +94,28 @@ def explained_errors(config: TrainConfig, towers: Sequence[Tower]) -> Iterator[N
     """
     try:
         yield
-    except tf.errors.ResourceExhaustedError as error:
-        smaller = config.suggest_smaller_micro_batches(len(towers))
-        advice = "a smaller --batch_size, which is another run, may fit"
-        if smaller:
-            advice = f"the same command with {smaller} takes each tower's share in smaller parts, and resumes from the "
-            advice += "last checkpoint where the net has no batch normalization"
-        raise UsageError(f"{error_text(error)}: the memory is too small for this; {advice}") from error
-    except tf.errors.UnimplementedError as error:
-        if not config.deterministic:
+    except tf.errors.OpError as error:
+        if reason := describe_out_of_memory(error):
+            smaller = config.suggest_smaller_micro_batches(len(towers))
+            advice = "a smaller --batch_size, which is another run, may fit"
+            if smaller:
+                advice = f"the same command with {smaller} takes each tower's share in smaller parts, and resumes from "
+                advice += "the last checkpoint where the net has no batch normalization"
+            raise UsageError(f"{reason}: the memory is too small for this; {advice}") from error
+        if not (config.deterministic and isinstance(error, tf.errors.UnimplementedError)):
             raise
         raise UsageError(
             f"{error_text(error)}: train without --deterministic, or without what has no such form"
         ) from error
+
+
+def describe_out_of_memory(error: tf.errors.OpError) -> str:
+    """What did not fit into the memory, on one line; empty if the error has another reason."""
+    if isinstance(error, tf.errors.ResourceExhaustedError):
+        return error_text(re.search(r"OOM when.*?\]|$", error.message, re.S)[0] or error)
+    if isinstance(error, tf.errors.AbortedError) and "Status: 1," in error.message:  # oneDNN's for no memory
+        return "oneDNN has no memory for an operation"
+    return ""
 
 
 def choose_precision(setting: str, towers: list[Tower]) -> str:

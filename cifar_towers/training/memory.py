@@ -1,18 +1,17 @@
 """`micro_batches=auto`: one, or as many as the run was trained with so far, and twice as many where memory is short."""
 
+import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.errors import error_text
 from cifar_towers.models.layers import has_batch_norm
+from cifar_towers.training.devices import describe_out_of_memory
 from cifar_towers.training.run_setup import RunSetup
-
-OutOfMemory = tf.errors.ResourceExhaustedError
 
 
 class InSmallerParts(Exception):
@@ -23,22 +22,26 @@ class InSmallerParts(Exception):
         self.micro_batches = micro_batches
 
 
-def smaller_parts(setup: RunSetup, error: OutOfMemory, log: Callable[[str], None]) -> Exception:
-    """The exception to raise after a step did not fit: `InSmallerParts`, which is logged; or `error`, where that is not
-    asked for or not possible."""
-    count = 0 if setup.requested.micro_batches else setup.config.smaller_micro_batches(len(setup.towers))
-    if not count:
-        return error
-    largest = max(setup.config.shard_sizes(len(setup.towers)))
-    now, then = largest // setup.config.micro_batches, largest // count
-    line = f"a step does not fit into the memory ({error_text(error)}): going on with --micro_batches={count}"
-    if has_batch_norm(setup.state.model):
-        line += (
-            f"; batch norm now sees {then} images at a time instead of {now}, which is another function: to train "
-            f"one throughout, give --overwrite --micro_batches={count}"
-        )
-    log(line)
-    return InSmallerParts(count)
+@contextlib.contextmanager
+def smaller_parts_for_memory(setup: RunSetup, log: Callable[[str], None]) -> Iterator[None]:
+    """Raises and logs `InSmallerParts` where a step does not fit into the memory, if that is asked for and possible."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        reason = "" if setup.requested.micro_batches else describe_out_of_memory(error)
+        count = setup.config.smaller_micro_batches(len(setup.towers)) if reason else 0
+        if not count:
+            raise
+        line = f"a step does not fit into the memory ({reason}): going on with --micro_batches={count}"
+        if has_batch_norm(setup.state.model):
+            largest = max(setup.config.shard_sizes(len(setup.towers)))
+            now, then = largest // setup.config.micro_batches, largest // count
+            line += (
+                f"; batch norm now sees {then} images at a time instead of {now}, which is another function: to train "
+                f"one throughout, give --overwrite --micro_batches={count}"
+            )
+        log(line)
+        raise InSmallerParts(count) from error
 
 
 def retry_in_smaller_parts(attempt: Callable[[TrainConfig, dict], dict], config: TrainConfig) -> dict:

@@ -20,7 +20,7 @@ from cifar_towers.training.step import StepOptions, make_tower_fn
 
 log = logging.getLogger(__name__)
 
-STEPS = 8  # of the slowest tower
+STEPS, SECONDS = 8, 3.0  # of measuring, at least: steps of the slowest tower, and time
 SAME = 0.05  # a smaller difference in speed is none
 
 
@@ -71,7 +71,7 @@ def measure_speeds(
 
 
 def rates_beside_each_other(works: Sequence[Callable[[], object]]) -> list[float]:
-    """Calls per second of each function, in a thread of its own, until the slowest has been called `STEPS` times."""
+    """Calls per second of each function, in a thread of its own, while all are at work, for `STEPS` and `SECONDS`."""
     ends: list[list[float]] = [[] for _ in works]
     start, ended = threading.Barrier(len(works)), threading.Event()
 
@@ -79,7 +79,8 @@ def rates_beside_each_other(works: Sequence[Callable[[], object]]) -> list[float
         try:
             start.wait()
             ends[index].append(time.perf_counter())
-            while min(map(len, ends)) <= STEPS and not ended.is_set():
+            enough = ends[index][0] + SECONDS
+            while (min(map(len, ends)) <= STEPS or ends[index][-1] < enough) and not ended.is_set():
                 works[index]()
                 ends[index].append(time.perf_counter())
         finally:
