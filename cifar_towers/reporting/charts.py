@@ -52,14 +52,19 @@ CUSTOM_SCALARS = {
 
 def seed_charts(found: Collection[str]) -> dict[str, dict[str, list[str]]]:
     """The charts of statistics over seeds, of those tags that were found: category -> title -> tags."""
-    titles = {
-        "training loss": [tags.LOSS],
-        "training accuracy (batch)": [tags.ACCURACY],
-        "evaluation accuracy": [tag for tag in sorted(found) if tag.startswith(f"{tags.ACCURACY}/")],
-        "evaluation loss": [tag for tag in sorted(found) if tag.startswith(f"{tags.LOSS}/")],
-        "throughput, images/s": [tags.IMAGES_PER_SEC],
+    categories = {  # with names of their own: of two layouts, TensorBoard shows one category of a name
+        "training, mean ± std over seeds": {
+            "training loss": [tags.LOSS],
+            "training accuracy (batch)": [tags.ACCURACY],
+            "throughput, images/s": [tags.IMAGES_PER_SEC],
+        },
+        "evaluation, mean ± std over seeds": {
+            "evaluation accuracy": [tag for tag in sorted(found) if tag.startswith(f"{tags.ACCURACY}/")],
+            "evaluation loss": [tag for tag in sorted(found) if tag.startswith(f"{tags.LOSS}/")],
+        },
     }
-    return {"mean ± std over seeds": {title: shown for title, shown in titles.items() if {*shown} & {*found}}}
+    charts = {name: {k: shown for k, shown in of.items() if {*shown} & {*found}} for name, of in categories.items()}
+    return {name: of for name, of in charts.items() if of}
 
 
 class Curve(NamedTuple):

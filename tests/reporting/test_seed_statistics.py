@@ -73,6 +73,7 @@ def test_tensorboard_shows_the_latest_statistics_only_and_their_bands(tmp_path):
         ]  # fmt: skip
     content = accumulator.Tensors("custom_scalars__config__")[-1].tensor_proto
     (category,) = layout_pb2.Layout.FromString(make_ndarray(content).item()).category
+    assert category.title.startswith("training")  # TensorBoard would show one of two categories of a name
     bands = {chart.title: [(s.value, s.lower, s.upper) for s in chart.margin.series] for chart in category.chart}
     tags = {"training loss": "loss", "throughput, images/s": "speed/images_per_sec"}
     assert bands == {title: [(tag, f"mean-std/{tag}", f"mean+std/{tag}")] for title, tag in tags.items()}
