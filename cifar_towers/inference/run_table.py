@@ -3,6 +3,7 @@
 import dataclasses
 import fcntl
 import fnmatch
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -32,13 +33,6 @@ class RunSummary(NamedTuple):
     minutes: float | None  # of training, compilation, evaluation and saving
     revision: str
     megabytes: float
-
-    @property
-    def name(self) -> str:
-        """The directory's name; with recipe and seed where it does not say them."""
-        name = Path(self.run).name
-        says_all = name == f"{self.recipe}-seed{self.seed}"
-        return shorten(name if says_all else f"{name} ({self.recipe}, seed {self.seed})", NAME_WIDTH)
 
 
 def find_runs(root: Path, pattern: str = "*") -> list[RunSummary]:
@@ -143,16 +137,25 @@ def format_json(runs: Sequence[RunSummary]) -> str:
 
 def format_table(runs: Sequence[RunSummary]) -> str:
     """The runs as text of at most 100 columns."""
-    rows = [("run", "towers", "state", "accuracy", "TTA", "images/s", "minutes", "revision", "MB"), *map(_cells, runs)]
+    root = Path(os.path.commonpath([Path(run.run).parent for run in runs]))
+    rows = [("run", "towers", "state", "accuracy", "TTA", "images/s", "minutes", "revision", "MB")]
+    rows += [(_name(run, root), *_cells(run)) for run in runs]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     align = [str.ljust if column in (0, 2, 7) else str.rjust for column in range(len(widths))]
     lines = ("  ".join(pad(*cell) for pad, *cell in zip(align, row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
+def _name(run: RunSummary, root: Path) -> str:
+    """The path below `root`; with recipe and seed where it does not say them."""
+    path = Path(run.run)
+    says_all = path.name == f"{run.recipe}-seed{run.seed}"
+    name = str(path.relative_to(root))
+    return shorten(name if says_all else f"{name} ({run.recipe}, seed {run.seed})", NAME_WIDTH)
+
+
 def _cells(run: RunSummary) -> tuple[str, ...]:
     return (
-        run.name,
         _number(run.towers, "d"),
         f"{run.state} at {run.step:,}" if run.state in (RUNNING, STOPPED) and run.step else run.state,
         _number(run.accuracy and 100 * run.accuracy, ".2f"),

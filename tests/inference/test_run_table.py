@@ -71,6 +71,15 @@ def test_table_has_every_run_and_its_state_in_100_columns(runs):
     ]  # fmt: skip
 
 
+def test_runs_of_one_name_are_shown_with_their_folders(runs):
+    (run,) = run_table.find_runs(runs, "speed94-seed0")
+    copies = [run._replace(run=f"/data/runs/{folder}/seed0") for folder in "ab"]
+    assert [line[:26] for line in run_table.format_table(copies).splitlines()[1:]] == [
+        "a/seed0 (speed94, seed 0) ", "b/seed0 (speed94, seed 0) ",
+    ]  # fmt: skip
+    assert run_table.format_table(copies[:1]).splitlines()[1].startswith("seed0 (speed94, seed 0)")
+
+
 def test_runs_are_found_by_pattern_sorted_and_printed_as_json(runs):
     found = start(f"--runs_dir={runs}", "resnet20*", "--sort=accuracy", "--json")
     records = [json.loads(line) for line in found.stdout.splitlines()]
