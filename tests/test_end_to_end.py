@@ -571,7 +571,7 @@ def test_micro_batches_follow_the_memory(tmp_path, small_memory, capsys):
     assert given["weights_sha256"] == result["weights_sha256"]
     small_memory(lambda parts, size: False)
     with pytest.raises(UsageError, match="the memory is too small for this; a smaller --batch_size"):
-        run(config, train_dir=str(tmp_path / "never"), micro_batches=0)
+        run(config, train_dir=str(tmp_path / "never"), micro_batches=0, batch_size=4)
 
 
 @pytest.mark.slow
