@@ -166,7 +166,7 @@ class Trainer:
         may_not_fit = not compiled and not self.setup.requested.micro_batches
         if may_not_fit and step:
             self._report(self.step_runner.finish())
-            self._save(step, evaluations)  # to go on from, in smaller parts
+            self._save(step, evaluations)  # to continue from, in smaller parts
         if not compiled:
             self.logger.progress.activity(f"compiling the step for images of {inputs.image_size} pixels")
             with self.shutdown.interruptible():  # it takes a while, and nothing has changed yet

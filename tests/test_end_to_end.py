@@ -564,8 +564,8 @@ def test_micro_batches_follow_the_memory(tmp_path, small_memory, capsys):
     config = replace(TINY, num_gpus=2, max_steps=6, eval_every_epochs=0)
     result = run(config, train_dir=str(tmp_path / "auto"), micro_batches=0)
     output = capsys.readouterr().out
-    assert attempts == [1, 2, 4] and output.count("going on with --micro_batches=") == 2
-    said = "a step does not fit into the memory (OOM when allocating tensor with shape [1024,64]): going on with "
+    assert attempts == [1, 2, 4] and output.count("continuing with --micro_batches=") == 2
+    said = "a step does not fit into the memory (OOM when allocating tensor with shape [1024,64]): continuing with "
     assert f"{said}--micro_batches=4; batch norm now sees 25 images at a time instead of 50, which is another" in output
     given = run(config, train_dir=str(tmp_path / "given"), micro_batches=4)
     assert given["weights_sha256"] == result["weights_sha256"]

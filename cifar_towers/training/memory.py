@@ -15,7 +15,7 @@ from cifar_towers.training.run_setup import RunSetup
 
 
 class InSmallerParts(Exception):
-    """The run is to go on from its last checkpoint with this number of micro-batches."""
+    """The run is to continue from its last checkpoint with this number of micro-batches."""
 
     def __init__(self, micro_batches: int):
         super().__init__(f"micro_batches={micro_batches}")
@@ -32,7 +32,7 @@ def smaller_parts_for_memory(setup: RunSetup, log: Callable[[str], None]) -> Ite
         count = setup.config.smaller_micro_batches(len(setup.towers)) if reason else 0
         if not count:
             raise
-        line = f"a step does not fit into the memory ({reason}): going on with --micro_batches={count}"
+        line = f"a step does not fit into the memory ({reason}): continuing with --micro_batches={count}"
         if has_batch_norm(setup.state.model):
             largest = max(setup.config.shard_sizes(len(setup.towers)))
             now, then = largest // setup.config.micro_batches, largest // count
