@@ -14,10 +14,11 @@ import tensorflow as tf
 
 from cifar_towers.errors import DataError, UsageError, error_text
 from cifar_towers.files import atomic_io
+from cifar_towers.files.run_files import CHECKPOINTS_DIR, list_checkpoints
 
 log = logging.getLogger(__name__)
 
-CHECKPOINTS_DIR, PREFIX, METADATA = "checkpoints", "state", "facts.json"
+PREFIX, METADATA = "state", "facts.json"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 
 
@@ -99,11 +100,6 @@ def read_metadata(checkpoint: Path) -> dict:
 def checkpoint_path(train_dir: Path, step: int) -> Path:
     """Directory of the checkpoint of a step."""
     return train_dir / CHECKPOINTS_DIR / f"step-{step:08d}"
-
-
-def list_checkpoints(train_dir: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
-    return sorted((train_dir / CHECKPOINTS_DIR).glob("step-*"))
 
 
 def validate_checkpoint(checkpoint: Path) -> str:

@@ -48,7 +48,7 @@ def exclusive(directory: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             atomic_io.make(directory)
-            locked = stack.enter_context(atomic_io.locked(directory / ".lock"))
+            locked = stack.enter_context(atomic_io.locked(directory / run_files.LOCK))
         except OSError as error:
             action = "written" if directory.is_dir() else "made"
             raise UsageError(f"train_dir={directory} cannot be {action}: {error.strerror}") from error

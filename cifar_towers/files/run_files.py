@@ -1,4 +1,4 @@
-"""The files in a run's directory that other programs read: their names, and their JSON."""
+"""The files in a run's directory that other programs read: their names, their sizes, and their JSON."""
 
 import json
 import math
@@ -14,7 +14,20 @@ RESULT, ROLLBACKS, MISTAKES, REPORT = "result.json", "rollbacks.json", "mistakes
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard reads every file with `tfevents` in its name
 TRUNCATED_EVENTS = ".kept.tmp"  # an event file while it is truncated
 LAUNCH = ".launch"  # holds the name of the launch that cleared the directory
+LOCK = ".lock"  # locked by the process that writes the run
+CHECKPOINTS_DIR = "checkpoints"
 FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, MISTAKES, REPORT)
+
+
+def list_checkpoints(train_dir: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    return sorted((train_dir / CHECKPOINTS_DIR).glob("step-*"))
+
+
+def size_in_bytes(path: Path) -> int:
+    """Of a file, or of all files below a directory; links count as themselves."""
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.lstat().st_size for file in files if not file.is_dir())
 
 
 def to_json(value, indent: int | None = None) -> str:

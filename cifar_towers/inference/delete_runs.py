@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cifar_towers.checkpointing import workdir
 from cifar_towers.errors import UsageError
+from cifar_towers.files import run_files
 from cifar_towers.inference.run_table import is_being_written, is_run
 
 
@@ -20,14 +21,14 @@ def delete_runs(directories: Sequence[Path], confirm: Callable[[str], bool]) -> 
             raise UsageError(f"{directory} is no run, so nothing was deleted; give directories of runs")
         if is_being_written(directory):
             raise UsageError(f"{directory} is being written, so nothing was deleted; end its training first")
-    size = sum(path.lstat().st_size for each in directories for path in each.rglob("*") if not path.is_dir())
+    size = sum(map(run_files.size_in_bytes, directories))
     names = ", ".join(map(str, directories))
     if not confirm(f"delete {names}, {size / 1e6:,.0f} MB? [y/N] "):
         return "nothing was deleted"
     for directory in directories:
         with workdir.exclusive(directory):
             workdir.clear(directory)
-            (directory / ".lock").unlink()
+            (directory / run_files.LOCK).unlink()
         with contextlib.suppress(OSError):  # somebody else's files are in it
             directory.rmdir()
     return f"deleted {names}"

@@ -17,7 +17,7 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.errors import DataError, RunError, UsageError, error_line
 from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
-from cifar_towers.files import atomic_io
+from cifar_towers.files import atomic_io, run_files
 from cifar_towers.inference.export_formats import FORMATS, Format, ServingModule
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
 from cifar_towers.inference.settings import ExportConfig
@@ -71,7 +71,8 @@ def export_model(config: ExportConfig) -> bool:
             atomic_io.replace(temporary, written)
     except Exception as error:  # converters raise errors of all kinds
         raise RunError(f"{path} cannot be written ({error_line(error)}); give another place by --out") from error
-    origin, size = f"{run.directory} at step {run.metadata['step']}, {weights} weights", _size(written) / 1e6
+    origin = f"{run.directory} at step {run.metadata['step']}, {weights} weights"
+    size = run_files.size_in_bytes(written) / 1e6
     print(f"{written}: {origin}, {size:.1f} MB{'' if split else ', not checked'}")
     if problem:
         earlier = f"; {path} is the earlier export" if path.exists() else ""
@@ -168,8 +169,3 @@ def _largest_difference(exported: np.ndarray, expected: np.ndarray) -> float:
 def _path_of_failed(path: Path) -> Path:
     paths = (path.with_name(f"failed-{number}-{path.name}") for number in itertools.count(1))
     return next(path for path in paths if not path.exists())
-
-
-def _size(path: Path) -> int:
-    files = [path] if path.is_file() else path.rglob("*")
-    return sum(file.stat().st_size for file in files if file.is_file())

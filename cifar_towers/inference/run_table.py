@@ -76,7 +76,7 @@ def summarize(directory: Path) -> RunSummary:
         images_per_sec=record.result.get("images_per_sec") or (rates[-1] if rates else None),
         minutes=sum(seconds.values()) / 60 if isinstance(seconds, dict) else None,
         revision=as_text(record.environment.get("git_revision", "unknown")),
-        megabytes=sum(path.lstat().st_size for path in directory.rglob("*") if not path.is_dir()) / 1e6,
+        megabytes=run_files.size_in_bytes(directory) / 1e6,
     )
 
 
@@ -91,7 +91,7 @@ def _read(directory: Path) -> RunRecord:
 def _state(directory: Path, record: RunRecord) -> str:
     if is_being_written(directory):
         return RUNNING
-    checkpoints = sorted((directory / "checkpoints").glob("step-*"))
+    checkpoints = run_files.list_checkpoints(directory)
     if checkpoints and atomic_io.validate(checkpoints[-1]):
         return DAMAGED
     if record.finished:
@@ -102,7 +102,7 @@ def _state(directory: Path, record: RunRecord) -> str:
 def is_being_written(directory: Path) -> bool:
     """Whether a process has the lock of a run's directory."""
     try:
-        with open(directory / ".lock", "rb") as file:
+        with open(directory / run_files.LOCK, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -78,12 +78,16 @@ def _mean(tensor: tf.Tensor) -> tf.Tensor:
         return _replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, tensor)
     if num_replicas() == 1:
         return tensor
-    barrier = _thread.barrier
-    values = barrier.all_gather(_thread.index, tensor)
-    if len(set(barrier.weights)) == 1:
-        return tf.add_n(values) / len(values)
-    fractions = [weight / sum(barrier.weights) for weight in barrier.weights]
-    return tf.add_n([value * fraction for value, fraction in zip(values, fractions, strict=True)])
+    return mean_of_towers(_thread.barrier.all_gather(_thread.index, tensor), _thread.barrier.weights)
+
+
+def mean_of_towers(values: Sequence[tf.Tensor], weights: Sequence[int] | None = None) -> tf.Tensor:
+    """The mean of K towers' tensors of one shape, by weights such as their numbers of examples if they are given."""
+    if len(values) == 1:
+        return values[0]
+    if not weights or len(set(weights)) == 1:
+        return tf.add_n(list(values)) / len(values)
+    return tf.add_n([value * (weight / sum(weights)) for value, weight in zip(values, weights, strict=True)])
 
 
 def _replica_context():

@@ -17,6 +17,7 @@ from cifar_towers.towers import (
     run_on_towers_synchronized,
     split_batch,
 )
+from cifar_towers.towers.collectives import mean_of_towers
 from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.diagnostics import forward_diagnostics, stateless_call_with_activations, tower_gradient_stats
@@ -190,7 +191,7 @@ def _combine_micro_batches(
     results: Sequence[MicroBatchResult], weights: Sequence[tf.Variable], device: str, pipelined: bool
 ) -> TowerResult:
     """The result of a tower on `device`. A pipeline's gradients are averaged beside their variables instead."""
-    losses = {term: _mean([r.losses[term] for r in results]) for term in results[0].losses}
+    losses = {term: mean_of_towers([r.losses[term] for r in results]) for term in results[0].losses}
     gradients = average_gradients(
         [list(zip(r.gradients, weights, strict=True)) for r in results], device="" if pipelined else device
     )
@@ -226,7 +227,7 @@ def make_step_metrics(
         diagnostics = StepDiagnostics(results[-1].diagnostics, tower_stats, update.diagnostics)
     with tf.name_scope("metrics"):
         metrics = StepMetrics(
-            loss=_mean([r.losses["cross_entropy"] for r in results], sizes),
+            loss=mean_of_towers([r.losses["cross_entropy"] for r in results], sizes),
             accuracy=tf.add_n([r.num_correct for r in results]) / num_examples,
             gradient_norm=update.gradient_norm,
             tower_losses=tf.stack([r.losses["total_loss"] for r in results]),
@@ -266,18 +267,10 @@ def reduce_batch_stats(
         for index, values in enumerate(zip(*tower_values, strict=True)):
             with tf.device(devices[index] if devices else ""):
                 averaged = values[-1] is not None and values[-1].dtype.is_floating
-                reduced.append(_mean(values, weights) if averaged else values[-1])
+                reduced.append(mean_of_towers(values, weights) if averaged else values[-1])
     return reduced
 
 
 def _concat_example_losses(results: Sequence[MicroBatchResult | TowerResult]) -> tf.Tensor | None:
     losses = [r.example_losses for r in results]
     return None if losses[0] is None else tf.concat(losses, 0)
-
-
-def _mean(values: Sequence[tf.Tensor], weights: Sequence[int] | None = None) -> tf.Tensor:
-    if len(values) == 1:
-        return values[0]
-    if not weights or len(set(weights)) == 1:
-        return tf.add_n(list(values)) / len(values)
-    return tf.add_n([value * (weight / sum(weights)) for value, weight in zip(values, weights, strict=True)])
