@@ -24,6 +24,7 @@ PEERS = {
     "pytorch": Peer("pytorch_step.py", ("speednet94", "resnet20")),
     "pytorch-compiled": Peer("pytorch_step.py", ("speednet94", "resnet20"), "--compile"),
     "keras": Peer("keras_fit.py", MODELS),
+    "keras-untuned": Peer("keras_fit.py", MODELS, "--untuned"),
     "keras-mirrored": Peer("keras_fit.py", MODELS, "--mirrored={towers}"),
     "tutorial": Peer("tutorial_graph.py", ("cifarnet",), "--towers={towers}", ("float32",)),
 }

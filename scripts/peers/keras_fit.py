@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Trains a model with stock Keras layers and `fit`, optionally mirrored over K GPUs or CPUs."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,9 +16,13 @@ def main() -> None:
     """Needs the project's own requirements."""
     parser = protocol.make_parser(__doc__)
     parser.add_argument("--mirrored", type=int, default=1, help="replicas under MirroredStrategy; 1: no strategy")
+    parser.add_argument("--untuned", action="store_true", help="TensorFlow as it comes, without setting oneDNN")
     args = parser.parse_args()
     data = protocol.load(args.data, args.batch_size)
-    import_tensorflow()
+    if args.untuned:
+        os.environ.pop("TF_ENABLE_ONEDNN_OPTS", None)
+    else:
+        import_tensorflow()
     from cifar_towers.benchmark import baselines
     from cifar_towers.models import MODELS
     from cifar_towers.models.speednet import whitening_kernel

@@ -25,6 +25,7 @@ from cifar_towers.training import build
 TRAIN = synthetic.make(64, seed=0, stream=0)
 PEERS = {
     "keras_fit.py": ("--model=cifarnet", "--precision=float32"),
+    "keras_fit.py --untuned": ("--model=cifarnet", "--precision=float32"),
     "tutorial_graph.py": ("--model=cifarnet", "--towers=2"),
 }
 
@@ -55,10 +56,11 @@ def test_all_peers_get_the_same_batches(data):
     assert raw.shape == (48, 32, 32, 3) and raw.dtype == np.uint8 and labels.shape == (48,)
 
 
-@pytest.mark.parametrize("program", PEERS)
-def test_peer_makes_the_requested_steps(data, program):
+@pytest.mark.parametrize("peer", PEERS)
+def test_peer_makes_the_requested_steps(data, peer):
+    program, *flags = peer.split()
     trained = num_updated("cifarnet", crop=24)
-    with framework_comparison.open_peer(make_command(program, data, *PEERS[program]), trained) as time_steps:
+    with framework_comparison.open_peer(make_command(program, data, *flags, *PEERS[peer]), trained) as time_steps:
         times = [time_steps(steps) for steps in (3, 1)]
     assert [len(seconds) for seconds in times] == [3, 1]
     assert all(0 < seconds < 60 for seconds in (*times[0], *times[1]))
