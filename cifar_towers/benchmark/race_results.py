@@ -163,6 +163,6 @@ EXPLANATION = (
     f"{OURS} is a whole training by scripts/train.py at full image size, with input and summaries, without its "
     "compiling step; the others make bare steps over the same batches (the tutorial with its own input). All make the "
     "step of most of a run, with the whitening's bias frozen. Devices are GPUs, or the CPU as one; ours/theirs "
-    "compares equal numbers of devices. TensorFlow's programs have oneDNN, keras-untuned only "
-    "where TensorFlow enables it by itself; every process has all cores."
+    "compares equal numbers of devices. TF_ENABLE_ONEDNN_OPTS is the same for all TensorFlow "
+    "programs but keras-untuned, which leaves it to TensorFlow; every process has all cores."
 )

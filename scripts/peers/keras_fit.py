@@ -20,7 +20,7 @@ def main() -> None:
     args = parser.parse_args()
     data = protocol.load(args.data, args.batch_size)
     if args.untuned:
-        os.environ.pop("TF_ENABLE_ONEDNN_OPTS", None)
+        os.environ.pop("TF_ENABLE_ONEDNN_OPTS", None)  # the comparison that starts this has set it
     else:
         import_tensorflow()
     from cifar_towers.benchmark import baselines
