@@ -178,7 +178,7 @@ class Trainer:
         if self.workers.size > 1 or self.profiler or may_not_fit:
             finished += self.step_runner.finish()
         self._profile(StepProfiler.after, step + 1)
-        self.timer.end_step(self.config.batch_size, compiled)
+        self.logger.end_step(step + 1, compiled)
         self._report(finished)
         self.timer.end_phase("report" if compiled else "compile")
 

@@ -31,6 +31,7 @@ from cifar_towers.inference.compare import compare_runs
 from cifar_towers.inference.settings import EvaluateConfig
 from cifar_towers.reporting import figures, run_logger
 from cifar_towers.reporting.seed_statistics import read_scalars
+from cifar_towers.reporting.time_left import TimeLeft
 from cifar_towers.training import auto_placement, health, tower_count
 from cifar_towers.training.run_setup import setup_run
 from cifar_towers.training.step_runner import StepRunner
@@ -371,6 +372,24 @@ def test_rate_of_a_step_that_compiles_after_a_resume_is_that_of_the_next(tmp_pat
     assert result["images_per_sec"] > 0 and "0 images/s" not in re.findall(r"\S+ images/s", capsys.readouterr().out)
     alone = run(config, max_steps=1, overwrite=True)
     assert alone["images_per_sec"] is None and "too few steps to time; weights" in capsys.readouterr().out
+
+
+def test_time_left_counts_each_compiled_step_with_its_own_time(tmp_path, monkeypatch):
+    """Also where images grow just before the end of an epoch, at which the last step is read early."""
+    seconds, compiling, end_step = {}, set(), TimeLeft.end_step
+
+    def record(time_left, step, compiled):
+        before = time_left._seconds.total()
+        end_step(time_left, step, compiled)
+        seconds[step] = time_left._seconds.total() - before
+        compiling.update([] if compiled else [step])
+
+    monkeypatch.setattr(TimeLeft, "end_step", record)
+    run(QUICK, image_size_schedule="0=18,40%=20", train_dir=str(tmp_path))
+    assert list(seconds) == list(range(1, STEPS + 1))
+    assert {1, 9} <= compiling and {step for step, took in seconds.items() if not took} == compiling, seconds
+    steps = [took for step, took in seconds.items() if step not in compiling]
+    assert min(steps) > 0.1 * np.median(steps), seconds
 
 
 def test_profile_is_written_and_summarized(tmp_path, capsys):

@@ -88,6 +88,15 @@ class RunLogger:
         """Whether the step after which `step` are done is a summary step."""
         return _is_due(step, self.run.config.summary_every_steps) or step == self.run.length.last
 
+    def end_step(self, step: int, compiled: bool) -> None:
+        """End the time of the step after which `step` are done; the first that is `compiled` before says how long the
+        run will take."""
+        self.timer.end_step(self.run.config.batch_size, compiled)
+        if self._time_left.end_step(step, compiled):
+            duration = approximate_duration(self._time_left.seconds())
+            self.progress.pause()
+            self.log(f"about {duration} to go, at the rate of the first steps here")
+
     def log_step(
         self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_side: int, divergence
     ) -> None:
@@ -95,10 +104,6 @@ class RunLogger:
         group, and the counts of a `DivergenceState`."""
         self._epoch.append(metrics._replace(diagnostics=None))
         rate, images_per_sec = next(iter(rates.values())), self.timer.recent_images_per_sec()
-        if self._time_left.end_step(step):
-            duration = approximate_duration(self._time_left.seconds())
-            self.progress.pause()
-            self.log(f"about {duration} to go, at the rate of the first steps here")
         self.progress.step(self._status(step, metrics.loss, metrics.accuracy, rate))
         is_summary = self.wants_diagnostics(step)
         if not is_summary and not _is_due(step, math.ceil(self.run.config.summary_every_steps / SCALARS_PER_SUMMARY)):

@@ -39,15 +39,15 @@ class TimeLeft:
         self._passes = 0  # in these seconds
         self._last_step: int | None = None
 
-    def end_step(self, step: int) -> bool:
-        """Books what the timer has measured since the last call; `step` steps are done.
+    def end_step(self, step: int, compiled: bool) -> bool:
+        """Books what the timer has measured since the last call; `step` steps are done, the last `compiled` before it.
 
         Returns whether this step gives the first estimate, of a run that has more to do than it has done.
         """
         new, self._booked = Counter(self._timer.seconds) - self._booked, Counter(self._timer.seconds)
         size = self._image_size_at(step - 1)
         self._compile_seconds += new["compile"]
-        if not new["compile"]:
+        if compiled:
             self._steps[size] += 1
             self._seconds[size] += sum(new[phase] for phase in BOOKED_PHASES)
         if step - 1 == self._last_step:
@@ -57,7 +57,7 @@ class TimeLeft:
         else:  # the first, or the first after a rollback
             self._steps_left = Counter(map(self._image_size_at, range(step, self._length.last)))
         self._last_step = step
-        return not new["compile"] and self._steps.total() == MIN_STEPS < self._steps_left.total()
+        return compiled and self._steps.total() == MIN_STEPS < self._steps_left.total()
 
     def seconds(self) -> float | None:
         """Until the run ends; None before there is enough to tell."""

@@ -33,7 +33,7 @@ class Run:
             compiled.add(size)
             self.timer.seconds[phase] += took
             seconds += took
-            estimate.end_step(step)
+            estimate.end_step(step, phase == "train")
             self.estimates[step], self.clock[step] = estimate.seconds(), seconds
             if step % EVALUATE_EVERY == 0 and step < LENGTH.last:
                 self.timer.seconds["evaluate"] += EVALUATE_SECONDS
@@ -63,7 +63,7 @@ def test_first_estimate_is_announced_once():
     announced = []
     for step in range(1, 13):
         timer.seconds["compile" if step in (1, 7, 8) else "train"] += 1.0
-        announced += [step] * estimate.end_step(step)
+        announced += [step] * estimate.end_step(step, step not in (1, 7, 8))
     assert announced == [1 + MIN_STEPS]
 
 
@@ -72,5 +72,5 @@ def test_rollback_counts_steps_again():
     estimate = TimeLeft(RunLength(10, 40, 40), 10, timer, lambda step: 32, lambda step: 0)
     for step in (*range(1, 21), *range(11, 16)):
         timer.seconds["train"] += 1.0
-        estimate.end_step(step)
+        estimate.end_step(step, compiled=True)
     assert estimate.seconds() == pytest.approx(25.0)
