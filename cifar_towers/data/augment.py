@@ -27,12 +27,11 @@ class Augmentation(NamedTuple):
     mean: tuple[float, ...] = CIFAR10.mean
     std: tuple[float, ...] = CIFAR10.std
 
-    def augment(self, images: tf.Tensor, draws: RandomDraws, side: int = 0) -> tf.Tensor:
-        """[B, S, S, 3] uint8 -> [B, T, T, 3] float32, where T is `crop`, or else `side`, or else S."""
+    def augment(self, images: tf.Tensor, draws: RandomDraws, new_side: int = 0) -> tf.Tensor:
+        """[B, S, S, 3] uint8 -> [B, T, T, 3] float32, where T is `crop`, or else `new_side`, or else S."""
         images = tf.cast(images, tf.float32)  # before the padding: GPUs cannot pad integers
-        if self.shift or self.crop:
-            images = random_window(images, draws.window, self.crop or images.shape[1], self.shift, self.shift_fill)
-        images = flip(images, draws.flip)
+        side = self.crop or images.shape[1]
+        images = random_window(images, draws.window, draws.flip, side, self.shift, self.shift_fill)
         if self.brightness or self.contrast:
             by_image = self.standardize == "image"
             center = tf.reduce_mean(images, [1, 2], keepdims=True) if by_image else tf.constant(self.mean)
@@ -41,7 +40,7 @@ class Augmentation(NamedTuple):
         images = self.normalize(images)
         if self.cutout:
             images = cutout(images, draws.cutout, self.cutout)
-        return downsample(images, side) if side and not self.crop else images
+        return downsample(images, new_side) if new_side and not self.crop else images
 
     def evaluate(self, images: tf.Tensor) -> tf.Tensor:
         """[B, S, S, 3] uint8 -> [B, T, T, 3] float32: the central crop if `crop` is set, normalized."""
@@ -61,26 +60,26 @@ class Augmentation(NamedTuple):
         return tf.image.per_image_standardization(images)
 
 
-def random_window(images: tf.Tensor, position: tf.Tensor, side: int, pad: int = 0, fill: str = "reflect") -> tf.Tensor:
+def random_window(
+    images: tf.Tensor, position: tf.Tensor, mirrored: tf.Tensor, side: int, pad: int = 0, fill: str = "reflect"
+) -> tf.Tensor:
     """Crop a side x side window of each image, padded by `pad` pixels: [B, H, W, C] -> [B, side, side, C].
 
-    `position`, [B, 2] in [0, 1), is the row and column of the corner, as fractions of the possible ones.
+    Args:
+      position: [B, 2] in [0, 1), the row and column of the corner, as fractions of the possible ones.
+      mirrored: [B] bool, the windows to mirror left to right.
     """
     if pad:
         mode = {"reflect": "REFLECT", "zeros": "CONSTANT"}[fill]
         images = tf.pad(images, [[0, 0], [pad, pad], [pad, pad], [0, 0]], mode)
     num_positions = images.shape[1] - side + 1
     corner = tf.cast(position * num_positions, tf.int64)  # TensorFlow keeps int32 in the host's memory
-    rows = corner[:, :1] + tf.range(side, dtype=tf.int64)
-    columns = corner[:, 1:] + tf.range(side, dtype=tf.int64)
+    offsets = tf.range(side, dtype=tf.int64)
+    rows = corner[:, :1] + offsets
+    columns = corner[:, 1:] + tf.where(mirrored[:, None], offsets[::-1], offsets)
     flat = tf.reshape(images, [images.shape[0], -1, images.shape[3]])
     pixels = rows[:, :, None] * images.shape[2] + columns[:, None, :]
     return tf.gather(flat, pixels, batch_dims=1)
-
-
-def flip(images: tf.Tensor, mirrored: tf.Tensor) -> tf.Tensor:
-    """Mirror the images whose `mirrored` ([B] bool) is true, left to right."""
-    return tf.where(mirrored[:, None, None, None], tf.reverse(images, [2]), images)
 
 
 def adjust_color(images: tf.Tensor, brightness: tf.Tensor, contrast: tf.Tensor, center: tf.Tensor) -> tf.Tensor:

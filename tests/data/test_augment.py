@@ -30,7 +30,7 @@ def images():
 @pytest.mark.parametrize(("pad", "fill", "mode"), [(2, "reflect", "reflect"), (4, "zeros", "constant")])
 def test_shift_is_a_window_of_the_padded_image(images, pad, fill, mode):
     position = np.random.default_rng(1).uniform(size=(6, 2)).astype("f4")
-    shifted = augment.random_window(tf.constant(images), tf.constant(position), 32, pad, fill).numpy()
+    shifted = augment.random_window(tf.constant(images), tf.constant(position), tf.zeros(6, tf.bool), 32, pad, fill).numpy()
     padded = np.pad(images, [(0, 0), (pad, pad), (pad, pad), (0, 0)], mode)
     for i, (y, x) in enumerate((position * (2 * pad + 1)).astype(int)):
         np.testing.assert_array_equal(shifted[i], padded[i, y : y + 32, x : x + 32])
@@ -39,7 +39,7 @@ def test_shift_is_a_window_of_the_padded_image(images, pad, fill, mode):
 def test_crop_positions_are_uniform():
     positions = tf.constant(np.arange(32 * 32).reshape(1, 32, 32, 1).repeat(20_000, 0))
     position = tf.random.stateless_uniform([20_000, 2], [3, 4])
-    corners = augment.random_window(positions, position, 24)[:, 0, 0, 0].numpy()
+    corners = augment.random_window(positions, position, tf.zeros(20_000, tf.bool), 24)[:, 0, 0, 0].numpy()
     rows, columns = np.bincount(corners // 32, minlength=9), np.bincount(corners % 32, minlength=9)
     assert len(rows) == len(columns) == 9
     assert abs(rows / 20_000 - 1 / 9).max() < 0.01 and abs(columns / 20_000 - 1 / 9).max() < 0.01
@@ -55,7 +55,8 @@ def test_normalize_by_moments_of_the_data_set_or_of_the_image(images):
 
 
 def test_flip_and_color_by_hand(images):
-    flipped = augment.flip(tf.constant(images), tf.constant([True, False] * 3)).numpy()
+    mirrored = tf.constant([True, False] * 3)
+    flipped = augment.random_window(tf.constant(images), tf.zeros([6, 2]), mirrored, 32).numpy()
     np.testing.assert_array_equal(flipped[0], images[0][:, ::-1])
     np.testing.assert_array_equal(flipped[1], images[1])
     center = np.array(CIFAR10.mean)
