@@ -4,9 +4,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.models import conv_gradient
+from cifar_towers.models import convolution
+from cifar_towers.models.fused import fused
 from cifar_towers.towers import all_reduce_mean, num_replicas
-from cifar_towers.towers.devices import xla_runs
 
 
 def logits_dtype(dtype: str) -> str:
@@ -16,7 +16,7 @@ def logits_dtype(dtype: str) -> str:
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class Conv2D(keras.layers.Conv2D):
-    """Keras's layer, computed by `conv_gradient.conv2d` where possible.
+    """Keras's layer, computed by `convolution.conv2d` where possible.
 
     `even_output`: of an output of odd height or width, the last row or column, which a 2x2 pooling would discard, is
     not computed where the size is known when the step is traced.
@@ -38,8 +38,8 @@ class Conv2D(keras.layers.Conv2D):
             return super().convolution_op(inputs, kernel)
         # read the variable here, inside Keras's scopes: the gradient is taken outside them
         kernel = tf.convert_to_tensor(kernel)
-        padding = conv_gradient.even_padding(inputs.shape, kernel.shape) if self.even_output else self.padding
-        return conv_gradient.conv2d(inputs, kernel, self.strides[0], padding)
+        padding = convolution.even_padding(inputs.shape, kernel.shape) if self.even_output else self.padding
+        return convolution.conv2d(inputs, kernel, self.strides[0], padding)
 
     def compute_output_shape(self, input_shape):
         shape = super().compute_output_shape(input_shape)
@@ -143,13 +143,7 @@ def _synchronized_batch_norm(images, gamma, beta, epsilon):
     return norm(images, gamma, beta)
 
 
-def _fused(function):
-    """`function` of tensors, its operations fused by XLA where XLA runs."""
-    compiled = tf.function(function, jit_compile=True, autograph=False)
-    return lambda *tensors: (compiled if xla_runs() else function)(*tensors)
-
-
-@_fused
+@fused
 def _moments(images):
     """Mean and variance of each channel, in float32."""
     return tf.nn.moments(tf.cast(images, tf.float32), [0, 1, 2])
@@ -219,11 +213,11 @@ def _compiled(function):
     def wide(x):  # XLA's CPU code rounds half types after each operation and takes twice as long
         return tf.cast(x, tf.float32) if x.dtype.size == 2 else x
 
-    @_fused
+    @fused
     def forward(x):
         return tf.cast(function(wide(x)), x.dtype)
 
-    @_fused
+    @fused
     def backward(x, upstream):
         wide_x = wide(x)
         with tf.GradientTape() as tape:

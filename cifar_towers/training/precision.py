@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from cifar_towers.towers.devices import gpu_compute_capabilities, processor_features
+from cifar_towers.towers.devices import gpu_compute_capabilities, processor_features, processor_vendor
 from cifar_towers.towers.placement import HOST, pin_to_device
 
 BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # of processors
@@ -12,8 +12,9 @@ POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixe
 def choose(precision: str, device: str) -> tuple[str, str]:
     """(`float32`, `bfloat16` or `float16`, reason) for a setting and a kind of device.
 
-    `auto` is bfloat16 where it is native: GPUs of compute capability 8.0 or more, processors with AVX512-BF16 or AMX.
-    Elsewhere it is emulated and slow, and `auto` is float32.
+    `auto` is bfloat16 where it is native and faster: GPUs of compute capability 8.0 or more, processors with AMX or
+    AVX512-BF16, but not Intel's with AVX512-BF16 alone, where it has the rate of float32. Elsewhere it is emulated and
+    slow, and `auto` is float32.
     """
     if precision != "auto":
         return precision, "as asked"
@@ -22,6 +23,8 @@ def choose(precision: str, device: str) -> tuple[str, str]:
         if "bfloat16" in native:
             return "bfloat16", "the GPU computes it natively"
         return "float32", "the GPU has no bfloat16" + "; --precision=float16 may be faster" * ("float16" in native)
+    if native and processor_vendor() == "GenuineIntel" and "amx_bf16" not in processor_features():
+        return "float32", "on Intel's processors without AMX, bfloat16 is no faster"
     if native:
         return "bfloat16", f"the processor has {', '.join(sorted(processor_features() & BFLOAT16_FEATURES))}"
     return "float32", "the processor has no bfloat16 of its own"

@@ -30,7 +30,9 @@ def images():
 @pytest.mark.parametrize(("pad", "fill", "mode"), [(2, "reflect", "reflect"), (4, "zeros", "constant")])
 def test_shift_is_a_window_of_the_padded_image(images, pad, fill, mode):
     position = np.random.default_rng(1).uniform(size=(6, 2)).astype("f4")
-    shifted = augment.random_window(tf.constant(images), tf.constant(position), tf.zeros(6, tf.bool), 32, pad, fill).numpy()
+    shifted = augment.random_window(
+        tf.constant(images), tf.constant(position), tf.zeros(6, tf.bool), 32, pad, fill
+    ).numpy()
     padded = np.pad(images, [(0, 0), (pad, pad), (pad, pad), (0, 0)], mode)
     for i, (y, x) in enumerate((position * (2 * pad + 1)).astype(int)):
         np.testing.assert_array_equal(shifted[i], padded[i, y : y + 32, x : x + 32])

@@ -9,11 +9,19 @@ from cifar_towers.training.precision import LossScale
 
 
 @pytest.mark.parametrize(
-    ("features", "expected"),
-    [({"fma", "avx512_bf16"}, "bfloat16"), ({"amx_bf16"}, "bfloat16"), ({"bf16_like"}, "float32"), (set(), "float32")],
+    ("vendor", "features", "expected"),
+    [
+        ("AuthenticAMD", {"fma", "avx512_bf16"}, "bfloat16"),
+        ("GenuineIntel", {"fma", "avx512_bf16"}, "float32"),
+        ("GenuineIntel", {"avx512_bf16", "amx_bf16"}, "bfloat16"),
+        ("", {"bf16"}, "bfloat16"),
+        ("AuthenticAMD", {"bf16_like"}, "float32"),
+        ("", set(), "float32"),
+    ],
 )
-def test_auto_precision_reads_the_processor(monkeypatch, features, expected):
+def test_auto_precision_reads_the_processor(monkeypatch, vendor, features, expected):
     monkeypatch.setattr(precision, "processor_features", lambda: features)
+    monkeypatch.setattr(precision, "processor_vendor", lambda: vendor)
     assert precision.choose("auto", "/CPU:0")[0] == expected
     assert precision.choose("float16", "/CPU:0")[0] == "float16"
 

@@ -12,6 +12,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.errors import UsageError
+from cifar_towers.models import convolution
 from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import tower_devices
 from cifar_towers.training import build
@@ -130,8 +131,9 @@ PAIRS = itertools.product(ONCE_EACH, ("least_loaded", "round_robin", "cpu"))
     ("model", "policy"),
     [pytest.param(*pair, marks=() if pair in ONCE_EACH.items() else pytest.mark.slow) for pair in PAIRS],
 )
-def test_operations_and_variables_are_on_their_devices(towers, examples, model, policy):
+def test_operations_and_variables_are_on_their_devices(monkeypatch, towers, examples, model, policy):
     """Read from the traced graph of four devices: variables, forward, backward, averaging, updates."""
+    monkeypatch.setattr(convolution, "processor_features", lambda: {"avx2", "avx512f"})
     crop = 24 if model == "cifarnet" else 0
     settings = {"model": model, "crop": crop, "batch_size": 8, "whitening_images": 20, "whitening_epochs": 1}
     run = Run(towers(4), examples, TrainConfig(variable_placement=policy, **settings))
@@ -139,9 +141,11 @@ def test_operations_and_variables_are_on_their_devices(towers, examples, model, 
     function = run.training.train_step.get_concrete_function(run.batches.at(0), run.rates(0, 0.1))
     made = function.graph.get_operations()
 
-    kernels = len([w for w in state.weights if w.shape.rank == 4])
-    whitening, turned = (1, 3) if model == "speednet93" else (0, 0)  # these three gradients to images are convolutions
+    # by Winograd's algorithm: three of 128 filters of 128 channels; two other gradients to images are convolutions
+    whitening, turned, products = (1, 2, 3) if model == "speednet93" else (0, 0, 0)
+    kernels = len([w for w in state.weights if w.shape.rank == 4]) - products
     for tower in towers(4):
+        assert tower_devices(function, tower, "BatchMatMulV2") == ({tower.device: 3 * products} if products else {})
         assert tower_devices(function, tower, "Conv2D") == {tower.device: kernels + whitening + turned}
         backward = tower_devices(function, tower, "Conv2DBackpropInput")
         assert set(backward) == {tower.device} and backward[tower.device] >= kernels - turned

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.models import conv_gradient
+from cifar_towers.models import convolution
 
 
 def gradients(function, images, kernel, upstream):
@@ -13,7 +13,7 @@ def gradients(function, images, kernel, upstream):
 
 
 def processor(monkeypatch, *features):
-    monkeypatch.setattr(conv_gradient, "processor_features", lambda: {"sse2", *features})
+    monkeypatch.setattr(convolution, "processor_features", lambda: {"sse2", *features})
 
 
 @pytest.mark.parametrize(("dtype", "channels", "rounding"), [("bfloat16", 128, 0.01), ("float32", 24, 1e-5)])
@@ -26,8 +26,8 @@ def test_gradients_equal_tensorflows(monkeypatch, dtype, channels, rounding, hig
     out_high, out_wide = (high - high % 2, wide - wide % 2) if even else (high, wide)
     shapes = (4, high, wide, channels), (*size, channels, 64), (4, out_high, out_wide, 64)
     images, kernel, upstream = (tf.cast(random.normal(size=shape), dtype) for shape in shapes)
-    padding = conv_gradient.even_padding(images.shape, kernel.shape) if even else "SAME"
-    ours = gradients(lambda x, k: conv_gradient.conv2d(x, k, 1, padding), images, kernel, upstream)
+    padding = convolution.even_padding(images.shape, kernel.shape) if even else "SAME"
+    ours = gradients(lambda x, k: convolution.conv2d(x, k, 1, padding), images, kernel, upstream)
 
     def convolve(x, k):
         return tf.nn.conv2d(x, k, 1, "SAME")[:, :out_high, :out_wide]
@@ -44,9 +44,7 @@ def ops(dtype, channels, device, strides=1, padding="SAME", filters=64):
     @tf.function
     def step(images, kernel):
         with tf.device(device):
-            return gradients(
-                lambda x, k: conv_gradient.conv2d(tf.identity(x), k, strides, padding), images, kernel, None
-            )
+            return gradients(lambda x, k: convolution.conv2d(tf.identity(x), k, strides, padding), images, kernel, None)
 
     arguments = tf.ones([1, 7, 7, channels], dtype), tf.ones([3, 3, channels, filters], dtype)
     return step.get_concrete_function(*arguments).graph.get_operations()
@@ -79,6 +77,6 @@ def test_faster_gradient_is_used_only_where_measured(monkeypatch):
 @pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float32])
 def test_gradient_to_kernel_has_no_explicit_padding(dtype):
     """oneDNN does not have it: TensorFlow's own takes up to 60 times as long."""
-    padding = conv_gradient.even_padding(tf.TensorShape([1, 7, 7, 3]), tf.TensorShape([3, 3, 3, 64]))
+    padding = convolution.even_padding(tf.TensorShape([1, 7, 7, 3]), tf.TensorShape([3, 3, 3, 64]))
     to_kernel = [op for op in ops(dtype, 3, "/CPU:1", 1, padding) if op.type == "Conv2DBackpropFilter"]
     assert [op.get_attr("padding") for op in to_kernel] == [b"VALID"]
