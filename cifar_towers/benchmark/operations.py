@@ -2,6 +2,7 @@
 
 A multiply-add counts as two. Counted are convolutions, their gradients and matrix products, but no elementwise
 operations, normalization, pooling or copies. Taps of a padded convolution that fall outside the image count.
+Winograd's algorithm counts as the matrix products that it is computed by, its transforms among them.
 """
 
 import math

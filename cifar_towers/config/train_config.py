@@ -192,7 +192,7 @@ class TrainConfig(BatchShares, DeviceConfig):
     )
     precision: str = _model(
         "auto",
-        "compute dtype; auto: bfloat16 where the hardware has it, else float32",
+        "compute dtype; auto: bfloat16 where the hardware computes it faster, else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     whitening_images: int = _model(5000, "training images from which whitening filters are computed", low=12)

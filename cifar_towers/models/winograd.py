@@ -1,13 +1,15 @@
-"""3x3 convolutions with a fifth to a half of the multiplications, by Winograd's minimal filtering.
+"""3x3 convolutions with a quarter to a half of the multiplications, where tiles fill the image: Winograd's algorithm.
 
-An output is computed in tiles of m x m pixels, each from (m + 2) x (m + 2) pixels of its image. Seen as polynomials, an
-image's tile and a kernel are multiplied at (m + 2)^2 points, one product each, where a convolution has nine for each
-pixel. The transforms to values at the points and back are products with constant matrices, and so are their gradients.
+A tile of m x m output pixels comes from (m + 2) x (m + 2) pixels of its image. These and the kernel are each
+transformed to (m + 2)^2 values, which are multiplied value by value and summed over the channels: for each value a
+product of matrices, [tiles, C] x [C, F]. A third transform gives the output's pixels. The transforms are the source's
+B, G and A, here products with constant matrices for both directions at once, and so are their gradients.
 
 Source: A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks", arXiv 1509.09308.
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -15,7 +17,7 @@ import tensorflow as tf
 from cifar_towers.models.fused import fused
 
 TILE_SIDES = (2, 3, 4)  # m; with larger ones float32 loses more than a digit or two
-FINITE_POINTS = (0, 1, -1, 2, -2)  # the first m + 1 are used, and infinity: small integers lose the fewest digits
+FINITE_POINTS = (0, 1, -1, 2, -2)  # of the Cook-Toom algorithm, which has the first m + 1 of them and infinity
 
 
 def conv2d(images: tf.Tensor, kernel: tf.Tensor, height: int, width: int) -> tf.Tensor:
@@ -29,63 +31,54 @@ def conv2d(images: tf.Tensor, kernel: tf.Tensor, height: int, width: int) -> tf.
       [B, height, width, F].
     """
     tile = tile_side(height, width)
+    tiles = (-(-height // tile), -(-width // tile))
     from_image, from_kernel, to_output = (tf.constant(matrix, images.dtype) for matrix in transforms(tile))
-    points, channels, filters = (tile + 2) ** 2, *kernel.shape[2:]
-    tiles = _cut(images, height, width, tile)
-    image_values = tf.reshape(tf.matmul(from_image, tiles), [points, -1, channels])
-    kernel_values = tf.reshape(tf.matmul(from_kernel, tf.reshape(kernel, [9, -1])), [points, channels, filters])
-    output_values = tf.reshape(tf.matmul(image_values, kernel_values), [points, -1])
-    output_tiles = tf.reshape(tf.matmul(to_output, output_values), [tile**2, -1, filters])
-    return _join(output_tiles, height, width, tile)
+    values, channels, filters = (tile + 2) ** 2, *kernel.shape[2:]
+    image_tiles = _overlapping_tiles(*images.shape[1:], *tiles, tile)(images)  # [values, B rows columns C]
+    image_values = tf.reshape(tf.matmul(from_image, image_tiles), [values, -1, channels])
+    kernel_values = tf.reshape(tf.matmul(from_kernel, tf.reshape(kernel, [9, -1])), [values, channels, filters])
+    products = tf.reshape(tf.matmul(image_values, kernel_values), [values, -1])
+    output_tiles = tf.reshape(tf.matmul(to_output, products), [tile**2, -1, filters])
+    return _joined_tiles(height, width, *tiles, tile)(output_tiles)
 
 
 def tile_side(height: int, width: int) -> int:
     """The tile's side that takes the fewest multiplications for an output of this size."""
-    return min(TILE_SIDES, key=lambda tile: _count(height, tile) * _count(width, tile) * (tile + 2) ** 2)
+    return min(TILE_SIDES, key=lambda tile: -(-height // tile) * -(-width // tile) * (tile + 2) ** 2)
 
 
-@functools.cache
 def transforms(tile: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Matrices from an image tile's pixels to values at the points, from a kernel's, and from values to output pixels.
+    """The matrices that transform an image tile's pixels, a kernel's, and the sums of products, for tiles of side m.
 
     Returns:
-      [(m + 2)^2, (m + 2)^2], [(m + 2)^2, 9] and [m^2, (m + 2)^2] for tiles of side m: the Cook-Toom algorithm in both
-      directions.
+      [(m + 2)^2, (m + 2)^2], [(m + 2)^2, 9] and [m^2, (m + 2)^2]: Kronecker products of the transposed B, of G and of
+      the transposed A, each with itself.
     """
     points = np.array(FINITE_POINTS[: tile + 1], np.float64)
     others = [np.delete(points, index) for index in range(len(points))]
-    scale = [np.prod(point - rest) for point, rest in zip(points, others, strict=True)]
-    to_output = np.vander(points, tile, increasing=True).T
-    from_kernel = np.vander(points, 3, increasing=True) / np.array(scale)[:, None]
-    at_infinity = [np.eye(size)[-1:] for size in (tile, 3)]
-    to_output = np.hstack([to_output, at_infinity[0].T])
-    from_kernel = np.vstack([from_kernel, at_infinity[1]])
+    scale = [*(np.prod(point - rest) for point, rest in zip(points, others, strict=True)), 1.0]
     from_image = np.zeros([tile + 2, tile + 2])
     for row, roots in zip(from_image, [*others, points], strict=True):
         row[: len(roots) + 1] = np.poly(roots)[::-1]
+    from_kernel = _values_at(points, 3) / np.array(scale)[:, None]
+    to_output = _values_at(points, tile).T
     return tuple(np.kron(matrix, matrix) for matrix in (from_image, from_kernel, to_output))
 
 
-def _count(side: int, tile: int) -> int:
-    """Tiles along a side."""
-    return -(-side // tile)
+def _values_at(points: np.ndarray, count: int) -> np.ndarray:
+    """Matrix from `count` coefficients, the constant first, to the polynomial's values at `points` and at infinity."""
+    return np.vstack([np.vander(points, count, increasing=True), np.eye(count)[-1:]])
 
 
-def _cut(images: tf.Tensor, height: int, width: int, tile: int) -> tf.Tensor:
-    """Image tiles that overlap by two pixels: [B, H, W, C] -> [(m + 2)^2, tiles C]."""
-    cut, join = _overlapping_tiles(*images.shape[1:], _count(height, tile), _count(width, tile), tile)
-    return tf.custom_gradient(lambda images: (cut(images), join))(images)
-
-
-def _join(tiles: tf.Tensor, height: int, width: int, tile: int) -> tf.Tensor:
-    """Output tiles side by side: [m^2, tiles, F] -> [B, height, width, F]."""
-    join, cut = _adjacent_tiles(height, width, tile)
-    return tf.custom_gradient(lambda tiles: (join(tiles), cut))(tiles)
+# cached: XLA compiles each function once, for all towers and layers of a size
 
 
 @functools.cache
-def _overlapping_tiles(height: int, width: int, channels: int, rows: int, columns: int, tile: int):
-    """Cuts images into rows x columns tiles, and the transpose of that, which sums where tiles overlap."""
+def _overlapping_tiles(height: int, width: int, channels: int, rows: int, columns: int, tile: int) -> Callable:
+    """A function that cuts images into tiles that overlap by two pixels; its gradient sums where they overlap.
+
+    [B, height, width, C] -> [(m + 2)^2, B rows columns C], with zeros around the images.
+    """
     none = (0, 0)
 
     @fused
@@ -110,13 +103,15 @@ def _overlapping_tiles(height: int, width: int, channels: int, rows: int, column
         padded = tf.reshape(blocks, [-1, (rows + 1) * tile, (columns + 1) * tile, channels])
         return padded[:, 1 : height + 1, 1 : width + 1]
 
-    return cut, join
+    return tf.custom_gradient(lambda images: (cut(images), join))
 
 
 @functools.cache
-def _adjacent_tiles(height: int, width: int, tile: int):
-    """Joins tiles to images of height x width, whose last tiles may be cut off, and the transpose of that."""
-    rows, columns = _count(height, tile), _count(width, tile)
+def _joined_tiles(height: int, width: int, rows: int, columns: int, tile: int) -> Callable:
+    """A function that puts tiles side by side and cuts off what is too much.
+
+    [m^2, B rows columns, F] -> [B, height, width, F].
+    """
 
     @fused
     def join(tiles):
@@ -127,8 +122,8 @@ def _adjacent_tiles(height: int, width: int, tile: int):
     @fused
     def cut(images):
         filters = images.shape[-1]
-        beside = [(0, count * tile - side) for count, side in ((rows, height), (columns, width))]
-        blocks = tf.reshape(tf.pad(images, [(0, 0), *beside, (0, 0)]), [-1, rows, tile, columns, tile, filters])
+        padded = tf.pad(images, [(0, 0), (0, rows * tile - height), (0, columns * tile - width), (0, 0)])
+        blocks = tf.reshape(padded, [-1, rows, tile, columns, tile, filters])
         return tf.reshape(tf.transpose(blocks, [2, 4, 0, 1, 3, 5]), [tile**2, -1, filters])
 
-    return join, cut
+    return tf.custom_gradient(lambda tiles: (join(tiles), cut))

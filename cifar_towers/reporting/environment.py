@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from cifar_towers.reporting.run_info import RunInfo
-from cifar_towers.towers.devices import gpu_names
+from cifar_towers.towers.devices import cpuinfo, gpu_names
 from cifar_towers.towers.pipeline import layer_costs
 from cifar_towers.towers.placement import short_device
 
@@ -48,7 +48,7 @@ def describe_machine() -> dict:
         "command": ["python", *sys.argv] if sys.argv[0].endswith(".py") else sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": cpuinfo("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "packages": {name: _version(name) for name in PACKAGES},
         "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as TensorFlow chooses"),  # earlier runs hold it
@@ -83,14 +83,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _git_revision() -> str:

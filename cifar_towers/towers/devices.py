@@ -219,22 +219,16 @@ def xla_runs() -> bool:
     return all(capability < (10, 0) for capability in gpu_compute_capabilities())
 
 
-@functools.cache
 def processor_features() -> frozenset[str]:
     """Instruction sets of the first processor by their Linux names, as `avx2`; empty on other systems."""
-    return frozenset(_cpuinfo("flags", "Features").split())
+    return frozenset(cpuinfo("flags", "Features").split())
 
 
 @functools.cache
-def processor_vendor() -> str:
-    """The first processor's maker by its Linux name, as `GenuineIntel`; empty on ARM and on other systems."""
-    return _cpuinfo("vendor_id").strip()
-
-
-def _cpuinfo(*fields: str) -> str:
-    """What Linux says of the first processor under one of these fields, or nothing."""
+def cpuinfo(*fields: str) -> str:
+    """What Linux says of the first processor under one of these fields, as `vendor_id`; empty if nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
-    return next((line.split(":", 1)[1] for line in lines if line.startswith(fields)), "")
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(fields)), "")

@@ -225,6 +225,7 @@ def _cost(call: _Call) -> int:
 
 
 def _multiply_adds(call: _Call) -> int:
+    """Of a layer that is computed directly."""
     positions = max(math.prod(tensor.shape[1:-1]) for tensor in call.outputs.values())
     kernels = [weight for weight in getattr(call.layer, "weights", ()) if len(weight.shape) > 1]
     return positions * sum(math.prod(kernel.shape) for kernel in kernels)

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from cifar_towers.towers.devices import gpu_compute_capabilities, processor_features, processor_vendor
+from cifar_towers.towers.devices import cpuinfo, gpu_compute_capabilities, processor_features
 from cifar_towers.towers.placement import HOST, pin_to_device
 
 BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # of processors
@@ -23,7 +23,7 @@ def choose(precision: str, device: str) -> tuple[str, str]:
         if "bfloat16" in native:
             return "bfloat16", "the GPU computes it natively"
         return "float32", "the GPU has no bfloat16" + "; --precision=float16 may be faster" * ("float16" in native)
-    if native and processor_vendor() == "GenuineIntel" and "amx_bf16" not in processor_features():
+    if cpuinfo("vendor_id") == "GenuineIntel" and processor_features() & BFLOAT16_FEATURES == {"avx512_bf16"}:
         return "float32", "on Intel's processors without AMX, bfloat16 is no faster"
     if native:
         return "bfloat16", f"the processor has {', '.join(sorted(processor_features() & BFLOAT16_FEATURES))}"

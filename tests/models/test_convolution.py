@@ -3,17 +3,7 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.models import convolution
-
-
-def gradients(function, images, kernel, upstream):
-    with tf.GradientTape() as tape:
-        tape.watch([images, kernel])
-        y = function(images, kernel)
-    return y, *tape.gradient(y, [images, kernel], upstream)
-
-
-def processor(monkeypatch, *features):
-    monkeypatch.setattr(convolution, "processor_features", lambda: {"sse2", *features})
+from tests.models.convolutions import gradients, op_types, ops, processor
 
 
 @pytest.mark.parametrize(("dtype", "channels", "rounding"), [("bfloat16", 128, 0.01), ("float32", 24, 1e-5)])
@@ -38,20 +28,6 @@ def test_gradients_equal_tensorflows(monkeypatch, dtype, channels, rounding, hig
         error, allowed = (np.abs(tf.cast(values, tf.float64) - true).max() for values in (actual, theirs))
         # some processors accumulate in bfloat16, with errors of this size
         assert error <= max(1.5 * allowed, rounding * np.abs(true).max())
-
-
-def ops(dtype, channels, device, strides=1, padding="SAME", filters=64):
-    @tf.function
-    def step(images, kernel):
-        with tf.device(device):
-            return gradients(lambda x, k: convolution.conv2d(tf.identity(x), k, strides, padding), images, kernel, None)
-
-    arguments = tf.ones([1, 7, 7, channels], dtype), tf.ones([3, 3, channels, filters], dtype)
-    return step.get_concrete_function(*arguments).graph.get_operations()
-
-
-def op_types(*arguments):
-    return {op.type for op in ops(*arguments)}
 
 
 def test_faster_gradient_is_used_only_where_measured(monkeypatch):
@@ -80,3 +56,14 @@ def test_gradient_to_kernel_has_no_explicit_padding(dtype):
     padding = convolution.even_padding(tf.TensorShape([1, 7, 7, 3]), tf.TensorShape([3, 3, 3, 64]))
     to_kernel = [op for op in ops(dtype, 3, "/CPU:1", 1, padding) if op.type == "Conv2DBackpropFilter"]
     assert [op.get_attr("padding") for op in to_kernel] == [b"VALID"]
+
+
+@pytest.mark.parametrize("padding", [[(0, 0)] * 4, [(0, 0), (1, 0), (0, 1), (0, 0)]])
+def test_any_other_padding_is_as_in_tensorflow(monkeypatch, padding):
+    processor(monkeypatch, "avx2")
+    random = np.random.default_rng(0)
+    arguments = [tf.constant(random.normal(size=shape), tf.float32) for shape in ((2, 7, 7, 64), (3, 3, 64, 128))]
+    ours = gradients(lambda x, k: convolution.conv2d(x, k, 1, padding), *arguments, None)
+    theirs = gradients(lambda x, k: tf.nn.conv2d(x, k, 1, padding), *arguments, None)
+    for actual, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-3)

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from cifar_towers.benchmark import operations
 from cifar_towers.models import convolution, winograd
-from tests.models.test_convolution import gradients, op_types, processor
+from tests.models.convolutions import gradients, op_types, processor
 
 
 @pytest.mark.parametrize("tile", winograd.TILE_SIDES)
@@ -25,21 +25,22 @@ def test_transforms_are_exact(tile):
     assert (weights == expected).all()
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "tiles"),
-    [(14, 14, 4), (8, 4, 4), (7, 7, 4), (6, 6, 3), (3, 3, 3), (2, 2, 2), (7, 2, 2), (5, 9, 3)],
-)
+def test_tiles_take_the_fewest_products():
+    sides = {(14, 14): 4, (8, 4): 4, (7, 7): 4, (6, 6): 3, (3, 3): 3, (2, 2): 2, (7, 2): 2, (5, 9): 3}
+    assert {size: winograd.tile_side(*size) for size in sides} == sides
+
+
+@pytest.mark.parametrize("size", [(15, 15), (8, 4), (7, 7), (3, 3), (2, 2), (7, 2), (5, 9)])
+@pytest.mark.parametrize("images", [1, 3])
 @pytest.mark.parametrize("even", [False, True])
-def test_values_and_gradients_equal_tensorflows(monkeypatch, height, width, tiles, even):
+def test_values_and_gradients_equal_tensorflows(monkeypatch, size, images, even):
     """Of a SAME convolution, and of one without the last row and column of an odd size."""
     processor(monkeypatch, "avx2")
     random = np.random.default_rng(0)
-    assert winograd.tile_side(height, width) == tiles
-    odd = (height % 2 == 0) * even, (width % 2 == 0) * even  # one pixel more, which is not computed
-    shape = (3, height + odd[0], width + odd[1], 64)
-    out_high, out_wide = (side - side % 2 * even for side in shape[1:3])
+    shape = (images, *size, 64)
+    out_high, out_wide = (side - side % 2 * even for side in size)
     images, kernel = random.normal(size=shape), random.normal(size=(3, 3, 64, 128)) / 24
-    upstream = random.normal(size=(3, out_high, out_wide, 128))
+    upstream = random.normal(size=(len(images), out_high, out_wide, 128))
     padding = convolution.even_padding(tf.TensorShape(shape), tf.TensorShape(kernel.shape)) if even else "SAME"
     narrow = [tf.constant(values, tf.float32) for values in (images, kernel, upstream)]
     ours = gradients(lambda x, k: convolution.conv2d(x, k, 1, padding), *narrow)
@@ -62,8 +63,11 @@ def test_it_is_used_only_where_measured(monkeypatch):
         (tf.float32, 64, "/GPU:0", 1, "SAME", 128),
         (tf.bfloat16, 256, "/CPU:1", 1, "SAME", 256),
         (tf.float64, 256, "/CPU:1", 1, "SAME", 256),
+        (tf.float32, 256, "/CPU:1", 1, [(0, 0)] * 4, 256),
     ]:
         assert "Conv2D" in op_types(*arguments), arguments
+    processor(monkeypatch)
+    assert "Conv2D" in op_types(tf.float32, 256, "/CPU:1", 1, "SAME", 256)
     processor(monkeypatch, "avx2", "avx512f")
     assert "Conv2D" in op_types(tf.float32, 64, "/CPU:1", 1, "SAME", 128)
     assert "Conv2D" not in op_types(tf.float32, 128, "/CPU:1", 1, "SAME", 128)

@@ -21,7 +21,7 @@ from cifar_towers.training.precision import LossScale
 )
 def test_auto_precision_reads_the_processor(monkeypatch, vendor, features, expected):
     monkeypatch.setattr(precision, "processor_features", lambda: features)
-    monkeypatch.setattr(precision, "processor_vendor", lambda: vendor)
+    monkeypatch.setattr(precision, "cpuinfo", lambda field: vendor)
     assert precision.choose("auto", "/CPU:0")[0] == expected
     assert precision.choose("float16", "/CPU:0")[0] == "float16"
 

@@ -210,8 +210,9 @@ def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples,
         np.testing.assert_array_equal(moved, rested)
 
 
-def test_frozen_first_group_ends_the_backward_pass_behind_it(towers, examples):
+def test_frozen_first_group_ends_the_backward_pass_behind_it(monkeypatch, towers, examples):
     """Its rates fall as the others' over the whole run, in 60 of 100 steps; then its weights stay."""
+    monkeypatch.setattr(convolution, "processor_features", lambda: {"avx2", "avx512f"})
     settings = {"model": "speednet93", "crop": 0, "whitening_images": 200, "whitening_epochs": 0}
     run = Run(
         towers(2), examples, cifarnet(**settings, freeze_first_group=0.6, learning_rate_schedule="linear:0=1,100%=0")
