@@ -18,7 +18,8 @@ from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, Expor
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 README, PAGES = FILES[0].read_text(), "".join(path.read_text() for path in FILES)
-OTHERS = {"build", "job", "long", "only", "signal"}  # flags of docker, sbatch and tests.faults, to a hyphen
+# flags of docker, sbatch and tests.faults, to a hyphen, and of XLA
+OTHERS = {"build", "job", "long", "only", "signal", "xla_cpu_max_isa"}
 CONFIGS = {
     "train.py": TrainConfig,
     "benchmark.py": BenchmarkConfig,
