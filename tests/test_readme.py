@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 README, PAGES = FILES[0].read_text(), "".join(path.read_text() for path in FILES)
 # flags of docker, sbatch and tests.faults, to a hyphen, and of XLA
-OTHERS = {"build", "job", "long", "only", "signal", "xla_cpu_max_isa"}
+OTHERS = {"build", "job", "long", "only", "signal", "xla_cpu_max_isa", "xla_cpu_prefer_vector_width"}
 CONFIGS = {
     "train.py": TrainConfig,
     "benchmark.py": BenchmarkConfig,
