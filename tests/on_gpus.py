@@ -97,7 +97,7 @@ def add_row(page: str, row: str) -> str:
 def _devices() -> dict:
     """The GPUs, their driver and TensorFlow's version, asked of a process that ends before others need the GPUs."""
     program = (
-        "import json, tensorflow as tf; from cifar_towers.towers.devices import gpu_names\n"
+        "import json, tensorflow as tf; from cifar_towers.hardware import gpu_names\n"
         "print(json.dumps({'gpus': gpu_names(), 'tensorflow': tf.__version__}))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
 
-from cifar_towers import trainer
+from cifar_towers import files, trainer
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.checkpoint import latest_checkpoint, list_checkpoints, read_metadata, read_variables
 from cifar_towers.cli import main, seeds
@@ -25,7 +25,6 @@ from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.data import cifar10, sources, synthetic
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError
-from cifar_towers.files import atomic_io
 from cifar_towers.inference import evaluate
 from cifar_towers.inference.compare import compare_runs
 from cifar_towers.inference.settings import EvaluateConfig
@@ -707,7 +706,7 @@ def test_empty_config_is_replaced(tmp_path):
 def test_locked_train_dir_is_refused(saved_run):
     directory, config = saved_run
     message = "another process trains in .*; end it, or give another --train_dir"
-    with atomic_io.locked(directory / ".lock"), pytest.raises(UsageError, match=message):
+    with files.locked(directory / ".lock"), pytest.raises(UsageError, match=message):
         run(config)
 
 
@@ -715,7 +714,7 @@ def test_locked_train_dir_is_refused(saved_run):
 def test_failed_save_is_logged_and_retried(tmp_path, one_run, monkeypatch, capsys):
     """The disk is full for a while: older checkpoints stay and the final weights are the same."""
     config = replace(QUICK, num_gpus=2, train_dir=str(tmp_path), checkpoint_every_steps=3)
-    commit, calls = atomic_io.commit, []
+    commit, calls = files.commit, []
 
     def sometimes_full(final, write):
         calls.append(final.name)
@@ -723,7 +722,7 @@ def test_failed_save_is_logged_and_retried(tmp_path, one_run, monkeypatch, capsy
             raise OSError(28, "No space left on device")
         commit(final, write)
 
-    monkeypatch.setattr(atomic_io, "commit", sometimes_full)
+    monkeypatch.setattr(files, "commit", sometimes_full)
     result = run(config)
     assert result["weights_sha256"] == one_run[1]["weights_sha256"] and result["failed_saves"] == 3
     output = capsys.readouterr().out
@@ -732,7 +731,7 @@ def test_failed_save_is_logged_and_retried(tmp_path, one_run, monkeypatch, capsy
 
 
 def test_failed_final_save_is_an_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(atomic_io, "commit", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(files, "commit", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(RunError, match="step 2, the last, could not be saved; make room"):
         run(TINY, train_dir=str(tmp_path), max_steps=2)
     assert "test " in capsys.readouterr().out  # the score is printed nevertheless
@@ -747,7 +746,7 @@ def test_unwritable_records_do_not_stop_a_run(tmp_path, caplog):
 
 def test_config_that_could_not_be_written_is_written_at_the_end(tmp_path, monkeypatch, capsys):
     """Without config.json a run cannot be loaded, so the end of the run and a restart write it again."""
-    config, write = replace(TINY, train_dir=str(tmp_path), max_steps=2), atomic_io.write_whole
+    config, write = replace(TINY, train_dir=str(tmp_path), max_steps=2), files.write_whole
     full = {tmp_path / "config.json"}
 
     def on_a_full_disk(path, content):
@@ -756,7 +755,7 @@ def test_config_that_could_not_be_written_is_written_at_the_end(tmp_path, monkey
         write(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_io, "write_whole", on_a_full_disk)
+        patch.setattr(files, "write_whole", on_a_full_disk)
         result = run(config)
     assert (tmp_path / "result.json").exists() and not (tmp_path / "config.json").exists()
     assert run(config)["weights_sha256"] == result["weights_sha256"]

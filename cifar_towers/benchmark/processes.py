@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from cifar_towers import errors
+from cifar_towers import errors, files
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.files import atomic_io, run_files
 
 
 def script_path(name: str) -> str:
@@ -50,10 +49,10 @@ def run_training(config: TrainConfig, quiet: bool = False) -> dict:
             raise RunError(
                 f"the training in {config.directory} ended with exit code {code} ({error}); the same command resumes it"
             )
-    result = run_files.read_json_if_any(config.directory / run_files.RESULT)
+    result = files.read_json_if_any(config.directory / files.RESULT)
     if not result:
         raise RunError(
-            f"the training in {config.directory} left no {run_files.RESULT}; free disk space and repeat the command"
+            f"the training in {config.directory} left no {files.RESULT}; free disk space and repeat the command"
         )
     return result
 
@@ -73,8 +72,8 @@ def train_command(config: TrainConfig) -> list[str]:
             flags[field.metadata["per_run"]].append(f"--{field.name}={value}")
     flagfile = config.directory / f"{config.name}.cfg"
     try:
-        atomic_io.make(config.directory)
-        atomic_io.write_whole(flagfile, "\n".join(["# as it was timed", *flags[False], ""]))
+        files.make(config.directory)
+        files.write_whole(flagfile, "\n".join(["# as it was timed", *flags[False], ""]))
     except OSError as error:
         raise RunError(f"{flagfile} cannot be written: {errors.error_text(error)}") from error
     return [sys.executable, script_path("train.py"), f"--flagfile={flagfile}", *flags[True]]

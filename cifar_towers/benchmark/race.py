@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from cifar_towers import files
 from cifar_towers.benchmark import operations, peak_flops, processes, race_results
 from cifar_towers.benchmark.framework_comparison import compare_frameworks
 from cifar_towers.benchmark.report_io import environment_facts, make_directory
@@ -17,10 +18,9 @@ from cifar_towers.config.settings import split_names
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import UsageError, error_text
-from cifar_towers.files import best_effort, run_files
+from cifar_towers.hardware import gpu_names
 from cifar_towers.reporting.phase_timer import STEP_PHASES
 from cifar_towers.towers import Tower
-from cifar_towers.towers.devices import gpu_names
 from cifar_towers.training import build
 from cifar_towers.training.devices import setup_towers
 from cifar_towers.training.precision import choose
@@ -117,17 +117,17 @@ def _train_seeds(config: SpeedrunConfig, facts: Mapping, num_devices: int) -> li
         train_dir = config.directory / f"seed{seed}"
         recipe = dataclasses.replace(config.recipe, seed=seed, train_dir=str(train_dir), eval_every_epochs=0.0)
         _check_same_conditions(train_dir, recipe, facts)
-        earlier = {} if recipe.overwrite else run_files.read_json_if_any(train_dir / run_files.RESULT)
+        earlier = {} if recipe.overwrite else files.read_json_if_any(train_dir / files.RESULT)
         result = processes.run_training(recipe)
         reused = result == earlier
         if reused:
-            measured = run_files.read_json_if_any(train_dir / PEAK_FLOPS).get("measured", [])
+            measured = files.read_json_if_any(train_dir / PEAK_FLOPS).get("measured", [])
         else:
             after = peak_flops.measure(facts["precision"], gpus=num_devices)
             measured, before = [before, after], after
-            with best_effort.best_effort_writes(train_dir / PEAK_FLOPS):
-                run_files.write_json(train_dir / PEAK_FLOPS, {"measured": measured})
-        environment = run_files.read_json_if_any(train_dir / run_files.ENVIRONMENT)
+            with files.best_effort_writes(train_dir / PEAK_FLOPS):
+                files.write_json(train_dir / PEAK_FLOPS, {"measured": measured})
+        environment = files.read_json_if_any(train_dir / files.ENVIRONMENT)
         results.append(
             {
                 "seed": seed,
@@ -153,8 +153,8 @@ def _check_same_conditions(train_dir: Path, recipe: TrainConfig, facts: Mapping)
     settings = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in UNCHECKED | left_open}
     machine = {name: facts[name] for name in SAME_MACHINE}
     differing = []
-    for file, expected in ((run_files.CONFIG, settings), (run_files.ENVIRONMENT, machine)):
-        found = run_files.read_json_if_any(train_dir / file)
+    for file, expected in ((files.CONFIG, settings), (files.ENVIRONMENT, machine)):
+        found = files.read_json_if_any(train_dir / file)
         differing += [
             f"{name} {found[name]} -> {value}"
             for name, value in expected.items()

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
+from cifar_towers import files
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError, UsageError, error_text
-from cifar_towers.files import atomic_io, run_files
+from cifar_towers.hardware import gpu_names
 from cifar_towers.reporting import environment
-from cifar_towers.towers.devices import gpu_names
 
 
 def make_directory(directory: Path) -> None:
@@ -80,9 +80,9 @@ def publish(
     finally:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            run_files.write_json(directory / f"{name}.json", {**facts, **results})
+            files.write_json(directory / f"{name}.json", {**facts, **results})
             for file, content in {f"{name}.txt": text + "\n", **extra_files}.items():
-                atomic_io.write_whole(directory / file, content)
+                files.write_whole(directory / file, content)
         except OSError as error:
             raise RunError(
                 f"{directory} cannot be written ({error_text(error)}); the results are only printed above"

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
+from cifar_towers import files
 from cifar_towers.errors import DataError, UsageError, error_text
-from cifar_towers.files import atomic_io
-from cifar_towers.files.run_files import CHECKPOINTS_DIR, list_checkpoints
+from cifar_towers.files import CHECKPOINTS_DIR, list_checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def save_checkpoint(train_dir: Path, step: int, variables: Mapping[str, tf.Varia
             raise OSError(None, " ".join(message.split())) from error
         (directory / METADATA).write_text(json.dumps({**metadata, "step": step}, indent=1))
 
-    atomic_io.commit(final, write)
+    files.commit(final, write)
     return final
 
 
@@ -104,7 +104,7 @@ def checkpoint_path(train_dir: Path, step: int) -> Path:
 
 def validate_checkpoint(checkpoint: Path) -> str:
     """What is damaged in a checkpoint, in words; empty if it is as it was written, where it was written."""
-    if damage := atomic_io.validate(checkpoint):
+    if damage := files.validate(checkpoint):
         return damage
     try:
         step = read_metadata(checkpoint)["step"]
@@ -131,7 +131,7 @@ def latest_checkpoint(train_dir: Path) -> Path | None:
                 damaged.append(f"{checkpoint} is damaged ({damage})")
         if list_checkpoints(train_dir) == existing:  # else the run is still training and has replaced old ones
             break
-    if existing or list((train_dir / CHECKPOINTS_DIR).glob(f"{atomic_io.DAMAGED}*")):
+    if existing or list((train_dir / CHECKPOINTS_DIR).glob(f"{files.DAMAGED}*")):
         raise DataError(
             f"every checkpoint in {train_dir / CHECKPOINTS_DIR} is damaged; put a good copy there, "
             "or give --overwrite to start again from step 0, or another --train_dir"

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from cifar_towers import files
 from cifar_towers.checkpointing import checkpoint as checkpoint_files
 from cifar_towers.checkpointing.checkpoint import (
     CHECKPOINTS_DIR,
@@ -14,8 +15,7 @@ from cifar_towers.checkpointing.checkpoint import (
     validate_checkpoint,
 )
 from cifar_towers.errors import DataError, RunError
-from cifar_towers.files import atomic_io, run_files
-from cifar_towers.files.best_effort import best_effort_writes
+from cifar_towers.files import best_effort_writes
 
 DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps is asked for
 MAX_TIME_FRACTION = 0.01  # of the run's time that saving may take there
@@ -80,10 +80,10 @@ class CheckpointManager:
 
     def quarantine_damaged(self) -> None:
         """Removes what killed saves left; renames and logs damaged checkpoints."""
-        atomic_io.sweep(self._train_dir / CHECKPOINTS_DIR)
+        files.sweep(self._train_dir / CHECKPOINTS_DIR)
         for checkpoint in list_checkpoints(self._train_dir):
             if damage := validate_checkpoint(checkpoint):
-                renamed = atomic_io.quarantine(checkpoint).name
+                renamed = files.quarantine(checkpoint).name
                 self._log(f"{checkpoint} is damaged ({damage}): set aside as {renamed}")
 
     def restore(self, checkpoint: Path) -> dict:
@@ -91,7 +91,7 @@ class CheckpointManager:
         checkpoint_files.restore_variables(checkpoint, self._state.named_variables())
         metadata = read_metadata(checkpoint)
         self._saved_step = metadata["step"]
-        rollbacks = run_files.read_json_if_any(self._train_dir / run_files.ROLLBACKS).get("rollbacks", 0)
+        rollbacks = files.read_json_if_any(self._train_dir / files.ROLLBACKS).get("rollbacks", 0)
         return metadata | {"rollbacks": max(metadata.get("rollbacks", 0), rollbacks)}
 
     def roll_back(self, last_good_step: int, rollbacks: int) -> dict | None:
@@ -106,9 +106,9 @@ class CheckpointManager:
         Raises:
           RunError: a later checkpoint cannot be removed, and would be mistaken for one of the run as it continues.
         """
-        path = self._train_dir / run_files.ROLLBACKS
+        path = self._train_dir / files.ROLLBACKS
         with best_effort_writes(path):
-            run_files.write_json(path, {"rollbacks": rollbacks})
+            files.write_json(path, {"rollbacks": rollbacks})
         undamaged = [path for path in list_checkpoints(self._train_dir) if not validate_checkpoint(path)]
         steps = [step for path in undamaged if (step := read_metadata(path)["step"]) <= last_good_step]
         if not steps:
@@ -120,7 +120,7 @@ class CheckpointManager:
         for path in list_checkpoints(self._train_dir):
             if path > checkpoint:
                 try:
-                    atomic_io.remove(path)
+                    files.remove(path)
                 except OSError as error:
                     raise RunError(f"{path} cannot be removed to go back to step {step}: {error.strerror}") from error
         return metadata
@@ -133,7 +133,7 @@ def prune_checkpoints(train_dir: Path, max_to_keep: int) -> None:
     for checkpoint in checkpoints[:-max_to_keep]:
         if checkpoint != best or _accuracy(best) < 0:
             with contextlib.suppress(OSError):
-                atomic_io.remove(checkpoint)
+                files.remove(checkpoint)
 
 
 def _accuracy(checkpoint: Path) -> float:

@@ -9,32 +9,30 @@ from typing import Any
 
 import keras
 
+from cifar_towers import files
 from cifar_towers.checkpointing.checkpoint import CHECKPOINTS_DIR, latest_checkpoint, read_metadata
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.recipe import differing_settings, recipe_fields
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError
-from cifar_towers.files import atomic_io, run_files
 from cifar_towers.models.layers import has_batch_norm
 from cifar_towers.registry import FOLDER
 
 CHOSEN = ("variable_placement", "tower_shares", "micro_batches")  # settings that measuring or memory may choose
 # Directories whose names others may use as well: a run's files in them are removed, they themselves only when empty.
 SHARED = (CHECKPOINTS_DIR, "train/plugins", "train", "eval", "result", "tower_*")
-CHECKPOINTS = tuple(
-    f"{CHECKPOINTS_DIR}/{prefix}*" for prefix in ("step-", atomic_io.DAMAGED, atomic_io.TEMPORARY, atomic_io.TRASH)
-)
+CHECKPOINTS = tuple(f"{CHECKPOINTS_DIR}/{prefix}*" for prefix in ("step-", files.DAMAGED, files.TEMPORARY, files.TRASH))
 WRITTEN = (
     *CHECKPOINTS,
     *(
         f"{name}/{written}"
         for name in ("train", "eval", "result", "tower_*")
-        for written in (run_files.EVENT_FILES, run_files.TRUNCATED_EVENTS)
+        for written in (files.EVENT_FILES, files.TRUNCATED_EVENTS)
     ),
     "train/plugins/profile",
     "projector_*",
-    run_files.LAUNCH,
-    *reversed(run_files.FILES),  # config.json last: a run is known by it
+    files.LAUNCH,
+    *reversed(files.FILES),  # config.json last: a run is known by it
 )
 
 
@@ -47,8 +45,8 @@ def exclusive(directory: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            atomic_io.make(directory)
-            locked = stack.enter_context(atomic_io.locked(directory / run_files.LOCK))
+            files.make(directory)
+            locked = stack.enter_context(files.locked(directory / files.LOCK))
         except OSError as error:
             action = "written" if directory.is_dir() else "made"
             raise UsageError(f"train_dir={directory} cannot be {action}: {error.strerror}") from error
@@ -66,11 +64,11 @@ def check_ownership(directory: Path) -> None:
     if any(next(directory.glob(name), None) for name in CHECKPOINTS):
         return
     names = {field.name for field in dataclasses.fields(TrainConfig)}
-    settings = run_files.read_json_if_any(directory / run_files.CONFIG)
+    settings = files.read_json_if_any(directory / files.CONFIG)
     is_of_a_run = len(names & settings.keys()) > len(names) / 2
-    files = [name for name in (run_files.CONFIG, run_files.RESULT) if _has_content(directory / name)]
-    if files and not is_of_a_run:
-        raise UsageError(f"{directory / files[0]} is of no run and would be replaced; give another --train_dir")
+    in_the_way = [name for name in (files.CONFIG, files.RESULT) if _has_content(directory / name)]
+    if in_the_way and not is_of_a_run:
+        raise UsageError(f"{directory / in_the_way[0]} is of no run and would be replaced; give another --train_dir")
 
 
 def find_resumable_checkpoint(config: TrainConfig, dataset: Dataset, model: keras.Model) -> tuple[Path, dict] | None:
@@ -103,8 +101,8 @@ def find_resumable_checkpoint(config: TrainConfig, dataset: Dataset, model: kera
 
 def completed_result(config: TrainConfig, step: int, last_step: int) -> dict | None:
     """The result of a run with nothing left to do: at its last step or its target, with all its files written."""
-    required = (run_files.RESULT, run_files.CONFIG, run_files.ENVIRONMENT)
-    result, *others = (run_files.read_json_if_any(config.directory / name) for name in required)
+    required = (files.RESULT, files.CONFIG, files.ENVIRONMENT)
+    result, *others = (files.read_json_if_any(config.directory / name) for name in required)
     if not (result and all(others)):
         return None
     at_end = step >= last_step or 0 < config.target_accuracy <= result["reached"]
@@ -171,7 +169,7 @@ def clear(directory: Path, launch: str = "") -> None:
       UsageError: something cannot be removed or written.
     """
     try:
-        if any(next(directory.glob(name), None) for name in (run_files.CONFIG, *CHECKPOINTS)):
+        if any(next(directory.glob(name), None) for name in (files.CONFIG, *CHECKPOINTS)):
             for path in (path for name in WRITTEN for path in directory.glob(name)):
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -181,7 +179,7 @@ def clear(directory: Path, launch: str = "") -> None:
                 with contextlib.suppress(OSError):
                     path.rmdir()
         if launch:
-            (directory / run_files.LAUNCH).write_text(launch)
+            (directory / files.LAUNCH).write_text(launch)
     except OSError as error:
         raise UsageError(f"{directory} cannot be cleared: {error.strerror}; give another --train_dir") from error
 
@@ -189,7 +187,7 @@ def clear(directory: Path, launch: str = "") -> None:
 def was_cleared_by(directory: Path, launch: str) -> bool:
     """Whether the directory was last cleared by this launch; an empty name is no launch."""
     try:
-        return bool(launch) and (directory / run_files.LAUNCH).read_text() == launch
+        return bool(launch) and (directory / files.LAUNCH).read_text() == launch
     except OSError:
         return False
 

@@ -160,11 +160,11 @@ def report(shutdown: ShutdownHandler) -> None:
     """
     config = parse(ReportConfig, report)
     shutdown.exit_immediately_from_now("nothing was written")
-    from cifar_towers.files import run_files
+    from cifar_towers import files
     from cifar_towers.reporting import html_report
 
     runs = [Path(run) for run in config.runs]
-    default = Path(runs[0] if len(runs) == 1 else "", run_files.REPORT)
+    default = Path(runs[0] if len(runs) == 1 else "", files.REPORT)
     with checked_output():
         print(html_report.write(runs, Path(config.out or default)))
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from cifar_towers import files
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import error_text
-from cifar_towers.files import atomic_io
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +54,14 @@ def save(name: str, split: Split) -> None:
     try:
         path = directory() / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_io.locked(path.parent / ".lock") as is_ours:
+        with files.locked(path.parent / ".lock") as is_ours:
             if not is_ours:
                 return
-            with atomic_io.temporary_beside(path) as temporary:
+            with files.temporary_beside(path) as temporary:
                 with temporary.open("wb") as file:
                     np.save(file, split.images)
                     np.save(file, split.labels)
-                atomic_io.replace(temporary, path)
+                files.replace(temporary, path)
     except UNUSABLE as error:
         log.info("%s cannot be cached (%s); the next start decodes it again", name, error_text(error))
 

@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 import numpy as np
 from PIL import Image
 
+from cifar_towers import files
 from cifar_towers.data import image_files
 from cifar_towers.data.connectivity import reachable
 from cifar_towers.data.dataset import DatasetInfo, Split, moments
 from cifar_towers.errors import DataError, RunError, UsageError, did_you_mean, error_line
-from cifar_towers.files import atomic_io
 from cifar_towers.registry import BUILT_IN, FOLDER
 
 log = logging.getLogger(__name__)
@@ -126,9 +126,9 @@ def _prepare_lock(directory: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
-            if not stack.enter_context(atomic_io.locked(directory / ".preparing")):
+            if not stack.enter_context(files.locked(directory / ".preparing")):
                 log.info("waiting for another process that prepares a data set in %s", directory)
-                stack.enter_context(atomic_io.locked(directory / ".preparing", wait=True))
+                stack.enter_context(files.locked(directory / ".preparing", wait=True))
         yield
 
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cifar_towers import files
 from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_variables
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import names_with
 from cifar_towers.errors import UsageError
-from cifar_towers.files import run_files
 from cifar_towers.reporting import jsonl
 
 # Settings that differ between any two runs and do not change what is trained.
@@ -35,12 +35,12 @@ def compare_runs(one: Path, other: Path) -> Finding:
       UsageError: one of them is not a run's directory. DataError: a checkpoint that both have is damaged.
     """
     for run in (one, other):
-        if not (run / run_files.CONFIG).exists():
-            raise UsageError(f"{run} has no {run_files.CONFIG}; give two runs' directories, as runs/speed94-seed0")
+        if not (run / files.CONFIG).exists():
+            raise UsageError(f"{run} has no {files.CONFIG}; give two runs' directories, as runs/speed94-seed0")
     causes = [
         f"{kind} differ: {differences}"
-        for kind, name in (("settings", run_files.CONFIG), ("environments", run_files.ENVIRONMENT))
-        if (differences := _differences(*(run_files.read_json_if_any(run / name) for run in (one, other))))
+        for kind, name in (("settings", files.CONFIG), ("environments", files.ENVIRONMENT))
+        if (differences := _differences(*(files.read_json_if_any(run / name) for run in (one, other))))
     ]
     findings = [f for f in (_records(one, other), _checkpoints(one, other), _last_weights(one, other)) if f]
     results = [finding.equal for finding in findings if finding.equal is not None]
@@ -54,7 +54,7 @@ def compare_runs(one: Path, other: Path) -> Finding:
 def _records(one: Path, other: Path) -> Finding | None:
     """The last common step with equal training records, and the first that differs."""
     records = [
-        {record["step"]: record for record in jsonl.read_records(run / run_files.METRICS) if record["kind"] == "train"}
+        {record["step"]: record for record in jsonl.read_records(run / files.METRICS) if record["kind"] == "train"}
         for run in (one, other)
     ]
     common = sorted(records[0].keys() & records[1].keys())
@@ -99,7 +99,7 @@ def _relative_difference(one: np.ndarray, other: np.ndarray) -> float:
 
 def _last_weights(one: Path, other: Path) -> Finding | None:
     """Whether both runs ended at one step with equal weights."""
-    results = [run_files.read_json_if_any(run / run_files.RESULT) for run in (one, other)]
+    results = [files.read_json_if_any(run / files.RESULT) for run in (one, other)]
     steps, digests = ([result.get(key) for result in results] for key in ("step", "weights_sha256"))
     if steps[0] != steps[1]:
         runs = zip((one, other), steps, strict=True)

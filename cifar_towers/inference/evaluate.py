@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from cifar_towers import files
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation.evaluator import make_evaluate_fn
 from cifar_towers.evaluation.score import Score
-from cifar_towers.files import run_files
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
 from cifar_towers.inference.settings import EvaluateConfig
 from cifar_towers.reporting.progress_bar import progress_bar
@@ -63,7 +63,7 @@ def _check_data(config: EvaluateConfig, run: TrainedRun, dataset: Dataset) -> bo
 
 
 def _as_json(settings: dict, score: Score, class_names: Sequence[str]) -> str:
-    return run_files.to_json(
+    return files.to_json(
         settings
         | {
             "count": score.count,

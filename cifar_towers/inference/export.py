@@ -12,12 +12,12 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image
 
+from cifar_towers import files
 from cifar_towers.data import image_files, sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import DataError, RunError, UsageError, error_line
 from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
-from cifar_towers.files import atomic_io, run_files
 from cifar_towers.inference.export_formats import FORMATS, Format, ServingModule
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
 from cifar_towers.inference.settings import ExportConfig
@@ -64,15 +64,15 @@ def export_model(config: ExportConfig) -> bool:
     own_layers = _own_layers(model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_io.temporary_beside(path) as temporary, keras.saving.custom_object_scope(own_layers):
+        with files.temporary_beside(path) as temporary, keras.saving.custom_object_scope(own_layers):
             file_format.write(module, temporary)
             problem = _check(file_format, temporary, samples, split.labels) if split else ""
             written = _path_of_failed(path) if problem else path
-            atomic_io.replace(temporary, written)
+            files.replace(temporary, written)
     except Exception as error:  # converters raise errors of all kinds
         raise RunError(f"{path} cannot be written ({error_line(error)}); give another place by --out") from error
     origin = f"{run.directory} at step {run.metadata['step']}, {weights} weights"
-    size = run_files.size_in_bytes(written) / 1e6
+    size = files.size_in_bytes(written) / 1e6
     print(f"{written}: {origin}, {size:.1f} MB{'' if split else ', not checked'}")
     if problem:
         earlier = f"; {path} is the earlier export" if path.exists() else ""

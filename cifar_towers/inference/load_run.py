@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import keras
 
+from cifar_towers import files
 from cifar_towers.checkpointing.checkpoint import (
     CHECKPOINTS_DIR,
     checkpoint_at_step,
@@ -22,7 +23,6 @@ from cifar_towers.config.settings import with_current_names
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import DatasetInfo
 from cifar_towers.errors import UsageError
-from cifar_towers.files import run_files
 from cifar_towers.registry import check_dataset, split_user_model
 from cifar_towers.training import build
 
@@ -91,7 +91,7 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
     checkpoint = checkpoint_at_step(train_dir, step) if step else latest_checkpoint(train_dir)
     if not checkpoint:
         raise UsageError(_explain_missing(train_dir))
-    config = _read_config(train_dir / run_files.CONFIG)
+    config = _read_config(train_dir / files.CONFIG)
     _check_model(config, model, train_dir)
     config = dataclasses.replace(config, model=model or config.model)
     metadata = read_metadata(checkpoint)
@@ -109,7 +109,7 @@ def _read_config(path: Path) -> TrainConfig:
     fields = dataclasses.fields(TrainConfig)
     names = {field.name for field in fields if field.metadata["group"] not in DEVICE_GROUPS}
     try:
-        settings = with_current_names(run_files.read_json(path))
+        settings = with_current_names(files.read_json(path))
         return TrainConfig(**{name: value for name, value in settings.items() if name in names})
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}, the settings of the run, cannot be read: {error}") from None
@@ -117,7 +117,7 @@ def _read_config(path: Path) -> TrainConfig:
 
 def _explain_missing(train_dir: Path) -> str:
     """Why a directory has no checkpoint, and which directories beside it have some."""
-    if (train_dir / run_files.CONFIG).exists():
+    if (train_dir / files.CONFIG).exists():
         return f"no checkpoint in {train_dir}: its run has not saved any yet; train on, then repeat this command"
     reason = "it is not the directory of a run" if train_dir.is_dir() else "there is no such directory"
     others = sorted({path.parents[1].name for path in train_dir.parent.glob(f"*/{CHECKPOINTS_DIR}/step-*")})

@@ -12,7 +12,6 @@ from cifar_towers.data import image_files
 from cifar_towers.errors import DataError, printable
 from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
-from cifar_towers.files import run_files
 from cifar_towers.inference.load_run import model_variables, open_run
 from cifar_towers.inference.settings import PredictConfig
 from cifar_towers.training import devices
@@ -55,7 +54,7 @@ def predict_images(config: PredictConfig) -> None:
                 failed.append(path)
                 print(f"{_shown(path)} {error}", file=sys.stderr)
             if config.json:
-                print(run_files.to_json({"picture": os.fspath(path), **(top or {"error": error})}))
+                print(files.to_json({"picture": os.fspath(path), **(top or {"error": error})}))
             elif top:
                 classes = "  ".join(f"{name} {100 * value:.1f} %" for name, value in top["probabilities"].items())
                 print(f"{_shown(path):{width}}  {printable(classes)}")

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from cifar_towers import files
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
-from cifar_towers.files import atomic_io, run_files
 from cifar_towers.reporting.run_records import RunRecord, as_number, as_text, read_run, shorten
 
 SETTINGS = {field.name for field in dataclasses.fields(TrainConfig)}
@@ -43,7 +43,7 @@ def find_runs(root: Path, pattern: str = "*") -> list[RunSummary]:
     """
     if not root.is_dir():
         raise UsageError(f"there is no directory {root}; give --runs_dir=..., or train first")
-    found = sorted(path.parent for path in root.rglob(run_files.CONFIG) if is_run(path.parent))
+    found = sorted(path.parent for path in root.rglob(files.CONFIG) if is_run(path.parent))
     names = {directory: str(directory.relative_to(root)) for directory in found}
     matching = [d for d in found if any(fnmatch.fnmatch(name, pattern) for name in (names[d], d.name, str(d)))]
     return [summarize(directory) for directory in matching]
@@ -51,7 +51,7 @@ def find_runs(root: Path, pattern: str = "*") -> list[RunSummary]:
 
 def is_run(directory: Path) -> bool:
     """Whether a directory's config.json is of a run."""
-    settings = run_files.read_json_if_any(directory / run_files.CONFIG)
+    settings = files.read_json_if_any(directory / files.CONFIG)
     return len(SETTINGS & settings.keys()) > len(SETTINGS) / 2
 
 
@@ -76,7 +76,7 @@ def summarize(directory: Path) -> RunSummary:
         images_per_sec=record.result.get("images_per_sec") or (rates[-1] if rates else None),
         minutes=sum(seconds.values()) / 60 if isinstance(seconds, dict) else None,
         revision=as_text(record.environment.get("git_revision", "unknown")),
-        megabytes=run_files.size_in_bytes(directory) / 1e6,
+        megabytes=files.size_in_bytes(directory) / 1e6,
     )
 
 
@@ -84,15 +84,15 @@ def _read(directory: Path) -> RunRecord:
     try:
         return read_run(directory, directory.name)
     except UsageError:  # no records yet, or none that can be read
-        settings = run_files.read_json_if_any(directory / run_files.CONFIG)
+        settings = files.read_json_if_any(directory / files.CONFIG)
         return RunRecord(directory.name, directory, settings, {}, {}, 0, [], [])
 
 
 def _state(directory: Path, record: RunRecord) -> str:
     if is_being_written(directory):
         return RUNNING
-    checkpoints = run_files.list_checkpoints(directory)
-    if checkpoints and atomic_io.validate(checkpoints[-1]):
+    checkpoints = files.list_checkpoints(directory)
+    if checkpoints and files.validate(checkpoints[-1]):
         return DAMAGED
     if record.finished:
         return DONE
@@ -102,7 +102,7 @@ def _state(directory: Path, record: RunRecord) -> str:
 def is_being_written(directory: Path) -> bool:
     """Whether a process has the lock of a run's directory."""
     try:
-        with open(directory / run_files.LOCK, "rb") as file:
+        with open(directory / files.LOCK, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -132,7 +132,7 @@ def best_run(runs: Sequence[RunSummary], recipe: str) -> RunSummary:
 
 def format_json(runs: Sequence[RunSummary]) -> str:
     """An object a line, for other programs."""
-    return "\n".join(run_files.to_json(run._asdict()) for run in runs)
+    return "\n".join(files.to_json(run._asdict()) for run in runs)
 
 
 def format_table(runs: Sequence[RunSummary]) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from cifar_towers.hardware import processor_features
 from cifar_towers.models import winograd
-from cifar_towers.towers.devices import processor_features
 
 Padding = Sequence[tuple[int, int]]  # before and after each of the axes [B, H, W, C]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from cifar_towers.towers.devices import xla_runs
+from cifar_towers.hardware import xla_runs
 
 
 def fused(function: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:

@@ -8,8 +8,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from cifar_towers.hardware import cpuinfo, gpu_names
 from cifar_towers.reporting.run_info import RunInfo
-from cifar_towers.towers.devices import cpuinfo, gpu_names
 from cifar_towers.towers.pipeline import layer_costs
 from cifar_towers.towers.placement import short_device
 

@@ -12,8 +12,7 @@ import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from cifar_towers.files.best_effort import BestEffortWrites
-from cifar_towers.files.run_files import EVENT_FILES, TRUNCATED_EVENTS
+from cifar_towers.files import EVENT_FILES, TRUNCATED_EVENTS, BestEffortWrites
 
 ERRORS = (OSError, tf.errors.OpError)
 _file_numbers = itertools.count()

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from cifar_towers import files
 from cifar_towers.errors import RunError
-from cifar_towers.files import atomic_io
 from cifar_towers.reporting import html_page, run_records
 from cifar_towers.reporting.html_page import Cell, Section, Table
 from cifar_towers.reporting.phase_timer import TRAINING_PHASES
@@ -40,7 +40,7 @@ def write(directories: Sequence[Path], out: Path) -> Path:
     html = render(runs).encode(errors="replace").decode()  # a name may hold surrogates
     html = html.encode("ascii", "xmlcharrefreplace").decode()  # readable in any locale
     try:
-        atomic_io.write_whole(out, html)
+        files.write_whole(out, html)
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}; name another place with --out=FILE") from None
     return out

@@ -4,15 +4,15 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cifar_towers.files import atomic_io, run_files
-from cifar_towers.files.best_effort import BestEffortWrites
+from cifar_towers import files
+from cifar_towers.files import BestEffortWrites
 
 
 class JsonlWriter:
     """Appends records to metrics.jsonl, one JSON object per line; an error of writing is logged once."""
 
     def __init__(self, train_dir: Path):
-        self._path = train_dir / run_files.METRICS
+        self._path = train_dir / files.METRICS
         self._best_effort = BestEffortWrites(self._path)
         self._incomplete = False  # whether the last line may have been cut short
 
@@ -20,7 +20,7 @@ class JsonlWriter:
         """Removes all records that do not meet the condition, as those after the checkpoint of a rollback."""
         with self._best_effort():
             kept = [record for record in read_records(self._path) if condition(record)]
-            atomic_io.write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+            files.write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def records(self, kind: str) -> list[dict]:
         """The records of one kind, `train` or `eval`."""
@@ -30,7 +30,7 @@ class JsonlWriter:
 
     def write(self, **record) -> None:
         """Appends one record."""
-        line = "\n" * self._incomplete + run_files.to_json(record) + "\n"
+        line = "\n" * self._incomplete + files.to_json(record) + "\n"
         self._incomplete = True
         with self._best_effort():
             with self._path.open("a") as file:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from cifar_towers.files.best_effort import BestEffortWrites
+from cifar_towers.files import BestEffortWrites
 
 PARTS = ("forward", "backward", "average", "apply", "other")
 SCOPES = {  # part -> beginning of a scope of its operations; the first that matches counts

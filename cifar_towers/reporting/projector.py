@@ -8,7 +8,7 @@ from google.protobuf import text_format
 from tensorboard.plugins.projector import EmbeddingInfo, ProjectorConfig, SpriteMetadata
 from tensorboard.plugins.projector.metadata import PROJECTOR_FILENAME
 
-from cifar_towers.files import atomic_io
+from cifar_towers import files
 from cifar_towers.reporting import figures
 from cifar_towers.reporting.event_files import EventWriter
 
@@ -51,7 +51,7 @@ def write(directory: Path, features: np.ndarray, images: np.ndarray, columns: Ma
     }
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
-        atomic_io.write_whole(directory / name, content)
+        files.write_whole(directory / name, content)
     if not list(directory.glob("*tfevents*")):
         EventWriter(directory).write(0)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from PIL import Image
 
-from cifar_towers.files import run_files
+from cifar_towers import files
 from cifar_towers.reporting import figures, run_records
 from cifar_towers.reporting.charts import REPORT_CURVES, Curve
 from cifar_towers.reporting.html_page import Picture
@@ -131,7 +131,7 @@ def mistakes(runs: Iterable[RunRecord]) -> list[Picture]:
     pictures = []
     for run in runs:
         try:
-            png = (run.directory / run_files.MISTAKES).read_bytes()
+            png = (run.directory / files.MISTAKES).read_bytes()
             with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
                 image.load()
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):

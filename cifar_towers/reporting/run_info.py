@@ -7,11 +7,13 @@ import keras
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.batch_shares import parse_shares
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.evaluation.score import Evaluation
 from cifar_towers.reporting import figures
 from cifar_towers.towers import Tower
+from cifar_towers.towers.sharding import share_out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,9 @@ class RunInfo:
         if config.strategy == "multi_worker":
             devices = f"{num_towers // len(self.devices)} workers"
         parts = f"{config.micro_batches} x " if config.micro_batches > 1 else ""
-        sizes = [size // config.micro_batches for size in config.shard_sizes(num_towers)]
+        shares = parse_shares(config.tower_shares) or [1] * num_towers
+        shard_sizes = share_out(config.batch_size, shares, config.micro_batches)
+        sizes = [size // config.micro_batches for size in shard_sizes]
         images = f"{parts}{', '.join(map(str, sizes)) if config.tower_shares else sizes[0]} images"
         stages = f" in {len(self.devices)} stages" if config.parallelism == "model" else ""
         mirrored = ", mirrored" if config.strategy == "mirrored" else ""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
+from cifar_towers import files
 from cifar_towers.config.recipe import recipe_fields
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation.score import Evaluation, Score
-from cifar_towers.files import atomic_io, best_effort, run_files
 from cifar_towers.reporting import environment, figures, jsonl, tags, tb_text
 from cifar_towers.reporting.console import Progress, ProgressStatus, approximate_duration, format_seconds
 from cifar_towers.reporting.noise_scale import NoiseScale
@@ -72,7 +72,7 @@ class RunLogger:
         )
         run, settings = self.run, dataclasses.asdict(self.run.config)
         facts = environment.describe_run(run)
-        self._unwritten = {run_files.CONFIG: settings, run_files.ENVIRONMENT: facts}
+        self._unwritten = {files.CONFIG: settings, files.ENVIRONMENT: facts}
         self._write_unwritten()
         hparams = recipe_fields(run.config) | {"seed": run.config.seed, "towers": len(run.towers)}
         hparams |= {"strategy": run.config.strategy, "precision": run.compute_dtype, "dataset": run.dataset.name}
@@ -229,8 +229,8 @@ class RunLogger:
         if result["bad_steps"]:
             self.log(f"{result['bad_steps']} steps made no update, {result['rollbacks']} rollbacks")
         self._write_unwritten()
-        with best_effort.best_effort_writes(self.directory / run_files.RESULT):
-            run_files.write_json(self.directory / run_files.RESULT, result)
+        with files.best_effort_writes(self.directory / files.RESULT):
+            files.write_json(self.directory / files.RESULT, result)
         final = {f"{tags.ACCURACY}/{score_tag(**score)}": score["accuracy"] for score in result["evaluations"]}
         final |= {"training_seconds": self.timer.training_seconds}
         final |= {"images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
@@ -242,8 +242,8 @@ class RunLogger:
     def _write_unwritten(self) -> None:
         """Write config.json and environment.json if an earlier try failed: nobody can use the run without them."""
         for name, content in list(self._unwritten.items()):
-            with best_effort.best_effort_writes(self.directory / name):
-                run_files.write_json(self.directory / name, content)
+            with files.best_effort_writes(self.directory / name):
+                files.write_json(self.directory / name, content)
                 del self._unwritten[name]
 
     def _tower_agreement(self, metrics: StepMetrics) -> dict:
@@ -280,8 +280,8 @@ class RunLogger:
         ]
         title = f"most confident mistakes, {name}, step {step}"
         picture = figures.image_grid(split.images[mistakes.examples], captions, title)
-        with best_effort.best_effort_writes(self.directory / run_files.MISTAKES):
-            atomic_io.write_whole(self.directory / run_files.MISTAKES, figures.png(picture))
+        with files.best_effort_writes(self.directory / files.MISTAKES):
+            files.write_whole(self.directory / files.MISTAKES, figures.png(picture))
         self.tensorboard.write_mistakes(step, name, score, split, names, picture)
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cifar_towers import files
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import names_with
 from cifar_towers.errors import UsageError
-from cifar_towers.files import run_files
 from cifar_towers.reporting import jsonl
 
 PER_RUN = names_with(TrainConfig, per_run=True)  # settings that may differ between the runs of a group
@@ -100,7 +100,7 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
     for run in runs:
         if not run.training and not run.evaluations:
             raise UsageError(
-                f"{run.directory} holds no records of a run in {run_files.METRICS}; give the directory of one, as "
+                f"{run.directory} holds no records of a run in {files.METRICS}; give the directory of one, as "
                 "runs/speed94-seed0"
             )
     return runs
@@ -113,10 +113,9 @@ def read_run(directory: Path, name: str) -> RunRecord:
       UsageError: the records cannot be read.
     """
     config, environment, result = (
-        run_files.read_json_if_any(directory / file)
-        for file in (run_files.CONFIG, run_files.ENVIRONMENT, run_files.RESULT)
+        files.read_json_if_any(directory / file) for file in (files.CONFIG, files.ENVIRONMENT, files.RESULT)
     )
-    metrics = directory / run_files.METRICS
+    metrics = directory / files.METRICS
     try:
         records = [record for record in jsonl.read_records(metrics) if isinstance(record["step"], int)]
     except OSError as error:

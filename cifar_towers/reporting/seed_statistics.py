@@ -13,7 +13,7 @@ from tensorboard.plugins.scalar.metadata import PLUGIN_NAME as SCALARS
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.util.tensor_util import make_ndarray
 
-from cifar_towers.files.run_files import EVENT_FILES
+from cifar_towers.files import EVENT_FILES
 from cifar_towers.reporting import charts, tags, tb_protos
 from cifar_towers.reporting.event_files import EventWriter, read_events
 from cifar_towers.reporting.sample import Sample

@@ -12,9 +12,9 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
+from cifar_towers import files
 from cifar_towers.data.dataset import DatasetInfo, Split
 from cifar_towers.evaluation.score import Score
-from cifar_towers.files import best_effort
 from cifar_towers.reporting import charts, figures, graph_layout, projector, tags, tb_protos
 from cifar_towers.reporting.event_files import EventWriter
 from cifar_towers.training.results import StepMetrics, TensorStats, UpdateDiagnostics
@@ -142,7 +142,7 @@ class TensorBoardWriter:
         """The projector's files, in a new directory as TensorBoard reads each only once; earlier ones are removed."""
         count, directory = len(score.features), self._train_dir / f"{PROJECTOR}_{step:08}"
         columns = projector.metadata_columns(split.labels[:count], score.probabilities[:count], class_names)
-        with best_effort.best_effort_writes(directory):
+        with files.best_effort_writes(directory):
             projector.write(directory, score.features, split.images[:count], columns)
             for other in self._train_dir.glob(f"{PROJECTOR}_*"):
                 if other != directory:

@@ -4,26 +4,19 @@ Call `make_towers(n)` once, before any other TensorFlow operation: TensorFlow fi
 """
 
 import contextlib
-import ctypes
-import functools
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import tensorflow as tf
 
+from cifar_towers import hardware
+
 log = logging.getLogger(__name__)
 
 CPU_TOWERS_BY_DEFAULT = 2
-CUDA_LIBRARIES = (  # that TensorFlow's wheels open, of CUDA 12
-    *("libcudart.so.12", "libcublas.so.12", "libcufft.so.11", "libcurand.so.10", "libcusolver.so.11"),
-    *("libcusparse.so.12", "libcudnn.so.9", "libnccl.so.2", "libcupti.so.12"),
-)
-NVIDIA_DRIVERS = Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/libcuda.so.1")  # the second: WSL
 
 
 class Tower(NamedTuple):
@@ -128,9 +121,13 @@ def _log_plan(plan: DevicePlan) -> None:
     if plan.note:
         log.info(plan.note)
     if plan.kind == "GPU":
-        _log_uncompiled_kernels()
-    elif os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1") and any(map(Path.exists, NVIDIA_DRIVERS)):
-        missing = [name for name in CUDA_LIBRARIES if not _is_installed(name)]
+        for name, (major, minor) in hardware.gpus_without_kernels():
+            log.warning(
+                f"{name} has compute capability {major}.{minor}, for which TensorFlow has no compiled kernels: the "
+                "driver compiles them at the first start, for minutes up to half an hour; later starts find them"
+            )
+    elif os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1") and hardware.has_nvidia_driver():
+        missing = hardware.missing_cuda_libraries()
         log.warning(
             "an NVIDIA driver is installed, but TensorFlow has no GPU: "
             + (
@@ -139,27 +136,6 @@ def _log_plan(plan: DevicePlan) -> None:
                 else "set TF_CPP_MIN_LOG_LEVEL=0 to see why, as CUDA's libraries are there"
             )
         )
-
-
-def _is_installed(library: str) -> bool:
-    """Whether the system or one of pip's nvidia packages has a library."""
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return any(next(Path(entry, "nvidia").glob(f"*/lib/{library}"), None) for entry in sys.path)
-    return True
-
-
-def _log_uncompiled_kernels() -> None:
-    """Warns of GPUs that TensorFlow has no compiled kernels for."""
-    compiled = [name.removeprefix("sm_") for name in tf.sysconfig.get_build_info().get("cuda_compute_capabilities", ())]
-    compiled = [(int(name[:-1]), int(name[-1])) for name in compiled if name.isdecimal()]
-    for name, (major, minor) in zip(gpu_names(), gpu_compute_capabilities(), strict=True):
-        if compiled and not any(of == major and since <= minor for of, since in compiled):
-            log.warning(
-                f"{name} has compute capability {major}.{minor}, for which TensorFlow has no compiled kernels: the "
-                "driver compiles them at the first start, for minutes up to half an hour; later starts find them"
-            )
 
 
 def _set_threads(plan: DevicePlan, intra_op_threads: int) -> None:
@@ -199,36 +175,3 @@ def _gpu_memory_mb(index: int) -> int:
             f"several towers on /GPU:{index} need a share of its memory, and the driver does not report it; "
             "set gpu_memory_limit_mb"
         ) from error
-
-
-def gpu_names() -> list[str]:
-    """Product names of the visible GPUs, as `NVIDIA A100-SXM4-40GB`."""
-    gpus = tf.config.get_visible_devices("GPU")
-    return [tf.config.experimental.get_device_details(gpu).get("device_name", gpu.name) for gpu in gpus]
-
-
-def gpu_compute_capabilities() -> list[tuple[int, int]]:
-    """Compute capabilities of the visible GPUs, as (8, 0); (0, 0) where the driver does not say."""
-    gpus = tf.config.get_visible_devices("GPU")
-    return [tf.config.experimental.get_device_details(gpu).get("compute_capability", (0, 0)) for gpu in gpus]
-
-
-def xla_runs() -> bool:
-    """Whether XLA compiles for every visible GPU: TensorFlow 2.21's ends the process on compute capability 10 and above
-    (tensorflow/tensorflow#111958)."""
-    return all(capability < (10, 0) for capability in gpu_compute_capabilities())
-
-
-def processor_features() -> frozenset[str]:
-    """Instruction sets of the first processor by their Linux names, as `avx2`; empty on other systems."""
-    return frozenset(cpuinfo("flags", "Features").split())
-
-
-@functools.cache
-def cpuinfo(*fields: str) -> str:
-    """What Linux says of the first processor under one of these fields, as `vendor_id`; empty if nothing."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(fields)), "")

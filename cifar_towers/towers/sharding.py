@@ -38,6 +38,29 @@ def split_batch(
     return shards
 
 
+def share_out(examples: int, shares: Sequence[float], multiple: int = 1) -> list[int]:
+    """Return K sizes in proportion to `shares` that add up to `examples`, each a positive multiple of `multiple`.
+
+    >>> share_out(16, [3, 1]), share_out(10, [2, 1, 1])
+    ([12, 4], [5, 3, 2])
+
+    Raises:
+      ValueError: a share is not positive, or there are too few examples, or they are no multiple.
+    """
+    units = examples // multiple
+    if not shares or min(shares) <= 0 or examples % multiple or units < len(shares):
+        parts = f" in multiples of {multiple}" if multiple > 1 else ""
+        raise ValueError(f"{examples} examples cannot be shared{parts} as {', '.join(f'{s:g}' for s in shares)}")
+    exact = [units * share / sum(shares) for share in shares]
+    sizes = [max(1, int(value)) for value in exact]
+    while sum(sizes) != units:
+        step = 1 if sum(sizes) < units else -1
+        movable = [k for k in range(len(sizes)) if sizes[k] + step > 0]
+        k = max(movable, key=lambda k: step * (exact[k] - sizes[k]))  # the first of equals
+        sizes[k] += step
+    return [multiple * size for size in sizes]
+
+
 def run_on_towers(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: Sequence[Any]) -> list[Any]:
     """Calls `fn(tower, shard)` for each tower, in its device and name scope; returns the results in tower order.
 

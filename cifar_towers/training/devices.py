@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -9,9 +10,11 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from cifar_towers.config import DeviceConfig, TrainConfig
+from cifar_towers.config.batch_shares import MAX_MICRO_BATCHES, parse_shares
 from cifar_towers.errors import UsageError, error_text
 from cifar_towers.towers import Tower, make_towers
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
+from cifar_towers.towers.sharding import share_out
 from cifar_towers.training import precision
 from cifar_towers.training.distributed_step import make_multi_worker_strategy, towers_here
 
@@ -96,9 +99,8 @@ def explained_errors(config: TrainConfig, towers: Sequence[Tower]) -> Iterator[N
         yield
     except tf.errors.OpError as error:
         if reason := describe_out_of_memory(error):
-            smaller = config.suggest_smaller_micro_batches(len(towers))
             advice = "a smaller --batch_size, which is another run, may fit"
-            if smaller:
+            if smaller := suggest_smaller_micro_batches(config, len(towers)):
                 advice = f"the same command with {smaller} takes each tower's share in smaller parts, and resumes from "
                 advice += "the last checkpoint where the net has no batch normalization"
             raise UsageError(f"{reason}: the memory is too small for this; {advice}") from error
@@ -107,6 +109,30 @@ def explained_errors(config: TrainConfig, towers: Sequence[Tower]) -> Iterator[N
         raise UsageError(
             f"{error_text(error)}: train without --deterministic, or without what has no such form"
         ) from error
+
+
+def shard_sizes(config: TrainConfig, num_towers: int, examples: int = 0) -> list[int]:
+    """Return [K], the number of examples that each tower takes of `examples`, by default of a batch."""
+    shares = parse_shares(config.tower_shares) or [1] * num_towers
+    return share_out(examples or config.batch_size, shares, config.micro_batches or 1)
+
+
+def smaller_micro_batches(config: TrainConfig, num_devices: int) -> int:
+    """Return the smallest number of micro-batches that at least halves their size; 0 if there is none."""
+    num_towers = num_devices if config.parallelism == "data" else 1
+    sizes = shard_sizes(config, num_towers)
+    if config.hard_example_pool:
+        sizes += shard_sizes(config, num_towers, config.hard_example_pool)
+    divisible = math.gcd(*sizes)
+    counts = range(2 * config.micro_batches, min(divisible, MAX_MICRO_BATCHES) + 1)
+    return next((count for count in counts if divisible % count == 0), 0)
+
+
+def suggest_smaller_micro_batches(config: TrainConfig, num_devices: int) -> str:
+    """Return flags for micro-batches of at most half the size; empty if there are none."""
+    count = smaller_micro_batches(config, num_devices) if config.micro_batches else 0  # auto has tried them
+    unsynchronized = " --batch_statistics=mean" if config.batch_statistics == "synchronized" else ""
+    return f"--micro_batches={count}{unsynchronized}" if count else ""
 
 
 def describe_out_of_memory(error: tf.errors.OpError) -> str:

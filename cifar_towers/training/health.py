@@ -9,6 +9,7 @@ import numpy as np
 from cifar_towers.data.batches import Batch
 from cifar_towers.errors import DivergedError
 from cifar_towers.towers import split_batch
+from cifar_towers.training.devices import shard_sizes
 from cifar_towers.training.hard_examples import gather_rows
 from cifar_towers.training.nonfinite import describe_nonfinite, locate_nonfinite
 from cifar_towers.training.results import PROXY, StepMetrics
@@ -128,7 +129,7 @@ class HealthMonitor:
         tower, message = nonfinite[0], ""
         local_towers = [tower for tower in setup.towers if tower in setup.local_towers]
         if tower in local_towers:
-            sizes = setup.config.shard_sizes(len(local_towers), len(batch.labels))
+            sizes = shard_sizes(setup.config, len(local_towers), len(batch.labels))
             shard = split_batch(batch, local_towers, sizes=sizes)[local_towers.index(tower)]
             shard, parts = setup.batches.load_images(shard, tower.device), setup.config.micro_batches
             message = locate_nonfinite(state.model, setup.augmentation, tower, shard, image_size, parts)

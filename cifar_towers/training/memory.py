@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.models.layers import has_batch_norm
-from cifar_towers.training.devices import describe_out_of_memory
+from cifar_towers.training.devices import describe_out_of_memory, shard_sizes, smaller_micro_batches
 from cifar_towers.training.run_setup import RunSetup
 
 
@@ -29,12 +29,12 @@ def smaller_parts_for_memory(setup: RunSetup, log: Callable[[str], None]) -> Ite
         yield
     except tf.errors.OpError as error:
         reason = "" if setup.requested.micro_batches else describe_out_of_memory(error)
-        count = setup.config.smaller_micro_batches(len(setup.towers)) if reason else 0
+        count = smaller_micro_batches(setup.config, len(setup.towers)) if reason else 0
         if not count:
             raise
         line = f"a step does not fit into the memory ({reason}): continuing with --micro_batches={count}"
         if has_batch_norm(setup.state.model):
-            largest = max(setup.config.shard_sizes(len(setup.towers)))
+            largest = max(shard_sizes(setup.config, len(setup.towers)))
             now, then = largest // setup.config.micro_batches, largest // count
             line += (
                 f"; batch norm now sees {then} images at a time instead of {now}, which is another function: to train "

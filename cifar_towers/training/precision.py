@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from cifar_towers.towers.devices import cpuinfo, gpu_compute_capabilities, processor_features
+from cifar_towers.hardware import cpuinfo, gpu_compute_capabilities, processor_features
 from cifar_towers.towers.placement import HOST, pin_to_device
 
 BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # of processors

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from cifar_towers.config.batch_shares import share_out
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.towers import (
@@ -20,6 +19,7 @@ from cifar_towers.towers import (
 from cifar_towers.towers.collectives import mean_of_towers
 from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
+from cifar_towers.towers.sharding import share_out
 from cifar_towers.training.diagnostics import forward_diagnostics, stateless_call_with_activations, tower_gradient_stats
 from cifar_towers.training.nonfinite import first_nonfinite_index
 from cifar_towers.training.results import ForwardDiagnostics, StepDiagnostics, StepMetrics, TowerGradientStats

@@ -11,10 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.batch_shares import share_out
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import Split
 from cifar_towers.towers import Tower, variable_placement
+from cifar_towers.towers.sharding import share_out
 from cifar_towers.training import build
 from cifar_towers.training.step import StepOptions, make_tower_fn
 

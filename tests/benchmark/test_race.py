@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from cifar_towers import files
 from cifar_towers.benchmark import framework_comparison, peak_flops, processes, race
 from cifar_towers.benchmark.race import StepKind
 from cifar_towers.benchmark.settings import SpeedrunConfig
@@ -9,7 +10,6 @@ from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources, synthetic
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.files import run_files
 from cifar_towers.training import build
 
 TINY = {"dataset": "synthetic", "model": "cifarnet", "crop": 24, "shift": 0, "batch_size": 40, "precision": "float32"}
@@ -85,11 +85,11 @@ def test_uncountable_model_is_a_usage_error(towers, tmp_path):
 def test_earlier_run_under_other_conditions_is_refused(tmp_path, settings, machine, message):
     recipe = TrainConfig(**TINY, num_gpus=2, train_dir=str(tmp_path))
     environment = FACTS | {"git_revision": "another", "command": ["other"]}
-    run_files.write_json(tmp_path / "config.json", dataclasses.asdict(recipe) | {"data_dir": "elsewhere"})
-    run_files.write_json(tmp_path / "environment.json", environment)
+    files.write_json(tmp_path / "config.json", dataclasses.asdict(recipe) | {"data_dir": "elsewhere"})
+    files.write_json(tmp_path / "environment.json", environment)
     race._check_same_conditions(tmp_path, recipe, FACTS)
-    run_files.write_json(tmp_path / "config.json", dataclasses.asdict(recipe) | settings)
-    run_files.write_json(tmp_path / "environment.json", environment | machine)
+    files.write_json(tmp_path / "config.json", dataclasses.asdict(recipe) | settings)
+    files.write_json(tmp_path / "environment.json", environment | machine)
     with pytest.raises(UsageError, match=rf"has other settings or another machine \({message}\); give those set"):
         race._check_same_conditions(tmp_path, recipe, FACTS)
     race._check_same_conditions(tmp_path, dataclasses.replace(recipe, overwrite=True), FACTS)
@@ -113,10 +113,10 @@ def test_race_writes_results_and_reuses_trained_seeds(tmp_path, monkeypatch, cap
         seeds="0,1", rounds=1, peers="keras,tutorial", target=0.01, train_dir=str(tmp_path),
     )  # fmt: skip
     race.run_race(config, sources.find("synthetic"))
-    first, comparison = (run_files.read_json(tmp_path / name) for name in ("race.json", "side_by_side.json"))
+    first, comparison = (files.read_json(tmp_path / name) for name in ("race.json", "side_by_side.json"))
     assert [seed["reused"] for seed in first["seeds"]] == [False, False] and len(first["ceilings"]) == 4
     for seed in (0, 1):
-        result = run_files.read_json(tmp_path / f"seed{seed}" / "result.json")
+        result = files.read_json(tmp_path / f"seed{seed}" / "result.json")
         assert first["seeds"][seed]["accuracy"] == result["evaluations"][-1]["accuracy"] and result["step"] == 3
         assert first["seeds"][seed]["seconds"] == result["seconds"]
     assert 0 < first["seconds_to_target"] == pytest.approx(3 / 2 * first["training"]["mean"])
@@ -129,8 +129,8 @@ def test_race_writes_results_and_reuses_trained_seeds(tmp_path, monkeypatch, cap
     capfd.readouterr()
 
     race.run_race(dataclasses.replace(config, rounds=0), sources.find("synthetic"))
-    again = run_files.read_json(tmp_path / "race.json")
-    assert run_files.read_json(tmp_path / "side_by_side.json") == comparison
+    again = files.read_json(tmp_path / "race.json")
+    assert files.read_json(tmp_path / "side_by_side.json") == comparison
     assert [seed["reused"] for seed in again["seeds"]] == [True, True]
     assert again["ceilings"] == first["ceilings"] and again["training"] == first["training"]
     assert "is complete at step 3" in capfd.readouterr().out

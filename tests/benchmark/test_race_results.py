@@ -1,8 +1,8 @@
 import pytest
 
+from cifar_towers import files
 from cifar_towers.benchmark import race_results
 from cifar_towers.benchmark.framework_comparison import Competitor
-from cifar_towers.files import run_files
 
 FACTS = {
     "recipe": "mine", "model": "speednet94", "batch_size": 1536, "hard_example_pool": 0, "dataset": "cifar10",
@@ -104,7 +104,7 @@ def test_published_race(tmp_path, capsys):
     assert "A run at the peak takes 150.0 s; training ran at 50.0 % of it." in text
     assert "* run by an earlier command: seed 2 (revision abc)" in text and "\n2*  " in text
     assert "Seconds to 94.00 %" in (tmp_path / "race.txt").read_text()
-    assert run_files.read_json(tmp_path / "race.json")["training"]["mean"] == 150
+    assert files.read_json(tmp_path / "race.json")["training"]["mean"] == 150
 
 
 def publish(tmp_path, capsys, competitors, **left_out):
@@ -114,7 +114,7 @@ def publish(tmp_path, capsys, competitors, **left_out):
     lines = [line.split() for line in text.splitlines()]
     table = next(index for index, words in enumerate(lines) if words[:1] == ["framework"])
     assert text.strip() in (tmp_path / "side_by_side.txt").read_text()
-    rows = run_files.read_json(tmp_path / "side_by_side.json")["contestants"]
+    rows = files.read_json(tmp_path / "side_by_side.json")["contestants"]
     return text, lines[table : table + 1 + len(competitors)], rows
 
 

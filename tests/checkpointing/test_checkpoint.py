@@ -39,14 +39,14 @@ def test_checkpoint_under_another_steps_name_is_quarantined(tmp_path):
 
 def test_checkpoint_pruned_while_being_read_is_not_called_damaged(tmp_path, monkeypatch):
     old = save(tmp_path, 1, variables(), {}, keep=1)
-    validate = checkpoint.atomic_io.validate
+    validate = checkpoint.files.validate
 
     def meanwhile(directory):
         if directory == old and old.exists():
             save(tmp_path, 2, variables(), {}, keep=1)  # which removes the old one
         return validate(directory)
 
-    monkeypatch.setattr(checkpoint.atomic_io, "validate", meanwhile)
+    monkeypatch.setattr(checkpoint.files, "validate", meanwhile)
     assert checkpoint.latest_checkpoint(tmp_path) == checkpoint.checkpoint_path(tmp_path, 2)
     for read in (checkpoint.read_variables, checkpoint.read_metadata):
         with pytest.raises(

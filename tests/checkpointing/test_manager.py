@@ -3,8 +3,8 @@ import itertools
 import pytest
 import tensorflow as tf
 
+from cifar_towers import files
 from cifar_towers.checkpointing import checkpoint, manager
-from cifar_towers.files import run_files
 
 
 class Clock:
@@ -76,6 +76,6 @@ def test_rollbacks_newer_than_the_checkpoint_count(tmp_path, recorded, expected)
     state = State()
     state.named_variables = lambda: {"step": tf.Variable(0)}
     if recorded:
-        run_files.write_json(tmp_path / run_files.ROLLBACKS, {"rollbacks": recorded})
+        files.write_json(tmp_path / files.ROLLBACKS, {"rollbacks": recorded})
     metadata = manager.CheckpointManager(tmp_path, state, 0, 3, print).restore(path)
     assert (metadata["step"], metadata["rollbacks"]) == (3, expected)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from cifar_towers import files
 from cifar_towers.checkpointing import checkpoint
-from cifar_towers.files import atomic_io, run_files
 from tests.faults import harness, hooks, runs, tracing
 from tests.faults.harness import Child, Experiment, Trial, check
 from tests.faults.subjects import OURS
@@ -185,7 +185,7 @@ class FaultyRun:
         try:
             hooks.train((*FLAGS, f"--train_dir={self._directory}"))
         finally:
-            run_files.write_json(output, vars(self._record))
+            files.write_json(output, vars(self._record))
             self._active.close()
 
     def _reach(self, point: str) -> None:
@@ -228,7 +228,7 @@ class FaultyRun:
                 if _lost_checkpoint(record.events, self._directory):
                     record.error = "a checkpoint was removed"
                 if path:
-                    record.states[path.name] = atomic_io.sha256(path / STATE)
+                    record.states[path.name] = files.sha256(path / STATE)
 
         return wrapped
 
@@ -240,7 +240,7 @@ def _train(scratch: Path, directory: Path, fault: Fault, checkpoint_bytes: int =
     with Child(functools.partial(faulty_run.train, scratch / "record"), scratch / "output") as run:
         run.wait()
     check((scratch / "record").exists(), f"ended with {run.exit_code} without a record")
-    return run, Record(**run_files.read_json(scratch / "record"))
+    return run, Record(**files.read_json(scratch / "record"))
 
 
 @functools.cache
@@ -252,7 +252,7 @@ def _reference() -> Reference:
         run, record = _train(scratch / "first", directory, traced)
         if run.exit_code or len(record.states) != len(STEPS):
             raise RuntimeError(f"the undisturbed run ends with {run.exit_code}: {run.output}")
-        weights = run_files.read_json(directory / run_files.RESULT)["weights_sha256"]
+        weights = files.read_json(directory / files.RESULT)["weights_sha256"]
         size = sum(path.stat().st_size for path in checkpoint.list_checkpoints(directory)[-1].iterdir())
         traces = "".join(path.read_text() for path in scratch.glob("trace.*"))
         calls = Counter(re.findall(r"^(\w+)\(", traces, re.MULTILINE))
@@ -269,7 +269,7 @@ def _lost_checkpoint(events: list[str], directory: Path) -> bool:
 
 def _check_guarantees(directory: Path, run: Child, record: Record, prefix: str = "") -> None:
     reference, exit_code, output, events = _reference(), run.exit_code, run.output, record.events
-    result = run_files.read_json_if_any(directory / run_files.RESULT)
+    result = files.read_json_if_any(directory / files.RESULT)
     started = hooks.STARTED in output
     lifted = "fault" not in events or "lifted" in events[:-1]  # there was room at the last point
     failures = {
@@ -282,7 +282,7 @@ def _check_guarantees(directory: Path, run: Child, record: Record, prefix: str =
         "a checkpoint is gone": _lost_checkpoint(events, directory),
         "the last checkpoint is gone": exit_code == 0 and runs.newest_saved(directory) != LAST,
         "a checkpoint is damaged": any(
-            atomic_io.validate(path) or atomic_io.sha256(path / STATE) != reference.states.get(path.name)
+            files.validate(path) or files.sha256(path / STATE) != reference.states.get(path.name)
             for path in checkpoint.list_checkpoints(directory)
         ),
         "other weights": started and f"weights sha256 {reference.weights[:16]}" not in output,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from cifar_towers.files import run_files
+from cifar_towers import files
 from tests.faults import hooks, runs
 from tests.faults.harness import Experiment, Trial, check
 from tests.faults.subjects import OURS
@@ -30,7 +30,7 @@ def check_leaks(trial: Trial) -> str:
     first, last = next(sample for sample in samples if sample["step"] == FIRST_SAMPLE), samples[-1]
     trial.details = f"{first} to {last}"
     check(not run.exit_code and last["step"] == steps, f"ended with {run.exit_code} after step {last['step']}")
-    seconds = run_files.read_json(run.directory / run_files.RESULT)["seconds"]
+    seconds = files.read_json(run.directory / files.RESULT)["seconds"]
     saving = seconds["save"] / sum(seconds.values())
     growth = {name: last[name] - first[name] for name in first}
     trial.details += f": {growth['resident_mb']:.1f} MB more; saving took {100 * saving:.2f} % of the time"

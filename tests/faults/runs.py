@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from cifar_towers import files
 from cifar_towers.checkpointing import checkpoint
-from cifar_towers.files import run_files
 from cifar_towers.reporting import jsonl
 from tests.faults import harness, hooks, subjects
 from tests.faults.harness import Child, Experiment, Trial, check
@@ -64,7 +64,7 @@ class Run(Child):
     @property
     def weights(self) -> str:
         """SHA-256 of the final weights; empty if there are none."""
-        return run_files.read_json_if_any(self.directory / run_files.RESULT).get("weights_sha256", "")
+        return files.read_json_if_any(self.directory / files.RESULT).get("weights_sha256", "")
 
     def check_resumed(self, saved: int) -> None:
         """Ends the trial as failed if this run resumed from an older step than the saved one."""
@@ -101,7 +101,7 @@ def newest_saved(directory: Path) -> int:
 
 def recorded_steps(directory: Path) -> list[int]:
     """The steps of our training records, in the order of the file."""
-    path = directory / run_files.METRICS
+    path = directory / files.METRICS
     return [record["step"] for record in jsonl.read_records(path) if record["kind"] == "train"] if path.exists() else []
 
 

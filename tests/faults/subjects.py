@@ -15,10 +15,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from cifar_towers import files
 from cifar_towers.checkpointing.checkpoint import latest_checkpoint, read_metadata
 from cifar_towers.checkpointing.manager import CheckpointManager
 from cifar_towers.data import synthetic
-from cifar_towers.files import run_files
 
 OURS, MANAGER, BACKUP = "cifar_towers", "CheckpointManager", "BackupAndRestore"
 ALL = (OURS, MANAGER, BACKUP)
@@ -147,4 +147,4 @@ def train_peer(subject: str, directory: Path) -> None:
             saver.save(step)
             print(f"saved step {step}", flush=True)
     weights = b"".join(variable.numpy().tobytes() for variable in (*model.variables, *optimizer.variables))
-    run_files.write_json(directory / run_files.RESULT, {"weights_sha256": hashlib.sha256(weights).hexdigest()})
+    files.write_json(directory / files.RESULT, {"weights_sha256": hashlib.sha256(weights).hexdigest()})

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cifar_towers.files import atomic_io
+from cifar_towers import files
 from tests.faults.disk import Disk, write_state
 
 
@@ -89,9 +89,9 @@ def test_write_state(tmp_path):
     assert (tmp_path / "b").read_bytes() == b""
 
 
-SYNCED = {  # by `atomic_io.commit`
+SYNCED = {  # by `files.commit`
     "its files": lambda path: path.is_file(),
-    "its directory": lambda path: path.name.startswith(atomic_io.TEMPORARY),
+    "its directory": lambda path: path.name.startswith(files.TEMPORARY),
     "its parent": lambda path: path.name == "checkpoints",
     "the parent of that": lambda path: (path / "checkpoints").exists(),
 }
@@ -122,9 +122,9 @@ def test_commit_survives_power_loss_unless_it_forgets_to_sync(tmp_path, monkeypa
         really(old, new)
         disk.do("rename", relative(old), relative(new))
 
-    monkeypatch.setattr(atomic_io, "sync", sync)
+    monkeypatch.setattr(files, "sync", sync)
     monkeypatch.setattr(os, "rename", rename)
-    atomic_io.commit(root / "checkpoints" / "step-1", lambda directory: (directory / "state").write_bytes(b"state"))
+    files.commit(root / "checkpoints" / "step-1", lambda directory: (directory / "state").write_bytes(b"state"))
 
     good = True
     for moment in range(len(disk) + 1):
@@ -133,5 +133,5 @@ def test_commit_survives_power_loss_unless_it_forgets_to_sync(tmp_path, monkeypa
             left.mkdir()
             write_state(state, left)
             step = left / "checkpoints" / "step-1"
-            good &= not atomic_io.validate(step) if step.exists() else moment < len(disk)
+            good &= not files.validate(step) if step.exists() else moment < len(disk)
     assert good == (forgotten is None)

@@ -14,13 +14,12 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from cifar_towers import trainer
+from cifar_towers import files, trainer
 from cifar_towers.checkpointing.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints, read_variables
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import image_files, sources, synthetic
 from cifar_towers.errors import DataError, UsageError
-from cifar_towers.files import atomic_io
 from cifar_towers.inference import export, export_formats, load_run, predict, resizing
 from cifar_towers.inference.evaluate import evaluate_checkpoint
 from cifar_towers.inference.export import export_model
@@ -292,7 +291,7 @@ def test_check_notices_another_resizing(run, tmp_path, capsys, monkeypatch):
 
 def test_earlier_export_stays_if_replacing_it_fails(earlier):
     with pytest.raises(FileNotFoundError):
-        atomic_io.replace(earlier.with_name("nowhere"), earlier)
+        files.replace(earlier.with_name("nowhere"), earlier)
     assert (earlier / "saved_model.pb").read_text() == "earlier"
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cifar_towers import files
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
-from cifar_towers.files import atomic_io
 from cifar_towers.inference import run_table
 from cifar_towers.inference.delete_runs import delete_runs
 from cifar_towers.inference.settings import RUN_FIELDS
@@ -24,8 +24,8 @@ SETTINGS = {
 
 def make(directory, recipe="speed94", seed=0, **options):
     run = make_run(directory / f"{recipe}-seed{seed}", recipe, seed, **options, **SETTINGS)
-    atomic_io.make(run / "checkpoints")
-    atomic_io.commit(
+    files.make(run / "checkpoints")
+    files.commit(
         run / f"checkpoints/step-{options.get('last_step', 264):08}",
         lambda checkpoint: (checkpoint / "state").write_bytes(bytes(1_000_000)),
     )
@@ -49,7 +49,7 @@ def runs(tmp_path):
     for name in ("benchmark-speed94", "speed94-seeds/train"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text("{}")
-    with atomic_io.locked(tmp_path / "speed94-seed7/.lock"):
+    with files.locked(tmp_path / "speed94-seed7/.lock"):
         yield tmp_path
 
 

@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cifar_towers import trainer
+from cifar_towers import files, trainer
 from cifar_towers.checkpointing.checkpoint import latest_checkpoint, read_variables
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
-from cifar_towers.files import run_files
 from cifar_towers.multi_worker.launcher import free_addresses
 from cifar_towers.training.distributed_step import make_multi_worker_strategy
 
@@ -87,7 +86,7 @@ def wait_for(path, process):
 
 
 def weights(train_dir):
-    return run_files.read_json(train_dir / "result.json")["weights_sha256"]
+    return files.read_json(train_dir / "result.json")["weights_sha256"]
 
 
 def last_values(train_dir):
@@ -129,9 +128,7 @@ def test_two_workers_have_the_same_bits_as_two_towers(flags, tmp_path):
     assert theirs.keys() == mine.keys()
     for name, value in mine.items():
         np.testing.assert_array_equal(theirs[name], value, err_msg=name)
-    ours, others = (
-        run_files.read_json(tmp_path / name / "result.json")["evaluations"] for name in ("workers", "towers")
-    )
+    ours, others = (files.read_json(tmp_path / name / "result.json")["evaluations"] for name in ("workers", "towers"))
     for one, other in zip(ours, others, strict=True):
         assert one.pop("loss") == pytest.approx(other.pop("loss"))
         assert one == other and one["count"] == 40
@@ -164,9 +161,9 @@ def test_rollbacks_are_shared_with_all_workers(flags, tmp_path):
     """A run that was lost between a rollback and the next checkpoint: only the chief has the file."""
     flags = [*flags, "--rollback_on_divergence"]
     launch(2, tmp_path, *flags)
-    run_files.write_json(tmp_path / run_files.ROLLBACKS, {"rollbacks": 1})
+    files.write_json(tmp_path / files.ROLLBACKS, {"rollbacks": 1})
     launch(2, tmp_path, *flags, "--max_steps=6")  # all have the same weights in the end, or it fails
-    assert run_files.read_json(tmp_path / "result.json")["rollbacks"] == 1
+    assert files.read_json(tmp_path / "result.json")["rollbacks"] == 1
 
 
 @pytest.mark.slow

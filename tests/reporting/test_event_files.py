@@ -9,7 +9,7 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation.score import Score
-from cifar_towers.files.run_files import EVENT_FILES
+from cifar_towers.files import EVENT_FILES
 from cifar_towers.reporting.event_files import EventWriter, read_events
 from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter
 

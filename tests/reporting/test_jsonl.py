@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cifar_towers.files import run_files
+from cifar_towers import files
 from cifar_towers.reporting import jsonl
 
 
@@ -42,9 +42,9 @@ def test_incomplete_line_damages_no_other_record(tmp_path, monkeypatch):
 def test_nonfinite_numbers_become_null(tmp_path):
     value = {"a": [np.nan, (1, -np.inf)], "b": {"c": np.float32(np.inf), "d": np.int64(3), "e": Path("x")}, "f": True}
     expected = {"a": [None, [1, None]], "b": {"c": None, "d": 3, "e": "x"}, "f": True}
-    assert json.loads(run_files.to_json(value)) == expected
+    assert json.loads(files.to_json(value)) == expected
     for content in ({"x": 1}, value):
-        run_files.write_json(tmp_path / "a.json", content)  # replaced atomically
-    assert run_files.read_json(tmp_path / "a.json") == expected and len(list(tmp_path.iterdir())) == 1
+        files.write_json(tmp_path / "a.json", content)  # replaced atomically
+    assert files.read_json(tmp_path / "a.json") == expected and len(list(tmp_path.iterdir())) == 1
     jsonl.JsonlWriter(tmp_path).write(kind="train", step=1, towers={"loss": [np.nan, 1.0]})
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()

@@ -10,7 +10,7 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.projector.projector_plugin import ProjectorPlugin
 from werkzeug.test import Client
 
-from cifar_towers.files import atomic_io
+from cifar_towers import files
 from cifar_towers.reporting import figures, projector
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -85,12 +85,12 @@ def test_files_are_replaced_atomically_and_the_event_file_is_last(tmp_path, monk
         order.append(path.name)
         temporary.rename(path)
 
-    monkeypatch.setattr(atomic_io.os, "replace", replace)
+    monkeypatch.setattr(files.os, "replace", replace)
     projector.write(tmp_path, *state(5))
     assert order == FILES and all((tmp_path / name).read_bytes() != before[name] for name in FILES)
     assert len(list(tmp_path.iterdir())) == len(FILES) + 1  # and one event file
 
-    monkeypatch.setattr(atomic_io.os, "replace", lambda *paths: 1 / 0)
+    monkeypatch.setattr(files.os, "replace", lambda *paths: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         projector.write(tmp_path / "new", *state(4))
     assert not list((tmp_path / "new").glob("*tfevents*"))

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
+from cifar_towers import hardware
 from cifar_towers.towers import Tower, devices, make_towers
 from cifar_towers.towers.devices import plan_devices
 
@@ -25,11 +26,11 @@ def test_gpus_are_shared_evenly(towers, gpus, physical):
 
 @pytest.mark.parametrize(("visible", "warned"), [(None, True), ("0,1", True), ("", False), ("-1", False)])
 def test_driver_without_cuda_packages_is_a_warning(monkeypatch, tmp_path, caplog, visible, warned):
-    monkeypatch.setattr("cifar_towers.towers.devices.NVIDIA_DRIVERS", (tmp_path / "none", tmp_path))
+    monkeypatch.setattr("cifar_towers.hardware.NVIDIA_DRIVERS", (tmp_path / "none", tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(devices, "CUDA_LIBRARIES", ("libc.so.6", "libcudnn.so.9", "libcupti.so.12", "libnccl.so.2"))
+    monkeypatch.setattr(hardware, "CUDA_LIBRARIES", ("libc.so.6", "libcudnn.so.9", "libcupti.so.12", "libnccl.so.2"))
     monkeypatch.syspath_prepend(tmp_path)
     for library in ("cudnn/lib/libcudnn.so.9", "nccl/lib/libnccl.so.2"):  # as pip installs them
         (tmp_path / "nvidia" / library).parent.mkdir(parents=True)
@@ -37,7 +38,7 @@ def test_driver_without_cuda_packages_is_a_warning(monkeypatch, tmp_path, caplog
     make_towers(2)
     missing = "TensorFlow has no GPU: it does not find libcupti.so.12; type pip install 'tensorflow[and-cuda]'"
     assert (missing in caplog.text) == warned
-    monkeypatch.setattr(devices, "CUDA_LIBRARIES", ("libc.so.6",))
+    monkeypatch.setattr(hardware, "CUDA_LIBRARIES", ("libc.so.6",))
     caplog.clear()
     make_towers(2)
     assert ("TF_CPP_MIN_LOG_LEVEL=0 to see why" in caplog.text) == warned
@@ -57,7 +58,7 @@ def test_gpus_newer_than_tensorflow(monkeypatch, caplog, capability, warned, xla
     devices._log_plan(plan_devices(1, 1))
     line = f"NVIDIA X1 has compute capability {capability[0]}.{capability[1]}, for which TensorFlow has no compiled"
     assert (line in caplog.text) == warned
-    assert devices.xla_runs() == xla
+    assert hardware.xla_runs() == xla
 
 
 def test_missing_gpus_are_an_error_without_soft_placement():

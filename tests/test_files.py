@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.files import atomic_io
+from cifar_towers import files
 
 ROOT = Path(__file__).parents[2]
 CONTENT = {"weights.bin": bytes(range(256)) * 40, "facts.json": b'{"step": 2}', "empty": b""}
@@ -22,23 +22,23 @@ def write(directory):
 
 
 def committed(parent, name="step-2"):
-    atomic_io.commit(parent / name, write)
+    files.commit(parent / name, write)
     return parent / name
 
 
 def test_what_was_committed_is_there_and_undamaged(tmp_path):
     directory = committed(tmp_path / "checkpoints")
-    assert {path.name: path.read_bytes() for path in directory.iterdir() if path.name != atomic_io.MANIFEST} == CONTENT
-    assert atomic_io.validate(directory) == ""
+    assert {path.name: path.read_bytes() for path in directory.iterdir() if path.name != files.MANIFEST} == CONTENT
+    assert files.validate(directory) == ""
     assert [path.name for path in directory.parent.iterdir()] == ["step-2"]
 
 
 def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
     path = tmp_path / "file"
-    atomic_io.write_whole(path, "one")
-    atomic_io.write_whole(path, b"two")
+    files.write_whole(path, "one")
+    files.write_whole(path, b"two")
     with pytest.raises(UnicodeEncodeError):
-        atomic_io.write_whole(path, "\udc80")
+        files.write_whole(path, "\udc80")
     assert path.read_bytes() == b"two" and list(tmp_path.iterdir()) == [path]
 
 
@@ -49,7 +49,7 @@ def test_an_error_leaves_nothing(tmp_path):
 
     committed(tmp_path, "step-1")
     with pytest.raises(OSError, match="No space"):
-        atomic_io.commit(tmp_path / "step-2", full)
+        files.commit(tmp_path / "step-2", full)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
@@ -57,7 +57,7 @@ def test_an_error_leaves_nothing(tmp_path):
 CHILD = """
 import os, pathlib, shutil, sys
 sys.path.insert(0, {root!r})
-from cifar_towers.files import atomic_io
+from cifar_towers import files
 calls, die_at = 0, int(sys.argv[2])
 def dying(function):
     def call(*args, **kwargs):
@@ -74,8 +74,8 @@ for name in ("mkdir", "write_bytes", "write_text", "stat", "iterdir", "open"):
 def write(directory):
     for name in ("a", "b"):
         (directory / name).write_bytes(b"new " * 5000)
-atomic_io.commit(parent / "step-2", write)
-atomic_io.remove(parent / "step-1")
+files.commit(parent / "step-2", write)
+files.remove(parent / "step-1")
 print(calls)
 """
 
@@ -96,10 +96,10 @@ def test_death_at_every_call_of_a_save_leaves_the_old_state_or_the_new(tmp_path)
         parent.mkdir()
         committed(parent, "step-1")
         assert child(parent, point).returncode == 9
-        atomic_io.sweep(parent)
+        files.sweep(parent)
         left = sorted(path.name for path in parent.iterdir())
         assert left in (["step-1"], ["step-1", "step-2"], ["step-2"]), (point, left)
-        assert not any(atomic_io.validate(parent / name) for name in left)
+        assert not any(files.validate(parent / name) for name in left)
         seen.add(tuple(left))
     assert len(seen) == 3
 
@@ -135,33 +135,33 @@ def test_every_damage_is_seen(tmp_path):
     for trial in range(300):
         directory = committed(tmp_path, f"step-{trial}")
         mutation = mutate(directory, dice)
-        if mutation == f"grow {atomic_io.MANIFEST}":
-            (directory / atomic_io.MANIFEST).write_text((directory / atomic_io.MANIFEST).read_text().rstrip("\0") + " ")
-            assert not atomic_io.validate(directory)
+        if mutation == f"grow {files.MANIFEST}":
+            (directory / files.MANIFEST).write_text((directory / files.MANIFEST).read_text().rstrip("\0") + " ")
+            assert not files.validate(directory)
         else:
-            assert atomic_io.validate(directory), mutation
+            assert files.validate(directory), mutation
 
 
 def test_the_damaged_are_set_aside_under_names_of_their_own(tmp_path):
-    names = [atomic_io.quarantine(committed(tmp_path)).name for _ in range(3)]
+    names = [files.quarantine(committed(tmp_path)).name for _ in range(3)]
     assert names == ["damaged-step-2", "damaged-step-2-1", "damaged-step-2-2"]
 
 
 def test_a_lock_is_one_processs_and_dies_with_it(tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from pathlib import Path; from cifar_towers.files import atomic_io as storage\n"
+        "from pathlib import Path; from cifar_towers import files as storage\n"
         f"with storage.locked(Path({str(tmp_path / '.lock')!r})) as ours: print(ours, flush=True); sys.stdin.read()"
     )
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], **options) as holder:
         assert holder.stdout.readline() == "True\n"
-        with atomic_io.locked(tmp_path / ".lock") as ours:
+        with files.locked(tmp_path / ".lock") as ours:
             assert not ours
         start = time.monotonic()
         threading.Timer(0.3, holder.kill).start()
-        with atomic_io.locked(tmp_path / ".lock", wait=True) as ours:
+        with files.locked(tmp_path / ".lock", wait=True) as ours:
             assert ours and time.monotonic() - start > 0.2
-    with atomic_io.locked(tmp_path / ".lock") as ours:
+    with files.locked(tmp_path / ".lock") as ours:
         assert ours
     assert os.path.exists(tmp_path / ".lock")

@@ -1,22 +1,37 @@
-"""Files and directories that are on disk whole or not at all, and directories that can prove it. Knows nothing of
-TensorFlow or of training.
+"""The files of a run: their names, and how files and directories are written whole or not at all.
 
-How a directory is committed: its files are written into `.tmp-...`, a manifest of their sizes and SHA-256 beside them;
-files and directory are synced; then it is renamed into place and the parent is synced. A process that is killed, or a
-machine that loses power, at any moment leaves the old state or the new one, and names that `sweep` knows to remove. A
-file that `write_whole` replaces is not synced.
+How a directory is committed: its files are written into `.tmp-...`, with a manifest of their sizes and SHA-256. Files
+and directory are synced. Then the directory is renamed into place and its parent is synced. A process that is killed,
+or a machine that loses power, at any moment leaves the old state or the new one, and names that `sweep` removes. A file
+that `write_whole` replaces is not synced.
 """
 
 import contextlib
 import fcntl
 import hashlib
 import json
+import logging
+import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
+
+from cifar_towers.errors import error_text
+
+log = logging.getLogger(__name__)
+
+CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
+RESULT, ROLLBACKS, MISTAKES, REPORT = "result.json", "rollbacks.json", "mistakes.png", "report.html"
+EVENT_FILES = "events.out.tfevents.*"  # TensorBoard reads every file with `tfevents` in its name
+TRUNCATED_EVENTS = ".kept.tmp"  # an event file while it is truncated
+LAUNCH = ".launch"  # holds the name of the launch that cleared the directory
+LOCK = ".lock"  # locked by the process that writes the run
+CHECKPOINTS_DIR = "checkpoints"
+FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, MISTAKES, REPORT)
 MANIFEST = "MANIFEST.json"
 TEMPORARY, TRASH, DAMAGED = ".tmp-", ".trash-", "damaged-"
 
@@ -189,3 +204,73 @@ def sha256(path: Path) -> str:
     """Of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def list_checkpoints(train_dir: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    return sorted((train_dir / CHECKPOINTS_DIR).glob("step-*"))
+
+
+def size_in_bytes(path: Path) -> int:
+    """Of a file, or of all files below a directory; links count as themselves."""
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.lstat().st_size for file in files if not file.is_dir())
+
+
+def to_json(value, indent: int | None = None) -> str:
+    """JSON as all parsers read it: numbers that are not finite become null, however deep they stand."""
+    return json.dumps(_plain(value), indent=indent, default=str, allow_nan=False)
+
+
+def _plain(value):
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file."""
+    return json.loads(path.read_text())
+
+
+def read_json_if_any(path: Path) -> dict:
+    """The object in a JSON file; an empty one if there is none, or not a whole one."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_json(path: Path, value: Mapping) -> None:
+    """Writes an object, whole or not at all."""
+    write_whole(path, to_json(value, indent=1) + "\n")
+
+
+class BestEffortWrites:
+    """Swallows write errors of a file or directory that training does not depend on; warns once.
+
+    Use as `with best_effort():` around each write.
+    """
+
+    def __init__(self, path: Path, errors: tuple[type[Exception], ...] = (OSError,)):
+        self._path, self._errors, self._warned = path, errors, False
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """A context in which the errors are swallowed."""
+        try:
+            yield
+        except self._errors as error:
+            if not self._warned:
+                log.warning("%s cannot be written (%s); training continues without it", self._path, error_text(error))
+            self._warned = True
+
+
+def best_effort_writes(path: Path) -> contextlib.AbstractContextManager[None]:
+    """`BestEffortWrites` around a single write."""
+    return BestEffortWrites(path)()

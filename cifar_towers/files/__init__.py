@@ -1,1 +1,0 @@
-"""Writing files whole, and the names of the files in a run's directory."""

@@ -1,0 +1,86 @@
+"""What this machine has: processor features, GPUs, CUDA's libraries, and whether XLA runs.
+
+TensorFlow is imported only where GPUs are asked for, so that a program can look at the processor first.
+"""
+
+import ctypes
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+CUDA_LIBRARIES = (  # that TensorFlow's wheels open, of CUDA 12
+    *("libcudart.so.12", "libcublas.so.12", "libcufft.so.11", "libcurand.so.10", "libcusolver.so.11"),
+    *("libcusparse.so.12", "libcudnn.so.9", "libnccl.so.2", "libcupti.so.12"),
+)
+NVIDIA_DRIVERS = Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/libcuda.so.1")  # the second: WSL
+
+
+def processor_features() -> frozenset[str]:
+    """Return the instruction sets of the first processor by their Linux names, as `avx2`; empty on other systems."""
+    return frozenset(cpuinfo("flags", "Features").split())
+
+
+@functools.cache
+def cpuinfo(*fields: str) -> str:
+    """Return the value of a field of Linux's /proc/cpuinfo, as `vendor_id`, the first that it has; empty if none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(fields)), "")
+
+
+def gpu_names() -> list[str]:
+    """Return the product names of the visible GPUs, as `NVIDIA A100-SXM4-40GB`."""
+    return [details.get("device_name", "GPU") for details in _gpu_details()]
+
+
+def gpu_compute_capabilities() -> list[tuple[int, int]]:
+    """Return the compute capabilities of the visible GPUs, as (8, 0); (0, 0) where the driver does not say."""
+    return [details.get("compute_capability", (0, 0)) for details in _gpu_details()]
+
+
+def _gpu_details() -> list[dict[str, Any]]:
+    import tensorflow as tf
+
+    return [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.get_visible_devices("GPU")]
+
+
+def xla_runs() -> bool:
+    """Return whether XLA compiles for every visible GPU.
+
+    TensorFlow 2.21's ends the process on compute capability 10 and above (tensorflow/tensorflow#111958).
+    """
+    return all(capability < (10, 0) for capability in gpu_compute_capabilities())
+
+
+def gpus_without_kernels() -> list[tuple[str, tuple[int, int]]]:
+    """Return name and compute capability of each visible GPU that TensorFlow has no compiled kernels for."""
+    import tensorflow as tf
+
+    compiled = [name.removeprefix("sm_") for name in tf.sysconfig.get_build_info().get("cuda_compute_capabilities", ())]
+    versions = [(int(name[:-1]), int(name[-1])) for name in compiled if name.isdecimal()]
+    return [
+        (name, (major, minor))
+        for name, (major, minor) in zip(gpu_names(), gpu_compute_capabilities(), strict=True)
+        if versions and not any(of == major and since <= minor for of, since in versions)
+    ]
+
+
+def has_nvidia_driver() -> bool:
+    """Return whether an NVIDIA driver is installed."""
+    return any(path.exists() for path in NVIDIA_DRIVERS)
+
+
+def missing_cuda_libraries() -> list[str]:
+    """Return the CUDA libraries that neither the system nor pip's nvidia packages have."""
+    return [name for name in CUDA_LIBRARIES if not _is_installed(name)]
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return any(next(Path(entry, "nvidia").glob(f"*/lib/{library}"), None) for entry in sys.path)
+    return True
