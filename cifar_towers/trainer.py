@@ -11,6 +11,7 @@ from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError
 from cifar_towers.evaluation.evaluator import Evaluator, make_evaluate_fn
+from cifar_towers.evaluation.score import reported_score
 from cifar_towers.evaluation.target import TargetAccuracy
 from cifar_towers.multi_worker import agreement, coordination
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
@@ -99,7 +100,8 @@ class Trainer:
         step, evaluations = self._resume()
         finished = functools.partial(workdir.completed_result, self.config, step, self.length.last)
         if result := self.workers.broadcast_from_chief(finished):
-            self.log(f"{self.config.directory} is complete at step {step}: {describe_score(result['evaluations'][-1])}")
+            score = describe_score(reported_score(result["evaluations"]))
+            self.log(f"{self.config.directory} is complete at step {step}: {score}")
             return result
         self.logger.open(step, functools.partial(self.evaluator.passes_left, tta=self.config.tta))
         self.shutdown.announce = self.log

@@ -1,6 +1,7 @@
 """What a pass over a split measures: accuracy, loss, confusion, and the most confident mistakes."""
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,10 +33,8 @@ class Score(NamedTuple):
         return self.correct / self.count
 
     def interval(self) -> tuple[float, float]:
-        """95 % confidence interval of the accuracy, by Wilson's score (E. B. Wilson, JASA 1927)."""
-        z, n, p = 1.959964, self.count, self.accuracy
-        center, half_width = p + z * z / (2 * n), z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
-        return (center - half_width) / (1 + z * z / n), (center + half_width) / (1 + z * z / n)
+        """Return the 95 % confidence interval of the accuracy."""
+        return wilson_interval(self.accuracy, self.count)
 
     def per_class(self) -> np.ndarray:
         """[C] accuracy on each class; NaN for a class without examples."""
@@ -77,3 +76,25 @@ def score_logits(labels: np.ndarray, logits: np.ndarray, features: np.ndarray | 
         probabilities=probabilities.astype(np.float32),
         features=features,
     )
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a share of `count` examples by Wilson's score (E. B. Wilson, JASA 1927).
+
+    The interval stays inside [0, 1].
+    """
+    z = 1.959964
+    center, half_width = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
+    return (center - half_width) / (1 + z * z / count), (center + half_width) / (1 + z * z / count)
+
+
+def reported_score(scores: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the score that a run reports, from the scores of one evaluation; None if there are none.
+
+    The score is that of the test set if it was evaluated, of the averaged weights if the run keeps an average, and of
+    the highest level of test-time augmentation. The accuracy has no influence on the choice.
+
+    Args:
+      scores: records with `split`, `weights` (`raw` or `ema`) and `tta`, as in result.json and metrics.jsonl.
+    """
+    return max(scores, key=lambda s: (s["split"] == "test", s["weights"] == "ema", s["tta"] or 0), default=None)

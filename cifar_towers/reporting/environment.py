@@ -24,7 +24,7 @@ def describe_run(run: RunInfo) -> dict:
         layers = []
     return describe_machine() | {
         "towers": [{"name": tower.name, "device": tower.device} for tower in run.towers],
-        "precision": run.compute_dtype,
+        "precision": run.precision,
         "gpus": gpu_names(),
         "data_sha256": run.dataset.digests(),
         "synthetic_data": run.banner,

@@ -23,9 +23,9 @@ class RunInfo:
     config: TrainConfig
     dataset: Dataset
     banner: str  # a warning that the data are synthetic, or empty
-    devices: Sequence[Tower]  # of this process, that the batch or the model is split over
+    local_towers: Sequence[Tower]  # of this process, that the batch or the model is split over
     towers: Sequence[Tower]  # of the step: a single one where the model is split
-    compute_dtype: str
+    precision: str
     length: RunLength
     image_size_at: Callable[[int], int]  # step -> side of its images in pixels
     model: keras.Model
@@ -35,15 +35,15 @@ class RunInfo:
     def describe_parallelism(self) -> str:
         """Such as `2 towers of 768 images on /CPU:0, /CPU:1`."""
         config, num_towers = self.config, len(self.towers)
-        devices = ", ".join(tower.device for tower in self.devices)
+        devices = ", ".join(tower.device for tower in self.local_towers)
         if config.strategy == "multi_worker":
-            devices = f"{num_towers // len(self.devices)} workers"
+            devices = f"{num_towers // len(self.local_towers)} workers"
         parts = f"{config.micro_batches} x " if config.micro_batches > 1 else ""
         shares = parse_shares(config.tower_shares) or [1] * num_towers
         shard_sizes = share_out(config.batch_size, shares, config.micro_batches)
         sizes = [size // config.micro_batches for size in shard_sizes]
         images = f"{parts}{', '.join(map(str, sizes)) if config.tower_shares else sizes[0]} images"
-        stages = f" in {len(self.devices)} stages" if config.parallelism == "model" else ""
+        stages = f" in {len(self.local_towers)} stages" if config.parallelism == "model" else ""
         mirrored = ", mirrored" if config.strategy == "mirrored" else ""
         return f"{num_towers} tower{'s' * (num_towers > 1)} of {images}{stages} on {devices}{mirrored}"
 

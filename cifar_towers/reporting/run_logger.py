@@ -38,7 +38,7 @@ class RunLogger:
         self.log = self.progress.log
         self.metrics = jsonl.JsonlWriter(self.directory)
         self.tensorboard = _NullWriter() if quiet else TensorBoardWriter(self.directory)
-        self._resources = ResourceMonitor(run.devices)
+        self._resources = ResourceMonitor(run.local_towers)
         self._weight_names = [variable.path for variable in run.model.trainable_variables]
         self._noise_scale = NoiseScale(run.config.batch_size)
         self._epoch: list[StepMetrics] = []
@@ -55,7 +55,7 @@ class RunLogger:
         parameters = sum(math.prod(variable.shape) for variable in self.run.model.trainable_variables)
         self.log(
             f"{config.name} seed {config.seed}: {config.model}, {parameters:,} parameters, "
-            f"{self.run.compute_dtype}; {self.run.describe_parallelism()}"
+            f"{self.run.precision}; {self.run.describe_parallelism()}"
         )
         hardest = f", the hardest of {config.hard_example_pool}" if config.hard_example_pool else ""
         self.log(
@@ -75,7 +75,7 @@ class RunLogger:
         self._unwritten = {files.CONFIG: settings, files.ENVIRONMENT: facts}
         self._write_unwritten()
         hparams = recipe_fields(run.config) | {"seed": run.config.seed, "towers": len(run.towers)}
-        hparams |= {"strategy": run.config.strategy, "precision": run.compute_dtype, "dataset": run.dataset.name}
+        hparams |= {"strategy": run.config.strategy, "precision": run.precision, "dataset": run.dataset.name}
         self.tensorboard.write_run(step, hparams, tb_text.run_texts(settings, facts))
 
     def log_graph(self, function: tf.types.experimental.ConcreteFunction) -> None:

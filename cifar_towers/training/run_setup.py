@@ -39,9 +39,9 @@ class RunSetup(NamedTuple):
         """What reports say of it, as the fields of `RunInfo`."""
         return {
             "config": self.config,
-            "devices": self.local_towers,
+            "local_towers": self.local_towers,
             "towers": self.towers,
-            "compute_dtype": self.precision,
+            "precision": self.precision,
             "length": self.length,
             "image_size_at": self.step_runner.image_size_at,
             "model": self.state.model,

@@ -7,7 +7,7 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation import evaluator
 from cifar_towers.evaluation.evaluator import make_classify_fn, make_evaluate_fn
-from cifar_towers.evaluation.score import Score, score_logits
+from cifar_towers.evaluation.score import Score, reported_score, score_logits
 from cifar_towers.training.distributed_step import make_strategy
 
 
@@ -45,6 +45,21 @@ def test_wilson_interval():
     low, high = Score(100, 90, 0.0, np.zeros((10, 10)), None, None).interval()
     assert (low, high) == pytest.approx((0.8256, 0.9448), abs=1e-4)
     assert Score(10, 10, 0.0, np.zeros((10, 10)), None, None).interval()[1] == pytest.approx(1.0)
+
+
+def scores_of(*kinds):
+    """Records of (split, weights, tta, accuracy)."""
+    return [dict(zip(("split", "weights", "tta", "accuracy"), kind, strict=True)) for kind in kinds]
+
+
+def test_reported_score_is_chosen_without_looking_at_the_accuracy():
+    raw, ema = ("test", "raw", 0, 0.99), ("test", "ema", 0, 0.93)
+    assert reported_score(scores_of(ema, raw)) == scores_of(ema)[0]
+    assert reported_score(scores_of(raw)) == scores_of(raw)[0]
+    augmented = ("test", "ema", 2, 0.91)
+    assert reported_score(scores_of(("test", "raw", 2, 0.95), augmented, ema)) == scores_of(augmented)[0]
+    assert reported_score(scores_of(("validation", "ema", 2, 0.99), raw)) == scores_of(raw)[0]
+    assert reported_score([]) is None
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

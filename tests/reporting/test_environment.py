@@ -34,7 +34,7 @@ def split(number):
 
 
 def describe(model, variables, dataset, banner=""):
-    run = SimpleNamespace(model=model, variables=variables, dataset=dataset, banner=banner, compute_dtype="float32")
+    run = SimpleNamespace(model=model, variables=variables, dataset=dataset, banner=banner, precision="float32")
     run.towers, run.config = [Tower(0, "/CPU:0")], SimpleNamespace(crop=4)
     return environment.describe_run(run)
 
