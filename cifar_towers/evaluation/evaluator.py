@@ -9,9 +9,9 @@ import tensorflow as tf
 from cifar_towers.data.augment import Augmentation, tta_views
 from cifar_towers.data.dataset import Split, chunks
 from cifar_towers.evaluation.score import Evaluation, Score, score_logits
-from cifar_towers.models.user_model import graph_node
 from cifar_towers.registry import TTA_LEVELS
 from cifar_towers.towers import Tower, run_on_towers, split_batch
+from cifar_towers.towers.keras_parallel import first_call
 from cifar_towers.towers.placement import HOST
 
 MAX_BATCH_PIXELS = 2000 * 32 * 32
@@ -166,7 +166,7 @@ def _with_features(model: keras.Model) -> Callable:
 
         return call
 
-    flat = keras.layers.Flatten(name="features_before_last_layer")(graph_node(model, head).input_tensors[0])
+    flat = keras.layers.Flatten(name="features_before_last_layer")(first_call(model, head).input_tensors[0])
     with_features = keras.Model(model.input, [model.output, flat])
 
     def call(weights, non_trainable, images):

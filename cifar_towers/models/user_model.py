@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.models.functional import Functional
 
-from cifar_towers.towers.keras_parallel import overridden_step
+from cifar_towers.towers.keras_parallel import first_call, overridden_fit_method
 
 SEEDED = "for random numbers use a keras.random.SeedGenerator"
 NUM_IMAGES = 4  # of the batch that a model is checked with
@@ -65,9 +65,9 @@ def build_model(function: Callable[..., keras.Model], side: int, num_classes: in
         model = function(**{name: value for name, value in arguments.items() if name in parameters})
         if not isinstance(model, keras.Model):
             raise ModelError(f"it returns {type(model).__name__}, not a Keras model")
-        step = overridden_step(model)
-        if step:
-            raise ModelError(f"it overrides {step}, which towers would not run; leave it out")
+        method = overridden_fit_method(model)
+        if method:
+            raise ModelError(f"it overrides {method}, which towers would not run; leave it out")
         model = _as_functional(model, side)
     _check_model(model, side, num_classes)
     return model
@@ -96,12 +96,6 @@ def adds_losses(model: keras.Model, side: int) -> bool:
 
     tf.function(call, autograph=False).get_concrete_function(tf.TensorSpec([NUM_IMAGES, side, side, 3]))
     return bool(losses)
-
-
-def graph_node(model: Functional, layer: keras.layers.Layer):
-    """The first call of a layer in a model's graph; `layer.output` may be of a call elsewhere, as in a backbone's."""
-    nodes = {id(node) for at_depth in model._nodes_by_depth.values() for node in at_depth}
-    return next(node for node in layer._inbound_nodes if id(node) in nodes)
 
 
 @contextlib.contextmanager
@@ -174,7 +168,7 @@ def _check_captures(graph: tf.Graph, model: keras.Model) -> None:
 def _check_repeatable(model: keras.Model, side: int) -> None:
     """Raises if a layer's outputs differ between two calls with equal images, weights and seeds."""
     layers = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
-    outputs = [graph_node(model, layer).output_tensors for layer in layers]
+    outputs = [first_call(model, layer).output_tensors for layer in layers]
     probe = keras.Model(model.inputs, outputs, name="probe")
     random = np.random.default_rng(0)
     weights, non_trainable = _values(probe)

@@ -75,7 +75,7 @@ class ParallelModel(keras.Model):
         for position in passes[0].state:
             variable = self.model.non_trainable_variables[position]
             values = [p.state[position] for p in passes]
-            variable.assign(values[0] if is_seed(variable) else _mean(values, fractions))
+            variable.assign(values[0] if is_seed_generator_state(variable) else _mean(values, fractions))
         for position, mask in masks.items():
             tf.nest.flatten(outputs)[position]._keras_mask = mask
         return outputs
@@ -83,7 +83,7 @@ class ParallelModel(keras.Model):
     def on_tower(self, training: bool | None, tower: Tower, inputs: Any) -> TowerPass:
         """The forward pass of one tower: reads the model's variables and writes none."""
         values = [(v, tf.convert_to_tensor(v.value)) for v in self.model.variables]
-        values = [(v, t + tower.index * TOWER_SEED_STRIDE if is_seed(v) else t) for v, t in values]
+        values = [(v, t + tower.index * TOWER_SEED_STRIDE if is_seed_generator_state(v) else t) for v, t in values]
         with keras.StatelessScope(values, collect_losses=True) as scope:
             outputs = self.model(inputs, training=training)
         changed = {id(v) for v, before in values if scope.get_current_value(v) is not before}
@@ -106,23 +106,12 @@ def _mean(values: Sequence[tf.Tensor], fractions: Sequence[Any]) -> tf.Tensor:
     return tf.add_n([value * tf.cast(fraction, value.dtype) for value, fraction in zip(values, fractions, strict=True)])
 
 
-def is_seed(variable: keras.Variable) -> bool:
-    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
-    return variable.name == "seed_generator_state"
-
-
-def overridden_step(model: keras.Model) -> str:
-    """Name of the first method that `fit` calls and towers do not and that the model's class overrides, or ""."""
-    steps = ("train_step", "test_step", "predict_step", "compute_loss")
-    return next((step for step in steps if getattr(type(model), step) is not getattr(keras.Model, step)), "")
-
-
 def _check_model(model: keras.Model) -> None:
     if not model.built:
         raise ValueError(f"model {model.name!r} has no variables yet; build it or call it on a batch first")
-    step = overridden_step(model)
-    if step:
-        raise ValueError(f"model {model.name!r} overrides {step}, which towers would not run; use make_parallel")
+    method = overridden_fit_method(model)
+    if method:
+        raise ValueError(f"model {model.name!r} overrides {method}, which towers would not run; use make_parallel")
     for layer in model._flatten_layers():
         if getattr(layer, "stateful", False):
             raise ValueError(
@@ -144,7 +133,7 @@ def _check_changes(changed: list, foreign: set) -> None:
             raise ValueError(
                 f"{variable.path} is trainable and also written by its layer's call, which towers cannot share"
             )
-        if not (is_seed(variable) or "float" in variable.dtype):
+        if not (is_seed_generator_state(variable) or "float" in variable.dtype):
             raise ValueError(
                 f"{variable.path} is {variable.dtype} state written by its layer's call; towers can share float state "
                 "(as its mean) and seed generators only"
@@ -154,3 +143,24 @@ def _check_changes(changed: list, foreign: set) -> None:
             "the model's call writes a variable that is not its own, such as a metric or the global random generator; "
             "give random layers a keras.random.SeedGenerator and keep metrics in compile"
         )
+
+
+# ---- What is asked of a Keras model, here and in the folders above
+
+
+def is_seed_generator_state(variable: keras.Variable) -> bool:
+    """Return whether a variable is the state of a `keras.random.SeedGenerator`."""
+    return variable.name == "seed_generator_state"
+
+
+def overridden_fit_method(model: keras.Model) -> str:
+    """Return the name of a method that `fit` would call and towers do not, if the model's class overrides one."""
+    methods = ("train_step", "test_step", "predict_step", "compute_loss")
+    return next((name for name in methods if getattr(type(model), name) is not getattr(keras.Model, name)), "")
+
+
+def first_call(model: keras.Model, layer: keras.layers.Layer) -> Any:
+    """Return the first call of a layer in the graph of a functional model, with its `input_tensors` and
+    `output_tensors`. `layer.output` may belong to a call in another model, such as a backbone."""
+    calls = {id(node) for at_depth in model._nodes_by_depth.values() for node in at_depth}
+    return next(node for node in layer._inbound_nodes if id(node) in calls)

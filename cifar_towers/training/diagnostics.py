@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from cifar_towers.models import layers
-from cifar_towers.models.user_model import graph_node
+from cifar_towers.towers.keras_parallel import first_call
 from cifar_towers.training.results import (
     NUM_BUCKETS,
     ForwardDiagnostics,
@@ -47,7 +47,7 @@ def stateless_call_with_activations(model: keras.Model) -> Callable:
     """`model.stateless_call` in training that also returns the output of each of `activation_layers`:
     (weights, non_trainable, images) -> (logits, new non-trainable values, [losses added by the model], [outputs])."""
     measured = activation_layers(model)
-    outputs = [graph_node(model, layer).output_tensors[0] for layer in measured]
+    outputs = [first_call(model, layer).output_tensors[0] for layer in measured]
     with_activations = keras.Model(model.input, [model.output, *outputs]) if measured else model
 
     def call(weights, non_trainable, images):

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
-from cifar_towers.models.user_model import graph_node
 from cifar_towers.towers import Tower, run_micro_batches
+from cifar_towers.towers.keras_parallel import first_call
 from cifar_towers.training.results import StepMetrics
 
 
@@ -55,7 +55,7 @@ def first_nonfinite_layer(model: keras.Model, images: tf.Tensor) -> str:
     if not _is_finite(images):
         return "the images"
     layers = [layer for layer in model.layers if not isinstance(layer, (keras.layers.InputLayer, keras.Model))]
-    by_layer = keras.Model(model.input, [graph_node(model, layer).output_tensors for layer in layers])
+    by_layer = keras.Model(model.input, [first_call(model, layer).output_tensors for layer in layers])
     weights, non_trainable = (
         [v.value for v in variables] for variables in (by_layer.trainable_variables, by_layer.non_trainable_variables)
     )

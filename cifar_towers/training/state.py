@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.data.batches import RandomDraws
-from cifar_towers.towers.keras_parallel import is_seed
+from cifar_towers.towers.keras_parallel import is_seed_generator_state
 from cifar_towers.towers.placement import HOST, pin_to_device
 from cifar_towers.training.diagnostics import update_diagnostics
 from cifar_towers.training.ema import ExponentialMovingAverage, Lookahead, SmoothedLosses
@@ -69,7 +69,7 @@ class TrainState:
         self._updated = optimizer.updated_variables() + self.non_trainable
         self.weight_names = [variable_name(variable) for variable in self.weights]
         self.update_names = [variable_name(variable) for variable in self._updated]
-        self.is_seed = [is_seed(v) for v in model.non_trainable_variables]
+        self.is_seed = [is_seed_generator_state(v) for v in model.non_trainable_variables]
         self._constraints = {id(v.value): v.constraint for v in model.trainable_variables if v.constraint}
         self.ema = ExponentialMovingAverage(self.weights + self.non_trainable, ema_decay)
         self.lookahead = Lookahead(self.weights + self.non_trainable, total_steps, lookahead)
