@@ -1,0 +1,56 @@
+"""A small synthetic set for all runs of this folder, and two finished runs for tests that only read one."""
+
+import functools
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cifar_towers.checkpointing.checkpoint import list_checkpoints
+from cifar_towers.data import synthetic
+from cifar_towers.reporting import figures
+from tests.runs.short_runs import QUICK, TINY, run
+
+
+@functools.cache
+def small_splits():
+    return synthetic.make(2000, 0, 0), synthetic.make(500, 0, 1)
+
+
+@pytest.fixture(autouse=True)
+def small_synthetic_set(monkeypatch):
+    """Replace the synthetic set of 10,000 + 2,000 images by one of 2,000 + 500."""
+    monkeypatch.setattr(synthetic, "load", lambda seed=0: small_splits())
+
+
+@pytest.fixture(autouse=True)
+def cheap_figures(monkeypatch):
+    """Draw the figures that take seconds in `one_run` alone."""
+    monkeypatch.setattr(figures, "confusion_matrix", lambda *_: np.zeros([8, 8, 3], np.uint8))
+
+
+def finished_run(directory, config, **settings):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic, "load", lambda seed=0: small_splits())
+        return directory, run(config, num_gpus=2, train_dir=str(directory), checkpoint_every_steps=9, **settings)
+
+
+@pytest.fixture(scope="session")
+def one_run(tmp_path_factory):
+    """Train on two towers, once for all tests that only read the run."""
+    return finished_run(tmp_path_factory.mktemp("runs") / "one", QUICK, tta=2, log_device_placement=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """Train the same with the tiny model, for tests that do not depend on the model."""
+    return finished_run(tmp_path_factory.mktemp("runs") / "tiny", TINY)
+
+
+@pytest.fixture
+def saved_run(tmp_path, one_run):
+    """Return a run of 20 steps with checkpoints of steps 9, 18 and 20, and the config that resumes it."""
+    shutil.copytree(one_run[0], tmp_path, dirs_exist_ok=True)
+    assert [path.name[-2:] for path in list_checkpoints(tmp_path)] == ["09", "18", "20"]
+    return tmp_path, replace(QUICK, num_gpus=2, train_dir=str(tmp_path))

@@ -1,0 +1,65 @@
+"""Short runs on the synthetic set, and what they wrote."""
+
+import json
+from dataclasses import replace
+from signal import SIGTERM
+
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cifar_towers import trainer
+from cifar_towers.cli.shutdown import ShutdownHandler
+from cifar_towers.data import sources
+from cifar_towers.errors import Interrupted
+from tests.configs import TINY_NET, recipe
+
+QUICK = recipe(
+    "smoke", image_size=20, image_size_schedule="0=18,50%=20", shift=0, batch_size=200, whitening_images=500, tta=0,
+    precision="float32", summary_every_steps=5, ema_decay=0.5,
+)  # fmt: skip
+STEPS = 20
+RATES = {"learning_rate": 0.1, "bias_learning_rate": 0.0, "whitening_learning_rate": 0.0}
+TINY = replace(QUICK, model=TINY_NET, image_size_schedule="", **RATES)  # for tests that do not depend on the model
+
+
+def run(config, stop=None, launch_id="", **settings):
+    """Train with `config`, some settings replaced, and return the result."""
+    config = replace(config, **settings)
+    return trainer.train(config, sources.find(config.dataset), stop or ShutdownHandler(), launch_id=launch_id)
+
+
+class StopAtStep(ShutdownHandler):
+    """A signal that arrives during step `at`."""
+
+    def __init__(self, at):
+        self._left = at
+        super().__init__()
+
+    def check(self):
+        if self._deferred:  # the loop, once a step
+            self._left -= 1
+            self.signal = None if self._left else SIGTERM
+        super().check()
+
+
+def resumed_at(step, config, tmp_path):
+    """Return the directories of an uninterrupted and of a resumed run, whose weights are the same."""
+    uninterrupted, resumed = (replace(config, train_dir=str(tmp_path / name)) for name in ("uninterrupted", "resumed"))
+    with pytest.raises(Interrupted):
+        run(resumed, StopAtStep(step))
+    assert run(resumed)["weights_sha256"] == run(uninterrupted)["weights_sha256"]
+    return uninterrupted.directory, resumed.directory
+
+
+def records_of(train_dir, kind):
+    lines = (train_dir / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def events_of(directory):
+    return EventAccumulator(str(directory), size_guidance={"tensors": 0}).Reload()
+
+
+def tensors_of(events, tag):
+    return {event.step: tf.make_ndarray(event.tensor_proto) for event in events.Tensors(tag)}

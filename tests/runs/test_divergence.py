@@ -1,0 +1,124 @@
+"""Steps that are not finite: skipped, located, rolled back, and never saved."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_variables
+from cifar_towers.data.batches import Batches
+from cifar_towers.errors import DivergedError, Interrupted
+from cifar_towers.training import health
+from tests.messages import lines_with
+from tests.runs.short_runs import STEPS, TINY, StopAtStep, records_of, run
+
+
+@pytest.fixture
+def inject_nan(monkeypatch):
+    """Return inject_nan(steps), which makes an image of these steps NaN in all later runs."""
+
+    def of(steps):
+        stream = Batches.stream
+
+        def with_nan(self, first_step, last_step):
+            for step, batch in enumerate(stream(self, first_step, last_step), first_step + 1):
+                if step in steps:
+                    brightness = tf.tensor_scatter_nd_update(batch.draws.brightness, [[150]], [np.nan])
+                    batch = batch._replace(draws=batch.draws._replace(brightness=brightness))
+                yield batch
+
+        monkeypatch.setattr(Batches, "stream", with_nan)
+
+    return of
+
+
+WITH_BRIGHTNESS = replace(TINY, brightness=1e-30, num_gpus=2)  # inject_nan sets the brightness
+
+
+def all_finite(train_dir):
+    checkpoints = [read_variables(checkpoint) for checkpoint in list_checkpoints(train_dir)]
+    assert all(np.isfinite(value).all() for values in checkpoints for value in values.values())
+    return bool(checkpoints)
+
+
+def test_nonfinite_batch_skips_only_its_update(tmp_path, inject_nan, capsys):
+    inject_nan({4, 5, 20})
+    result = run(WITH_BRIGHTNESS, train_dir=str(tmp_path), checkpoint_every_steps=1, summary_every_steps=1)
+    assert result["step"] == STEPS and result["bad_steps"] == 3 and all_finite(tmp_path)
+    previous, skipped = (read_variables(checkpoint) for checkpoint in list_checkpoints(tmp_path)[-2:])
+    assert (previous.pop("step"), skipped.pop("step")) == (19, 20)
+    for name, value in previous.items():
+        if not name.startswith("ema"):  # averages still follow
+            np.testing.assert_array_equal(skipped[name], value, err_msg=name)
+    output = capsys.readouterr().out
+    assert lines_with(output, "step 5", "2 in a row", "3 ", "cross_entropy of tower_1", "images")
+    assert lines_with(output, "3 steps")
+    lost = [r["step"] for r in records_of(tmp_path, "train") if r["loss"] is None]
+    assert lost == [4, 5, 20]
+
+
+PROXY = {"batch_size": 50, "hard_example_pool": 200}
+
+
+@pytest.mark.parametrize(
+    ("settings", "origin"),
+    [
+        ({"strategy": "mirrored"}, " of tower_1"),
+        ({"micro_batches": 2, "data_on": "device"}, " of tower_1"),
+        ({"parallelism": "model", "micro_batches": 4, "model": "cifarnet"}, " of tower_0"),
+        pytest.param(
+            PROXY,
+            "proxy: cross_entropy of tower_1",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_nonfinite_batch_is_located(tmp_path, inject_nan, monkeypatch, capsys, settings, origin):
+    """Select other examples than the one with the NaN where hard ones are selected, so that only the proxy sees it."""
+    monkeypatch.setattr(tf.math, "top_k", lambda losses, count, sorted: SimpleNamespace(indices=tf.range(count)))
+    inject_nan({2})
+    result = run(WITH_BRIGHTNESS, train_dir=str(tmp_path), max_steps=3, **settings)
+    assert result["bad_steps"] == 1 and all_finite(tmp_path)
+    assert lines_with(capsys.readouterr().out, "step 2", "1 in a row", "3 ", origin, "not finite", "images")
+
+
+@pytest.mark.slow
+def test_too_many_nonfinite_steps_end_a_run_that_can_be_resumed(tmp_path, inject_nan):
+    inject_nan({4, 5, 6})
+    config = replace(WITH_BRIGHTNESS, train_dir=str(tmp_path), checkpoint_every_steps=3)
+    with pytest.raises(Interrupted, match="step 5"):
+        run(config, StopAtStep(5))
+    with pytest.raises(DivergedError, match=r"step 6 .*3 in a row.*step-00000005 .*--rollback_on_divergence"):
+        run(config)
+    assert all_finite(tmp_path)
+    assert run(config, max_nonfinite_steps=4)["bad_steps"] == 3
+
+
+def test_diverged_run_saves_no_nonfinite_values(tmp_path):
+    config = replace(TINY, train_dir=str(tmp_path), learning_rate=1e38, checkpoint_every_steps=1)
+    with pytest.raises(DivergedError, match="3 in a row.*--overwrite.* --learning_rate"):
+        run(config)
+    assert all_finite(tmp_path)
+
+
+@pytest.mark.slow
+def test_rollback_halves_the_learning_rates(tmp_path, inject_nan, monkeypatch, capsys):
+    monkeypatch.setattr(health, "MAX_ROLLBACKS", 2)
+    steps = {7, 8}
+    inject_nan(steps)
+    settings = {"max_nonfinite_steps": 2, "rollback_on_divergence": True, "max_steps": 12, "checkpoint_every_steps": 2}
+    config = replace(WITH_BRIGHTNESS, train_dir=str(tmp_path), summary_every_steps=1, **settings)
+    with pytest.raises(DivergedError, match="step 8 .* 2 rollbacks"):
+        run(config)  # meets the same steps after each rollback
+    rates = [r["learning_rate"] for r in records_of(tmp_path, "train")]
+    output = capsys.readouterr().out
+    assert lines_with(output, "rolled back", "step 6", " 0.5 ")
+    assert lines_with(output, "rolled back", "step 4", " 0.25 ")  # the first did not help
+    steps.clear()
+    result = run(config)
+    output = capsys.readouterr().out
+    assert lines_with(output, "resuming", "step 6") and result["rollbacks"] == 2 and all_finite(tmp_path)
+    assert [r["step"] for r in records_of(tmp_path, "train")] == list(range(1, 13))
+    assert rates[4] < rates[3]

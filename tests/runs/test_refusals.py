@@ -1,0 +1,110 @@
+"""Runs that cannot start or go on: the error names the reason and what to type."""
+
+import shutil
+
+import pytest
+import tensorflow as tf
+
+from cifar_towers import files, trainer
+from cifar_towers.errors import UsageError
+from cifar_towers.inference import evaluate
+from cifar_towers.inference.settings import EvaluateConfig
+from tests.runs.short_runs import (
+    QUICK,
+    TINY,
+    run,
+)
+
+OOM = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor\nwith shape [1024,64]")
+
+
+NO_KERNEL = tf.errors.UnimplementedError(None, None, "A deterministic GPU implementation of X is not available.")
+
+
+@pytest.mark.parametrize(
+    ("error", "settings", "expected", "message"),
+    [
+        (
+            OOM,
+            {"micro_batches": 2},
+            UsageError,
+            r"^OOM when allocating tensor with shape \[1024,64\].*--micro_batches=4",
+        ),
+        (
+            NO_KERNEL,
+            {"deterministic": True},
+            UsageError,
+            "^A deterministic GPU implementation of X .*--deterministic",
+        ),
+        (NO_KERNEL, {}, tf.errors.UnimplementedError, "^A deterministic GPU implementation of X is not available.$"),
+    ],
+    ids=["out of memory", "no deterministic operation", "other"],
+)
+def test_errors_of_tensorflow_suggest_flags(tmp_path, monkeypatch, error, settings, expected, message):
+    def train(*_):
+        raise error
+
+    monkeypatch.setattr(trainer.Trainer, "_train", train)
+    monkeypatch.setattr(tf.config.experimental, "enable_op_determinism", lambda: None)
+    with pytest.raises(expected, match=message):
+        run(QUICK, train_dir=str(tmp_path / "run"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train_dir": "file/run"}, "Not a directory"),
+        ({"profile_steps": "4:6"}, "profile_steps=4:6.* step 4"),
+        (
+            {"strategy": "mirrored", "all_reduce": "nccl"},
+            "all_reduce=nccl.* 2 towers",
+        ),
+    ],
+)
+def test_run_that_cannot_start_leaves_no_directory(tmp_path, monkeypatch, settings, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=message):
+        run(TINY, **{"num_gpus": 2, "max_steps": 4, "train_dir": "run"} | settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_resume_with_another_recipe_is_refused(one_run):
+    directory, _ = one_run
+    with pytest.raises(UsageError, match="batch_size 200 -> 100.*momentum 0.85 -> 0.5"):
+        run(QUICK, train_dir=str(directory), batch_size=100, momentum=0.5)
+
+
+def test_locked_train_dir_is_refused(saved_run):
+    directory, config = saved_run
+    with (
+        files.locked(directory / ".lock"),
+        pytest.raises(UsageError, match=f"another process .*{directory}.*--train_dir"),
+    ):
+        run(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("config.json", '{"model_type": "bert"}'), ("result.json", "[1]"), ("config.json", "no JSON")],
+)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_foreign_files_are_not_overwritten(tmp_path, name, content, overwrite):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UsageError, match=f"{name} .*--train_dir"):
+        run(TINY, train_dir=str(tmp_path), max_steps=1, overwrite=overwrite)
+    assert (tmp_path / name).read_text() == content
+
+
+def test_evaluate_without_a_checkpoint_is_refused(one_run, tmp_path):
+    (tmp_path / "empty" / "run").mkdir(parents=True)
+    begun = shutil.copytree(one_run[0], tmp_path / "begun", ignore=lambda *_: ["checkpoints"])
+    for place, why in (
+        (tmp_path / "empty" / "run", "not the directory of a run.* runs/"),
+        (one_run[0].parent / "none", f"no such directory.* {one_run[0].name}"),
+        (begun, "not saved"),
+    ):
+        with pytest.raises(UsageError, match=f"no checkpoint in {place}.*{why}"):
+            evaluate.evaluate_checkpoint(EvaluateConfig(train_dir=str(place)))
+    with pytest.raises(UsageError, match="validation"):
+        evaluate.evaluate_checkpoint(EvaluateConfig(train_dir=str(one_run[0]), split="validation"))

@@ -1,0 +1,196 @@
+"""The numbers of a run: its records, its result, and the same scores from `evaluate`."""
+
+import json
+import re
+from dataclasses import replace
+from signal import SIGTERM
+
+import numpy as np
+import pytest
+
+from cifar_towers import trainer
+from cifar_towers.cli import seeds
+from cifar_towers.cli.shutdown import ShutdownHandler
+from cifar_towers.data import cifar10, sources
+from cifar_towers.errors import Interrupted
+from cifar_towers.inference import evaluate
+from cifar_towers.inference.settings import EvaluateConfig
+from cifar_towers.reporting.seed_statistics import read_scalars
+from cifar_towers.reporting.time_left import TimeLeft
+from tests.messages import lines_with
+from tests.runs.short_runs import (
+    QUICK,
+    STEPS,
+    TINY,
+    StopAtStep,
+    records_of,
+    run,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 4])
+def test_accuracy_on_one_and_four_towers(tmp_path, one_run, count):
+    result = run(QUICK, num_gpus=count, train_dir=str(tmp_path / "run"))
+    for each in (result, one_run[1]):
+        assert each["step"] == STEPS
+        assert each["evaluations"][0]["accuracy"] > 0.6
+    # batch statistics are per shard, so the runs agree in accuracy, not to the bit
+    assert abs(result["evaluations"][0]["accuracy"] - one_run[1]["evaluations"][0]["accuracy"]) < 0.25
+
+
+def test_records_of_a_run(one_run):
+    directory, result = one_run
+    train = records_of(directory, "train")
+    assert [r["step"] for r in train] == list(range(1, 21))  # ten times as often as diagnostics, at least every step
+    assert {"step", "epoch", "loss", "accuracy", "images_per_sec", "learning_rate"} <= set(train[0])
+    assert [r["image_side"] for r in train] == [18] * 10 + [20] * 10
+    assert train[9]["epoch"] == 1.0 and train[-1]["loss"] < train[0]["loss"]
+    final = [r for r in records_of(directory, "eval") if r["step"] == STEPS]
+    assert [(r["split"], r["weights"], r["tta"], r["count"]) for r in final] == [
+        ("test", weights, tta, 500) for weights in ("raw", "ema") for tta in (0, 2)
+    ]
+    assert [r["step"] for r in train if "towers" in r] == [5, 10, 15, 20]
+    assert {name: len(each) for name, each in train[4]["towers"].items()} == {
+        "loss": 2,
+        "gradient_norm": 2,
+        "cosine": 2,
+    }
+    assert np.sum(final[0]["confusion"]) == 500
+    assert [r["accuracy"] for r in final] == [r["accuracy"] for r in result["evaluations"]]
+    environment = json.loads((directory / "environment.json").read_text())
+    assert [t["device"] for t in environment["towers"]] == ["/CPU:0", "/CPU:1"]
+    assert json.loads((directory / "config.json").read_text())["batch_size"] == 200
+
+
+def test_finished_run_returns_its_stored_result(one_run, capsys):
+    directory, result = one_run
+    assert run(QUICK, num_gpus=4, train_dir=str(directory)) == result
+    assert lines_with(capsys.readouterr().out, directory, "complete", f"step {STEPS}")
+
+
+def test_evaluate_reproduces_the_score_of_the_run(one_run):
+    directory, result = one_run
+    config = EvaluateConfig(train_dir=str(directory), precision="float32")
+    score = json.loads(evaluate.evaluate_checkpoint(replace(config, weights="ema", tta=2, num_gpus=3, json=True)))
+    expected = result["evaluations"][-1]["accuracy"]
+    assert score["count"] == 500 and score["accuracy"] == pytest.approx(expected, abs=0.004)
+    assert score["interval95"][0] < score["accuracy"] < score["interval95"][1]
+    assert sum(map(sum, score["confusion"])) == 500
+    table = evaluate.evaluate_checkpoint(config)
+    assert "chequered ring" in table and lines_with(table, "ema", "TTA 0")
+
+
+def test_target_accuracy_ends_a_run(tmp_path, capsys):
+    config = replace(TINY, train_dir=str(tmp_path), target_accuracy=0.05, eval_every_epochs=0.2)
+
+    class StopAtTheEnd(ShutdownHandler):
+        def exit_immediately_from_now(self, message):
+            if "evaluates it" in message:
+                raise Interrupted(SIGTERM, message)
+
+    with pytest.raises(Interrupted, match="step 2 "):
+        run(config, StopAtTheEnd())
+    assert run(config)["step"] == 2  # the target stays reached
+    assert len(lines_with(capsys.readouterr().out, "reached ")) == 2
+    scores = [(r["step"], r["weights"]) for r in records_of(tmp_path, "eval")]
+    assert scores == [(2, "raw"), (2, "ema")]
+
+
+def test_test_split_is_evaluated_only_at_the_end(tmp_path):
+    run(TINY, train_dir=str(tmp_path), validation_examples=500, max_steps=8)
+    scores = records_of(tmp_path, "eval")
+    assert {r["split"] for r in scores if r["step"] < 8} == {"validation"}
+    assert {r["split"] for r in scores if r["step"] == 8} == {"validation", "test"}
+
+
+def test_indivisible_batch_uses_fewer_towers(tmp_path, caplog):
+    caplog.set_level("INFO")
+    run(TINY, num_gpus=0, batch_size=51, max_steps=1, train_dir=str(tmp_path))
+    assert lines_with(caplog.text, "1 of 2 towers", "batch_size=51", "50 and 52")
+    assert len(json.loads((tmp_path / "environment.json").read_text())["towers"]) == 1
+
+
+def test_synthetic_fallback_prints_a_banner(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cifar10, "reachable", lambda url: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    config = replace(TINY, dataset="auto", data_dir=str(tmp_path / "none"), max_steps=1)
+    trainer.train(config, sources.find("auto", config.data_dir), ShutdownHandler())
+    assert capsys.readouterr().out.count("SYNTHETIC DATA") == 2
+    environment = json.loads((tmp_path / "runs/tiny-synthetic-seed0/environment.json").read_text())
+    assert "SYNTHETIC" in environment["synthetic_data"]
+
+
+def test_rate_of_a_step_that_compiles_after_a_resume_is_that_of_the_next(tmp_path, capsys):
+    """Resume in the middle of an epoch: a step is recorded once the next has run, or at the end of an epoch."""
+    config = replace(TINY, max_steps=4, summary_every_steps=1, train_dir=str(tmp_path))
+    with pytest.raises(Interrupted):
+        run(config, StopAtStep(2))
+    result = run(config)
+    rates = [record["images_per_sec"] for record in records_of(tmp_path, "train")]
+    assert len(rates) == 4 and None not in rates and min(rates) > 0
+    assert result["images_per_sec"] > 0 and "0 images/s" not in re.findall(r"\S+ images/s", capsys.readouterr().out)
+    alone = run(config, max_steps=1, overwrite=True)
+    assert alone["images_per_sec"] is None and "too few steps" in capsys.readouterr().out
+
+
+def test_time_left_counts_each_compiled_step_with_its_own_time(tmp_path, monkeypatch):
+    """Grow images just before the end of an epoch, at which the last step is read early."""
+    seconds, compiling, end_step = {}, set(), TimeLeft.end_step
+
+    def record(time_left, step, compiled):
+        before = time_left._seconds.total()
+        end_step(time_left, step, compiled)
+        seconds[step] = time_left._seconds.total() - before
+        compiling.update([] if compiled else [step])
+
+    monkeypatch.setattr(TimeLeft, "end_step", record)
+    run(QUICK, image_size_schedule="0=18,40%=20", train_dir=str(tmp_path))
+    assert list(seconds) == list(range(1, STEPS + 1))
+    assert {1, 9} <= compiling and {step for step, took in seconds.items() if not took} == compiling, seconds
+    steps = [took for step, took in seconds.items() if step not in compiling]
+    assert min(steps) > 0.1 * np.median(steps), seconds
+
+
+def test_profile_is_written_and_summarized(tmp_path, capsys):
+    run(TINY, max_steps=4, profile_steps="1:3", train_dir=str(tmp_path))
+    assert len(list((tmp_path / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) == 1
+    assert lines_with(capsys.readouterr().out, "profile", "1 to 2")
+
+
+@pytest.mark.slow
+def test_seeds_have_means_and_bands_that_a_resumed_run_continues(tmp_path, capsys, monkeypatch):
+    """Compare the statistics of every scalar with NumPy's, and those of runs that were interrupted with the others."""
+    config = replace(TINY, train_dir=str(tmp_path / "whole"), max_steps=4, seeds="0,1,2", summary_every_steps=1)
+    seeds.train_seeds(config, (0, 1, 2), sources.find("synthetic"), ShutdownHandler())
+    results = [json.loads((tmp_path / f"whole/seed{seed}/result.json").read_text()) for seed in (0, 1, 2)]
+    values = [100 * result["evaluations"][0]["accuracy"] for result in results]
+    statistics = f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f} %"
+    assert lines_with(capsys.readouterr().out, "test", "raw", "TTA 0", statistics, "n=3", "95 %")
+
+    def scalars(directory):
+        return dict(entry for path in sorted(directory.glob("events*")) for entry in read_scalars(path))
+
+    for part in ("train", "eval"):
+        found = scalars(tmp_path / "whole/seeds" / part)
+        runs = [scalars(tmp_path / f"whole/seed{seed}" / part) for seed in (0, 1, 2)]
+        assert len(found) == 5 * len(set().union(*runs)) > 0
+        for tag, step in set().union(*runs):
+            values = [run[tag, step] for run in runs if (tag, step) in run]
+            mean, std = np.mean(values), np.std(values, ddof=1) if len(values) > 1 else 0.0
+            statistics = [found[prefix + tag, step] for prefix in ("", "std/", "mean-std/", "mean+std/", "n/")]
+            np.testing.assert_allclose(statistics, [mean, std, mean - std, mean + std, len(values)], 1e-6, 1e-6)
+
+    resumed = replace(config, train_dir=str(tmp_path / "resumed"))
+    with pytest.raises(Interrupted):
+        seeds.train_seeds(resumed, (0, 1, 2), sources.find("synthetic"), StopAtStep(6))
+    assert ("loss", 1) in scalars(tmp_path / "resumed/seeds/train")
+    seeds.train_seeds(resumed, (0, 1, 2), sources.find("synthetic"), ShutdownHandler())
+    for part in ("train", "eval"):
+        one, other = (scalars(tmp_path / name / "seeds" / part) for name in ("whole", "resumed"))
+        timed = ("speed/", "memory/")
+        assert one.keys() == other.keys()
+        for (tag, step), value in one.items():
+            if not any(name in tag for name in timed):
+                assert value == other[tag, step], (tag, step)

@@ -1,0 +1,195 @@
+"""A run that is stopped continues to the same bits, or on other devices."""
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cifar_towers.checkpointing.checkpoint import latest_checkpoint, read_variables
+from cifar_towers.cli import main
+from cifar_towers.cli.shutdown import ShutdownHandler
+from cifar_towers.errors import Interrupted
+from cifar_towers.inference.compare import compare_runs
+from tests.messages import lines_with
+from tests.runs.short_runs import (
+    QUICK,
+    STEPS,
+    TINY,
+    StopAtStep,
+    events_of,
+    records_of,
+    resumed_at,
+    run,
+    tensors_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "at", "fixture"),
+    [
+        (TINY, 13, "tiny_run"),
+        *(pytest.param(QUICK, at, "one_run", marks=pytest.mark.slow) for at in (3, 13)),
+    ],
+    ids=["tiny", "whitening", "after whitening"],
+)
+def test_resumed_run_equals_uninterrupted_run(tmp_path, request, config, at, fixture):
+    directory, result = request.getfixturevalue(fixture)
+    config = replace(config, num_gpus=2, train_dir=str(tmp_path / "run"))
+    with pytest.raises(Interrupted, match=f"step {at}\\b") as caught:
+        run(config, StopAtStep(at))
+    assert caught.value.exit_code == 143
+    assert run(config)["weights_sha256"] == result["weights_sha256"]
+    steps = [r["step"] for r in records_of(config.directory, "train")]
+    assert steps == sorted(set(steps))
+    same, output = compare_runs(directory, config.directory)
+    assert same and lines_with(output, "losses", "same", "20")
+    assert lines_with(output, "weights", "same", "step-00000020") and lines_with(output, "step 20", "same", "sha256")
+
+
+class SimulatedKill(BaseException):
+    """Nothing in a run handles it, as with `kill -9`."""
+
+
+class KillAtStep(StopAtStep):
+    def check(self):
+        try:
+            super().check()
+        except Interrupted:
+            raise SimulatedKill from None
+
+
+@pytest.mark.slow
+def test_killed_run_resumes_without_duplicate_events(tmp_path):
+    """Look for each step in the event files once."""
+    config = replace(QUICK, num_gpus=2, train_dir=str(tmp_path), checkpoint_every_steps=8)
+    with pytest.raises(SimulatedKill):
+        run(config, KillAtStep(13))
+    assert list(tensors_of(events_of(tmp_path / "train"), "loss"))[-1] == 12  # the 13th is read with the next
+    run(config)
+    for part, tag, steps in (
+        ("train", "loss", list(range(1, 21))),
+        ("tower_1", "towers/loss", [5, 10, 15, 20]),
+        ("eval", "accuracy/test/raw", [10, 20]),
+        ("result", "final/images_per_sec", [20]),
+    ):
+        assert [event.step for event in events_of(tmp_path / part).Tensors(tag)] == steps
+    run(config, train_dir=str(tmp_path / "uninterrupted"))
+    scales = [
+        [r.get("gradient_noise_scale") for r in records_of(path, "train")]
+        for path in (tmp_path, tmp_path / "uninterrupted")
+    ]
+    assert scales[0] == scales[1] and any(scales[0])  # a moving average that is restored
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"optimizer": "muon", "lookahead": True}, {"optimizer": "adamw"}])
+def test_optimizer_slots_are_restored(tmp_path, settings):
+    resumed_at(3, replace(QUICK, num_gpus=2, max_steps=6, learning_rate=0.01, **settings), tmp_path)
+
+
+@pytest.mark.slow
+def test_max_steps_can_be_raised(tmp_path, one_run):
+    config = replace(QUICK, num_gpus=2, train_dir=str(tmp_path))
+    assert run(config, max_steps=7)["step"] == 7
+    assert run(config)["weights_sha256"] == one_run[1]["weights_sha256"]
+
+
+def test_evaluations_of_an_earlier_end_are_kept(tmp_path):
+    for last_step in (1, 2):
+        run(TINY, train_dir=str(tmp_path), max_steps=last_step)
+    assert {record["step"] for record in records_of(tmp_path, "eval")} == {1, 2}
+
+
+def test_hard_examples_with_resume_and_graph(tmp_path, capsys):
+    config = replace(TINY, num_gpus=2, max_steps=4, batch_size=50, hard_example_pool=200)
+    directories = resumed_at(2, config, tmp_path)
+    assert lines_with(capsys.readouterr().out, "4 steps", "50", "hardest", "200", "10 ")
+    one, other = (read_variables(latest_checkpoint(directory)) for directory in directories)
+    for name in ("proxy.model.head.kernel", "proxy.optimizer.kernels.momentum.0", "proxy.step"):
+        np.testing.assert_array_equal(one[name], other[name])
+    shown = events_of(directories[0] / "train")
+    assert {"proxy/loss", "proxy/accuracy"} <= set(shown.Tags()["tensors"])
+    graph = shown.Graph()
+    names = [node.name for node in graph.node]
+    assert len(set(names)) == len(names)
+    drawn = ("proxy/tower_1/gradients/", "tower_1/gradients/", "hardest/", "variables/proxy/head/kernel")
+    assert all(any(name.startswith(box) for name in names) for box in drawn)
+    assert not any(name.startswith("gradient_tape") for name in names)
+
+
+@pytest.mark.slow
+def test_resume_on_another_number_of_towers(tmp_path, capsys):
+    config = replace(QUICK, train_dir=str(tmp_path))
+    with pytest.raises(Interrupted):
+        run(config, num_gpus=4, stop=StopAtStep(6))
+    assert run(config, num_gpus=1)["step"] == STEPS
+    assert lines_with(capsys.readouterr().out, "resuming", "step 6", "4 towers", "float32")
+
+
+@pytest.mark.slow
+def test_resume_under_other_strategies(tmp_path, one_run, capsys):
+    """Train on four towers, then two mirrored replicas, then one tower: step, rate and accuracy continue."""
+    config = replace(QUICK, train_dir=str(tmp_path / "mixed"), summary_every_steps=1, batch_statistics="final")
+    starts = [{"num_gpus": 4}, {"num_gpus": 2, "strategy": "mirrored"}, {"num_gpus": 1}]
+    results = [run(config, max_steps=steps, **settings) for steps, settings in zip((8, 14, 20), starts, strict=True)]
+    assert lines_with(capsys.readouterr().out, "resuming", "step 8", "4 towers")
+    assert [result["step"] for result in results] == [8, 14, 20]
+    train = records_of(tmp_path / "mixed", "train")
+    assert [r["step"] for r in train] == list(range(1, 21))
+    uninterrupted = records_of(one_run[0], "train")
+    assert [r["learning_rate"] for r in train] == [r["learning_rate"] for r in uninterrupted]
+    before, after = results[0]["evaluations"][0]["accuracy"], results[1]["evaluations"][0]["accuracy"]
+    assert after > before - 0.1 and results[2]["evaluations"][0]["accuracy"] > 0.6
+    assert train[8]["loss"] < train[0]["loss"]  # the first step of the second strategy is not a first step
+
+
+@pytest.mark.slow
+def test_checkpoint_restores_the_same_weights_under_every_strategy(tmp_path):
+    """Restore without a step in between: the weights are equal to the bit."""
+    config = replace(QUICK, train_dir=str(tmp_path), max_steps=3)
+    saved = run(config, num_gpus=4, variable_placement="least_loaded")
+    for settings in (
+        {"num_gpus": 2, "strategy": "mirrored"},
+        {"num_gpus": 2, "parallelism": "model"},
+        {"num_gpus": 2, "variable_placement": "round_robin", "gradient_device": "cpu"},
+    ):
+        (tmp_path / "result.json").unlink()  # otherwise it is complete and nothing is read
+        assert run(config, **settings)["weights_sha256"] == saved["weights_sha256"]
+
+
+def test_compare_runs_prints_differences(tmp_path, tiny_run, monkeypatch, capsys):
+    changed = shutil.copytree(tiny_run[0], tmp_path / "changed")
+    metrics, result = changed / "metrics.jsonl", changed / "result.json"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    next(line for line in lines if line["kind"] == "train" and line["step"] == 7)["loss"] += 1e-6
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result.write_text(json.dumps(json.loads(result.read_text()) | {"weights_sha256": "0" * 64}))
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # as the program would leave it set
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py", str(tiny_run[0]), str(changed)])
+    assert main.compare_runs.__wrapped__(ShutdownHandler()) == 1  # the exit code
+    output = capsys.readouterr().out
+    assert lines_with(output, "losses", "step 7", "step 6")
+    assert lines_with(output, "weights", "same", "step-00000009") and "0" * 16 in output
+    environment = json.loads((changed / "environment.json").read_text())
+    (changed / "environment.json").write_text(json.dumps(environment | {"variables": environment["variables"][1:]}))
+    count = len(environment["variables"])
+    assert lines_with(compare_runs(tiny_run[0], changed)[1], "variables", count, count - 1)
+    result.write_text("[1, 2]")
+    output = compare_runs(tiny_run[0], changed)[1]
+    assert lines_with(output, tiny_run[0], "step 20", changed)
+    metrics.unlink()
+    shutil.rmtree(changed / "checkpoints")
+    same, output = compare_runs(tiny_run[0], changed)
+    assert not same and lines_with(output, "no step in common")
+
+
+@pytest.mark.slow
+def test_compare_runs_of_two_seeds(tmp_path, one_run):
+    config = replace(QUICK, num_gpus=2, train_dir=str(tmp_path), seed=1, checkpoint_every_steps=9)
+    run(config, max_steps=9)
+    same, output = compare_runs(one_run[0], tmp_path)
+    assert not same and lines_with(output, "max_steps 0 -> 9", "seed 0 -> 1", "tta 2 -> 0")
+    assert lines_with(output, "losses", "step 1") and lines_with(output, "weights", "step-00000009")

@@ -1,0 +1,118 @@
+"""The TensorBoard files of a run."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
+
+from cifar_towers.reporting import run_logger
+from tests.configs import recipe
+from tests.runs.short_runs import QUICK, TINY, events_of, run, tensors_of
+
+TAGS = {"loss", "accuracy", "health/gradient_norm", "health/bad_steps", "health/rollbacks", "health/loss_scale"}
+TAGS |= {"losses/cross_entropy", "losses/cross_entropy (raw)", "losses/total_loss", "losses/total_loss (raw)"}
+TAGS |= {f"learning_rate/{group}" for group in ("kernels", "biases", "head", "whitening")}
+TAGS |= {"speed/images_per_sec", "speed/step_seconds", "speed/input_wait", "memory/host_mb", "input/augmented"}
+TAGS |= {f"{kind}/group1_gelu1" for kind in ("activations", "sparsity")}
+PER_WEIGHT = ("weights", "gradients", "weight_norm", "gradient_norm", "update_ratio")
+TAGS |= {f"{kind}/group1_conv1/kernel" for kind in PER_WEIGHT}
+TAGS |= {f"run/{text}" for text in ("recipe", "command", "environment", "model", "variables")}
+
+
+def test_tensorboard_training_tags(one_run):
+    train = events_of(one_run[0] / "train")
+    tags = set(train.Tags()["tensors"])
+    assert tags >= TAGS
+    assert not [tag for tag in tags if "tower_" in tag]
+    names = {node.name.split("/")[0] for node in train.Graph().node}
+    assert {"tower_0", "tower_1"} <= names
+    shown = tensors_of(train, "input/augmented")[20]
+    assert tf.io.decode_png(shown[2]).shape == (int(shown[1]), int(shown[0]), 3)
+    counts = tensors_of(train, "activations/group1_gelu1")
+    assert list(counts) == [5, 10, 15, 20]
+    assert counts[20][:, 2].sum() == 64 * 9 * 9 * 64  # 64 images after the first pool
+    for tower in ("tower_0", "tower_1"):
+        cosines = tensors_of(events_of(one_run[0] / tower), "towers/cosine")
+        assert list(cosines) == [5, 10, 15, 20] and 0 < cosines[5] <= 1
+
+
+def test_every_chart_of_custom_scalars_has_a_curve(one_run):
+    """Find the charts that a tag renamed only where it is written would leave empty."""
+    parts = [events_of(one_run[0] / part) for part in ("train", "eval", "tower_0")]
+    written = [tag for events in parts for tag in events.Tags()["tensors"]]
+    layout = layout_pb2.Layout.FromString(tensors_of(parts[0], CONFIG_SUMMARY_TAG)[0].item())
+    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    without_curve = {
+        (title, pattern)
+        for title, patterns in charts.items()
+        for pattern in patterns
+        if not any(re.match(pattern, tag) for tag in written)
+    }
+    assert without_curve == {("GPU utilization, %", "gpu_utilisation/.*")}  # there is no GPU
+    losses = {tag for pattern in charts["training loss, raw and smoothed"] for tag in written if re.match(pattern, tag)}
+    assert losses == {"loss", "losses/cross_entropy", "losses/total_loss"}
+
+
+def test_tensorboard_tags_do_not_depend_on_the_number_of_towers(tmp_path, one_run):
+    run(QUICK, num_gpus=1, max_steps=5, train_dir=str(tmp_path))
+    one, two = (set(events_of(path / "train").Tags()["tensors"]) for path in (tmp_path, one_run[0]))
+    assert two - one == {"towers/gradient_noise_scale"}  # which one tower has nothing to estimate from
+    assert one <= two
+
+
+def test_every_tag_of_the_tutorial_has_a_counterpart(tmp_path):
+    """Read the table in docs/tensorboard.md row by row."""
+    page = (Path(__file__).parents[2] / "docs" / "tensorboard.md").read_text()
+    table = page.split("## Tags of the TensorFlow tutorial")[1].splitlines()
+    rows = [line.split(" | ") for line in table if line.startswith("| `")]
+    tutorials, ours = ({tag for row in rows for tag in re.findall("`(.+?)`", row[side])} for side in (0, 1))
+    layers = ("conv1", "conv2", "local3", "local4", "softmax_linear")
+    of_layers = {f"{layer}/{kind}" for layer in layers for kind in ("activations", "sparsity", "weights", "biases")}
+    of_layers |= {f"{layer}/{kind}/gradients" for layer in layers for kind in ("weights", "biases")}
+    losses = {"cross_entropy", "local3/weight_loss", "local4/weight_loss", "total_loss"}
+    losses |= {f"{loss} (raw)" for loss in losses}
+    assert tutorials == of_layers | losses | {"images", "learning_rate", "Precision @ 1"}
+    config = recipe("cifarnet", dataset="synthetic", batch_size=64, max_steps=2, num_gpus=2, precision="float32")
+    run(config, train_dir=str(tmp_path))
+    tags = {tag for part in ("train", "eval") for tag in events_of(tmp_path / part).Tags()["tensors"]}
+    assert ours <= tags, ours - tags
+
+
+def test_smoothed_losses_are_moving_averages_of_the_raw_ones(one_run):
+    train = events_of(one_run[0] / "train")
+    for term in ("cross_entropy", "total_loss"):
+        raw, averaged = (tensors_of(train, f"losses/{term}{which}") for which in (" (raw)", ""))
+        total, weight = np.float64(0), np.float64(0)
+        for step in range(1, 21):
+            total, weight = 0.9 * total + 0.1 * np.float64(raw[step]), 0.9 * weight + 0.1
+            assert averaged[step] == pytest.approx(total / weight, rel=1e-6)
+
+
+def test_tensorboard_evaluation_tags(one_run):
+    directory, result = one_run
+    evaluated, name = events_of(directory / "eval"), "chequered ring"
+    for picture in ("confusion", "mistakes"):
+        width, height, png = tensors_of(evaluated, f"{picture}/test")[20]
+        assert tf.io.decode_png(png).shape == (int(height), int(width), 3) and int(width) > 300
+    assert 0 <= tensors_of(evaluated, f"class_accuracy/test/{name}")[20] <= 1
+    assert tensors_of(evaluated, f"precision_recall/test/{name}")[20].shape == (6, 127)
+    shown = tensors_of(evaluated, "accuracy/test/ema_tta2")
+    assert shown[20] == pytest.approx(result["evaluations"][-1]["accuracy"])
+    final = tensors_of(events_of(directory / "result"), "final/accuracy/test/ema_tta2")
+    assert final == {20: shown[20]}
+    (embedding,) = directory.glob("projector_*")
+    assert embedding.name == "projector_00000020" and len((embedding / "features.tsv").read_text().splitlines()) == 500
+
+
+@pytest.mark.parametrize("share", [1e-9, 1e9])
+def test_figures_of_evaluations_are_limited_to_a_share_of_the_time(tmp_path, monkeypatch, share):
+    monkeypatch.setattr(run_logger, "DRAWING_SHARE", share)
+    run(TINY, train_dir=str(tmp_path), max_steps=8, eval_every_epochs=0.2, validation_examples=0)
+    evaluated = events_of(tmp_path / "eval")
+    steps = list(tensors_of(evaluated, "class_accuracy/test/chequered ring"))
+    assert len(steps) == 4
+    assert list(tensors_of(evaluated, "mistakes/test")) == (steps if share > 1 else [steps[0], steps[-1]])
