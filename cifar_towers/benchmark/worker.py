@@ -114,7 +114,7 @@ class Worker:
 
     def profile(self, case: list) -> dict[str, float]:
         """Shares of a step's work, summed over towers."""
-        return profile_step(self.prepared[tuple(case)].step).shares()
+        return profile_step(self.prepared[tuple(case)].step)
 
 
 def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: list[Tower], train: Split) -> PreparedCase:

@@ -1,6 +1,5 @@
 import json
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -83,7 +82,7 @@ def test_failing_cases_leave_the_others_measured(monkeypatch, capsys):
         return worker.PreparedCase(lambda steps: iter([(0.1, 0.0)] * steps), step)
 
     monkeypatch.setattr(worker, "prepare_case", prepare_case)
-    monkeypatch.setattr(worker, "profile_step", lambda step: SimpleNamespace(shares=lambda: {"step": step()}))
+    monkeypatch.setattr(worker, "profile_step", lambda step: {"step": step()})
     server = worker.Worker()
     server.config = server.towers = server.train = None
 
