@@ -152,7 +152,7 @@ def run_metadata(
     return {
         "recipe": recipe_fields(requested),
         "dataset": dataset.name,
-        "traits": dataset.info.to_json(),
+        "dataset_info": dataset.info._asdict(),
         **{f"{name}_sha256": digest for name, digest in dataset.digests().items()},
         "precision": precision,
         "towers": num_towers,

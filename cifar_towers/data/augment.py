@@ -15,7 +15,7 @@ from cifar_towers.registry import TTA_LEVELS, TtaView, describe_tta_levels
 
 
 class Augmentation(NamedTuple):
-    """Preprocessing of images; units as in `TrainConfig`, moments as in `DatasetInfo`."""
+    """Settings of preprocessing, with the units of `TrainConfig`, and the moments of `DatasetInfo`."""
 
     crop: int = 0
     shift: int = 0
@@ -27,11 +27,15 @@ class Augmentation(NamedTuple):
     mean: tuple[float, ...] = CIFAR10.mean
     std: tuple[float, ...] = CIFAR10.std
 
-    def augment(self, images: tf.Tensor, draws: RandomDraws, new_side: int = 0) -> tf.Tensor:
-        """[B, S, S, 3] uint8 -> [B, T, T, 3] float32, where T is `crop`, or else `new_side`, or else S."""
+    def augment(self, images: tf.Tensor, draws: RandomDraws, image_size: int = 0) -> tf.Tensor:
+        """Augment and normalize training images: [B, S, S, 3] uint8 -> [B, T, T, 3] float32.
+
+        Args:
+          image_size: T, to which images are downsampled unless `crop` is set; 0: S.
+        """
         images = tf.cast(images, tf.float32)  # before the padding: GPUs cannot pad integers
-        side = self.crop or images.shape[1]
-        images = random_window(images, draws.window, draws.flip, side, self.shift, self.shift_fill)
+        window_size = self.crop or images.shape[1]
+        images = random_window(images, draws.window, draws.flip, window_size, self.shift, self.shift_fill)
         if self.brightness or self.contrast:
             by_image = self.standardize == "image"
             center = tf.reduce_mean(images, [1, 2], keepdims=True) if by_image else tf.constant(self.mean)
@@ -40,10 +44,10 @@ class Augmentation(NamedTuple):
         images = self.normalize(images)
         if self.cutout:
             images = cutout(images, draws.cutout, self.cutout)
-        return downsample(images, new_side) if new_side and not self.crop else images
+        return downsample(images, image_size) if image_size and not self.crop else images
 
     def evaluate(self, images: tf.Tensor) -> tf.Tensor:
-        """[B, S, S, 3] uint8 -> [B, T, T, 3] float32: the central crop if `crop` is set, normalized."""
+        """Normalize test images, or their central crop if `crop` is set: [B, S, S, 3] uint8 -> [B, T, T, 3] float32."""
         images = tf.cast(images, tf.float32)
         if self.crop:
             start = (images.shape[1] - self.crop) // 2
@@ -51,30 +55,28 @@ class Augmentation(NamedTuple):
         return self.normalize(images)
 
     def normalize(self, images: tf.Tensor) -> tf.Tensor:
-        """Scale to zero mean and unit standard deviation, by the data set's channels or for each image.
-
-        For each image the divisor is at least 1 / sqrt(number of values), as in `tf.image.per_image_standardization`.
-        """
+        """Scale to zero mean and unit standard deviation, per channel of the data set or per image."""
         if self.standardize == "dataset":
             return (images - tf.constant(self.mean)) / tf.constant(self.std)
         return tf.image.per_image_standardization(images)
 
 
 def random_window(
-    images: tf.Tensor, position: tf.Tensor, mirrored: tf.Tensor, side: int, pad: int = 0, fill: str = "reflect"
+    images: tf.Tensor, position: tf.Tensor, mirrored: tf.Tensor, size: int, pad: int = 0, fill: str = "reflect"
 ) -> tf.Tensor:
-    """Crop a side x side window of each image, padded by `pad` pixels: [B, H, W, C] -> [B, side, side, C].
+    """Crop a window of each image, padded by `pad` pixels: [B, H, W, C] -> [B, size, size, C].
 
     Args:
-      position: [B, 2] in [0, 1), the row and column of the corner, as fractions of the possible ones.
-      mirrored: [B] bool, the windows to mirror left to right.
+      position: [B, 2] in [0, 1), row and column of the window's corner as fractions of the possible ones.
+      mirrored: [B] bool, whether to mirror the window left to right.
+      fill: value of the padding, `reflect` or `zeros`.
     """
     if pad:
         mode = {"reflect": "REFLECT", "zeros": "CONSTANT"}[fill]
         images = tf.pad(images, [[0, 0], [pad, pad], [pad, pad], [0, 0]], mode)
-    num_positions = images.shape[1] - side + 1
+    num_positions = images.shape[1] - size + 1
     corner = tf.cast(position * num_positions, tf.int64)  # TensorFlow keeps int32 in the host's memory
-    offsets = tf.range(side, dtype=tf.int64)
+    offsets = tf.range(size, dtype=tf.int64)
     rows = corner[:, :1] + offsets
     columns = corner[:, 1:] + tf.where(mirrored[:, None], offsets[::-1], offsets)
     flat = tf.reshape(images, [images.shape[0], -1, images.shape[3]])
@@ -88,7 +90,7 @@ def adjust_color(images: tf.Tensor, brightness: tf.Tensor, contrast: tf.Tensor, 
 
 
 def cutout(images: tf.Tensor, position: tf.Tensor, size: int) -> tf.Tensor:
-    """Set a size x size square of each image to 0; it lies inside the image, with equal probability anywhere.
+    """Set a size x size square to 0 at a uniformly random place inside each image.
 
     Source: T. DeVries and G. Taylor, "Improved Regularization ... with Cutout", arXiv 1708.04552.
     """
@@ -100,26 +102,30 @@ def cutout(images: tf.Tensor, position: tf.Tensor, size: int) -> tf.Tensor:
     return tf.where(inside[..., None], tf.zeros_like(images), images)
 
 
-def downsample(images: tf.Tensor, side: int) -> tf.Tensor:
-    """[B, H, H, C] -> [B, side, side, C] by antialiased bilinear resampling."""
-    if side == images.shape[1]:
+def downsample(images: tf.Tensor, size: int) -> tf.Tensor:
+    """Resize by antialiased bilinear resampling: [B, S, S, C] -> [B, size, size, C]."""
+    if size == images.shape[1]:
         return images
-    matrix = tf.constant(_downsampling_matrix(images.shape[1], side), images.dtype)
+    matrix = tf.constant(_downsampling_matrix(images.shape[1], size), images.dtype)
     rows = tf.einsum("oh,bhwc->bowc", matrix, images)
     return tf.einsum("pw,bowc->bopc", matrix, rows)
 
 
 @functools.cache
-def _downsampling_matrix(side: int, new_side: int) -> np.ndarray:
-    """[new_side, side]: each row a triangle of half-width side/new_side about its pixel's center, of sum 1."""
-    ratio = side / new_side
-    centers = (np.arange(new_side) + 0.5) * ratio - 0.5
-    weights = np.maximum(0, 1 - np.abs(np.arange(side) - centers[:, None]) / ratio)
+def _downsampling_matrix(size: int, new_size: int) -> np.ndarray:
+    """Return [new_size, size] weights; each row is a triangle about its pixel's center, with the sum 1."""
+    ratio = size / new_size  # half of the triangle's base
+    centers = (np.arange(new_size) + 0.5) * ratio - 0.5
+    weights = np.maximum(0, 1 - np.abs(np.arange(size) - centers[:, None]) / ratio)
     return weights / weights.sum(1, keepdims=True)
 
 
 def tta_views(images: tf.Tensor, level: int) -> list[tuple[float, tf.Tensor]]:
-    """(weight, images) of each view of a level of test-time augmentation; a ValueError if there is no such level."""
+    """Return (weight, images) of each view of a level of test-time augmentation.
+
+    Raises:
+      ValueError: there is no such level.
+    """
     if level not in TTA_LEVELS:
         raise ValueError(f"tta={level} is not one of {describe_tta_levels()}")
     return [(view.weight, _make_view(images, view)) for view in TTA_LEVELS[level]]

@@ -13,37 +13,36 @@ NUM_PREFETCHED = 2  # batches prepared ahead of the step, in other threads
 
 
 class RandomDraws(NamedTuple):
-    """The random numbers of B examples, one row each, that `augment` uses."""
+    """The random numbers of B examples, one row each, that `Augmentation.augment` uses."""
 
     flip: tf.Tensor  # [B] bool
     window: tf.Tensor  # [B, 2] in [0, 1): position of the crop or shift
     cutout: tf.Tensor  # [B, 2] in [0, 1): position of the square that is set to 0
     brightness: tf.Tensor  # [B] in [-1, 1)
     contrast: tf.Tensor  # [B] in [-1, 1)
-    example_index: tf.Tensor  # [B] int64: examples the run has drawn before; seeds layers that draw random numbers
+    example_index: tf.Tensor  # [B] int64: number of examples drawn before; seeds layers that draw random numbers
 
 
 class Batch(NamedTuple):
-    """B examples: images [B, S, S, 3] uint8, or their indices [B] int64 until `Batches.load_images`; labels [B] int64;
-    and their random numbers."""
+    """B examples and their random numbers."""
 
-    images: tf.Tensor
-    labels: tf.Tensor
+    images: tf.Tensor  # [B, S, S, 3] uint8; their indices [B] int64 until `Batches.load_images`
+    labels: tf.Tensor  # [B] int64
     draws: RandomDraws
 
 
 class Batches:
     """The batches of a run over `split`, by step.
 
-    Every epoch is a new permutation of all examples, cut into `steps_per_epoch` full batches; the rest is left out.
+    Every epoch is a new permutation of all examples, cut into `steps_per_epoch` full batches. The rest is left out.
 
     Args:
       batch_size: B, for all towers together.
-      rows: (first, count) of the rows of every batch to make here; other workers make the others.
+      rows: (first, count) of the rows that this worker makes of every batch; by default all.
       flip: `none`; `random`, drawn for each image and epoch; `alternating`, drawn once for each image and inverted in
         every odd epoch (K. Jordan, arXiv 2404.00498).
-      devices: where all images are kept; batches then have their indices, and `load_images` gathers them there. By
-        default batches have the images, in host memory.
+      devices: where to keep all images. A batch then has their indices, and `load_images` gathers them there. By
+        default a batch has its images, in host memory.
 
     Raises:
       ValueError: there are fewer examples than `batch_size`.
@@ -65,24 +64,33 @@ class Batches:
         self.batch_size, self.seed, self.flip = batch_size, seed, flip
         self.steps_per_epoch = len(split.labels) // batch_size
         self._num_examples, (self._first_row, self._num_rows) = len(split.labels), rows or (0, batch_size)
-        self._cached_order = (None, None)  # epoch and its permutation; one tuple, as threads may race
-        self._images_on = {}
+        self._cached_order = (-1, np.empty(0, np.int64))  # epoch and its permutation; one tuple, as threads may race
+        self._has_indices = bool(devices)
+        self._images_on: dict[str, tf.Tensor] = {}
         for device in devices or [HOST]:
             with tf.device(device):
                 self._images_on[device] = tf.constant(split.images)
-        self._has_indices = bool(devices)
         with tf.device(HOST):
             self._labels = tf.constant(split.labels)
 
+    def stream(self, first_step: int, last_step: int) -> tf.data.Dataset:
+        """Return the batches of steps first_step .. last_step - 1, prepared while earlier steps run."""
+        options = tf.data.Options()
+        options.autotune.enabled = False  # its thread delays the end of a stream by seconds
+        with tf.device(HOST):
+            steps = tf.data.Dataset.range(first_step, last_step)
+            at = tf.autograph.experimental.do_not_convert(self.at)  # analyzing it for conversion takes long
+            return steps.map(at).prefetch(NUM_PREFETCHED).with_options(options)
+
     def at(self, step: tf.Tensor | int) -> Batch:
-        """The batch of one step, counted from 0, made of TensorFlow operations."""
+        """Return the batch of one step, counted from 0, made of TensorFlow operations."""
         step = tf.cast(step, tf.int64)
         epoch, position = step // self.steps_per_epoch, step % self.steps_per_epoch
         order = tf.numpy_function(self._epoch_order, [epoch], tf.int64, stateful=False)
         start = position * self.batch_size + self._first_row
         chosen = tf.ensure_shape(order[start : start + self._num_rows], [self._num_rows])
-        # drawn for the whole batch, so that an example's numbers do not depend on the worker; another column would
-        # change them all, so a new augmentation draws its own with another seed
+        # Drawn for the whole batch, so that an example's numbers do not depend on the worker. Another column would
+        # change them all, so a new augmentation draws its own with another seed.
         uniform = tf.random.stateless_uniform([self.batch_size, 7], tf.stack([tf.cast(self.seed, tf.int64), step]))
         uniform = uniform[self._first_row : self._first_row + self._num_rows]
         draws = RandomDraws(
@@ -97,27 +105,18 @@ class Batches:
         return Batch(images, tf.gather(self._labels, chosen), draws)
 
     def load_images(self, batch: Batch, device: str) -> Batch:
-        """The batch, or a part of it, with images; gathered on `device` if they are kept there."""
+        """Return the batch, or a part of one, with its images, gathered on `device` if they are kept there."""
         if not self._has_indices:
             return batch
         with tf.device(device):
             return batch._replace(images=tf.gather(self._images_on[device], batch.images))
-
-    def stream(self, first_step: int, last_step: int) -> tf.data.Dataset:
-        """The batches of steps first_step .. last_step - 1, prepared while earlier steps run."""
-        options = tf.data.Options()
-        options.autotune.enabled = False  # its thread delays the end of a stream by seconds
-        with tf.device(HOST):
-            steps = tf.data.Dataset.range(first_step, last_step)
-            at = tf.autograph.experimental.do_not_convert(self.at)  # analyzing it for conversion takes long
-            return steps.map(at).prefetch(NUM_PREFETCHED).with_options(options)
 
     def _epoch_order(self, epoch: np.int64) -> np.ndarray:
         cached_epoch, order = self._cached_order
         if cached_epoch != epoch:
             generator = np.random.Generator(np.random.Philox(key=[self.seed, int(epoch)]))
             order = generator.permutation(self._num_examples)
-            self._cached_order = (epoch, order)
+            self._cached_order = (int(epoch), order)
         return order
 
     def _flips(self, chosen: tf.Tensor, epoch: tf.Tensor, uniform: tf.Tensor) -> tf.Tensor:

@@ -4,32 +4,27 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PIXELS_PER_CHUNK = 10_000_000  # counted at a time; each takes eight bytes
-STORED_NAMES = {"std": "deviation"}  # checkpoints keep the name that earlier versions wrote
 
 
 class DatasetInfo(NamedTuple):
-    """Properties of a data set's images that a model depends on; saved with every checkpoint."""
+    """Properties of a data set's images that a model depends on; every checkpoint stores them."""
 
     class_names: tuple[str, ...] = CLASSES
-    side: int = 32  # pixels
+    image_size: int = 32  # pixels
     mean: tuple[float, ...] = (125.307, 122.961, 113.8575)  # per channel of the training images, levels 0..255
     std: tuple[float, ...] = (62.985, 62.0925, 66.708)
 
     @classmethod
-    def from_json(cls, saved: Mapping) -> "DatasetInfo":
-        """Read what `to_json` returned, or an earlier version of it; missing fields are CIFAR-10's."""
-        values = {name: saved.get(STORED_NAMES.get(name), saved.get(name)) for name in cls._fields}
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if v is not None})
-
-    def to_json(self) -> dict:
-        """The fields under the names they have in checkpoints' metadata."""
-        return {STORED_NAMES.get(name, name): value for name, value in self._asdict().items()}
+    def from_json(cls, saved: Mapping[str, Any]) -> "DatasetInfo":
+        """Read `_asdict()` back from JSON, which turns tuples into lists."""
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+        return cls(**values)
 
 
 CIFAR10 = DatasetInfo()
@@ -37,7 +32,7 @@ CIFAR10 = DatasetInfo()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """n examples: images [n, side, side, 3] uint8, labels [n] int64. The arrays are never written to."""
+    """Images [n, S, S, 3] uint8 and labels [n] int64 of n examples. The arrays are never written to."""
 
     images: np.ndarray
     labels: np.ndarray
@@ -46,16 +41,16 @@ class Split:
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the images' bytes followed by the labels', in stored order."""
-        digest = hashlib.sha256(np.ascontiguousarray(self.images))
-        digest.update(np.ascontiguousarray(self.labels.astype(np.int64)))
+        digest = hashlib.sha256(np.ascontiguousarray(self.images).data)
+        digest.update(np.ascontiguousarray(self.labels.astype(np.int64)).data)
         return digest.hexdigest()
 
     def class_counts(self) -> np.ndarray:
-        """[C] number of examples of each class."""
+        """Return the number of examples of each class, [C]."""
         return np.bincount(self.labels, minlength=len(self.info.class_names))
 
     def take(self, examples: np.ndarray | slice) -> "Split":
-        """The examples at these indices."""
+        """Return the split of the examples at these indices."""
         return dataclasses.replace(self, images=self.images[examples], labels=self.labels[examples])
 
 
@@ -73,23 +68,24 @@ class Dataset(NamedTuple):
         return self.train.info
 
     def digests(self) -> dict[str, str]:
-        """Digest of each split that has examples, by its name."""
+        """Return the digest of each split that has examples, by the split's name."""
         splits = {name: getattr(self, name) for name in ("train", "validation", "test")}
         return {name: split.digest for name, split in splits.items() if len(split.labels)}
 
-    def changed_splits(self, metadata: Mapping) -> list[str]:
-        """Names of the splits whose digests differ from a checkpoint's; one that it lacks counts as equal."""
-        return [name for name, digest in self.digests().items() if metadata.get(f"{name}_sha256", digest) != digest]
+    def changed_splits(self, metadata: Mapping[str, Any]) -> list[str]:
+        """Return the names of the splits whose digests differ from those in a checkpoint's metadata."""
+        return [name for name, digest in self.digests().items() if metadata.get(f"{name}_sha256") != digest]
 
 
-def chunks(images: np.ndarray, pixels: int) -> Iterator[np.ndarray]:
-    """Consecutive parts of [n, H, W, C] images, of at most `pixels` pixels and at least one image each."""
-    size = max(1, pixels // (images.shape[1] * images.shape[2]))
-    return (images[start : start + size] for start in range(0, len(images), size))
+def split_validation(train: Split, count: int) -> tuple[Split, Split]:
+    """Return (training, validation); the `count` examples held out are the same in every run."""
+    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train.labels))
+    rest, held_out = np.sort(order[: len(order) - count]), np.sort(order[len(order) - count :])
+    return (train.take(rest) if count else train), train.take(held_out)
 
 
 def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation (1 if it is 0) per channel of [n, H, W, C] uint8 images, from exact counts."""
+    """Return mean and standard deviation per channel of [n, H, W, C] uint8 images; a deviation of 0 becomes 1."""
     levels = np.arange(256)
     means, stds = [], []
     for channel in range(images.shape[3]):
@@ -102,8 +98,7 @@ def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(means), tuple(stds)
 
 
-def split_validation(train: Split, count: int) -> tuple[Split, Split]:
-    """(the rest, the held out): the last `count` examples of one fixed shuffle, the same in every run."""
-    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train.labels))
-    rest, held_out = np.sort(order[: len(order) - count]), np.sort(order[len(order) - count :])
-    return (train.take(rest) if count else train), train.take(held_out)
+def chunks(images: np.ndarray, pixels: int) -> Iterator[np.ndarray]:
+    """Return consecutive parts of [n, H, W, C] images, of at most `pixels` pixels and at least one image each."""
+    size = max(1, pixels // (images.shape[1] * images.shape[2]))
+    return (images[start : start + size] for start in range(0, len(images), size))

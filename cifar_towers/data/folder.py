@@ -15,10 +15,10 @@ from cifar_towers.errors import DataError, printable
 
 log = logging.getLogger(__name__)
 
-TRAIN_NAMES = ("train", "training")  # not taken for a class, unless images lie directly in it
-TEST_NAMES = ("test", "val", "valid", "validation")  # of the folder beside `train`
-TEST_FRACTION = 0.2  # of each class, where the folder has no test
-MAX_LISTED = 5  # files in one error message
+TRAIN_NAMES = ("train", "training")  # such a folder is a class only if images lie directly in it
+TEST_NAMES = ("test", "val", "valid", "validation")  # names of the test folder beside `train`
+TEST_FRACTION = 0.2  # of each class, if the folder has no test
+MAX_LISTED = 5  # names in one error message
 LAYOUT = "it needs a subfolder of images for each class, or train/ and test/ with these"
 
 
@@ -31,25 +31,18 @@ class Folder(NamedTuple):
     class_roots: tuple[Path, ...]  # the folders whose subfolders are classes
 
     def contains(self, path: Path) -> bool:
-        """Whether files written there would be taken for a class or its images, or mixed with them."""
+        """Return whether files written to `path` would be among the pictures or taken for a class."""
         path = path.expanduser().resolve()
         return path == self.root.resolve() or any(path.is_relative_to(root.resolve()) for root in self.class_roots)
 
 
-def holds_pictures(root: Path) -> bool:
-    """Whether pictures lie in a folder, in its subfolders or in theirs, and nothing that TFDS downloads or prepares."""
-    if (root / "downloads").exists() or any(root.glob("*/*/dataset_info.json")):
-        return False
-    return any(image_files.is_picture(path) for depth in ("*", "*/*", "*/*/*") for path in root.glob(depth))
-
-
 def scan(root: Path) -> Folder:
-    """List the images of a folder: `train/` and `test/` with a subfolder for each class, or subfolders of classes only.
+    """List the images of a folder that has `train/` and `test/` with a subfolder per class, or only such subfolders.
 
     In the second case a fifth of each class becomes the test split, chosen by the hashes of the files' names.
 
     Raises:
-      DataError: no such folder, fewer than two classes, or a class without images to train or test on.
+      DataError: the folder is missing, has fewer than two classes, or has a class without images to train or test on.
     """
     try:
         root = root.expanduser().absolute()
@@ -64,26 +57,34 @@ def scan(root: Path) -> Folder:
     return folder
 
 
-def load(folder: Folder, side: int) -> tuple[Split, Split]:
-    """Train and test as arrays of side x side pixels, each image as by `image_files.read`.
+def load(folder: Folder, image_size: int) -> tuple[Split, Split]:
+    """Return train and test, with each image read by `image_files.read`.
 
     Raises:
-      DataError: naming images that cannot be read.
+      DataError: some images cannot be read; the message names them.
     """
     class_names = tuple(folder.train)
-    train, train_labels, train_errors = _read(folder.train, class_names, side)
-    test, test_labels, test_errors = _read(folder.test, class_names, side)
+    train, train_labels, train_errors = _read(folder.train, class_names, image_size)
+    test, test_labels, test_errors = _read(folder.test, class_names, image_size)
     if errors := [*train_errors, *test_errors]:
         count = len(train) + len(test)
         raise DataError(f"{len(errors)} of {count} images cannot be read: {_listed(errors)}; repair or remove them")
-    info = DatasetInfo(class_names, side, *moments(train))
+    info = DatasetInfo(class_names, image_size, *moments(train))
     return Split(train, train_labels, info), Split(test, test_labels, info)
 
 
+def holds_pictures(root: Path) -> bool:
+    """Return whether a folder has pictures, at most two folders deep, and nothing that TFDS downloads or prepares."""
+    if (root / "downloads").exists() or any(root.glob("*/*/dataset_info.json")):
+        return False
+    return any(image_files.is_picture(path) for depth in ("*", "*/*", "*/*/*") for path in root.glob(depth))
+
+
 def _scan(root: Path) -> Folder:
-    test = next((root / name for name in TEST_NAMES if (root / name).is_dir()), None)
-    if (root / "train").is_dir() and test:
-        return Folder(root, _list_classes(root / "train"), _list_classes(test), (root / "train", test))
+    test_root = next((root / name for name in TEST_NAMES if (root / name).is_dir()), None)
+    if (root / "train").is_dir() and test_root:
+        train_root = root / "train"
+        return Folder(root, _list_classes(train_root), _list_classes(test_root), (train_root, test_root))
     classes = _list_classes(root)
     for name, files in classes.items():
         if name.lower() in TRAIN_NAMES and not any(path.parent == root / name for path in files):
@@ -97,8 +98,10 @@ def _scan(root: Path) -> Folder:
 
 
 def _list_classes(root: Path) -> dict[str, list[Path]]:
-    """The subfolders' names and the images in and below each, sorted; hidden files and folders are ignored."""
-    classes, errors, num_ignored = {}, [], 0
+    """Return the images in and below each subfolder, by its name, sorted. Hidden files and folders are ignored."""
+    classes: dict[str, list[Path]] = {}
+    errors: list[OSError] = []
+    num_ignored = 0
     for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
         files = [
             Path(parent, name)
@@ -117,7 +120,7 @@ def _list_classes(root: Path) -> dict[str, list[Path]]:
 
 
 def _split(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """(train, test) of a class's images, by the hashes of their names alone."""
+    """Divide a class's images into (train, test), by the hashes of their names alone."""
     by_hash = sorted(files, key=_hash)
     count = max(1, round(TEST_FRACTION * len(files)))
     return sorted(by_hash[count:]), sorted(by_hash[:count])
@@ -137,18 +140,18 @@ def _check(folder: Folder) -> None:
     names = (*folder.train, os.fspath(folder.root))
     if not_utf8 := [name for name in names if name != name.encode(errors="ignore").decode()]:
         raise DataError(f"{prefix}: {_listed(not_utf8)} is not valid UTF-8, which config.json needs; rename it")
-    for split, classes in (("train", folder.train), ("test", folder.test)):
-        if empty := [name for name in folder.train if not classes.get(name)]:
+    for split, files in (("train", folder.train), ("test", folder.test)):
+        if empty := [name for name in folder.train if not files.get(name)]:
             needs = f"every class needs some ({', '.join(image_files.SUFFIXES)})"
             raise DataError(f"{prefix}: no images of {_listed(empty)} to {split} on; {needs}")
 
 
-def _read(classes: dict[str, list[Path]], names: Sequence[str], side: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Images, labels by the order of `names`, and a message for each file that cannot be read."""
+def _read(classes: dict[str, list[Path]], names: Sequence[str], size: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Return images, labels in the order of `names`, and a message for each file that cannot be read."""
     examples = [(path, label) for label, name in enumerate(names) for path in classes[name]]
     examples.sort(key=lambda example: _hash(example[0]))  # mixed, as some uses take the first examples
     paths, labels = zip(*examples, strict=True)
-    levels, errors = image_files.read_all(paths, side)
+    levels, errors = image_files.read_all(paths, size)
     return levels, np.array(labels, np.int64), [f"{paths[index]} {error}" for index, error in errors.items()]
 
 

@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from cifar_towers.errors import error_text
 
@@ -16,13 +17,15 @@ FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
 MAX_PIXELS, MAX_BYTES = 25_000_000, 20_000_000
 MAX_WEBP_PIXELS = 16_000_000  # decoding one takes sixteen bytes a pixel
-MIRRORED_X, MIRRORED_Y = (2, 3, 7, 8), (3, 4, 6, 7)  # EXIF orientations whose stored axis runs against the upright one
-FILE_TYPES = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
+FILE_TYPES = {"d": "a directory", "p": "a pipe", "c": "a device", "b": "a device", "s": "a socket"}  # as `ls -l`
+UPRIGHT = {  # EXIF orientation -> what turns the stored image upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
 }
 
 
@@ -30,16 +33,20 @@ class PictureError(Exception):
     """A file that cannot be read as an image; the message is one line without the file's name."""
 
 
-def read_all(paths: Sequence[Path], side: int, num_threads: int | None = None) -> tuple[np.ndarray, dict[int, str]]:
-    """Read files in threads: ([n, side, side, 3] uint8 as from `read`, {index: error} of those that failed).
+def read_all(paths: Sequence[Path], image_size: int, num_threads: int = 0) -> tuple[np.ndarray, dict[int, str]]:
+    """Read image files in threads.
 
-    Images that cannot be read are black. Each thread may take 300 MB; by default there is one for each processor.
+    Args:
+      num_threads: by default one per processor; each may take 300 MB.
+
+    Returns:
+      [n, image_size, image_size, 3] uint8 as from `read`, black where a file cannot be read; and {index: error}.
     """
-    levels = np.zeros((len(paths), side, side, 3), np.uint8)
+    levels = np.zeros((len(paths), image_size, image_size, 3), np.uint8)
 
     def read_into(index: int) -> str:
         try:
-            levels[index] = read(paths[index], side)
+            levels[index] = read(paths[index], image_size)
         except PictureError as error:
             return str(error)
         return ""
@@ -50,38 +57,40 @@ def read_all(paths: Sequence[Path], side: int, num_threads: int | None = None) -
     return levels, errors
 
 
-def read(path: Path, side: int) -> np.ndarray:
-    """[side, side, 3] uint8: the first frame, upright, over white where transparent, its central square resized.
+def read(path: Path, image_size: int) -> np.ndarray:
+    """Return the first frame of an image file as `resize_square` does: [image_size, image_size, 3] uint8.
 
     Raises:
-      PictureError: not a regular file, too large, or damaged.
+      PictureError: the file is not a regular one, too large, or damaged.
     """
     try:
         _check_file(os.stat(path))
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             _check_file(os.fstat(file.fileno()))
-            return _decode(file, side)
+            return _decode(file, image_size)
     except PictureError:
         raise
     except OSError as error:
         raise PictureError(f"cannot be read: {error_text(error)}") from error
 
 
-def resize_all(images: np.ndarray, side: int) -> np.ndarray:
-    """[n, H, W, 3] uint8 -> [n, side, side, 3], each as by `resize_square`."""
-    if images.shape[1:3] == (side, side):
+def resize_all(images: np.ndarray, image_size: int) -> np.ndarray:
+    """Resize each image as `resize_square` does: [n, H, W, 3] uint8 -> [n, image_size, image_size, 3]."""
+    if images.shape[1:3] == (image_size, image_size):
         return images
-    return np.stack([resize_square(Image.fromarray(image), side) for image in images])
+    return np.stack([resize_square(Image.fromarray(image), image_size) for image in images])
 
 
-def resize_square(image: Image.Image, side: int) -> np.ndarray:
-    """[side, side, 3] uint8: the central square, upright by its EXIF orientation, resized by antialiased bilinear
-    resampling. `inference.resizing` does the same in exported models, to the bit."""
+def resize_square(image: Image.Image, image_size: int) -> np.ndarray:
+    """Return the upright central square, resized by antialiased bilinear resampling: [image_size, image_size, 3] uint8.
+
+    Transparent images are laid on white.
+    """
     sixteen_bits = image.mode.startswith("I")  # Pillow clips them when it converts to 8 bits
     transparent = image.has_transparency_data
     square = _central_square(image, "I" if sixteen_bits else "RGBA" if transparent else "RGB")
-    if square.size != (side, side):
-        square = square.resize((side, side), Image.Resampling.BILINEAR)
+    if square.size != (image_size, image_size):
+        square = square.resize((image_size, image_size), Image.Resampling.BILINEAR)
     if sixteen_bits:
         levels = np.clip(np.asarray(square) // 257, 0, 255).astype(np.uint8)
         return np.repeat(levels[:, :, None], 3, 2)
@@ -91,17 +100,17 @@ def resize_square(image: Image.Image, side: int) -> np.ndarray:
 
 
 def is_picture(path: Path) -> bool:
-    """Whether a file's name has the suffix of a supported image format."""
+    """Return whether a file's name has the suffix of a supported image format."""
     return path.name.lower().endswith(SUFFIXES)
 
 
 def describe_ignored(count: int) -> str:
-    """Message about `count` files that are not images."""
+    """Return the message about `count` files that are not images."""
     return f"{count} file{'s' * (count > 1)} of other types ignored (images are {', '.join(SUFFIXES)})"
 
 
 def _check_file(status: os.stat_result) -> None:
-    file_type = FILE_TYPES.get(stat.S_IFMT(status.st_mode))
+    file_type = FILE_TYPES.get(stat.filemode(status.st_mode)[0])
     if file_type:
         raise PictureError(f"is {file_type}, not an image file")
     if status.st_size > MAX_BYTES:
@@ -110,7 +119,7 @@ def _check_file(status: os.stat_result) -> None:
         raise PictureError("is empty")
 
 
-def _decode(file, side: int) -> np.ndarray:
+def _decode(file: BinaryIO, image_size: int) -> np.ndarray:
     """Check the size in the header, then decode. Decoders raise errors of all kinds on damaged files."""
     try:
         with Image.open(file, formats=FORMATS) as image:
@@ -120,7 +129,7 @@ def _decode(file, side: int) -> np.ndarray:
                 size = f"{image.width} x {image.height} pixels"
                 raise PictureError(f"declares {size}; the limit{kind} is {limit // 1_000_000} megapixels")
             image.getexif()  # before the pixels: some formats cannot read it afterwards
-            return resize_square(image, side)
+            return resize_square(image, image_size)
     except PictureError:
         raise
     except UnidentifiedImageError as error:
@@ -132,15 +141,14 @@ def _decode(file, side: int) -> np.ndarray:
 
 
 def _central_square(image: Image.Image, mode: str) -> Image.Image:
-    """The central square in a mode, upright. Of two squares that are equally central, the upright top or left one."""
-    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    (width, height), side = image.size, min(image.size)
-    left = (width - side + (orientation in MIRRORED_X)) // 2
-    top = (height - side + (orientation in MIRRORED_Y)) // 2
-    square = image.crop((left, top, left + side, top + side))
-    if square.mode != mode:
-        square = square.convert(mode)
-    square.info.clear()  # other EXIF tags, which `exif_transpose` writes anew, may be damaged
-    square.getexif()[ExifTags.Base.Orientation] = orientation
-    ImageOps.exif_transpose(square, in_place=True)
-    return square
+    """Return the central square, upright by the EXIF orientation, in a mode.
+
+    `ImageOps.fit` does not replace this: it reads pixels outside the square, and cuts at half pixels.
+    """
+    turn = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    if turn is not None:
+        image = image.transpose(turn)
+    size = min(image.size)
+    left, top = (image.width - size) // 2, (image.height - size) // 2
+    image = image.crop((left, top, left + size, top + size))
+    return image if image.mode == mode else image.convert(mode)

@@ -1,4 +1,4 @@
-"""Data sets by name: CIFAR-10, the synthetic set, a folder of images, or any of TensorFlow Datasets."""
+"""Data sets by name: CIFAR-10, the synthetic set, a folder of images, or any of TensorFlow Datasets (TFDS)."""
 
 import logging
 from collections.abc import Callable
@@ -15,104 +15,103 @@ log = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
-    """Where a data set will be loaded from, determined before anything slow starts."""
+    """A data set that has been located, before anything slow starts."""
 
     name: str  # as in `--dataset`, but never "auto"
+    read: Callable[[int], tuple[Split, Split]]  # image size wanted -> train and test, in any size
     directory: Path | None = None
     banner: str = ""  # warning for the user about the choice
-    folder: Folder | None = None  # its files, if it is a folder of images
-
-
-class SourceType(NamedTuple):
-    """One kind of data set: how to locate it, within seconds and without TensorFlow, and how to load it."""
-
-    locate: Callable[[str, str], Source]  # (name, data_dir) -> source
-    load: Callable[[Source, int], tuple[Split, Split]]  # (source, side) -> (train, test); any side that is at hand
-
-
-def _locate_folder(name: str, data_dir: str) -> Source:
-    files = folder.scan(Path(name.removeprefix(FOLDER)))
-    return Source(f"{FOLDER}{files.root}", files.root, folder=files)
-
-
-# By name or, where a path follows, by prefix. `registry.BUILT_IN` lists the same names for error messages.
-SOURCES = {
-    "cifar10": SourceType(
-        lambda name, data_dir: Source(name, cifar10.locate(data_dir)),
-        lambda source, side: cifar10.load(source.directory),
-    ),
-    "synthetic": SourceType(lambda name, data_dir: Source(name), lambda source, side: synthetic.load()),
-    FOLDER: SourceType(_locate_folder, lambda source, side: folder.load(source.folder, side)),
-}
-TFDS = SourceType(  # every other name
-    lambda name, data_dir: Source(name, tfds_source.locate(name, data_dir)),
-    lambda source, side: tfds_source.load(source.name, source.directory, side),
-)
+    folder: Folder | None = None  # the files of a folder of images
 
 
 def find(dataset: str, data_dir: str = "") -> Source:
-    """Locate a data set: a name in `SOURCES`, `auto`, `folder:<path>`, or one of TFDS, whose directory is `data_dir`.
+    """Locate a data set, within seconds and without TensorFlow.
+
+    Args:
+      dataset: a name in `SOURCES`, `auto`, `folder:<path>`, or the name of a TFDS data set.
+      data_dir: directory of TFDS's data sets.
 
     Raises:
       DataError: CIFAR-10 or the folder cannot be read.
       UsageError: there is no such data set, or `data_dir` is no place for one.
     """
     check_dataset(dataset)
-    _check_no_pictures(data_dir)
+    if data_dir and folder.holds_pictures(tfds_source.tfds_directory(data_dir)):
+        raise UsageError(
+            f"data_dir={data_dir} holds pictures, not prepared data sets; to train on them write "
+            f"--dataset={FOLDER}{data_dir} instead"
+        )
     if dataset != "auto":
-        return _source_type(dataset).locate(dataset, data_dir)
+        locate = SOURCES.get(FOLDER if dataset.startswith(FOLDER) else dataset, _locate_tfds)
+        return locate(dataset, data_dir)
     try:
-        return find("cifar10", data_dir)
+        return _locate_cifar10("cifar10", data_dir)
     except DataError as error:
         return _synthetic_fallback(error)
 
 
 def load(
-    source: Source, validation_examples: int = 0, side: int = CIFAR10.side, fall_back: bool = False
+    source: Source, validation_examples: int = 0, image_size: int = CIFAR10.image_size, fall_back: bool = False
 ) -> tuple[Source, Dataset]:
-    """The arrays of a data set, in images of side x side pixels, and the source they were loaded from.
+    """Return the source that was read, and its data set in images of this size.
 
-    With `fall_back` the synthetic set replaces a CIFAR-10 that cannot be downloaded; a damaged copy is still an error.
+    Args:
+      validation_examples: number of examples to hold out of train.
+      fall_back: read the synthetic set if CIFAR-10 cannot be downloaded. A damaged copy is still an error.
 
     Raises:
-      DataError: the data cannot be read or are damaged. UsageError: too many examples are held out, or there is no such
-        data set.
+      DataError: the data cannot be read or are damaged.
+      UsageError: too many examples are held out, or the data set cannot be used.
     """
     try:
-        train, test = _source_type(source.name).load(source, side)
+        train, test = source.read(image_size)
     except DataError as error:
-        if not fall_back or source.name != "cifar10" or cifar10.is_prepared(source.directory):
+        if not fall_back or source.name != "cifar10" or (source.directory and cifar10.is_prepared(source.directory)):
             raise
         source = _synthetic_fallback(error)
-        train, test = synthetic.load()
-    if source.name != "cifar10":  # which logs this itself
+        train, test = source.read(image_size)
+    if source.name != "cifar10":  # whose module logs this itself
         for name, split in (("train", train), ("test", test)):
             summary = f"{len(split.labels)} images of {len(split.info.class_names)} classes, sha256 {split.digest[:16]}"
             log.info("%s %s: %s", printable(source.name), name, summary)
-    if train.info.side != side:
-        train, test = (_resized(split, side) for split in (train, test))
+    if train.info.image_size != image_size:
+        info = train.info._replace(image_size=image_size)
+        resized = [image_files.resize_all(split.images, image_size) for split in (train, test)]
+        train, test = Split(resized[0], train.labels, info), Split(resized[1], test.labels, info)
     if validation_examples >= len(train.labels):
         raise UsageError(f"validation_examples={validation_examples} leaves none of {len(train.labels)} to train on")
     train, validation = split_validation(train, validation_examples)
     return source, Dataset(source.name, train, validation, test)
 
 
-def _check_no_pictures(data_dir: str) -> None:
-    if data_dir and folder.holds_pictures(tfds_source.tfds_directory(data_dir)):
-        raise UsageError(
-            f"data_dir={data_dir} holds pictures, not prepared data sets; to train on them write "
-            f"--dataset={FOLDER}{data_dir} instead"
-        )
+def _locate_cifar10(name: str, data_dir: str) -> Source:
+    directory = cifar10.locate(data_dir)
+    return Source(name, lambda image_size: cifar10.load(directory), directory)
+
+
+def _locate_synthetic(name: str, data_dir: str, banner: str = "") -> Source:
+    return Source(name, lambda image_size: synthetic.load(), banner=banner)
+
+
+def _locate_folder(name: str, data_dir: str) -> Source:
+    files = folder.scan(Path(name.removeprefix(FOLDER)))
+    return Source(f"{FOLDER}{files.root}", lambda image_size: folder.load(files, image_size), files.root, folder=files)
+
+
+def _locate_tfds(name: str, data_dir: str) -> Source:
+    directory = tfds_source.locate(name, data_dir)
+    return Source(name, lambda image_size: tfds_source.load(name, directory, image_size), directory)
+
+
+# How to locate a data set, by its name or by the prefix before a path: (name, data_dir) -> source. Every other name is
+# one of TFDS. `registry.BUILT_IN` lists the same names for error messages.
+SOURCES: dict[str, Callable[[str, str], Source]] = {
+    "cifar10": _locate_cifar10,
+    "synthetic": _locate_synthetic,
+    FOLDER: _locate_folder,
+}
 
 
 def _synthetic_fallback(reason: DataError) -> Source:
     banner = f"SYNTHETIC DATA, NOT CIFAR-10: accuracies of this run say nothing about CIFAR-10. Reason: {reason}"
-    return Source("synthetic", banner=banner)
-
-
-def _source_type(name: str) -> SourceType:
-    return SOURCES.get(FOLDER if name.startswith(FOLDER) else name, TFDS)
-
-
-def _resized(split: Split, side: int) -> Split:
-    return Split(image_files.resize_all(split.images, side), split.labels, split.info._replace(side=side))
+    return _locate_synthetic("synthetic", "", banner)

@@ -4,29 +4,34 @@ import contextlib
 import logging
 import os
 import re
+import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import numpy as np
 from PIL import Image
 
 from cifar_towers import files
 from cifar_towers.data import image_files
-from cifar_towers.data.connectivity import reachable
 from cifar_towers.data.dataset import DatasetInfo, Split, moments
 from cifar_towers.errors import DataError, RunError, UsageError, did_you_mean, error_line
 from cifar_towers.registry import BUILT_IN, FOLDER
 
 log = logging.getLogger(__name__)
 
+Builder: TypeAlias = Any  # tfds.core.DatasetBuilder; importing TFDS takes seconds
+PORTS = {"http": 80, "https": 443, "ftp": 21}
+CONNECT_TIMEOUT_SECONDS = 3.0
 REPAIR = "replace it by a good copy, or delete it, and it is prepared again"
 
 
 def locate(name: str, data_dir: str = "") -> Path:
-    """TFDS's directory, once it is known within seconds and without TensorFlow that TFDS or the directory has the data
-    set.
+    """Return TFDS's directory if TFDS or the directory has the data set. This takes seconds and no TensorFlow.
 
     Raises:
       UsageError: neither has a data set of this name.
@@ -46,18 +51,18 @@ def locate(name: str, data_dir: str = "") -> Path:
     return directory
 
 
-def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
-    """Train and test as arrays of side x side pixels, from the central square of each image.
+def load(name: str, directory: Path, image_size: int) -> tuple[Split, Split]:
+    """Return train and test, with the central square of each image resized to `image_size`.
 
-    Tests on `test`, or on `validation` if there is no test or its images have no labels, or else on the last fifth of
-    `train`.
+    The test split is `test`; or `validation`, if there is no test or its images have no labels; or else the last fifth
+    of `train`.
 
     Raises:
-      UsageError: it is none of images with one of several classes each.
-      DataError: it cannot be downloaded or read.
+      UsageError: the examples are not images with one of several classes each.
+      DataError: the data set cannot be downloaded or read.
     """
     tfds = import_tfds()
-    builder = _make_builder(tfds, name, directory)
+    builder = _make_builder(name, directory)
     image, label = (_find_feature(builder.info, kind) for kind in (tfds.features.Image, tfds.features.ClassLabel))
     if not image or not label:
         features = ", ".join(builder.info.features)
@@ -67,23 +72,23 @@ def load(name: str, directory: Path, side: int) -> tuple[Split, Split]:
     try:
         if not builder.is_prepared():
             _check_reachable(name, directory, builder)
-            builder = prepare(lambda: _make_builder(tfds, name, directory), name, directory)
-        names = _split_names(name, builder, lambda split: next(iter(in_stored_order(tfds, builder, split)))[label] >= 0)
-        # test first: it is small, and more likely to lack labels
-        test, train = (_read(tfds, builder, split, image, label, side) for split in reversed(names))
+            builder = prepare(lambda: _make_builder(name, directory), name, directory)
+        names = _split_names(name, builder, lambda split: next(iter(in_stored_order(builder, split)))[label] >= 0)
+        # Test first: it is small, and more likely to lack labels.
+        test, train = (_read(builder, split, image, label, image_size) for split in reversed(names))
     except RunError:
         raise
     except Exception as error:
         raise DataError(f"{name} in {directory} cannot be read ({error_line(error)}); {REPAIR}") from error
-    info = DatasetInfo(tuple(builder.info.features[label].names), side, *moments(train[0]))
+    info = DatasetInfo(tuple(builder.info.features[label].names), image_size, *moments(train[0]))
     return Split(*train, info), Split(*test, info)
 
 
 def tfds_directory(data_dir: str = "") -> Path:
-    """Directory of TFDS's data sets: `data_dir`, `TFDS_DATA_DIR` or `~/tensorflow_datasets`.
+    """Return the directory of TFDS's data sets: `data_dir`, `TFDS_DATA_DIR` or `~/tensorflow_datasets`.
 
     Raises:
-      DataError: it begins with the home directory of a user who has none.
+      DataError: the path begins with the home directory of a user who has none.
     """
     directory = Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     try:
@@ -93,7 +98,7 @@ def tfds_directory(data_dir: str = "") -> Path:
 
 
 def import_tfds() -> ModuleType:
-    """Import TFDS, which takes seconds and reads TFDS_DATA_DIR, without its progress bars and log lines."""
+    """Import TFDS, which takes seconds and reads TFDS_DATA_DIR. Switch its progress bars and log lines off."""
     import tensorflow_datasets as tfds
 
     tfds.disable_progress_bar()
@@ -101,8 +106,8 @@ def import_tfds() -> ModuleType:
     return tfds
 
 
-def prepare(make_builder: Callable, name: str, directory: Path):
-    """Return the builder of a prepared data set; download and prepare it first unless another process does."""
+def prepare(make_builder: Callable[[], Builder], name: str, directory: Path) -> Builder:
+    """Return the builder of a prepared data set. Download and prepare it first, unless another process does."""
     builder = make_builder()
     if not builder.is_prepared():
         with _prepare_lock(directory):
@@ -113,16 +118,41 @@ def prepare(make_builder: Callable, name: str, directory: Path):
     return builder
 
 
-def in_stored_order(tfds: ModuleType, builder, split: str, batch_size: int | None = None) -> Iterable[dict]:
-    """The examples of a split of a prepared data set as arrays, file by file; in batches if `batch_size` is given."""
+def in_stored_order(builder: Builder, split: str, batch_size: int | None = None) -> Iterable[dict[str, Any]]:
+    """Return the examples of a prepared data set's split as arrays, file by file; in batches if a size is given."""
+    tfds = import_tfds()
     config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
     dataset = builder.as_dataset(split=split, shuffle_files=False, batch_size=batch_size, read_config=config)
     return tfds.as_numpy(dataset)
 
 
+def reachable(url: str) -> bool:
+    """Return whether a download can succeed: whether the URL's host, or its proxy, accepts a connection in time.
+
+    The time includes name resolution. Addresses with an unknown port count as reachable.
+    """
+    parts, proxies = urlsplit(url), getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if proxy and not proxy_bypass(parts.netloc):
+        parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    address = parts.hostname, parts.port or PORTS.get(parts.scheme)
+    if not address[1]:
+        return True
+    connected = threading.Event()
+
+    def connect():
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=CONNECT_TIMEOUT_SECONDS):
+            connected.set()
+
+    thread = threading.Thread(target=connect, daemon=True)  # name resolution has no timeout of its own
+    thread.start()
+    thread.join(CONNECT_TIMEOUT_SECONDS)
+    return connected.is_set()
+
+
 @contextlib.contextmanager
 def _prepare_lock(directory: Path) -> Iterator[None]:
-    """Lets one process at a time prepare a data set in a directory, where the file system has locks."""
+    """Let one process at a time prepare a data set in a directory, if the file system has locks."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
@@ -132,8 +162,9 @@ def _prepare_lock(directory: Path) -> Iterator[None]:
         yield
 
 
-def _make_builder(tfds: ModuleType, name: str, directory: Path):
-    """TFDS's builder of a data set; made from the description in the prepared copy, if there is one."""
+def _make_builder(name: str, directory: Path) -> Builder:
+    """Make TFDS's builder of a data set, from the description in the prepared copy if there is one."""
+    tfds = import_tfds()
     copy = directory / re.split("[/:]", name)[0]
     try:
         return tfds.builder(name, data_dir=str(directory))
@@ -147,15 +178,15 @@ def _make_builder(tfds: ModuleType, name: str, directory: Path):
         raise UsageError(f"dataset={name}: {error_line(error)}") from error
 
 
-def _find_feature(info, kind: type) -> str | None:
-    """The name of the supervised feature of this kind, or of the only one of this kind."""
+def _find_feature(info: Any, kind: type) -> str | None:
+    """Return the name of the supervised feature of this kind, or else of the only feature of this kind."""
     names = [name for name, feature in info.features.items() if isinstance(feature, kind)]
     supervised = [name for name in info.supervised_keys or () if name in names]
     return next(iter(supervised or names), None) if supervised or len(names) == 1 else None
 
 
-def _split_names(name: str, builder, is_labeled: Callable[[str], bool]) -> tuple[str, str]:
-    """The splits to train and to test on; `validation` where the first image of `test` has no label."""
+def _split_names(name: str, builder: Builder, is_labeled: Callable[[str], bool]) -> tuple[str, str]:
+    """Return the names of the splits to train and to test on, as `load` chooses them."""
     splits = builder.info.splits
     if "train" not in splits:
         raise UsageError(f"dataset={name} has no split to train on; its splits are {', '.join(splits)}")
@@ -165,7 +196,7 @@ def _split_names(name: str, builder, is_labeled: Callable[[str], bool]) -> tuple
     return ("train", test) if test else ("train[:80%]", "train[80%:]")
 
 
-def _check_reachable(name: str, directory: Path, builder) -> None:
+def _check_reachable(name: str, directory: Path, builder: Builder) -> None:
     hosts = {urlsplit(url)[:2] for url in builder.url_infos or ()}  # some builders do not list their URLs
     unreachable = sorted({host for scheme, host in hosts if host and not reachable(f"{scheme}://{host}")})
     if unreachable:
@@ -175,9 +206,9 @@ def _check_reachable(name: str, directory: Path, builder) -> None:
         )
 
 
-def _read(tfds: ModuleType, builder, split: str, image: str, label: str, side: int) -> tuple[np.ndarray, np.ndarray]:
+def _read(builder: Builder, split: str, image: str, label: str, image_size: int) -> tuple[np.ndarray, np.ndarray]:
     images, labels = [], []
-    for example in in_stored_order(tfds, builder, split):
+    for example in in_stored_order(builder, split):
         levels = example[image]
         if example[label] < 0:
             raise UsageError(
@@ -185,6 +216,6 @@ def _read(tfds: ModuleType, builder, split: str, image: str, label: str, side: i
                 "can be neither trained on nor scored; give another --dataset"
             )
         gray = levels.shape[-1] == 1
-        images.append(image_files.resize_square(Image.fromarray(levels.squeeze(-1) if gray else levels), side))
+        images.append(image_files.resize_square(Image.fromarray(levels.squeeze(-1) if gray else levels), image_size))
         labels.append(example[label])
     return np.stack(images), np.array(labels, np.int64)

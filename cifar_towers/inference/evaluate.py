@@ -25,7 +25,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
     run = open_run(Path(config.train_dir), config.model, config.step)
     source = sources.find(config.dataset or run.metadata["dataset"], config.data_dir)
     towers = devices.setup_towers(config)  # before anything else that uses TensorFlow
-    _, dataset = sources.load(source, run.config.validation_examples, run.info.side)
+    _, dataset = sources.load(source, run.config.validation_examples, run.info.image_size)
     is_changed = _check_data(config, run, dataset)
     weights = run.choose_weights(config.weights)
     model = run.load(weights, devices.choose_precision(config.precision, towers))
@@ -46,7 +46,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
 
 def _check_data(config: EvaluateConfig, run: TrainedRun, dataset: Dataset) -> bool:
     """Raise unless the split can be evaluated; return whether its images differ from those of the run."""
-    if "traits" in run.metadata and dataset.info.class_names != run.info.class_names:
+    if dataset.info.class_names != run.info.class_names:
         raise DataError(
             f"{run.directory} was trained on {', '.join(run.info.class_names)}, and {dataset.name} now has "
             f"{', '.join(dataset.info.class_names)}; restore the data, or give their place by --dataset"

@@ -60,7 +60,7 @@ def export_model(config: ExportConfig) -> bool:
     model = run.load(weights, "float32")
     split = _load_test_images(source, run, config.check) if source else None
     samples = _make_samples(split.images, model, towers, run) if split else []
-    module = ServingModule(to_stock_layers(model), run.augmentation, run.info.side, run.info.class_names)
+    module = ServingModule(to_stock_layers(model), run.augmentation, run.info.image_size, run.info.class_names)
     own_layers = _own_layers(model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,13 +115,13 @@ def _find_source(config: ExportConfig, run: TrainedRun) -> sources.Source:
 
 
 def _load_test_images(source: sources.Source, run: TrainedRun, count: int) -> Split:
-    _, dataset = sources.load(source, run.config.validation_examples, run.info.side)
+    _, dataset = sources.load(source, run.config.validation_examples, run.info.image_size)
     return dataset.test.take(slice(count))
 
 
 def _make_samples(images: np.ndarray, model: keras.Model, towers: list[Tower], run: TrainedRun) -> list[Sample]:
     """The images, and some of them in each of `OTHER_SIZES`; what is expected of these is as by `predict.py`."""
-    classify, side = make_classify_fn(model, towers, run.augmentation), run.info.side
+    classify, side = make_classify_fn(model, towers, run.augmentation), run.info.image_size
     sizes = [(round(width * side), round(height * side)) for height, width in OTHER_SIZES]
     resized = [np.stack([Image.fromarray(image).resize(size) for image in images[:NUM_RESIZED]]) for size in sizes]
     return [

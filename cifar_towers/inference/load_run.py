@@ -96,7 +96,11 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
     config = dataclasses.replace(config, model=model or config.model)
     metadata = read_metadata(checkpoint)
     check_dataset(metadata["dataset"])  # as strictly as one on the command line
-    return TrainedRun(train_dir, checkpoint, config, metadata, DatasetInfo.from_json(metadata.get("traits", {})))
+    if "dataset_info" not in metadata:
+        raise UsageError(
+            f"{checkpoint} was made by an earlier version of this program, and cannot be read; train again"
+        )
+    return TrainedRun(train_dir, checkpoint, config, metadata, DatasetInfo.from_json(metadata["dataset_info"]))
 
 
 def model_variables(model: keras.Model) -> tuple[list, list]:

@@ -44,7 +44,7 @@ def predict_images(config: PredictConfig) -> None:
     for start in range(0, len(files), batch_size):
         batch = files[start : start + batch_size]
         # one thread, as each may take hundreds of megabytes
-        levels, errors = image_files.read_all([file.path for file in batch], run.info.side, num_threads=1)
+        levels, errors = image_files.read_all([file.path for file in batch], run.info.image_size, num_threads=1)
         levels = np.pad(levels, [(0, batch_size - len(batch)), (0, 0), (0, 0), (0, 0)])  # to trace for one size only
         probabilities = softmax(classify(levels, *model_variables(model), config.tta)[1])
         for index, (path, error) in enumerate(batch):

@@ -19,7 +19,7 @@ PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tenso
 def describe_run(run: RunInfo) -> dict:
     """The environment of a run."""
     try:
-        layers = layer_costs(run.model, open_size=run.config.crop or run.dataset.info.side)
+        layers = layer_costs(run.model, open_size=run.config.crop or run.dataset.info.image_size)
     except ValueError:  # not a graph of layers
         layers = []
     return describe_machine() | {

@@ -98,7 +98,7 @@ def _registered_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo
             normalize = make_augmentation(config, info).evaluate
             options["whitening"] = whitening_kernel(normalize(images).numpy() for images in parts)
     else:
-        options["side"] = config.crop or info.side
+        options["side"] = config.crop or info.image_size
     return MODELS[config.model](**options)
 
 
@@ -108,7 +108,7 @@ def _user_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo) -> k
     try:
         function = user_model.load_function(*config.user_model)
         return user_model.build_model(
-            function, config.crop or info.side, len(info.class_names), precision.POLICIES[compute_dtype]
+            function, config.crop or info.image_size, len(info.class_names), precision.POLICIES[compute_dtype]
         )
     except user_model.ModelError as error:
         raise UsageError(f"model={config.model}: {error}") from error
@@ -188,7 +188,7 @@ def make_training(
 
 def _make_pipeline(config, towers, compute_dtype, info, make_state_fn, augmentation, options) -> TrainSetup:
     """The model in stages, one on each tower's device; a single tower for the step."""
-    devices, image_size = [tower.device for tower in towers], config.crop or info.side
+    devices, image_size = [tower.device for tower in towers], config.crop or info.image_size
     with stage_placement(lambda: make_model(config, compute_dtype, info), devices, open_size=image_size):
         state, loss_fn = make_state_fn()
     if OWN in state.loss_averages.sums:

@@ -82,8 +82,8 @@ def test_images_of_other_sizes_are_resized(tmp_path):
         (tmp_path / name).mkdir()
         for index in range(5):
             Image.new("RGB", (50 + index, 40), "red").save(tmp_path / name / f"{index}.jpg")
-    _, data = sources.load(sources.find(f"folder:{tmp_path}"), side=24)
-    assert data.train.images.shape == (8, 24, 24, 3) and data.info.side == 24
+    _, data = sources.load(sources.find(f"folder:{tmp_path}"), image_size=24)
+    assert data.train.images.shape == (8, 24, 24, 3) and data.info.image_size == 24
 
 
 ALL = range(4)

@@ -17,7 +17,7 @@ from cifar_towers.data.image_files import PictureError
 
 
 def photo(width, height, mode="RGB"):
-    """A smooth image, which JPEG and resizing change little."""
+    """Return a smooth image, which JPEG and resizing change little."""
     y, x = np.mgrid[:height, :width] / max(width, height)
     levels = np.stack([255 * x, 255 * y, 128 + 100 * np.sin(5 * (x + y))], -1)
     return Image.fromarray(np.clip(levels, 0, 255).astype(np.uint8)).convert(mode)
@@ -30,7 +30,7 @@ def encoded(image, kind, **options):
 
 
 def png_header(width, height):
-    """A PNG that declares a size, with the pixels of a much smaller image."""
+    """Return a PNG that declares a size, with the pixels of a much smaller image."""
 
     def chunk(name, content):
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
@@ -191,7 +191,7 @@ edits = st.lists(st.tuples(st.integers(0, 5000), st.binary(min_size=0, max_size=
 
 
 def mutated(base, cut, changes):
-    """`base` with bytes removed and inserted at some positions, and its end cut off."""
+    """Return `base` with bytes removed and inserted at some positions, and its end cut off."""
     for place, inserted, removed in changes:
         place %= len(base)
         base = base[:place] + inserted + base[place + removed :]

@@ -81,7 +81,7 @@ def prepare(root, names="xyz", **labels):
 def test_local_tfds_data_set_is_read(tmp_path, labels, sizes):
     prepare(tmp_path, **labels)
     _, data = sources.load(sources.find("shapes", str(tmp_path)))
-    assert data.info.class_names == ("x", "y", "z") and data.info.side == 32
+    assert data.info.class_names == ("x", "y", "z") and data.info.image_size == 32
     assert (len(data.train.labels), len(data.test.labels)) == sizes
     both = np.concatenate([data.train.labels, data.test.labels])
     assert sorted(both) == sorted(label for split in labels.values() for label in split if label >= 0)
