@@ -4,36 +4,40 @@ import functools
 from collections.abc import Callable, Sequence
 
 from cifar_towers.checkpointing import workdir
-from cifar_towers.checkpointing.manager import CheckpointManager
+from cifar_towers.checkpointing.manager import CheckpointManager, SharedCheckpoints
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
-from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError
+from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError, Shutdown
 from cifar_towers.evaluation.evaluator import Evaluator, make_evaluate_fn
 from cifar_towers.evaluation.score import reported_score
 from cifar_towers.evaluation.target import TargetAccuracy
-from cifar_towers.multi_worker import agreement, coordination
-from cifar_towers.multi_worker.cluster_spec import ClusterSpec
-from cifar_towers.multi_worker.shared_checkpoints import SharedCheckpoints
+from cifar_towers.multi_worker import coordination
+from cifar_towers.multi_worker.cluster_spec import ClusterSpec, Workers
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.profiler import StepProfiler
 from cifar_towers.reporting.run_info import RunInfo, describe_score
 from cifar_towers.reporting.run_logger import RunLogger
 from cifar_towers.training import build, devices, memory
 from cifar_towers.training.health import DivergenceState, HealthMonitor
+from cifar_towers.training.results import gather_diagnostics
 from cifar_towers.training.run_setup import RunSetup, setup_run
 from cifar_towers.training.step_runner import FinishedStep, StepInputs
 from cifar_towers.training.tower_count import advise_fewer_towers
 
 
 def train(
-    config: TrainConfig, source: sources.Source, shutdown, cluster: ClusterSpec | None = None, launch_id: str = ""
+    config: TrainConfig,
+    source: sources.Source,
+    shutdown: Shutdown,
+    cluster: ClusterSpec | None = None,
+    launch_id: str = "",
 ) -> dict:
     """Trains, resumes, or returns the stored result of a finished run. On a cluster only worker 0 writes `train_dir`.
 
     Args:
-      shutdown: a `ShutdownHandler`.
+      shutdown: tells of signals.
       cluster: the workers to train with; None: this process alone.
       launch_id: of the launcher that started this process, if any; what that starts again resumes with `overwrite`.
 
@@ -50,9 +54,12 @@ def train(
     with coordination.connect(cluster, make_devices, config.worker_wait_seconds, shutdown) as (workers, hardware):
         source, dataset = build.load_data(config, source)
         precision = devices.choose_precision(config.precision, hardware.local_towers)
-        agreement.assert_workers_agree(workers, config, dataset, precision, len(hardware.local_towers))
+        coordination.assert_workers_agree(workers, config, dataset, precision, len(hardware.local_towers))
         config = workdir.choose_directory(config, source.banner, launch_id)
-        with agreement.worker_train_dir(workers, config) as config, devices.explained_errors(config, hardware.towers):
+        with (
+            coordination.worker_train_dir(workers, config) as config,
+            devices.explained_errors(config, hardware.towers),
+        ):
 
             def attempt(config: TrainConfig, chosen: dict) -> dict:
                 previous = workdir.previous_choices(config, len(hardware.towers)) | chosen
@@ -68,8 +75,9 @@ def train(
 class Trainer:
     """One run in one directory: its collaborators, and the loop over them."""
 
-    def __init__(self, setup: RunSetup, dataset: Dataset, banner: str, shutdown, workers, timer: PhaseTimer):
-        """`shutdown` is a `ShutdownHandler`, `workers` a `Coordinator`."""
+    def __init__(
+        self, setup: RunSetup, dataset: Dataset, banner: str, shutdown: Shutdown, workers: Workers, timer: PhaseTimer
+    ):
         self.setup, self.step_runner, self.dataset = setup, setup.step_runner, dataset
         self.shutdown, self.workers, self.timer = shutdown, workers, timer
         self.config, self.state, self.length = config, state, length = setup.config, setup.state, setup.length
@@ -189,7 +197,7 @@ class Trainer:
         for step, batch, inputs, metrics in finished:
             if self.workers.size > 1:
                 self.shutdown.set_agreed_signal(int(metrics.stop_signal))
-                metrics = agreement.gather_diagnostics(self.workers, metrics)
+                metrics = gather_diagnostics(self.workers, metrics)
             self.health(step, metrics, batch, inputs.image_size)
             self.logger.log_step(step, metrics, inputs.learning_rates, inputs.image_size, self.divergence)
 

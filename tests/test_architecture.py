@@ -15,7 +15,8 @@ LAYERS = (
     ("config", "registry", "errors", "files", "hardware"),
     ("towers",),
     ("models", "data"),
-    ("training", "checkpointing", "evaluation", "reporting", "multi_worker"),
+    ("multi_worker",),
+    ("training", "checkpointing", "evaluation", "reporting"),
     ("trainer", "inference", "benchmark"),
     ("cli",),
 )
@@ -26,7 +27,6 @@ SAME_LAYER = {  # (folder, imported module or folder of the same layer): the rea
     ("registry", "errors"): "an unknown name raises UsageError",
     ("files", "errors"): "the text of an error in one line",
     ("reporting", "training.results"): "plain result types cross folders",
-    ("multi_worker", "training.results"): "plain result types cross folders",
     ("reporting", "evaluation.score"): "plain result types cross folders",
 }
 LATE = {  # (importer, imported module), in a function: the reason

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import tensorflow as tf
+
 from cifar_towers import files
 from cifar_towers.checkpointing import checkpoint as checkpoint_files
 from cifar_towers.checkpointing.checkpoint import (
@@ -16,6 +18,7 @@ from cifar_towers.checkpointing.checkpoint import (
 )
 from cifar_towers.errors import DataError, RunError
 from cifar_towers.files import best_effort_writes
+from cifar_towers.multi_worker.cluster_spec import Workers
 
 DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps is asked for
 MAX_TIME_FRACTION = 0.01  # of the run's time that saving may take there
@@ -142,3 +145,64 @@ def _accuracy(checkpoint: Path) -> float:
         return float(read_metadata(checkpoint).get("accuracy") or -1.0)
     except DataError:
         return -1.0
+
+
+class SharedCheckpoints:
+    """The checkpoints of a run whose workers share worker 0's directory; all workers get what it restores.
+
+    Args:
+      manager: reads and writes the checkpoints, on worker 0.
+      variables: the run's variables by name, which all workers have.
+    """
+
+    def __init__(self, manager: CheckpointManager, workers: Workers, variables: Mapping[str, tf.Variable]):
+        self._manager, self._workers, self._variables = manager, workers, variables
+
+    @property
+    def failed_saves(self) -> int:
+        """Number of checkpoints that were due and could not be written."""
+        return self._manager.failed_saves
+
+    def should_save(self, step: int, evaluated: bool) -> bool:
+        """Return whether this worker has to save after `step`: never, unless it is worker 0."""
+        return self._workers.is_chief and self._manager.should_save(step, evaluated)
+
+    def save(self, step: int, metadata: Mapping) -> bool:
+        """Save, on worker 0 alone, without waiting for the others; return whether the step is saved."""
+        return not self._workers.is_chief or self._manager.save(step, metadata)
+
+    def save_for_all(self, step: int, metadata: Mapping) -> bool:
+        """Save, and return on all workers whether the step is saved; they wait for worker 0."""
+        return self._workers.broadcast_from_chief(lambda: self._manager.save(step, metadata))
+
+    def describe_latest(self) -> str:
+        """Return a description of the newest checkpoint."""
+        return self._workers.broadcast_from_chief(self._manager.describe_latest)
+
+    def restore_latest(self, find: Callable[[], tuple[Path, dict] | None]) -> dict | None:
+        """Restore the checkpoint that `find` returns on worker 0; return its metadata, or None if there is none."""
+
+        def restore() -> dict | None:
+            self._manager.quarantine_damaged()
+            found = find()
+            return self._manager.restore(found[0]) if found else None
+
+        return self._broadcast(restore)
+
+    def roll_back(self, last_good_step: int, rollbacks: int) -> dict | None:
+        """Restore the newest checkpoint up to `last_good_step`; see `CheckpointManager.roll_back`."""
+        return self._broadcast(lambda: self._manager.roll_back(last_good_step, rollbacks))
+
+    def _broadcast(self, restore: Callable[[], dict | None]) -> dict | None:
+        metadata = self._workers.broadcast_from_chief(restore)
+        if metadata:
+            self._broadcast_state()
+        return metadata
+
+    def _broadcast_state(self) -> None:
+        """Assign the chief's values to the variables of all workers."""
+        if self._workers.size == 1:
+            return
+        values = self._workers.broadcast_from_chief(lambda: {name: v.numpy() for name, v in self._variables.items()})
+        for name, value in {} if self._workers.is_chief else values.items():
+            self._variables[name].assign(value)

@@ -22,13 +22,13 @@ class ShutdownHandler:
       announce: called with a line for the user when a signal has to wait.
       before_exit: called before a second signal ends the process.
       received_signal: the signal that this process received, or 0.
-      signal: the signal to act on, or None; where a consensus is needed only what `set_agreed_signal` sets.
+      signal: the signal to act on, or 0; where a consensus is needed only what `set_agreed_signal` sets.
     """
 
     def __init__(self):
         self.announce: Callable[[str], None] = lambda line: None
         self.before_exit: Callable[[], None] = lambda: None
-        self.received_signal, self.signal = 0, None
+        self.received_signal = self.signal = 0
         self._deferred = self._exiting = self._needs_consensus = False
         self._message = NOTHING_TO_SAVE
 
@@ -85,13 +85,13 @@ class ShutdownHandler:
 
     def check(self) -> None:
         """Raises `Interrupted` if there is a signal to act on."""
-        if self.signal is not None:
+        if self.signal:
             raise self._interrupted()
 
     def reraise_as_interrupt(self, error: Exception) -> None:
         """Raises `Interrupted` in place of `error` after a signal: TensorFlow and Keras wrap whatever is raised in some
         of their callbacks in errors of their own."""
-        if self.signal is not None and not self._deferred:
+        if self.signal and not self._deferred:
             raise self._interrupted() from error
 
     def ignore_signals(self) -> None:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from cifar_towers.data.augment import Augmentation, tta_views
 from cifar_towers.data.dataset import Split, chunks
 from cifar_towers.evaluation.score import Evaluation, Score, score_logits
+from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
 from cifar_towers.registry import TTA_LEVELS
 from cifar_towers.towers import Tower, run_on_towers, split_batch
 from cifar_towers.towers.keras_parallel import first_call
@@ -65,11 +66,11 @@ class Evaluator:
 
 
 def make_evaluate_fn(
-    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, workers=None, on_progress=None
+    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, workers: Workers = ALONE, on_progress=None
 ) -> Callable[..., dict[int, Score]]:
     """The function (split, weights, non_trainable, tta) -> {0: score, tta: score}, from one pass at level `tta`.
 
-    `workers`, if any, share the pass, and `on_progress` is called during it; see `make_classify_fn`.
+    `workers` share the pass, and `on_progress` is called during it; see `make_classify_fn`.
     """
     classify = make_classify_fn(model, towers, augmentation, workers, on_progress)
 
@@ -86,7 +87,7 @@ def make_classify_fn(
     model: keras.Model,
     towers: Sequence[Tower],
     augmentation: Augmentation,
-    workers=None,
+    workers: Workers = ALONE,
     on_progress: Callable[[float], None] | None = None,
 ) -> Callable[..., list[np.ndarray]]:
     """The function (images, weights, non_trainable, tta) -> [logits, logits with TTA, features].
@@ -95,8 +96,7 @@ def make_classify_fn(
     net has none. weights and non_trainable are the model's variables or averages of them.
 
     Args:
-      workers: has `size`, `index` and `gather(value) -> list`; the workers of a cluster call the function together,
-        each classifies its share of the images, and all return the logits of all. None: this process alone.
+      workers: call the function together; each classifies its share of the images, and all return the logits of all.
       on_progress: called before each batch with the fraction that is done.
     """
     on_towers = _make_on_towers(_with_features(model), towers, augmentation)
@@ -113,7 +113,7 @@ def make_classify_fn(
             outputs.append((plain, augmented, features[:missing_features]))
             missing_features = max(0, missing_features - len(batch))
         outputs = [np.concatenate(part)[: len(share)] for part in zip(*outputs, strict=True)]
-        if workers and workers.size > 1:
+        if workers.size > 1:
             gathered = workers.gather(outputs)[: workers.size if len(images) >= workers.size else 1]
             outputs = [np.concatenate(part) for part in zip(*gathered, strict=True)]
         plain, augmented, features = outputs
@@ -144,9 +144,9 @@ def _make_on_towers(call: Callable, towers: Sequence[Tower], augmentation: Augme
     return on_towers
 
 
-def _share_of(images: np.ndarray, workers) -> np.ndarray:
+def _share_of(images: np.ndarray, workers: Workers) -> np.ndarray:
     """This worker's part of the images; all of them where there are fewer images than workers."""
-    if not workers or len(images) < workers.size:
+    if len(images) < workers.size:
         return images
     start, end = (len(images) * index // workers.size for index in (workers.index, workers.index + 1))
     return images[start:end]

@@ -1,12 +1,12 @@
-"""The workers of a cluster: their addresses, and the index of this process among them."""
+"""The workers of a cluster: their addresses, the index of this process, and what they can ask of each other."""
 
 import ipaddress
 import json
 import re
 import socket
 import time
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from cifar_towers.errors import UsageError, WorkerLostError
 
@@ -29,6 +29,53 @@ class ClusterSpec(NamedTuple):
     def name(self, index: int) -> str:
         """A worker's name in messages: `worker 1 of 3 (10.0.0.2:5000)`."""
         return f"worker {index} of {self.size} ({self.addresses[index]})"
+
+
+class Workers(Protocol):
+    """This worker's place among the others: `Alone`, or a `coordination.Coordinator`.
+
+    All workers call the same methods in the same order, and each method waits for all of them.
+
+    Attributes:
+      index: the index of this worker.
+      size: the number of workers.
+    """
+
+    index: int
+    size: int
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, the only one that reads and writes `train_dir`."""
+
+    def gather(self, value: Any) -> list:
+        """Return the values of all workers, by worker."""
+
+    def broadcast_from_chief(self, make: Callable[[], Any]) -> Any:
+        """Return the result of `make` on the chief, on all workers."""
+
+    def assert_equal(self, values: Mapping[str, Any]) -> None:
+        """Raise UsageError on all workers unless all have the chief's values."""
+
+
+class Alone:
+    """A process that trains by itself, as the only one of its `Workers`."""
+
+    index, size, is_chief = 0, 1, True
+
+    def gather(self, value: Any) -> list:
+        """Return this process's value alone."""
+        return [value]
+
+    def broadcast_from_chief(self, make: Callable[[], Any]) -> Any:
+        """Return the result of `make`."""
+        return make()
+
+    def assert_equal(self, values: Mapping[str, Any]) -> None:
+        """Return at once: there are no others."""
+
+
+ALONE = Alone()
 
 
 def resolve_cluster(workers: str, worker_index: int, environment: Mapping[str, str]) -> ClusterSpec:

@@ -7,10 +7,11 @@ all, and they resume from the last checkpoint.
 """
 
 import contextlib
-import os
+import dataclasses
 import pickle
 import re
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +20,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.errors import Interrupted, RunError, UsageError, WorkerLostError, error_line, error_text, printable
+from cifar_towers.config import TrainConfig, shared_settings
+from cifar_towers.data.dataset import Dataset
+from cifar_towers.errors import (
+    Interrupted,
+    RunError,
+    Shutdown,
+    UsageError,
+    WorkerLostError,
+    error_line,
+    error_text,
+    printable,
+)
 from cifar_towers.multi_worker import coordination_service
-from cifar_towers.multi_worker.cluster_spec import ClusterSpec, split_address
+from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers, split_address
 from cifar_towers.multi_worker.coordination_service import HEARTBEAT_TIMEOUT_SECONDS
 
 POLL_SECONDS = 0.1  # between checks for signals while this worker waits for others
@@ -33,18 +45,18 @@ END = re.compile(r"exit code (\d+): ([^\n]*)")
 
 
 class Coordinator:
-    """This worker's place among the others. Of a single worker all methods are trivial.
+    """This worker's place among the others of a cluster.
 
     Args:
-      cluster: all workers; None: this process alone.
-      strategy: whose collectives join them.
-      shutdown: a `ShutdownHandler`, whose signals are handled while this worker waits for others.
+      cluster: all workers.
+      strategy: joins the workers by its collectives.
+      shutdown: handles signals while this worker waits for others.
     """
 
-    def __init__(self, cluster: ClusterSpec | None = None, strategy=None, shutdown=None):
+    def __init__(self, cluster: ClusterSpec, strategy: tf.distribute.Strategy, shutdown: Shutdown):
         self.cluster, self._shutdown = cluster, shutdown
-        self.index, self.size = (cluster.index, cluster.size) if cluster else (0, 1)
-        self._gather_words = _make_gather(strategy) if strategy else None
+        self.index, self.size = cluster.index, cluster.size
+        self._gather_words = _make_gather(strategy)
 
     @property
     def is_chief(self) -> bool:
@@ -52,22 +64,20 @@ class Coordinator:
         return self.index == 0
 
     def gather(self, value: Any) -> list:
-        """The values of all workers, by worker; waits for all.
+        """Return the values of all workers, by worker.
 
         Raises:
           WorkerLostError, RunError: another worker was lost, or ended with an error.
         """
-        if self.size == 1:
-            return [value]
         gathered = run_interruptibly(lambda: self._gather_words(_encode(value)), self._shutdown)
         return [_decode(words.numpy()) for words in gathered]
 
     def broadcast_from_chief(self, make: Callable[[], Any]) -> Any:
-        """The result of `make` on the chief, for all workers."""
+        """Return the result of `make` on the chief, on all workers."""
         return self.gather(make() if self.is_chief else None)[0]
 
     def assert_equal(self, values: Mapping[str, Any]) -> None:
-        """Checks that all workers have the chief's values.
+        """Check that all workers have the chief's values.
 
         Raises:
           UsageError: naming the first worker and the first value that differ; the same on all workers.
@@ -84,15 +94,15 @@ class Coordinator:
 
 @contextlib.contextmanager
 def connect(
-    cluster: ClusterSpec | None, make_devices: Callable[[], Any], timeout_seconds: float, shutdown
-) -> Iterator[tuple[Coordinator, Any]]:
-    """Joins the workers of a cluster; an error inside the context ends all of them with its line.
+    cluster: ClusterSpec | None, make_devices: Callable[[], Any], timeout_seconds: float, shutdown: Shutdown
+) -> Iterator[tuple[Workers, Any]]:
+    """Join the workers of a cluster; an error inside the context ends all of them with its line.
 
     Args:
       cluster: all workers; None: this process alone.
       make_devices: makes this worker's devices, with the strategy that joins all as `.strategy`.
       timeout_seconds: how long to wait for the last worker.
-      shutdown: a `ShutdownHandler`.
+      shutdown: handles signals while this worker waits for others.
 
     Raises:
       UsageError: this worker's port is in use.
@@ -100,7 +110,7 @@ def connect(
       RunError: another worker ended with an error; with its exit code.
     """
     if not cluster:
-        yield Coordinator(), make_devices()
+        yield ALONE, make_devices()
         return
     try:
         devices = _start(cluster, make_devices, timeout_seconds, shutdown)
@@ -116,8 +126,8 @@ def connect(
         raise
 
 
-def run_interruptibly(function: Callable[[], Any], shutdown, deadline: float = float("inf")) -> Any:
-    """What `function` returns or raises in another thread, while signals are handled in this one.
+def run_interruptibly(function: Callable[[], Any], shutdown: Shutdown, deadline: float = float("inf")) -> Any:
+    """Run `function` in another thread and return its result, while this thread handles signals.
 
     Raises:
       TimeoutError: it has not returned by `deadline`, on the monotonic clock.
@@ -142,16 +152,42 @@ def run_interruptibly(function: Callable[[], Any], shutdown, deadline: float = f
     return outcome["value"]
 
 
+# A run of several workers ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def worker_train_dir(workers: Workers, config: TrainConfig) -> Iterator[TrainConfig]:
+    """Yield the config with this worker's `train_dir`: worker 0 keeps its own, the others have a temporary one."""
+    if workers.is_chief:
+        yield config
+        return
+    own = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{workers.index}-", ignore_cleanup_errors=True)
+    with own:
+        yield dataclasses.replace(config, train_dir=own.name)
+
+
+def assert_workers_agree(
+    workers: Workers, config: TrainConfig, dataset: Dataset, precision: str, num_towers: int
+) -> None:
+    """Check that all workers have the same settings, data, precision and number of towers.
+
+    Raises:
+      UsageError: naming the worker and what differs.
+    """
+    data = {f"{name} images, as sha256,": getattr(dataset, name).digest for name in ("train", "test")}
+    workers.assert_equal(shared_settings(config) | data | {"precision": precision, "towers": num_towers})
+
+
 # The start and the end ------------------------------------------------------------------------------------------------
 
 
-def _start(cluster: ClusterSpec, make_devices: Callable[[], Any], seconds: float, shutdown) -> Any:
+def _start(cluster: ClusterSpec, make_devices: Callable[[], Any], seconds: float, shutdown: Shutdown) -> Any:
     """Makes the devices, which waits for all workers."""
     name, (_, port) = cluster.name(cluster.index), split_address(cluster.addresses[cluster.index])
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        reason = os.strerror(error.errno).lower()
+        reason = error_text(error).lower()
         raise UsageError(
             f"{name} cannot listen at port {port}: {reason}; give it another port, or end the process that has it: "
             "there may be two with one worker_index"

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
-from cifar_towers.errors import ExitCode, interrupt_exit_code
+from cifar_towers.errors import ExitCode, Shutdown, interrupt_exit_code
 
 LAUNCH_VARIABLE = "CIFAR_TOWERS_LAUNCH"  # environment variable with an id that all processes of one launch share
 FINAL = (ExitCode.SUCCESS, ExitCode.USAGE, ExitCode.DATA, ExitCode.DIVERGED)  # a restart would not help
@@ -24,7 +24,7 @@ def launch(
     num_workers: int,
     max_restarts: int,
     log: Callable[[str], None],
-    shutdown,
+    shutdown: Shutdown,
 ) -> int:
     """Runs a training in several local workers or one process; returns its exit code.
 
@@ -33,7 +33,7 @@ def launch(
       num_workers: processes to start, which meet on the loopback interface; 0: one, which may be part of a cluster.
       max_restarts: how often to restart after a worker is lost or receives a signal.
       log: prints a line.
-      shutdown: a `ShutdownHandler`; its first signal is forwarded and prevents restarts, a second kills the workers.
+      shutdown: its first signal is forwarded and prevents restarts, a second kills the workers.
     """
     os.environ[LAUNCH_VARIABLE] = uuid.uuid4().hex
     for restart in range(max_restarts + 1):
@@ -54,7 +54,7 @@ def free_addresses(count: int) -> tuple[str, ...]:
         return tuple(f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners)
 
 
-def _run(command: Sequence[str], num_workers: int, shutdown) -> dict[int, int]:
+def _run(command: Sequence[str], num_workers: int, shutdown: Shutdown) -> dict[int, int]:
     """Starts all workers and waits for them; worker -> exit code, in the order in which they ended."""
     workers = _start_all(command, num_workers) if num_workers else [_start(command)]
     processes = [process for process, _ in workers]

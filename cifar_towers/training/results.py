@@ -2,6 +2,10 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from cifar_towers.multi_worker.cluster_spec import Workers
+
 NUM_BUCKETS = 30  # of a histogram
 PROXY = "proxy"  # prefix of the names of the proxy's variables, operations and metrics; see `hard_examples`
 
@@ -87,3 +91,18 @@ def to_numpy(values: Any) -> Any:
     if isinstance(values, tuple):
         return type(values)(*map(to_numpy, values))
     return None if values is None else values.numpy()
+
+
+def gather_diagnostics(workers: Workers, metrics: StepMetrics) -> StepMetrics:
+    """Return a step's metrics with the diagnostics of all workers: the gradient statistics of every tower, and the
+    forward pass of the final one.
+    """
+    if workers.size == 1 or not metrics.diagnostics:
+        return metrics
+    own = metrics.diagnostics
+    forward = own.forward if workers.index == workers.size - 1 else None
+    gathered = workers.gather((own.tower_gradients, forward))
+    tower_gradients = map(np.concatenate, zip(*(worker[0] for worker in gathered), strict=True))
+    return metrics._replace(
+        diagnostics=own._replace(forward=gathered[-1][1], tower_gradients=TowerGradientStats(*tower_gradients))
+    )

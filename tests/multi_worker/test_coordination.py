@@ -16,8 +16,8 @@ from tensorflow.python.eager import context
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.errors import RunError, WorkerLostError
 from cifar_towers.multi_worker import coordination
-from cifar_towers.multi_worker.cluster_spec import ClusterSpec
-from cifar_towers.multi_worker.coordination import Coordinator, run_interruptibly
+from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec
+from cifar_towers.multi_worker.coordination import run_interruptibly
 from cifar_towers.training.distributed_step import make_strategy
 
 CLUSTER = ClusterSpec(("a:1", "b:1", "c:1"), 0)
@@ -144,7 +144,6 @@ def test_private_parts_of_tensorflow_are_where_they_were():
     ]
 
 
-def test_single_worker():
-    coordinator = Coordinator()
-    assert coordinator.is_chief and coordinator.gather(5) == [5] and coordinator.broadcast_from_chief(lambda: 6) == 6
-    coordinator.assert_equal({"a": 1})
+def test_a_process_alone_waits_for_nobody():
+    assert ALONE.is_chief and ALONE.gather(5) == [5] and ALONE.broadcast_from_chief(lambda: 6) == 6
+    ALONE.assert_equal({"a": 1})

@@ -39,7 +39,7 @@ class StopAtStep(ShutdownHandler):
     def check(self):
         if self._deferred:  # the loop, once a step
             self._left -= 1
-            self.signal = None if self._left else SIGTERM
+            self.signal = 0 if self._left else SIGTERM
         super().check()
 
 
