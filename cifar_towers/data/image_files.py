@@ -1,4 +1,4 @@
-"""Image files of any format, mode and size as square uint8 arrays. Headers are checked before pixels are decoded."""
+"""Image files of any format, mode and size as uint8 arrays. Headers are checked before pixels are decoded."""
 
 import os
 import stat
@@ -57,8 +57,8 @@ def read_all(paths: Sequence[Path], image_size: int, num_threads: int = 0) -> tu
     return levels, errors
 
 
-def read(path: Path, image_size: int) -> np.ndarray:
-    """Return the first frame of an image file as `resize_square` does: [image_size, image_size, 3] uint8.
+def read(path: Path, image_size: int = 0) -> np.ndarray:
+    """Return the first frame of an image file as `to_levels` does.
 
     Raises:
       PictureError: the file is not a regular one, too large, or damaged.
@@ -75,28 +75,39 @@ def read(path: Path, image_size: int) -> np.ndarray:
 
 
 def resize_all(images: np.ndarray, image_size: int) -> np.ndarray:
-    """Resize each image as `resize_square` does: [n, H, W, 3] uint8 -> [n, image_size, image_size, 3]."""
+    """Resize each image as `to_levels` does: [n, H, W, 3] uint8 -> [n, image_size, image_size, 3]."""
     if images.shape[1:3] == (image_size, image_size):
         return images
-    return np.stack([resize_square(Image.fromarray(image), image_size) for image in images])
+    return np.stack([to_levels(Image.fromarray(image), image_size) for image in images])
 
 
-def resize_square(image: Image.Image, image_size: int) -> np.ndarray:
-    """Return the upright central square, resized by antialiased bilinear resampling: [image_size, image_size, 3] uint8.
+def to_levels(image: Image.Image, image_size: int = 0) -> np.ndarray:
+    """Return an image as [H, W, 3] uint8, upright by its EXIF orientation, and on white where it is transparent.
 
-    Transparent images are laid on white.
+    Args:
+      image_size: pixels that the central square is resized to, by antialiased bilinear resampling; 0: the whole image
+        in its own size.
     """
     sixteen_bits = image.mode.startswith("I")  # Pillow clips them when it converts to 8 bits
     transparent = image.has_transparency_data
-    square = _central_square(image, "I" if sixteen_bits else "RGBA" if transparent else "RGB")
-    if square.size != (image_size, image_size):
-        square = square.resize((image_size, image_size), Image.Resampling.BILINEAR)
+    mode = "I" if sixteen_bits else "RGBA" if transparent else "RGB"
+    turn = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    if turn is not None:
+        image = image.transpose(turn)
+    if image_size:  # `ImageOps.fit` would cut at half pixels, and let pixels outside the square in
+        square = min(image.size)
+        left, top = (image.width - square) // 2, (image.height - square) // 2
+        image = image.crop((left, top, left + square, top + square))
+    if image.mode != mode:
+        image = image.convert(mode)
+    if image_size and image.width != image_size:
+        image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)
     if sixteen_bits:
-        levels = np.clip(np.asarray(square) // 257, 0, 255).astype(np.uint8)
+        levels = np.clip(np.asarray(image) // 257, 0, 255).astype(np.uint8)
         return np.repeat(levels[:, :, None], 3, 2)
     if transparent:
-        square = Image.alpha_composite(Image.new("RGBA", square.size, "white"), square).convert("RGB")
-    return np.array(square)
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return np.array(image)
 
 
 def is_picture(path: Path) -> bool:
@@ -129,7 +140,7 @@ def _decode(file: BinaryIO, image_size: int) -> np.ndarray:
                 size = f"{image.width} x {image.height} pixels"
                 raise PictureError(f"declares {size}; the limit{kind} is {limit // 1_000_000} megapixels")
             image.getexif()  # before the pixels: some formats cannot read it afterwards
-            return resize_square(image, image_size)
+            return to_levels(image, image_size)
     except PictureError:
         raise
     except UnidentifiedImageError as error:
@@ -138,17 +149,3 @@ def _decode(file: BinaryIO, image_size: int) -> np.ndarray:
         raise PictureError(f"declares far more than the limit of {MAX_PIXELS // 1_000_000} megapixels") from error
     except Exception as error:
         raise PictureError(f"is damaged: {error_text(error, 100) or type(error).__name__}") from error
-
-
-def _central_square(image: Image.Image, mode: str) -> Image.Image:
-    """Return the central square, upright by the EXIF orientation, in a mode.
-
-    `ImageOps.fit` does not replace this: it reads pixels outside the square, and cuts at half pixels.
-    """
-    turn = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    if turn is not None:
-        image = image.transpose(turn)
-    size = min(image.size)
-    left, top = (image.width - size) // 2, (image.height - size) // 2
-    image = image.crop((left, top, left + size, top + size))
-    return image if image.mode == mode else image.convert(mode)

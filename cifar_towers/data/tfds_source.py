@@ -216,6 +216,6 @@ def _read(builder: Builder, split: str, image: str, label: str, image_size: int)
                 "can be neither trained on nor scored; give another --dataset"
             )
         gray = levels.shape[-1] == 1
-        images.append(image_files.resize_square(Image.fromarray(levels.squeeze(-1) if gray else levels), image_size))
+        images.append(image_files.to_levels(Image.fromarray(levels.squeeze(-1) if gray else levels), image_size))
         labels.append(example[label])
     return np.stack(images), np.array(labels, np.int64)

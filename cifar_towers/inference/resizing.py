@@ -12,7 +12,7 @@ QUOTIENT_BITS = (8, 7, 7)  # of a weight, by long division: more at a time would
 
 def resize_square(images, side: int):
     """[B, H, W, C] float levels from 0 to 255 -> [B, side, side, C]: the central square, resized as by
-    `image_files.resize_square`.
+    `image_files.to_levels`.
 
     `images` is a tensor or a symbolic one of Keras. No operation needs to know H and W before the graph runs.
     """

@@ -45,12 +45,12 @@ def resized(image):
 
 @pytest.fixture
 def read(tmp_path):
-    """read(content, side): the image in a file of this content."""
+    """Return read(content, image_size): the image in a file of this content."""
 
-    def read(content, side=32):
+    def read(content, image_size=32):
         path = tmp_path / "picture"
         path.write_bytes(content)
-        return image_files.read(path, side)
+        return image_files.read(path, image_size)
 
     return read
 
@@ -79,8 +79,21 @@ def test_central_square_is_resized(read, size):
     expected = resized(image.crop((left, top, left + square, top + square)))
     np.testing.assert_array_equal(read(encoded(image, "PNG")), expected)
     jpeg = encoded(image, "JPEG")  # decoded at full size, as the images that an exported model is given
-    np.testing.assert_array_equal(read(jpeg), image_files.resize_square(Image.open(io.BytesIO(jpeg)), 32))
+    np.testing.assert_array_equal(read(jpeg), image_files.to_levels(Image.open(io.BytesIO(jpeg)), 32))
     assert size != (32, 32) or np.array_equal(expected, image)
+
+
+@pytest.mark.parametrize("size", [(100, 60), (61, 100), (33, 32)])
+def test_pixels_outside_the_central_square_change_nothing(read, size):
+    image, square = photo(*size), min(size)
+    left, top = (size[0] - square) // 2, (size[1] - square) // 2
+    framed = Image.new("RGB", size, "red")
+    framed.paste(image.crop((left, top, left + square, top + square)), (left, top))
+    np.testing.assert_array_equal(read(encoded(framed, "PNG")), read(encoded(image, "PNG")))
+
+
+def test_image_is_read_in_its_own_size_by_default(read):
+    np.testing.assert_array_equal(read(encoded(photo(40, 30), "PNG"), 0), photo(40, 30))
 
 
 def test_sixteen_bits_are_scaled_not_clipped(read):

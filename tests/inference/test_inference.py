@@ -178,7 +178,7 @@ def test_exported_resizing_equals_that_of_files_to_the_bit(side):
     )
     for height, width in sizes:
         levels = random.integers(0, 256, (height, width, 3), np.uint8)
-        expected = image_files.resize_square(Image.fromarray(levels), side)
+        expected = image_files.to_levels(Image.fromarray(levels), side)
         np.testing.assert_array_equal(serve(tf.constant(levels[None]))[0], expected)
 
 
