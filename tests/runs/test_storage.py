@@ -33,7 +33,7 @@ def test_damaged_checkpoint_is_quarantined_and_the_previous_one_restored(saved_r
     capsys.readouterr()
     assert run(config)["weights_sha256"] == one_run[1]["weights_sha256"]
     output = capsys.readouterr().out
-    assert len(lines_with(output, "damaged")) == 1 and lines_with(output, "resuming", "step 18")
+    assert len(lines_with(output, " damaged")) == 1 and lines_with(output, "resuming", "step 18")
     assert (directory / "checkpoints/damaged-step-00000020").is_dir()
 
 

@@ -133,10 +133,10 @@ def test_layers_of_a_reused_backbone_are_measured_in_the_calling_model():
     np.testing.assert_allclose(seen[0], tf.nn.relu(model.get_layer("convolution")(given)), rtol=1e-6)
     np.testing.assert_array_equal(seen[1], logits)
     assert nonfinite.first_nonfinite_layer(model, given) == ""
-    assert nonfinite.first_nonfinite_layer(model, given * np.inf) == "the images"
+    assert nonfinite.first_nonfinite_layer(model, given * np.inf).endswith("images")
     convolution = model.get_layer("convolution")
     convolution.kernel.assign(1e10 * convolution.kernel)
-    assert nonfinite.first_nonfinite_layer(model, given * 1e35) == "the output of convolution"
+    assert nonfinite.first_nonfinite_layer(model, given * 1e35).endswith("output of convolution")
 
 
 def test_diagnostics_of_a_nonfinite_step_are_finite(towers, examples):

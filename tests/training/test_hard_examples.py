@@ -92,28 +92,12 @@ def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples, precision
     ("settings", "towers", "message"),
     [
         ({"hard_example_pool": 16}, 0, "hard_example_pool=16 must be larger than batch_size=16"),
-        (
-            {"hard_example_pool": 30, "num_gpus": 4},
-            0,
-            "hard_example_pool=30 cannot be shared by 4 towers; 28 and 32 can",
-        ),
-        (
-            {"strategy": "mirrored"},
-            0,
-            "hard_example_pool=32 needs towers that share the batch; leave strategy=mirrored",
-        ),
-        ({"parallelism": "model"}, 0, "leave parallelism=model"),
-        ({"hard_example_pool": 512}, 0, "hard_example_pool=512 is more than the 480 training examples"),
-        (
-            {"batch_size": 1000, "hard_example_pool": 1500},
-            8,
-            "hard_example_pool=1500 cannot be shared by 8 towers; 1496 and 1504 can",
-        ),
-        (
-            {"batch_size": 1000, "hard_example_pool": 1001},
-            2,
-            "hard_example_pool=1001 cannot be shared by 2 towers; 1002 can",
-        ),
+        ({"hard_example_pool": 30, "num_gpus": 4}, 0, "hard_example_pool=30 .*4 towers.* 28 and 32"),
+        ({"strategy": "mirrored"}, 0, "hard_example_pool=32 .*strategy=mirrored"),
+        ({"parallelism": "model"}, 0, "parallelism=model"),
+        ({"hard_example_pool": 512}, 0, "hard_example_pool=512 .*480"),
+        ({"batch_size": 1000, "hard_example_pool": 1500}, 8, "hard_example_pool=1500 .*8 towers.* 1496 and 1504"),
+        ({"batch_size": 1000, "hard_example_pool": 1001}, 2, "hard_example_pool=1001 .*2 towers.* 1002"),
     ],
 )
 def test_unsupported_settings_are_refused(examples, settings, towers, message):

@@ -8,12 +8,11 @@ from cifar_towers.training import health
 
 def test_too_many_bad_steps_in_a_row_end_a_run():
     patient = health.DivergenceState(2)
-    assert patient.record_bad_step(7, "the loss is not finite") == (
-        "step 7 made no update (1 in a row, 2 end the run): the loss is not finite"
-    )
+    line = patient.record_bad_step(7, "the reason")
+    assert all(part in line for part in ("step 7 ", "1 in a row", "2 ", "the reason"))
     patient.record_good_step()
     patient.record_bad_step(9, "x")
-    with pytest.raises(DivergedError, match=r"step 10 made no update \(2 in a row"):
+    with pytest.raises(DivergedError, match="step 10 .*2 in a row"):
         patient.record_bad_step(10, "x")
     assert patient.metadata() == {"bad_steps": 3, "bad_in_a_row": 2, "rollbacks": 0}
 

@@ -152,5 +152,5 @@ def test_every_optimizer_has_a_rule_for_every_role():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     assert list(RULES) == list(OPTIMIZERS)
     assert {tuple(rules) for rules in RULES.values()} == {tuple(split_by_role(model))}
-    with pytest.raises(ValueError, match="optimizer=lion is not one of momentum, muon, adamw"):
+    with pytest.raises(ValueError, match="optimizer=lion .*momentum, muon, adamw"):
         make_optimizer("lion", model, {}, None)

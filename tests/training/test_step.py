@@ -310,12 +310,12 @@ def test_float16_overflows_under_mirrored_variables_and_the_scale_shrinks(towers
 
 
 def test_hierarchical_all_reduce_refuses_an_odd_number_of_towers(towers):
-    with pytest.raises(ValueError, match="hierarchical halves the towers, and 3 are odd"):
+    with pytest.raises(ValueError, match="hierarchical .*3 "):
         make_strategy(towers(3), "hierarchical")
 
 
 def test_more_stages_than_layers_is_a_usage_error(examples):
     config = cifarnet(parallelism="model")
     devices = [Tower(index, "/CPU:0") for index in range(11)]
-    with pytest.raises(UsageError, match="11 stages need at least 11 layers; cifarnet has 10"):
+    with pytest.raises(UsageError, match="11 stages.* cifarnet .*10"):
         build.make_training(config, devices, "float32", examples, RunLength(10, 10, 10))

@@ -1,7 +1,6 @@
 """Towers of unequal speed: their shares of a batch, given or measured, and what is trained with them."""
 
 import dataclasses
-import re
 import threading
 import time
 
@@ -14,6 +13,7 @@ from cifar_towers.errors import UsageError
 from cifar_towers.towers.sharding import share_out
 from cifar_towers.training import tower_shares
 from tests.configs import TINY_NET
+from tests.messages import lines_with
 from tests.training.runs import Run
 
 LENGTH = RunLength(steps_per_epoch=10, total=100, last=100)
@@ -38,19 +38,16 @@ def test_sizes_are_in_proportion_and_add_up(examples, shares, multiple, sizes):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tower_shares": "3,0"}, "tower_shares=3,0 must be positive numbers, one a tower, as 3,1; or auto"),
-        ({"tower_shares": "fast"}, "tower_shares=fast must be positive numbers"),
-        ({"tower_shares": "3,1", "num_gpus": 3}, "tower_shares=3,1 are of 2 towers, and there are 3"),
-        (
-            {"tower_shares": "3,1", "num_gpus": 2, "batch_size": 1},
-            "tower_shares=3,1: 1 examples cannot be shared",
-        ),
-        ({"tower_shares": "3,1", "strategy": "mirrored"}, "is for towers that share the batch; leave it, or strategy="),
-        ({"tower_shares": "auto", "deterministic": True}, "tower_shares=auto depends on timing"),
+        ({"tower_shares": "3,0"}, "tower_shares=3,0 .*positive.* auto"),
+        ({"tower_shares": "fast"}, "tower_shares=fast .*positive"),
+        ({"tower_shares": "3,1", "num_gpus": 3}, "tower_shares=3,1 .*2 towers.* 3"),
+        ({"tower_shares": "3,1", "num_gpus": 2, "batch_size": 1}, "tower_shares=3,1: 1 "),
+        ({"tower_shares": "3,1", "strategy": "mirrored"}, "tower_shares=3,1 .*strategy="),
+        ({"tower_shares": "auto", "deterministic": True}, "tower_shares=auto .*timing"),
     ],
 )
 def test_usage(settings, message):
-    with pytest.raises(UsageError, match=re.escape(message)):
+    with pytest.raises(UsageError, match=message):
         TrainConfig(model=TINY_NET, **settings)
 
 
@@ -80,10 +77,9 @@ def test_measured_shares_follow_speed_and_are_kept(towers, examples, monkeypatch
     monkeypatch.setattr(tower_shares, "rates_beside_each_other", lambda works: [30.0, 10.0])
     resolved = tower_shares.resolve_shares(config, towers(2), "float32", examples, LENGTH)
     assert resolved.tower_shares == "30,10"
-    said = "tower shares 30, 10 of 40 images: beside each other they make 600, 200 images/s"
-    assert said in caplog.text
+    assert lines_with(caplog.text, "tower shares 30, 10", "40 images", "600, 200 images/s")
     again = tower_shares.resolve_shares(config, towers(2), "float32", examples, LENGTH, previous="20,20")
-    assert again.tower_shares == "20,20" and "tower shares 20,20: as the run began" in caplog.text
+    assert again.tower_shares == "20,20" and lines_with(caplog.text, "tower shares 20,20")
     monkeypatch.setattr(tower_shares, "rates_beside_each_other", lambda works: [10.2, 10.0])
     resolved = tower_shares.resolve_shares(config, towers(2), "float32", examples, LENGTH)
     assert resolved.tower_shares == "20,20"
