@@ -1,25 +1,28 @@
-"""Export of a trained model for use elsewhere, checked against the checkpoint."""
+"""Export of a trained model with its preprocessing, in several formats, checked against the checkpoint."""
 
 import importlib
 import itertools
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 from PIL import Image
+from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
 from cifar_towers import files
-from cifar_towers.data import image_files, sources
-from cifar_towers.data.dataset import Split
-from cifar_towers.errors import DataError, RunError, UsageError, error_line
+from cifar_towers.data import sources
+from cifar_towers.data.augment import Augmentation
+from cifar_towers.errors import DataError, RunError, UsageError, error_line, error_text
 from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
-from cifar_towers.inference.export_formats import FORMATS, Format, ServingModule
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
+from cifar_towers.inference.predict import resize_square
 from cifar_towers.inference.settings import ExportConfig
 from cifar_towers.models.stock_layers import to_stock_layers
 from cifar_towers.towers import Tower
@@ -27,26 +30,33 @@ from cifar_towers.training import devices
 
 PROBABILITY_ATOL = 1e-4  # largest difference between probabilities that rounding explains
 BATCH_SIZE = 250  # images of the check
-OTHER_SIZES = ((0.75, 1.0), (1.5, 2.0), (3.0, 2.5), (12.0, 15.0))  # of the check: height and width in sides of an image
+OTHER_SIZES = ((0.75, 1.0), (1.5, 2.0), (3.0, 2.5), (12.0, 15.0))  # of the check: height and width in image sizes
 NUM_RESIZED = 20  # test images that are checked in each of these sizes
+ONNX_OPSET = 17
+DISK_ERRORS = (OSError, tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError)
+
+Run = Callable[[np.ndarray], np.ndarray]  # [B, H, W, 3] uint8 images -> [B, C] probabilities
 
 
-class Sample(NamedTuple):
-    """Images of one size that an export is checked on."""
+class Format(NamedTuple):
+    """A format of exports, with functions to write a module in it and to run what was written."""
 
-    images: np.ndarray  # [n, H, W, 3] uint8
-    expected: np.ndarray  # [n, C] probabilities of the checkpoint
+    name: str  # of the file or directory
+    packages: tuple[str, ...]  # needed besides the project's own
+    write: Callable[["ServingModule", Path], None]
+    open: Callable[[Path], Run]  # by the format's own library
+    is_directory: bool = False
 
 
 def export_model(config: ExportConfig) -> bool:
-    """Write the model, run what was written on test images in several sizes, and return whether it agrees with the
-    checkpoint.
+    """Write the model, run what was written on test images, and return whether it agrees with the checkpoint.
 
-    If it agrees, it replaces an earlier export; if not, it is kept beside it under another name.
+    An export that agrees replaces an earlier one. An export that does not is kept beside it under another name.
 
     Raises:
-      UsageError: there is no such run, or a package is missing. DataError: there are no data to check on. RunError: it
-        cannot be written.
+      UsageError: there is no such run, or a package is missing. DataError: there are no data to check on.
+      RunError: the export cannot be written, or the model cannot be
+        converted.
     """
     file_format = FORMATS[config.format]
     _check_packages(config.format, file_format.packages)
@@ -58,7 +68,8 @@ def export_model(config: ExportConfig) -> bool:
     tf.config.experimental.enable_tensor_float_32_execution(False)  # its ten bits are too few to compare with
     weights = run.choose_weights(config.weights)
     model = run.load(weights, "float32")
-    split = _load_test_images(source, run, config.check) if source else None
+    test = sources.load(source, run.config.validation_examples, run.info.image_size)[1].test if source else None
+    split = test.take(slice(config.check)) if test else None
     samples = _make_samples(split.images, model, towers, run) if split else []
     module = ServingModule(to_stock_layers(model), run.augmentation, run.info.image_size, run.info.class_names)
     own_layers = _own_layers(model)
@@ -69,8 +80,15 @@ def export_model(config: ExportConfig) -> bool:
             problem = _check(file_format, temporary, samples, split.labels) if split else ""
             written = _path_of_failed(path) if problem else path
             files.replace(temporary, written)
+    except DISK_ERRORS as error:
+        reason = error_text(error) or type(error).__name__
+        raise RunError(f"{path} cannot be written ({reason}); give another place by --out") from error
     except Exception as error:  # converters raise errors of all kinds
-        raise RunError(f"{path} cannot be written ({error_line(error)}); give another place by --out") from error
+        traceback.print_exc()
+        raise RunError(
+            f"the model cannot be converted to format={config.format} ({error_line(error)}): the traceback above shows "
+            "a bug, here or in the converter; another --format may work"
+        ) from error
     origin = f"{run.directory} at step {run.metadata['step']}, {weights} weights"
     size = files.size_in_bytes(written) / 1e6
     print(f"{written}: {origin}, {size:.1f} MB{'' if split else ', not checked'}")
@@ -80,6 +98,34 @@ def export_model(config: ExportConfig) -> bool:
         if config.format == "keras" and own_layers:
             print("Keras needs get_config and **kwargs in layers of your own; saved_model does not", file=sys.stderr)
     return not problem
+
+
+class ServingModule(tf.Module):
+    """A model with its preprocessing and postprocessing: uint8 images -> probabilities and names.
+
+    The preprocessing consists of operations that every format supports.
+
+    Args:
+      model: preprocessed images -> logits; of stock layers, in float32.
+      image_size: pixels; the central square of an image is resized to it.
+    """
+
+    def __init__(self, model: keras.Model, augmentation: Augmentation, image_size: int, class_names: tuple[str, ...]):
+        super().__init__(name="deployed")
+        self.model, self.augmentation = model, augmentation
+        self.image_size, self.class_names = image_size, class_names
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None, None, 3], tf.uint8, name="images")], autograph=False)
+    def serve(self, images: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Return probabilities [B, C] float32, and as strings class_name [B] and class_names [C]."""
+        levels = resize_square(tf.cast(images, tf.float32), self.image_size)
+        probabilities = tf.nn.softmax(self.model(self.augmentation.evaluate(levels), training=False))
+        names = tf.constant(self.class_names)
+        class_name = tf.gather(names, tf.argmax(probabilities, 1))
+        return {"probabilities": probabilities, "class_name": class_name, "class_names": names}
+
+
+# What an export may replace -------------------------------------------------------------------------------------------
 
 
 def _check_packages(name: str, packages: tuple[str, ...]) -> None:
@@ -107,6 +153,14 @@ def _check_path(path: Path, file_format: Format) -> None:
         raise UsageError(f"{path} exists and is no {file_format.name}; give another --out, or remove it")
 
 
+def _path_of_failed(path: Path) -> Path:
+    paths = (path.with_name(f"failed-{number}-{path.name}") for number in itertools.count(1))
+    return next(path for path in paths if not path.exists())
+
+
+# The check ------------------------------------------------------------------------------------------------------------
+
+
 def _find_source(config: ExportConfig, run: TrainedRun) -> sources.Source:
     try:
         return sources.find(config.dataset or run.metadata["dataset"], config.data_dir)
@@ -114,40 +168,39 @@ def _find_source(config: ExportConfig, run: TrainedRun) -> sources.Source:
         raise DataError(f"the export is checked on test images, and {error}; --check=0 skips the check") from None
 
 
-def _load_test_images(source: sources.Source, run: TrainedRun, count: int) -> Split:
-    _, dataset = sources.load(source, run.config.validation_examples, run.info.image_size)
-    return dataset.test.take(slice(count))
-
-
-def _make_samples(images: np.ndarray, model: keras.Model, towers: list[Tower], run: TrainedRun) -> list[Sample]:
-    """The images, and some of them in each of `OTHER_SIZES`; what is expected of these is as by `predict.py`."""
-    classify, side = make_classify_fn(model, towers, run.augmentation), run.info.image_size
-    sizes = [(round(width * side), round(height * side)) for height, width in OTHER_SIZES]
+def _make_samples(
+    images: np.ndarray, model: keras.Model, towers: list[Tower], run: TrainedRun
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return (images [n, H, W, 3] uint8, the checkpoint's probabilities) of the images and of `OTHER_SIZES`."""
+    classify, image_size = make_classify_fn(model, towers, run.augmentation), run.info.image_size
+    sizes = [(round(width * image_size), round(height * image_size)) for height, width in OTHER_SIZES]
     resized = [np.stack([Image.fromarray(image).resize(size) for image in images[:NUM_RESIZED]]) for size in sizes]
-    return [
-        Sample(each, softmax(classify(image_files.resize_all(each, side), *model_variables(model))[0]))
-        for each in (images, *resized)
-    ]
+    inputs = [images, *(resize_square(tf.cast(each, tf.float32), image_size).numpy() for each in resized)]
+    expected = [softmax(classify(each, *model_variables(model))[0]) for each in inputs]
+    return list(zip([images, *resized], expected, strict=True))
 
 
 def _own_layers(model: keras.Model) -> dict[str, type]:
-    """Classes of layers that are not Keras's, by name: reading the `keras` format needs them."""
+    """Return the classes of layers that are not Keras's, by name. The `keras` format cannot be read without them."""
     classes = {type(layer) for layer in model._flatten_layers(include_self=False)}
     return {layer.__name__: layer for layer in classes if not layer.__module__.startswith("keras.")}
 
 
-def _check(file_format: Format, path: Path, samples: Sequence[Sample], labels: np.ndarray) -> str:
-    """Print how an export's probabilities differ from the expected ones; the problem, or an empty string.
+def _check(
+    file_format: Format, path: Path, samples: Sequence[tuple[np.ndarray, np.ndarray]], labels: np.ndarray
+) -> str:
+    """Print how an export's probabilities differ from the expected ones; return the problem, or an empty string.
 
-    The first sample has these labels.
+    Args:
+      samples: (images, expected probabilities); the first sample has these labels.
     """
     try:
         run = file_format.open(path)
-        exported = [_run_in_batches(run, sample.images) for sample in samples]
+        exported = [_run_in_batches(run, images) for images, _ in samples]
     except Exception as error:  # interpreters raise errors of all kinds
         return f"cannot be run here ({error_line(error)})"
-    differences = [_largest_difference(*pair) for pair in zip(exported, (s.expected for s in samples), strict=True)]
-    accuracy, expected = (100 * float((p.argmax(1) == labels).mean()) for p in (exported[0], samples[0].expected))
+    differences = [_largest_difference(ours, theirs) for ours, (_, theirs) in zip(exported, samples, strict=True)]
+    accuracy, expected = (100 * float((p.argmax(1) == labels).mean()) for p in (exported[0], samples[0][1]))
     print(
         f"checked on {len(labels):,} test images: accuracy {accuracy:.2f} %, the checkpoint's {expected:.2f} %; "
         f"largest difference of a probability {differences[0]:.1e}, in other sizes {max(differences[1:]):.1e}"
@@ -157,7 +210,7 @@ def _check(file_format: Format, path: Path, samples: Sequence[Sample], labels: n
     return f"differs by more than the {PROBABILITY_ATOL:.0e} that rounding explains"
 
 
-def _run_in_batches(run: Callable[[np.ndarray], np.ndarray], images: np.ndarray) -> np.ndarray:
+def _run_in_batches(run: Run, images: np.ndarray) -> np.ndarray:
     starts = range(0, len(images), BATCH_SIZE)
     return np.concatenate([run(images[start : start + BATCH_SIZE]) for start in starts])
 
@@ -166,6 +219,111 @@ def _largest_difference(exported: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(expected - exported).max()) if np.isfinite(exported).all() else np.inf
 
 
-def _path_of_failed(path: Path) -> Path:
-    paths = (path.with_name(f"failed-{number}-{path.name}") for number in itertools.count(1))
-    return next(path for path in paths if not path.exists())
+# The formats ----------------------------------------------------------------------------------------------------------
+
+
+def _write_saved_model(module: tf.Module, path: Path) -> None:
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)  # for inference only
+    tf.saved_model.save(module, str(path), signatures={"serving_default": module.serve}, options=options)
+
+
+def _open_saved_model(path: Path) -> Run:
+    serve = tf.saved_model.load(str(path)).signatures["serving_default"]
+    return lambda images: serve(images=tf.constant(images))["probabilities"].numpy()
+
+
+def _write_keras(module: ServingModule, path: Path) -> None:
+    """Write the module as one Keras model of stock layers."""
+    augmentation, image_size = module.augmentation, module.image_size
+    images = keras.Input((None, None, 3), dtype="uint8", name="images")
+    x = resize_square(keras.ops.cast(images, "float32"), image_size)
+    if augmentation.crop:
+        x = keras.layers.CenterCrop(augmentation.crop, augmentation.crop, name="crop")(x)
+        image_size = augmentation.crop
+    if augmentation.standardize == "dataset":
+        variance = np.square(augmentation.std)
+        x = keras.layers.Normalization(mean=augmentation.mean, variance=variance, name="normalize")(x)
+    else:
+        mean = keras.ops.mean(x, [1, 2, 3], keepdims=True)
+        std = keras.ops.std(x, [1, 2, 3], keepdims=True)
+        x = (x - mean) / keras.ops.maximum(std, (3 * image_size**2) ** -0.5)
+    logits = module.model(x, training=False)
+    probabilities = keras.layers.Softmax(dtype="float32", name="probabilities")(logits)
+    to_name = keras.layers.StringLookup(
+        vocabulary=list(module.class_names), num_oov_indices=0, invert=True, name="class_name"
+    )
+    class_name = to_name(keras.ops.argmax(probabilities, 1))
+    outputs = {"probabilities": probabilities, "class_name": class_name}
+    keras.Model(images, outputs, name="deployed").save(path)
+
+
+def _open_keras(path: Path) -> Run:
+    model = keras.models.load_model(path, compile=False)
+    return lambda images: model(tf.constant(images))["probabilities"].numpy()
+
+
+def _write_litert(module: ServingModule, path: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory:  # the converter keeps the signature of saved models only
+        _write_saved_model(_frozen(module), Path(directory))
+        converter = tf.lite.TFLiteConverter.from_saved_model(directory, signature_keys=["serving_default"])
+        path.write_bytes(converter.convert())
+
+
+def _frozen(module: ServingModule) -> tf.Module:
+    """Return the module with its weights as constants, because the LiteRT converter loses variables."""
+    concrete = module.serve.get_concrete_function()
+    constant = convert_variables_to_constants_v2(concrete)
+
+    @tf.function(input_signature=module.serve.input_signature, autograph=False)
+    def serve(images: tf.Tensor) -> dict[str, tf.Tensor]:
+        return dict(zip(sorted(concrete.structured_outputs), constant(images), strict=True))
+
+    frozen = tf.Module()
+    frozen.serve = serve
+    return frozen
+
+
+def _open_litert(path: Path) -> Run:
+    from ai_edge_litert.interpreter import Interpreter
+
+    runner = Interpreter(str(path)).get_signature_runner()
+    return lambda images: runner(images=images)["probabilities"]
+
+
+def _write_onnx(module: ServingModule, path: Path) -> None:
+    import tf2onnx
+
+    def erfc(graph: Any, node: Any, name: str, _: Any) -> None:  # part of TensorFlow's GELU; ONNX has only Erf
+        node.type = "Erf"
+        one = graph.make_const(tf2onnx.utils.make_name("one"), np.ones(1, np.float32))
+        graph.insert_new_node_on_output(
+            "Sub", node.output[0], name=tf2onnx.utils.make_name(name), inputs=[one.output[0], node.output[0]]
+        )
+
+    model, _ = tf2onnx.convert.from_function(
+        module.serve,
+        input_signature=module.serve.input_signature,
+        opset=ONNX_OPSET,
+        custom_op_handlers={"Erfc": (erfc, [])},
+    )
+    for value in (*model.graph.input, *model.graph.output):
+        for axis, name in zip(value.type.tensor_type.shape.dim, ("batch", "height", "width"), strict=False):
+            if axis.dim_param:  # a number that tf2onnx made up
+                axis.dim_param = name
+    path.write_bytes(model.SerializeToString())
+
+
+def _open_onnx(path: Path) -> Run:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (entry,) = session.get_inputs()
+    return lambda images: session.run(["probabilities"], {entry.name: images})[0]
+
+
+FORMATS = {
+    "saved_model": Format("saved_model", (), _write_saved_model, _open_saved_model, is_directory=True),
+    "keras": Format("model.keras", (), _write_keras, _open_keras),
+    "litert": Format("model.tflite", ("ai_edge_litert",), _write_litert, _open_litert),
+    "onnx": Format("model.onnx", ("tf2onnx", "onnxruntime"), _write_onnx, _open_onnx),
+}

@@ -1,78 +1,133 @@
-"""Prediction of the classes of image files."""
+"""Classes of image files, predicted by a trained model."""
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
+from keras import ops
 
 from cifar_towers.data import image_files
+from cifar_towers.data.image_files import PictureError
 from cifar_towers.errors import DataError, printable
 from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
+from cifar_towers.files import to_json
 from cifar_towers.inference.load_run import model_variables, open_run
 from cifar_towers.inference.settings import PredictConfig
+from cifar_towers.towers.placement import HOST
 from cifar_towers.training import devices
 
 BATCH_SIZE = 256
 TOP_K = 3  # classes shown for each image
 
 
-class ImageFile(NamedTuple):
-    """A file or folder to predict, and why it cannot be read if it cannot."""
-
-    path: Path
-    error: str = ""
-
-
 def predict_images(config: PredictConfig) -> None:
-    """Print a line for each image, in the order given; those of a folder are sorted by name.
+    """Print a line for each image, in the order given. The images of a folder are sorted by name.
 
-    Errors of single images are printed to standard error, and the others are still predicted.
+    The error of an image is printed to standard error, and the other images are still predicted.
 
     Raises:
-      UsageError: there is no such run or set of weights. DataError: at the end, if some images could not be read.
+      UsageError: there is no such run or set of weights. DataError: raised at the end if images could not be read.
     """
     run = open_run(Path(config.train_dir), config.model, config.step)
-    files = list(_expand(config.pictures))
+    pictures = list(_expand(config.pictures))
     towers = devices.setup_towers(config)
     model = run.load(run.choose_weights(config.weights), devices.choose_precision(config.precision, towers))
-    classify = make_classify_fn(model, towers, run.augmentation)
-    batch_size, width, failed = min(BATCH_SIZE, len(files)), max(len(_shown(file.path)) for file in files), []
-    for start in range(0, len(files), batch_size):
-        batch = files[start : start + batch_size]
-        # one thread, as each may take hundreds of megabytes
-        levels, errors = image_files.read_all([file.path for file in batch], run.info.image_size, num_threads=1)
-        levels = np.pad(levels, [(0, batch_size - len(batch)), (0, 0), (0, 0), (0, 0)])  # to trace for one size only
-        probabilities = softmax(classify(levels, *model_variables(model), config.tta)[1])
+    classify, read = make_classify_fn(model, towers, run.augmentation), make_read_fn(run.info.image_size)
+    batch_size = min(BATCH_SIZE, len(pictures))
+    width = max(len(_shown(path)) for path, _ in pictures)
+    images = np.zeros([batch_size, run.info.image_size, run.info.image_size, 3], np.float32)
+    failed = []
+    for start in range(0, len(pictures), batch_size):
+        batch = pictures[start : start + batch_size]
         for index, (path, error) in enumerate(batch):
-            error = error or errors.get(index)
-            top = None if error else _top_classes(probabilities[index], run.info.class_names)
+            if not error:
+                try:
+                    images[index] = read(path)
+                except PictureError as unreadable:
+                    batch[index] = path, str(unreadable)
+        probabilities = softmax(classify(images, *model_variables(model), config.tta)[1])  # one size: traced once
+        for (path, error), of_image in zip(batch, probabilities, strict=False):
+            top = {} if error else _top_classes(of_image, run.info.class_names)
             if error:
                 failed.append(path)
                 print(f"{_shown(path)} {error}", file=sys.stderr)
             if config.json:
-                print(files.to_json({"picture": os.fspath(path), **(top or {"error": error})}))
+                print(to_json({"picture": os.fspath(path), **(top or {"error": error})}))
             elif top:
                 classes = "  ".join(f"{name} {100 * value:.1f} %" for name, value in top["probabilities"].items())
                 print(f"{_shown(path):{width}}  {printable(classes)}")
         sys.stdout.flush()
     if failed:
-        raise DataError(f"{len(failed)} of {len(files)} images could not be read: {', '.join(map(os.fspath, failed))}")
+        names = ", ".join(map(os.fspath, failed))
+        raise DataError(f"{len(failed)} of {len(pictures)} images could not be read: {names}")
 
 
-def _expand(paths: Sequence[str]) -> Iterator[ImageFile]:
-    """The given files, and the images in given folders but not in their subfolders."""
+def make_read_fn(image_size: int) -> Callable[[Path], np.ndarray]:
+    """Return the function (path) -> [S, S, 3] float32 levels of an image file, resized as in an exported model."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None, None, 3], tf.uint8)], autograph=False)
+    def resize(images: tf.Tensor) -> tf.Tensor:
+        with tf.device(HOST):
+            return resize_square(tf.cast(images, tf.float32), image_size)
+
+    def read(path: Path) -> np.ndarray:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's, of large or damaged images
+            return resize(image_files.read(path)[None])[0].numpy()
+
+    return read
+
+
+def resize_square(images: Any, image_size: int) -> Any:
+    """Resize the central square of images with an antialiasing triangle filter, by two products of matrices.
+
+    The operations exist in every export format, and none has to know H and W before the graph runs.
+
+    Args:
+      images: [B, H, W, C] float levels, as a tensor or a symbolic tensor of Keras.
+
+    Returns:
+      [B, image_size, image_size, C] levels, not rounded. Images of that size are returned unchanged.
+    """
+    columns, rows = (ops.ones_like(ops.reshape(line, (-1,))) for line in (images[:1, :1, :, :1], images[:1, :, :1, :1]))
+    square = ops.minimum(ops.sum(rows), ops.sum(columns))
+    planes = ops.transpose(images, (0, 3, 1, 2))
+    planes = ops.matmul(planes, _triangles(columns, square, image_size))
+    planes = ops.matmul(ops.swapaxes(planes, 2, 3), _triangles(rows, square, image_size))
+    return ops.reshape(ops.transpose(planes, (0, 3, 2, 1)), (-1, image_size, image_size, images.shape[-1]))
+
+
+def _triangles(ones: Any, square: Any, image_size: int) -> Any:
+    """Return the weights [n, image_size] of n input pixels, given as n ones, in each output pixel.
+
+    Each column is a triangle about the center of its output pixel, of sum 1, cut off outside the central `square` input
+    pixels. Its half-width is an output pixel, or an input pixel if that is larger.
+    """
+    inputs = ops.cumsum(ones) - 0.5 - ops.floor((ops.sum(ones) - square) / 2)  # centers, from the square's first edge
+    outputs = np.arange(image_size, dtype=np.float32) + 0.5
+    ratio = square / image_size  # input pixels in an output pixel
+    distances = ops.absolute(ops.expand_dims(inputs, 1) - ratio * outputs[None])
+    inside = ops.cast(ops.logical_and(inputs > 0, inputs < square), "float32")
+    weights = ops.relu(1 - distances / ops.maximum(ratio, 1.0)) * ops.expand_dims(inside, 1)
+    return weights / ops.sum(weights, axis=0, keepdims=True)
+
+
+def _expand(paths: Sequence[str]) -> Iterator[tuple[Path, str]]:
+    """Yield (path, error) of the given files and of the images in the given folders, without those in subfolders."""
     for path in map(Path, paths):
         if not os.path.isdir(path):
-            yield ImageFile(path)
+            yield path, ""
             continue
         try:
             entries = sorted(path.iterdir())
         except OSError as error:
-            yield ImageFile(path, f"cannot be read: {error.strerror}")
+            yield path, f"cannot be read: {error.strerror}"
             continue
         images = list(filter(image_files.is_picture, entries))
         others = [e for e in entries if not (image_files.is_picture(e) or e.name.startswith(".") or e.is_dir())]
@@ -80,11 +135,11 @@ def _expand(paths: Sequence[str]) -> Iterator[ImageFile]:
             print(f"{_shown(path)}: {image_files.describe_ignored(len(others))}", file=sys.stderr)
         if not images:
             inside = "only folders; name them instead" if any(map(os.path.isdir, entries)) else "no images"
-            yield ImageFile(path, f"contains {inside} (images are {', '.join(image_files.SUFFIXES)})")
-        yield from map(ImageFile, images)
+            yield path, f"contains {inside} (images are {', '.join(image_files.SUFFIXES)})"
+        yield from ((image, "") for image in images)
 
 
-def _top_classes(probabilities: np.ndarray, class_names: Sequence[str]) -> dict:
+def _top_classes(probabilities: np.ndarray, class_names: Sequence[str]) -> dict[str, Any]:
     top = np.argsort(-probabilities, kind="stable")[:TOP_K]
     return {
         "class": class_names[top[0]],

@@ -19,8 +19,8 @@ from cifar_towers.checkpointing.checkpoint import checkpoint_path, latest_checkp
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import image_files, sources, synthetic
-from cifar_towers.errors import DataError, UsageError
-from cifar_towers.inference import export, export_formats, load_run, predict, resizing
+from cifar_towers.errors import DataError, RunError, UsageError
+from cifar_towers.inference import export, load_run, predict
 from cifar_towers.inference.evaluate import evaluate_checkpoint
 from cifar_towers.inference.export import export_model
 from cifar_towers.inference.predict import predict_images
@@ -158,28 +158,38 @@ def test_evaluation_names_the_class_that_errors_go_to(run):
 # Export -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("side", [24, 32, 96])
-def test_exported_resizing_equals_that_of_files_to_the_bit(side):
+SIZES = [(32, 32), (50, 70), (71, 40), (20, 24), (300, 301), (48, 64), (1, 7), (700, 1001), (33, 32)]
+
+
+@pytest.mark.parametrize("image_size", [24, 32, 96])
+def test_pictures_are_resized_as_by_pillow_to_rounding(image_size):
+    """Pillow rounds to whole levels after each of two passes, and the data sets of folders are resized by Pillow."""
     random = np.random.default_rng(0)
-    serve = tf.function(
-        lambda images: resizing.resize_square(tf.cast(images, tf.float32), side),
+    resize = tf.function(
+        lambda images: predict.resize_square(tf.cast(images, tf.float32), image_size),
         input_signature=[tf.TensorSpec([None, None, None, 3], tf.uint8)],
     )
-    sizes = (
-        (32, 32),
-        (50, 70),
-        (71, 40),
-        (20, 24),
-        (300, 301),
-        (48, 64),
-        (1, 7),
-        (700, 1001),
-        *random.integers(1, 200, (9, 2)),
-    )
-    for height, width in sizes:
+    for height, width in SIZES:
         levels = random.integers(0, 256, (height, width, 3), np.uint8)
-        expected = image_files.to_levels(Image.fromarray(levels), side)
-        np.testing.assert_array_equal(serve(tf.constant(levels[None]))[0], expected)
+        expected = image_files.to_levels(Image.fromarray(levels), image_size)
+        found = resize(tf.constant(levels[None]))[0]
+        np.testing.assert_allclose(found, expected, atol=1.01)
+        if height == width == image_size:
+            np.testing.assert_array_equal(found, levels)
+
+
+@pytest.mark.parametrize("size", [(50, 70), (24, 33), (300, 301)])
+def test_exports_and_predictions_of_a_picture_are_equal(run, tmp_path, capsys, size):
+    levels = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    Image.fromarray(levels).save(tmp_path / "picture.png")
+    predict_with(run, tmp_path / "picture.png", precision="float32", json=True)
+    predicted = json.loads(capsys.readouterr().out)["probabilities"]
+    opened = load_run.open_run(run)
+    model = export.to_stock_layers(opened.load("ema", "float32"))
+    module = export.ServingModule(model, opened.augmentation, 32, opened.info.class_names)
+    served = module.serve(levels[None])
+    of_class = dict(zip(opened.info.class_names, served["probabilities"][0].numpy(), strict=True))
+    np.testing.assert_allclose([of_class[name] for name in predicted], list(predicted.values()), atol=2e-6)
 
 
 ELSEWHERE = """
@@ -210,7 +220,7 @@ SAVE_ANSWER = (
 def test_exports_run_without_this_package(run, tmp_path, capsys, kinds):
     program = ELSEWHERE
     for kind in kinds:
-        path = tmp_path / export_formats.FORMATS[kind].name
+        path = tmp_path / export.FORMATS[kind].name
         assert export_with(run, num_gpus=1, format=kind, out=str(path), check=200)
         out = capsys.readouterr().out
         assert "checked on 200 test images" in out and "ema weights" in out
@@ -258,8 +268,8 @@ def test_failed_check_keeps_the_earlier_export_and_the_failed_one(run, earlier, 
         (path / "saved_model.pb").write_text("new")
 
     def export_opened_by(function):
-        kind = export_formats.Format("saved_model", (), write, function, True)
-        monkeypatch.setitem(export_formats.FORMATS, "saved_model", kind)
+        kind = export.Format("saved_model", (), write, function, True)
+        monkeypatch.setitem(export.FORMATS, "saved_model", kind)
         return export_with(run, out=str(earlier), check=50)
 
     def uniform(path):
@@ -279,14 +289,36 @@ def test_failed_check_keeps_the_earlier_export_and_the_failed_one(run, earlier, 
 
 
 def test_check_notices_another_resizing(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        export_formats, "resize_square", lambda images, side: tf.image.resize(images, [side, side], antialias=True)
-    )
+    kind = export.FORMATS["saved_model"]
+
+    def open_with_another_resizing(path):
+        serve = kind.open(path)
+        return lambda images: serve(tf.cast(tf.image.resize(images, [32, 32], antialias=True), tf.uint8))
+
+    monkeypatch.setitem(export.FORMATS, "saved_model", kind._replace(open=open_with_another_resizing))
     assert not export_with(run, out=str(tmp_path / "net"), check=50)
     out, err = capsys.readouterr()
     same_size, other_sizes = map(float, re.search(r"probability (\S+), in other sizes (\S+)", out).groups())
     assert same_size < 1e-5 and other_sizes > export.PROBABILITY_ATOL
     assert "differs by more than the 1e-04" in err
+
+
+def test_failed_conversion_is_named_and_shows_its_traceback(run, tmp_path, capsys, monkeypatch):
+    def convert(module, path):
+        raise KeyError("no such operation")
+
+    def fill_the_disk(module, path):
+        raise tf.errors.ResourceExhaustedError(None, None, "No space left on device")
+
+    kind = export.FORMATS["saved_model"]
+    monkeypatch.setitem(export.FORMATS, "saved_model", kind._replace(write=convert))
+    with pytest.raises(RunError, match=r"converted to format=saved_model \(KeyError: 'no such operation'\).*--format"):
+        export_with(run, out=str(tmp_path / "net"), check=0)
+    assert "in convert" in capsys.readouterr().err
+    monkeypatch.setitem(export.FORMATS, "saved_model", kind._replace(write=fill_the_disk))
+    with pytest.raises(RunError, match=r"net cannot be written \(No space left on device\); .*--out"):
+        export_with(run, out=str(tmp_path / "net"), check=0)
+    assert not capsys.readouterr().err
 
 
 def test_earlier_export_stays_if_replacing_it_fails(earlier):
