@@ -59,7 +59,7 @@ bench: .venv/ready  ## compare placements, strategies and numbers of towers for 
 	@$(BIN)/python scripts/benchmark.py $(RECIPE) $(ARGS)
 
 speedrun: .venv/ready  ## time CONFIG over five seeds, beside the steps of other frameworks (hours)
-	@$(BIN)/python scripts/speedrun.py $(RECIPE) --num_gpus=$(NUM_GPUS) $(TARGET) $(ARGS)
+	@$(BIN)/python -m scripts.speedrun $(RECIPE) --num_gpus=$(NUM_GPUS) $(TARGET) $(ARGS)
 
 ##@ Develop
 

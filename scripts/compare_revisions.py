@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains small runs at two git revisions and checks that losses and weights are the same to the bit.
+"""A comparison of two git revisions: are the losses and weights of small runs the same to the bit?
 
   compare_revisions.py main~3                                  against HEAD
   compare_revisions.py v1.0 my-branch --runs=mirrored,resume   two revisions, some of the runs
@@ -14,15 +14,14 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -34,7 +33,7 @@ COMMON = """--precision=float32 --seed=0 --batch_size=32 --epochs=3 --eval_every
     --summary_every_steps=10 --checkpoint_every_steps=1 --keep_checkpoints=100"""
 CIFARNET = "--model=cifarnet --crop=24 --flip=random --brightness=63 --standardize=image"
 SPEEDNET = "--nesterov --label_smoothing=0.1 --bias_learning_rate=1 --whitening_epochs=0.5 --weight_decay=1e-3"
-RUNS = {  # flags by their newest names
+RUNS = {  # flags that both revisions have
     "cifarnet-1-tower": f"{CIFARNET} --num_gpus=1",
     "cifarnet-2-towers": f"{CIFARNET} --num_gpus=2 --max_nonfinite_steps=2",
     "speednet93-ema": f"--model=speednet93 {SPEEDNET} --ema_decay=0.9 --lookahead --tta=2 --num_gpus=1",
@@ -50,49 +49,31 @@ RECORDED = {  # keys, by kind of record
     "train": ("loss", "gradient_norm", "learning_rate"),
     "eval": ("loss", "accuracy"),
 }
-EARLIER_NAMES = {  # of renamed flags, by the newest name: what earlier revisions call them
-    "max_nonfinite_steps": "max_bad_steps",
-    "image_size_schedule": "image_sides",
-    "hard_example_pool": "hardest_of",
-    "intra_op_threads": "threads_per_op",
-    "overwrite": "fresh",
-    "allow_changed_data": "changed_data",
-}
-
-
-class Revision(NamedTuple):
-    """A commit that is checked out in `directory`/worktree, and the flags that its `train.py` has."""
-
-    commit: str
-    directory: Path
-    flags: set[str]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a row for each run; returns the exit code."""
+    """Print a row for each run, and return the exit code."""
     args = parse_arguments(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: sys.exit(128 + received))  # worktrees are removed on the way out
     with tempfile.TemporaryDirectory(prefix="compare-revisions-") as directory, contextlib.ExitStack() as stack:
         write_images(Path(directory, "images"))
-        revisions = [
-            stack.enter_context(check_out(commit, Path(directory, name)))
-            for name, commit in (("first", args.first), ("second", args.second))
-        ]
+        for commit in {args.first, args.second}:
+            stack.enter_context(check_out(commit, Path(directory)))
         print(f"comparing {args.first[:12]} with {args.second[:12]}")
         print(f"{'run':<22} {'steps':>5}  {'losses':<32}  {'weights':<56}  seconds", flush=True)
-        same = [compare_run(name, revisions, args.keep) for name in args.runs]
+        same = [compare_run(name, args.first, args.second, Path(directory), args.keep) for name in args.runs]
     return 0 if all(same) else 1
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The commits to compare, the names of the runs, and the directory to keep results in."""
+    """Parse the commits to compare, the names of the runs, and the directory to keep results in."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"compare_revisions.py: {message}; see --help\n")
     parser.add_argument("first", type=resolve_commit, help="a git revision")
     parser.add_argument("second", type=resolve_commit, nargs="?", default="HEAD", help="another [%(default)s]")
     parser.add_argument("--runs", type=lambda text: text.split(","), default=list(RUNS), help=", ".join(RUNS))
-    parser.add_argument("--keep", type=Path, help="directory to keep results in, by commit; for this machine only")
+    parser.add_argument("--keep", type=Path, help="directory of results by commit, of this machine only")
     args = parser.parse_args(arguments)
     if unknown := sorted(set(args.runs) - RUNS.keys()):
         parser.error(f"there is no run {unknown[0]!r}; the runs are {', '.join(RUNS)}")
@@ -100,7 +81,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def resolve_commit(revision: str) -> str:
-    """The full hash of a revision's commit."""
+    """Return the full hash of a revision's commit."""
     try:
         return git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     except subprocess.CalledProcessError:
@@ -108,29 +89,25 @@ def resolve_commit(revision: str) -> str:
 
 
 @contextlib.contextmanager
-def check_out(commit: str, directory: Path) -> Iterator[Revision]:
-    """Check a commit out in a worktree that is removed at the end."""
-    worktree = directory / "worktree"
-    git("worktree", "add", "--detach", str(worktree), commit)
+def check_out(commit: str, directory: Path) -> Iterator[None]:
+    """Check a commit out in the worktree `directory`/<commit>, which is removed at the end."""
+    git("worktree", "add", "--detach", str(directory / commit), commit)
     try:
-        try:
-            text = run_train_program(directory, ["--helpfull"])
-        except RuntimeError as error:
-            sys.exit(f"compare_revisions.py: train.py --helpfull fails at {commit[:12]}: {error}")
-        yield Revision(commit, directory, set(re.findall(r"^ +--(?:\[no\])?(\w+)", text, re.M)))
+        yield
     finally:
-        git("worktree", "remove", "--force", str(worktree))
+        git("worktree", "remove", "--force", str(directory / commit))
 
 
-def compare_run(name: str, revisions: list[Revision], keep: Path | None) -> bool:
-    """Whether a run is the same at both revisions; prints its row."""
+def compare_run(name: str, first: str, second: str, directory: Path, keep: Path | None) -> bool:
+    """Print the row of a run, and return whether it is the same at both commits."""
     results = []
-    for revision in revisions:
-        repeated = revision is revisions[1] and revision.commit == revisions[0].commit
-        try:  # a commit compared with itself is trained twice: is training deterministic?
-            results.append(load_or_train(name, revision, None if repeated else keep))
+    for number, commit in enumerate((first, second)):
+        # a commit compared with itself is trained twice: is training deterministic?
+        kept = None if number and first == second else keep
+        try:
+            results.append(load_or_train(name, commit, directory, directory / f"run{number}", kept))
         except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-            print(f"{name:<22}     -  failed at {revision.commit[:12]}: {error}", flush=True)
+            print(f"{name:<22}     -  failed at {commit[:12]}: {error}", flush=True)
             return False
     losses, weights = (first_difference(*(result[kind] for result in results)) for kind in ("losses", "weights"))
     steps, seconds = len(results[0]["losses"]), "  ".join(f"{result['seconds']:3.0f}" for result in results)
@@ -139,7 +116,10 @@ def compare_run(name: str, revisions: list[Revision], keep: Path | None) -> bool
 
 
 def first_difference(first: dict[str, dict], second: dict[str, dict]) -> str:
-    """The first step, and its first value, that differ between two mappings step -> name -> value; else empty."""
+    """Name the first step, and its first value, that differ between two mappings step -> name -> value.
+
+    The name is empty if nothing differs.
+    """
     for step in sorted(first.keys() | second.keys(), key=int):
         one, other = first.get(step, {}), second.get(step, {})
         for name in one | other:
@@ -150,17 +130,17 @@ def first_difference(first: dict[str, dict], second: dict[str, dict]) -> str:
     return ""
 
 
-def load_or_train(name: str, revision: Revision, keep: Path | None) -> dict[str, Any]:
-    """A run's losses, weights and seconds: from `keep` if stored there by the same command, else by training."""
+def load_or_train(name: str, commit: str, directory: Path, output: Path, keep: Path | None) -> dict[str, Any]:
+    """Return a run's losses, weights and seconds: those that `keep` has of the same command, or else by training."""
     made_by = [COMMON, RUNS[name], str(MAX_STEPS.get(name)), str(IMAGES), importlib.metadata.version("tensorflow")]
-    path = keep.resolve() / revision.commit / f"{name}.json" if keep else None
+    path = keep.resolve() / commit / f"{name}.json" if keep else None
     if path and path.exists() and (stored := json.loads(path.read_text()))["made_by"] == made_by:
         return stored
-    train_dir, start = revision.directory / name, time.monotonic()
-    flags = translate_flags([*COMMON.split(), *RUNS[name].split()], revision.flags)
-    flags += [f"--dataset=folder:{revision.directory.parent / 'images'}", f"--train_dir={train_dir}"]
+    train_dir, start = output / name, time.monotonic()
+    flags = [*COMMON.split(), *RUNS[name].split()]
+    flags += [f"--dataset=folder:{directory / 'images'}", f"--train_dir={train_dir}"]
     for max_steps in MAX_STEPS.get(name, (12,)):
-        run_train_program(revision.directory, [*flags, f"--max_steps={max_steps}"])
+        train(directory / commit, output / "cache", [*flags, f"--max_steps={max_steps}"])
     result = {"made_by": made_by, "seconds": time.monotonic() - start, **read_run(train_dir)}
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,33 +150,26 @@ def load_or_train(name: str, revision: Revision, keep: Path | None) -> dict[str,
     return result
 
 
-def translate_flags(flags: Iterable[str], known: set[str]) -> list[str]:
-    """Flags by the names that a revision has: the newest, or else the earlier one."""
-    translated = []
-    for flag in flags:
-        name, equals, value = flag.removeprefix("--").partition("=")
-        earlier = EARLIER_NAMES.get(name)
-        translated.append(f"--{earlier if name not in known and earlier in known else name}{equals}{value}")
-    return translated
+def train(worktree: Path, cache: Path, flags: list[str]) -> None:
+    """Run `scripts/train.py` of a worktree on the CPU, with its own cache of prepared data.
 
-
-def run_train_program(directory: Path, flags: list[str]) -> str:
-    """What `scripts/train.py` of the worktree prints, on the CPU and with a cache of prepared data of its own."""
-    own = {"PYTHONPATH": str(directory / "worktree"), "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": "-1"}
-    command = [sys.executable, str(directory / "worktree/scripts/train.py"), *flags]
-    environment = os.environ | own | {"XDG_CACHE_HOME": str(directory / "cache")}
+    Raises:
+      RuntimeError: the program failed, as with a flag that the revision does not have; the message is its last line.
+    """
+    own = {"PYTHONPATH": str(worktree), "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": "-1"}
+    environment = os.environ | own | {"XDG_CACHE_HOME": str(cache)}
+    command = [sys.executable, str(worktree / "scripts/train.py"), *flags]
     program = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     if program.returncode:
         lines = (program.stderr or program.stdout or "no message").strip().splitlines()
         raise RuntimeError(f"exit code {program.returncode}: {lines[-1]}")
-    return program.stdout
 
 
 def read_run(train_dir: Path) -> dict[str, dict[str, dict]]:
-    """What a run wrote, each step -> name -> value: its `losses`, and the SHA-256 of its `weights` and other variables.
+    """Read what a run wrote, by step and name: its `losses`, and the SHA-256 of its `weights` and other variables.
 
     Raises:
-      RuntimeError: it wrote no training records or no checkpoints.
+      RuntimeError: the run wrote no training records or no checkpoints.
     """
     tf = import_tensorflow()
     losses, weights = {}, {}
@@ -224,7 +197,7 @@ def read_run(train_dir: Path) -> dict[str, dict[str, dict]]:
 
 
 def import_tensorflow() -> Any:
-    """The module; what it logs while it is imported is not shown."""
+    """Import TensorFlow without showing what it logs meanwhile, and return the module."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -237,7 +210,7 @@ def import_tensorflow() -> Any:
 
 
 def write_images(root: Path) -> None:
-    """Random blurred images in ten classes, for `--dataset=folder:`; the same each time."""
+    """Write random blurred images in ten classes, for `--dataset=folder:`; the same each time."""
     generator = np.random.default_rng(0)
     for split, count in IMAGES.items():
         for index in range(count):
@@ -247,7 +220,7 @@ def write_images(root: Path) -> None:
 
 
 def git(*arguments: str) -> str:
-    """What git prints, without the end of the line."""
+    """Run git, and return what it prints, without the end of the line."""
     command = ["git", "-C", str(REPOSITORY), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.rstrip()
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.benchmark.settings import BenchmarkConfig, SpeedrunConfig
+from cifar_towers.benchmark.settings import BenchmarkConfig
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
+from scripts.speedrun.settings import SpeedrunConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,7 +45,8 @@ def test_menu_has_three_groups_of_all_targets_in_lines_of_100_characters():
 @pytest.mark.parametrize("recipe", ["speed94", "smoke"])
 def test_targets_take_their_recipe_from_config(target, config_class, recipe):
     command = make("-n", target, f"CONFIG={recipe}", "ARGS=--epochs=3").splitlines()[-1]
-    config = parse_command_line(config_class, shlex.split(command)[1:], "")
+    _, *program = shlex.split(command)
+    config = parse_command_line(config_class, program[program[0] == "-m" :], "")
     trained = config if config_class is TrainConfig else config.recipe
     assert (trained.recipe, trained.epochs) == (recipe, 3)
     assert trained.dataset == ("synthetic" if recipe == "smoke" else "auto")

@@ -79,9 +79,3 @@ def to_stock_model(model: keras.Model) -> keras.Model:
 
     made = {Whitening: whitening, LocalResponseNorm: response_norm, PadChannels: clone_layer}
     return replace_layers(model, STOCK_EQUIVALENTS | made)
-
-
-def num_trained_parameters(model: keras.Model) -> int:
-    """Parameters that a step trains, of a model or its stock copy, where whitening layers are frozen."""
-    trained = [layer.trainable_variables for layer in model.layers if not isinstance(layer, Whitening)]
-    return sum(variable.shape.num_elements() for variables in trained for variable in variables)

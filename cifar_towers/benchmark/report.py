@@ -13,7 +13,6 @@ from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, CaseResul
 from cifar_towers.reporting import html_page
 from cifar_towers.reporting.html_page import Picture, Section, Table
 from cifar_towers.reporting.profiler import PARTS
-from cifar_towers.towers.communication import Prediction
 from cifar_towers.towers.placement import PLACEMENTS
 
 INPUT_BOUND_WAITING = 0.05  # fraction of the time waiting for input from which the input is the bottleneck
@@ -40,31 +39,8 @@ def publish(directory: Path, facts: Mapping, results: Sequence[CaseResult]) -> N
     report_io.publish(directory, "benchmark", facts, as_json, [table(results)], files, conclusion)
 
 
-def publish_prediction(
-    directory: Path, facts: Mapping, result: CaseResult, predictions: Sequence[Prediction], link_gb_per_s: float
-) -> None:
-    """Prints one tower's measurement and the predictions from it, and writes prediction.json and prediction.txt."""
-    links = f"links of {link_gb_per_s:g} GB/s each way, no overlap of compute and transfers"
-    predicted = f"On GPUs as fast as one tower here, {links}:\n{prediction_table(predictions)}"
-    as_json = {
-        "measured": _as_json(result),
-        "link_gb_per_s": link_gb_per_s,
-        "predictions": [prediction._asdict() for prediction in predictions],
-    }
-    report_io.publish(directory, "prediction", facts, as_json, [table([result]), predicted])
-
-
 def _as_json(result: CaseResult) -> dict:
     return {"variation": result.case._asdict(), **result.as_json("case")}
-
-
-def prediction_table(predictions: Sequence[Prediction]) -> str:
-    """Aligned text, one line per exchange and number of devices; times in milliseconds."""
-    rows = [["variables", "devices", "batch", "compute ms", "transfer ms", "step ms", "images/s", "efficiency"]]
-    for exchange, count, batch, *times, rate, efficiency in predictions:
-        milliseconds = [f"{1000 * seconds:.2f}" for seconds in times]
-        rows.append([exchange, str(count), f"{batch:,}", *milliseconds, f"{rate:,.0f}", f"{efficiency:.1%}"])
-    return report_io.format_table(rows)
 
 
 def table(results: Sequence[CaseResult]) -> str:

@@ -1,4 +1,4 @@
-"""Shared parts of all benchmark reports: facts about the machine, title, table layout, files."""
+"""Shared parts of all benchmark reports: metadata about the machine, title, table layout, files."""
 
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -23,7 +23,7 @@ def make_directory(directory: Path) -> None:
         raise UsageError(f"train_dir={directory} cannot be made: {error.strerror}") from error
 
 
-def environment_facts(recipe: TrainConfig, dataset: str) -> dict:
+def collect_metadata(recipe: TrainConfig, dataset: str) -> dict:
     """Recipe, machine and date of a measurement."""
     return {
         "recipe": recipe.name,
@@ -37,15 +37,15 @@ def environment_facts(recipe: TrainConfig, dataset: str) -> dict:
     }
 
 
-def make_title(facts: Mapping) -> str:
+def make_title(metadata: Mapping) -> str:
     """`speed94: speednet94, batches of 1,024, cifar10; Abacus, 2 cores, 1 CPU; 2026-01-01`."""
-    pool = facts.get("hard_example_pool")
-    subjects = [facts["model"], f"batches of {facts['batch_size']:,}", f"the hardest of {pool:,}" if pool else ""]
-    subjects += [facts["dataset"], facts.get("precision", "")]
-    machine = [facts["processor"], f"{facts['cores']} cores"]
-    machine += [f"{facts['devices']} {facts['kind']}"] if "kind" in facts else []
-    machine += sorted(set(facts.get("gpus", ())))
-    return f"{facts['recipe']}: {', '.join(filter(None, subjects))}; {', '.join(machine)}; {facts['date']}"
+    pool = metadata.get("hard_example_pool")
+    subjects = [metadata["model"], f"batches of {metadata['batch_size']:,}", f"the hardest of {pool:,}" if pool else ""]
+    subjects += [metadata["dataset"], metadata.get("precision", "")]
+    machine = [metadata["processor"], f"{metadata['cores']} cores"]
+    machine += [f"{metadata['devices']} {metadata['kind']}"] if "kind" in metadata else []
+    machine += sorted(set(metadata.get("gpus", ())))
+    return f"{metadata['recipe']}: {', '.join(filter(None, subjects))}; {', '.join(machine)}; {metadata['date']}"
 
 
 def format_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
@@ -58,13 +58,13 @@ def format_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> s
 def publish(
     directory: Path,
     name: str,
-    facts: Mapping,
+    metadata: Mapping,
     results: Mapping,
     parts: Sequence[str],
     extra_files: Mapping[str, str | bytes] = {},
     conclusion: str = "",
 ) -> None:
-    """Prints a report, `conclusion` last, and writes it to <name>.txt, and facts and results to <name>.json.
+    """Prints a report, `conclusion` last, and writes it to <name>.txt, and metadata and results to <name>.json.
 
     Args:
       parts: paragraphs of the report.
@@ -74,13 +74,13 @@ def publish(
       RunError: the files cannot be written; the report has been printed.
     """
     names = f"in {directory}: {', '.join((f'{name}.txt', f'{name}.json', *extra_files))}"
-    text = "\n\n".join(part for part in (make_title(facts), *parts, names, conclusion) if part)
+    text = "\n\n".join(part for part in (make_title(metadata), *parts, names, conclusion) if part)
     try:  # hours of measurements are written even if they cannot be printed
         print(f"\n{text}", flush=True)
     finally:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            files.write_json(directory / f"{name}.json", {**facts, **results})
+            files.write_json(directory / f"{name}.json", {**metadata, **results})
             for file, content in {f"{name}.txt": text + "\n", **extra_files}.items():
                 files.write_whole(directory / file, content)
         except OSError as error:

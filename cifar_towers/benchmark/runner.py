@@ -1,4 +1,4 @@
-"""Times a recipe's step in all benchmark cases, and writes a report, or a prediction for other machines."""
+"""Times a recipe's step in all benchmark cases, and writes a report."""
 
 import dataclasses
 import math
@@ -11,23 +11,21 @@ import tensorflow as tf
 from cifar_towers.benchmark import report
 from cifar_towers.benchmark.cases import BenchmarkCase, CaseResult, make_cases
 from cifar_towers.benchmark.processes import open_process
-from cifar_towers.benchmark.report_io import environment_facts, make_directory
+from cifar_towers.benchmark.report_io import collect_metadata, make_directory
 from cifar_towers.benchmark.rounds import run_rounds
 from cifar_towers.benchmark.settings import BenchmarkConfig
 from cifar_towers.config.settings import split_names
 from cifar_towers.data.batches import NUM_PREFETCHED
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.towers import communication
 from cifar_towers.training import precision
 
 MIN_ROUNDS, MAX_ROUNDS, MIN_TIMED_STEPS = 3, 15, 3
 VISIT_SECONDS = 2.0  # target duration of the timed steps of a case in one round
-PREDICTED_DEVICES = (1, 2, 4, 8, 16, 32, 64)
 Workers = Mapping[int, Callable]  # number of towers -> request to the process that has them
 
 
 def run_benchmark(config: BenchmarkConfig, worker_command: Sequence[str]) -> None:
-    """Measures, prints the table with a conclusion or a prediction, and writes them to the config's directory.
+    """Measures, prints the table with a conclusion, and writes them to the config's directory.
 
     The first answer, within half a minute, is which placement to use; with `placement_only` it is the only one.
     `worker_command` starts a process that calls `worker.serve`.
@@ -36,8 +34,7 @@ def run_benchmark(config: BenchmarkConfig, worker_command: Sequence[str]) -> Non
     if not config.placement_only:
         make_directory(config.directory)
     counts, cases = _plan(config)
-    if not config.predict:
-        _print_placement(config, counts, worker_command)
+    _print_placement(config, counts, worker_command)
     if config.placement_only:
         return
     with ExitStack() as stack:
@@ -48,17 +45,13 @@ def run_benchmark(config: BenchmarkConfig, worker_command: Sequence[str]) -> Non
         results = _prepare(cases, workers)
         _measure(results, workers, config, start)
         _profile(results, workers)
-        predictions = _predict(config, results[0], workers[1]) if config.predict else []
     set_efficiency(results, {count: each["physical"] for count, each in devices.items()})
-    facts = environment_facts(config.recipe, devices[counts[0]]["dataset"]) | {
+    facts = collect_metadata(config.recipe, devices[counts[0]]["dataset"]) | {
         "kind": devices[counts[0]]["kind"],
         "devices": max(each["physical"] for each in devices.values()),
         "minutes": (time.monotonic() - start) / 60,
     }
-    if config.predict:
-        report.publish_prediction(config.directory, facts, results[0], predictions, config.link_gb_per_s)
-    else:
-        report.publish(config.directory, facts, results)
+    report.publish(config.directory, facts, results)
 
 
 def _print_placement(config: BenchmarkConfig, counts: Sequence[int], worker_command: Sequence[str]) -> None:
@@ -79,8 +72,6 @@ def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[BenchmarkCase]
     device = "GPU" if gpus else "CPU"
     default = [precision.choose(config.recipe.precision, device)[0], *precision.native_halves(device), "float32"]
     precisions = list(dict.fromkeys(split_names(config.precisions) or default))
-    if config.predict:
-        return (1,), [BenchmarkCase("towers", "round_robin" if gpus else "cpu", 1, precisions[0])]
     limit = gpus or 4
     doubled = sorted({*(2**power for power in range(limit.bit_length())), limit})  # 1, 2, 4, .. and the limit itself
     counts = config.tower_counts or tuple(n for n in doubled if config.recipe.batch_size % n == 0)
@@ -145,16 +136,6 @@ def _profile(results: Sequence[CaseResult], workers: Workers) -> None:
                 result.shares = workers[result.case.towers](["profile", result.case])
             except RunError as error:
                 print(f"not profiled: {result.case}: {error}", flush=True)
-
-
-def _predict(config: BenchmarkConfig, result: CaseResult, one_tower: Callable) -> list[communication.Prediction]:
-    """The cost model's prediction from one tower's time."""
-    sizes, example_bytes = one_tower(["cost_model_inputs", result.case])
-    variables = [communication.VariableBytes(*each) for each in sizes]
-    batch_size = config.recipe.batch_size
-    counts = [count for count in PREDICTED_DEVICES if count <= batch_size]
-    seconds = batch_size / result.median
-    return communication.predict(seconds, variables, batch_size, example_bytes, config.link_gb_per_s, counts)
 
 
 def set_efficiency(results: Sequence[CaseResult], num_devices: Mapping[int, int]) -> None:

@@ -12,10 +12,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from cifar_towers.benchmark.baselines import make_array_fit, make_arrays
@@ -26,10 +25,8 @@ from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import RunError, UsageError, error_text
-from cifar_towers.models.layers import BatchNorm
 from cifar_towers.reporting.profiler import profile_step
 from cifar_towers.towers import Tower, split_batch
-from cifar_towers.towers.communication import VariableBytes
 from cifar_towers.towers.devices import on_gpus
 from cifar_towers.towers.placement import HOST, custom_placement
 from cifar_towers.training import build
@@ -54,8 +51,6 @@ class PreparedCase(NamedTuple):
 
     run_steps: Callable[[int], Iterator[tuple[float, float]]]  # (steps) -> each step's seconds, and those of its input
     step: Callable[[], Any] | None = None  # one step on the constant batch, for a profile; None for Keras
-    variables: Sequence[VariableBytes] = ()  # of the model, in the order of creation
-    example_bytes: int = 0
 
 
 class Worker:
@@ -107,11 +102,6 @@ class Worker:
         """Seconds of each step, and the part of them waiting for input."""
         return list(self.prepared[tuple(case)].run_steps(steps))
 
-    def cost_model_inputs(self, case: list) -> tuple[tuple, int]:
-        """The model's variables, and the bytes of one example."""
-        prepared = self.prepared[tuple(case)]
-        return prepared.variables, prepared.example_bytes
-
     def profile(self, case: list) -> dict[str, float]:
         """Shares of a step's work, summed over towers."""
         return profile_step(self.prepared[tuple(case)].step)
@@ -151,26 +141,7 @@ def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: list[Towe
         return to_numpy(step_fn(batch, rates, image_size))
 
     source = iter(batches.stream(0, 1_000_000)) if case.input == "stream" else itertools.repeat(constant_batch)
-    batch_bytes = sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tf.nest.flatten(constant_batch))
-    return PreparedCase(
-        functools.partial(_time_steps, step, source),
-        step,
-        variable_bytes(training.state.model),
-        batch_bytes // batches.batch_size,
-    )
-
-
-def variable_bytes(model: keras.Model) -> list[VariableBytes]:
-    """Size and role of a model's variables for the cost model, in the order of creation."""
-    trainable = {id(variable) for variable in model.trainable_variables}
-    sizes = []
-    for layer in model.layers:
-        other_role = "statistic" if isinstance(layer, BatchNorm) else "frozen"
-        for variable in layer.variables:
-            role = "weight" if id(variable) in trainable else other_role
-            value = variable.value
-            sizes.append(VariableBytes(value.shape.num_elements() * value.dtype.size, role))
-    return sizes
+    return PreparedCase(functools.partial(_time_steps, step, source), step)
 
 
 def _time_steps(step: Callable, source: Iterator[Batch], steps: int) -> Iterator[tuple[float, float]]:

@@ -4,9 +4,10 @@ import dataclasses
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from cifar_towers.benchmark.settings import BenchmarkConfig, SpeedrunConfig
+from cifar_towers.benchmark.settings import BenchmarkConfig
 from cifar_towers.cli import recipes
 from cifar_towers.cli.cluster import join_cluster, resolve_cluster
 from cifar_towers.cli.flags import parse_command_line
@@ -82,11 +83,9 @@ def launch(shutdown: ShutdownHandler) -> int:
         training.check_shares(max(training.num_gpus, 1) * config.num_workers)
     else:
         resolve_cluster(training, os.environ)
-    from cifar_towers.benchmark.processes import script_path
-
     shutdown.announce = lambda line: None  # the workers announce it
     shutdown.defer_signals()
-    command = [sys.executable, script_path("train.py"), *config.command]
+    command = [*command_for(train), *config.command]
     return launcher.launch(command, config.num_workers, config.max_restarts, log.info, shutdown)
 
 
@@ -213,8 +212,7 @@ def benchmark(shutdown: ShutdownHandler) -> None:
     find_data(recipe)
     from cifar_towers.benchmark import runner
 
-    code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import serve_benchmark; serve_benchmark()"
-    runner.run_benchmark(config, worker_command=[sys.executable, "-c", code])
+    runner.run_benchmark(config, worker_command=command_for(serve_benchmark))
 
 
 def serve_benchmark() -> None:
@@ -225,20 +223,15 @@ def serve_benchmark() -> None:
     worker.serve()
 
 
-@program
-def speedrun(shutdown: ShutdownHandler) -> None:
-    """Times a recipe over seeds, each in its own process, and compares its training step with other frameworks'.
-    The same command resumes. Runs are evaluated only at their end. Without --recipe, --flagfile and --model the recipe
-    is speed94.
+def command_for(function: Callable[[], None]) -> list[str]:
+    """Return the command that calls a function of this module in a process of its own, with this one's import path.
 
-    speedrun.py --recipe=speed94 --target=0.94 --seeds=0,1,2
+    The command works in a checkout and in an installed copy.
     """
-    config = parse(SpeedrunConfig, speedrun)
-    shutdown.exit_immediately_from_now("finished seeds are kept; the same command resumes")
-    source = find_data(config.recipe)
-    from cifar_towers.benchmark import race
-
-    race.run_race(config, source)
+    program = Path(sys.argv[0])
+    named = program.with_name(program.name.replace("launch", function.__name__))  # a run records its program's name
+    setup = f"import sys; sys.path[:] = {sys.path}; sys.argv[0] = {str(named)!r}"
+    return [sys.executable, "-c", f"{setup}; from {__name__} import {function.__name__} as run; run()"]
 
 
 def measured_accuracy(config: TrainConfig) -> str:

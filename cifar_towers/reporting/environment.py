@@ -38,7 +38,7 @@ def describe_run(run: RunInfo) -> dict:
             }
             for name, variable in run.variables.items()
         ],
-        "model": [layer._asdict() for layer in layers],
+        "model": layers,
     }
 
 

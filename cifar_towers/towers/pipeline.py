@@ -151,18 +151,12 @@ def cheapest_cuts(costs: Sequence[int], stages: int) -> list[int]:
     return list(best[-1][1])
 
 
-class LayerCost(NamedTuple):
-    """Size and compute of one layer of a model, for one example."""
+def layer_costs(model: keras.Model, *, open_size: int = 32) -> list[dict[str, Any]]:
+    """Describe the layers of a functional model in the order they run, on one image of its size or of `open_size`.
 
-    name: str
-    kind: str  # its class
-    output: tuple[int, ...]  # shape, without the batch
-    parameters: int  # trainable or not
-    flops: int  # two for each multiply-add of its kernels, forward
-
-
-def layer_costs(model: keras.Model, *, open_size: int = 32) -> list[LayerCost]:
-    """The layers of a functional model in the order they run, on images of its size or of `open_size`.
+    Returns:
+      For each layer its `name`, its class as `kind`, the shape of its `output` without the batch, the number of its
+      `parameters`, trainable or not, and `flops`: two for each multiply-add of its kernels, forward.
 
     Raises:
       ValueError: a model without a graph of layers, or with several inputs or outputs.
@@ -170,13 +164,13 @@ def layer_costs(model: keras.Model, *, open_size: int = 32) -> list[LayerCost]:
     functional = _as_functional(model)
     shape = [size or open_size for size in functional.inputs[0].shape[1:]]
     return [
-        LayerCost(
-            call.layer.name,
-            type(call.layer).__name__,
-            tuple(next(iter(call.outputs.values())).shape[1:]),
-            sum(math.prod(weight.shape) for weight in getattr(call.layer, "weights", ())),
-            2 * _multiply_adds(call),
-        )
+        {
+            "name": call.layer.name,
+            "kind": type(call.layer).__name__,
+            "output": tuple(next(iter(call.outputs.values())).shape[1:]),
+            "parameters": sum(math.prod(weight.shape) for weight in getattr(call.layer, "weights", ())),
+            "flops": 2 * _multiply_adds(call),
+        }
         for call in _trace(functional, shape)
     ]
 

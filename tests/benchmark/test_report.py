@@ -6,7 +6,6 @@ import pytest
 from cifar_towers.benchmark import report
 from cifar_towers.benchmark.runner import set_efficiency
 from cifar_towers.errors import RunError
-from cifar_towers.towers.communication import VariableBytes, predict
 from tests.benchmark.results import make_result, make_results
 
 FACTS = {
@@ -68,14 +67,6 @@ def test_table_is_aligned_sorted_and_shows_the_spread():
     assert "10-30" in keras
     five_rounds = report.table([make_result("towers", "cpu", 1, [10, 50, 30, 20, 40])]).splitlines()
     assert "quartiles" in five_rounds[0] and "20-40  5 x 4" in five_rounds[1]
-
-
-def test_table_of_predictions():
-    predictions = predict(0.008, [VariableBytes(10**6)], 1024, 10**4, 10.0, exchanges=["cpu", "ring"])
-    lines = report.prediction_table(predictions).splitlines()
-    assert len(lines) == 1 + 2 * 7 and len(set(map(len, lines))) == 1
-    assert lines[0].split()[:3] == ["variables", "devices", "batch"]
-    assert lines[8].split() == ["ring", "1", "1,024", "8.00", "1.02", "9.02", "113,475", "100.0%"]
 
 
 def test_published_files(tmp_path, capsys):

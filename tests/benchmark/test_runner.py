@@ -2,12 +2,15 @@ import json
 import time
 
 import pytest
+import tensorflow as tf
 
 from cifar_towers.benchmark import processes, runner, worker
-from cifar_towers.benchmark.cases import KERAS, UNPLACED, BenchmarkCase, CaseResult, make_cases
+from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, BenchmarkCase, CaseResult, make_cases
 from cifar_towers.benchmark.settings import BenchmarkConfig
 from cifar_towers.config import TrainConfig
+from cifar_towers.data import synthetic
 from cifar_towers.errors import UsageError
+from cifar_towers.training import build
 from tests.benchmark.results import make_result
 
 CONFIG = BenchmarkConfig(recipe=TrainConfig(batch_size=100), minutes=0.01)
@@ -101,3 +104,21 @@ def test_failing_cases_leave_the_others_measured(monkeypatch, capsys):
     output = capsys.readouterr().out
     assert "2 x mirrored, float32: left out: NotImplementedError" in output
     assert "not profiled: 2 x towers, round_robin, float32: division by zero" in output
+
+
+@pytest.mark.parametrize(("strategy", "steps"), [("towers", 1), (NO_EXCHANGE, 2)])
+def test_benchmark_makes_the_step_with_frozen_whitening(towers, monkeypatch, strategy, steps):
+    """The whitening is trained for the first of ten epochs."""
+    rates = []
+    make_training = build.make_training
+
+    def record_rates(*arguments, **options):
+        training = make_training(*arguments, **options)
+        return training._replace(train_step=lambda batch, groups, size: rates.append({*groups}) or tf.constant(0.0))
+
+    monkeypatch.setattr(build, "make_training", record_rates)
+    recipe = TrainConfig(model="speednet93", batch_size=20, epochs=10, whitening_epochs=1, optimizer="momentum")
+    case = BenchmarkCase(strategy, UNPLACED, 2, "float32")
+    train = synthetic.make(200, seed=0, stream=0)
+    list(worker.prepare_case(BenchmarkConfig(recipe=recipe), case, towers(2), train).run_steps(1))
+    assert rates == [{"kernels", "biases", "head"}] * steps

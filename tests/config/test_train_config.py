@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.benchmark.settings import BenchmarkConfig, SpeedrunConfig
+from cifar_towers.benchmark.settings import BenchmarkConfig
 from cifar_towers.cli import recipes
 from cifar_towers.cli.flags import flag_settings, help_text, parse_command_line, short_help
 from cifar_towers.cli.tool_configs import ReportConfig
@@ -94,21 +94,11 @@ USAGE_ERRORS = {
         (["--batch_size=1536", "--towers=1,5"], "batch_size=1536 cannot be shared by 5 towers; 1535 and 1540 can"),
         (["--recipe=speed9"], "did you mean speed96?"),
         (["--precisions=float32,int8"], "'int8' is not one of float32, bfloat16, float16"),
-        (["--predict", "--towers=2"], "towers=2 does not go with predict"),
         (["--strategy=mirrored"], "strategy is not a flag of this program: the benchmark varies strategy, variable_"),
         (["--workers=a:1"], "workers is not a flag of this program: the benchmark measures one machine"),
         (["--batchsize=2"], "Unknown command line flag 'batchsize'"),
         (["--num_gpus=2"], "num_gpus is not a flag of this program: the benchmark varies"),
         (["--nogpu_memory_growth"], "gpu_memory_growth is not a flag of this program: the processes of the benchmark"),
-    ],
-    SpeedrunConfig: [
-        (["--precisions=float16"], "precisions=float16: 'float16' is not one of float32, bfloat16"),
-        (["--peers=jax"], "peers=jax: 'jax' is not one of pytorch, pytorch-compiled, keras"),
-        (["--peers=tutorial,keras"], "tutorial has no speednet94"),
-        (["--target_accuracy=0.9"], "give --target, for their mean"),
-        (["--seeds=", "--rounds=0"], "leave nothing to do"),
-        (["--seed=3"], "seed is not a flag of this program: a race takes several; write --seeds="),
-        (["--epochs=1e308"], "epochs"),
     ],
     EvaluateConfig: [
         ([], "which run"),
@@ -131,10 +121,8 @@ def test_usage_error_is_one_line_with_exit_code_2(config_class, arguments, messa
     assert caught.value.exit_code == 2
 
 
-def test_race_and_benchmark_take_their_recipe_from_the_flagfile():
+def test_benchmark_takes_its_recipe_from_the_flagfile():
     flagfile = f"--flagfile={ROOT / 'configs' / 'speed94.cfg'}"
-    config = parse(flagfile, "--seeds=", config_class=SpeedrunConfig)
-    assert (config.seeds, config.recipe.optimizer, str(config.directory)) == ("", "muon", "runs/speedrun-speed94")
     config = parse(flagfile, "--towers=2,1,2", config_class=BenchmarkConfig)
     assert config.tower_counts == (1, 2) and str(config.directory) == "runs/benchmark-speed94"
     assert config.recipe == parse(flagfile)
@@ -164,8 +152,7 @@ def test_recipe_is_speed94_unless_a_recipe_a_flagfile_or_a_model_is_given(tmp_pa
     expected = parse(f"--flagfile={ROOT / 'configs' / 'speed94.cfg'}", "--num_gpus=2")
     assert (expected.optimizer, expected.recipe) == ("muon", "speed94")
     assert parse("--num_gpus=2") == expected == parse("--recipe=speed94", "--num_gpus=2")
-    for config_class in (BenchmarkConfig, SpeedrunConfig):
-        assert parse(config_class=config_class).recipe == dataclasses.replace(expected, num_gpus=0)
+    assert parse(config_class=BenchmarkConfig).recipe == dataclasses.replace(expected, num_gpus=0)
     empty = tmp_path / "mine.cfg"
     empty.write_text("")
     assert parse(f"--flagfile={empty}") == TrainConfig(recipe="mine")
@@ -195,15 +182,14 @@ def test_recipe_names():
 
 
 def test_help_has_every_flag_under_a_group():
-    for config_class in (TrainConfig, EvaluateConfig, SpeedrunConfig):
+    for config_class in (TrainConfig, EvaluateConfig, BenchmarkConfig):
         text = help_text(config_class, "What it does.")
         for field in flag_settings(config_class):
             assert re.search(rf"^  --(\[no\])?{field.name}\b", text, re.M), field.name
             assert f"{field.metadata['group']}:" in text
     assert "Exit codes: 0 done, 2 usage" in text and text.endswith("or what it started failed.")
     exporting = help_text(ExportConfig, "What it does.")
-    for of_others in (BenchmarkConfig, SpeedrunConfig):
-        assert "diverged" not in help_text(of_others, "What it does.")
+    assert "diverged" not in help_text(BenchmarkConfig, "What it does.")
     assert exporting.endswith("1 a bug, a failed check, or nothing could be written.") and "diverged" not in exporting
 
 
@@ -225,7 +211,7 @@ def test_help_of_training_lists_twelve_flags_and_helpfull_all(capsys):
     assert {*listed[1]} == {"flagfile", *(field.name for field in flag_settings(TrainConfig))}
 
 
-@pytest.mark.parametrize("config_class", [TrainConfig, BenchmarkConfig, SpeedrunConfig, EvaluateConfig, ReportConfig])
+@pytest.mark.parametrize("config_class", [TrainConfig, BenchmarkConfig, EvaluateConfig, ReportConfig])
 def test_short_help_has_every_flag_that_only_this_program_has(config_class):
     text, all_flags = short_help(config_class, "What it does."), help_text(config_class, "What it does.")
     own = {field.name for field in flag_settings(config_class)} - {f.name for f in dataclasses.fields(TrainConfig)}

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.benchmark import operations
 from cifar_towers.models import convolution, winograd
+from scripts.speedrun import operations
 from tests.models.convolutions import gradients, op_types, processor
 
 

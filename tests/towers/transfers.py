@@ -1,9 +1,12 @@
 """Bytes that cross between devices in one call of a traced function."""
 
+from collections import Counter
+
 import tensorflow as tf
 
-from cifar_towers.towers.communication import Traffic
 from cifar_towers.towers.placement import HOST, short_device
+
+Traffic = Counter[tuple[str, str]]  # (source device, destination device) -> bytes
 
 
 def transfers(function, *, scalars: bool = True, default: str = HOST) -> Traffic:

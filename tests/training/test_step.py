@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.benchmark import operations
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import CIFAR10
@@ -18,6 +17,7 @@ from cifar_towers.towers.placement import tower_devices
 from cifar_towers.training import build
 from cifar_towers.training.distributed_step import make_strategy
 from cifar_towers.training.losses import OWN
+from scripts.speedrun import operations
 from tests.configs import recipe
 from tests.training.runs import Run
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The training graph of TensorFlow's CIFAR-10 tutorial on several towers, rebuilt in `tf.compat.v1`.
+"""A peer: the training graph of TensorFlow's CIFAR-10 tutorial on several towers, rebuilt in `tf.compat.v1`.
 
 Its structure, not its code: 16 threads fill a queue with images distorted one by one; a queue of batches feeds the
 towers; variables are on the CPU; gradients are stacked and averaged; plain gradient descent with a staircase learning
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import protocol
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from cifar_towers.cli.tf_import import import_tensorflow
 
@@ -24,10 +24,10 @@ EXAMPLES, EPOCHS_PER_DECAY = 50_000, 350
 
 
 def main() -> None:
-    """Needs TensorFlow."""
+    """Serve the steps of the tutorial's graph; needs TensorFlow."""
     parser = protocol.make_parser(__doc__)
     parser.add_argument(
-        "--towers", type=int, default=2, help="towers on GPUs or logical CPUs, each with --batch_size images"
+        "--towers", type=int, default=2, help="number of towers on GPUs or logical CPUs, each with --batch_size images"
     )
     args = parser.parse_args()
     if (args.model, args.precision) != ("cifarnet", "float32"):
@@ -43,7 +43,7 @@ def main() -> None:
         kind = "gpu" if tf.config.get_visible_devices("GPU") else "cpu"
         train, loss = training_graph(tf.compat.v1, batches, [f"/{kind}:{tower}" for tower in range(args.towers)])
         options = tf.compat.v1.ConfigProto(allow_soft_placement=True, device_count={"CPU": args.towers})
-        options.gpu_options.allow_growth = True  # other competitors share the GPU
+        options.gpu_options.allow_growth = True  # other peers share the GPU
         with tf.compat.v1.Session(config=options) as session:
             session.run(tf.compat.v1.global_variables_initializer())
             coordinator = tf.train.Coordinator()
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def batch_queue(v1, raw, labels, batch_size: int, towers: int):
-    """A queue of batches ([B, 24, 24, 3] float32, [B] int64), kept filled by threads."""
+    """Return a queue of batches ([B, 24, 24, 3] float32, [B] int64), kept filled by threads."""
     image, label = v1.train.slice_input_producer([raw, labels])
     image = v1.image.random_flip_left_right(v1.random_crop(v1.cast(image, v1.float32), [CROP_SIZE, CROP_SIZE, 3]))
     image = v1.image.random_contrast(v1.image.random_brightness(image, 63), 0.2, 1.8)
@@ -76,7 +76,7 @@ def batch_queue(v1, raw, labels, batch_size: int, towers: int):
 
 
 def training_graph(v1, batches, devices: list[str]):
-    """(the training operation, the last tower's loss), with a tower on each device."""
+    """Return the training operation and the last tower's loss, with a tower on each device."""
     count = v1.train.get_or_create_global_step()
     rate = v1.train.exponential_decay(
         0.1, count, EPOCHS_PER_DECAY * EXAMPLES // batches.shapes[0][0], 0.1, staircase=True
@@ -99,7 +99,7 @@ def training_graph(v1, batches, devices: list[str]):
 
 
 def net(v1, x):
-    """[B, 24, 24, 3] -> [B, 10] logits."""
+    """Compute [B, 10] logits of [B, 24, 24, 3] images."""
 
     def pool(x):
         return v1.nn.max_pool(x, [1, 3, 3, 1], [1, 2, 2, 1], "SAME")
@@ -123,13 +123,13 @@ def net(v1, x):
 
 
 def total_loss(v1, logits, labels, scope: str):
-    """Mean cross entropy and the weight losses of one tower."""
+    """Add the mean cross entropy and the weight losses of one tower."""
     cross_entropy = v1.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
     return v1.add_n([v1.reduce_mean(cross_entropy), *v1.get_collection("weight_losses", scope)])
 
 
 def average_gradients(v1, tower_grads: list) -> list:
-    """K lists of N (gradient, variable) -> N (mean gradient, variable), stacked along a new axis and averaged."""
+    """Average K lists of N (gradient, variable) to N (mean gradient, variable), stacked along a new axis."""
     means = []
     for pairs in zip(*tower_grads, strict=True):
         stacked = v1.concat([v1.expand_dims(gradient, 0) for gradient, _ in pairs], 0)
@@ -138,7 +138,7 @@ def average_gradients(v1, tower_grads: list) -> list:
 
 
 def variable(v1, name: str, shape: list, deviation: float, decay: float = 0.0):
-    """Weights on the CPU, with their loss on the tower."""
+    """Create weights on the CPU, with their loss on the tower."""
     with v1.device("/cpu:0"):
         weights = v1.get_variable(name, shape, initializer=v1.truncated_normal_initializer(stddev=deviation))
     if decay:
@@ -147,7 +147,7 @@ def variable(v1, name: str, shape: list, deviation: float, decay: float = 0.0):
 
 
 def constant(v1, shape: list, value: float):
-    """Biases on the CPU."""
+    """Create biases on the CPU."""
     with v1.device("/cpu:0"):
         return v1.get_variable("biases", shape, initializer=v1.constant_initializer(value))
 

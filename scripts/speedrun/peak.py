@@ -2,11 +2,10 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import tensorflow as tf
 
-from cifar_towers.benchmark import operations
+from scripts.speedrun import operations
 
 # images and kernels of the speednets' second and third group, which do most of the work
 CONVOLUTIONS = (((256, 15, 15, 64), (3, 3, 64, 256)), ((512, 7, 7, 256), (3, 3, 256, 256)))
@@ -15,25 +14,21 @@ MIN_TIMED_RUNS = 3
 MIN_TIMED_SECONDS = 0.05  # a single call on a GPU takes less time than reading its result
 
 
-class PeakFlops(NamedTuple):
-    """10^9 operations per second; a multiply-add is two."""
-
-    convolution: float
-    matmul: float
-
-
-def measure(precision: str, seconds: float = 5.0, gpus: int = 1) -> PeakFlops:
-    """Rates of the fastest 3x3 forward convolution and of a square matrix product, on all cores or the first GPU.
+def measure(precision: str, seconds: float = 5.0, gpus: int = 1) -> dict[str, float]:
+    """Measure the peak on all cores or the first GPU, in 10^9 operations per second. A multiply-add is two operations.
 
     Args:
       seconds: about how long to measure in all; at least `MIN_TIMED_RUNS` runs are made.
-      gpus: the rate of the first GPU is multiplied by this number.
+      gpus: factor by which the rate of the first GPU is multiplied.
+
+    Returns:
+      `convolution`: the rate of the fastest 3x3 forward convolution; `matmul`: the rate of a square matrix product.
     """
     share, square = seconds / (len(CONVOLUTIONS) + 1), (MATRIX_SIZE, MATRIX_SIZE)
-    return PeakFlops(
-        convolution=gpus * max(_rate(_convolve, shapes, precision, share) for shapes in CONVOLUTIONS),
-        matmul=gpus * _rate(_multiply, (square, square), precision, share),
-    )
+    return {
+        "convolution": gpus * max(_rate(_convolve, shapes, precision, share) for shapes in CONVOLUTIONS),
+        "matmul": gpus * _rate(_multiply, (square, square), precision, share),
+    }
 
 
 def _convolve(images: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
@@ -45,7 +40,7 @@ def _multiply(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 
 def _rate(operation: Callable, shapes: Sequence[tuple[int, ...]], precision: str, seconds: float) -> float:
-    """10^9 operations per second of the fastest run, after a warm-up."""
+    """Return 10^9 operations per second of the fastest run, after a warm-up."""
     inputs = [tf.cast(tf.random.stateless_normal(shape, seed=[0, 0]), precision) for shape in shapes]
     function = tf.function(operation, autograph=False)
     flops = sum(operations.count(function.get_concrete_function(*inputs)).values())

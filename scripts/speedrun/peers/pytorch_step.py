@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Training step of the same models in PyTorch, without input: one batch, repeated on the GPU, or else the CPU.
+"""A peer: the training step of the same models in PyTorch, on one batch that is repeated on the GPU, or else the CPU.
 
 On a GPU with TF32, as in TensorFlow, and with cuDNN's fastest convolutions. The whitening's bias is frozen, as it is in
 most of a run.
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 
 class Norm(nn.BatchNorm2d):
-    """Batch norm without a scale, with its moments in float32 for any compute type."""
+    """Batch norm without a scale, with its moments in float32 in any precision."""
 
     def __init__(self, channels: int):
         super().__init__(channels, eps=1e-5, momentum=1 - 0.5566)
@@ -63,7 +63,7 @@ class Speednet94(nn.Module):
 
 
 def whitening(images: torch.Tensor, epsilon: float = 5e-4) -> torch.Tensor:
-    """[24, 3, 2, 2]: principal components of 2x2 patches over their standard deviations, with both signs."""
+    """Compute [24, 3, 2, 2] filters: principal components of 2x2 patches over their deviations, with both signs."""
     patches = F.unfold(images[:960], 2).transpose(1, 2).reshape(-1, 12).double()
     values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
     filters = (vectors / (values + epsilon).sqrt()).T.reshape(12, 3, 2, 2).float()
@@ -124,7 +124,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix with the same singular vectors and singular values near 1."""
+    """Return a matrix with the same singular vectors and singular values near 1."""
     x = matrix / (matrix.norm() + 1e-7)
     tall = len(x) > x.shape[1]
     x = x.T if tall else x
@@ -135,7 +135,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def make_step(model: nn.Module, images: np.ndarray, labels: np.ndarray, args) -> Callable[[int], Iterator[float]]:
-    """A function (steps) -> seconds of each: forward, loss, backward, update."""
+    """Return a function (steps) -> seconds of each step: forward, loss, backward, update."""
     bfloat16 = args.precision == "bfloat16"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -176,10 +176,10 @@ def make_step(model: nn.Module, images: np.ndarray, labels: np.ndarray, args) ->
 
 
 def main() -> None:
-    """Needs PyTorch and NumPy."""
+    """Serve the steps of PyTorch; needs PyTorch and NumPy."""
     parser = protocol.make_parser(__doc__)
-    parser.add_argument("--compile", action="store_true", help="torch.compile for the net and for Muon's direction")
-    parser.add_argument("--autocast", action="store_true", help="for bfloat16: autocast over float32 weights")
+    parser.add_argument("--compile", action="store_true", help="compile the net and Muon's direction by torch.compile")
+    parser.add_argument("--autocast", action="store_true", help="autocast over float32 weights, for bfloat16")
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     torch.manual_seed(0)

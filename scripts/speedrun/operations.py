@@ -1,8 +1,8 @@
-"""Counts floating-point operations of a traced function in its graph.
+"""The number of floating-point operations of a traced function, counted in its graph.
 
-A multiply-add counts as two. Counted are convolutions, their gradients and matrix products, but no elementwise
-operations, normalization, pooling or copies. Taps of a padded convolution that fall outside the image count.
-Winograd's algorithm counts as the matrix products that it is computed by, its transforms among them.
+A multiply-add counts as two. Convolutions, their gradients and matrix products are counted; elementwise operations,
+normalization, pooling and copies are not. Taps of a padded convolution that fall outside the image count. Winograd's
+algorithm counts as the matrix products that compute it, including its transforms.
 """
 
 import math
@@ -12,10 +12,10 @@ import tensorflow as tf
 
 
 def count(function) -> dict[str, int]:
-    """Operations of one call of a ConcreteFunction, by type: {"Conv2D": .., "MatMul": .., ..}.
+    """Count the operations of one call of a ConcreteFunction, by type: {"Conv2D": .., "MatMul": .., ..}.
 
-    Operations that no result depends on are not counted, as TensorFlow prunes them. Functions count at every call; of
-    the branches of an `If` the one with the most operations counts.
+    Operations that no result depends on are not counted, because TensorFlow prunes them. A function counts at every
+    call. An `If` counts as the branch with the most operations.
 
     Raises:
       ValueError: an operation has an unknown shape, or stands in a loop; the message names it.
@@ -39,7 +39,7 @@ def _count(graph) -> Counter[str]:
 
 
 def _reachable_ops(graph) -> set[tf.Operation]:
-    """The operations that the graph's outputs and side effects depend on."""
+    """Return the operations that the graph's outputs and side effects depend on."""
     reachable: set[tf.Operation] = set()
     queue = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
     while queue:
@@ -51,7 +51,7 @@ def _reachable_ops(graph) -> set[tf.Operation]:
 
 
 def _function_graph(graph, op: tf.Operation, attribute: str):
-    """The graph of a function that `op` calls."""
+    """Return the graph of a function that `op` calls."""
     return graph._get_function(op.get_attr(attribute).name).graph  # TensorFlow has no public way from name to graph
 
 
@@ -62,7 +62,7 @@ def _shape(op: tf.Operation, tensor: tf.Tensor) -> tuple[int, ...]:
 
 
 def _convolution(op: tf.Operation, kernel: tf.Tensor, output: tf.Tensor) -> int:
-    """Each output value is a sum over the kernel's height, width and, unless depthwise, channels."""
+    """Count a convolution: each output is a sum over the kernel's height, width and, unless depthwise, channels."""
     summed = _shape(op, kernel)[: 2 if op.type.startswith("Depthwise") else 3]
     return 2 * math.prod(_shape(op, output)) * math.prod(summed)
 
@@ -73,7 +73,7 @@ def _matmul(op: tf.Operation) -> int:
 
 
 def _einsum(op: tf.Operation) -> int:
-    """Of two tensors; a single one is only summed or transposed."""
+    """Count a product of two tensors. An Einsum of one tensor only sums or transposes, and counts as zero."""
     terms = op.get_attr("equation").decode().split("->")[0].split(",")
     if len(terms) < 2:
         return 0

@@ -1,13 +1,16 @@
-"""Cost model for machines we do not have: bytes that one synchronous step sends between devices, and how long it takes.
+"""The cost model: bytes that one synchronous step sends between devices, and the time that they take.
 
-`step_bytes` follows from a model's variables alone; `predict` turns it into step times and efficiencies. The tests
-compare the bytes with those that cross between devices in traced steps.
+`step_bytes` computes the bytes from a model's variables alone; `predict` turns them into step times and efficiencies.
+The tests compare the bytes with those that cross between devices in traced steps.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import keras
+
+from cifar_towers.models.layers import BatchNorm
 from cifar_towers.towers.placement import HOST, PLACEMENTS
 
 Traffic = Counter[tuple[str, str]]  # (source device, destination device) -> bytes
@@ -18,18 +21,18 @@ class VariableBytes(NamedTuple):
     """A variable, which every tower reads in a step."""
 
     size: int  # bytes
-    role: str = "weight"  # its gradient is returned; of a `statistic` its new value, of a `frozen` variable nothing
+    role: str = "weight"  # of `ROLES`: what returns is its gradient, its new value if a `statistic`, or nothing
 
 
 class StepBytes(NamedTuple):
     """The traffic of one step, in the order of time."""
 
     read: Traffic  # before a tower computes: its shard, weights, statistics
-    gather: Traffic  # gradients and new statistics, to where they are averaged
-    scatter: Traffic  # their means, to where the variables are, if that is elsewhere
+    gather: Traffic  # gradients and new statistics, to the device that averages them
+    scatter: Traffic  # the means, to the variables' devices if those are others
 
     def total(self) -> Traffic:
-        """The sum of the three."""
+        """Return the sum of the three phases."""
         return self.read + self.gather + self.scatter
 
 
@@ -42,13 +45,15 @@ def step_bytes(
     *,
     gradient_device: str = "",
 ) -> StepBytes:
-    """Bytes that one step sends between devices, without scalars such as losses and learning rates.
+    """Compute the bytes that one step sends between devices, without scalars such as losses and learning rates.
 
-    Shared variables (a policy of `placement.PLACEMENTS`): each tower reads every variable that is on another device,
-    and gradients and statistics are averaged beside the variable. Mirrored variables: gradients and statistics, M bytes
-    in total, go to tower 0 and their means return (`one_device`); or each device sends M (K-1)/K bytes to its neighbor,
-    twice (`ring`). 2 (K-1)/K M is the minimum of any all-reduce. Source: P. Patarasuk and X. Yuan, "Bandwidth optimal
-    all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69 (2009).
+    Shared variables (a policy of `placement.PLACEMENTS`): each tower reads every variable that is on another device.
+    Gradients and statistics are averaged beside the variable.
+
+    Mirrored variables: gradients and statistics have M bytes in total. With `one_device` they go to tower 0, and their
+    means return. With `ring` each device sends M (K-1)/K bytes to its neighbor, twice; 2 (K-1)/K M is the minimum of
+    any all-reduce. Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", J. Parallel Distrib. Comput. 69 (2009).
 
     Batch statistics are per tower and averaged; synchronized batch normalization sends more.
 
@@ -56,9 +61,9 @@ def step_bytes(
       variables: in the order of their creation, on which their placement depends.
       exchange: one of `EXCHANGES`.
       towers: the K towers' devices, as `/GPU:0`. The host, `/CPU:0`, may be one of them.
-      batch_size: B, shared as `split_batch` does.
+      batch_size: number of examples, shared as `split_batch` does.
       example_bytes: bytes of one example: image, label and random numbers.
-      gradient_device: computes the means of the gradients of shared variables; beside each variable if empty.
+      gradient_device: device that averages the gradients of shared variables; empty: the device of each variable.
 
     Raises:
       ValueError: an unknown exchange or role, or no towers.
@@ -74,8 +79,9 @@ def step_bytes(
 
 
 def link_loads(traffic: Traffic) -> dict[str, tuple[int, int]]:
-    """Device -> (bytes sent, bytes received)."""
-    sent, received = Counter(), Counter()
+    """Return (bytes sent, bytes received) by device."""
+    sent: Counter[str] = Counter()
+    received: Counter[str] = Counter()
     for (source, destination), size in traffic.items():
         sent[source] += size
         received[destination] += size
@@ -83,7 +89,7 @@ def link_loads(traffic: Traffic) -> dict[str, tuple[int, int]]:
 
 
 class Prediction(NamedTuple):
-    """A step on `num_towers` devices, its whole batch, and its times, which add up where nothing overlaps."""
+    """A step on `num_towers` devices. Its times add up if nothing overlaps."""
 
     exchange: str
     num_towers: int
@@ -109,22 +115,23 @@ def predict(
     gradient_device: str = "",
     latency_seconds: float = 0.0,
 ) -> list[Prediction]:
-    """Time and efficiency of a step, for each of `exchanges` (all, if empty) and each number of GPUs, K.
+    """Predict the time and efficiency of a step for each of `exchanges` (all, if empty) and each number of GPUs, K.
 
-    Assumptions: every GPU, and the host, has one full-duplex link to a switch that is never the bottleneck. Read,
-    compute, gather and scatter follow one another, and each transfer takes the time of the busiest direction of a link
-    plus the latency of its messages: one to each other device, all at once, or 2 (K-1) one after another in a ring.
-    Underestimated: K devices compute K times as fast as one, averages and updates are free. Efficiency is images per
-    second, divided by K times those of one GPU that has all variables.
+    Every GPU, and the host, has one full-duplex link to a switch that is never the bottleneck. Read, compute, gather
+    and scatter follow one another. A transfer takes the time of the busiest direction of a link, plus the latency of
+    its messages: one to each other device, all at once, or 2 (K-1) one after another in a ring.
+
+    The times are underestimated: K devices compute K times as fast as one, and averages and updates are free.
+    Efficiency is images per second, divided by K times those of one GPU that has all variables.
 
     Args:
-      compute_seconds: measured on one device, for `batch_size` examples.
-      batch_size: of all devices together (strong scaling), or with `per_device_batch` of each (weak scaling).
+      compute_seconds: duration measured on one device, for `batch_size` examples.
+      batch_size: examples of all devices together (strong scaling), or with `per_device_batch` of each (weak scaling).
       link_gb_per_s: 10^9 bytes a second, each direction.
       overlap: fraction of the computing time in which links work too, 0 to 1; real steps send gradients meanwhile.
 
     Raises:
-      ValueError: as `step_bytes` does; more devices than examples; or a number outside its range.
+      ValueError: `step_bytes` refuses its arguments, there are more devices than examples, or a number is out of range.
     """
     if min(compute_seconds, link_gb_per_s, batch_size, *num_towers) <= 0 or not 0 <= overlap <= 1:
         raise ValueError("compute_seconds, batch_size, link_gb_per_s, num_towers must be above 0, overlap from 0 to 1")
@@ -196,3 +203,16 @@ def _check(variables: Sequence[VariableBytes], exchange: str, towers: Sequence[s
         raise ValueError(f"exchange {exchange!r} is not one of {', '.join(EXCHANGES)}")
     if not towers:
         raise ValueError("a step needs the device of at least one tower")
+
+
+def variable_bytes(model: keras.Model) -> list[VariableBytes]:
+    """Return the size and role of a model's variables, in the order of creation."""
+    trainable = {id(variable) for variable in model.trainable_variables}
+    sizes = []
+    for layer in model.layers:
+        other_role = "statistic" if isinstance(layer, BatchNorm) else "frozen"
+        for variable in layer.variables:
+            role = "weight" if id(variable) in trainable else other_role
+            value = variable.value
+            sizes.append(VariableBytes(value.shape.num_elements() * value.dtype.size, role))
+    return sizes

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains a model with stock Keras layers and `fit`, optionally mirrored over K GPUs or CPUs."""
+"""A peer: training with stock Keras layers and `fit`, optionally mirrored over K GPUs or CPUs."""
 
 import os
 import sys
@@ -7,16 +7,16 @@ from pathlib import Path
 
 import protocol
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from cifar_towers.cli.tf_import import import_tensorflow
 
 
 def main() -> None:
-    """Needs the project's own requirements."""
+    """Serve the steps of `fit`; needs the project's own requirements."""
     parser = protocol.make_parser(__doc__)
     parser.add_argument("--mirrored", type=int, default=1, help="replicas under MirroredStrategy; 1: no strategy")
-    parser.add_argument("--untuned", action="store_true", help="TensorFlow as it comes, without setting oneDNN")
+    parser.add_argument("--untuned", action="store_true", help="leave oneDNN as TensorFlow chooses")
     args = parser.parse_args()
     data = protocol.load(args.data, args.batch_size)
     if args.untuned:
@@ -29,6 +29,7 @@ def main() -> None:
     from cifar_towers.registry import model_spec
     from cifar_towers.towers import make_towers
     from cifar_towers.training.precision import POLICIES
+    from scripts.speedrun.comparison import num_trained_parameters
 
     towers = make_towers(args.mirrored)
     options = {"side": data["images"].shape[1], "dtype": POLICIES[args.precision]}
@@ -36,7 +37,7 @@ def main() -> None:
         options["whitening"] = whitening_kernel([data["images"]])
     model = MODELS[args.model](**options)
     run = baselines.make_array_fit(model, towers, data["images"], data["labels"], args.batch_size)
-    protocol.serve(run, args.batch_size, args.steps, baselines.num_trained_parameters(model))
+    protocol.serve(run, args.batch_size, args.steps, num_trained_parameters(model))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Flags and standard-input protocol of all peers. Needs NumPy only.
+"""Flags and protocol of all peers, over standard input and output. Needs NumPy only.
 
 A peer warms up and prints the number of parameters that it trains. For each input line with a number it makes that
-many steps and prints the seconds of each as a JSON list, until the input ends. With --steps=N it makes N steps by
-itself and prints images/s.
+many steps and prints the seconds of each as a JSON list, until the input ends. With --steps=N it makes N steps instead
+and prints images/s.
 """
 
 import argparse
@@ -19,19 +19,24 @@ WARM_UP_STEPS = 2  # one that traces and compiles, and one more
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """The flags of all peers; a peer may add its own."""
+    """Return a parser with the flags of all peers; a peer may add its own."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     add = parser.add_argument
-    add("--model", default="speednet94", help="speednet94, resnet20, cifarnet; not every peer has all")
-    add("--batch_size", type=int, default=128, help="images of a step (of each tower, if there are any)")
+    add("--model", default="speednet94", help="speednet94, resnet20 or cifarnet; not every peer has all [%(default)s]")
+    add("--batch_size", type=int, default=128, help="images per step, or per tower [%(default)s]")
     add("--precision", choices=("float32", "bfloat16"), default="float32")
-    add("--data", type=Path, required=True, help=".npz: `images` as a net sees them, `labels`, `raw` uint8")
-    add("--steps", type=int, default=0, help="make this many steps, print images/s and exit; 0: read requests")
+    add(
+        "--data",
+        type=Path,
+        required=True,
+        help=".npz file: `images` as a net sees them, `labels`, `raw` uint8",
+    )
+    add("--steps", type=int, default=0, help="number of steps to make before printing images/s; 0: read requests")
     return parser
 
 
 def load(path: Path, batch_size: int) -> dict[str, np.ndarray]:
-    """The arrays of a file: `images` [N, H, W, 3] float32, `labels` [N] int64, `raw` [N, 32, 32, 3] uint8."""
+    """Load the arrays of a file: `images` [N, H, W, 3] float32, `labels` [N] int64, `raw` [N, 32, 32, 3] uint8."""
     with np.load(path) as file:
         arrays = {name: file[name] for name in ("images", "labels", "raw")}
     if len(arrays["labels"]) < batch_size:
@@ -42,9 +47,12 @@ def load(path: Path, batch_size: int) -> dict[str, np.ndarray]:
 
 
 def serve(run: Callable[[int], Iterable[float]], images: int, steps: int, trained: int) -> None:
-    """Serves requests until the input ends; with `steps`, makes so many instead and prints images/s.
+    """Serve requests until the input ends. With `steps`, make that many steps instead and print images/s.
 
-    `run` makes n steps and yields the seconds of each; `images` are those of a step; `trained` counts parameters.
+    Args:
+      run: makes n steps and yields the seconds of each.
+      images: number of images per step.
+      trained: number of parameters that a step trains.
     """
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps the output free of what libraries print
@@ -58,6 +66,6 @@ def serve(run: Callable[[int], Iterable[float]], images: int, steps: int, traine
 
 
 def exit_with_error(message: str) -> None:
-    """Ends the program with one line and exit code 2."""
+    """End the program with one line and exit code 2."""
     print(message, file=sys.stderr)
     sys.exit(2)
