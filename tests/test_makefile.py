@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.benchmark.settings import BenchmarkConfig
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.programs import BenchmarkConfig
 from scripts.speedrun.settings import SpeedrunConfig
 
 ROOT = Path(__file__).parents[1]

@@ -8,12 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.benchmark.settings import BenchmarkConfig
-from cifar_towers.cli import recipes
 from cifar_towers.cli.flags import flag_settings
-from cifar_towers.cli.tool_configs import LaunchConfig, ReportConfig
 from cifar_towers.config import TrainConfig
-from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, ExportConfig, PredictConfig, RunsConfig
+from cifar_towers.config.programs import (
+    BenchmarkConfig,
+    CompareConfig,
+    EvaluateConfig,
+    ExportConfig,
+    LaunchConfig,
+    PredictConfig,
+    ReportConfig,
+    RunsConfig,
+)
+from cifar_towers.config.recipe import claimed_accuracy, recipe_names
 from scripts.scaling.settings import ScalingConfig
 from scripts.speedrun.settings import SpeedrunConfig
 
@@ -65,10 +72,10 @@ def test_readme_is_short():
     assert len(lines) <= 170 and max(map(len, lines)) <= 120
 
 
-@pytest.mark.parametrize("recipe", recipes.names())
+@pytest.mark.parametrize("recipe", recipe_names())
 def test_readme_has_what_the_recipes_were_measured_to_reach(recipe):
     row = "".join(re.findall(rf"^\| `{recipe}`.*", README, re.M))
-    measured = re.findall(r"[\d.]+ %", recipes.measured_accuracy(recipe))
+    measured = re.findall(r"[\d.]+ %", claimed_accuracy(recipe))
     assert bool(row) == bool(measured)
     for accuracy in measured:
         assert accuracy.removesuffix(" %") in row

@@ -13,7 +13,7 @@ from cifar_towers.benchmark.cases import BenchmarkCase, CaseResult, make_cases
 from cifar_towers.benchmark.processes import open_process
 from cifar_towers.benchmark.report_io import collect_metadata, make_directory
 from cifar_towers.benchmark.rounds import run_rounds
-from cifar_towers.benchmark.settings import BenchmarkConfig
+from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.config.settings import split_names
 from cifar_towers.data.batches import NUM_PREFETCHED
 from cifar_towers.errors import RunError, UsageError

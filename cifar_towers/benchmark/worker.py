@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from cifar_towers.benchmark.baselines import make_array_fit, make_arrays
 from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, BenchmarkCase
-from cifar_towers.benchmark.settings import BenchmarkConfig
 from cifar_towers.config import TrainConfig, schedules
+from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Split

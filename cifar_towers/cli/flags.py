@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from absl import flags
 
-from cifar_towers.cli import recipes
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.settings import RECIPE, RENAMED, REST, names_with
+from cifar_towers.config.recipe import DEFAULT_RECIPE, recipe_flagfile, recipe_names
+from cifar_towers.config.settings import RECIPE, REST, names_with
 from cifar_towers.errors import UsageError
 
 BASIC = (  # settings of a training that --help lists, in this order; --helpfull has all
@@ -35,7 +35,7 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
         sys.exit(0)
     values, stray = _parse_flags(config_class, argv)
     if recipe := _choose_recipe(values, argv):  # it stands first, so that every flag overrides it
-        values, stray = _parse_flags(config_class, [argv[0], f"--flagfile={recipes.flagfile(recipe)}", *argv[1:]])
+        values, stray = _parse_flags(config_class, [argv[0], f"--flagfile={recipe_flagfile(recipe)}", *argv[1:]])
     rest = names_with(config_class, group=REST)
     if stray and not rest:
         raise UsageError(f"{stray[0]!r} is not a flag; settings are given as --name=value, and --help lists them")
@@ -91,7 +91,7 @@ def _choose_recipe(values: flags.FlagValues, argv: Sequence[str]) -> str:
         )
     if values["recipe"].present or flagfile or values["model"].present:
         return values.recipe
-    return recipes.DEFAULT
+    return DEFAULT_RECIPE
 
 
 def _last_flagfile(argv: Sequence[str]) -> str:
@@ -140,8 +140,6 @@ def _describe_flag_error(error: Exception, config_class: type) -> str:
     name = flag if flag in refused else flag.removeprefix("no")
     if name in refused:
         return f"{name} is not a flag of this program: {refused[name]}; leave it out"
-    if RENAMED.get(name) in (field.name for field in flag_settings(config_class)):
-        return f"--{name} has been renamed to --{RENAMED[name]}"
     message = " ".join(str(error).split()).removeprefix("ERROR:: ")
     return f"{message}; {'configs/ has the recipes' if 'flagfile' in message else '--helpfull lists the flags'}"
 
@@ -165,20 +163,20 @@ def _join_help(
     ]
     blocks.append("Files:\n  --flagfile\n      read flags from a file, one a line; later flags override them")
     if has_recipe:
-        blocks.append(_wrap(f"Recipes: {', '.join(recipes.names())}."))
+        blocks.append(_wrap(f"Recipes: {', '.join(recipe_names())}."))
     return "\n\n".join(filter(None, [description, *blocks, more, f"Exit codes: {config_class.exit_codes}."]))
 
 
 def _recipe_values(config_class: type) -> Mapping[str, Any]:
     """The values of all flags under the recipe that is trained if none is named."""
-    values, _ = _parse_flags(config_class, ["", f"--flagfile={recipes.flagfile(recipes.DEFAULT)}"])
+    values, _ = _parse_flags(config_class, ["", f"--flagfile={recipe_flagfile(DEFAULT_RECIPE)}"])
     return values.flag_values_dict()
 
 
 def _describe_flag(field: dataclasses.Field, of_recipe: Any) -> str:
     name = f"--[no]{field.name}" if field.type is bool else f"--{field.name}"
     choices = f" ({'|'.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
-    value = f"{recipes.DEFAULT}: {of_recipe}" if of_recipe != field.default else ""
+    value = f"{DEFAULT_RECIPE}: {of_recipe}" if of_recipe != field.default else ""
     value = "; ".join(filter(None, [str(field.default), value]))
     return f"  {name}{choices}\n{_wrap(field.metadata['help'] + (f' [{value}]' if value else ''), indent=6)}"
 

@@ -7,18 +7,24 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from cifar_towers.benchmark.settings import BenchmarkConfig
-from cifar_towers.cli import recipes
 from cifar_towers.cli.cluster import join_cluster, resolve_cluster
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import checked_output, confirm, find_data, parse, program, start_tool
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.cli.tf_import import import_tensorflow
-from cifar_towers.cli.tool_configs import LaunchConfig, ReportConfig
 from cifar_towers.config import TrainConfig, parse_seeds
-from cifar_towers.config.recipe import recipe_fields
+from cifar_towers.config.programs import (
+    BenchmarkConfig,
+    CompareConfig,
+    EvaluateConfig,
+    ExportConfig,
+    LaunchConfig,
+    PredictConfig,
+    ReportConfig,
+    RunsConfig,
+)
+from cifar_towers.config.recipe import claimed_accuracy, recipe_fields, recipe_names
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, ExportConfig, PredictConfig, RunsConfig
 from cifar_towers.multi_worker import launcher
 
 log = logging.getLogger(__name__)
@@ -236,10 +242,10 @@ def command_for(function: Callable[[], None]) -> list[str]:
 
 def measured_accuracy(config: TrainConfig) -> str:
     """What the recipe was measured to reach; empty if it was not, or if a flag changes what it trains."""
-    if config.recipe not in recipes.names():
+    if config.recipe not in recipe_names():
         return ""
     recipe = parse_command_line(TrainConfig, ["train.py", f"--recipe={config.recipe}"], "")
     whole = config.max_steps == recipe.max_steps and not config.target_accuracy
     same_data = config.dataset in (recipe.dataset, "auto")  # a fallback to other data says so itself
     same = recipe_fields(dataclasses.replace(config, seed=recipe.seed)) == recipe_fields(recipe)
-    return recipes.measured_accuracy(config.recipe) if whole and same_data and same else ""
+    return claimed_accuracy(config.recipe) if whole and same_data and same else ""

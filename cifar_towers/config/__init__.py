@@ -1,8 +1,6 @@
-"""Every setting of a training run: its name, default, help and limits."""
+"""Every setting of a training run and of the other programs: its name, default, help and limits."""
 
-from cifar_towers.config.device_config import DeviceConfig
 from cifar_towers.config.recipe import shared_settings
-from cifar_towers.config.train_config import TrainConfig
-from cifar_towers.config.validation import parse_profile_steps, parse_seeds
+from cifar_towers.config.train_config import DeviceConfig, TrainConfig, parse_profile_steps, parse_seeds, parse_shares
 
-__all__ = ["DeviceConfig", "TrainConfig", "parse_profile_steps", "parse_seeds", "shared_settings"]
+__all__ = ["DeviceConfig", "TrainConfig", "parse_profile_steps", "parse_seeds", "parse_shares", "shared_settings"]

@@ -1,6 +1,6 @@
 """Schedules over a run, given as points: `0=0.2,23%=1,100%=0.07`.
 
-A point's place is an epoch, or with a percent sign a fraction of the run. Does not import TensorFlow.
+The place of a point is an epoch, or with a percent sign a fraction of the run. This module does not import TensorFlow.
 """
 
 import bisect
@@ -12,25 +12,25 @@ from cifar_towers.errors import UsageError
 
 
 class RunLength(NamedTuple):
-    """The length of a run in steps: of an epoch, of its schedules (`total`), and of the run itself (`last`)."""
+    """The length of a run."""
 
     steps_per_epoch: int
-    total: int
-    last: int
+    total: int  # steps over which schedules extend
+    last: int  # the last step of the run, which may stop early
 
 
 class ScheduleKnots(NamedTuple):
-    """Values at places of a run; where `relative[i]`, place i is a fraction of the run, else an epoch."""
+    """Values at places of a run."""
 
     places: tuple[float, ...]
-    relative: tuple[bool, ...]
+    relative: tuple[bool, ...]  # True: the place is a fraction of the run; False: an epoch
     values: tuple[float, ...]
 
     def steps(self, length: RunLength) -> list[float]:
-        """The places in steps.
+        """Return the places in steps.
 
         Raises:
-          UsageError: they are not in ascending order for a run of this length.
+          UsageError: the steps are not in ascending order for a run of this length.
         """
         units = [length.total if relative else length.steps_per_epoch for relative in self.relative]
         steps = [to_steps(place, unit) for place, unit in zip(self.places, units, strict=True)]
@@ -42,7 +42,7 @@ class ScheduleKnots(NamedTuple):
 
 
 def to_steps(place: float, unit: int) -> float:
-    """A place in steps, rounded so that floating-point errors do not move it past the step it falls on.
+    """Convert a place to steps, rounded so that floating-point errors do not move it past the step it falls on.
 
     >>> 0.55 * 100 > 55, to_steps(0.55, 100)
     (True, 55.0)
@@ -51,7 +51,7 @@ def to_steps(place: float, unit: int) -> float:
 
 
 def piecewise_linear(step: float, steps: list[float], values: tuple[float, ...]) -> float:
-    """Linear interpolation between the points, constant outside them.
+    """Interpolate linearly between the points; outside of them the value is constant.
 
     >>> piecewise_linear(5, [0, 10], (1.0, 0.0))
     0.5
@@ -66,7 +66,7 @@ def piecewise_linear(step: float, steps: list[float], values: tuple[float, ...])
 
 
 def piecewise_constant(step: float, steps: list[float], values: tuple[float, ...], before: float = 1.0) -> float:
-    """The value of the last point passed, or `before` the first one.
+    """Return the value of the last point passed, or `before` in front of the first one.
 
     >>> piecewise_constant(91, [91, 136], (0.1, 0.01))
     0.1
@@ -79,7 +79,7 @@ RATE_SHAPES = {"linear": piecewise_linear, "step": piecewise_constant}  # (step,
 
 
 def parse_rate(text: str) -> tuple[str, ScheduleKnots]:
-    """`"linear:0=1,100%=0"` -> ("linear", points).
+    """Return the shape and the points of a learning rate schedule: `"linear:0=1,100%=0"` -> ("linear", points).
 
     Raises:
       UsageError: the text does not begin with one of `RATE_SHAPES`, or its points have another form.
@@ -92,39 +92,41 @@ def parse_rate(text: str) -> tuple[str, ScheduleKnots]:
 
 
 class ImageSizeSchedule:
-    """The side of training images in pixels over a run."""
+    """The height and width of training images in pixels over a run."""
 
     def __init__(self, text: str, full: int):
-        """`"0=24,45%=32"`; images of the `full` side throughout if empty, and before the first place.
+        """Parse a text as `"0=24,45%=32"`. Before its first place, or if it is empty, images have the `full` size.
 
         Raises:
-          UsageError: as `parse_points`.
+          UsageError: see `parse_points`.
         """
         self.points = parse_points("image_size_schedule", text or f"0={full}", "0=24,45%=32")
         self._full = full
 
     def largest(self) -> int:
-        """The largest side."""
+        """Return the largest size."""
         before = [self._full] if self.points.places[0] > 0 else []
         return int(max([*self.points.values, *before]))
 
     def at(self, length: RunLength) -> Callable[[int], int]:
-        """The function step -> side of a run of this length.
+        """Return the function step -> size for a run of this length.
 
         Raises:
-          UsageError: as `ScheduleKnots.steps`.
+          UsageError: see `ScheduleKnots.steps`.
         """
         places = self.points.steps(length)
         return lambda step: int(piecewise_constant(step, places, self.points.values, before=self._full))
 
 
 def parse_points(setting: str, text: str, example: str) -> ScheduleKnots:
-    """`"0=24,45%=32"` -> points at epoch 0 and at 0.45 of the run.
+    """Return the points in a text: `"0=24,45%=32"` -> points at epoch 0 and at 0.45 of the run.
 
     Raises:
-      UsageError: naming `setting`: the text has another form, or its places are not in ascending order.
+      UsageError: naming `setting`, if the text has another form or its places are not in ascending order.
     """
-    places, relative, values = [], [], []
+    places: list[float] = []
+    relative: list[bool] = []
+    values: list[float] = []
     try:
         for part in text.split(","):
             place, value = part.split("=")

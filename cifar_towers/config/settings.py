@@ -7,13 +7,6 @@ from typing import Any, Literal
 
 from cifar_towers.errors import UsageError
 
-RENAMED = {  # earlier name, still in the files of earlier runs -> current name
-    "fresh": "overwrite",
-    "hardest_of": "hard_example_pool",
-    "image_sides": "image_size_schedule",
-    "max_bad_steps": "max_nonfinite_steps",
-    "threads_per_op": "intra_op_threads",
-}
 REST = "the rest"  # the group of a setting without a flag: the arguments that are not flags
 RECIPE = "the recipe"  # the group of a setting that holds a TrainConfig, whose settings are flags
 
@@ -23,35 +16,35 @@ def setting(
     group: str,
     help: str,
     *,
-    low=None,
-    high=None,
+    low: float | None = None,
+    high: float | None = None,
     choices: Sequence[str] | None = None,
-    check: Callable[[Any], None] | None = None,
+    check: Callable[[Any], object] | None = None,
     words: Mapping[str, int] | None = None,
     on_resume: Literal["refuse", "allow", "allow_without_batch_norm"] = "refuse",
     per_worker: bool = False,
     per_run: bool = False,
 ) -> Any:
-    """A dataclass field with everything that its flag, its validation and its readers need.
+    """Return a dataclass field with everything that its flag, its validation and its readers need.
 
     Args:
       check: validates values other than the default.
-      words: what may be written for some numbers, as {"auto": 0}.
-      on_resume: whether a run may be resumed with another value. `refuse`: the setting belongs to the recipe.
-        `allow_without_batch_norm`: it changes the function that is trained where the model has batch normalization.
+      words: words that stand for numbers, as {"auto": 0}.
+      on_resume: what happens if a run is resumed with another value. `refuse`: the setting belongs to the recipe.
+        `allow_without_batch_norm`: it changes the function that is trained if the model has batch normalization.
       per_worker: workers of one cluster may have different values.
       per_run: runs with different values are still repetitions of one experiment, to be averaged.
     """
     return dataclasses.field(default=default, metadata=locals())
 
 
-def settings_of(group: str, **common: Any) -> Callable[..., Any]:
-    """`setting` for one section of the help text, whose settings have these options in common."""
+def settings_of(group: str, **common: bool) -> Callable[..., Any]:
+    """Return `setting` for one section of the help text, whose settings share `per_worker` and `per_run`."""
     return lambda default, help, **options: setting(default, group, help, **common | options)
 
 
 def names_with(config_class: type, **properties: Any) -> tuple[str, ...]:
-    """Names of the settings with these properties: `names_with(TrainConfig, on_resume="allow")`."""
+    """Return the names of the settings with these properties, as `names_with(TrainConfig, on_resume="allow")`."""
     return tuple(
         field.name
         for field in dataclasses.fields(config_class)
@@ -60,7 +53,7 @@ def names_with(config_class: type, **properties: Any) -> tuple[str, ...]:
 
 
 def check_limits(config: Any) -> None:
-    """Checks every field of a config against its `low`, `high`, `choices` and `check`.
+    """Check every field of a config against its `low`, `high`, `choices` and `check`.
 
     Raises:
       UsageError: naming the first value that is not allowed.
@@ -79,18 +72,17 @@ def check_limits(config: Any) -> None:
             raise UsageError(f"{field.name}={value} is too large; the maximum is {limits['high']}")
 
 
-def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a run's files, under their current names."""
-    return {RENAMED.get(name, name): value for name, value in settings.items()}
-
-
 def split_names(text: str) -> list[str]:
-    """`"one,other,one"` -> its names, each once."""
+    """Return the names in a text, each once: `"one,other,one"` -> ["one", "other"]."""
     return list(dict.fromkeys(filter(None, text.split(","))))
 
 
 def parse_names(setting: str, text: str, known: Sequence[str]) -> list[str]:
-    """`"one,other"` -> its names, each once."""
+    """Return the names in a text, each once.
+
+    Raises:
+      UsageError: a name is not one of `known`.
+    """
     names = split_names(text)
     for name in names:
         if name not in known:

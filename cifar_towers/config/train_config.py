@@ -11,21 +11,129 @@ from pathlib import Path
 from typing import ClassVar
 
 from cifar_towers import registry
-from cifar_towers.config import schedules, validation
-from cifar_towers.config.batch_shares import MAX_MICRO_BATCHES, BatchShares, parse_shares
-from cifar_towers.config.device_config import ERRORS, DeviceConfig
-from cifar_towers.config.settings import settings_of
-from cifar_towers.errors import DivergedError, WorkerLostError, describe_exit_codes
-from cifar_towers.registry import DEFAULT_DATASETS, FOLDER, MODELS, OPTIMIZERS, TTA_LEVELS
+from cifar_towers.config import schedules
+from cifar_towers.config.settings import check_limits, settings_of
+from cifar_towers.errors import DataError, DivergedError, UsageError, WorkerLostError, describe_exit_codes
+from cifar_towers.registry import DEFAULT_DATASETS, FOLDER, MODELS, OPTIMIZERS, TTA_LEVELS, model_spec
 
-_towers, _run = settings_of("Towers"), settings_of("Run")
-_cluster = settings_of("Cluster", on_resume="allow", per_worker=True, per_run=True)
-_data, _model, _optimizer = settings_of("Data"), settings_of("Model"), settings_of("Optimizer")
-_reporting = settings_of("Reporting", on_resume="allow", per_run=True)
+MAX_MICRO_BATCHES = 1024  # of a tower's shard
+MIN_IMAGE_SIZE = 18  # pixels
+MAX_PROFILE_STEPS = 100
+ALL_REDUCE_OF_STRATEGY = {"mirrored": ("nccl", "hierarchical", "one_device"), "multi_worker": ("nccl", "ring")}
+ERRORS = (UsageError, DataError)  # of every program that reads data
+
+
+def parse_shares(text: str) -> list[float]:
+    """Return the towers' shares of a batch: `"3,1"` -> [3.0, 1.0]; empty for an empty text and for `auto`.
+
+    Raises:
+      UsageError: the text is not a list of positive numbers.
+    """
+    if text in ("", "auto"):
+        return []
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = [0.0]
+    if not all(0 < share < math.inf for share in shares):
+        raise UsageError(f"tower_shares={text} must be positive numbers, one a tower, as 3,1; or auto")
+    return shares
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Return the seeds in a text: `"0,1,2"` -> (0, 1, 2).
+
+    Raises:
+      UsageError: naming what is wrong with the text.
+    """
+    try:
+        seeds = tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise UsageError(f"seeds={text} is not a list of whole numbers; write --seeds=0,1,2") from None
+    if any(not 0 <= seed < 2**31 for seed in seeds) or len(set(seeds)) < len(seeds):
+        raise UsageError(f"seeds={text} must be different numbers from 0 to {2**31 - 1}")
+    return seeds
+
+
+def parse_profile_steps(text: str) -> tuple[int, int] | None:
+    """Return the first and last step of a profile: `"100:110"` -> (100, 110), the steps after 100 to 109 updates.
+
+    Raises:
+      UsageError: naming what is wrong with the text.
+    """
+    if not text:
+        return None
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise UsageError(f"profile_steps={text!r} is not a first and a later last step; write --profile_steps=100:110")
+    if int(last) - int(first) > MAX_PROFILE_STEPS:
+        raise UsageError(
+            f"profile_steps={text}: a profile takes up to 50 MB of memory a step; give at most {MAX_PROFILE_STEPS}"
+        )
+    return int(first), int(last)
+
+
+def _check_sha256(text: str) -> None:
+    if text and not re.fullmatch("[0-9a-f]{8,64}", text):
+        raise UsageError(f"expect_sha256={text} must be 8 to 64 hexadecimal digits, as a run's last lines have them")
+
+
+_towers, _run, _data, _model, _optimizer = map(settings_of, ("Towers", "Run", "Data", "Model", "Optimizer"))
+_cluster = settings_of("Cluster", per_worker=True, per_run=True)
+_reporting = settings_of("Reporting", per_run=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(BatchShares, DeviceConfig):
+class DeviceConfig:
+    """Which devices the towers use, and how."""
+
+    exit_codes: ClassVar[str] = describe_exit_codes(*ERRORS)
+
+    num_gpus: int = _towers(
+        0,
+        "number of towers; 0: one per GPU, or two on a CPU without GPUs, or fewer if these cannot divide the batch "
+        "evenly (in a cluster: one per worker without GPUs)",
+        low=0,
+        high=1024,
+        on_resume="allow",
+    )
+    soft_placement: bool = _towers(True, "logical devices in place of missing GPUs", on_resume="allow")
+    log_device_placement: bool = _towers(
+        False, "log lines with the device of each variable and each tower", on_resume="allow", per_worker=True
+    )
+    gpu_memory_growth: bool = _towers(
+        True,
+        "allocation of GPU memory as it is needed, instead of all at the start",
+        on_resume="allow",
+        per_worker=True,
+    )
+    gpu_memory_limit_mb: int = _towers(
+        0, "maximum memory on each GPU in MB; 0: no limit", low=0, on_resume="allow", per_worker=True
+    )
+    intra_op_threads: int = _towers(
+        0,
+        "number of threads inside one operation; 0: the cores divided among the CPU towers",
+        low=0,
+        high=1024,
+        on_resume="allow",
+        per_worker=True,
+    )
+    deterministic: bool = _towers(
+        False,
+        "bit-identical results guaranteed by TensorFlow, which fails where an operation cannot give them",
+        on_resume="allow",
+    )
+
+    def __post_init__(self):
+        check_limits(self)
+
+    def default_num_towers(self, num_devices: int) -> tuple[int, str]:
+        """Return (number of towers for this many devices if `num_gpus` is 0, the reason if it is smaller)."""
+        return num_devices, ""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(DeviceConfig):
     """Every setting of a training run. Sizes are global; times are in steps or epochs, never per tower."""
 
     exit_codes: ClassVar[str] = describe_exit_codes(
@@ -38,52 +146,52 @@ class TrainConfig(BatchShares, DeviceConfig):
     strategy: str = _towers(
         "towers",
         "how gradients are combined: towers share variables; mirrored and multi_worker are tf.distribute's replicas, "
-        "each with a copy, in one process or in one process for each worker",
+        "each with a copy of the variables, in one process or in one process per worker",
         choices=("towers", "mirrored", "multi_worker"),
         on_resume="allow",  # every strategy trains the same function on as many towers
     )
     variable_placement: str = _towers(
         "",
-        "device of the towers' shared variables; auto: where there are GPUs, measure for some seconds and use the "
-        "fastest; by default cpu, for the speednets auto, as Muon's update is too much work for a host",
+        "device of the towers' shared variables; auto: with GPUs, the fastest one, measured for some seconds; empty: "
+        "cpu, except auto for the speednets, because Muon's update is too much work for a host",
         choices=("cpu", "round_robin", "least_loaded", "auto"),
         on_resume="allow",
     )
     gradient_device: str = _towers(
         "variable",
-        "where the towers' gradients are averaged: on each variable's device, or all on the CPU",
+        "device where the towers' gradients are averaged: each variable's own, or the CPU for all",
         choices=("variable", "cpu"),
         on_resume="allow",
     )
     all_reduce: str = _towers(
         "auto",
-        "all-reduce algorithm of mirrored and multi_worker; auto: NCCL where every tower has a GPU",
+        "all-reduce algorithm of mirrored and multi_worker; auto: NCCL if every tower has a GPU",
         choices=("auto", "nccl", "hierarchical", "one_device", "ring"),
         on_resume="allow",
     )
     data_on: str = _towers(
         "host",
-        "memory of the training images: the host's, or each tower's device, where CIFAR-10 takes 154 MB",
+        "memory of the training images: the host's, or each tower's device (CIFAR-10 takes 154 MB)",
         choices=("host", "device"),
         on_resume="allow",
     )
     batch_statistics: str = _towers(
         "mean",
-        "statistics of batch normalization: the mean over towers, the final tower's, or synchronized over the batch",
+        "statistics of batch normalization: mean over the towers, the final tower's, or synchronized over the batch",
         choices=("mean", "final", "synchronized"),
         on_resume="allow_without_batch_norm",
     )
     tower_shares: str = _towers(
         "",
-        "the towers' shares of each batch, as 3,1, for devices of unequal speed; auto: measure for some seconds, once; "
-        "by default equal",
+        "each tower's share of the batch, as 3,1, for devices of unequal speed; auto: measured once, for some "
+        "seconds; empty: equal shares",
         check=parse_shares,
         on_resume="allow",
     )
     micro_batches: int = _towers(
         1,
-        "micro-batches into which each tower splits its shard; auto: one, and twice as many whenever a step does not "
-        "fit into the memory",
+        "number of parts in which each tower computes its share of the batch; auto: one, doubled whenever a step does "
+        "not fit into memory",
         low=0,
         high=MAX_MICRO_BATCHES,
         words={"auto": 0},
@@ -91,180 +199,252 @@ class TrainConfig(BatchShares, DeviceConfig):
     )
     parallelism: str = _towers(
         "data",
-        "what is split over the devices: the batch, or the model into pipeline stages",
+        "what the devices divide among them: data, the batch; model, the net, as pipeline stages",
         choices=("data", "model"),
         on_resume="allow",
     )
 
     workers: str = _cluster(
-        "", "host:port of every worker of strategy=multi_worker; by default from TF_CONFIG or Slurm's variables"
+        "",
+        "host:port of every worker of strategy=multi_worker, as a:5000,b:5000; empty: from TF_CONFIG or Slurm's "
+        "variables",
+        on_resume="allow",
     )
-    worker_index: int = _cluster(-1, "index of this process among the workers; worker 0 writes train_dir", low=-1)
-    worker_wait_seconds: float = _cluster(25.0, "seconds to wait for all workers at the start", low=1)
+    worker_index: int = _cluster(
+        -1,
+        "index of this process among the workers, of which worker 0 writes train_dir; -1: from TF_CONFIG or Slurm's "
+        "variables",
+        low=-1,
+        on_resume="allow",
+    )
+    worker_wait_seconds: float = _cluster(
+        25.0, "longest wait for all workers at the start, in seconds", low=1, on_resume="allow"
+    )
     allow_public_cluster: bool = _cluster(
-        False, "allow worker addresses that are reachable from the internet; TensorFlow's port has no authentication"
+        False,
+        "permission for worker addresses that the internet reaches; TensorFlow's port has no authentication",
+        on_resume="allow",
     )
 
     recipe: str = _run(
-        "", "what to train, a name in configs/; by default speed94, unless --model is given", on_resume="allow"
+        "",
+        "name of the recipe to train, a file in configs/; default: speed94, unless --model is given",
+        on_resume="allow",
     )
     train_dir: str = _run(
         "",
-        "directory of everything the run writes; by default runs/<recipe>-seed<seed>, with data other than CIFAR-10 "
-        "and synthetic runs/<recipe>-<dataset>-seed<seed>",
+        "directory of everything the run writes; default: runs/<recipe>-seed<seed>, or "
+        "runs/<recipe>-<dataset>-seed<seed> for data other than CIFAR-10 and synthetic",
         on_resume="allow",
         per_worker=True,
         per_run=True,
     )
     overwrite: bool = _run(
-        False, "delete an earlier run in train_dir and start again", on_resume="allow", per_worker=True, per_run=True
+        False,
+        "fresh start, which deletes an earlier run in train_dir",
+        on_resume="allow",
+        per_worker=True,
+        per_run=True,
     )
     seed: int = _run(
         0, "random seed of data order, augmentation and initial weights", low=0, high=2**31 - 1, per_run=True
     )
     seeds: str = _run(
-        "", "train one run for each of these seeds, as 0,1,2; print mean and std", on_resume="allow", per_run=True
+        "",
+        "seeds of several runs, trained one after another, as 0,1,2; their mean and standard deviation are printed",
+        on_resume="allow",
+        per_run=True,
     )
-    epochs: float = _run(8.0, "passes over the training set", low=0, high=1e6)
-    max_steps: int = _run(0, "stop after this many steps, and evaluate; 0: no limit", low=0, on_resume="allow")
+    epochs: float = _run(8.0, "number of passes over the training set", low=0, high=1e6)
+    max_steps: int = _run(
+        0, "number of steps after which the run stops and is evaluated; 0: no limit", low=0, on_resume="allow"
+    )
     target_accuracy: float = _run(
-        0.0, "stop at the first evaluation (without TTA) that reaches it; 0: never", low=0, high=1, on_resume="allow"
+        0.0,
+        "accuracy without TTA, as a fraction, that stops the run at an evaluation; 0: none",
+        low=0,
+        high=1,
+        on_resume="allow",
     )
     expect_sha256: str = _run(
         "",
-        "fail at the end unless the weights' SHA-256, which a run prints, is or begins with this",
-        check=validation.check_sha256,
+        "expected SHA-256 of the final weights, or its first 8 or more digits; other weights end with an error",
+        check=_check_sha256,
         on_resume="allow",
         per_run=True,
     )
     max_nonfinite_steps: int = _run(
-        3, "end the run after this many consecutive steps with non-finite numbers", low=1, on_resume="allow"
+        3, "number of consecutive skipped steps (NaN or infinity) that ends the run", low=1, on_resume="allow"
     )
     rollback_on_divergence: bool = _run(
-        False, "instead, return to the last good checkpoint and halve the learning rates", on_resume="allow"
+        False,
+        "return to the last good checkpoint at half the learning rates, instead of the end after max_nonfinite_steps",
+        on_resume="allow",
     )
 
     dataset: str = _data(
         "cifar10",
-        "cifar10, synthetic, auto (CIFAR-10 if available, else synthetic), folder:<path> with a subfolder of images "
-        "for each class, or any TensorFlow Datasets builder with images and labels",
+        "data set: cifar10, synthetic, auto (CIFAR-10 if available, otherwise synthetic), folder:<path> with a "
+        "subfolder of images for each class, or any TensorFlow Datasets builder with images and labels",
         check=registry.check_dataset,
         on_resume="allow",
         per_run=True,
     )
     data_dir: str = _data(
         "",
-        "directory of prepared data sets, made for a download; by default TFDS_DATA_DIR, or TensorFlow Datasets' own",
+        "directory of prepared data sets, created for a download; default: TFDS_DATA_DIR, or TensorFlow Datasets' own",
         on_resume="allow",
         per_worker=True,
         per_run=True,
     )
-    validation_examples: int = _data(0, "training examples held out for validation", low=0, high=45_000)
-    image_size: int = _data(32, "side in pixels; the central square of other images is resized to it", low=18, high=256)
-    batch_size: int = _data(1536, "examples of each step, over all towers", low=1)
+    validation_examples: int = _data(0, "number of training examples held out for validation", low=0, high=45_000)
+    image_size: int = _data(
+        32,
+        "height and width of images in pixels; others are cropped to their central square and resized",
+        low=MIN_IMAGE_SIZE,
+        high=256,
+    )
+    batch_size: int = _data(1536, "number of examples per step, over all towers", low=1)
     hard_example_pool: int = _data(
         0,
-        "examples to draw for each step, of which the batch_size with the highest loss under a small proxy net are "
-        "trained on; 0: off",
+        "number of examples drawn for each step, of which the batch_size with the highest loss under a small proxy "
+        "net are trained on; 0: off",
         low=0,
     )
     flip: str = _data(
         "alternating",
-        "mirror images: at random, or each image in every other epoch",
+        "mirroring of training images: at random, or alternating: each image in every other epoch",
         choices=("none", "random", "alternating"),
     )
-    shift: int = _data(2, "largest random shift in pixels in each direction", low=0, high=16)
+    shift: int = _data(2, "largest random shift in each direction, in pixels", low=0, high=16)
     shift_fill: str = _data("reflect", "padding of shifted images", choices=("reflect", "zeros"))
-    crop: int = _data(0, "side of the crop, random in training and central in evaluation; 0: no crop", low=0)
-    image_size_schedule: str = _data("", "sides of training images over the run, as 0=24,45%=32; empty: image_size")
-    cutout: int = _data(0, "side of a random square that is blanked in each image; 0: none", low=0)
+    crop: int = _data(
+        0, "height and width of the crop in pixels, random in training and central in evaluation; 0: no crop", low=0
+    )
+    image_size_schedule: str = _data(
+        "", "height and width of training images over the run, in pixels, as 0=24,45%=32; empty: image_size"
+    )
+    cutout: int = _data(
+        0, "height and width in pixels of a random square that is blanked in each training image; 0: none", low=0
+    )
     brightness: float = _data(0.0, "largest random change of brightness, in levels of 255", low=0, high=255)
     contrast: float = _data(0.0, "largest random change of contrast, as a fraction", low=0, high=1)
     standardize: str = _data(
-        "dataset", "mean and std to normalize with: the data set's, or each image's", choices=("dataset", "image")
+        "dataset",
+        "mean and standard deviation that images are normalized with: the data set's, or each image's own",
+        choices=("dataset", "image"),
     )
 
     model: str = _model(
         "speednet94",
-        f"{', '.join(MODELS)}; or your own function that returns a Keras model, as package.module:function or "
-        "path/to/file.py:function",
+        f"net to train: {', '.join(MODELS)}; or your own function that returns a Keras model, as "
+        "package.module:function or path/to/file.py:function",
         check=registry.check_model,
     )
     precision: str = _model(
         "auto",
-        "compute dtype; auto: bfloat16 where the hardware computes it faster, else float32",
+        "number format the net computes in; auto: bfloat16 if the hardware computes it faster, otherwise float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    whitening_images: int = _model(5000, "training images from which whitening filters are computed", low=12)
+    whitening_images: int = _model(5000, "number of training images from which whitening filters are computed", low=12)
 
     optimizer: str = _optimizer(
-        "momentum", "muon: Muon for convolutions, momentum SGD for the rest", choices=tuple(OPTIMIZERS)
+        "momentum",
+        "update rule: momentum, SGD; muon, Muon for convolutions and momentum SGD for the rest; adamw, AdamW",
+        choices=tuple(OPTIMIZERS),
     )
     learning_rate: float = _optimizer(0.1, "peak learning rate", low=0)
-    bias_learning_rate: float = _optimizer(0.0, "for biases and norm shifts; 0: learning_rate", low=0)
-    head_learning_rate: float = _optimizer(0.0, "for the last layer; 0: learning_rate", low=0)
-    whitening_learning_rate: float = _optimizer(0.0, "for whitening layers' biases; 0: bias_learning_rate", low=0)
+    bias_learning_rate: float = _optimizer(0.0, "peak learning rate of biases and norm shifts; 0: learning_rate", low=0)
+    head_learning_rate: float = _optimizer(0.0, "peak learning rate of the last layer; 0: learning_rate", low=0)
+    whitening_learning_rate: float = _optimizer(
+        0.0, "peak learning rate of whitening layers' biases; 0: bias_learning_rate", low=0
+    )
     learning_rate_schedule: str = _optimizer(
         "linear:0=1,100%=0",
         "factor of the peak rates at epochs or percentages of the run, interpolated (linear:) or constant (step:)",
     )
-    whitening_epochs: float = _optimizer(3.0, "epochs in which the whitening bias is trained", low=0, high=1e6)
+    whitening_epochs: float = _optimizer(
+        3.0, "number of epochs in which the whitening bias is trained", low=0, high=1e6
+    )
     freeze_first_group: float = _optimizer(
         0.0,
         "fraction of the run after which the first group of convolutions is frozen, its rates at 0 by then; 0: never",
         low=0,
         high=1,
     )
-    momentum: float = _optimizer(0.9, "of SGD", low=0, high=0.9999)
-    nesterov: bool = _optimizer(False, "Nesterov momentum")
-    muon_momentum: float = _optimizer(0.655, "of Muon", low=0, high=0.9999)
+    momentum: float = _optimizer(0.9, "momentum coefficient of SGD", low=0, high=0.9999)
+    nesterov: bool = _optimizer(False, "Nesterov momentum in SGD")
+    muon_momentum: float = _optimizer(0.655, "momentum coefficient of Muon", low=0, high=0.9999)
     weight_decay: float = _optimizer(
-        0.0, "at learning_rate; parameter groups with other rates decay by the same fraction a step", low=0
+        0.0,
+        "weight decay coefficient at learning_rate; groups with other rates decay by the same fraction per step",
+        low=0,
     )
-    label_smoothing: float = _optimizer(0.0, "probability spread over all classes", low=0, high=0.9999)
-    ema_decay: float = _optimizer(0.0, "of the weights' exponential moving average; 0: none", low=0, high=0.999999)
-    lookahead: bool = _optimizer(False, "pull the weights toward their moving average every five steps")
+    label_smoothing: float = _optimizer(
+        0.0, "probability that is spread over all classes in training labels", low=0, high=0.9999
+    )
+    ema_decay: float = _optimizer(
+        0.0, "decay factor of the weights' exponential moving average; 0: no average", low=0, high=0.999999
+    )
+    lookahead: bool = _optimizer(False, "pull of the weights toward their moving average every five steps")
 
-    eval_every_epochs: float = _reporting(1.0, "epochs between evaluations; 0: only after the last step", low=0)
+    eval_every_epochs: float = _reporting(
+        1.0, "number of epochs between evaluations; 0: only after the last step", low=0, on_resume="allow"
+    )
     tta: int = _reporting(
         0,
-        f"test-time augmentation at the end: {registry.describe_tta_levels()}",
+        f"level of test-time augmentation in the final evaluation: {registry.describe_tta_levels()}",
         low=0,
         high=max(TTA_LEVELS),
         per_run=False,
+        on_resume="allow",
     )
     summary_every_steps: int = _reporting(
-        100, "steps between full summaries; scalars are written ten times as often; 0: only at the last step", low=0
+        100,
+        "number of steps between full summaries; scalars are written ten times as often; 0: only at the last step",
+        low=0,
+        on_resume="allow",
     )
-    profile_steps: str = _reporting("", "profile these steps, as 100:110 for the ten after step 100")
+    profile_steps: str = _reporting(
+        "", "steps to profile, as 100:110 for the ten after step 100; empty: none", on_resume="allow"
+    )
     checkpoint_every_steps: int = _reporting(
-        0, "steps between checkpoints; 0: every half minute and after evaluations, in at most 1 % of the time", low=0
+        0,
+        "number of steps between checkpoints; 0: every half minute and after evaluations, in at most 1 % of the time",
+        low=0,
+        on_resume="allow",
     )
-    keep_checkpoints: int = _reporting(3, "newest checkpoints to keep", low=1)
+    keep_checkpoints: int = _reporting(3, "number of newest checkpoints to keep", low=1, on_resume="allow")
 
     def __post_init__(self):
         super().__post_init__()
-        validation.check_combinations(self)
+        parse_seeds(self.seeds)
+        parse_profile_steps(self.profile_steps)
+        schedules.parse_rate(self.learning_rate_schedule)
+        _check_images(self)
+        _check_model(self)
+        _check_run(self)
+        _check_parallelism(self)
         if self.num_gpus:
             self.check_shares(self.num_gpus)
 
     @property
     def examples_drawn(self) -> int:
-        """Examples that a step draws; it trains on `batch_size` of them."""
+        """Number of examples that a step draws; it trains on `batch_size` of them."""
         return self.hard_example_pool or self.batch_size
 
     def run_length(self, steps_per_epoch: int) -> schedules.RunLength:
-        """The run's length, which `max_steps` may cut short."""
+        """Return the run's length, which `max_steps` may cut short."""
         total = math.ceil(schedules.to_steps(self.epochs, steps_per_epoch)) or self.max_steps
         return schedules.RunLength(steps_per_epoch, total, min(total, self.max_steps or total))
 
     def evaluate_every_steps(self, length: schedules.RunLength) -> int:
-        """Steps between evaluations before the end of a run; 0: none."""
+        """Return the number of steps between evaluations before the end of a run; 0: none."""
         return max(1, round(self.eval_every_epochs * length.steps_per_epoch)) if self.eval_every_epochs else 0
 
     @property
     def user_model(self) -> tuple[str, str] | None:
-        """`split_user_model` of `model`."""
+        """The module or file and the function of `model` if it is the user's own; None for a built-in model."""
         return registry.split_user_model(self.model)
 
     @property
@@ -278,3 +458,129 @@ class TrainConfig(BatchShares, DeviceConfig):
         data = os.path.basename(os.path.abspath(self.dataset.removeprefix(FOLDER)))
         suffix = "" if self.dataset in DEFAULT_DATASETS else "-" + re.sub(r"\W+", "-", data).strip("-")
         return Path(self.train_dir or f"runs/{self.name}{suffix}-seed{self.seed}")
+
+    def check_shares(self, num_devices: int) -> None:
+        """Check that the towers on this many devices, and their micro-batches, can share a batch.
+
+        Raises:
+          UsageError: the batch cannot be divided equally, or as `tower_shares` says.
+        """
+        num_towers = num_devices if self.parallelism == "data" else 1
+        if self.tower_shares == "auto":
+            return
+        if not self.tower_shares:
+            if uneven := self._describe_uneven_shares(num_towers):
+                raise UsageError(uneven)
+            return
+        count = len(parse_shares(self.tower_shares))
+        if count != num_towers:
+            raise UsageError(f"tower_shares={self.tower_shares} are of {count} towers, and there are {num_towers}")
+        parts = self.micro_batches or 1
+        for examples in filter(None, (self.batch_size, self.hard_example_pool)):
+            if examples % parts or examples // parts < count:
+                multiples = f" in multiples of {parts}" if parts > 1 else ""
+                raise UsageError(f"tower_shares={self.tower_shares}: {examples} examples cannot be shared{multiples}")
+
+    def default_num_towers(self, num_devices: int) -> tuple[int, str]:
+        """Return (the largest number of towers that can share a batch, the reason if it is below `num_devices`)."""
+        if self.tower_shares:
+            return len(parse_shares(self.tower_shares)) or num_devices, ""
+        reason = self._describe_uneven_shares(num_devices)
+        even = [towers for towers in range(1, num_devices) if not self._describe_uneven_shares(towers)]
+        return (even[-1], reason) if reason and even and self.parallelism == "data" else (num_devices, "")
+
+    def _describe_uneven_shares(self, num_towers: int) -> str:
+        """Return an error message with the nearest sizes if the batch cannot be divided evenly; otherwise empty."""
+        shares = num_towers * (self.micro_batches or 1)
+        for name, minimum in (("batch_size", 0), ("hard_example_pool", self.batch_size)):
+            size = getattr(self, name)
+            if size % shares:
+                low = size // shares * shares
+                nearest = " and ".join(str(size) for size in (low, low + shares) if size > minimum)
+                towers = f"{num_towers} tower{'s' * (num_towers > 1)}"
+                towers += f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
+                return f"{name}={size} cannot be shared by {towers}; {nearest} can"
+        return ""
+
+
+# Combinations of settings that cannot be used together ----------------------------------------------------------------
+
+
+def _check_images(config: TrainConfig) -> None:
+    size, schedule = config.image_size, config.image_size_schedule
+    for side in schedules.ImageSizeSchedule(schedule, size).points.values:
+        if side != int(side) or not MIN_IMAGE_SIZE <= side <= size:
+            raise UsageError(
+                f"image_size_schedule={schedule}: sizes must be whole numbers from {MIN_IMAGE_SIZE} to {size}"
+            )
+    if config.crop and not MIN_IMAGE_SIZE <= config.crop <= size:
+        raise UsageError(f"crop={config.crop} is not a size from {MIN_IMAGE_SIZE} to {size} pixels, or 0 for no crop")
+    if config.crop and schedule:
+        raise UsageError(f"crop={config.crop} and image_size_schedule={schedule} both set the image size; give one")
+    side = config.crop or size
+    if config.cutout > side:
+        raise UsageError(f"cutout={config.cutout} is larger than the {side} pixels of the image it would blank")
+    if 0 < config.hard_example_pool <= config.batch_size:
+        raise UsageError(
+            f"hard_example_pool={config.hard_example_pool} must be larger than batch_size={config.batch_size}, the "
+            "number of examples that a step trains on; or 0 for none"
+        )
+
+
+def _check_model(config: TrainConfig) -> None:
+    spec = model_spec(config.model)
+    if config.image_size_schedule and not spec.any_image_size:
+        raise UsageError(f"model={config.model} takes images of one size; leave image_size_schedule empty")
+    if config.freeze_first_group and not spec.whitening:
+        raise UsageError(f"model={config.model} has no groups of convolutions; leave freeze_first_group at 0")
+    if config.optimizer == "muon" and not spec.muon:
+        tried = ", ".join(name for name, other in MODELS.items() if other.muon)
+        raise UsageError(f"optimizer=muon is for {tried}; choose momentum or adamw for {config.model}")
+
+
+def _check_run(config: TrainConfig) -> None:
+    if config.target_accuracy and not config.eval_every_epochs:
+        raise UsageError("target_accuracy is checked at evaluations; give eval_every_epochs too")
+    if config.seeds and config.seed:
+        raise UsageError(f"seed={config.seed} and seeds={config.seeds} are both given; give one")
+    if config.seeds and config.strategy == "multi_worker":
+        raise UsageError("strategy=multi_worker trains one run; give one seed at a time")
+    if config.expect_sha256 and config.seeds:
+        raise UsageError("expect_sha256 is of one run, and seeds are several; give one seed at a time")
+    if config.epochs == 0 and config.max_steps == 0:
+        raise UsageError("epochs=0 and max_steps=0 leave nothing to do; give one of them")
+    cluster = [field for field in dataclasses.fields(config) if field.metadata["group"] == "Cluster"]
+    given = [field.name for field in cluster if getattr(config, field.name) != field.default]
+    if given and config.strategy != "multi_worker":
+        raise UsageError(f"{' and '.join(given)}: only with --strategy=multi_worker; give it too, or leave them out")
+
+
+def _check_parallelism(config: TrainConfig) -> None:
+    strategy, has_stages = config.strategy, config.parallelism == "model"
+    if config.deterministic and config.variable_placement == "auto":
+        raise UsageError("variable_placement=auto depends on timing, which deterministic rules out; choose a placement")
+    if config.micro_batches == 0 and strategy == "multi_worker":
+        raise UsageError("micro_batches=auto is for one process; give a number, as --micro_batches=2")
+    if config.batch_statistics == "synchronized" and (config.micro_batches != 1 or has_stages):
+        other = "micro_batches" if config.micro_batches != 1 else "parallelism=model"
+        raise UsageError(f"batch_statistics=synchronized needs the whole batch at once; leave {other}")
+    if has_stages and strategy != "towers":
+        raise UsageError(f"parallelism=model has one copy of the model; leave strategy={strategy}")
+    if config.all_reduce not in ("auto", *ALL_REDUCE_OF_STRATEGY.get(strategy, ())):
+        fitting = [name for name, algorithms in ALL_REDUCE_OF_STRATEGY.items() if config.all_reduce in algorithms]
+        raise UsageError(f"all_reduce={config.all_reduce} is for strategy={' and '.join(fitting)}")
+    if config.tower_shares == "auto" and config.deterministic:
+        raise UsageError("tower_shares=auto depends on timing, which deterministic rules out; give shares, as 3,1")
+    if strategy == "towers" and not has_stages:
+        return
+    other = "parallelism=model" if has_stages else f"strategy={strategy}"
+    if config.variable_placement not in ("", "cpu") or config.gradient_device != "variable":
+        keeps = f"{other} keeps every variable on every device"
+        if has_stages:
+            keeps = f"{other} keeps each variable and its gradient on the device of its stage"
+        raise UsageError(f"{keeps}; leave variable_placement and gradient_device")
+    for name, value in (("tower_shares", config.tower_shares), ("hard_example_pool", config.hard_example_pool)):
+        if value:
+            raise UsageError(f"{name}={value} is for towers that share the batch; leave it, or {other}")
+    if config.data_on == "device":
+        raise UsageError(f"data_on=device is for towers that share the batch; leave it, or {other}")

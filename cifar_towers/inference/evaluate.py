@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cifar_towers import files
+from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation.evaluator import make_evaluate_fn
 from cifar_towers.evaluation.score import Score
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
-from cifar_towers.inference.settings import EvaluateConfig
 from cifar_towers.reporting.progress_bar import progress_bar
 from cifar_towers.training import devices
 

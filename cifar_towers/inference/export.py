@@ -16,6 +16,7 @@ from PIL import Image
 from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
 from cifar_towers import files
+from cifar_towers.config.programs import ExportConfig
 from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.errors import DataError, RunError, UsageError, error_line, error_text
@@ -23,7 +24,6 @@ from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
 from cifar_towers.inference.predict import resize_square
-from cifar_towers.inference.settings import ExportConfig
 from cifar_towers.models.stock_layers import to_stock_layers
 from cifar_towers.towers import Tower
 from cifar_towers.training import devices

@@ -19,7 +19,6 @@ from cifar_towers.checkpointing.checkpoint import (
     read_variables,
 )
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.settings import with_current_names
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import DatasetInfo
 from cifar_towers.errors import UsageError
@@ -113,7 +112,7 @@ def _read_config(path: Path) -> TrainConfig:
     fields = dataclasses.fields(TrainConfig)
     names = {field.name for field in fields if field.metadata["group"] not in DEVICE_GROUPS}
     try:
-        settings = with_current_names(files.read_json(path))
+        settings = files.read_json(path)
         return TrainConfig(**{name: value for name, value in settings.items() if name in names})
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}, the settings of the run, cannot be read: {error}") from None

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
+from cifar_towers.config.programs import PredictConfig
 from cifar_towers.data import image_files
 from cifar_towers.data.image_files import PictureError
 from cifar_towers.errors import DataError, printable
@@ -18,7 +19,6 @@ from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
 from cifar_towers.inference.load_run import model_variables, open_run
-from cifar_towers.inference.settings import PredictConfig
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training import devices
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from cifar_towers.config import TrainConfig
-from cifar_towers.config.batch_shares import parse_shares
+from cifar_towers.config import TrainConfig, parse_shares
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.evaluation.score import Evaluation

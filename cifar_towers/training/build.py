@@ -10,8 +10,7 @@ import keras
 import tensorflow as tf
 from keras.src.utils import naming  # clear_session, which does it too, ends the graph that is being made
 
-from cifar_towers.config import TrainConfig, schedules
-from cifar_towers.config.batch_shares import parse_shares
+from cifar_towers.config import TrainConfig, parse_shares, schedules
 from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from cifar_towers.config import DeviceConfig, TrainConfig
-from cifar_towers.config.batch_shares import MAX_MICRO_BATCHES, parse_shares
+from cifar_towers.config import DeviceConfig, TrainConfig, parse_shares
+from cifar_towers.config.train_config import MAX_MICRO_BATCHES
 from cifar_towers.errors import UsageError, error_text
 from cifar_towers.towers import Tower, make_towers
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT

@@ -10,8 +10,8 @@ import tensorflow as tf
 from cifar_towers.benchmark import report_io
 from cifar_towers.benchmark.cases import BenchmarkCase
 from cifar_towers.benchmark.rounds import Rates
-from cifar_towers.benchmark.settings import BenchmarkConfig
 from cifar_towers.benchmark.worker import prepare_case
+from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.towers import Tower

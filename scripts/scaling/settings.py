@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from cifar_towers.benchmark.settings import CLUSTER, EXIT_CODES, VARIED
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.programs import CLUSTER, VARIED, BenchmarkConfig
 from cifar_towers.config.settings import RECIPE, check_limits, setting, settings_of
 
 _scaling = settings_of("Scaling")
@@ -16,7 +16,7 @@ _scaling = settings_of("Scaling")
 class ScalingConfig:
     """A recipe whose step is measured on one tower, and the links of the devices that it is predicted for."""
 
-    exit_codes: ClassVar[str] = EXIT_CODES
+    exit_codes: ClassVar[str] = BenchmarkConfig.exit_codes
     refused: ClassVar[Mapping[str, str]] = {  # settings of the recipe without a flag here -> why
         **dict.fromkeys(VARIED, "one tower is measured, and every exchange is predicted"),
         **dict.fromkeys(CLUSTER, "one tower is measured, on one machine"),

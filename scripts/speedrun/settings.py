@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from cifar_towers.benchmark.settings import CLUSTER, EXIT_CODES
 from cifar_towers.config import TrainConfig, parse_seeds
+from cifar_towers.config.programs import CLUSTER, BenchmarkConfig
 from cifar_towers.config.settings import RECIPE, check_limits, parse_names, setting, settings_of
 from cifar_towers.errors import UsageError
 from cifar_towers.registry import MODELS
@@ -36,7 +36,7 @@ _speedrun = settings_of("Speedrun")
 class SpeedrunConfig:
     """A recipe, the seeds it is timed over, and the frameworks its step is compared with."""
 
-    exit_codes: ClassVar[str] = EXIT_CODES
+    exit_codes: ClassVar[str] = BenchmarkConfig.exit_codes
     refused: ClassVar[Mapping[str, str]] = {  # settings of the recipe without a flag here -> why
         **dict.fromkeys(CLUSTER, "a speedrun takes one machine"),
         "seed": "a speedrun takes several; write --seeds=",

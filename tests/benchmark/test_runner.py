@@ -6,8 +6,8 @@ import tensorflow as tf
 
 from cifar_towers.benchmark import processes, runner, worker
 from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, BenchmarkCase, CaseResult, make_cases
-from cifar_towers.benchmark.settings import BenchmarkConfig
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.data import synthetic
 from cifar_towers.errors import UsageError
 from cifar_towers.training import build

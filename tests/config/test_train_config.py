@@ -4,14 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.benchmark.settings import BenchmarkConfig
-from cifar_towers.cli import recipes
 from cifar_towers.cli.flags import flag_settings, help_text, parse_command_line, short_help
-from cifar_towers.cli.tool_configs import ReportConfig
 from cifar_towers.config import DeviceConfig, TrainConfig
-from cifar_towers.config.recipe import recipe_fields
+from cifar_towers.config.programs import BenchmarkConfig, CompareConfig, EvaluateConfig, ExportConfig, ReportConfig
+from cifar_towers.config.recipe import recipe_fields, recipe_names
 from cifar_towers.errors import UsageError
-from cifar_towers.inference.settings import CompareConfig, EvaluateConfig, ExportConfig
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.cfg"))
@@ -26,9 +23,6 @@ USAGE_ERRORS = {
         (["stray"], "'stray' is not a flag"),
         (["--batch_size=8", "more", "--seed=1"], "'more' is not a flag"),
         (["--batch_sise=8"], "Did you mean: batch_size"),
-        (["--image_sides=0=24"], "--image_sides has been renamed to --image_size_schedule"),
-        (["--fresh"], "--fresh has been renamed to --overwrite"),
-        (["--nofresh"], "--fresh has been renamed to --overwrite"),
         (["--batch_size=many"], "--batch_size=many"),
         (["--batch_size"], "Missing value for flag --batch_size"),
         (["--batch_size=0"], "batch_size=0 is too small; the minimum is 1"),
@@ -51,8 +45,8 @@ USAGE_ERRORS = {
         (["--profile_steps=9:9"], "profile_steps='9:9' is not a first and a later last step"),
         (["--profile_steps=0:500"], "a profile takes up to 50 MB of memory a step; give at most 100"),
         (["--learning_rate_schedule=0=1"], "must begin with linear: or step:"),
-        (["--image_size_schedule=0=8"], "sides must be whole numbers from 18 to 32"),
-        (["--crop=40"], "crop=40 is not a side from 18 to 32"),
+        (["--image_size_schedule=0=8"], "sizes must be whole numbers from 18 to 32"),
+        (["--crop=40"], "crop=40 is not a size from 18 to 32"),
         (["--model=cifarnet", "--image_size_schedule=0=24"], "model=cifarnet takes images of one size"),
         (["--model=resnet20", "--optimizer=muon"], "optimizer=muon is for speednet93, speednet94"),
         (["--crop=24", "--image_size_schedule=0=24"], "both set the image size"),
@@ -178,7 +172,7 @@ def test_every_recipe_parses_and_states_its_command_and_claim(path):
 
 def test_recipe_names():
     names = {"smoke", "cifarnet", "resnet20", "resnet56", "speed93", "speed94", "speed95", "speed96"}
-    assert {path.stem for path in CONFIGS} == names == {*recipes.names()}
+    assert {path.stem for path in CONFIGS} == names == {*recipe_names()}
 
 
 def test_help_has_every_flag_under_a_group():

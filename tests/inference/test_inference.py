@@ -18,13 +18,13 @@ from cifar_towers import files, trainer
 from cifar_towers.checkpointing.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints, read_variables
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.programs import EvaluateConfig, ExportConfig, PredictConfig
 from cifar_towers.data import image_files, sources, synthetic
 from cifar_towers.errors import DataError, RunError, UsageError
 from cifar_towers.inference import export, load_run, predict
 from cifar_towers.inference.evaluate import evaluate_checkpoint
 from cifar_towers.inference.export import export_model
 from cifar_towers.inference.predict import predict_images
-from cifar_towers.inference.settings import EvaluateConfig, ExportConfig, PredictConfig
 from cifar_towers.reporting import figures
 
 SMALL = synthetic.make(400, 0, 0), synthetic.make(200, 0, 1)

@@ -10,10 +10,10 @@ import pytest
 
 from cifar_towers import files
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.programs import RUN_FIELDS
 from cifar_towers.errors import UsageError
 from cifar_towers.inference import run_table
 from cifar_towers.inference.delete_runs import delete_runs
-from cifar_towers.inference.settings import RUN_FIELDS
 from tests.reporting.example_runs import make_run, read_result
 
 PROGRAM = Path(__file__).parents[2] / "scripts/runs.py"

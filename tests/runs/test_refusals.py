@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers import files, trainer
+from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.inference import evaluate
-from cifar_towers.inference.settings import EvaluateConfig
 from tests.runs.short_runs import (
     QUICK,
     TINY,

@@ -11,10 +11,10 @@ import pytest
 from cifar_towers import trainer
 from cifar_towers.cli import seeds
 from cifar_towers.cli.shutdown import ShutdownHandler
+from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import cifar10, sources
 from cifar_towers.errors import Interrupted
 from cifar_towers.inference import evaluate
-from cifar_towers.inference.settings import EvaluateConfig
 from cifar_towers.reporting.seed_statistics import read_scalars
 from cifar_towers.reporting.time_left import TimeLeft
 from tests.messages import lines_with

@@ -10,9 +10,9 @@ import pytest
 from cifar_towers import files
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_metadata
+from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.errors import DataError, RunError
 from cifar_towers.inference import evaluate
-from cifar_towers.inference.settings import EvaluateConfig
 from tests.messages import lines_with
 from tests.runs.short_runs import (
     QUICK,

@@ -1,0 +1,233 @@
+"""The settings of every program but `train.py`. Imports no TensorFlow, so that a usage error is immediate."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from cifar_towers.config.settings import RECIPE, REST, check_limits, names_with, parse_names, setting, settings_of
+from cifar_towers.config.train_config import DeviceConfig, TrainConfig
+from cifar_towers.errors import DataError, UsageError, describe_exit_codes
+from cifar_towers.registry import TTA_LEVELS, check_dataset, check_model, describe_tta_levels
+
+RUN_FIELDS = ("run", "recipe", "seed", "towers", "state", "step", "accuracy", "tta_accuracy", "images_per_sec")
+RUN_FIELDS += ("minutes", "revision", "megabytes")
+EXPORT_FORMATS = ("saved_model", "keras", "litert", "onnx")
+VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus", "tower_shares")  # by the benchmark
+CLUSTER = names_with(TrainConfig, group="Cluster")
+_run, _data, _evaluation = settings_of("Run"), settings_of("Data"), settings_of("Evaluation")
+_export, _table, _launch, _benchmark = map(settings_of, ("Export", "Table", "Launch", "Benchmark"))
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedRunConfig(DeviceConfig):
+    """A run, one of its checkpoints, and which of its weights."""
+
+    train_dir: str = _run("", "directory of the run")
+    step: int = _run(0, "step of the checkpoint; 0: the newest", low=0)
+    weights: str = _run(
+        "auto",
+        "weights of the checkpoint: raw, as trained; ema, their moving average; auto, the average if the run has one",
+        choices=("auto", "raw", "ema"),
+    )
+    model: str = _run(
+        "",
+        "for a run with a model of your own: the function that makes it, as package.module:function or "
+        "path/to/file.py:function, which permits the program to execute it",
+        check=check_model,
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.train_dir:
+            raise UsageError("which run? give --train_dir=runs/...")
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeConfig(TrainedRunConfig):
+    """How a trained model computes."""
+
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes} or the output cannot be written"
+
+    tta: int = _run(0, f"level of test-time augmentation: {describe_tta_levels()}", low=0, high=max(TTA_LEVELS))
+    precision: str = _run(
+        "auto",
+        "number format the net computes in; auto: bfloat16 if the hardware computes it faster, otherwise float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDataConfig(TrainedRunConfig):
+    """Where a run's data are now."""
+
+    dataset: str = _data(
+        "", "place of the run's data, as folder:<path>; default: where they were in training", check=check_dataset
+    )
+    data_dir: str = _data("", "directory of the prepared data sets")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig(ComputeConfig, RunDataConfig):
+    """Settings of `evaluate.py`."""
+
+    split: str = _evaluation("test", "part of the data set to evaluate", choices=("test", "validation", "train"))
+    allow_changed_data: bool = _evaluation(False, "permission to evaluate on images other than those of the run")
+    json: bool = _evaluation(False, "output as one JSON object and nothing else")
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictConfig(ComputeConfig):
+    """Settings of `predict.py`."""
+
+    json: bool = setting(False, "Prediction", "output as one JSON object per image")
+    pictures: tuple[str, ...] = setting((), REST, "image files and folders")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.pictures:
+            raise UsageError("which images? write: predict.py --train_dir=runs/... image.jpg folder/")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig(RunDataConfig):
+    """Settings of `export.py`."""
+
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, a failed check, or nothing could be written"
+
+    format: str = _export("saved_model", "format of the export", choices=EXPORT_FORMATS)
+    out: str = _export(
+        "", "path of the export; default: saved_model, model.keras, model.tflite or model.onnx in train_dir's export/"
+    )
+    check: int = _export(
+        1000, "number of test images on which it must agree with the checkpoint; 0: none", low=0, high=10_000
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareConfig:
+    """Settings of `compare_runs.py`."""
+
+    exit_codes: ClassVar[str] = describe_exit_codes(
+        UsageError, DataError, success="everything in both runs is equal", failure="something differs, or a bug"
+    )
+
+    runs: tuple[str, ...] = setting((), REST, "two runs' directories")
+
+    def __post_init__(self):
+        if len(self.runs) != 2:
+            raise UsageError("which two runs? write: compare_runs.py runs/one runs/other")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunsConfig:
+    """Settings of `runs.py`."""
+
+    exit_codes: ClassVar[str] = describe_exit_codes(UsageError, failure="a bug or the output cannot be written")
+
+    runs_dir: str = _run("runs", "directory below which runs are looked for")
+    sort: str = _table("", "column to sort by; default: the time of the last change", choices=("", *RUN_FIELDS))
+    json: bool = _table(False, "output as one JSON object per run and nothing else")
+    best: str = _table("", "recipe whose most accurate finished run is printed as a directory, and nothing else")
+    delete: bool = _table(False, "deletion of the runs whose directories are given, after a question")
+    arguments: tuple[str, ...] = setting((), REST, "a pattern of names, as 'speed94*'; or the directories to delete")
+
+    def __post_init__(self):
+        check_limits(self)
+        if self.delete and not self.arguments:
+            raise UsageError("delete which runs? write: runs.py --delete runs/one [runs/other ...]")
+        if len(self.arguments) > 1 and not self.delete:
+            raise UsageError(f"{' '.join(self.arguments)}: give one pattern, in quotes, as 'speed94*'")
+        if self.best and (self.delete or self.json or self.arguments):
+            raise UsageError("best prints one directory; leave the other flags")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportConfig:
+    """Settings of `report.py`."""
+
+    exit_codes: ClassVar[str] = describe_exit_codes(UsageError, failure="a bug or the page cannot be written")
+
+    out: str = setting("", "Report", "path of the page; default: report.html in the run's directory or in this one")
+    runs: tuple[str, ...] = setting((), REST, "runs' directories")
+
+    def __post_init__(self):
+        if not self.runs:
+            raise UsageError("which runs? write: report.py runs/one [runs/other ...] [--out=FILE]")
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """Settings of `launch.py`."""
+
+    exit_codes: ClassVar[str] = TrainConfig.exit_codes
+
+    num_workers: int = _launch(
+        0,
+        "number of workers to start on this machine; 0: one process, which may be a worker of a cluster",
+        low=0,
+        high=1024,
+    )
+    max_restarts: int = _launch(3, "maximum number of restarts after a worker was lost or received a signal", low=0)
+    command: tuple[str, ...] = setting((), REST, "flags of train.py")
+
+    def __post_init__(self):
+        check_limits(self)
+        if self.num_workers == 1:
+            raise UsageError("num_workers=1 is no cluster; give 2 or more, or 0 for one process")
+        if not self.command and not self.num_workers:
+            raise UsageError("launch what? write: launch.py --num_workers=2 -- --recipe=speed94")
+        words = [argument for argument in self.command if not argument.startswith("-")]
+        if words:
+            raise UsageError(f"{words[0]!r} is not a flag of train.py; write --name=value")
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkConfig:
+    """Settings of `benchmark.py`: a recipe, and how to measure its step."""
+
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or what it started failed"
+    refused: ClassVar[Mapping[str, str]] = {  # settings of the recipe without a flag here -> why
+        **dict.fromkeys(VARIED, f"the benchmark varies {', '.join(VARIED)} itself"),
+        **dict.fromkeys(CLUSTER, "the benchmark measures one machine"),
+        "gpu_memory_growth": "the processes of the benchmark share the GPUs, so it is always on",
+    }
+
+    recipe: TrainConfig = setting(TrainConfig(), RECIPE, "the recipe whose step is measured")
+    train_dir: str = _benchmark("", "directory of the results; default: runs/benchmark-<recipe>")
+    towers: str = _benchmark("", "numbers of towers, as 1,2,4, which is the default; with GPUs, 1 to all by doubling")
+    precisions: str = _benchmark(
+        "", "precisions, as float32,bfloat16; default: that of --precision, the native 16-bit ones, and float32"
+    )
+    all_reduce: str = _benchmark(
+        "auto",
+        "all-reduce algorithm of strategy=mirrored; auto: NCCL if every tower has a GPU",
+        choices=("auto", "nccl", "hierarchical", "one_device"),
+    )
+    minutes: float = _benchmark(12.0, "time to measure in minutes; at least three rounds are made", low=0)
+    peers: bool = _benchmark(True, "measurement of Keras fit with stock layers, mirrored for several towers")
+    placement_only: bool = _benchmark(
+        False, "answer to one question, in half a minute: which variable placement is fastest here, if it matters"
+    )
+
+    def __post_init__(self):
+        check_limits(self)
+        for count in self.tower_counts:
+            self.recipe.check_shares(count)
+        parse_names("precisions", self.precisions, ("float32", "bfloat16", "float16"))
+
+    @property
+    def tower_counts(self) -> tuple[int, ...]:
+        """`towers` as numbers; empty for the default."""
+        try:
+            counts = tuple(int(part) for part in self.towers.split(",")) if self.towers else ()
+        except ValueError:
+            raise UsageError(f"towers={self.towers} is not a list of whole numbers; write --towers=1,2,4") from None
+        if any(count < 1 for count in counts):
+            raise UsageError(f"towers={self.towers}: a number of towers is 1 or more")
+        return tuple(sorted(set(counts)))
+
+    @property
+    def directory(self) -> Path:
+        """`train_dir`, or its default."""
+        return Path(self.train_dir or f"runs/benchmark-{self.recipe.name}")
