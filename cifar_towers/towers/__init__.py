@@ -1,13 +1,15 @@
 """Synchronous data parallelism with towers: copies of one computation on several devices.
 
-Knows nothing of images, settings, files or models, and can be lifted into another project. Read it in this order:
+This folder knows nothing of images, settings, files or models, and can be lifted into another project. Read it in this
+order:
 
-- `devices`: a `Tower` and the device it computes on; `placement`: where shared variables live.
-- `sharding`: split a batch, run a function on every tower.
-- `gradients`: average the towers' gradients, the one synchronization point.
-- `collectives`: means over the towers inside the forward pass.
-- `make_parallel`, `keras_parallel`: a function or a Keras model of one device, run on several.
-- `pipeline`: model parallelism; `communication`: bytes and seconds that a step spends between devices.
+1. `devices`: a `Tower` and the device it computes on.
+2. `sharding`: split a batch and run a function on every tower.
+3. `gradients`: average the towers' gradients, the one synchronization point.
+4. `placement`: the devices where shared variables live.
+5. `collectives`: means over the towers inside the forward pass.
+6. `make_parallel`, `keras_parallel`: a function or a Keras model for one device, run on several.
+7. `pipeline`: model parallelism, the layers of one model on several devices.
 """
 
 from cifar_towers.towers.collectives import all_reduce_mean, num_replicas, run_on_towers_synchronized

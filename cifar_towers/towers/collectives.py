@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from cifar_towers.towers.devices import Tower
 
-_thread = threading.local()  # .barrier and .index of the tower that this thread traces
+_thread = threading.local()  # .rounds and .index of the tower that this thread traces
 
 
 def run_on_towers_synchronized(
@@ -21,20 +21,26 @@ def run_on_towers_synchronized(
     shards: Sequence[Any],
     weights: Sequence[int] | None = None,
 ) -> list[Any]:
-    """As `run_on_towers`, for an `fn` that calls `all_reduce_mean` in its forward or backward pass.
+    """Run `fn` as `run_on_towers` does, and let it call `all_reduce_mean` in its forward or backward pass.
 
-    Only inside a `tf.function`. Every tower must make the same calls in the same order.
+    Call it inside a `tf.function`. Every tower must make the same calls in the same order.
 
     Args:
-      weights: [K], of the towers in these means, as their numbers of examples; equal if not given.
+      weights: [K], the towers' weights in these means, usually their numbers of examples; equal if not given.
 
     Raises:
-      RuntimeError: the towers call `all_reduce_mean` a different number of times.
+      RuntimeError: it is called eagerly, or the towers call `all_reduce_mean` a different number of times.
+      ValueError: there is not one shard and one weight per tower.
     """
+    weights = weights or [1] * len(towers)
+    if not len(towers) == len(shards) == len(weights):
+        raise ValueError(f"{len(towers)} towers need one shard and one weight each, not {len(shards)}, {len(weights)}")
+    if tf.executing_eagerly():
+        raise RuntimeError("the towers meet while they are traced; call run_on_towers_synchronized in a tf.function")
     graph = tf.compat.v1.get_default_graph()
     graph.switch_to_thread_local()  # every thread has its own device and name scopes
     outer_scope = graph.get_name_scope()
-    barrier = _TraceBarrier(weights or [1] * len(towers))
+    rounds = _Rounds(weights)
     results: list[Any] = [None] * len(towers)
 
     def trace(index: int) -> None:
@@ -43,46 +49,39 @@ def run_on_towers_synchronized(
         with graph.as_default(), tf.device(tower.device), tf.name_scope(f"{scope}/"):
             results[index] = fn(tower, shards[index])
 
-    threads = [threading.Thread(target=barrier.run, args=(index, trace), daemon=True) for index in range(len(towers))]
+    threads = [threading.Thread(target=rounds.run, args=(index, trace), daemon=True) for index in range(len(towers))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if barrier.error:
-        raise barrier.error
+    if rounds.error:
+        raise rounds.error
     return results
 
 
 @tf.custom_gradient
 def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
-    """The mean of `tensor` over all towers by their weights, on each tower, differentiable; itself with one tower.
+    """Return the weighted mean of `tensor` over all towers, on each tower; with one tower, `tensor` itself.
 
-    Call it inside `run_on_towers_synchronized`, or inside `tf.distribute.Strategy.run` to average over replicas.
-    If L_k is the loss of tower k, the mean of the towers' gradients of their own losses is the gradient of mean(L_k),
-    both means by these weights.
+    Call it inside `run_on_towers_synchronized`, or inside `tf.distribute.Strategy.run` to average over replicas. It is
+    differentiable: the mean of the towers' gradients, each of the tower's own loss L_k, is the gradient of mean(L_k).
     """
     return _mean(tensor), _mean
 
 
 def num_replicas() -> float:
-    """How many times this tower's examples all have, inside `run_on_towers_synchronized`; the number of replicas inside
-    `tf.distribute.Strategy.run`; else 1."""
+    """Return how many times as many examples as this tower all towers have together: with equal shards, their number.
+
+    Inside `tf.distribute.Strategy.run` it is the number of replicas, and where nothing runs side by side it is 1.
+    """
     if _replica_context():
         return tf.distribute.get_strategy().num_replicas_in_sync
-    barrier = getattr(_thread, "barrier", None)
-    return sum(barrier.weights) / barrier.weights[_thread.index] if barrier else 1.0
-
-
-def _mean(tensor: tf.Tensor) -> tf.Tensor:
-    if _replica_context():
-        return _replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, tensor)
-    if num_replicas() == 1:
-        return tensor
-    return mean_of_towers(_thread.barrier.all_gather(_thread.index, tensor), _thread.barrier.weights)
+    rounds = getattr(_thread, "rounds", None)
+    return sum(rounds.weights) / rounds.weights[_thread.index] if rounds else 1.0
 
 
 def mean_of_towers(values: Sequence[tf.Tensor], weights: Sequence[int] | None = None) -> tf.Tensor:
-    """The mean of K towers' tensors of one shape, by weights such as their numbers of examples if they are given."""
+    """Return the mean of K towers' tensors of one shape, weighted by numbers of examples if `weights` are given."""
     if len(values) == 1:
         return values[0]
     if not weights or len(set(weights)) == 1:
@@ -90,12 +89,20 @@ def mean_of_towers(values: Sequence[tf.Tensor], weights: Sequence[int] | None = 
     return tf.add_n([value * (weight / sum(weights)) for value, weight in zip(values, weights, strict=True)])
 
 
-def _replica_context():
+def _mean(tensor: tf.Tensor) -> tf.Tensor:
+    if context := _replica_context():
+        return context.all_reduce(tf.distribute.ReduceOp.MEAN, tensor)
+    if num_replicas() == 1:
+        return tensor
+    return mean_of_towers(_thread.rounds.all_gather(_thread.index, tensor), _thread.rounds.weights)
+
+
+def _replica_context() -> tf.distribute.ReplicaContext | None:
     return tf.distribute.get_replica_context() if tf.distribute.has_strategy() else None
 
 
-class _TraceBarrier:
-    """Lets one thread trace at a time, and exchanges one value per tower at each collective call."""
+class _Rounds:
+    """The towers' threads, of which one traces at a time; they exchange one value per tower in each round."""
 
     def __init__(self, weights: Sequence[int]):
         self.weights, num_towers = weights, len(weights)
@@ -105,10 +112,10 @@ class _TraceBarrier:
         self._values: list[Any] = [None] * num_towers
 
     def run(self, index: int, trace: Callable[[int], None]) -> None:
-        """The body of tower `index`'s thread."""
+        """Trace tower `index`, in this tower's thread."""
         try:
             self._wait_for_turn(index)
-            _thread.barrier, _thread.index = self, index
+            _thread.rounds, _thread.index = self, index
             trace(index)
         except BaseException as error:
             self.error = self.error or error
@@ -117,11 +124,11 @@ class _TraceBarrier:
             self._tracing.remove(index)
 
     def all_gather(self, index: int, value: Any) -> list[Any]:
-        """The values of all towers, in their order; returns when each has called it."""
+        """Return the values of all towers, in their order, when each has called it."""
         values = self._values
         values[index] = value
         if index == len(values) - 1:
-            self._values = [None] * len(values)  # for the next collective call
+            self._values = [None] * len(values)  # for the next round
         self._pass_turn(index)
         self._wait_for_turn(index)
         if any(value is None for value in values):
@@ -136,6 +143,7 @@ class _TraceBarrier:
             raise self.error
 
     def _pass_turn(self, index: int) -> None:
+        """Let the next tower trace that has not finished, or all of them after an error, so that each ends."""
         later = self._tracing[self._tracing.index(index) + 1 :] or self._tracing
         for tower in self._tracing if self.error else later[:1]:
             self._turns[tower].release()

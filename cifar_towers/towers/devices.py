@@ -1,14 +1,14 @@
-"""The device each tower computes on.
+"""Towers, and the devices they compute on.
 
 Call `make_towers(n)` once, before any other TensorFlow operation: TensorFlow fixes its devices at first use.
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import subprocess
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 CPU_TOWERS_BY_DEFAULT = 2
 
 
-class Tower(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tower:
     """One copy of the forward and backward pass, on one device."""
 
     index: int
@@ -31,19 +32,6 @@ class Tower(NamedTuple):
         return f"tower_{self.index}"
 
 
-class DevicePlan(NamedTuple):
-    """The devices that K towers use."""
-
-    kind: str  # "GPU" or "CPU"
-    physical: tuple[int, ...]  # [K] index of each tower's physical device
-    note: str  # why towers share devices; empty when every tower has a GPU of its own
-
-
-def on_gpus(towers: Sequence[Tower]) -> bool:
-    """Whether towers compute on GPUs."""
-    return any("GPU" in tower.device for tower in towers)
-
-
 def make_towers(
     num_towers: int = 0,
     *,
@@ -51,111 +39,84 @@ def make_towers(
     gpu_memory_growth: bool = True,
     gpu_memory_limit_mb: int = 0,
     intra_op_threads: int = 0,
+    multi_worker: bool = False,
 ) -> list[Tower]:
-    """Initializes TensorFlow's devices for `num_towers` towers and returns the towers.
+    """Configure and initialize TensorFlow's devices for `num_towers` towers, and return the towers.
 
     Args:
-      num_towers: 0 means one for each GPU, or two on the CPU where there is no GPU.
-      soft_placement: use logical devices for missing GPUs, and run operations without a kernel on their device
-        elsewhere. If false, either is an error.
+      num_towers: 0 means one for each GPU, or two on a machine without GPUs.
+      soft_placement: let logical devices stand in for missing GPUs, and let TensorFlow move an operation that has no
+        kernel for its device. If false, either is an error.
       gpu_memory_growth: allocate GPU memory as it is needed, not all at once.
       gpu_memory_limit_mb: limit for each GPU, in MB; 0 for none.
       intra_op_threads: threads inside one operation; 0 divides the cores by the CPU towers.
+      multi_worker: configure the devices of one worker of a cluster, whose CPU is a single tower, and leave their
+        initialization to `tf.distribute.MultiWorkerMirroredStrategy`.
 
     Raises:
       ValueError: GPUs are missing and soft placement is off, or the devices cannot be divided.
       RuntimeError: TensorFlow is already running with too few devices.
     """
-    plan = plan_devices(num_towers, len(tf.config.get_visible_devices("GPU")), soft_placement)
-    prepare_devices(plan, soft_placement, gpu_memory_growth, gpu_memory_limit_mb, intra_op_threads)
-    available, needed = len(tf.config.list_logical_devices(plan.kind)), len(plan.physical)
-    if available < needed:
-        raise RuntimeError(
-            f"TensorFlow already runs with {available} {plan.kind} devices, too few for {needed} towers: "
-            "call make_towers before any other TensorFlow operation"
-        )
-    _log_plan(plan)
-    return [Tower(index, f"/{plan.kind}:{index}") for index in range(needed)]
-
-
-def prepare_devices(
-    plan: DevicePlan,
-    soft_placement: bool = True,
-    gpu_memory_growth: bool = True,
-    gpu_memory_limit_mb: int = 0,
-    intra_op_threads: int = 0,
-) -> None:
-    """Configures the devices of a plan without initializing them; arguments as of `make_towers`."""
-    with contextlib.suppress(RuntimeError):  # already initialized, as in a notebook's second cell
-        tf.config.set_soft_device_placement(soft_placement)
-        _set_threads(plan, intra_op_threads)
-        if plan.kind == "GPU":
-            _divide_gpus(tf.config.get_visible_devices("GPU"), plan, gpu_memory_growth, gpu_memory_limit_mb)
-        else:
-            cpu, parts = tf.config.list_physical_devices("CPU")[0], len(plan.physical)
-            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * parts)
-
-
-def plan_devices(num_towers: int, num_gpus: int, soft_placement: bool = True) -> DevicePlan:
-    """Assigns `num_towers` towers to `num_gpus` physical GPUs, or to the CPU where there is none.
-
-    >>> plan_devices(4, 2).physical
-    (0, 0, 1, 1)
-    >>> plan_devices(3, 0).kind
-    'CPU'
-    """
-    count = num_towers or num_gpus or CPU_TOWERS_BY_DEFAULT
-    if num_towers > num_gpus and not soft_placement:
-        have = ", ".join(f"/GPU:{i}" for i in range(num_gpus)) or "only /CPU:0"
+    gpus = tf.config.get_visible_devices("GPU")
+    if num_towers > len(gpus) and not soft_placement:
+        have = ", ".join(f"/GPU:{index}" for index in range(len(gpus))) or "only /CPU:0"
         raise ValueError(
             f"{num_towers} towers need {num_towers} GPUs and this machine has {have}; "
             "ask for fewer or allow soft placement"
         )
-    if num_gpus == 0:
-        return DevicePlan("CPU", (0,) * count, f"no GPU here: {count} tower{'s' * (count > 1)} on logical CPU devices")
-    note = f"{num_gpus} GPUs for {count} towers: they share them as logical devices" if count > num_gpus else ""
-    return DevicePlan("GPU", tuple(i * num_gpus // count if count > num_gpus else i for i in range(count)), note)
-
-
-def _log_plan(plan: DevicePlan) -> None:
-    if plan.note:
-        log.info(plan.note)
-    if plan.kind == "GPU":
-        for name, (major, minor) in hardware.gpus_without_kernels():
-            log.warning(
-                f"{name} has compute capability {major}.{minor}, for which TensorFlow has no compiled kernels: the "
-                "driver compiles them at the first start, for minutes up to half an hour; later starts find them"
+    count = num_towers or len(gpus) or (1 if multi_worker else CPU_TOWERS_BY_DEFAULT)
+    with contextlib.suppress(RuntimeError):  # already initialized, as in a notebook's second cell
+        tf.config.set_soft_device_placement(soft_placement)
+        _set_threads(0 if gpus else count, intra_op_threads)
+        if gpus:
+            _divide_gpus(gpus, count, gpu_memory_growth, gpu_memory_limit_mb)
+        else:
+            cpu = tf.config.list_physical_devices("CPU")[0]
+            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+    kind = "GPU" if gpus else "CPU"
+    if not multi_worker:
+        available = len(tf.config.list_logical_devices(kind))  # initializes the devices
+        if available < count:
+            raise RuntimeError(
+                f"TensorFlow already runs with {available} {kind} devices, too few for {count} towers: "
+                "call make_towers before any other TensorFlow operation"
             )
-    elif os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1") and hardware.has_nvidia_driver():
-        missing = hardware.missing_cuda_libraries()
-        log.warning(
-            "an NVIDIA driver is installed, but TensorFlow has no GPU: "
-            + (
-                f"it does not find {', '.join(missing)}; type pip install 'tensorflow[and-cuda]'"
-                if missing
-                else "set TF_CPP_MIN_LOG_LEVEL=0 to see why, as CUDA's libraries are there"
-            )
-        )
+        _log_devices(count, len(gpus))
+    return [Tower(index, f"/{kind}:{index}") for index in range(count)]
 
 
-def _set_threads(plan: DevicePlan, intra_op_threads: int) -> None:
-    """K towers on C cores get C/K threads an operation and K operations at a time, not K x C threads."""
+def assign_gpus(num_towers: int, num_gpus: int) -> list[int]:
+    """Return the index of each tower's GPU; neighboring towers share one where there are too few.
+
+    >>> assign_gpus(2, 4), assign_gpus(4, 2)
+    ([0, 1], [0, 0, 1, 1])
+    """
+    return [tower * num_gpus // max(num_towers, num_gpus) for tower in range(num_towers)]
+
+
+def on_gpus(towers: Sequence[Tower]) -> bool:
+    """Return whether towers compute on GPUs."""
+    return any("GPU" in tower.device for tower in towers)
+
+
+def _set_threads(cpu_towers: int, intra_op_threads: int) -> None:
+    """Give K towers on C cores K operations at a time of C/K threads each, instead of K x C threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    towers = len(plan.physical)
-    if plan.kind == "CPU":
-        tf.config.threading.set_inter_op_parallelism_threads(max(towers, min(2, cores)))
-        intra_op_threads = intra_op_threads or max(1, cores // towers)
+    if cpu_towers:
+        tf.config.threading.set_inter_op_parallelism_threads(max(cpu_towers, min(2, cores)))
+        intra_op_threads = intra_op_threads or max(1, cores // cpu_towers)
     if intra_op_threads:
         tf.config.threading.set_intra_op_parallelism_threads(intra_op_threads)
 
 
-def _divide_gpus(gpus, plan: DevicePlan, growth: bool, limit_mb: int) -> None:
-    used = gpus[: max(plan.physical) + 1]
+def _divide_gpus(gpus: Sequence[tf.config.PhysicalDevice], num_towers: int, growth: bool, limit_mb: int) -> None:
+    """Make each GPU one logical device per tower on it, and hide the GPUs without a tower."""
+    used = gpus[:num_towers]
     tf.config.set_visible_devices(used, "GPU")
-    divide = limit_mb or len(plan.physical) > len(used)
+    divide = limit_mb or num_towers > len(used)
     for index, gpu in enumerate(used):
         if divide:
-            shares = plan.physical.count(index)
+            shares = assign_gpus(num_towers, len(used)).count(index)
             share = tf.config.LogicalDeviceConfiguration((limit_mb or _gpu_memory_mb(index)) // shares)
             tf.config.set_logical_device_configuration(gpu, [share] * shares)
         else:  # TensorFlow does not allow growth where any GPU is divided
@@ -163,7 +124,7 @@ def _divide_gpus(gpus, plan: DevicePlan, growth: bool, limit_mb: int) -> None:
 
 
 def _gpu_memory_mb(index: int) -> int:
-    """Nine tenths of a GPU's free memory, as its driver reports it."""
+    """Return nine tenths of a GPU's free memory in MB, as its driver reports it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[index] if index < len(visible) and visible[index] else str(index)
     query = ["nvidia-smi", f"--id={name}", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
@@ -175,3 +136,22 @@ def _gpu_memory_mb(index: int) -> int:
             f"several towers on /GPU:{index} need a share of its memory, and the driver does not report it; "
             "set gpu_memory_limit_mb"
         ) from error
+
+
+def _log_devices(num_towers: int, num_gpus: int) -> None:
+    """Log why towers share a device, and why GPUs are slow to start or missing."""
+    if num_gpus:
+        if num_towers > num_gpus:
+            log.info(f"{num_gpus} GPUs for {num_towers} towers: they share them as logical devices")
+        for name, (major, minor) in hardware.gpus_without_kernels():
+            log.warning(
+                f"{name} has compute capability {major}.{minor}, for which TensorFlow has no compiled kernels: the "
+                "driver compiles them at the first start, for minutes up to half an hour; later starts find them"
+            )
+        return
+    log.info(f"no GPU here: {num_towers} tower{'s' * (num_towers > 1)} on logical CPU devices")
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1") and hardware.has_nvidia_driver():
+        why = "set TF_CPP_MIN_LOG_LEVEL=0 to see why, as CUDA's libraries are there"
+        if missing := hardware.missing_cuda_libraries():
+            why = f"it does not find {', '.join(missing)}; type pip install 'tensorflow[and-cuda]'"
+        log.warning(f"an NVIDIA driver is installed, but TensorFlow has no GPU: {why}")

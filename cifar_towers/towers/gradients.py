@@ -2,20 +2,25 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
 
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+Variable: TypeAlias = tf.Variable | keras.Variable
+
 
 def average_gradients(
-    tower_grads: Sequence[Iterable[tuple]], weights: Sequence[float] | None = None, device: str = ""
-) -> list[tuple]:
-    """Averages each variable's gradient over the towers, on the variable's device unless another is given.
+    tower_grads: Sequence[Iterable[tuple[Gradient, Variable]]],
+    weights: Sequence[float] | None = None,
+    device: str = "",
+) -> list[tuple[Gradient, Variable]]:
+    """Average each variable's gradient over the towers, on the variable's device unless another is given.
 
     Args:
       tower_grads: K x N x (gradient, variable): for each tower, the pairs of all N variables in one order, as
-        `zip(tape.gradient(loss, variables), variables)` gives them. A gradient is a tensor, `tf.IndexedSlices` or
-        `None`; a variable is a `tf.Variable` or a Keras variable.
+        `zip(tape.gradient(loss, variables), variables)` gives them.
       weights: [K], the weight of each tower, usually its number of examples; equal if not given.
       device: computes all means, as `/CPU:0`; the device of each variable if empty.
 
@@ -28,21 +33,36 @@ def average_gradients(
       ValueError: no towers, towers that disagree on their variables or their order, pairs of (variable, gradient), or
         weights that do not match the towers.
     """
-    tower_grads = [list(pairs) for pairs in tower_grads]
-    fractions = _fractions(tower_grads, weights)
-    _check_gradients_first(tower_grads)
-    _check_same_variables(tower_grads)
-    if len(tower_grads) == 1:
-        return tower_grads[0]
+    towers = [list(pairs) for pairs in tower_grads]
+    fractions = _fractions(len(towers), weights)
+    _check_gradients_first(towers)
+    _check_same_variables(towers)
+    if len(towers) == 1:
+        return towers[0]
     with tf.name_scope("average_gradients"):
         return [
-            (_mean([gradient for gradient, _ in pairs], device or _device(pairs[0][1]), fractions), pairs[0][1])
-            for pairs in zip(*tower_grads, strict=True)
+            (_mean([gradient for gradient, _ in pairs], fractions, device or _device(pairs[0][1])), pairs[0][1])
+            for pairs in zip(*towers, strict=True)
         ]
 
 
-def _mean(gradients: list, device: str, fractions: list[float]):
-    """sum(fraction_k * gradient_k) over the towers that have one, or None if none has."""
+def _fractions(num_towers: int, weights: Sequence[float] | None) -> list[float]:
+    """Return each tower's weight as a fraction of their sum."""
+    if not num_towers:
+        raise ValueError(
+            "average_gradients needs the gradients of at least one tower; pass a list with one entry per tower"
+        )
+    if weights is None:
+        return [1 / num_towers] * num_towers
+    if len(weights) != num_towers or min(weights) < 0 or sum(weights) <= 0:
+        raise ValueError(
+            f"weights={list(weights)} must be {num_towers} numbers, one a tower, none negative, not all zero"
+        )
+    return [weight / sum(weights) for weight in weights]
+
+
+def _mean(gradients: Sequence[Gradient], fractions: Sequence[float], device: str) -> Gradient:
+    """Return sum(fraction_k * gradient_k) over the towers that have a gradient, or None if none has."""
     present = [(g, fraction) for g, fraction in zip(gradients, fractions, strict=True) if g is not None]
     if not present:
         return None
@@ -53,27 +73,13 @@ def _mean(gradients: list, device: str, fractions: list[float]):
         return tf.add_n([tf.convert_to_tensor(g) * tf.constant(fraction, g.dtype) for g, fraction in present])
 
 
-def _device(variable) -> str:
-    """Device of a `tf.Variable`, or of the one that a Keras variable has as its value."""
+def _device(variable: Variable) -> str:
+    """Return the device of a `tf.Variable`, or of the one that a Keras variable has as its value."""
     return getattr(variable, "device", None) or getattr(getattr(variable, "value", None), "device", "") or ""
 
 
-def _fractions(tower_grads, weights) -> list[float]:
-    if not tower_grads:
-        raise ValueError(
-            "average_gradients needs the gradients of at least one tower; pass a list with one entry per tower"
-        )
-    if weights is None:
-        return [1 / len(tower_grads)] * len(tower_grads)
-    if len(weights) != len(tower_grads) or min(weights) < 0 or sum(weights) <= 0:
-        raise ValueError(
-            f"weights={list(weights)} must be {len(tower_grads)} numbers, one a tower, none negative, not all zero"
-        )
-    return [weight / sum(weights) for weight in weights]
-
-
-def _check_gradients_first(tower_grads) -> None:
-    for tower, pairs in enumerate(tower_grads):
+def _check_gradients_first(towers: Sequence[Sequence[tuple[Gradient, Variable]]]) -> None:
+    for tower, pairs in enumerate(towers):
         for position, (gradient, _) in enumerate(pairs):
             if isinstance(gradient, tf.Variable | keras.Variable):
                 raise ValueError(
@@ -82,9 +88,9 @@ def _check_gradients_first(tower_grads) -> None:
                 )
 
 
-def _check_same_variables(tower_grads) -> None:
-    first = [variable for _, variable in tower_grads[0]]
-    for tower, pairs in enumerate(tower_grads):
+def _check_same_variables(towers: Sequence[Sequence[tuple[Gradient, Variable]]]) -> None:
+    first = [variable for _, variable in towers[0]]
+    for tower, pairs in enumerate(towers):
         variables = [variable for _, variable in pairs]
         for position, (expected, actual) in enumerate(itertools.zip_longest(first, variables)):
             if expected is actual:
@@ -102,11 +108,11 @@ def _check_same_variables(tower_grads) -> None:
             )
 
 
-def _name(variable) -> str:
+def _name(variable: Variable | None) -> str:
     if variable is None:
         return "none"
     return repr(getattr(variable, "path", None) or getattr(variable, "name", None) or str(variable))
 
 
-def _shape(variable) -> str:
+def _shape(variable: Variable | None) -> str:
     return str(getattr(variable, "shape", "none"))

@@ -1,29 +1,29 @@
-"""Run a Keras model on several towers behind its own `fit`, `evaluate` and `predict`."""
+"""A Keras model on several towers, behind its own `fit`, `evaluate` and `predict`; and questions about Keras models."""
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from cifar_towers.towers.devices import Tower
-from cifar_towers.towers.make_parallel import as_towers, join_outputs, run_on_shards, split_any_batch
+from cifar_towers.towers.make_parallel import as_towers, join_outputs, run_on_any_batch
 
 # Distance between the seeds of neighboring towers. Keras draws its default seeds below it.
 TOWER_SEED_STRIDE = 1_000_000_007
 
 
 def make_parallel_model(keras_model: keras.Model, num_towers: int | Sequence[Tower]) -> "ParallelModel":
-    """A Keras model that computes on several towers and shares the variables of `keras_model`.
+    """Return a Keras model that computes on several towers and shares the variables of `keras_model`.
 
-    Compile, `fit`, `evaluate` and `predict` it as the original; batches may have any length. There is one loss, over
-    the outputs of all towers, so a model without batch statistics and random numbers trains the same on any number of
-    towers, to rounding. `save`, `export` and `load_weights` read and write files of the original.
+    Compile, `fit`, `evaluate` and `predict` it like the original; batches may have any length. There is one loss, over
+    the outputs of all towers. A model without batch statistics and random numbers therefore trains the same on any
+    number of towers, to rounding. `save`, `export` and `load_weights` read and write files of the original.
 
-    State that training changes besides the weights is updated once a step: moving statistics become the mean over the
-    towers, weighed by examples, each tower normalizing by its own shard. Losses that layers add become the same mean.
-    Seed generators advance as the first tower's, and each tower draws different numbers.
+    Non-trainable state is updated once a step. Each tower normalizes by its own shard, and moving statistics become
+    the mean over the towers, weighted by examples, as do losses that layers add. Seed generators advance like the first
+    tower's, and each tower draws different numbers.
 
     Raises:
       ValueError: a model that is not built, overrides a training step, takes batches of one fixed length only, or has
@@ -35,18 +35,9 @@ def make_parallel_model(keras_model: keras.Model, num_towers: int | Sequence[Tow
     if getattr(keras_model, "inputs", None):  # trace one tower: raises here, not in `fit`, for state that is not shared
         inputs = keras_model.inputs[0] if isinstance(keras_model, keras.Sequential) else keras_model.input
         specs = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), inputs)
-        trial = tf.function(lambda x: parallel.on_tower(True, towers[0], x).outputs, autograph=False)
+        trial = tf.function(lambda x: parallel.on_tower(True, towers[0], x)[0], autograph=False)
         trial.get_concrete_function(specs)
     return parallel
-
-
-class TowerPass(NamedTuple):
-    """The result of one tower's forward pass."""
-
-    outputs: Any  # the model's structure of [B/K, ...]
-    masks: dict[int, tf.Tensor]  # position among the outputs -> [B/K, T], where an output has a mask
-    losses: list[tf.Tensor]  # scalars that layers added
-    state: dict[int, tf.Tensor]  # position among the non-trainable variables -> new value, where it changed
 
 
 class ParallelModel(keras.Model):
@@ -64,38 +55,43 @@ class ParallelModel(keras.Model):
         for name in ("save", "save_weights", "load_weights", "export", "summary", "get_layer"):
             setattr(self, name, getattr(model, name))
 
-    def call(self, inputs, training=None):
-        shards = split_any_batch(inputs, self._towers)
-        passes = run_on_shards(functools.partial(self.on_tower, training), self._towers, shards)
-        outputs, masks = join_outputs([(p.outputs, p.masks) for p in passes], shards)
-        total = sum(shard.examples for shard in shards)
-        fractions = [shard.examples / total for shard in shards]
-        for losses in zip(*(p.losses for p in passes), strict=True):
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        """Run the forward pass on all towers, then update the model's non-trainable state once."""
+        passes, sizes = run_on_any_batch(functools.partial(self.on_tower, training), self._towers, inputs)
+        tower_outputs, tower_masks, tower_losses, tower_states = zip(*passes, strict=True)
+        outputs, masks = join_outputs(list(zip(tower_outputs, tower_masks, strict=True)), sizes)
+        total = sum(sizes)
+        fractions = [size / total for size in sizes]
+        for losses in zip(*tower_losses, strict=True):
             self.add_loss(_mean(losses, fractions))
-        for position in passes[0].state:
+        for position in tower_states[0]:
             variable = self.model.non_trainable_variables[position]
-            values = [p.state[position] for p in passes]
+            values = [state[position] for state in tower_states]
             variable.assign(values[0] if is_seed_generator_state(variable) else _mean(values, fractions))
         for position, mask in masks.items():
             tf.nest.flatten(outputs)[position]._keras_mask = mask
         return outputs
 
-    def on_tower(self, training: bool | None, tower: Tower, inputs: Any) -> TowerPass:
-        """The forward pass of one tower: reads the model's variables and writes none."""
+    def on_tower(self, training: bool | None, tower: Tower, inputs: Any) -> tuple[Any, dict, list, dict]:
+        """Run the forward pass of one tower, which reads the model's variables and writes none.
+
+        Returns:
+          The outputs [B/K, ...]; the mask [B/K, T] of each output that has one, by position; the losses that layers
+          added; and the new value of each non-trainable variable that changed, by position.
+        """
         values = [(v, tf.convert_to_tensor(v.value)) for v in self.model.variables]
         values = [(v, t + tower.index * TOWER_SEED_STRIDE if is_seed_generator_state(v) else t) for v, t in values]
         with keras.StatelessScope(values, collect_losses=True) as scope:
             outputs = self.model(inputs, training=training)
-        changed = {id(v) for v, before in values if scope.get_current_value(v) is not before}
-        foreign = scope.state_mapping.keys() - {id(v) for v, _ in values}
-        _check_changes([v for v, _ in values if id(v) in changed], foreign)
+        changed = [v for v, before in values if scope.get_current_value(v) is not before]
+        _check_changes(changed, foreign=scope.state_mapping.keys() - {id(v) for v, _ in values})
         position = {id(v): i for i, v in enumerate(self.model.non_trainable_variables)}
-        state = {position[id(v)]: tf.stop_gradient(scope.get_current_value(v)) for v, _ in values if id(v) in changed}
+        state = {position[id(v)]: tf.stop_gradient(scope.get_current_value(v)) for v in changed}
         masks = {i: getattr(output, "_keras_mask", None) for i, output in enumerate(tf.nest.flatten(outputs))}
-        return TowerPass(outputs, {i: m for i, m in masks.items() if m is not None}, list(scope.losses), state)
+        return outputs, {i: mask for i, mask in masks.items() if mask is not None}, list(scope.losses), state
 
-    def compile(self, optimizer="rmsprop", *args, **kwargs):
-        """Compiles the original too, with the same optimizer, so that a saved model can be trained further."""
+    def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
+        """Compile the original too, with the same optimizer, so that a saved model can be trained further."""
         if kwargs.get("jit_compile") is True:
             raise ValueError("jit_compile=True: XLA compiles for one device and cannot span towers; leave it out")
         self.model.compile(optimizer, *args, **kwargs)
@@ -126,8 +122,8 @@ def _check_model(model: keras.Model) -> None:
             )
 
 
-def _check_changes(changed: list, foreign: set) -> None:
-    """Raises unless a forward pass changes only float state, such as moving statistics, and seed generators."""
+def _check_changes(changed: Sequence[keras.Variable], foreign: set[int]) -> None:
+    """Raise unless a forward pass changes only float state, such as moving statistics, and seed generators."""
     for variable in changed:
         if variable.trainable:
             raise ValueError(

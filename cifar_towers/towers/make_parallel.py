@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -13,11 +13,11 @@ from cifar_towers.towers.sharding import run_on_towers, split_batch, with_pinned
 
 
 def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **tensors: Any) -> Any:
-    """Splits the tensors over K towers, calls `fn(**shard)` on each and joins the outputs: equals `fn(**tensors)`.
+    """Compute `fn(**tensors)` on K towers: split the tensors, call `fn(**shard)` on each tower and join the outputs.
 
-    Call it inside one `tf.function`: there the towers run side by side, eagerly one after another. Gradients with
-    respect to `tensors` and to the variables that `fn` reads are computed on the tower that ran the forward pass;
-    tensors that `fn` only closes over get none.
+    Call it inside one `tf.function`: there the towers run side by side, but eagerly one after another. Gradients with
+    respect to `tensors` and to the variables that `fn` reads are computed on the tower that ran the forward pass.
+    Tensors that `fn` only closes over get none.
 
     Args:
       fn: called with keywords, each a shard [B/K, ...]; returns a structure of tensors [B/K, ...].
@@ -35,24 +35,26 @@ def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **t
     towers = as_towers(num_towers)
     tensors = tf.nest.map_structure(tf.convert_to_tensor, tensors)
     _check_batch(tensors, towers)
-    shards = split_any_batch(tensors, towers)
-    outputs = run_on_shards(lambda tower, shard: _check_outputs(fn(**shard), shard, tower), towers, shards)
-    return join_outputs(outputs, shards)
+    outputs, sizes = run_on_any_batch(lambda tower, shard: _check_outputs(fn(**shard), shard, tower), towers, tensors)
+    return join_outputs(outputs, sizes)
 
 
 def map_on_towers(fn: Callable[[Any], Any], dataset: tf.data.Dataset, towers: int | Sequence[Tower]) -> Iterator[Any]:
-    """Yields `fn(batch)` for each batch of a dataset, in order, K batches at a time on K devices.
+    """Return an iterator of `fn(batch)` for each batch of a dataset, in order, K batches at a time on K devices.
 
-    `fn` is called with one element (a pair as a pair) and returns a structure of tensors. One graph runs all groups of
-    K batches, another the last group if it has fewer; the last batch may be shorter. At most K batches are in memory.
+    At most K batches are in memory. One graph runs all groups of K batches, and a second one a smaller last group.
+
+    Args:
+      fn: called with one element of the dataset (a pair as a pair), of which the last may be shorter; returns a
+        structure of tensors.
     """
     towers = as_towers(towers)
 
     @tf.function
-    def group_fn(batches):
+    def group_fn(batches: list[Any]) -> list[Any]:
         return run_on_towers(lambda tower, batch: fn(batch), towers[: len(batches)], batches)
 
-    def results():
+    def results() -> Iterator[Any]:
         batches = iter(dataset)
         while group := list(itertools.islice(batches, len(towers))):
             yield from group_fn.get_concrete_function([dataset.element_spec] * len(group))(group)
@@ -60,43 +62,42 @@ def map_on_towers(fn: Callable[[Any], Any], dataset: tf.data.Dataset, towers: in
     return results()
 
 
-class Shard(NamedTuple):
-    """One tower's part of a batch."""
+def run_on_any_batch(
+    fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], tensors: Any
+) -> tuple[list[Any], list[int | tf.Tensor]]:
+    """Split a batch of any length and run `fn(tower, shard)` on each tower, with its backward pass on the same device.
 
-    tensors: Any
-    examples: Any  # number of its first rows that count: all, or 0 where a row stands in for an empty shard
+    The length may be less than K, or unknown until the graph runs. The last example then replaces an empty shard.
 
-
-def split_any_batch(tensors: Any, towers: Sequence[Tower]) -> list[Shard]:
-    """As `split_batch`, also for lengths unknown until the graph runs; the last example replaces an empty shard."""
-    flat = tf.nest.flatten(tensors)
-    length = next((t.shape[0] for t in flat if t.shape[0] is not None), None)
-    if length is not None and length >= len(towers) and all(t.shape[0] == length for t in flat):
+    Returns:
+      [K] results, and [K] numbers of examples, 0 for an empty shard.
+    """
+    flat, count = tf.nest.flatten(tensors), len(towers)
+    known = next((t.shape[0] for t in flat if t.shape[0] is not None), None)
+    if known is not None and known >= count and all(t.shape[0] == known for t in flat):
         shards = split_batch(tensors, towers, allow_uneven=True)
-        return [Shard(shard, tf.nest.flatten(shard)[0].shape[0]) for shard in shards]
-    with tf.name_scope("split_batch"):
-        length = tf.shape(flat[0])[0]
-        for tensor in flat[1:]:
-            tf.debugging.assert_equal(tf.shape(tensor)[0], length, "the tensors of a batch differ in axis 0")
-        shortest, rest = length // len(towers), length % len(towers)
-        ends = [shortest * (k + 1) + tf.minimum(rest, k + 1) for k in range(len(towers))]
-        shards = []
-        for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-            first = tf.minimum(begin, length - 1)
-            shards.append(Shard(tf.nest.map_structure(lambda t, a=first, b=end: t[a:b], tensors), end - begin))
-    return shards
-
-
-def run_on_shards(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: list[Shard]) -> list[Any]:
-    """As `run_on_towers`, with the backward pass on the tower's device wherever the gradients are taken."""
-    return [
-        with_pinned_backward(tower.device, tower.name, functools.partial(fn, tower))(shard.tensors)
+        sizes = [tf.nest.flatten(shard)[0].shape[0] for shard in shards]
+    else:
+        with tf.name_scope("split_batch"):
+            length = tf.shape(flat[0])[0]
+            for tensor in flat[1:]:
+                tf.debugging.assert_equal(tf.shape(tensor)[0], length, "the tensors of a batch differ in axis 0")
+            shortest, rest = length // count, length % count
+            ends = [shortest * (k + 1) + tf.minimum(rest, k + 1) for k in range(count)]
+            shards, sizes = [], []
+            for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+                first = tf.minimum(begin, length - 1)
+                shards.append(tf.nest.map_structure(lambda t, a=first, b=end: t[a:b], tensors))
+                sizes.append(end - begin)
+    results = [
+        with_pinned_backward(tower.device, tower.name, functools.partial(fn, tower))(shard)
         for tower, shard in zip(towers, shards, strict=True)
     ]
+    return results, sizes
 
 
-def join_outputs(structures: list[Any], shards: list[Shard]) -> Any:
-    """K x [B/K, ...] -> [B, ...] for every tensor of K equal structures."""
+def join_outputs(structures: Sequence[Any], sizes: Sequence[int | tf.Tensor]) -> Any:
+    """Concatenate the tensors of K equal structures, K x [B/K, ...] -> [B, ...], without the rows of empty shards."""
     first = _paths(structures[0])
     for tower, structure in enumerate(structures):
         if _paths(structure) != first:
@@ -106,14 +107,18 @@ def join_outputs(structures: list[Any], shards: list[Shard]) -> Any:
             )
     with tf.name_scope("join_batch"):
         counted = [
-            tf.nest.map_structure(lambda t, n=shard.examples: t if isinstance(n, int) else t[:n], structure)
-            for structure, shard in zip(structures, shards, strict=True)
+            tf.nest.map_structure(lambda t, n=size: t if isinstance(n, int) else t[:n], structure)
+            for structure, size in zip(structures, sizes, strict=True)
         ]
         return tf.nest.map_structure(lambda *parts: tf.concat(parts, axis=0), *counted)
 
 
 def as_towers(towers: int | Sequence[Tower]) -> list[Tower]:
-    """`make_towers(towers)` for a number, else the towers as a list; a ValueError if there are none."""
+    """Return so many towers for a number, otherwise the towers themselves.
+
+    Raises:
+      ValueError: there are none.
+    """
     towers = make_towers(towers) if isinstance(towers, int) else list(towers)
     if not towers:
         raise ValueError("no towers to run on; pass their number or a list from make_towers")
@@ -121,7 +126,7 @@ def as_towers(towers: int | Sequence[Tower]) -> list[Tower]:
 
 
 def _paths(structure: Any, name: str = "output") -> list[str]:
-    """The path of each tensor of a structure: "output['logits']", "output[0]" or "output"."""
+    """Return the path of each tensor of a structure: "output['logits']", "output[0]" or "output"."""
     return [name + "".join(f"[{key!r}]" for key in path) for path, _ in keras.tree.flatten_with_path(structure)]
 
 
@@ -145,7 +150,7 @@ def _check_batch(tensors: dict[str, Any], towers: Sequence[Tower]) -> None:
 
 
 def _check_outputs(structure: Any, shard: dict[str, Any], tower: Tower) -> Any:
-    """The same structure, if each tensor has one row per example; unknown lengths are checked when the graph runs."""
+    """Return `structure` if each of its tensors has one row per example; the graph checks an unknown length."""
     first = tf.nest.flatten(shard)[0]
     examples = first.shape[0]
     for path, output in zip(_paths(structure), tf.nest.flatten(structure), strict=True):

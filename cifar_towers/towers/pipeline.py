@@ -1,7 +1,7 @@
 """Model parallelism: one functional Keras model in stages, each on its own device.
 
-`staged_call` replaces `model.stateless_call`. Called on several micro-batches in one `tf.function`, the stages work as
-a pipeline: stage 1 on micro-batch 0 while stage 0 is on micro-batch 1.
+`staged_call` replaces `model.stateless_call`. If it is called on several micro-batches in one `tf.function`, the stages
+work as a pipeline: stage 1 is on micro-batch 0 while stage 0 is on micro-batch 1.
 Source: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
 arXiv 1811.06965.
 """
@@ -10,9 +10,9 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -23,6 +23,9 @@ from cifar_towers.towers.sharding import with_pinned_backward
 # Multiply-adds that take as long as reading, changing and writing one element of a layer's output: 20 to 40 measured on
 # a CPU in float32, about 200 by the peak rates of a GPU with matrix units.
 ELEMENT_COST = 100
+
+# One layer in a model, its symbolic inputs and its outputs, by name.
+LayerCall: TypeAlias = tuple[keras.layers.Layer, dict[str, keras.KerasTensor], dict[str, keras.KerasTensor]]
 
 
 class Stage(NamedTuple):
@@ -39,11 +42,10 @@ class Stage(NamedTuple):
 def cut_in_stages(
     model: keras.Model, devices: Sequence[str], *, open_size: int = 32, activation_layers: Sequence[str] = ()
 ) -> list[Stage]:
-    """Cuts a model's layers, in the order they run, into one stage per device.
+    """Cut a model's layers, in the order they run, into one stage per device, so that the costliest stage costs least.
 
-    Minimizes the cost of the most expensive stage. A layer's cost is estimated: the multiply-adds of its kernels (their
-    elements times the positions of the output, the axes between batch and channels) plus `ELEMENT_COST` for each
-    element of its output. Transfers between devices count as free. A layer that is itself a model is not cut.
+    The cost of a layer is an estimate: the multiply-adds of its kernels plus `ELEMENT_COST` for each element of its
+    output. Transfers between devices count as free. A layer that is itself a model is not cut.
 
     Args:
       devices: such as `["/GPU:0", "/GPU:1"]`, in the order of the stages; one device may have several stages.
@@ -56,9 +58,10 @@ def cut_in_stages(
     """
     functional = _as_functional(model)
     shape = functional.inputs[0].shape[1:]
-    calls = _trace(functional, shape)
+    calls = _layer_calls(functional, shape)
     _check(model.name, calls, len(devices))
-    costs = [_cost(call) for call in _trace(functional, [size or open_size for size in shape])]
+    sizes = [size or open_size for size in shape]
+    costs = [_cost(layer, outputs) for layer, _, outputs in _layer_calls(functional, sizes)]
     starts = cheapest_cuts(costs, len(devices))
     bounds = list(zip(starts, [*starts[1:], len(calls)], strict=True))
     return [
@@ -68,7 +71,7 @@ def cut_in_stages(
 
 
 def staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, Any, tf.Tensor], tuple]:
-    """`model.stateless_call` for training, with each stage's forward and backward pass on the stage's device.
+    """Return `model.stateless_call` for training, with each stage's forward and backward pass on the stage's device.
 
     Operations are named `stage_0/...`, `stage_1/...`. They are ordered by data only, so that a stage need not wait for
     another micro-batch. Keras masks do not pass from stage to stage.
@@ -78,10 +81,12 @@ def staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, A
       lists of tensors in the order of `model.trainable_variables` and `model.non_trainable_variables`. A value that
       does not change is returned as the same tensor; one that does carries no gradient, nor do the activations.
     """
-    weights_of = _positions(model.trainable_variables, [s.model.trainable_variables for s in stages])
-    non_trainable_of = _positions(model.non_trainable_variables, [s.model.non_trainable_variables for s in stages])
+    kinds = model.trainable_variables, model.non_trainable_variables
+    position = {id(variable): index for variables in kinds for index, variable in enumerate(variables)}
+    weights_of = [[position[id(v)] for v in stage.model.trainable_variables] for stage in stages]
+    non_trainable_of = [[position[id(v)] for v in stage.model.non_trainable_variables] for stage in stages]
 
-    def call(weights, non_trainable, images):
+    def call(weights: Sequence[tf.Tensor], non_trainable: Sequence[tf.Tensor], images: tf.Tensor) -> tuple:
         tensors, non_trainable, activations = {stages[0].inputs[0]: images}, list(non_trainable), []
         for index, stage in enumerate(stages):
             forward = with_pinned_backward(stage.device, f"stage_{index}", functools.partial(_forward, stage))
@@ -93,53 +98,50 @@ def staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, A
                 )
             tensors |= dict(zip(stage.outputs, outputs, strict=True))
             activations += stage_activations
-            for position, value in changed.items():
-                non_trainable[non_trainable_of[index][position]] = value
+            for i, value in changed.items():
+                non_trainable[non_trainable_of[index][i]] = value
         return tensors[stages[-1].outputs[0]], non_trainable, activations
 
     return call
 
 
-def variable_devices(stages: Sequence[Stage]) -> dict[str, str]:
-    """Path of each variable of the model -> device of the stage that reads it."""
-    return {variable.path: stage.device for stage in stages for variable in stage.model.variables}
-
-
 @contextlib.contextmanager
 def stage_placement(build: Callable[[], keras.Model], devices: Sequence[str], *, open_size: int = 32) -> Iterator[None]:
-    """Creates the variables of the model that is built inside, as `build` builds it, on the devices of their stages.
+    """Create the variables of the model that is built inside, as `build` builds it, on the devices of their stages.
 
-    Stages can only be cut from a model that has its variables: `build` is called once before, to learn the cut and the
-    order in which variables are created. Slots are beside their variable; all else is in host memory.
+    Stages can only be cut from a model that has its variables. Therefore `build` is called once before, to learn the
+    cut and the order in which variables are created. Slots are beside their variable, all else is in host memory.
 
     Raises:
       ValueError: as `cut_in_stages` does.
     """
     created: list[tf.Variable] = []
 
-    def record(next_creator, **creation):
+    def record(next_creator: Callable[..., tf.Variable], **creation: Any) -> tf.Variable:
         created.append(next_creator(**creation))
         return created[-1]
 
     with tf.variable_creator_scope(record):
         model = build()
-    device_of = variable_devices(cut_in_stages(model, devices, open_size=open_size))
-    by_variable = {id(variable.value): device_of[variable.path] for variable in model.variables}
-    order = iter([by_variable.get(id(variable), HOST) for variable in created])
+    stages = cut_in_stages(model, devices, open_size=open_size)
+    device_of = {id(variable.value): stage.device for stage in stages for variable in stage.model.variables}
+    order = iter([device_of.get(id(variable), HOST) for variable in created])
     with custom_placement(lambda _, pinned_to: pinned_to or next(order, HOST)):
         yield
 
 
 def cheapest_cuts(costs: Sequence[int], stages: int) -> list[int]:
-    """First index of each of `stages` runs of consecutive costs that minimize the largest sum of a run.
+    """Return the first index of each of `stages` runs of consecutive costs, with the smallest largest sum of a run.
 
-    Exact, by dynamic programming over (layers, stages): stages * layers^2 steps.
+    The result is exact, by dynamic programming over (layers, stages) in stages * layers^2 steps.
 
     >>> cheapest_cuts([3, 1, 1, 1, 4], 3)
     [0, 1, 4]
     """
     before = list(accumulate(costs, initial=0))
-    best = [(cost, (0,)) for cost in before]  # best[n]: largest sum and starts of the first n costs in one run
+    best: list[tuple[float, tuple[int, ...]]] = [
+        (cost, (0,)) for cost in before
+    ]  # best[n]: largest sum and starts of the first n costs in one run
     for used in range(1, stages):
         best = [
             min(
@@ -165,26 +167,18 @@ def layer_costs(model: keras.Model, *, open_size: int = 32) -> list[dict[str, An
     shape = [size or open_size for size in functional.inputs[0].shape[1:]]
     return [
         {
-            "name": call.layer.name,
-            "kind": type(call.layer).__name__,
-            "output": tuple(next(iter(call.outputs.values())).shape[1:]),
-            "parameters": sum(math.prod(weight.shape) for weight in getattr(call.layer, "weights", ())),
-            "flops": 2 * _multiply_adds(call),
+            "name": layer.name,
+            "kind": type(layer).__name__,
+            "output": tuple(next(iter(outputs.values())).shape[1:]),
+            "parameters": sum(math.prod(weight.shape) for weight in getattr(layer, "weights", ())),
+            "flops": 2 * _multiply_adds(layer, outputs),
         }
-        for call in _trace(functional, shape)
+        for layer, _, outputs in _layer_calls(functional, shape)
     ]
 
 
-class _Call(NamedTuple):
-    """One layer of a model with its symbolic inputs and outputs, by name."""
-
-    layer: Any
-    inputs: dict[str, keras.KerasTensor]
-    outputs: dict[str, keras.KerasTensor]
-
-
 def _as_functional(model: keras.Model) -> keras.Model:
-    """The model as `keras.Model(inputs, outputs)`; possible for a `Sequential`, not for a subclassed model."""
+    """Return the model as `keras.Model(inputs, outputs)`, which a `Sequential` has, but not a subclassed model."""
     try:
         functional = keras.Model(model.inputs, model.outputs, name=model.name)
     except (AttributeError, ValueError) as error:
@@ -195,68 +189,67 @@ def _as_functional(model: keras.Model) -> keras.Model:
     return functional
 
 
-def _trace(functional: keras.Model, shape: Sequence[int | None]) -> list[_Call]:
-    """The model's layers in the order they run, on examples of `shape`, with new tensors and the same layers."""
+def _layer_calls(functional: keras.Model, shape: Sequence[int | None]) -> list[LayerCall]:
+    """Return the model's layers in the order they run, on examples of `shape`, with new tensors and the same layers."""
     images = keras.Input(tuple(shape), dtype=functional.inputs[0].dtype)
     names = {id(images): "images"}
-    calls = []
+    calls: list[LayerCall] = []
 
-    def record(layer, *args, **kwargs):
+    def record(layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
         result = layer(*args, **kwargs)
         outputs = {f"{layer.name}:{i}": tensor for i, tensor in enumerate(keras.tree.flatten(result))}
         names.update((id(tensor), name) for name, tensor in outputs.items())
         inputs = [tensor for tensor in keras.tree.flatten((args, kwargs)) if isinstance(tensor, keras.KerasTensor)]
-        calls.append(_Call(layer, {names[id(tensor)]: tensor for tensor in inputs}, outputs))
+        calls.append((layer, {names[id(tensor)]: tensor for tensor in inputs}, outputs))
         return result
 
     keras.models.clone_model(functional, [images], clone_function=lambda layer: layer, call_function=record)
     return calls
 
 
-def _cost(call: _Call) -> int:
-    elements = sum(math.prod(tensor.shape[1:]) for tensor in call.outputs.values())
-    return _multiply_adds(call) + ELEMENT_COST * elements
+def _cost(layer: keras.layers.Layer, outputs: Mapping[str, keras.KerasTensor]) -> int:
+    elements = sum(math.prod(tensor.shape[1:]) for tensor in outputs.values())
+    return _multiply_adds(layer, outputs) + ELEMENT_COST * elements
 
 
-def _multiply_adds(call: _Call) -> int:
-    """Of a layer that is computed directly."""
-    positions = max(math.prod(tensor.shape[1:-1]) for tensor in call.outputs.values())
-    kernels = [weight for weight in getattr(call.layer, "weights", ()) if len(weight.shape) > 1]
+def _multiply_adds(layer: keras.layers.Layer, outputs: Mapping[str, keras.KerasTensor]) -> int:
+    """Return the elements of a layer's kernels times the positions of its output, the axes between batch and channels.
+
+    This is exact for layers that TensorFlow computes directly.
+    """
+    positions = max(math.prod(tensor.shape[1:-1]) for tensor in outputs.values())
+    kernels = [weight for weight in getattr(layer, "weights", ()) if len(weight.shape) > 1]
     return positions * sum(math.prod(kernel.shape) for kernel in kernels)
 
 
-def _check(name: str, calls: list[_Call], stages: int) -> None:
-    layer, times = Counter(call.layer.name for call in calls).most_common(1)[0]
+def _check(name: str, calls: Sequence[LayerCall], stages: int) -> None:
+    layer_name, times = Counter(layer.name for layer, _, _ in calls).most_common(1)[0]
     if times > 1:
-        raise ValueError(f"layer {layer!r} of {name} is called {times} times; a layer can be in one stage only")
+        raise ValueError(f"layer {layer_name!r} of {name} is called {times} times; a layer can be in one stage only")
     if stages < 1:
         raise ValueError(f"the stages of {name} need at least one device; none was given")
     if stages > len(calls):
         raise ValueError(f"{stages} stages need at least {stages} layers; {name} has {len(calls)}")
 
 
-def _stage(device: str, calls: list[_Call], later: list[_Call], cost: int, activation_layers: Sequence[str]) -> Stage:
-    """The stage of `calls`. Its inputs are what it does not compute, its outputs what `later` calls need."""
-    computed = {name: tensor for call in calls for name, tensor in call.outputs.items()}
-    inputs = {name: tensor for call in calls for name, tensor in call.inputs.items() if name not in computed}
-    needed = {name for call in later for name in call.inputs} if later else set(calls[-1].outputs)
+def _stage(
+    device: str, calls: Sequence[LayerCall], later: Sequence[LayerCall], cost: int, activation_layers: Sequence[str]
+) -> Stage:
+    """Return the stage of `calls`. Its inputs are what it does not compute, its outputs what `later` calls need."""
+    computed = {name: tensor for _, _, outputs in calls for name, tensor in outputs.items()}
+    inputs = {name: tensor for _, used, _ in calls for name, tensor in used.items() if name not in computed}
+    needed = {name for _, used, _ in later for name in used} if later else set(calls[-1][2])
     outputs = {name: tensor for name, tensor in computed.items() if name in needed}
-    shown = [call for call in calls if call.layer.name in activation_layers]
-    activations = {name: tensor for call in shown for name, tensor in call.outputs.items()}
+    shown = [made for layer, _, made in calls if layer.name in activation_layers]
+    activations = {name: tensor for made in shown for name, tensor in made.items()}
     model = keras.Model(list(inputs.values()), list((outputs | activations).values()))
     return Stage(device, model, tuple(inputs), tuple(outputs), cost, tuple(activations))
 
 
-def _positions(variables: Sequence, of_stages: Sequence[Sequence]) -> list[list[int]]:
-    """For each stage, the positions of its variables among those of the whole model."""
-    position = {id(variable): index for index, variable in enumerate(variables)}
-    return [[position[id(variable)] for variable in stage] for stage in of_stages]
-
-
 def _forward(
-    stage: Stage, weights: list, non_trainable: list, inputs: list
+    stage: Stage, weights: list[tf.Tensor], non_trainable: list[tf.Tensor], inputs: list[tf.Tensor]
 ) -> tuple[list[tf.Tensor], list[tf.Tensor], dict[int, tf.Tensor]]:
-    """(outputs, activations, position -> new non-trainable value where it changed) of one stage."""
+    """Return the outputs and activations of one stage, and its new non-trainable values by position, if changed."""
     tensors, new_values = stage.model.stateless_call(weights, non_trainable, inputs, training=True)
     pairs = enumerate(zip(new_values, non_trainable, strict=True))
     # the backward pass gets zeros for values that no loss uses; without stop_gradient it would compute with them

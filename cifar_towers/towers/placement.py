@@ -1,6 +1,6 @@
-"""Where shared variables live, and a report of the devices that a traced step uses.
+"""The devices where shared variables live, and a report of the devices that a traced step uses.
 
-A placement policy is an entry of `PLACEMENTS` and its function; `communication` predicts with the same function.
+A new placement policy is one more entry of `PLACEMENTS`.
 """
 
 import contextlib
@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -19,11 +20,13 @@ _thread = threading.local()  # .pinned: the device of the innermost `pin_to_devi
 
 @contextlib.contextmanager
 def variable_placement(policy: str = "cpu", towers: Sequence[Tower] = ()) -> Iterator[None]:
-    """Creates every variable inside on the device that `policy` chooses, Keras variables and optimizer slots too.
+    """Create every variable inside on the device that `policy` chooses, also Keras variables and optimizer slots.
 
-    `cpu`: host memory, from which every tower reads. `round_robin`: the towers' devices in turn.
-    `least_loaded`: the towers' device that holds the fewest bytes of variables so far, the first of equals.
-    A variable under `pin_to_device` is on that device, and counts among its bytes.
+    A variable inside `pin_to_device` is on that device instead, and counts among its bytes.
+
+    Args:
+      policy: `cpu` is host memory, from which every tower reads. `round_robin` takes the towers' devices in turn.
+        `least_loaded` takes the towers' device that holds the fewest bytes of variables so far, the first of equals.
 
     Raises:
       ValueError: an unknown policy, no towers to spread over, or, when a variable is created, an unknown shape whose
@@ -38,7 +41,7 @@ def variable_placement(policy: str = "cpu", towers: Sequence[Tower] = ()) -> Ite
         yield
 
 
-# (bytes of a new variable, computed when called; device it is pinned to or "") -> device
+# (function that counts the bytes of a new variable, device it is pinned to or "") -> device
 Chooser = Callable[[Callable[[], int], str], str]
 
 
@@ -54,7 +57,7 @@ def _round_robin(devices: Sequence[str]) -> Chooser:
 def _least_loaded(devices: Sequence[str]) -> Chooser:
     load = Counter(dict.fromkeys(devices, 0))
 
-    def choose(count_bytes, pinned_to):
+    def choose(count_bytes: Callable[[], int], pinned_to: str) -> str:
         device = pinned_to or min(devices, key=load.__getitem__)
         load[short_device(device)] += count_bytes()
         return device
@@ -71,10 +74,13 @@ PLACEMENTS: dict[str, Callable[[Sequence[str]], Chooser]] = {
 
 
 @contextlib.contextmanager
-def custom_placement(choose: Callable[[dict, str], str]) -> Iterator[None]:
-    """Creates every variable inside on the device `choose(creation arguments, device it is pinned to or "")`."""
+def custom_placement(choose: Callable[[dict[str, Any], str], str]) -> Iterator[None]:
+    """Create every variable inside on the device that `choose(creation arguments, device it is pinned to or "")` names.
 
-    def place(next_creator, **creation):
+    The creation arguments are those of `tf.variable_creator_scope`.
+    """
+
+    def place(next_creator: Callable[..., tf.Variable], **creation: Any) -> tf.Variable:
         with tf.device(choose(creation, getattr(_thread, "pinned", ""))):
             return next_creator(**creation)
 
@@ -84,7 +90,7 @@ def custom_placement(choose: Callable[[dict, str], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pin_to_device(device: str) -> Iterator[None]:
-    """Creates variables inside on `device`, whatever the placement around it, as slots beside their weight."""
+    """Create variables inside on `device`, whatever the placement around them, such as slots beside their weight."""
     previous = getattr(_thread, "pinned", "")
     _thread.pinned = device
     try:
@@ -94,8 +100,11 @@ def pin_to_device(device: str) -> Iterator[None]:
         _thread.pinned = previous
 
 
-def _variable_bytes(creation: dict) -> int:
-    """Bytes of a variable before it is created. A callable initial value is replaced by its result, drawn once."""
+def _variable_bytes(creation: dict[str, Any]) -> int:
+    """Count the bytes of a variable before it is created.
+
+    A callable initial value is called once, and its result takes its place, so that random values are drawn once.
+    """
     value = creation["initial_value"]
     value = tf.convert_to_tensor(value() if callable(value) else value, dtype=creation.get("dtype"))
     shape = value.shape if creation.get("shape") is None else tf.TensorShape(creation["shape"])
@@ -108,8 +117,8 @@ def _variable_bytes(creation: dict) -> int:
     return shape.num_elements() * value.dtype.size
 
 
-def placement_report(function, towers: Iterable[Tower]) -> str:
-    """The devices of a traced step, a `ConcreteFunction`: each variable's, their bytes, each tower's operations."""
+def placement_report(function: tf.types.experimental.ConcreteFunction, towers: Iterable[Tower]) -> str:
+    """Return a table of a traced step: each variable's device, each device's bytes, each tower's operations."""
     rows = [("variable", "shape", "bytes", "device")]
     bytes_on: Counter[str] = Counter()
     for variable in sorted(function.variables, key=lambda variable: variable.name):
@@ -125,8 +134,12 @@ def placement_report(function, towers: Iterable[Tower]) -> str:
     return "\n".join(lines)
 
 
-def tower_devices(function, tower: Tower, op_type: str = "") -> Counter[str]:
-    """Device -> number of operations in the tower's name scope, but reads of variables; of one type if given."""
+def tower_devices(function: tf.types.experimental.ConcreteFunction, tower: Tower, op_type: str = "") -> Counter[str]:
+    """Count the tower's operations by device, except variable reads.
+
+    Args:
+      op_type: count operations of this type only.
+    """
     return Counter(
         short_device(op.device)
         for op in function.graph.get_operations()
@@ -135,5 +148,9 @@ def tower_devices(function, tower: Tower, op_type: str = "") -> Counter[str]:
 
 
 def short_device(device: str) -> str:
-    """'/job:localhost/replica:0/task:0/device:CPU:0' -> '/CPU:0'."""
+    """Return a device's name without its job, replica and task.
+
+    >>> short_device("/job:localhost/replica:0/task:0/device:CPU:0")
+    '/CPU:0'
+    """
     return "/" + device.rsplit("device:", 1)[-1].lstrip("/") if device else ""

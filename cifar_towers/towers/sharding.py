@@ -12,30 +12,77 @@ from cifar_towers.towers.placement import HOST
 def split_batch(
     batch: Any, towers: Sequence[Tower], allow_uneven: bool = False, sizes: Sequence[int] | None = None
 ) -> list[Any]:
-    """Splits every tensor or NumPy array of a structure on axis 0, in host memory: [B, ...] -> K shards of [B/K, ...].
+    """Split every tensor or NumPy array of a structure on axis 0, in host memory: [B, ...] -> K shards of [B/K, ...].
 
     Args:
-      sizes: [K], the examples of each shard, which add up to B; of one size, or nearly so, if not given.
       allow_uneven: accept a B that K does not divide; the first B mod K shards then have one example more. The
         gradients of their mean losses need weights: `average_gradients(tower_grads, weights=[examples, ...])`.
+      sizes: [K], the number of examples in each shard; by default they are equal.
 
     Raises:
       ValueError: a tensor without a known axis 0, tensors that differ in it, fewer examples than towers, uneven
-        shards without `allow_uneven` or `sizes`, or `sizes` that do not add up.
+        shards without `allow_uneven` or `sizes`, or `sizes` that are not positive or do not add up to B.
     """
     with tf.name_scope("split_batch"):
-        shards = _split(batch, len(towers), "towers", sizes)
-    if sizes:
-        return shards
-    sizes = [tf.nest.flatten(shard)[0].shape[0] for shard in shards]
-    if len(set(sizes)) > 1 and not allow_uneven:
-        even = sum(sizes) - sum(sizes) % len(sizes)
+        tensors, examples = _as_tensors(batch)
+        if examples < len(towers):
+            raise ValueError(f"{examples} examples cannot be shared by {len(towers)} towers")
+        if not sizes:
+            sizes = share_out(examples, [1] * len(towers))
+            if len(set(sizes)) > 1 and not allow_uneven:
+                even = examples - examples % len(towers)
+                raise ValueError(
+                    f"{examples} examples cannot be shared evenly by {len(towers)} towers: give {even} or "
+                    f"{even + len(towers)}, as batches with drop_remainder=True, or split_batch(..., "
+                    f"allow_uneven=True) and average_gradients(..., weights={sizes})"
+                )
+        elif len(sizes) != len(towers) or sum(sizes) != examples or min(sizes) < 1:
+            raise ValueError(
+                f"sizes={list(sizes)} must be {len(towers)} positive numbers, one a tower, that add up to {examples}"
+            )
+        return _cut(batch, tensors, sizes)
+
+
+def run_on_towers(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: Sequence[Any]) -> list[Any]:
+    """Call `fn(tower, shard)` for each tower, in its device and name scope, and return the results in tower order.
+
+    Call it inside one `tf.function`: there the towers run side by side, but eagerly one after another. `fn` must
+    compute its gradients itself, so that the backward pass is on the tower's device too. It must have no side effects:
+    a tower that writes to a variable makes the next one wait.
+    """
+    results = []
+    for tower, shard in zip(towers, shards, strict=True):
+        with tf.device(tower.device), tf.name_scope(tower.name):
+            results.append(fn(tower, shard))
+    return results
+
+
+def run_micro_batches(fn: Callable[[Any], Any], shard: Any, count: int, sequential: bool = True) -> list[Any]:
+    """Split a shard into `count` micro-batches of equal size, call `fn` on each, and return the results in order.
+
+    Args:
+      sequential: let each micro-batch wait for the result of the previous one when the graph runs. Memory then holds
+        the activations of one micro-batch at a time, but the results of all.
+
+    Raises:
+      ValueError: a tensor without a known axis 0, tensors that differ in it, or a shard that `count` does not divide.
+    """
+    if count == 1:
+        return [fn(shard)]
+    tensors, examples = _as_tensors(shard)
+    if examples % count:
         raise ValueError(
-            f"{sum(sizes)} examples cannot be shared evenly by {len(sizes)} towers: give {even} or "
-            f"{even + len(sizes)}, as batches with drop_remainder=True, or split_batch(..., allow_uneven=True) "
-            f"and average_gradients(..., weights={sizes})"
+            f"{examples} examples cannot be shared evenly by {count} micro-batches; give a multiple of {count}"
         )
-    return shards
+    results: list[Any] = []
+    for index, part in enumerate(_cut(shard, tensors, [examples // count] * count)):
+        with tf.name_scope(f"part_{index}"):
+            if sequential and results:
+                previous = [tensor for tensor in tf.nest.flatten(results[-1]) if tensor is not None]
+                with tf.control_dependencies(previous):
+                    part = tf.nest.map_structure(tf.identity, part)
+            results.append(fn(part))
+    return results
 
 
 def share_out(examples: int, shares: Sequence[float], multiple: int = 1) -> list[int]:
@@ -61,69 +108,15 @@ def share_out(examples: int, shares: Sequence[float], multiple: int = 1) -> list
     return [multiple * size for size in sizes]
 
 
-def run_on_towers(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: Sequence[Any]) -> list[Any]:
-    """Calls `fn(tower, shard)` for each tower, in its device and name scope; returns the results in tower order.
-
-    Call it inside one `tf.function`: there the towers run side by side, eagerly one after another. `fn` must compute
-    its gradients itself, so that the backward pass is on the tower's device too. It must have no side effects: a
-    tower that writes to a variable makes the next one wait.
-    """
-    results = []
-    for tower, shard in zip(towers, shards, strict=True):
-        with tf.device(tower.device), tf.name_scope(tower.name):
-            results.append(fn(tower, shard))
-    return results
-
-
-def run_micro_batches(fn: Callable[[Any], Any], shard: Any, count: int, sequential: bool = True) -> list[Any]:
-    """Splits a shard into `count` micro-batches and calls `fn` on each; returns the results in order.
-
-    With `sequential`, the input of a micro-batch waits for the previous result when the graph runs, so that memory
-    holds the activations of one micro-batch at a time. The results of all stay in memory.
-
-    Raises:
-      ValueError: as `split_batch` does.
-    """
-    if count == 1:
-        return [fn(shard)]
-    results: list[Any] = []
-    for index, part in enumerate(_split(shard, count, "micro-batches")):
-        with tf.name_scope(f"part_{index}"):
-            if sequential and results:
-                previous = [tensor for tensor in tf.nest.flatten(results[-1]) if tensor is not None]
-                with tf.control_dependencies(previous):
-                    part = tf.nest.map_structure(tf.identity, part)
-            results.append(fn(part))
-    return results
-
-
-def _split(batch: Any, count: int, unit: str, sizes: Sequence[int] | None = None) -> list[Any]:
-    with tf.device(HOST):
-        tensors = [tf.convert_to_tensor(array) for array in tf.nest.flatten(batch)]
-    lengths = {tensor.shape[0] if tensor.shape.rank else None for tensor in tensors}
-    if len(lengths) != 1 or None in lengths:
-        lengths = sorted(lengths, key=str)
-        raise ValueError(f"all tensors of a batch need one known length on axis 0; these have {lengths}")
-    (examples,) = lengths
-    if examples < count:
-        raise ValueError(f"{examples} examples cannot be shared by {count} {unit}")
-    sizes = list(sizes or [examples // count + (k < examples % count) for k in range(count)])
-    if len(sizes) != count or sum(sizes) != examples:
-        raise ValueError(f"sizes={sizes} must be of {count} {unit} and add up to {examples} examples")
-    with tf.device(HOST):  # TensorFlow has no GPU kernel that splits integers
-        splits = [tf.split(tensor, sizes, axis=0) for tensor in tensors]
-    return [tf.nest.pack_sequence_as(batch, shard) for shard in zip(*splits, strict=True)]
-
-
 def with_pinned_backward(device: str, scope: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` with both its forward and its backward pass on `device`, in the name scope `scope`.
+    """Return `fn` with both its forward and its backward pass on `device`, in the name scope `scope`.
 
-    A tape that is asked for gradients outside a tower puts the backward pass where it was asked. The returned function
-    records a tape of its own on `device` and hands its gradients to any outer tape. Its arguments are positional
-    structures of tensors; variables that `fn` reads get gradients too.
+    A tape computes gradients on the device where it is asked for them. The returned function therefore records a tape
+    of its own on `device` and hands its gradients to any outer tape, also those of the variables that `fn` reads. It
+    takes positional structures of tensors.
     """
 
-    def pinned(*structures):
+    def pinned(*structures: Any) -> Any:
         output_structure = None
 
         @tf.custom_gradient
@@ -150,3 +143,22 @@ def with_pinned_backward(device: str, scope: str, fn: Callable[..., Any]) -> Cal
         return tf.nest.pack_sequence_as(output_structure, outputs)
 
     return pinned
+
+
+def _as_tensors(batch: Any) -> tuple[list[tf.Tensor], int]:
+    """Return the tensors of a structure, and their common length on axis 0."""
+    with tf.device(HOST):
+        tensors = [tf.convert_to_tensor(array) for array in tf.nest.flatten(batch)]
+    lengths = {tensor.shape[0] if tensor.shape.rank else None for tensor in tensors}
+    length = lengths.pop() if len(lengths) == 1 else None
+    if length is None:
+        known = sorted(lengths or {length}, key=str)
+        raise ValueError(f"all tensors of a batch need one known length on axis 0; these have {known}")
+    return tensors, length
+
+
+def _cut(batch: Any, tensors: Sequence[tf.Tensor], sizes: Sequence[int]) -> list[Any]:
+    """Return structures like `batch`, each with its part of the tensors."""
+    with tf.device(HOST):  # TensorFlow has no GPU kernel that splits integers
+        parts = [tf.split(tensor, list(sizes), axis=0) for tensor in tensors]
+    return [tf.nest.pack_sequence_as(batch, part) for part in zip(*parts, strict=True)]

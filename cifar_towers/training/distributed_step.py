@@ -12,7 +12,7 @@ import tensorflow as tf
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.towers import Tower, split_batch
-from cifar_towers.towers.devices import on_gpus, plan_devices, prepare_devices
+from cifar_towers.towers.devices import make_towers, on_gpus
 from cifar_towers.training.diagnostics import tower_gradient_stats
 from cifar_towers.training.results import ForwardDiagnostics, StepMetrics, TowerGradientStats
 from cifar_towers.training.state import TrainState, UpdateResult
@@ -60,7 +60,7 @@ def make_multi_worker_strategy(
       addresses: [W] host:port of each worker. index: which of them this process is.
       num_gpus: towers of each worker; 0: one for each GPU, or the one CPU.
       all_reduce: `ring` over the network, `nccl` between GPUs, or `auto`.
-      device_options: those of `prepare_devices`.
+      device_options: keyword arguments of `make_towers`.
 
     Raises:
       ValueError: a worker is to have more towers than TensorFlow lets it have, or GPUs that are not there.
@@ -72,7 +72,7 @@ def make_multi_worker_strategy(
     if not gpus and (all_reduce == "nccl" or (num_gpus and not device_options.get("soft_placement", True))):
         asked = "all_reduce=nccl" if all_reduce == "nccl" else f"num_gpus={num_gpus}"
         raise ValueError(f"{asked} asks for GPUs, and this worker has none; leave it")
-    prepare_devices(plan_devices(num_gpus or max(gpus, 1), gpus), **device_options)
+    make_towers(num_gpus, multi_worker=True, **device_options)
     implementation = getattr(tf.distribute.experimental.CommunicationImplementation, all_reduce.upper())
     strategy = tf.distribute.MultiWorkerMirroredStrategy(
         tf.distribute.cluster_resolver.SimpleClusterResolver(

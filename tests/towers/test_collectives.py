@@ -78,3 +78,16 @@ def test_different_numbers_of_calls_are_an_error(towers, skipping):
 
     with pytest.raises(RuntimeError, match="the towers call all_reduce_mean a different number of times"):
         run_synchronized(fn, towers(3), tf.ones([3]))
+
+
+@pytest.mark.parametrize("options", [{"shards": [1.0, 2.0, 3.0]}, {"shards": [1.0]}, {"weights": [1, 1, 1]}])
+def test_one_shard_and_one_weight_per_tower(towers, options):
+    """A shard without a tower would be dropped, and a weight without a tower would be waited for."""
+    arguments = {"shards": [1.0, 2.0]} | options
+    with pytest.raises(ValueError, match="2 towers need one shard and one weight each"):
+        tf.function(lambda: run_on_towers_synchronized(lambda tower, shard: shard, towers(2), **arguments))()
+
+
+def test_towers_are_synchronized_in_a_graph_only(towers):
+    with pytest.raises(RuntimeError, match=r"call run_on_towers_synchronized in a tf\.function"):
+        synchronized(lambda tower, shard: all_reduce_mean(shard), towers(2), tf.ones([2]))

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from cifar_towers import hardware
 from cifar_towers.towers import Tower, devices, make_towers
-from cifar_towers.towers.devices import plan_devices
+from cifar_towers.towers.devices import assign_gpus
 
 
 def test_towers_have_names_and_devices_two_by_default():
@@ -14,14 +14,22 @@ def test_towers_have_names_and_devices_two_by_default():
 
 
 @pytest.mark.parametrize(
-    ("towers", "gpus", "physical"),
-    [(0, 4, (0, 1, 2, 3)), (2, 4, (0, 1)), (4, 2, (0, 0, 1, 1)), (3, 2, (0, 0, 1)), (8, 1, (0,) * 8)],
+    ("towers", "gpus", "expected"),
+    [(4, 4, [0, 1, 2, 3]), (2, 4, [0, 1]), (4, 2, [0, 0, 1, 1]), (3, 2, [0, 0, 1]), (8, 1, [0] * 8)],
 )
-def test_gpus_are_shared_evenly(towers, gpus, physical):
-    plan = plan_devices(towers, gpus)
-    assert (plan.kind, plan.physical) == ("GPU", physical)
-    assert bool(plan.note) == (len(physical) > gpus)
-    assert plan_devices(towers, 0).note == f"no GPU here: {towers} towers on logical CPU devices" or not towers
+def test_gpus_are_shared_evenly(towers, gpus, expected):
+    assert assign_gpus(towers, gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("towers", "gpus", "message"),
+    [(4, 2, "2 GPUs for 4 towers"), (2, 2, ""), (1, 0, "no GPU here: 1 tower on"), (3, 0, "no GPU here: 3 towers on")],
+)
+def test_logical_devices_are_logged(monkeypatch, caplog, towers, gpus, message):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(hardware, "gpus_without_kernels", list)
+    devices._log_devices(towers, gpus)
+    assert message in caplog.text and bool(message) == bool(caplog.text)
 
 
 @pytest.mark.parametrize(("visible", "warned"), [(None, True), ("0,1", True), ("", False), ("-1", False)])
@@ -55,17 +63,32 @@ def test_gpus_newer_than_tensorflow(monkeypatch, caplog, capability, warned, xla
     monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: details)
     build = {"cuda_compute_capabilities": ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"]}
     monkeypatch.setattr(tf.sysconfig, "get_build_info", lambda: build)
-    devices._log_plan(plan_devices(1, 1))
+    devices._log_devices(1, 1)
     line = f"NVIDIA X1 has compute capability {capability[0]}.{capability[1]}, for which TensorFlow has no compiled"
     assert (line in caplog.text) == warned
     assert hardware.xla_runs() == xla
 
 
-def test_missing_gpus_are_an_error_without_soft_placement():
-    with pytest.raises(ValueError, match="4 towers need 4 GPUs and this machine has /GPU:0, /GPU:1"):
-        plan_devices(4, 2, soft_placement=False)
-    with pytest.raises(ValueError, match="this machine has only /CPU:0"):
-        plan_devices(1, 0, soft_placement=False)
+@pytest.mark.parametrize(
+    ("towers", "gpus", "message"),
+    [(4, 2, "4 towers need 4 GPUs and this machine has /GPU:0, /GPU:1"), (1, 0, "this machine has only /CPU:0")],
+)
+def test_missing_gpus_are_an_error_without_soft_placement(monkeypatch, towers, gpus, message):
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [SimpleNamespace()] * gpus)
+    with pytest.raises(ValueError, match=message):
+        make_towers(towers, soft_placement=False)
+
+
+def test_a_worker_of_a_cluster_has_one_tower_on_its_cpu(monkeypatch):
+    """Its devices are configured and not initialized, also where it asks for no logical devices."""
+    configured = []
+    monkeypatch.setattr(tf.config, "list_logical_devices", None)
+    monkeypatch.setattr(tf.config, "set_logical_device_configuration", lambda _, parts: configured.append(len(parts)))
+    for name in ("set_inter_op_parallelism_threads", "set_intra_op_parallelism_threads"):
+        monkeypatch.setattr(tf.config.threading, name, lambda count: None)
+    assert make_towers(multi_worker=True, soft_placement=False) == [Tower(0, "/CPU:0")]
+    assert configured == [1]
+    tf.config.set_soft_device_placement(True)
 
 
 def test_more_towers_than_initialized_devices_are_an_error():
@@ -100,11 +123,11 @@ def configured(monkeypatch):
 )
 def test_gpu_memory(configured, monkeypatch, towers, growth, limit_mb, visible, expected):
     monkeypatch.setattr(devices, "_gpu_memory_mb", lambda index: 9000)
-    devices._divide_gpus(["GPU a", "GPU b"], plan_devices(towers, 2), growth, limit_mb)
+    devices._divide_gpus(["GPU a", "GPU b"], towers, growth, limit_mb)
     assert configured == [("visible", visible), *expected]
 
 
 def test_shared_gpu_of_unknown_memory_needs_a_limit(configured, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match="set gpu_memory_limit_mb"):
-        devices._divide_gpus(["GPU a", "GPU b"], plan_devices(4, 2), True, 0)
+        devices._divide_gpus(["GPU a", "GPU b"], 4, True, 0)

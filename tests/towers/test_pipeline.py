@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from cifar_towers.models import MODELS
 from cifar_towers.towers import pipeline
-from cifar_towers.towers.pipeline import cheapest_cuts, cut_in_stages, staged_call, variable_devices
+from cifar_towers.towers.pipeline import cheapest_cuts, cut_in_stages, staged_call
 
 DEVICES = ["/CPU:1", "/CPU:2", "/CPU:3", "/CPU:4"]
 
@@ -130,7 +130,7 @@ def test_layers_variables_inputs_and_outputs_of_stages():
         assert set(stage.outputs) <= {name for later in stages[index + 1 :] for name in later.inputs}
     names = [layer.name for stage in stages for layer in stage.model.layers if type(layer).__name__ == "Conv2D"]
     assert names == [f"group{group}_conv{conv}" for group in (1, 2, 3) for conv in (1, 2, 3)]
-    devices = variable_devices(stages)
+    devices = {variable.path: stage.device for stage in stages for variable in stage.model.variables}
     assert set(devices) == {variable.path for variable in model.variables}
     assert devices["whitening/kernel"] == "/CPU:1" and devices["head/kernel"] == "/CPU:4"
     order = [DEVICES.index(devices[variable.path]) for layer in model.layers for variable in layer.variables]

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.towers import average_gradients, run_on_towers, split_batch
+from cifar_towers.towers import average_gradients, run_micro_batches, run_on_towers, split_batch
+from cifar_towers.towers.sharding import share_out
 
 
 def test_structures_are_split_on_axis_0(towers):
@@ -35,9 +36,32 @@ def test_first_shards_have_the_remainder(towers):
     ],
     ids=["too few examples", "uneven shards", "different lengths"],
 )
-def test_split_batch_rejects(towers, batch, count, message):
+def test_split_batch_refuses(towers, batch, count, message):
     with pytest.raises(ValueError, match=message):
         split_batch(batch, towers(count))
+
+
+@pytest.mark.parametrize("sizes", [[4, 0], [-1, 5], [3, 2], [4]])
+def test_sizes_without_an_example_for_each_tower_are_refused(towers, sizes):
+    """The mean over an empty shard is NaN."""
+    with pytest.raises(ValueError, match=rf"sizes=\[{str(sizes)[1:-1]}\] must be 2 positive numbers.* add up to 4"):
+        split_batch(tf.range(4), towers(2), sizes=sizes)
+
+
+def test_micro_batches_have_equal_sizes():
+    """The mean over parts of different sizes is not the mean over the examples."""
+    assert [part.numpy().tolist() for part in run_micro_batches(tf.identity, tf.range(4), 2)] == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="3 examples cannot be shared evenly by 2 micro-batches"):
+        run_micro_batches(tf.identity, tf.range(3), 2)
+
+
+@pytest.mark.parametrize(
+    ("examples", "shares", "multiple", "message"),
+    [(3, [1, 0], 1, "as 1, 0"), (1, [1, 1], 1, "1 examples"), (6, [1, 1], 4, "in multiples of 4"), (6, [], 1, "as $")],
+)
+def test_shares_that_give_a_tower_no_example_are_refused(examples, shares, multiple, message):
+    with pytest.raises(ValueError, match=message):
+        share_out(examples, shares, multiple)
 
 
 def test_uneven_shards_weighted_by_examples_give_the_gradient_of_the_whole_batch(towers):
