@@ -1,9 +1,8 @@
-"""The files of a run: their names, and how files and directories are written whole or not at all.
+"""Files of a run: their names, and how files and directories are written whole or not at all.
 
-How a directory is committed: its files are written into `.tmp-...`, with a manifest of their sizes and SHA-256. Files
-and directory are synced. Then the directory is renamed into place and its parent is synced. A process that is killed,
-or a machine that loses power, at any moment leaves the old state or the new one, and names that `sweep` removes. A file
-that `write_whole` replaces is not synced.
+A directory is committed in four acts. Its files are written into `.tmp-...`, with a manifest of sizes and SHA-256.
+Files and directory are synced. The directory is renamed into place. Its parent is synced. If the process is killed or
+the machine loses power at any moment, the old state or the new one remains, besides names that `sweep` removes.
 """
 
 import contextlib
@@ -14,18 +13,22 @@ import logging
 import math
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from cifar_towers.errors import error_text
+from cifar_towers.errors import DataError, error_text
 
 log = logging.getLogger(__name__)
 
 CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
 RESULT, ROLLBACKS, MISTAKES, REPORT = "result.json", "rollbacks.json", "mistakes.png", "report.html"
+PROJECTOR = "projector_" + 8 * "[0-9]"  # directories of TensorBoard's projector, one per step
+PROJECTOR_FILES = ("features.tsv", "metadata.tsv", "sprite.png", "projector_config.pbtxt")
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard reads every file with `tfevents` in its name
 TRUNCATED_EVENTS = ".kept.tmp"  # an event file while it is truncated
 LAUNCH = ".launch"  # holds the name of the launch that cleared the directory
@@ -34,26 +37,18 @@ CHECKPOINTS_DIR = "checkpoints"
 FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, MISTAKES, REPORT)
 MANIFEST = "MANIFEST.json"
 TEMPORARY, TRASH, DAMAGED = ".tmp-", ".trash-", "damaged-"
+LOCK_PATIENCE_SECONDS = 0.5  # a look at a lock holds it for far less
 
 
-def make(directory: Path) -> None:
-    """Makes a directory, and those above it, that a power loss does not take away again.
-
-    Raises:
-      OSError: it cannot be made.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    for above in directory.absolute().parents:
-        with contextlib.suppress(OSError):  # other people's need not be ours to open
-            sync(above)
+# Directories that are committed ---------------------------------------------------------------------------------------
 
 
 def commit(final: Path, write: Callable[[Path], None]) -> None:
-    """Makes `final` with what `write(directory)` puts into the directory it is given.
+    """Make the directory `final` from what `write(directory)` puts into the directory it is given.
 
     Raises:
-      OSError: it could not be written, as on a full disk; what was there before stays. Nothing is left of it, unless
-        only the last sync failed: then it stands, but may not survive a power loss.
+      OSError: it could not be written, for example on a full disk; what was there before stays. Nothing is left of the
+        new directory unless only the last sync failed: then it stands, but may not survive a power loss.
     """
     parent = final.parent
     temporary = parent / f"{TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}"
@@ -72,23 +67,113 @@ def commit(final: Path, write: Callable[[Path], None]) -> None:
         raise
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Replaces a file in one step, so that nobody finds half of it.
+def validate(directory: Path, hashes: bool = True) -> str:
+    """Return how a committed directory differs from its manifest, in words; an empty string if it does not.
+
+    Args:
+      hashes: compare the contents of files too, which takes seconds, and not only their names and sizes.
+    """
+    try:
+        manifest = json.loads((directory / MANIFEST).read_bytes())
+        wanted = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
+        found = {path.name for path in directory.iterdir()} - {MANIFEST}
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read ({type(error).__name__})"
+    if not wanted:
+        return f"{MANIFEST} names no file"
+    for name in sorted(wanted.keys() | found):
+        path = directory / name
+        if name not in found:
+            return f"{name} is missing"
+        if name not in wanted:
+            return f"{name} does not belong there"
+        try:
+            if path.stat().st_size != wanted[name][0]:
+                return f"{name} has {path.stat().st_size:,} bytes, not {wanted[name][0]:,}"
+            if hashes and sha256(path) != wanted[name][1]:
+                return f"{name} has other content than was written"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return ""
+
+
+def quarantine(directory: Path) -> Path:
+    """Rename a damaged directory, so that nobody takes it for a good one; return its new path."""
+    numbers = (f"-{number}" if number else "" for number in range(1_000_000))
+    names = (directory.with_name(f"{DAMAGED}{directory.name}{number}") for number in numbers)
+    aside = next(path for path in names if not path.exists())
+    os.rename(directory, aside)
+    sync(directory.parent)
+    return aside
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory. While it is half removed it has another name."""
+    trash = directory.with_name(f"{TRASH}{directory.name}-{uuid.uuid4().hex[:8]}")
+    os.rename(directory, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def sweep(parent: Path) -> None:
+    """Remove what killed processes left half written or half removed."""
+    for prefix in (TEMPORARY, TRASH):
+        for leftover in parent.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def make(directory: Path) -> None:
+    """Make a directory, and those above it, so that a power loss does not take them away again.
 
     Raises:
-      OSError: it could not be written; what was there before stays, and nothing is left of it.
+      OSError: it cannot be made.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for above in directory.absolute().parents:
+        with contextlib.suppress(OSError):  # other people's need not be ours to open
+            sync(above)
+
+
+def sync(path: Path) -> None:
+    """Wait until the contents of a file or directory are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def size_in_bytes(path: Path) -> int:
+    """Return the size of a file, or of all files below a directory. Links count as themselves."""
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.lstat().st_size for file in files if not file.is_dir())
+
+
+# Files that are replaced ----------------------------------------------------------------------------------------------
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replace a file in one step, so that nobody finds half of it, even after a power loss.
+
+    Raises:
+      OSError: it could not be written; what was there before stays, and nothing is left of the new file.
     """
     with temporary_beside(path) as temporary:
-        if isinstance(content, str):
-            temporary.write_text(content)
-        else:
-            temporary.write_bytes(content)
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync(temporary)
         os.replace(temporary, path)
 
 
 @contextlib.contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
-    """A path to write a file or directory at before it is moved to `path`; removed at the end if it was not moved."""
+    """Give a path to write a file or directory at before it is moved to `path`; remove what was not moved."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}")  # always the same, so that killed processes leave only one
     if temporary.is_dir():
         shutil.rmtree(temporary)
@@ -125,136 +210,10 @@ def _remove_any(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def validate(directory: Path) -> str:
-    """What differs from the manifest, in words; empty if every file is there as it was written, and none besides."""
-    try:
-        manifest = json.loads((directory / MANIFEST).read_bytes())
-        wanted = {name: (facts["bytes"], facts["sha256"]) for name, facts in manifest.items()}
-        found = {path.name for path in directory.iterdir()} - {MANIFEST}
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({type(error).__name__})"
-    if not wanted:
-        return f"{MANIFEST} names no file"
-    for name in sorted(wanted.keys() | found):
-        path = directory / name
-        if name not in found:
-            return f"{name} is missing"
-        if name not in wanted:
-            return f"{name} does not belong there"
-        try:
-            if path.stat().st_size != wanted[name][0]:
-                return f"{name} has {path.stat().st_size:,} bytes, not {wanted[name][0]:,}"
-            if sha256(path) != wanted[name][1]:
-                return f"{name} has other content than was written"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-    return ""
-
-
-def quarantine(directory: Path) -> Path:
-    """Renames a damaged directory, so that nobody takes it for good; its new path."""
-    numbers = (f"-{number}" if number else "" for number in range(1_000_000))
-    aside = next(
-        path for end in numbers if not (path := directory.with_name(f"{DAMAGED}{directory.name}{end}")).exists()
-    )
-    os.rename(directory, aside)
-    sync(directory.parent)
-    return aside
-
-
-def remove(directory: Path) -> None:
-    """Removes a directory; one that is half removed has another name."""
-    trash = directory.with_name(f"{TRASH}{directory.name}-{uuid.uuid4().hex[:8]}")
-    os.rename(directory, trash)
-    shutil.rmtree(trash, ignore_errors=True)
-
-
-def sweep(parent: Path) -> None:
-    """Removes what killed processes left half written or half removed."""
-    for prefix in (TEMPORARY, TRASH):
-        for leftover in parent.glob(f"{prefix}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def locked(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Whether this process, and no other, has the lock file `path` while inside, which it may `wait` for. It ends with
-    the process, however that ends, so a lock left by a dead one does not count."""
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        yield True
-
-
-def sync(path: Path) -> None:
-    """Has the disk, not just the system, know what is in a file or directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sha256(path: Path) -> str:
-    """Of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def list_checkpoints(train_dir: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
-    return sorted((train_dir / CHECKPOINTS_DIR).glob("step-*"))
-
-
-def size_in_bytes(path: Path) -> int:
-    """Of a file, or of all files below a directory; links count as themselves."""
-    files = [path] if path.is_file() else path.rglob("*")
-    return sum(file.lstat().st_size for file in files if not file.is_dir())
-
-
-def to_json(value, indent: int | None = None) -> str:
-    """JSON as all parsers read it: numbers that are not finite become null, however deep they stand."""
-    return json.dumps(_plain(value), indent=indent, default=str, allow_nan=False)
-
-
-def _plain(value):
-    if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file."""
-    return json.loads(path.read_text())
-
-
-def read_json_if_any(path: Path) -> dict:
-    """The object in a JSON file; an empty one if there is none, or not a whole one."""
-    try:
-        found = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def write_json(path: Path, value: Mapping) -> None:
-    """Writes an object, whole or not at all."""
-    write_whole(path, to_json(value, indent=1) + "\n")
-
-
 class BestEffortWrites:
-    """Swallows write errors of a file or directory that training does not depend on; warns once.
+    """A guard of writes that training does not depend on: it swallows their errors and warns of the first.
 
-    Use as `with best_effort():` around each write.
+    Use as `with guard():` around each write.
     """
 
     def __init__(self, path: Path, errors: tuple[type[Exception], ...] = (OSError,)):
@@ -262,7 +221,7 @@ class BestEffortWrites:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """A context in which the errors are swallowed."""
+        """Swallow the errors of the block."""
         try:
             yield
         except self._errors as error:
@@ -272,5 +231,94 @@ class BestEffortWrites:
 
 
 def best_effort_writes(path: Path) -> contextlib.AbstractContextManager[None]:
-    """`BestEffortWrites` around a single write."""
+    """Guard a single write with `BestEffortWrites`."""
     return BestEffortWrites(path)()
+
+
+# Locks ----------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def locked(path: Path, wait: bool = False) -> Iterator[bool]:
+    """Hold the lock file `path` during the block, and say whether this process has it.
+
+    The lock ends with the process, however that ends, so a lock left by a dead process does not count.
+
+    Args:
+      wait: wait until another process gives the lock back.
+    """
+    with path.open("a") as file:
+        deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
+        while not (is_ours := _try_lock(file.fileno(), fcntl.LOCK_EX)):
+            if not wait and time.monotonic() > deadline:  # not at once: `is_locked` may be looking
+                break
+            time.sleep(0.02)
+        yield is_ours
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process has the lock file `path`.
+
+    The look shares the lock for an instant, in which `locked` tries again.
+    """
+    try:
+        with path.open("rb") as file:
+            return not _try_lock(file.fileno(), fcntl.LOCK_SH)
+    except OSError:
+        return False
+
+
+def _try_lock(descriptor: int, operation: int) -> bool:
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+# JSON -----------------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file that this project wrote.
+
+    Raises:
+      DataError: the file is missing or damaged.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+        reason = "" if isinstance(found, dict) else "it holds no object"
+    except (OSError, ValueError) as error:
+        reason = error_text(error)
+    if reason:
+        raise DataError(f"{path} cannot be read ({reason}); put a good copy there, or remove the file")
+    return found
+
+
+def read_json_if_any(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file that this project wrote; an empty object if there is no such file.
+
+    Raises:
+      DataError: the file is damaged.
+    """
+    return read_json(path) if path.exists() else {}
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write an object, whole or not at all."""
+    write_whole(path, to_json(value, indent=1) + "\n")
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Return JSON that all parsers read: numbers that are not finite become null, however deep they stand."""
+    return json.dumps(_plain(value), indent=indent, default=str, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

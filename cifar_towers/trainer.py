@@ -13,6 +13,7 @@ from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, Run
 from cifar_towers.evaluation.evaluator import Evaluator, make_evaluate_fn
 from cifar_towers.evaluation.score import reported_score
 from cifar_towers.evaluation.target import TargetAccuracy
+from cifar_towers.models.layers import has_batch_norm
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec, Workers
 from cifar_towers.reporting.phase_timer import PhaseTimer
@@ -271,7 +272,7 @@ class Trainer:
     def _resume(self) -> tuple[int, list[dict]]:
         """Restores the newest checkpoint, if there is one; returns its step and the evaluations made after it."""
         find = functools.partial(
-            workdir.find_resumable_checkpoint, self.setup.requested, self.dataset, self.state.model
+            workdir.checkpoint_to_resume, self.setup.requested, self.dataset, has_batch_norm(self.state.model)
         )
         metadata = self.checkpoints.restore_latest(find)
         if not metadata:

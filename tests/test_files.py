@@ -1,5 +1,7 @@
 """Whatever happens while a directory is committed, there is an old state or a new one, and damage is seen."""
 
+import contextlib
+import fcntl
 import os
 import random
 import subprocess
@@ -11,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from cifar_towers import files
+from cifar_towers.errors import DataError
 
 ROOT = Path(__file__).parents[2]
-CONTENT = {"weights.bin": bytes(range(256)) * 40, "facts.json": b'{"step": 2}', "empty": b""}
+CONTENT = {"weights.bin": bytes(range(256)) * 40, "metadata.json": b'{"step": 2}', "empty": b""}
 
 
 def write(directory):
@@ -150,8 +153,8 @@ def test_the_damaged_are_set_aside_under_names_of_their_own(tmp_path):
 def test_a_lock_is_one_processs_and_dies_with_it(tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from pathlib import Path; from cifar_towers import files as storage\n"
-        f"with storage.locked(Path({str(tmp_path / '.lock')!r})) as ours: print(ours, flush=True); sys.stdin.read()"
+        "from pathlib import Path; from cifar_towers import files\n"
+        f"with files.locked(Path({str(tmp_path / '.lock')!r})) as ours: print(ours, flush=True); sys.stdin.read()"
     )
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], **options) as holder:
@@ -165,3 +168,39 @@ def test_a_lock_is_one_processs_and_dies_with_it(tmp_path):
     with files.locked(tmp_path / ".lock") as ours:
         assert ours
     assert os.path.exists(tmp_path / ".lock")
+
+
+def test_a_look_at_a_lock_neither_takes_it_nor_keeps_others_from_it(tmp_path):
+    path = tmp_path / ".lock"
+    assert not files.is_locked(path)
+    with files.locked(path) as ours:
+        assert ours and files.is_locked(path)
+    assert not files.is_locked(path)
+    with contextlib.ExitStack() as looking:
+        file = looking.enter_context(path.open("rb"))
+        fcntl.flock(file, fcntl.LOCK_SH)  # the instant in which `is_locked` looks
+        threading.Timer(0.1, looking.pop_all().close).start()
+        with files.locked(path) as ours:
+            assert ours
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"step": ', b"\xff\xfe"])
+def test_damaged_json_is_one_error_that_names_the_file(tmp_path, content):
+    path = tmp_path / "result.json"
+    assert files.read_json_if_any(path) == {}
+    with pytest.raises(DataError, match="result.json cannot be read .*No such file"):
+        files.read_json(path)
+    path.write_bytes(content)
+    for read in (files.read_json, files.read_json_if_any):
+        with pytest.raises(DataError, match="result.json cannot be read .*good copy") as caught:
+            read(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_sizes_are_compared_without_reading_the_contents(tmp_path):
+    directory = committed(tmp_path)
+    content = (directory / "weights.bin").read_bytes()
+    (directory / "weights.bin").write_bytes(bytes(len(content)))
+    assert "other content" in files.validate(directory) and not files.validate(directory, hashes=False)
+    (directory / "weights.bin").write_bytes(content[1:])
+    assert "bytes, not" in files.validate(directory, hashes=False)

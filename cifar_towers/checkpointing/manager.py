@@ -1,4 +1,4 @@
-"""Decides when to checkpoint, keeps the newest N and the best, restores, and rolls back."""
+"""The checkpoints of a run: when to save, which to keep, what to restore, and how far to roll back."""
 
 import contextlib
 import time
@@ -8,16 +8,15 @@ from pathlib import Path
 import tensorflow as tf
 
 from cifar_towers import files
-from cifar_towers.checkpointing import checkpoint as checkpoint_files
+from cifar_towers.checkpointing import variables as variable_files
 from cifar_towers.checkpointing.checkpoint import (
-    CHECKPOINTS_DIR,
     checkpoint_path,
     list_checkpoints,
     read_metadata,
     validate_checkpoint,
 )
 from cifar_towers.errors import DataError, RunError
-from cifar_towers.files import best_effort_writes
+from cifar_towers.files import CHECKPOINTS_DIR, best_effort_writes
 from cifar_towers.multi_worker.cluster_spec import Workers
 
 DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps is asked for
@@ -30,11 +29,11 @@ class CheckpointManager:
     Args:
       state: has `named_variables()` and `first_nonfinite_variable()`, as `TrainState`.
       every_steps: steps between checkpoints; 0: by the clock.
-      max_to_keep: how many of the newest to keep; the best is kept besides.
+      max_to_keep: number of the newest to keep; the best is kept besides.
       log: called with lines for the user.
 
     Attributes:
-      failed_saves: how many could not be written when they were due.
+      failed_saves: number of checkpoints that were due and could not be written.
     """
 
     def __init__(self, train_dir: Path, state, every_steps: int, max_to_keep: int, log: Callable[[str], None]):
@@ -46,14 +45,14 @@ class CheckpointManager:
         self._save_seconds, self._last_save = 0.0, time.monotonic()
 
     def should_save(self, step: int, evaluated: bool) -> bool:
-        """Whether to save after `step`; an `evaluated` one is saved before its time, for its accuracy."""
+        """Return whether to save after `step`. An `evaluated` step is saved before its time, for its accuracy."""
         if self._every_steps:
             return step % self._every_steps == 0
         interval = max(self._save_seconds / MAX_TIME_FRACTION, 0.0 if evaluated else DEFAULT_INTERVAL_SECONDS)
         return time.monotonic() - self._last_save >= interval
 
     def save(self, step: int, metadata: Mapping) -> bool:
-        """Saves the state after `step`, and returns whether it is saved; logs why not. Never saves NaN or infinity."""
+        """Save the state after `step` unless it is non-finite; return whether it is saved, and log why not."""
         if step == self._saved_step:
             return True
         start = time.monotonic()
@@ -63,7 +62,7 @@ class CheckpointManager:
         else:
             try:
                 variables = self._state.named_variables()
-                checkpoint_files.save_checkpoint(self._train_dir, step, variables, metadata)
+                variable_files.save_checkpoint(self._train_dir, step, variables, metadata)
                 prune_checkpoints(self._train_dir, self._max_to_keep)
             except OSError as failure:
                 error = failure.strerror or str(failure)
@@ -77,12 +76,12 @@ class CheckpointManager:
         return True
 
     def describe_latest(self) -> str:
-        """The newest checkpoint, in words."""
+        """Return what is left of the run: the name of its newest checkpoint, if there is one."""
         checkpoints = list_checkpoints(self._train_dir)
         return f"{checkpoints[-1].name} is kept" if checkpoints else "no checkpoint was written"
 
     def quarantine_damaged(self) -> None:
-        """Removes what killed saves left; renames and logs damaged checkpoints."""
+        """Remove what killed saves left; rename and log damaged checkpoints."""
         files.sweep(self._train_dir / CHECKPOINTS_DIR)
         for checkpoint in list_checkpoints(self._train_dir):
             if damage := validate_checkpoint(checkpoint):
@@ -90,21 +89,24 @@ class CheckpointManager:
                 self._log(f"{checkpoint} is damaged ({damage}): set aside as {renamed}")
 
     def restore(self, checkpoint: Path) -> dict:
-        """Restores the state from a checkpoint and returns its metadata."""
-        checkpoint_files.restore_variables(checkpoint, self._state.named_variables())
+        """Restore the state from a checkpoint and return its metadata."""
+        variable_files.restore_variables(checkpoint, self._state.named_variables())
         metadata = read_metadata(checkpoint)
         self._saved_step = metadata["step"]
         rollbacks = files.read_json_if_any(self._train_dir / files.ROLLBACKS).get("rollbacks", 0)
         return metadata | {"rollbacks": max(metadata.get("rollbacks", 0), rollbacks)}
 
     def roll_back(self, last_good_step: int, rollbacks: int) -> dict | None:
-        """Restores the newest undamaged checkpoint up to `last_good_step` and removes those after it.
+        """Restore the newest undamaged checkpoint up to `last_good_step` and remove the later ones.
 
-        If the previous rollback ended at the same checkpoint, the one before it is taken. `rollbacks`, with this one,
-        is recorded in a file of its own, as the next checkpoint will have it only later.
+        If the previous rollback ended at the same checkpoint, the one before it is taken.
+
+        Args:
+          rollbacks: the number of rollbacks with this one. A file of its own records it, as the next checkpoint will
+            have it only later.
 
         Returns:
-          Metadata of the checkpoint restored, or None if there is none to restore.
+          The metadata of the restored checkpoint, or None if there is none to restore.
 
         Raises:
           RunError: a later checkpoint cannot be removed, and would be mistaken for one of the run as it continues.
@@ -130,7 +132,7 @@ class CheckpointManager:
 
 
 def prune_checkpoints(train_dir: Path, max_to_keep: int) -> None:
-    """Removes all checkpoints but the newest and the one of highest accuracy; what cannot be removed stays."""
+    """Remove all checkpoints except the newest and the one of highest accuracy. What cannot be removed stays."""
     checkpoints = list_checkpoints(train_dir)
     best = max(checkpoints, key=_accuracy)
     for checkpoint in checkpoints[:-max_to_keep]:
@@ -140,7 +142,7 @@ def prune_checkpoints(train_dir: Path, max_to_keep: int) -> None:
 
 
 def _accuracy(checkpoint: Path) -> float:
-    """Accuracy measured at its step; negative if none was, or if it is damaged."""
+    """Return the accuracy measured at a checkpoint's step; negative if none was, or if the checkpoint is damaged."""
     try:
         return float(read_metadata(checkpoint).get("accuracy") or -1.0)
     except DataError:

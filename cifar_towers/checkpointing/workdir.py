@@ -1,4 +1,7 @@
-"""A run's directory: whose it is, what is in it, whether the run in it is done, and clearing it."""
+"""A run's directory: whose it is, what is in it, whether its run can be resumed or is done, and clearing it.
+
+No function here needs TensorFlow.
+"""
 
 import contextlib
 import dataclasses
@@ -7,30 +10,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import keras
-
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import CHECKPOINTS_DIR, latest_checkpoint, read_metadata
+from cifar_towers.checkpointing.checkpoint import latest_checkpoint, list_checkpoints, read_metadata
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.recipe import differing_settings, recipe_fields
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError
-from cifar_towers.models.layers import has_batch_norm
+from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.registry import FOLDER
 
 CHOSEN = ("variable_placement", "tower_shares", "micro_batches")  # settings that measuring or memory may choose
-# Directories whose names others may use as well: a run's files in them are removed, they themselves only when empty.
-SHARED = (CHECKPOINTS_DIR, "train/plugins", "train", "eval", "result", "tower_*")
 CHECKPOINTS = tuple(f"{CHECKPOINTS_DIR}/{prefix}*" for prefix in ("step-", files.DAMAGED, files.TEMPORARY, files.TRASH))
+EVENTS = ("train", "eval", "result", "tower_*", files.PROJECTOR)  # directories that TensorBoard reads
+# Directories whose names others may use too: a run's files in them are removed, they themselves only when empty.
+SHARED = (CHECKPOINTS_DIR, "train/plugins", *EVENTS)
 WRITTEN = (
     *CHECKPOINTS,
-    *(
-        f"{name}/{written}"
-        for name in ("train", "eval", "result", "tower_*")
-        for written in (files.EVENT_FILES, files.TRUNCATED_EVENTS)
-    ),
+    *(f"{name}/{written}" for name in EVENTS for written in (files.EVENT_FILES, files.TRUNCATED_EVENTS)),
+    *(f"{files.PROJECTOR}/{name}" for name in files.PROJECTOR_FILES),
     "train/plugins/profile",
-    "projector_*",
     files.LAUNCH,
     *reversed(files.FILES),  # config.json last: a run is known by it
 )
@@ -38,10 +36,10 @@ WRITTEN = (
 
 @contextlib.contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Makes a run's directory and holds its lock, which ends with the process.
+    """Make a run's directory and hold its lock, which ends with the process.
 
     Raises:
-      UsageError: it cannot be made or written, or another process trains in it.
+      UsageError: the directory cannot be made or written, or another process trains in it.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -55,64 +53,26 @@ def exclusive(directory: Path) -> Iterator[None]:
         yield
 
 
-def check_ownership(directory: Path) -> None:
-    """Makes sure that a run would not replace somebody else's files.
+def is_run(directory: Path) -> bool:
+    """Return whether a directory holds a run: a config.json with most of a run's settings.
 
-    Raises:
-      UsageError: it has a config.json or result.json, no checkpoint, and no config.json of a run.
+    A damaged config.json counts if there are checkpoints or records beside it.
     """
-    if any(next(directory.glob(name), None) for name in CHECKPOINTS):
-        return
     names = {field.name for field in dataclasses.fields(TrainConfig)}
-    settings = files.read_json_if_any(directory / files.CONFIG)
-    is_of_a_run = len(names & settings.keys()) > len(names) / 2
-    in_the_way = [name for name in (files.CONFIG, files.RESULT) if _has_content(directory / name)]
-    if in_the_way and not is_of_a_run:
-        raise UsageError(f"{directory / in_the_way[0]} is of no run and would be replaced; give another --train_dir")
+    try:
+        return len(names & files.read_json_if_any(directory / files.CONFIG).keys()) > len(names) / 2
+    except DataError:
+        return (directory / files.METRICS).exists() or bool(list_checkpoints(directory))
 
 
-def find_resumable_checkpoint(config: TrainConfig, dataset: Dataset, model: keras.Model) -> tuple[Path, dict] | None:
-    """The newest undamaged checkpoint of a run and its metadata, or None if there is none; `model` is the run's.
-
-    Raises:
-      UsageError: it was made with another recipe or data set; the message names what differs.
-      DataError: there are checkpoints, and all are damaged; or the data set has other images than it was made with.
-    """
-    checkpoint = latest_checkpoint(config.directory)
-    if not checkpoint:
-        return None
-    metadata = read_metadata(checkpoint)
-    differing = differing_settings(config, metadata["recipe"], has_batch_norm(model))
-    names = metadata["dataset"], dataset.name
-    if names[0] != names[1] and not all(name.startswith(FOLDER) for name in names):  # a folder may have moved
-        differing.append("dataset {} -> {}".format(*names))
-    if differing:
-        raise UsageError(
-            f"{checkpoint} was made with other settings ({', '.join(differing)}); "
-            "give those, another --train_dir, or --overwrite to start again in this one"
-        )
-    if changed := dataset.changed_splits(metadata):
-        raise DataError(
-            f"{checkpoint} was made with other {' and '.join(changed)} images than {dataset.name} has now; put those "
-            "back, or give another --train_dir, or --overwrite to start again in this one"
-        )
-    return checkpoint, metadata
-
-
-def completed_result(config: TrainConfig, step: int, last_step: int) -> dict | None:
-    """The result of a run with nothing left to do: at its last step or its target, with all its files written."""
-    required = (files.RESULT, files.CONFIG, files.ENVIRONMENT)
-    result, *others = (files.read_json_if_any(config.directory / name) for name in required)
-    if not (result and all(others)):
-        return None
-    at_end = step >= last_step or 0 < config.target_accuracy <= result["reached"]
-    return result if result["step"] == step and at_end else None
+# Before a run ---------------------------------------------------------------------------------------------------------
 
 
 def choose_directory(config: TrainConfig, banner: str, launch_id: str) -> TrainConfig:
-    """The config with the directory the run writes, and without `overwrite` if this launch has cleared it already.
+    """Return the config with the directory that the run writes.
 
-    Data with a `banner` are not real: they leave the directory of the real run free.
+    Data with a `banner` are not real: they leave the directory of the real run free. `overwrite` is switched off if
+    this launch has cleared the directory before.
     """
     if banner and not config.train_dir:
         config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
@@ -121,49 +81,37 @@ def choose_directory(config: TrainConfig, banner: str, launch_id: str) -> TrainC
     return config
 
 
+def check_settings(config: TrainConfig) -> None:
+    """Refuse a directory with a run of other settings at once, before TensorFlow is imported and data are loaded.
+
+    `checkpoint_to_resume` repeats the check, with what only the model and the data can tell.
+
+    Raises:
+      UsageError: the newest checkpoint was made with other settings, or by an earlier version of this project.
+    """
+    checkpoints = [] if config.overwrite else list_checkpoints(config.directory)
+    if checkpoints:
+        with contextlib.suppress(DataError):  # a damaged one is set aside later
+            _check_recipe(checkpoints[-1], read_metadata(checkpoints[-1]), config, has_batch_norm=False)
+
+
 def prepare(config: TrainConfig, launch_id: str) -> None:
-    """Makes sure that the directory is the run's to write, and clears it if the config says `overwrite`.
+    """Make sure that the directory is the run's to write, and clear it if the config says `overwrite`.
 
     Raises:
-      UsageError: it holds somebody else's files, or cannot be cleared.
+      UsageError: the directory has a config.json or result.json and holds no run, or it cannot be cleared.
     """
-    check_ownership(config.directory)
+    directory = config.directory
+    if not is_run(directory) and not any(next(directory.glob(name), None) for name in CHECKPOINTS):
+        for path in (directory / files.CONFIG, directory / files.RESULT):
+            if path.is_file() and path.stat().st_size:
+                raise UsageError(f"{path} is of no run and would be replaced; give another --train_dir")
     if config.overwrite:
-        clear(config.directory, launch_id)
-
-
-def previous_choices(config: TrainConfig, num_towers: int) -> dict[str, Any]:
-    """What was chosen of `CHOSEN` when the run was last trained on as many towers, if it was.
-
-    Raises:
-      DataError: there are checkpoints, and all are damaged.
-    """
-    if config.overwrite or not any(getattr(config, name) in ("", "auto", 0) for name in CHOSEN):
-        return {}
-    checkpoint = latest_checkpoint(config.directory)
-    metadata = read_metadata(checkpoint) if checkpoint else {}
-    return {name: metadata.get(name) for name in CHOSEN} if metadata.get("towers") == num_towers else {}
-
-
-def run_metadata(
-    requested: TrainConfig, config: TrainConfig, dataset: Dataset, precision: str, num_towers: int
-) -> dict:
-    """What every checkpoint of a run records of how it was made: as was requested, and with what was chosen."""
-    return {
-        "recipe": recipe_fields(requested),
-        "dataset": dataset.name,
-        "dataset_info": dataset.info._asdict(),
-        **{f"{name}_sha256": digest for name, digest in dataset.digests().items()},
-        "precision": precision,
-        "towers": num_towers,
-        "strategy": config.strategy,
-        **{name: getattr(config, name) for name in CHOSEN},
-        "variable_placement": config.variable_placement if config.strategy == "towers" else None,
-    }
+        clear(directory, launch_id)
 
 
 def clear(directory: Path, launch: str = "") -> None:
-    """Removes what a run wrote, and nothing else. Leaves the name of a `launch`, for the processes it starts again.
+    """Remove what a run wrote, and nothing else. Leave the name of a `launch`, for the processes it starts again.
 
     Raises:
       UsageError: something cannot be removed or written.
@@ -185,12 +133,94 @@ def clear(directory: Path, launch: str = "") -> None:
 
 
 def was_cleared_by(directory: Path, launch: str) -> bool:
-    """Whether the directory was last cleared by this launch; an empty name is no launch."""
+    """Return whether the directory was last cleared by this launch; an empty name is no launch."""
     try:
         return bool(launch) and (directory / files.LAUNCH).read_text() == launch
     except OSError:
         return False
 
 
-def _has_content(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
+# Resuming a run -------------------------------------------------------------------------------------------------------
+
+
+def previous_choices(config: TrainConfig, num_towers: int) -> dict[str, Any]:
+    """Return what was chosen of `CHOSEN` when the run was last trained on as many towers; empty if it was not.
+
+    Raises:
+      DataError: there are checkpoints, and all are damaged.
+    """
+    if config.overwrite or not any(getattr(config, name) in ("", "auto", 0) for name in CHOSEN):
+        return {}
+    checkpoint = latest_checkpoint(config.directory)
+    metadata = read_metadata(checkpoint) if checkpoint else {}
+    return {name: metadata.get(name) for name in CHOSEN} if metadata.get("towers") == num_towers else {}
+
+
+def checkpoint_to_resume(
+    config: TrainConfig, dataset: Dataset, has_batch_norm: bool
+) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest undamaged checkpoint of a run and its metadata, or None if there is none.
+
+    Args:
+      has_batch_norm: whether the run's model has batch normalization.
+
+    Raises:
+      UsageError: the checkpoint was made with another recipe or data set; the message names what differs.
+      DataError: there are checkpoints, and all are damaged; or the data set now has other images.
+    """
+    checkpoint = latest_checkpoint(config.directory)
+    if not checkpoint:
+        return None
+    metadata = read_metadata(checkpoint)
+    _check_recipe(checkpoint, metadata, config, has_batch_norm, dataset.name)
+    if changed := dataset.changed_splits(metadata):
+        raise DataError(
+            f"{checkpoint} was made with other {' and '.join(changed)} images than {dataset.name} has now; put those "
+            "back, or give another --train_dir, or --overwrite to start again in this one"
+        )
+    return checkpoint, metadata
+
+
+def _check_recipe(
+    checkpoint: Path, metadata: dict[str, Any], config: TrainConfig, has_batch_norm: bool, dataset: str = ""
+) -> None:
+    """Raise if a checkpoint was made with other settings, or on another data set if the name of one is given."""
+    differing = differing_settings(config, metadata["recipe"], has_batch_norm)
+    names = metadata["dataset"], dataset or metadata["dataset"]
+    if names[0] != names[1] and not all(name.startswith(FOLDER) for name in names):  # a folder may have moved
+        differing.append("dataset {} -> {}".format(*names))
+    if differing:
+        raise UsageError(
+            f"{checkpoint} was made with other settings ({', '.join(differing)}); "
+            "give those, another --train_dir, or --overwrite to start again in this one"
+        )
+
+
+def completed_result(config: TrainConfig, step: int, last_step: int) -> dict[str, Any] | None:
+    """Return the result of a run with nothing left to do: at its last step or its target, with all its files written.
+
+    Raises:
+      DataError: the result is damaged.
+    """
+    result = files.read_json_if_any(config.directory / files.RESULT)
+    if not result or not all((config.directory / name).exists() for name in (files.CONFIG, files.ENVIRONMENT)):
+        return None
+    at_end = step >= last_step or 0 < config.target_accuracy <= result["reached"]
+    return result if result["step"] == step and at_end else None
+
+
+def run_metadata(
+    requested: TrainConfig, config: TrainConfig, dataset: Dataset, precision: str, num_towers: int
+) -> dict[str, Any]:
+    """Return what every checkpoint of a run records of how it was made: as requested, and with what was chosen."""
+    return {
+        "recipe": recipe_fields(requested),
+        "dataset": dataset.name,
+        "dataset_info": dataset.info._asdict(),
+        **{f"{name}_sha256": digest for name, digest in dataset.digests().items()},
+        "precision": precision,
+        "towers": num_towers,
+        "strategy": config.strategy,
+        **{name: getattr(config, name) for name in CHOSEN},
+        "variable_placement": config.variable_placement if config.strategy == "towers" else None,
+    }

@@ -45,11 +45,17 @@ def train(shutdown: ShutdownHandler) -> None:
     cluster = join_cluster(config)
     if measured := measured_accuracy(config):
         log.info(f"recipe {config.recipe}, measured to reach {measured}")
-    source = find_data(config)
+    from cifar_towers.checkpointing import workdir
+    from cifar_towers.data import sources
+
+    launch_id = os.environ.get(launcher.LAUNCH_VARIABLE, "")
+    source = sources.find(config.dataset, config.data_dir)
+    if not config.seeds:
+        workdir.check_settings(workdir.choose_directory(config, source.banner, launch_id))
+    import_tensorflow()
     from cifar_towers import trainer
     from cifar_towers.cli import seeds
 
-    launch_id = os.environ.get(launcher.LAUNCH_VARIABLE, "")
     if config.seeds:
         seeds.train_seeds(config, parse_seeds(config.seeds), source, shutdown, launch_id)
     else:

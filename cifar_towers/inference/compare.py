@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_variables
+from cifar_towers.checkpointing.checkpoint import list_checkpoints
+from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import names_with
 from cifar_towers.errors import UsageError

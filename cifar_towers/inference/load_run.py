@@ -11,13 +11,8 @@ from typing import NamedTuple
 import keras
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import (
-    CHECKPOINTS_DIR,
-    checkpoint_at_step,
-    latest_checkpoint,
-    read_metadata,
-    read_variables,
-)
+from cifar_towers.checkpointing.checkpoint import checkpoint_at_step, latest_checkpoint, read_metadata
+from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import DatasetInfo
@@ -123,7 +118,7 @@ def _explain_missing(train_dir: Path) -> str:
     if (train_dir / files.CONFIG).exists():
         return f"no checkpoint in {train_dir}: its run has not saved any yet; train on, then repeat this command"
     reason = "it is not the directory of a run" if train_dir.is_dir() else "there is no such directory"
-    others = sorted({path.parents[1].name for path in train_dir.parent.glob(f"*/{CHECKPOINTS_DIR}/step-*")})
+    others = sorted({path.parents[1].name for path in train_dir.parent.glob(f"*/{files.CHECKPOINTS_DIR}/step-*")})
     listed = ", ".join(others[:MAX_LISTED]) + ", ..." * (len(others) > MAX_LISTED)
     hint = f"runs beside it: {listed}" if others else "give the directory of a run, as runs/speed94-seed0"
     return f"no checkpoint in {train_dir}: {reason}; {hint}"

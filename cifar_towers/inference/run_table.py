@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cifar_towers import files
+from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.reporting.run_records import RunRecord, as_number, as_text, read_run, shorten
@@ -91,7 +92,7 @@ def _read(directory: Path) -> RunRecord:
 def _state(directory: Path, record: RunRecord) -> str:
     if is_being_written(directory):
         return RUNNING
-    checkpoints = files.list_checkpoints(directory)
+    checkpoints = list_checkpoints(directory)
     if checkpoints and files.validate(checkpoints[-1]):
         return DAMAGED
     if record.finished:

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers import files
-from cifar_towers.checkpointing import checkpoint, manager
+from cifar_towers.checkpointing import manager, variables
 
 
 class Clock:
@@ -29,7 +29,7 @@ def clock(monkeypatch):
     """Time that passes when a test says so; a save takes two seconds of it."""
     clock = Clock()
     monkeypatch.setattr(manager, "time", clock)
-    monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *_: setattr(clock, "now", clock.now + 2))
+    monkeypatch.setattr(variables, "save_checkpoint", lambda *_: setattr(clock, "now", clock.now + 2))
     monkeypatch.setattr(manager, "prune_checkpoints", lambda *_: None)
     return clock
 
@@ -72,7 +72,7 @@ def test_state_with_nan_is_not_saved(tmp_path, clock):
 
 @pytest.mark.parametrize("recorded, expected", [(0, 1), (2, 2)])
 def test_rollbacks_newer_than_the_checkpoint_count(tmp_path, recorded, expected):
-    path = checkpoint.save_checkpoint(tmp_path, 3, {"step": tf.Variable(3)}, {"rollbacks": 1})
+    path = variables.save_checkpoint(tmp_path, 3, {"step": tf.Variable(3)}, {"rollbacks": 1})
     state = State()
     state.named_variables = lambda: {"step": tf.Variable(0)}
     if recorded:

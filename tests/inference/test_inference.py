@@ -15,7 +15,8 @@ import tensorflow as tf
 from PIL import Image
 
 from cifar_towers import files, trainer
-from cifar_towers.checkpointing.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints, read_variables
+from cifar_towers.checkpointing.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints
+from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig, ExportConfig, PredictConfig
@@ -335,7 +336,7 @@ def test_older_checkpoint_is_chosen_by_its_step(run, tmp_path, capsys):
     with pytest.raises(UsageError, match=f"has no checkpoint of step 999; those it has are of: {listed}$"):
         load_run.open_run(run, step=999)
     copy = shutil.copytree(run, tmp_path / "copy")
-    (checkpoint_path(copy, steps[0]) / "facts.json").write_text("{}")
+    (checkpoint_path(copy, steps[0]) / "metadata.json").write_text("{}")
     with pytest.raises(DataError, match="is damaged .*; give another --step$"):
         load_run.open_run(copy, step=steps[0])
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cifar_towers.checkpointing.checkpoint import latest_checkpoint, read_variables
+from cifar_towers.checkpointing.checkpoint import latest_checkpoint
+from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.cli import main
 from cifar_towers.cli.shutdown import ShutdownHandler
-from cifar_towers.errors import Interrupted
+from cifar_towers.errors import DataError, Interrupted
 from cifar_towers.inference.compare import compare_runs
 from tests.messages import lines_with
 from tests.runs.short_runs import (
@@ -178,6 +179,9 @@ def test_compare_runs_prints_differences(tmp_path, tiny_run, monkeypatch, capsys
     count = len(environment["variables"])
     assert lines_with(compare_runs(tiny_run[0], changed)[1], "variables", count, count - 1)
     result.write_text("[1, 2]")
+    with pytest.raises(DataError, match="result.json cannot be read"):
+        compare_runs(tiny_run[0], changed)
+    result.unlink()
     output = compare_runs(tiny_run[0], changed)[1]
     assert lines_with(output, tiny_run[0], "step 20", changed)
     metrics.unlink()

@@ -41,7 +41,7 @@ def test_run_with_only_damaged_checkpoints_is_refused(tmp_path, tiny_run):
     directory = shutil.copytree(tiny_run[0], tmp_path / "copy")
     config = replace(TINY, num_gpus=2, train_dir=str(directory))
     for checkpoint in list_checkpoints(directory):
-        (checkpoint / "facts.json").unlink()
+        (checkpoint / "metadata.json").unlink()
     for _ in range(2):  # the second time they have other names
         with pytest.raises(DataError, match="every checkpoint .*damaged.* --overwrite"):
             run(config)

@@ -1,0 +1,92 @@
+"""The directory of a run: who may write it, what is cleared, and refusals that need no TensorFlow."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cifar_towers import files
+from cifar_towers.checkpointing import checkpoint, workdir
+from cifar_towers.config import TrainConfig
+from cifar_towers.config.recipe import recipe_fields
+from cifar_towers.errors import DataError, UsageError
+
+PROGRAM = Path(__file__).parents[2] / "scripts/train.py"
+FLAGS = ("--dataset=synthetic", "--model=cifarnet", "--crop=24", "--max_steps=2")
+CONFIG = TrainConfig(dataset="synthetic", model="cifarnet", crop=24, max_steps=2)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """The config of a run with a checkpoint of step 1."""
+    config = dataclasses.replace(CONFIG, train_dir=str(tmp_path / "run"))
+    save(config)
+    return config
+
+
+def save(config, step=1, name=checkpoint.METADATA):
+    metadata = {"step": step, "recipe": recipe_fields(config), "dataset": "synthetic"}
+    path = checkpoint.checkpoint_path(config.directory, step)
+    files.commit(path, lambda directory: (directory / name).write_text(json.dumps(metadata)))
+    return path
+
+
+def test_other_settings_are_refused_before_tensorflow_is_imported(config, tmp_path):
+    (tmp_path / "tensorflow.py").write_text("raise SystemExit('TensorFlow was imported')")
+    command = [sys.executable, PROGRAM, *FLAGS, f"--train_dir={config.train_dir}"]
+    options = {"capture_output": True, "text": True, "env": os.environ | {"PYTHONPATH": str(tmp_path)}}
+    refused = subprocess.run([*command, "--momentum=0.5"], **options)
+    assert refused.returncode == 2 and "momentum 0.9 -> 0.5" in refused.stderr, refused.stderr
+    assert "TensorFlow was imported" in subprocess.run(command, **options).stderr
+
+
+def test_settings_are_compared_with_the_newest_checkpoint(config):
+    workdir.check_settings(config)
+    other = dataclasses.replace(config, momentum=0.5)
+    with pytest.raises(UsageError, match="step-00000001 .*momentum .* --overwrite"):
+        workdir.check_settings(other)
+    workdir.check_settings(dataclasses.replace(other, overwrite=True))
+    workdir.check_settings(dataclasses.replace(config, num_gpus=2, micro_batches=2))  # batch norm is not known yet
+    newest = save(config, 2)
+    (newest / checkpoint.METADATA).write_text("damaged")
+    workdir.check_settings(other)  # the start sets it aside, and then compares with the one before
+
+
+def test_run_of_an_earlier_version_is_refused_in_one_line(config):
+    save(config, 2, "facts.json")
+    for read in (workdir.check_settings, lambda config: checkpoint.latest_checkpoint(config.directory)):
+        with pytest.raises(UsageError, match="step-00000002 .*earlier version.* --overwrite") as caught:
+            read(config)
+        assert "\n" not in str(caught.value)
+
+
+def test_clearing_leaves_projectors_that_no_run_wrote(config):
+    directory = config.directory
+    files.write_json(directory / files.CONFIG, dataclasses.asdict(config))
+    for name in ("projector_00000020/features.tsv", "projector_00000020/projector_config.pbtxt"):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("of the run")
+    mine = [directory / name for name in ("projector_mine/slides.pdf", "projector_00000007/notes.txt")]
+    for path in mine:
+        path.parent.mkdir()
+        path.write_text("mine")
+    workdir.clear(directory)
+    assert sorted(path for path in directory.rglob("*") if path.is_file()) == sorted(mine)
+
+
+def test_damaged_result_is_an_error_of_one_line(config):
+    (config.directory / files.RESULT).write_text("{")
+    with pytest.raises(DataError, match="result.json cannot be read"):
+        workdir.completed_result(config, 1, 1)
+
+
+@pytest.mark.parametrize(("beside", "expected"), [("", False), ("metrics.jsonl", True)])
+def test_a_damaged_config_is_a_runs_if_records_are_beside_it(tmp_path, beside, expected):
+    (tmp_path / files.CONFIG).write_text("{")
+    if beside:
+        (tmp_path / beside).write_text("")
+    assert workdir.is_run(tmp_path) == expected
