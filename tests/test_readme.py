@@ -81,6 +81,13 @@ def test_readme_has_what_the_recipes_were_measured_to_reach(recipe):
         assert accuracy.removesuffix(" %") in row
 
 
+def test_readme_names_every_folder_of_the_package():
+    table = re.findall(r"^\| (`cifar_towers/.*?) \|", README, re.M)
+    named = {name for cell in table for name in re.findall(r"`(?:cifar_towers/)?([\w.]+)/?`", cell)}
+    folders = {path.parent.name for path in (ROOT / "cifar_towers").glob("*/__init__.py")}
+    assert folders <= named and all((ROOT / "cifar_towers" / name).exists() for name in named)
+
+
 def test_readme_shows_the_step_as_it_is():
     (shown,) = re.findall(r"```\n(results = .*?)```", README, re.S)
     step = (ROOT / "cifar_towers/training/step.py").read_text()
