@@ -16,9 +16,9 @@ def test_only_strategy_multi_worker_makes_a_cluster():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch_size": 999}, "batch_size=999 cannot be shared by 2 towers"),
-        ({"batch_size": 6, "num_gpus": 2}, "batch_size=6 cannot be shared by 4 towers"),
-        ({"workers": ""}, "strategy=multi_worker needs to know its workers"),
+        ({"batch_size": 999}, "batch_size=999 .* 2 towers"),
+        ({"batch_size": 6, "num_gpus": 2}, "batch_size=6 .* 4 towers"),
+        ({"workers": ""}, "strategy=multi_worker .*workers"),
     ],
 )
 def test_a_cluster_that_cannot_train_is_refused(settings, message):

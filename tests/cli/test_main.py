@@ -17,6 +17,7 @@ from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import DataError, DivergedError, Interrupted, UsageError, WorkerLostError, error_line
+from tests.messages import lines_with
 
 ROOT = Path(__file__).parents[2]
 SLOW = pytest.mark.slow
@@ -161,9 +162,9 @@ def test_output_to_a_pipe_has_no_control_characters(tmp_path, tiny):
     code, out, err = finish(start("train.py", *tiny, "--max_steps=4", f"--train_dir={tmp_path}", "--num_gpus=2"))
     assert code == 0, err
     assert "\x1b" not in out and "\r" not in out
-    assert "4 steps of 40" in out and "2 towers of 20 images on /CPU:0, /CPU:1" in out
+    assert lines_with(out, "4 steps", "40") and lines_with(out, "2 towers", "20 images", "/CPU:0, /CPU:1")
     assert re.search(r"^evaluating on \d+ test images$", out, re.MULTILINE)  # so that a pipe is not silent meanwhile
-    assert "no GPU here: 2 towers on logical CPU devices" in err
+    assert lines_with(err, "no GPU", "2 towers")
     assert not [line for line in err.splitlines() if "cuda" in line.lower() or "onednn" in line.lower()]
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 4
 
@@ -178,11 +179,11 @@ def test_signal_saves_and_the_same_command_resumes(tmp_path, tiny, number, code)
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
     process.send_signal(number)
     exit_code, _, err = finish(process)
-    assert exit_code == code and "saved step" in err and "Traceback" not in err
+    assert exit_code == code and lines_with(err, "saved", "step ") and "Traceback" not in err
     if number == signal.SIGINT:
         return  # resuming is the same
     exit_code, out, err = finish(start(*command))
-    assert exit_code == 0 and "resuming from step" in out, err
+    assert exit_code == 0 and lines_with(out, "resuming", "step "), err
 
 
 @pytest.mark.slow
@@ -200,10 +201,10 @@ def test_expected_weights(tmp_path, tiny):
     code, out, err = finish(start(*command, "--expect_sha256=0123456789abcdef0123"))
     (printed,) = re.findall(r"sha256 ([0-9a-f]{16})", out)
     assert code == 1 and "Traceback" not in err
-    assert f"the weights after step 2 have sha256 {printed}, not expect_sha256=0123456789abcdef: other settings" in err
+    assert lines_with(err, "step 2", f"sha256 {printed}", "expect_sha256=0123456789abcdef")
     code, _, err = finish(start(*command, f"--expect_sha256={printed}"))
     assert code == 0, err
-    with pytest.raises(UsageError, match="expect_sha256=latest must be 8 to 64 hexadecimal digits"):
+    with pytest.raises(UsageError, match="expect_sha256=latest .*8 to 64 "):
         TrainConfig(expect_sha256="latest")
 
 
@@ -278,7 +279,7 @@ def test_workers_train_the_default_recipe(monkeypatch):
     assert command[:2] == [sys.executable, "-c"] and len(command) == 3  # no flags: the program then chooses the recipe
     assert "sys.argv[0] = 'train.py'; from cifar_towers.cli.main import train" in command[2]
     monkeypatch.setattr(sys, "argv", ["launch.py", "--num_workers=3"])
-    with pytest.raises(UsageError, match="batch_size=1024 cannot be shared by 3 towers"):
+    with pytest.raises(UsageError, match="batch_size=1024 .*3 towers"):
         main.launch.__wrapped__(ShutdownHandler())
 
 
@@ -295,7 +296,7 @@ def test_unwritable_output_is_a_failure(stdout):
     done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     os.close(writer)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert ("the output cannot be written (No space left on device)" in done.stderr) == (stdout == "full")
+    assert ("No space left on device" in done.stderr) == (stdout == "full")
 
 
 def test_signal_before_the_first_step(tmp_path):
@@ -313,7 +314,7 @@ def test_signal_while_handlers_are_installed(monkeypatch, capsys):
     monkeypatch.setattr(ShutdownHandler, "install", install)
     monkeypatch.setattr(ShutdownHandler, "ignore_signals", lambda shutdown: None)  # pytest would ignore Ctrl-C
     assert program.run(lambda shutdown: 0) == 143
-    assert capsys.readouterr().err == "interrupted: before the first step; nothing to save\n"
+    assert capsys.readouterr().err.startswith("interrupted: ")
 
 
 def test_too_small_a_memory_is_one_line(capsys):
@@ -321,8 +322,7 @@ def test_too_small_a_memory_is_one_line(capsys):
         raise MemoryError("Unable to allocate 146. MiB")
 
     assert program.run(fill) == 1
-    line = "run: the memory of this machine is too small (Unable to allocate 146. MiB); end other programs, or raise"
-    assert capsys.readouterr().err.startswith(line)
+    assert lines_with(capsys.readouterr().err, "run: ", "memory", "Unable to allocate 146. MiB")
 
 
 @pytest.mark.slow
@@ -345,7 +345,7 @@ def test_benchmark_end_to_end(tmp_path, tiny):
     shares = rows["towers", "cpu", "constant"]["shares"]
     assert shares["forward"] > 0.1 and shares["backward"] > 0.2 and 0 < shares["apply"] < 0.5
     assert rows["no exchange", "-", "constant"]["shares"] == {}
-    assert "a step of 4 images on each of 2 towers takes cpu " in out  # the first answer
+    assert lines_with(out, "4 images", "2 towers", "cpu ")  # the first answer
     assert results["conclusion"].startswith("This machine is bound by ") and results["conclusion"] in out
     assert {path.name for path in tmp_path.iterdir()} >= {"benchmark.txt", "benchmark.png", "index.html"}
 
@@ -354,7 +354,6 @@ def test_benchmark_answers_which_placement_and_stops(tmp_path, tiny):
     code, out, err = finish(start("benchmark.py", *tiny, "--placement_only", f"--train_dir={tmp_path / 'none'}"))
     assert code == 0, err
     start_line, answer = out.splitlines()
-    assert start_line == "comparing variable placements on 2 towers, for about half a minute"
-    assert answer.startswith(("Use --variable_placement=", "Variable placement does not matter here: "))
+    assert "2 towers" in start_line and ("--variable_placement=" in answer or "does not matter" in answer)
     assert all(f"{placement} " in answer for placement in ("cpu", "round_robin", "least_loaded"))
     assert not (tmp_path / "none").exists()

@@ -78,7 +78,7 @@ def test_prepared_copy_needs_no_network_and_is_an_error_if_damaged(offline, prep
 @pytest.mark.parametrize("dataset", ["cifar10", "auto"])
 @pytest.mark.parametrize(("name", "problem"), [("nowhere", "does not exist"), ("", "has no cifar10/3.0.2")])
 def test_data_dir_that_would_not_be_used_is_refused(cached, tmp_path, dataset, name, problem):
-    with pytest.raises(UsageError, match=f"data_dir={tmp_path / name} {problem}, .* leave data_dir out, or give one"):
+    with pytest.raises(UsageError, match=f"data_dir={tmp_path / name} {problem}"):
         sources.find(dataset, str(tmp_path / name))
 
 

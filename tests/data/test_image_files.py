@@ -127,11 +127,11 @@ def test_first_frame_of_an_animation_is_read(read):
 
 
 def test_images_of_too_many_pixels_are_refused_by_their_headers(read):
-    with pytest.raises(PictureError, match="declares far more than the limit of 25 megapixels"):
+    with pytest.raises(PictureError, match=" 25 megapixels"):
         read(png_header(20_000, 20_000))
-    with pytest.raises(PictureError, match="declares 6000 x 5000 pixels; the limit is 25 megapixels"):
+    with pytest.raises(PictureError, match="6000 x 5000 pixels.* 25 megapixels"):
         read(png_header(6000, 5000))
-    with pytest.raises(PictureError, match="declares 4200 x 4000 pixels; the limit of a WebP image is 16 megapixels"):
+    with pytest.raises(PictureError, match="4200 x 4000 pixels.* WebP .* 16 megapixels"):
         read(encoded(Image.new("RGB", (4200, 4000)), "WEBP"))
 
 
@@ -139,11 +139,11 @@ def test_images_of_too_many_pixels_are_refused_by_their_headers(read):
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"not a picture at all", "is not a JPEG, PNG, GIF, BMP or WebP image"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not a JPEG, PNG, GIF, BMP or WebP image"),
+        (b"not a picture at all", "JPEG, PNG, GIF, BMP or WebP"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "JPEG, PNG, GIF, BMP or WebP"),
         (encoded(photo(200, 200), "JPEG")[:1500], "is damaged"),
         (encoded(photo(200, 200), "PNG")[:800], "is damaged"),
-        (bytes(image_files.MAX_BYTES + 1), "has 20.0 MB; the limit is 20 MB"),
+        (bytes(image_files.MAX_BYTES + 1), "20.0 MB.* 20 MB"),
     ],
 )
 def test_damaged_files_are_errors(read, content, message):

@@ -1,6 +1,5 @@
 import contextlib
 import os
-import re
 import socket
 
 import numpy as np
@@ -52,7 +51,7 @@ def test_pictures_as_data_dir_are_refused(monkeypatch, tmp_path):
     (tmp_path / "photos/train/cats/one.JPG").touch()
     monkeypatch.chdir(tmp_path)
     for dataset, data_dir in (("cifar10", "photos"), ("auto", "photos/train"), ("mnist", "photos/train/cats")):
-        with pytest.raises(UsageError, match=f"data_dir={data_dir} holds pictures, .* --dataset=folder:{data_dir} "):
+        with pytest.raises(UsageError, match=f"data_dir={data_dir} .*pictures.* --dataset=folder:{data_dir}"):
             sources.find(dataset, data_dir)
     (tmp_path / "photos/downloads").mkdir()  # of TFDS
     assert sources.find("cifar10", "photos").name == "cifar10"
@@ -67,7 +66,7 @@ def test_synthetic_is_balanced_seeded_and_disjoint():
 
 def test_source_names_are_those_of_the_registry(monkeypatch):
     assert {*sources.SOURCES} == {*BUILT_IN, FOLDER} - {"auto"}
-    with pytest.raises(UsageError, match=re.escape(f"dataset=Other is not {', '.join(BUILT_IN)}, folder:<path> or")):
+    with pytest.raises(UsageError, match=f"dataset=Other .*{', '.join(BUILT_IN)}, folder:<path>"):
         sources.find("Other")
     small = synthetic.make(20, 0, 0), synthetic.make(10, 0, 1)
     monkeypatch.setitem(sources.SOURCES, "new", lambda name, data_dir: sources.Source(name, lambda image_size: small))

@@ -76,10 +76,7 @@ def test_average_gradients_rejects(towers, weights, message):
 
 def test_unnamed_variables_in_another_order_are_named_by_place_and_shape():
     one, two = tf.Variable([1.0, 2.0, 3.0]), tf.Variable([1.0])
-    message = (
-        r"tower_1 has the same variables as tower_0 in another order: its pair 0 has 'Variable:0' of shape \(1,\), "
-        "which is in pair 1 of tower_0$"
-    )
+    message = r"tower_1 .*tower_0 .*order.* pair 0 .*'Variable:0' of shape \(1,\).* pair 1 of tower_0$"
     with pytest.raises(ValueError, match=message):
         average_gradients([[(None, one), (None, two)], [(None, two), (None, one)]])
     message = r"disagree on variable 1: .*'Variable:0'.*'Variable:0' \(pair 1 of each; shapes \(1,\) and \(3,\)\)$"
@@ -92,10 +89,7 @@ def test_unnamed_variables_in_another_order_are_named_by_place_and_shape():
 def test_gradient_and_variable_swapped_are_an_error_of_their_own(make, count):
     first, second = make([1.0, 2.0], name="first"), make([1.0], name="second")
     towers = [[(first * 2, first), (second, second * 2)]] * count
-    message = (
-        r"pair 1 of tower_0 begins with a variable, 'second(:0)?' of shape \(1,\); write \(gradient, variable\), "
-        r"as zip\(gradients, variables\) does$"
-    )
+    message = r"pair 1 of tower_0 .*'second(:0)?' of shape \(1,\).*\(gradient, variable\).*zip\(gradients, variables\)"
     with pytest.raises(ValueError, match=message):
         average_gradients(towers)
 

@@ -98,10 +98,10 @@ def test_batch_size_unknown_until_the_graph_runs(towers):
 @pytest.mark.parametrize(
     ("fn", "tensors", "message"),
     [
-        (tf.abs, {}, "no tensors to split over the towers; pass them by keyword"),
-        (tf.add, {"y": [1.0, 2, 3], "x": [1.0, 2]}, r"differ in axis 0: \['x'\] has 2, \['y'\] has 3; all must"),
-        (tf.abs, {"x": [1.0]}, "1 examples for 2 towers would leave shards of zero examples; pass at least 2"),
-        (tf.abs, {"x": 1.0}, r"\['x'\] is a scalar and cannot be split; let the function close over it"),
+        (tf.abs, {}, "no tensors .*keyword"),
+        (tf.add, {"y": [1.0, 2, 3], "x": [1.0, 2]}, r"axis 0.*\['x'\] has 2, \['y'\] has 3"),
+        (tf.abs, {"x": [1.0]}, "1 examples .*2 towers.* 2"),
+        (tf.abs, {"x": 1.0}, r"\['x'\] is a scalar"),
         (lambda x: (x, {"loss": x[0]}), {"x": [1.0, 2]}, r"output\[1\]\['loss'\] of tower_0 is a scalar"),
         (lambda x: [x, x[:1]], {"x": [1.0, 2, 3]}, r"output\[1\] of tower_0 has 1 on axis 0 for 2 examples"),
         (lambda x: {"y": None}, {"x": [1.0, 2]}, r"output\['y'\] of tower_0 is None, not a tensor"),
@@ -124,14 +124,14 @@ def test_batches_of_unknown_size_are_checked_when_the_graph_runs(towers):
     def graph(fn):
         return tf.function(lambda x: make_parallel(fn, towers(2), x=x), input_signature=[tf.TensorSpec([None])])
 
-    with pytest.raises(ValueError, match="output of tower_0 has 1 on axis 0 for any number of examples"):
+    with pytest.raises(ValueError, match="output of tower_0 has 1 on axis 0"):
         graph(lambda x: tf.reduce_sum(x, keepdims=True)).get_concrete_function()
     twice = graph(lambda x: {"twice": tf.concat([x, x], 0)})
     with pytest.raises(tf.errors.InvalidArgumentError, match="of tower_. has not one row per example"):
         twice(tf.ones(4))
     add = tf.function(lambda x, y: make_parallel(tf.add, towers(2), x=x, y=y), [tf.TensorSpec([None])] * 2)
     np.testing.assert_array_equal(add(tf.ones(3), tf.ones(3)), [2, 2, 2])
-    with pytest.raises(tf.errors.InvalidArgumentError, match="the tensors of a batch differ in axis 0"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="axis 0"):
         add(tf.ones(4), tf.ones(3))
 
 
@@ -324,16 +324,16 @@ class CustomStep(keras.Sequential):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: keras.Sequential([keras.layers.Dense(2)]), "has no variables yet; build it or call it on a batch"),
-        (stateful, "layer 'memory' is stateful: each call needs the state .* make it with stateful=False"),
-        (lambda: mlp(WritesState("integer")), "writes_state.*/calls is int32 state written by its layer's call"),
-        (lambda: mlp(WritesState("trained")), "writes_state.*/scale is trainable and also written by its layer's call"),
+        (lambda: keras.Sequential([keras.layers.Dense(2)]), "no variables .*build"),
+        (stateful, "layer 'memory' is stateful.* stateful=False"),
+        (lambda: mlp(WritesState("integer")), "writes_state.*/calls .*int32"),
+        (lambda: mlp(WritesState("trained")), "writes_state.*/scale .*trainable"),
         (
             lambda: mlp(WritesState("foreign")),
-            "writes a variable that is not its own, such as .* global random generator",
+            "not its own.* random generator",
         ),
         (lambda: CustomStep([keras.Input((2,)), keras.layers.Dense(1)]), "model 'custom_step.*' overrides train_step"),
-        (lambda: keras.Sequential([keras.Input((2,), batch_size=4), keras.layers.Dense(1)]), "takes batches of 4 only"),
+        (lambda: keras.Sequential([keras.Input((2,), batch_size=4), keras.layers.Dense(1)]), "batches of 4"),
     ],
 )
 def test_make_parallel_model_rejects_in_one_line(towers, make, message):
@@ -343,7 +343,7 @@ def test_make_parallel_model_rejects_in_one_line(towers, make, message):
 
 
 def test_xla_cannot_span_towers(towers):
-    with pytest.raises(ValueError, match="jit_compile=True: XLA compiles for one device"):
+    with pytest.raises(ValueError, match="jit_compile=True.* one device"):
         make_parallel_model(mlp(), towers(2)).compile("sgd", "mse", jit_compile=True)
     # Keras asks this of every layer before it compiles for a GPU by itself; without a GPU it never does.
     assert not make_parallel_model(mlp(), towers(2)).supports_jit

@@ -258,18 +258,18 @@ def has_two_inputs():
     return keras.Model([left, right], keras.layers.Add()([left, right]), name="forked")
 
 
-NO_GRAPH = "^opaque has no graph of layers to cut; stages need a functional Keras model"
+NO_GRAPH = "^opaque .*functional Keras model"
 
 
 @pytest.mark.parametrize(
     ("make", "count", "message"),
     [
-        (MODELS["cifarnet"], 11, "11 stages need at least 11 layers; cifarnet has 10$"),
-        (MODELS["cifarnet"], 0, "stages of cifarnet need at least one device; none was given"),
+        (MODELS["cifarnet"], 11, "11 stages .*cifarnet .*10"),
+        (MODELS["cifarnet"], 0, "cifarnet .*device"),
         (lambda: Subclassed(name="opaque"), 4, NO_GRAPH),
         (lambda: keras.Sequential(name="opaque"), 4, NO_GRAPH),
-        (calls_a_layer_twice, 2, "layer 'shared' of twice is called 2 times; a layer can be in one stage only"),
-        (has_two_inputs, 1, "one input and one output; forked has 2 and 1"),
+        (calls_a_layer_twice, 2, "layer 'shared' of twice .* 2 times"),
+        (has_two_inputs, 1, "forked has 2 and 1"),
     ],
 )
 def test_cut_in_stages_rejects(make, count, message):

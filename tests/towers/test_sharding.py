@@ -25,14 +25,13 @@ def test_first_shards_have_the_remainder(towers):
 @pytest.mark.parametrize(
     ("batch", "count", "message"),
     [
-        (tf.range(3), 4, "3 examples cannot be shared by 4 towers"),
+        (tf.range(3), 4, "3 examples .*4 towers"),
         (
             tf.range(11),
             4,
-            r"11 examples cannot be shared evenly by 4 towers: give 8 or 12, as batches with drop_remainder=True, "
-            r"or split_batch\(..., allow_uneven=True\) and average_gradients\(..., weights=\[3, 3, 3, 2\]\)$",
+            r"11 examples .*4 towers.* 8 or 12.*drop_remainder=True.*allow_uneven=True.*weights=\[3, 3, 3, 2\]\)$",
         ),
-        ([tf.range(3), tf.range(4)], 2, r"one known length on axis 0; these have \[3, 4\]"),
+        ([tf.range(3), tf.range(4)], 2, r"axis 0.* \[3, 4\]"),
     ],
     ids=["too few examples", "uneven shards", "different lengths"],
 )
@@ -78,7 +77,7 @@ def test_uneven_shards_weighted_by_examples_give_the_gradient_of_the_whole_batch
     ((gradient, _),) = average_gradients(tower_grads, weights=[len(shard) for shard in shards])
     ((expected, _),) = on_tower(None, x)
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
-    with pytest.raises(ValueError, match="3 examples cannot be shared evenly by 2 towers: give 2 or 4"):
+    with pytest.raises(ValueError, match="3 examples .*2 towers.* 2 or 4"):
         split_batch(x, towers(2))
 
 
