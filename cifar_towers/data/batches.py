@@ -1,5 +1,6 @@
 """Batches as functions of (seed, step): a run resumes anywhere without saved iterator state."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -64,7 +65,6 @@ class Batches:
         self.batch_size, self.seed, self.flip = batch_size, seed, flip
         self.steps_per_epoch = len(split.labels) // batch_size
         self._num_examples, (self._first_row, self._num_rows) = len(split.labels), rows or (0, batch_size)
-        self._cached_order = (-1, np.empty(0, np.int64))  # epoch and its permutation; one tuple, as threads may race
         self._has_indices = bool(devices)
         self._images_on: dict[str, tf.Tensor] = {}
         for device in devices or [HOST]:
@@ -86,7 +86,9 @@ class Batches:
         """Return the batch of one step, counted from 0, made of TensorFlow operations."""
         step = tf.cast(step, tf.int64)
         epoch, position = step // self.steps_per_epoch, step % self.steps_per_epoch
-        order = tf.numpy_function(self._epoch_order, [epoch], tf.int64, stateful=False)
+        order = tf.numpy_function(
+            lambda epoch: _permutation(self.seed, int(epoch), self._num_examples), [epoch], tf.int64, stateful=False
+        )
         start = position * self.batch_size + self._first_row
         chosen = tf.ensure_shape(order[start : start + self._num_rows], [self._num_rows])
         # Drawn for the whole batch, so that an example's numbers do not depend on the worker. Another column would
@@ -111,14 +113,6 @@ class Batches:
         with tf.device(device):
             return batch._replace(images=tf.gather(self._images_on[device], batch.images))
 
-    def _epoch_order(self, epoch: np.int64) -> np.ndarray:
-        cached_epoch, order = self._cached_order
-        if cached_epoch != epoch:
-            generator = np.random.Generator(np.random.Philox(key=[self.seed, int(epoch)]))
-            order = generator.permutation(self._num_examples)
-            self._cached_order = (int(epoch), order)
-        return order
-
     def _flips(self, chosen: tf.Tensor, epoch: tf.Tensor, uniform: tf.Tensor) -> tf.Tensor:
         if self.flip == "none":
             return tf.zeros([self._num_rows], tf.bool)
@@ -126,3 +120,8 @@ class Batches:
             return uniform < 0.5
         first = tf.random.stateless_uniform([self._num_examples], tf.constant([self.seed, -1], tf.int64)) < 0.5
         return tf.math.logical_xor(tf.gather(first, chosen), epoch % 2 == 1)
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(count)

@@ -33,11 +33,8 @@ class PictureError(Exception):
     """A file that cannot be read as an image; the message is one line without the file's name."""
 
 
-def read_all(paths: Sequence[Path], image_size: int, num_threads: int = 0) -> tuple[np.ndarray, dict[int, str]]:
-    """Read image files in threads.
-
-    Args:
-      num_threads: by default one per processor; each may take 300 MB.
+def read_all(paths: Sequence[Path], image_size: int) -> tuple[np.ndarray, dict[int, str]]:
+    """Read image files, in a thread per processor that may take 300 MB.
 
     Returns:
       [n, image_size, image_size, 3] uint8 as from `read`, black where a file cannot be read; and {index: error}.
@@ -51,7 +48,7 @@ def read_all(paths: Sequence[Path], image_size: int, num_threads: int = 0) -> tu
             return str(error)
         return ""
 
-    with warnings.catch_warnings(), ThreadPoolExecutor(num_threads or os.cpu_count()) as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor(os.cpu_count()) as pool:
         warnings.simplefilter("ignore")  # Pillow's, of large or damaged images; here, as threads share the filters
         errors = {index: error for index, error in enumerate(pool.map(read_into, range(len(paths)))) if error}
     return levels, errors
@@ -64,9 +61,9 @@ def read(path: Path, image_size: int = 0) -> np.ndarray:
       PictureError: the file is not a regular one, too large, or damaged.
     """
     try:
-        _check_file(os.stat(path))
+        _check_file(os.stat(path))  # before opening: a device may act on it
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            _check_file(os.fstat(file.fileno()))
+            _check_file(os.fstat(file.fileno()))  # what was opened, in case the path has another file now
             return _decode(file, image_size)
     except PictureError:
         raise

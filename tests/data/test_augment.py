@@ -121,9 +121,9 @@ def test_augmentation_does_not_depend_on_the_shard(images):
     given = {"flip": random.random(6) < 0.5, "window": random.random((6, 2)), "cutout": random.random((6, 2))}
     drawn = draws(6, **given, brightness=random.random(6), contrast=random.random(6))
     drawn_for_part = tf.nest.map_structure(lambda d: d[2:5], drawn)
-    for side, rounding in ((32, 0), (24, 1e-6)):  # some processors round matrix products differently
-        full = everything.augment(tf.constant(images), drawn, side).numpy()
-        part = everything.augment(tf.constant(images[2:5]), drawn_for_part, side)
+    for image_size, rounding in ((32, 0), (24, 1e-6)):  # some processors round matrix products differently
+        full = everything.augment(tf.constant(images), drawn, image_size).numpy()
+        part = everything.augment(tf.constant(images[2:5]), drawn_for_part, image_size)
         np.testing.assert_allclose(part, full[2:5], rtol=0, atol=rounding)
 
 

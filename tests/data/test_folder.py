@@ -16,7 +16,7 @@ SET = synthetic.make(60, 0, 0)
 
 
 def fill(root, labels=range(4), split=SET):
-    """Write the split's images into a subfolder for each class; return the names of the classes."""
+    """Write the split's images into a subfolder per class; return the names of the classes."""
     for index, (image, label) in enumerate(zip(split.images, split.labels, strict=True)):
         if label in labels:
             directory = root / f"class {label}"
@@ -78,12 +78,12 @@ def test_train_dir_inside_the_data_is_refused(tmp_path, monkeypatch):
 
 
 def test_images_of_other_sizes_are_resized(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for index in range(5):
-            Image.new("RGB", (50 + index, 40), "red").save(tmp_path / name / f"{index}.jpg")
+    names = fill(tmp_path)
+    for index, name in enumerate(names):
+        Image.new("RGB", (50 + index, 40), "red").save(tmp_path / name / "large.jpg")
     _, data = sources.load(sources.find(f"folder:{tmp_path}"), image_size=24)
-    assert data.train.images.shape == (8, 24, 24, 3) and data.info.image_size == 24
+    assert data.train.images.shape[1:] == (24, 24, 3) and data.info.image_size == 24
+    assert len(data.train.labels) + len(data.test.labels) == 7 * len(names)
 
 
 ALL = range(4)
@@ -98,24 +98,16 @@ GULL = os.fsdecode("Möwe".encode("latin1"))
         ({"train": ALL, "test": [0, 1, 3]}, "no images of class 2 to test on"),
         ({"train": [0, 1], "test": [0, 1, 2]}, "class 2 in test, and not in train"),
         ({".": ALL, "zebra": []}, "no images of zebra to train on"),
-        (
-            {"train": ALL, "held out": ALL},
-            "train is no class, as no images lie .*; call it train and put test beside it",
-        ),
+        ({"train": ALL, "held out": ALL}, "train is no class, .*; call it train and put test beside it"),
         ({"Training": ALL, "Testing": ALL}, "Training is no class, .* --dataset=folder:.*/set/Training, of which"),
         ({".": ALL, GULL: [0]}, r"M\\udcf6we is not valid UTF-8, which config.json needs; rename it"),
-        ({".": ALL, "class 1/bad.png": b"no picture"}, "1 of 2[0-9] images cannot be read: .*bad.png is not a JPEG"),
         ({}, "No such file or directory; if it was moved, give its place by --dataset=folder:<path>"),
     ],
 )
 def test_unusable_folder_is_an_error_of_one_line(tmp_path, folders, message):
-    for name, content in folders.items():
-        place = tmp_path / "set" / name
-        if isinstance(content, bytes):
-            place.write_bytes(content)
-        else:
-            place.mkdir(parents=True, exist_ok=True)
-            fill(place, content)
+    for name, labels in folders.items():
+        (tmp_path / "set" / name).mkdir(parents=True, exist_ok=True)
+        fill(tmp_path / "set" / name, labels)
     with pytest.raises(DataError, match=message) as caught:
         sources.load(sources.find(f"folder:{tmp_path / 'set'}"))
     assert "\n" not in str(caught.value)

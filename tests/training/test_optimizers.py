@@ -20,6 +20,7 @@ from cifar_towers.training.optimizers import (
 )
 from cifar_towers.training.param_groups import split_by_role
 from cifar_towers.training.state import TrainState
+from tests.training.runs import Run
 
 
 def assign(moves):
@@ -72,13 +73,18 @@ def newton_schulz(x):
     return x
 
 
+def level_singular_values(kernel):
+    """Return the kernel with Newton-Schulz steps on its singular values, by NumPy's decomposition."""
+    u, s, v = np.linalg.svd(kernel.reshape(-1, kernel.shape[-1]).astype("f8"), full_matrices=False)
+    leveled = newton_schulz(s / np.linalg.norm(s))
+    assert 0.5 < np.median(leveled) < 1.35
+    return (u @ np.diag(leveled) @ v).reshape(kernel.shape)
+
+
 @pytest.mark.parametrize("shape", [(3, 3, 8, 16), (1, 1, 4, 16), (2, 2, 4, 16)])
 def test_orthogonalized_kernels_keep_their_directions_and_level_their_singular_values(shape):
     kernel = np.random.default_rng(0).normal(size=shape).astype("f4")
-    u, s, v = np.linalg.svd(kernel.reshape(-1, shape[-1]).astype("f8"), full_matrices=False)
-    expected = u @ np.diag(newton_schulz(s / np.linalg.norm(s))) @ v
-    np.testing.assert_allclose(orthogonalize(tf.constant(kernel)), expected.reshape(shape), atol=1e-5)
-    assert 0.5 < np.median(newton_schulz(s / np.linalg.norm(s))) < 1.35
+    np.testing.assert_allclose(orthogonalize(tf.constant(kernel)), level_singular_values(kernel), atol=1e-5)
 
 
 def test_orthogonalized_single_column_by_hand():
@@ -98,15 +104,39 @@ def test_muon_rescales_a_kernel_periodically():
     assert norms == pytest.approx([3.0, 6.0, 3.0, 6.0])  # period 2 at the start, to sqrt(9)
 
 
-def test_muon_update_is_orthogonalized_nesterov_momentum():
+@pytest.mark.parametrize("step", [1, 2])
+def test_muon_update_by_numpy(step):
+    """Step 2 also rescales the kernel to norm sqrt(C_out); weight decay takes 0.1 x 2.0 of the kernel in both steps."""
     start = np.random.default_rng(0).normal(size=(1, 1, 3, 5)).astype("f4")
     gradient = np.random.default_rng(1).normal(size=start.shape).astype("f4")
-    rule = Muon([tf.Variable(start)], momentum=0.5, total_steps=10)
+    rule = Muon([tf.Variable(start)], momentum=0.5, total_steps=100, weight_decay=2.0)
     rule.slots["momentum"][0].assign(np.ones_like(start))
-    assign(rule.compute_update(0, tf.constant(gradient), tf.constant(0.1), tf.constant(1, tf.int64)))
-    moved = 0.5 + gradient
-    expected = start - 0.1 * orthogonalize(tf.constant(gradient + 0.5 * moved)).numpy()
-    np.testing.assert_allclose(rule.variables[0], expected, rtol=1e-5)
+    assign(rule.compute_update(0, tf.constant(gradient), tf.constant(0.1), tf.constant(step, tf.int64)))
+    kept = 0.8 * start * (np.sqrt(5) / np.linalg.norm(start) if step == 2 else 1.0)
+    expected = kept - 0.1 * level_singular_values(gradient + 0.5 * (0.5 + gradient))
+    np.testing.assert_allclose(rule.variables[0], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(rule.slots["momentum"][0], 0.5 + gradient, rtol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_weight_decay_takes_the_same_fraction_of_every_group(towers, examples, optimizer):
+    """Without gradients each step takes 0.2 x 0.05 = 1 % of a weight, also in groups with another learning rate."""
+    rates = {
+        "learning_rate": 0.2,
+        "bias_learning_rate": 0.4,
+        "head_learning_rate": 0.05,
+        "whitening_learning_rate": 0.1,
+    }
+    settings = {"weight_decay": 0.05, "learning_rate_schedule": "step:0=1", "whitening_epochs": 1e6}
+    settings |= {"model": "speednet94", "batch_size": 8, "whitening_images": 50, "freeze_first_group": 0.5}
+    trained = Run(towers(1), examples, TrainConfig(optimizer=optimizer, **settings, **rates))
+    assert {"kernels", "biases", "head", "whitening", "first_kernels", "first_biases"} == set(trained.rates(1))
+    for weight in trained.state.weights:
+        weight.assign(tf.ones_like(weight))
+    gradients = [(tf.zeros_like(weight), weight) for weight in trained.state.weights]
+    assign(trained.state.optimizer.compute_updates(gradients, trained.rates(1), tf.constant(1, tf.int64)))
+    for weight in trained.state.weights:
+        np.testing.assert_allclose(weight, 0.99 * np.ones(weight.shape), rtol=1e-6, err_msg=weight.name)
 
 
 def test_groups_have_their_own_rates_and_no_gradient_means_no_update():
