@@ -1,4 +1,4 @@
-"""An installed wheel is complete: the programs and the recipes, outside of a checkout."""
+"""An installed wheel is complete: every console script runs outside of a checkout, with the recipes."""
 
 import configparser
 import json
@@ -6,49 +6,90 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("cifar_towers", "configs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+SCRIPTS = [line.split(" = ")[0] for line in SETUP["options.entry_points"]["console_scripts"].strip().splitlines()]
 
 
 def test_every_folder_of_the_package_is_installed():
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
     folders = {path.parent for path in (ROOT / "cifar_towers").rglob("__init__.py")}
     names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
-    assert {*setup["options"]["packages"].split()} == names | {"cifar_towers.configs"}
+    assert {*SETUP["options"]["packages"].split()} == names | {"cifar_towers.configs"}
 
 
-def pip(*arguments):
-    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
-    subprocess.run([sys.executable, "-m", "pip", *arguments[:1], *options, *arguments[1:]], check=True)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """run(program, flags): a program of a wheel in a fresh environment, in one folder that was empty at first.
 
-
-@pytest.mark.slow
-def test_installed_wheel_trains_a_recipe_in_an_empty_folder(tmp_path):
-    source, wheels, site, empty = (tmp_path / name for name in ("source", "wheels", "site", "empty"))
+    The environment has the libraries of the one that runs the tests, and nothing of the checkout.
+    """
+    directory = tmp_path_factory.mktemp("wheel")
+    source, wheels, environment, folder = (directory / name for name in ("source", "wheels", "environment", "folder"))
     source.mkdir()
-    empty.mkdir()
+    folder.mkdir()
     for name in SOURCES:  # a copy, as building leaves files beside the sources
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
-    pip("wheel", "--no-build-isolation", f"--wheel-dir={wheels}", str(source))
-    pip("install", "--no-compile", f"--target={site}", *map(str, wheels.glob("*.whl")))
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    alone = ["--no-deps", "--no-index"]
+    subprocess.run([*pip, "wheel", *alone, "--no-build-isolation", f"--wheel-dir={wheels}", source], check=True)
     shutil.rmtree(source)
+    venv.create(environment, with_pip=False)
+    python = environment / "bin/python"
+    subprocess.run([*pip, f"--python={python}", "install", *alone, *wheels.glob("*.whl")], check=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))  # its own .pth files are not read
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
-    def run(*flags):
-        program, environment = site / "bin" / "cifar-towers-train", {**os.environ, "PYTHONPATH": str(site)}
-        return subprocess.run(
-            [program, *flags], cwd=empty, env=environment, capture_output=True, text=True, timeout=300
-        )
+    def run(program, *flags):
+        command = [environment / "bin" / program, *map(str, flags)]
+        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
-    listed = run("--help").stdout
-    assert all(path.stem in listed for path in (ROOT / "configs").glob("*.cfg"))
-    done = run("--recipe=smoke", "--max_steps=1", "--batch_size=100", "--tta=0", "--num_gpus=2")
-    assert done.returncode == 0, done.stderr
-    config = json.loads((empty / "runs/smoke-seed0/config.json").read_text())
+    run.folder, run.python = folder, python
+    return run
+
+
+SMALL = ["--recipe=smoke", "--max_steps=2", "--batch_size=100", "--tta=0", "--precision=float32"]
+RUN, CLUSTER = "--train_dir=runs/smoke-seed0", "--train_dir=runs/two-workers"
+COMMANDS = {  # in this order: the first two train what the others read
+    "cifar-towers-train": [*SMALL, "--num_gpus=2"],
+    "cifar-towers-launch": ["--num_workers=2", "--", *SMALL, CLUSTER],
+    "cifar-towers-evaluate": [RUN, "--dataset=synthetic"],
+    "cifar-towers-predict": [RUN, "picture.png"],
+    "cifar-towers-export": [RUN, "--format=keras"],
+    "cifar-towers-compare-runs": ["runs/smoke-seed0", "runs/smoke-seed0"],
+    "cifar-towers-report": ["runs/smoke-seed0", "--out=report.html"],
+    "cifar-towers-runs": [],
+    "cifar-towers-benchmark": [*SMALL, "--placement_only"],
+}
+
+
+@pytest.mark.slow
+def test_every_console_script_runs_from_a_wheel_in_an_empty_folder(run):
+    assert {*COMMANDS} == {*SCRIPTS}
+    Image.new("RGB", (32, 32)).save(run.folder / "picture.png")
+    printed = {program: run(program, *flags) for program, flags in COMMANDS.items()}
+    place = subprocess.run([run.python, "-c", "import cifar_towers; print(cifar_towers.__file__)"], capture_output=True)
+    assert str(run.python.parents[1]) in place.stdout.decode()
+    config, result = (
+        json.loads((run.folder / f"runs/smoke-seed0/{name}.json").read_text()) for name in ("config", "result")
+    )
     assert (config["recipe"], config["model"], config["learning_rate"]) == ("smoke", "speednet93", 1.5)
-    assert json.loads((empty / "runs/smoke-seed0/result.json").read_text())["step"] == 1
+    assert result["step"] == 2
+    assert json.loads((run.folder / "runs/two-workers/result.json").read_text())["step"] == 2
+    command = json.loads((run.folder / "runs/two-workers/environment.json").read_text())["command"]
+    assert command[0].endswith("bin/cifar-towers-train")
+    assert "picture.png" in printed["cifar-towers-predict"] and "smoke" in printed["cifar-towers-runs"]
+    assert (run.folder / "report.html").exists()
+    assert all(path.stem in run("cifar-towers-train", "--help") for path in (ROOT / "configs").glob("*.cfg"))

@@ -1,1 +1,1 @@
-"""Measurements of this machine: `scripts/benchmark.py` and `scripts/speedrun.py`."""
+"""A recipe's step with different placements, strategies and numbers of towers, measured on this machine."""

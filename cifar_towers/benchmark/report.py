@@ -1,16 +1,20 @@
-"""Results of the benchmark as a table, a recommendation, JSON, a plot and an HTML page."""
+"""The benchmark's report: a table, a recommendation, JSON, a plot and an HTML page; parts that other reports share."""
 
 import io
 import itertools
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cifar_towers.benchmark import report_io
+from cifar_towers import files
 from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, CaseResult
-from cifar_towers.reporting import html_page
+from cifar_towers.config import TrainConfig
+from cifar_towers.errors import RunError, UsageError, error_text
+from cifar_towers.hardware import gpu_names
+from cifar_towers.reporting import environment, html_page
 from cifar_towers.reporting.html_page import Picture, Section, Table
 from cifar_towers.reporting.profiler import PARTS
 from cifar_towers.towers.placement import PLACEMENTS
@@ -21,67 +25,59 @@ SAME_RATE = 0.02  # rates this close to the best count as equal
 COLORS = {"towers": "#0072b2", "mirrored": "#d55e00", NO_EXCHANGE: "#999999", KERAS: "#009e73"}  # colorblind-safe
 
 
-def publish(directory: Path, facts: Mapping, results: Sequence[CaseResult]) -> None:
-    """Prints table and conclusion, and writes benchmark.json, benchmark.txt, benchmark.png and index.html."""
-    picture, conclusion = plot(results, facts), conclude(results, facts)
+def publish(directory: Path, metadata: Mapping, results: Sequence[CaseResult]) -> None:
+    """Print the table and the conclusion, and write benchmark.json, benchmark.txt, benchmark.png and index.html."""
+    picture, conclusion = plot(results, metadata), conclude(results, metadata)
     headings, *rows = _rows(results)
-    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
+    packages = ", ".join(f"{name} {version}" for name, version in metadata["packages"].items())
     section = Section(
         "Results",
         conclusion,
         [[Picture(picture, "images per second of every case")]],
         [Table(headings, rows, text_columns=3)],
-        note=f"{EXPLANATION} Measured in {facts['minutes']:.0f} minutes with {packages}.",
+        note=f"{EXPLANATION} Measured in {metadata['minutes']:.0f} minutes with {packages}.",
     )
-    page = html_page.render(report_io.make_title(facts), [section])
-    as_json = {"rows": [_as_json(result) for result in results], "conclusion": conclusion}
-    files = {"benchmark.png": picture, "index.html": page}
-    report_io.publish(directory, "benchmark", facts, as_json, [table(results)], files, conclusion)
-
-
-def _as_json(result: CaseResult) -> dict:
-    return {"variation": result.case._asdict(), **result.as_json("case")}
+    page = html_page.render(make_title(metadata), [section])
+    as_json = [{"case": result.case._asdict(), **result.as_json("case")} for result in results]
+    written = {"rows": as_json, "conclusion": conclusion}
+    more: dict[str, str | bytes] = {"benchmark.png": picture, "index.html": page}
+    write_report(directory, "benchmark", metadata, written, [table(results)], more, conclusion)
 
 
 def table(results: Sequence[CaseResult]) -> str:
-    """Aligned text, one line per case, the fastest of each precision first."""
-    return report_io.format_table(_rows(results), left=(0, 1, 2, 4))
+    """Return a table as aligned text with a line per case, the fastest of each precision first."""
+    return format_table(_rows(results), left=(0, 1, 2, 4))
 
 
 def _rows(results: Sequence[CaseResult]) -> list[list[str]]:
-    """The table's rows, below their headings."""
-    measured = [*results[0].headings(), "efficiency", *PARTS, "waiting", "compile"]
+    """Return the table's headings, and its rows below."""
+    measured = [*results[0].cells(), "efficiency", *PARTS, "waiting", "compile"]
     rows = [["precision", "strategy", "placement", "towers", "input", *measured]]
     for result in sorted(results, key=lambda result: (result.case.precision, -result.median)):
-        case = result.case
-        rows.append(
-            [
-                *(case.precision, case.strategy, case.placement, str(case.towers), case.input),
-                *result.cells(),
-                f"{100 * result.efficiency:.1f} %" if result.efficiency else "-",
-                *(f"{100 * result.shares[part]:.1f} %" if result.shares else "-" for part in PARTS),
-                f"{100 * result.waiting:.1f} %" if case.input == "stream" else "-",
-                f"{result.compile_seconds:.0f} s",
-            ]
-        )
+        strategy, placement, towers, precision, source = result.case
+        row = [precision, strategy, placement, str(towers), source, *result.cells().values()]
+        row.append(f"{100 * result.efficiency:.1f} %" if result.efficiency else "-")
+        row += [f"{100 * result.shares[part]:.1f} %" if result.shares else "-" for part in PARTS]
+        row.append(f"{100 * result.waiting:.1f} %" if source == "stream" else "-")
+        rows.append([*row, f"{result.compile_seconds:.0f} s"])
     return rows
 
 
-def conclude(results: Sequence[CaseResult], facts: Mapping) -> str:
-    """One sentence: this machine's bottleneck, and the flags to use."""
+def conclude(results: Sequence[CaseResult], metadata: Mapping) -> str:
+    """Say in one sentence what bounds this machine, and which flags to use."""
     trainable = [result for result in results if result.case.trains]
     fastest = max(result.median for result in trainable)
     equal = [result for result in trainable if result.median >= (1 - SAME_RATE) * fastest]
     simplest_first = (*PLACEMENTS, UNPLACED)  # shared variables on the CPU to mirrored ones
     best = min(equal, key=lambda each: (simplest_first.index(each.case.placement), each.case.towers))
-    case, bottleneck = best.case, _bottleneck(best, results, facts["batch_size"])
+    case, bottleneck = best.case, _bottleneck(best, results, metadata["batch_size"])
     placed = "--strategy=mirrored" if case.strategy == "mirrored" else f"--variable_placement={case.placement}"
     flags = f"--num_gpus={case.towers} --precision={case.precision} {placed}"
     return f"This machine is bound by {bottleneck}: use {flags} ({best.median:,.0f} images/s)."
 
 
 def _bottleneck(best: CaseResult, results: Sequence[CaseResult], batch_size: int) -> str:
-    """Input, exchange, too small a batch per tower, or compute, with the measurements that show it."""
+    """Name the bottleneck (input, exchange, a small batch per tower, or compute) and the measurements that show it."""
     same_precision = [result for result in results if result.case.precision == best.case.precision]
     for result in same_precision:
         if result.case.input == "stream" and result.waiting > INPUT_BOUND_WAITING and result.median < best.median:
@@ -89,7 +85,7 @@ def _bottleneck(best: CaseResult, results: Sequence[CaseResult], batch_size: int
                 f"its input ({result.median:,.0f} images/s with it; {result.case.towers} towers wait for it "
                 f"{100 * result.waiting:.0f} % of the time)"
             )
-    # independent towers are the upper bound: as many as the best case has, or, if that is one, any number of them
+    # independent towers are the upper bound: as many as the best case has, or any number of them if that is one
     independent = [result for result in same_precision if result.case.strategy == NO_EXCHANGE]
     if best.case.towers > 1:
         independent = [result for result in independent if result.case.towers == best.case.towers]
@@ -108,8 +104,8 @@ def _bottleneck(best: CaseResult, results: Sequence[CaseResult], batch_size: int
     return f"compute ({100 * share:.0f} % of the work is forward and backward)"
 
 
-def plot(results: Sequence[CaseResult], facts: Mapping) -> bytes:
-    """PNG: a panel per precision, one above the other, a bar with its spread per case, a dotted line for one tower."""
+def plot(results: Sequence[CaseResult], metadata: Mapping) -> bytes:
+    """Draw a panel per precision, with a bar and its spread per case and a dotted line for one tower, as PNG."""
     ordered = sorted(results, key=lambda result: (result.case.precision, result.case.towers, -result.median))
     by_precision = {key: list(group) for key, group in itertools.groupby(ordered, lambda each: each.case.precision)}
     heights = [len(shown) + 0.4 for shown in by_precision.values()]  # bars of equal height in all panels
@@ -119,7 +115,9 @@ def plot(results: Sequence[CaseResult], facts: Mapping) -> bytes:
         _draw_bars(panel, shown)
         panel.set_ylim(len(shown) - 0.4, -0.6)
         panel.set_title(precision)
-    figure.suptitle(f"{facts['recipe']}, batches of {facts['batch_size']:,}; {facts['processor']}, {facts['date']}")
+    figure.suptitle(
+        f"{metadata['recipe']}, batches of {metadata['batch_size']:,}; {metadata['processor']}, {metadata['date']}"
+    )
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=120, facecolor="white")
     return buffer.getvalue()
@@ -140,17 +138,94 @@ def _draw_bars(panel: Axes, results: Sequence[CaseResult]) -> None:
     for result in results:
         if result.case[:3] == ("towers", "cpu", 1) and result.case.input == "constant":
             panel.axvline(result.median, color="black", linestyle=":", linewidth=1)
-    panel.set_xlabel(f"images/s, median and {results[0].spread_of}; dotted: one tower")
+    panel.set_xlabel(f"images/s, median and {results[0].spread_name}; dotted: one tower")
     panel.margins(x=0.12)
     panel.spines[["top", "right"]].set_visible(False)
 
 
+def make_directory(directory: Path) -> None:
+    """Make the directory for the results, before anything is measured.
+
+    Raises:
+      UsageError: the directory cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"train_dir={directory} cannot be made: {error.strerror}") from error
+
+
+def collect_metadata(recipe: TrainConfig, dataset: str) -> dict:
+    """Return the recipe, machine and date of a measurement."""
+    return {
+        "recipe": recipe.name,
+        "model": recipe.model,
+        "batch_size": recipe.batch_size,
+        "hard_example_pool": recipe.hard_example_pool,
+        "dataset": dataset,
+        "date": date.today().isoformat(),
+        **environment.describe_machine(),
+        "gpus": gpu_names(),
+    }
+
+
+def make_title(metadata: Mapping) -> str:
+    """Return `speed94: speednet94, batches of 1,024, cifar10; Abacus, 2 cores, 1 CPU; 2026-01-01`."""
+    pool = metadata.get("hard_example_pool")
+    subjects = [metadata["model"], f"batches of {metadata['batch_size']:,}", f"the hardest of {pool:,}" if pool else ""]
+    subjects += [metadata["dataset"], metadata.get("precision", "")]
+    machine = [metadata["processor"], f"{metadata['cores']} cores"]
+    machine += [f"{metadata['devices']} {metadata['kind']}"] if "kind" in metadata else []
+    machine += sorted(set(metadata.get("gpus", ())))
+    return f"{metadata['recipe']}: {', '.join(filter(None, subjects))}; {', '.join(machine)}; {metadata['date']}"
+
+
+def format_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Align rows with equally many cells as text; the columns `left` are left-justified."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cell_formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]
+    return "\n".join("  ".join(cell_formats).format(*row) for row in rows)
+
+
+def write_report(
+    directory: Path,
+    name: str,
+    metadata: Mapping,
+    results: Mapping,
+    paragraphs: Sequence[str],
+    extra_files: Mapping[str, str | bytes] = {},
+    conclusion: str = "",
+) -> None:
+    """Print a report with `conclusion` last, and write it to <name>.txt, and metadata and results to <name>.json.
+
+    Args:
+      extra_files: contents of further files, by name.
+
+    Raises:
+      RunError: the files cannot be written; the report has been printed.
+    """
+    names = f"in {directory}: {', '.join((f'{name}.txt', f'{name}.json', *extra_files))}"
+    text = "\n\n".join(part for part in (make_title(metadata), *paragraphs, names, conclusion) if part)
+    try:  # hours of measurements are written even if they cannot be printed
+        print(f"\n{text}", flush=True)
+    finally:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            files.write_json(directory / f"{name}.json", {**metadata, **results})
+            for file, content in {f"{name}.txt": text + "\n", **extra_files}.items():
+                files.write_whole(directory / file, content)
+        except OSError as error:
+            raise RunError(
+                f"{directory} cannot be written ({error_text(error)}); the results are only printed above"
+            ) from error
+
+
 EXPLANATION = (
     "Every case makes the same update from the same batch of the recipe's size, as in the middle of a run. "
-    "Images/s are the median over rounds, each of which runs all cases in a new order, after compilation; n is rounds "
-    "x timed steps per round. 'no exchange' are independent towers with variables of their own, an upper bound for "
+    "Images/s are the median over rounds after compilation. Each round runs all cases in a new order; n is rounds x "
+    "timed steps per round. 'no exchange' means independent towers with variables of their own, an upper bound for "
     "towers. 'stream' prepares the recipe's batches while the step runs; the other cases repeat one batch. Efficiency "
-    "is images/s over those of one tower times the physical devices. The shares are of the step's work, summed over "
-    "towers, as TensorFlow's profiler measured it in one step. 'waiting' is the fraction of time in which the step "
-    "waited for its input."
+    "is images/s over those of one tower times the physical devices. Shares cover the step's work, summed over towers, "
+    "as TensorFlow's profiler measured it in one step. 'waiting' is the fraction of time in which the step waited for "
+    "its input."
 )

@@ -1,38 +1,37 @@
-"""Times a recipe's step in all benchmark cases, and writes a report."""
+"""The benchmark from start to end: plan the cases, prepare, time and profile them, and write a report."""
 
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import tensorflow as tf
 
 from cifar_towers.benchmark import report
-from cifar_towers.benchmark.cases import BenchmarkCase, CaseResult, make_cases
-from cifar_towers.benchmark.processes import open_process
-from cifar_towers.benchmark.report_io import collect_metadata, make_directory
-from cifar_towers.benchmark.rounds import run_rounds
+from cifar_towers.benchmark.cases import BenchmarkCase, CaseResult, make_cases, run_rounds
+from cifar_towers.benchmark.worker import open_process
 from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.config.settings import split_names
 from cifar_towers.data.batches import NUM_PREFETCHED
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.training import precision
+from cifar_towers.training.precision import choose, native_halves
 
 MIN_ROUNDS, MAX_ROUNDS, MIN_TIMED_STEPS = 3, 15, 3
 VISIT_SECONDS = 2.0  # target duration of the timed steps of a case in one round
-Workers = Mapping[int, Callable]  # number of towers -> request to the process that has them
+Workers = Mapping[int, Callable[..., Any]]  # number of towers -> request to the process that has them
 
 
 def run_benchmark(config: BenchmarkConfig, worker_command: Sequence[str]) -> None:
-    """Measures, prints the table with a conclusion, and writes them to the config's directory.
+    """Measure all cases; print a table with a conclusion, and write them to the config's directory.
 
-    The first answer, within half a minute, is which placement to use; with `placement_only` it is the only one.
+    The first answer, within half a minute, is the variable placement to use. With `placement_only` it is the only one.
     `worker_command` starts a process that calls `worker.serve`.
     """
     start = time.monotonic()
     if not config.placement_only:
-        make_directory(config.directory)
+        report.make_directory(config.directory)
     counts, cases = _plan(config)
     _print_placement(config, counts, worker_command)
     if config.placement_only:
@@ -40,46 +39,44 @@ def run_benchmark(config: BenchmarkConfig, worker_command: Sequence[str]) -> Non
     with ExitStack() as stack:
         workers, devices = {}, {}
         for count in counts:  # one after another: the first may have to download the data
-            workers[count] = stack.enter_context(open_process(worker_command, quiet=False))
+            workers[count] = stack.enter_context(open_process(worker_command))
             devices[count] = workers[count](["start", dataclasses.asdict(config), count])
         results = _prepare(cases, workers)
         _measure(results, workers, config, start)
         _profile(results, workers)
     set_efficiency(results, {count: each["physical"] for count, each in devices.items()})
-    facts = collect_metadata(config.recipe, devices[counts[0]]["dataset"]) | {
+    metadata = report.collect_metadata(config.recipe, devices[counts[0]]["dataset"]) | {
         "kind": devices[counts[0]]["kind"],
         "devices": max(each["physical"] for each in devices.values()),
         "minutes": (time.monotonic() - start) / 60,
     }
-    report.publish(config.directory, facts, results)
-
-
-def _print_placement(config: BenchmarkConfig, counts: Sequence[int], worker_command: Sequence[str]) -> None:
-    """Prints which variable placement to use on the most towers that the config names, else on a tower for each GPU,
-    or two on a CPU without GPUs."""
-    most = max(counts) if config.towers else len(tf.config.get_visible_devices("GPU")) or 2
-    count = max(each for each in counts if each <= most)
-    plural = "s" * (count > 1)
-    print(f"comparing variable placements on {count} tower{plural}, for about half a minute", flush=True)
-    with open_process(worker_command, quiet=False) as request:
-        request(["start", dataclasses.asdict(config), count])
-        print(request(["recommend_placement"]), flush=True)
+    report.publish(config.directory, metadata, results)
 
 
 def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[BenchmarkCase]]:
-    """Numbers of towers, and the cases to measure."""
+    """Return the numbers of towers, and the cases to measure."""
     gpus = len(tf.config.get_visible_devices("GPU"))
     device = "GPU" if gpus else "CPU"
-    default = [precision.choose(config.recipe.precision, device)[0], *precision.native_halves(device), "float32"]
+    default = [choose(config.recipe.precision, device)[0], *native_halves(device), "float32"]
     precisions = list(dict.fromkeys(split_names(config.precisions) or default))
     limit = gpus or 4
-    doubled = sorted({*(2**power for power in range(limit.bit_length())), limit})  # 1, 2, 4, .. and the limit itself
+    doubled = sorted({limit, *(2**power for power in range(limit.bit_length()))})  # 1, 2, 4, .. and the limit itself
     counts = config.tower_counts or tuple(n for n in doubled if config.recipe.batch_size % n == 0)
     return counts, make_cases(counts, precisions, config.peers, on_gpus=bool(gpus))
 
 
+def _print_placement(config: BenchmarkConfig, counts: Sequence[int], worker_command: Sequence[str]) -> None:
+    """Print the variable placement to use on the most towers of the config; by default one per GPU, or two on a CPU."""
+    most = max(counts) if config.towers else len(tf.config.get_visible_devices("GPU")) or 2
+    count = max(each for each in counts if each <= most)
+    print(f"comparing variable placements on {count} tower{'s' * (count > 1)}, for about half a minute", flush=True)
+    with open_process(worker_command) as request:
+        request(["start", dataclasses.asdict(config), count])
+        print(request(["recommend_placement"]), flush=True)
+
+
 def _prepare(cases: Sequence[BenchmarkCase], workers: Workers) -> list[CaseResult]:
-    """Traces and compiles all cases; logs and leaves out those that fail."""
+    """Trace and compile all cases; log and leave out those that fail."""
     results = []
     for number, case in enumerate(cases, 1):
         label = f"compiling {number}/{len(cases)}: {case}"
@@ -95,13 +92,13 @@ def _prepare(cases: Sequence[BenchmarkCase], workers: Workers) -> list[CaseResul
 
 
 def _require_trainable(results: Sequence[CaseResult]) -> None:
-    """Raises a UsageError if no case is left that could be recommended."""
+    """Raise a UsageError if no case is left that could be recommended."""
     if not any(result.case.trains for result in results):
         raise UsageError("nothing could be measured; the lines above say why")
 
 
 def _measure(results: list[CaseResult], workers: Workers, config: BenchmarkConfig, start: float) -> None:
-    """Rounds over all cases until `config.minutes` are over. Removes cases that fail."""
+    """Time all cases in rounds until `config.minutes` are over, and remove those that fail."""
     visit_seconds = min(VISIT_SECONDS, 60 * config.minutes / (MIN_ROUNDS * len(results)))
     for result in results:
         result.steps = max(MIN_TIMED_STEPS, math.ceil(visit_seconds / result.step_seconds))
@@ -123,13 +120,12 @@ def _measure(results: list[CaseResult], workers: Workers, config: BenchmarkConfi
 
 
 def _warm_up_steps(case: BenchmarkCase) -> int:
-    """Untimed first steps of a visit: one that warms the caches, and those on batches that were prefetched while other
-    cases ran, which never wait for input."""
+    """Return the number of untimed first steps: one warms the caches, and steps on prefetched batches never wait."""
     return 1 + NUM_PREFETCHED * (case.input == "stream")
 
 
 def _profile(results: Sequence[CaseResult], workers: Workers) -> None:
-    """Adds the shares of a step; a case whose step cannot be profiled has none."""
+    """Add each part's share of a step; a case whose step cannot be profiled has no shares."""
     for result in results:
         if result.case.trains:
             try:
@@ -139,14 +135,12 @@ def _profile(results: Sequence[CaseResult], workers: Workers) -> None:
 
 
 def set_efficiency(results: Sequence[CaseResult], num_devices: Mapping[int, int]) -> None:
-    """Sets images/s over those of one tower (same precision, best placement) times the physical devices in use, given
-    for each number of towers."""
+    """Set each result's images/s over those of one tower in its best placement times the physical devices in use."""
     one_tower: dict[str, float] = {}
     for result in results:
-        case = result.case
-        if case.trains and (case.strategy, case.towers) == ("towers", 1):
-            one_tower[case.precision] = max(result.median, one_tower.get(case.precision, 0.0))
+        strategy, _, towers, precision, _ = result.case
+        if result.case.trains and (strategy, towers) == ("towers", 1):
+            one_tower[precision] = max(result.median, one_tower.get(precision, 0.0))
     for result in results:
-        if result.case.precision in one_tower:
-            ideal = one_tower[result.case.precision] * num_devices[result.case.towers]
+        if ideal := one_tower.get(result.case.precision, 0.0) * num_devices[result.case.towers]:
             result.efficiency = result.median / ideal

@@ -1,24 +1,27 @@
-"""Prepares and times benchmark cases on a fixed number of towers, on request.
+"""The processes that prepare and time cases on request, each on a fixed number of towers.
 
 Threads per operation and logical devices are fixed for a process, so every number of towers has a process of its own.
-All are idle while one works.
+All others are idle while one works. `open_process` is the end that asks, `serve` the end that answers.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any, cast
 
 import tensorflow as tf
 
-from cifar_towers.benchmark.baselines import make_array_fit, make_arrays
+from cifar_towers import errors
 from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, BenchmarkCase
+from cifar_towers.benchmark.keras_fit import make_array_fit, make_arrays
 from cifar_towers.config import TrainConfig, schedules
 from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.data import sources
@@ -28,17 +31,59 @@ from cifar_towers.errors import RunError, UsageError, error_text
 from cifar_towers.reporting.profiler import profile_step
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.devices import on_gpus
-from cifar_towers.towers.placement import HOST, custom_placement
+from cifar_towers.towers.placement import HOST
 from cifar_towers.training import build
 from cifar_towers.training.auto_placement import recommend_placement
 from cifar_towers.training.devices import choose_precision, setup_towers
 from cifar_towers.training.results import to_numpy
 
 EXPECTED_ERRORS = (ValueError, NotImplementedError, MemoryError, tf.errors.OpError, RunError)  # of a single case
+RunSteps = Callable[[int], Iterator[tuple[float, float]]]  # (steps) -> each step's seconds, and those of its input
+
+
+@contextlib.contextmanager
+def open_process(command: Sequence[str], stderr: IO[str] | None = None) -> Iterator[Callable[..., Any]]:
+    """Start a process that answers in lines of JSON, and yield a function that sends a request and returns the answer.
+
+    The process should end with its standard input, because it receives no Ctrl-C.
+
+    Raises:
+      RunError: the process cannot be started, answers with an error, or has ended.
+    """
+    pipe = subprocess.PIPE
+    try:
+        process = subprocess.Popen(command, text=True, start_new_session=True, stdin=pipe, stdout=pipe, stderr=stderr)
+    except OSError as error:
+        raise RunError(f"{command[0]} cannot be started: {error.strerror}") from error
+    requests, answers = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
+
+    def request(message: Any = None) -> Any:
+        if message is not None:
+            with contextlib.suppress(BrokenPipeError):  # the missing answer is the error
+                print(json.dumps(message), file=requests, flush=True)
+        if line := answers.readline():
+            return check_answer(json.loads(line))
+        raise RunError(f"its process has ended with exit code {process.wait()}")
+
+    try:
+        yield request
+    finally:
+        process.terminate()
+        process.wait()
+        answers.close()
+        with contextlib.suppress(BrokenPipeError):  # unread requests
+            requests.close()
+
+
+def check_answer(answer: Any) -> Any:
+    """Return the answer, or raise the error that it holds: the name of its class as `error`, and its `message`."""
+    if isinstance(answer, dict) and "error" in answer:
+        raise getattr(errors, answer["error"])(answer["message"])
+    return answer
 
 
 def serve() -> None:
-    """Answers requests on standard input, lines of JSON with a method of `Worker` and its arguments, until it ends."""
+    """Answer requests on standard input until it ends: lines of JSON with a method of `Worker` and its arguments."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps the output free of what libraries print
     worker = Worker()
@@ -46,21 +91,14 @@ def serve() -> None:
         print(json.dumps(worker.answer(*json.loads(line))), file=output, flush=True)
 
 
-class PreparedCase(NamedTuple):
-    """A case that is ready to run."""
-
-    run_steps: Callable[[int], Iterator[tuple[float, float]]]  # (steps) -> each step's seconds, and those of its input
-    step: Callable[[], Any] | None = None  # one step on the constant batch, for a profile; None for Keras
-
-
 class Worker:
     """Towers, data and the cases that have been prepared on them. Cases come as lists, from JSON."""
 
-    def __init__(self):
-        self.prepared: dict[tuple, PreparedCase] = {}
+    def __init__(self) -> None:
+        self.prepared: dict[tuple, tuple[RunSteps, Callable[[], Any]]] = {}
 
     def answer(self, name: str, *arguments) -> Any:
-        """What a method returns, or the error that it raises as `open_process` reads it."""
+        """Return what a method returns, or the error that it raises, as `open_process` reads it."""
         try:
             return getattr(self, name)(*arguments)
         except Exception as error:  # it concerns one case; the others can still be measured
@@ -71,7 +109,7 @@ class Worker:
             return {"error": type(error).__name__, "message": str(error)}
 
     def start(self, config: dict, num_towers: int) -> dict:
-        """Kind and number of physical devices under the towers, and the data set's name."""
+        """Open the towers and the data, and describe the physical devices under the towers and the data set."""
         recipe = TrainConfig(**config["recipe"])
         self.config = BenchmarkConfig(**config | {"recipe": recipe})
         self.towers = setup_towers(dataclasses.replace(recipe, num_gpus=num_towers))
@@ -81,50 +119,57 @@ class Worker:
         physical = len(tf.config.get_visible_devices(kind)) if kind == "GPU" else 1
         return {"kind": kind, "physical": min(physical, num_towers), "dataset": dataset.name}
 
-    def prepare(self, case: list) -> tuple[float, float]:
-        """Seconds until the first step is done, tracing and compilation included; seconds of the second step."""
-        start = time.perf_counter()
-        prepared = prepare_case(self.config, BenchmarkCase(*case), self.towers, self.train)
-        list(prepared.run_steps(1))
-        self.prepared[tuple(case)] = prepared
-        first = time.perf_counter() - start
-        ((second, _),) = prepared.run_steps(1)
-        return first, second
-
     def recommend_placement(self) -> str:
-        """One sentence: the variable placement that is fastest on these towers, or that it does not matter."""
+        """Say in one sentence which variable placement is fastest on these towers, or that it does not matter."""
         recipe = self.config.recipe
         length = recipe.run_length(build.make_batches(recipe, self.train).steps_per_epoch)
-        dtype = choose_precision(recipe.precision, self.towers)
-        return recommend_placement(recipe, self.towers, dtype, self.train, length).sentence()
+        precision = choose_precision(recipe.precision, self.towers)
+        return recommend_placement(recipe, self.towers, precision, self.train, length).sentence()
+
+    def prepare(self, case: list) -> tuple[float, float]:
+        """Build a case. Return the seconds of building and its first step, and those of the second step."""
+        start = time.perf_counter()
+        run_steps, step = prepare_case(self.config, BenchmarkCase(*case), self.towers, self.train)
+        list(run_steps(1))
+        self.prepared[tuple(case)] = run_steps, step
+        first = time.perf_counter() - start
+        ((second, _),) = run_steps(1)
+        return first, second
 
     def run_steps(self, case: list, steps: int) -> list[tuple[float, float]]:
-        """Seconds of each step, and the part of them waiting for input."""
-        return list(self.prepared[tuple(case)].run_steps(steps))
+        """Return the seconds of each step, and the part of them waiting for input."""
+        run_steps, _ = self.prepared[tuple(case)]
+        return list(run_steps(steps))
 
     def profile(self, case: list) -> dict[str, float]:
-        """Shares of a step's work, summed over towers."""
-        return profile_step(self.prepared[tuple(case)].step)
+        """Return each part's share of a step's work, summed over towers."""
+        _, step = self.prepared[tuple(case)]
+        return profile_step(step)
 
 
-def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: list[Tower], train: Split) -> PreparedCase:
-    """Builds the step of a case on these towers.
+def prepare_case(
+    config: BenchmarkConfig, case: BenchmarkCase, towers: list[Tower], train: Split
+) -> tuple[RunSteps, Callable[[], Any]]:
+    """Build the step of a case on these towers.
+
+    Returns:
+      A function that makes timed steps, and a function that makes one step, for a profile.
 
     Raises:
-      UsageError: this machine or this recipe does not support it.
+      UsageError: this machine or this recipe does not support the case.
     """
+    changes: dict[str, Any]
     if case.strategy == "mirrored":
         changes = {"strategy": "mirrored", "gradient_device": "variable", "all_reduce": config.all_reduce}
     else:
         changes = {"variable_placement": "cpu" if case.placement == UNPLACED else case.placement}
     recipe = dataclasses.replace(config.recipe, precision=case.precision, **changes)
-    steps_by_ours = case.strategy not in (KERAS, NO_EXCHANGE)
-    batches = build.make_batches(recipe, train, towers=towers if steps_by_ours else ())
+    batches = build.make_batches(recipe, train, towers=() if case.strategy in (KERAS, NO_EXCHANGE) else towers)
     if case.strategy == KERAS:
         model = build.make_model(recipe, case.precision, train.info, train)
         arrays = make_arrays(batches, build.make_augmentation(recipe, train.info))
         fit = make_array_fit(model, towers, arrays["images"], arrays["labels"], batches.batch_size)
-        return PreparedCase(lambda steps: ((seconds, 0.0) for seconds in fit(steps)))
+        return lambda steps: ((seconds, 0.0) for seconds in fit(steps)), lambda: list(fit(1))
     length = recipe.run_length(batches.steps_per_epoch)
     if case.strategy == NO_EXCHANGE:
         training, step_fn = _make_independent_steps(recipe, towers, length, train)
@@ -141,7 +186,7 @@ def prepare_case(config: BenchmarkConfig, case: BenchmarkCase, towers: list[Towe
         return to_numpy(step_fn(batch, rates, image_size))
 
     source = iter(batches.stream(0, 1_000_000)) if case.input == "stream" else itertools.repeat(constant_batch)
-    return PreparedCase(functools.partial(_time_steps, step, source), step)
+    return functools.partial(_time_steps, step, source), step
 
 
 def _time_steps(step: Callable, source: Iterator[Batch], steps: int) -> Iterator[tuple[float, float]]:
@@ -156,12 +201,10 @@ def _time_steps(step: Callable, source: Iterator[Batch], steps: int) -> Iterator
 def _make_independent_steps(
     recipe: TrainConfig, towers: list[Tower], length: schedules.RunLength, train: Split
 ) -> tuple[build.TrainSetup, Callable]:
-    """The first tower's training, and one graph of K steps, each on its tower's device with variables of its own."""
-    recipe = dataclasses.replace(recipe, batch_size=recipe.batch_size // len(towers))
-    trainings = []
-    for tower in towers:
-        with custom_placement(lambda _, pinned_to, device=tower.device: device):
-            trainings.append(build.make_training(recipe, [tower], recipe.precision, train, length))
+    """Return the first tower's training, and one graph of a step for each tower, which has variables of its own."""
+    # with one tower, all variables are on its device
+    recipe = dataclasses.replace(recipe, batch_size=recipe.batch_size // len(towers), variable_placement="round_robin")
+    trainings = [build.make_training(recipe, [tower], recipe.precision, train, length) for tower in towers]
 
     @tf.function(autograph=False)
     def step(batch, rates, image_size):

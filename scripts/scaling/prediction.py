@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from cifar_towers.benchmark import report_io
-from cifar_towers.benchmark.cases import BenchmarkCase
-from cifar_towers.benchmark.rounds import Rates
+from cifar_towers.benchmark import report
+from cifar_towers.benchmark.cases import BenchmarkCase, Rates
 from cifar_towers.benchmark.worker import prepare_case
 from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.data import sources
@@ -28,7 +27,7 @@ ROUNDS, MIN_STEPS = 3, 3
 
 def run_prediction(config: ScalingConfig, source: sources.Source) -> None:
     """Measure one tower; print and write its rate and the prediction, to prediction.json and prediction.txt."""
-    report_io.make_directory(config.directory)
+    report.make_directory(config.directory)
     recipe = config.recipe
     towers = setup_towers(dataclasses.replace(recipe, num_gpus=1))
     _, dataset = build.load_data(recipe, source)
@@ -45,23 +44,23 @@ def run_prediction(config: ScalingConfig, source: sources.Source) -> None:
         seconds, variable_bytes(model), recipe.batch_size, example_bytes, config.link_gb_per_s, counts
     )
 
-    metadata = report_io.collect_metadata(recipe, dataset.name) | {"precision": recipe.precision}
+    metadata = report.collect_metadata(recipe, dataset.name) | {"precision": recipe.precision}
     results = {
         "measured": rates.as_json(),
         "link_gb_per_s": config.link_gb_per_s,
         "predictions": [prediction._asdict() for prediction in predictions],
     }
-    measured = report_io.format_table([["towers", *rates.headings()], ["1", *rates.cells()]])
+    measured = report.format_table([["towers", *rates.cells()], ["1", *rates.cells().values()]])
     links = f"links of {config.link_gb_per_s:g} GB/s each way, no overlap of compute and transfers"
     predicted = f"On devices as fast as one tower here, {links}:\n{format_predictions(predictions)}"
-    report_io.publish(config.directory, "prediction", metadata, results, [measured, predicted])
+    report.write_report(config.directory, "prediction", metadata, results, [measured, predicted])
 
 
 def measure(config: ScalingConfig, towers: list[Tower], train: Split) -> Rates:
     """Time the step on one tower, after its compilation, in `ROUNDS` rounds of equally many steps."""
     placement = "round_robin" if on_gpus(towers) else "cpu"
     case = BenchmarkCase("towers", placement, 1, config.recipe.precision)
-    run_steps = prepare_case(BenchmarkConfig(recipe=config.recipe), case, towers, train).run_steps
+    run_steps, _ = prepare_case(BenchmarkConfig(recipe=config.recipe), case, towers, train)
     print("compiling", flush=True)
     list(run_steps(1))
     ((step_seconds, _),) = run_steps(1)
@@ -80,4 +79,4 @@ def format_predictions(predictions: Sequence[Prediction]) -> str:
     for exchange, count, batch, *times, rate, efficiency in predictions:
         milliseconds = [f"{1000 * seconds:.2f}" for seconds in times]
         rows.append([exchange, str(count), f"{batch:,}", *milliseconds, f"{rate:,.0f}", f"{efficiency:.1%}"])
-    return report_io.format_table(rows)
+    return report.format_table(rows)

@@ -8,14 +8,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 
-from cifar_towers.benchmark import report_io
-from cifar_towers.benchmark.baselines import make_arrays
-from cifar_towers.benchmark.processes import open_process
-from cifar_towers.benchmark.rounds import Rates, run_rounds
+from cifar_towers.benchmark import report
+from cifar_towers.benchmark.cases import Rates, run_rounds
+from cifar_towers.benchmark.keras_fit import make_arrays
+from cifar_towers.benchmark.worker import open_process
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import split_names
 from cifar_towers.data.dataset import Dataset
@@ -24,7 +25,7 @@ from cifar_towers.models.speednet import Whitening
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
 from cifar_towers.training import build
 from scripts.speedrun.settings import PEERS, SpeedrunConfig
-from scripts.speedrun.training import run_training
+from scripts.speedrun.training import last_line, run_training
 
 OURS = "cifar_towers"
 PROGRAMS = Path(__file__).parent / "peers"
@@ -157,7 +158,14 @@ def open_peer(command: Sequence[str], trained_parameters: int) -> Iterator[Calla
       RunError: the peer cannot be started, ends early, or trains another number of parameters than
         `trained_parameters`.
     """
-    with open_process(command) as time_steps:
+    with tempfile.TemporaryFile("w+") as captured, open_process(command, stderr=captured) as request:
+
+        def time_steps(*steps: int) -> Any:
+            try:
+                return request(*steps)
+            except RunError as error:
+                raise RunError(last_line(captured) or str(error)) from error
+
         trained = time_steps()
         if trained != trained_parameters:
             raise RunError(f"it trains {trained:,} parameters where ours trains {trained_parameters:,}: another model")
@@ -178,7 +186,7 @@ def publish(directory: Path, metadata: Mapping, results: Sequence[FrameworkRates
     rows = {"frameworks": [each.as_json("measure") for each in results], "left_out": left_out}
     notes = [EXPLANATION, *(f"Left out: {name}: {reason}" for name, reason in left_out.items())]
     parts = [format_comparison(results), "\n".join(notes + _published_record(metadata["model"], results))]
-    report_io.publish(directory, "comparison", metadata, rows, parts)
+    report.write_report(directory, "comparison", metadata, rows, parts)
 
 
 def format_comparison(results: Sequence[FrameworkRates]) -> str:
@@ -187,11 +195,11 @@ def format_comparison(results: Sequence[FrameworkRates]) -> str:
     `ours/theirs` compares equal numbers of devices.
     """
     ours = {(each.precision, each.devices): each.median for each in results if each.name == OURS}
-    rows = [["framework", "precision", "devices", *results[0].headings(), "ours/theirs"]]
+    rows = [["framework", "precision", "devices", *results[0].cells(), "ours/theirs"]]
     for each in sorted(results, key=lambda each: (each.precision, -each.median)):
         ratio = "-" if each.name == OURS else f"{ours[each.precision, each.devices] / each.median:.2f}"
-        rows.append([each.name, each.precision, str(each.devices), *each.cells(), ratio])
-    return report_io.format_table(rows)
+        rows.append([each.name, each.precision, str(each.devices), *each.cells().values(), ratio])
+    return report.format_table(rows)
 
 
 def _published_record(model: str, results: Sequence[FrameworkRates]) -> list[str]:

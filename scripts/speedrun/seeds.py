@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from cifar_towers import files
-from cifar_towers.benchmark import report_io
+from cifar_towers.benchmark import report
 from cifar_towers.config import TrainConfig, parse_seeds, schedules
 from cifar_towers.config.settings import split_names
 from cifar_towers.data import sources
@@ -53,7 +53,7 @@ Work = Mapping[tuple[int, tuple[str, ...]], tuple[int, dict[str, int]]]
 
 def run_speedrun(config: SpeedrunConfig, source: sources.Source) -> None:
     """Train the seeds that are not yet trained, then compare frameworks; print and write the results of both."""
-    report_io.make_directory(config.directory)
+    report.make_directory(config.directory)
     gpus = gpu_names()  # before `setup_towers` hides all GPUs but one
     num_towers = config.recipe.num_gpus or (config.recipe.default_num_towers(len(gpus))[0] if gpus else 0)
     num_devices = min(num_towers, len(gpus)) or 1
@@ -65,7 +65,7 @@ def run_speedrun(config: SpeedrunConfig, source: sources.Source) -> None:
     recipe = dataclasses.replace(config.recipe, num_gpus=num_towers, dataset=dataset.name)
     config = dataclasses.replace(config, recipe=recipe)
     more = {"gpus": gpus, "precision": precision, "tta": recipe.tta, "target": config.target}
-    metadata = report_io.collect_metadata(recipe, dataset.name) | more
+    metadata = report.collect_metadata(recipe, dataset.name) | more
     if config.seeds:
         work = count_work(recipe, towers, precision, dataset.train)
         seeds = _train_seeds(config, {**metadata, "gpus": gpus[:num_towers]}, num_devices)
@@ -214,7 +214,7 @@ def _values(seed: Mapping) -> dict[str, Any]:
 def publish(directory: Path, metadata: Mapping, summary: Mapping) -> None:
     """Print the results over seeds, and write them to speedrun.json and speedrun.txt."""
     parts = [format_seeds(metadata, summary), conclude(metadata, summary)]
-    report_io.publish(directory, "speedrun", metadata, summary, parts)
+    report.write_report(directory, "speedrun", metadata, summary, parts)
 
 
 def format_seeds(metadata: Mapping, summary: Mapping) -> str:
@@ -225,7 +225,7 @@ def format_seeds(metadata: Mapping, summary: Mapping) -> str:
         lines[statistic] = {name: summary[name][statistic] for name in FORMATS}
     for label, values in lines.items():
         rows.append([label, *(form.format(values[name]) for name, form in FORMATS.items())])
-    return report_io.format_table(rows)
+    return report.format_table(rows)
 
 
 def conclude(metadata: Mapping, summary: Mapping) -> str:

@@ -5,9 +5,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import IO
 
 from cifar_towers import files
-from cifar_towers.benchmark.processes import last_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError, error_text
 
@@ -61,3 +61,9 @@ def train_command(config: TrainConfig) -> list[str]:
     except OSError as error:
         raise RunError(f"{flagfile} cannot be written: {error_text(error)}") from error
     return [sys.executable, str(TRAIN_PROGRAM), f"--flagfile={flagfile}", *flags[True]]
+
+
+def last_line(file: IO[str]) -> str:
+    """Return the last line of a file that is not blank, at most 200 characters of it."""
+    file.seek(0)
+    return next((line.strip()[:200] for line in reversed(file.readlines()) if line.strip()), "")

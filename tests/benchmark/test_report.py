@@ -8,7 +8,7 @@ from cifar_towers.benchmark.runner import set_efficiency
 from cifar_towers.errors import RunError
 from tests.benchmark.results import make_result, make_results
 
-FACTS = {
+METADATA = {
     "recipe": "mine", "model": "cifarnet", "batch_size": 256, "dataset": "synthetic", "processor": "Abacus <1>",
     "cores": 2, "devices": 1, "kind": "CPU", "date": "2026-01-01", "minutes": 1.0, "packages": {"tensorflow": "2"},
 }  # fmt: skip
@@ -39,14 +39,14 @@ FACTS = {
     ],
 )
 def test_conclusion_names_bottleneck_and_flags(medians, expected):
-    assert expected in report.conclude(make_results(**medians), FACTS)
+    assert expected in report.conclude(make_results(**medians), METADATA)
 
 
 def test_conclusion_without_profile_has_no_shares():
     results = make_results()
     for result in results:
         result.shares = {}
-    assert "is bound by compute: use --num_gpus=1" in report.conclude(results, FACTS)
+    assert "is bound by compute: use --num_gpus=1" in report.conclude(results, METADATA)
 
 
 def test_efficiency_is_relative_to_the_best_placement_of_one_tower():
@@ -71,10 +71,10 @@ def test_table_is_aligned_sorted_and_shows_the_spread():
 
 def test_published_files(tmp_path, capsys):
     results = [*make_results(cpu=120), make_result("towers", "cpu", 1, [50, 51, 52], precision="bfloat16")]
-    report.publish(tmp_path, FACTS, results)
-    assert report.conclude(results, FACTS) in capsys.readouterr().out
+    report.publish(tmp_path, METADATA, results)
+    assert report.conclude(results, METADATA) in capsys.readouterr().out
     rows = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
-    assert rows[1]["median"] == 120 and rows[1]["variation"]["placement"] == "cpu"
+    assert rows[1]["median"] == 120 and rows[1]["case"]["placement"] == "cpu"
     assert report.table(results) in (tmp_path / "benchmark.txt").read_text()
     page = (tmp_path / "index.html").read_text()
     assert "Abacus &lt;1&gt;" in page and "data:image/png;base64," in page and 'src="http' not in page
@@ -86,7 +86,7 @@ def test_unwritable_results_are_printed(tmp_path, capsys):
     results, file = make_results(cpu=120), tmp_path / "file"
     file.write_text("")
     with pytest.raises(RunError, match="file cannot be written .*the results are only printed above"):
-        report.publish(file, FACTS, results)
+        report.publish(file, METADATA, results)
     assert report.table(results) in capsys.readouterr().out
 
 
@@ -99,5 +99,5 @@ def test_unprintable_results_are_written(tmp_path, monkeypatch):
     results = make_results(cpu=120)
     monkeypatch.setattr("builtins.print", closed)
     with pytest.raises(BrokenPipeError):
-        report.publish(tmp_path, FACTS, results)
+        report.publish(tmp_path, METADATA, results)
     assert report.table(results) in (tmp_path / "benchmark.txt").read_text() and (tmp_path / "benchmark.json").exists()

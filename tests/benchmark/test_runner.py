@@ -4,7 +4,7 @@ import time
 import pytest
 import tensorflow as tf
 
-from cifar_towers.benchmark import processes, runner, worker
+from cifar_towers.benchmark import runner, worker
 from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, BenchmarkCase, CaseResult, make_cases
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import BenchmarkConfig
@@ -17,7 +17,7 @@ CONFIG = BenchmarkConfig(recipe=TrainConfig(batch_size=100), minutes=0.01)
 
 
 def test_cases_have_no_duplicates():
-    cases = make_cases((1, 2, 4), ("bfloat16", "float32"), with_peers=True)
+    cases = make_cases((1, 2, 4), ("bfloat16", "float32"), with_keras=True)
     first, second = ([case for case in cases if case.precision == precision] for precision in ("bfloat16", "float32"))
     assert len(cases) == len(set(cases)) and (len(first), len(second)) == (13, 4)
     assert [case[:2] for case in first if case.towers == 1] == [("towers", "cpu")]
@@ -30,14 +30,14 @@ def test_cases_have_no_duplicates():
         ("mirrored", UNPLACED, 4),
         (KERAS, UNPLACED, 4),
     }
-    assert make_cases((1,), ("float32",), with_peers=False) == [
+    assert make_cases((1,), ("float32",), with_keras=False) == [
         BenchmarkCase("towers", "cpu", 1, "float32"),
         BenchmarkCase("towers", "cpu", 1, "float32", "stream"),
     ]
 
 
 def test_one_tower_on_a_gpu_is_measured_with_variables_on_gpu_and_cpu():
-    cases = make_cases((1,), ("float32",), with_peers=False, on_gpus=True)
+    cases = make_cases((1,), ("float32",), with_keras=False, on_gpus=True)
     assert [case.placement for case in cases if case.input == "constant"] == ["cpu", "round_robin"]
 
 
@@ -82,7 +82,7 @@ def test_failing_cases_leave_the_others_measured(monkeypatch, capsys):
         if case.strategy == "mirrored":
             raise NotImplementedError
         step = (lambda: 1 / 0) if case.placement == "round_robin" else (lambda: None)
-        return worker.PreparedCase(lambda steps: iter([(0.1, 0.0)] * steps), step)
+        return lambda steps: iter([(0.1, 0.0)] * steps), step
 
     monkeypatch.setattr(worker, "prepare_case", prepare_case)
     monkeypatch.setattr(worker, "profile_step", lambda step: {"step": step()})
@@ -90,7 +90,7 @@ def test_failing_cases_leave_the_others_measured(monkeypatch, capsys):
     server.config = server.towers = server.train = None
 
     def request(message):
-        return processes.check_answer(json.loads(json.dumps(server.answer(*json.loads(json.dumps(message))))))
+        return worker.check_answer(json.loads(json.dumps(server.answer(*json.loads(json.dumps(message))))))
 
     ways = [("towers", "cpu"), ("mirrored", UNPLACED), ("towers", "round_robin")]
     cases = [BenchmarkCase(strategy, placement, 2, "float32") for strategy, placement in ways]
@@ -120,5 +120,6 @@ def test_benchmark_makes_the_step_with_frozen_whitening(towers, monkeypatch, str
     recipe = TrainConfig(model="speednet93", batch_size=20, epochs=10, whitening_epochs=1, optimizer="momentum")
     case = BenchmarkCase(strategy, UNPLACED, 2, "float32")
     train = synthetic.make(200, seed=0, stream=0)
-    list(worker.prepare_case(BenchmarkConfig(recipe=recipe), case, towers(2), train).run_steps(1))
+    run_steps, _ = worker.prepare_case(BenchmarkConfig(recipe=recipe), case, towers(2), train)
+    list(run_steps(1))
     assert rates == [{"kernels", "biases", "head"}] * steps

@@ -337,7 +337,7 @@ def test_benchmark_end_to_end(tmp_path, tiny):
     code, out, err = finish(start("benchmark.py", *tiny, *flags))
     assert code == 0, err
     results = json.loads((tmp_path / "benchmark.json").read_text())
-    rows = {tuple(row["variation"][key] for key in ("strategy", "placement", "input")): row for row in results["rows"]}
+    rows = {tuple(row["case"][key] for key in ("strategy", "placement", "input")): row for row in results["rows"]}
     assert set(rows) == {
         *(("towers", placement, "constant") for placement in ("cpu", "round_robin", "least_loaded")),
         ("towers", "cpu", "stream"),

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from cifar_towers.benchmark.baselines import make_arrays, to_stock_model
+from cifar_towers.benchmark.keras_fit import make_arrays, to_stock_model
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.data.augment import Augmentation

@@ -23,7 +23,7 @@ def main() -> None:
         os.environ.pop("TF_ENABLE_ONEDNN_OPTS", None)  # the comparison that starts this has set it
     else:
         import_tensorflow()
-    from cifar_towers.benchmark import baselines
+    from cifar_towers.benchmark.keras_fit import make_array_fit
     from cifar_towers.models import MODELS
     from cifar_towers.models.speednet import whitening_kernel
     from cifar_towers.registry import model_spec
@@ -36,7 +36,7 @@ def main() -> None:
     if model_spec(args.model).whitening:
         options["whitening"] = whitening_kernel([data["images"]])
     model = MODELS[args.model](**options)
-    run = baselines.make_array_fit(model, towers, data["images"], data["labels"], args.batch_size)
+    run = make_array_fit(model, towers, data["images"], data["labels"], args.batch_size)
     protocol.serve(run, args.batch_size, args.steps, num_trained_parameters(model))
 
 

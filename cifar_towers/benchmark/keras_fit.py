@@ -1,4 +1,4 @@
-"""Keras baseline: the same model from stock layers, trained by `fit` under a distribution strategy."""
+"""Keras `fit` as a peer: the same model from stock layers, trained under a distribution strategy."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ NUM_FED_BATCHES = 3  # distinct batches, repeated
 
 
 def make_arrays(batches: Batches, augmentation: Augmentation) -> dict[str, np.ndarray]:
-    """The recipe's first batches: `images` as the model gets them, `labels`, and `raw` images."""
+    """Return the recipe's first batches: `images` as the model gets them, `labels`, and `raw` images."""
     first = [batches.at(step) for step in range(NUM_FED_BATCHES)]
     return {
         "images": np.concatenate([augmentation.augment(batch.images, batch.draws) for batch in first]),
@@ -30,9 +30,10 @@ def make_arrays(batches: Batches, augmentation: Augmentation) -> dict[str, np.nd
 def make_array_fit(
     model: keras.Model, towers: Sequence[Tower], images: np.ndarray, labels: np.ndarray, batch_size: int
 ) -> Callable[[int], Iterator[float]]:
-    """`fit` of a stock copy of `model`, repeated on the same images; with several towers, under MirroredStrategy.
+    """Prepare `fit` of a stock copy of `model` on the same images; with several towers, under MirroredStrategy.
 
-    Returns a function (steps) -> seconds of each, from one batch's end to the next; an additional first one is untimed.
+    Returns:
+      A function (steps) -> seconds of each, from one batch's end to the next. An additional first step is untimed.
     """
     strategy = tf.distribute.MirroredStrategy([tower.device for tower in towers])
     with strategy.scope() if len(towers) > 1 else tf.device(towers[0].device):
@@ -59,7 +60,7 @@ def make_array_fit(
 
 
 def to_stock_model(model: keras.Model) -> keras.Model:
-    """A trainable copy of `model` with Keras's own layers, or the usual code where Keras has none.
+    """Return a trainable copy of `model` with Keras's own layers, or the usual code if Keras has no such layer.
 
     Whitening layers are frozen with their bias, as they are in most of a run.
     """
