@@ -56,7 +56,7 @@ def run(tmp_path_factory):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    run.folder, run.python = folder, python
+    run.folder = folder
     return run
 
 
@@ -80,8 +80,8 @@ def test_every_console_script_runs_from_a_wheel_in_an_empty_folder(run):
     assert {*COMMANDS} == {*SCRIPTS}
     Image.new("RGB", (32, 32)).save(run.folder / "picture.png")
     printed = {program: run(program, *flags) for program, flags in COMMANDS.items()}
-    place = subprocess.run([run.python, "-c", "import cifar_towers; print(cifar_towers.__file__)"], capture_output=True)
-    assert str(run.python.parents[1]) in place.stdout.decode()
+    place = run("python", "-c", "import cifar_towers; print(cifar_towers.__file__)")
+    assert place.startswith(str(run.folder.parent))
     config, result = (
         json.loads((run.folder / f"runs/smoke-seed0/{name}.json").read_text()) for name in ("config", "result")
     )

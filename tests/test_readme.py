@@ -26,9 +26,10 @@ from scripts.speedrun.settings import SpeedrunConfig
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LOG = sorted((ROOT / "docs/log").glob("*.md"))
 README, PAGES = FILES[0].read_text(), "".join(path.read_text() for path in FILES)
-# flags of docker, sbatch and tests.faults, to a hyphen, and of XLA
-OTHERS = {"build", "job", "long", "only", "signal", "xla_cpu_max_isa", "xla_cpu_prefer_vector_width"}
+# flags of docker, sbatch, tensorboard and tests.faults, to a hyphen
+OTHERS = {"build", "job", "logdir", "long", "only", "signal"}
 CONFIGS = {
     "train.py": TrainConfig,
     "benchmark.py": BenchmarkConfig,
@@ -129,7 +130,7 @@ def test_commands_use_flags_of_their_program():
             assert [flag for flag in given if flag not in known and flag.removeprefix("no") not in known] == [], name
 
 
-@pytest.mark.parametrize("page", FILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", FILES + LOG, ids=lambda path: path.name)
 def test_links_resolve(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
         if link.startswith("https://"):
