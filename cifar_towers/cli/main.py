@@ -172,12 +172,15 @@ def report(shutdown: ShutdownHandler) -> None:
     config = parse(ReportConfig, report)
     shutdown.exit_immediately_from_now("nothing was written")
     from cifar_towers import files
-    from cifar_towers.reporting import html_report
+    from cifar_towers.reporting.run_records import read_runs
 
-    runs = [Path(run) for run in config.runs]
-    default = Path(runs[0] if len(runs) == 1 else "", files.REPORT)
+    directories = [Path(run) for run in config.runs]
+    records = read_runs(directories)
+    from cifar_towers.reporting import html_report  # loads Matplotlib, after all that usually fails
+
+    default = Path(directories[0] if len(directories) == 1 else "", files.REPORT)
     with checked_output():
-        print(html_report.write(runs, Path(config.out or default)))
+        print(html_report.write(records, Path(config.out or default)))
 
 
 @program
