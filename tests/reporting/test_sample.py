@@ -37,7 +37,7 @@ def test_difference_of_samples_of_one_spread_and_size_is_students():
 
 
 def test_difference_of_samples_of_another_spread_has_welchs_degrees_of_freedom():
-    mean, low, high = difference(Sample(0.95, 0.01, 3), Sample(0.93, 0.02, 3))
+    _, low, high = difference(Sample(0.95, 0.01, 3), Sample(0.93, 0.02, 3))
     assert (low, high) == pytest.approx((-0.02155, 0.06155), abs=1e-4)  # 2.94 degrees of freedom
 
 
