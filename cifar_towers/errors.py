@@ -1,4 +1,4 @@
-"""Exceptions that end a run, and the exit code of each.
+"""Exceptions that end a run, the exit code of each, and signals as a run sees them.
 
 Every error here carries one line for the user: what is wrong, why, what to type.
 Only other exceptions, which are bugs, show a traceback; they exit with 1.
@@ -17,7 +17,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: what Slu
 
 @enum.unique
 class ExitCode(enum.IntEnum):
-    """What a process of the project returns, 128 + the signal's number after a signal aside."""
+    """Exit codes of the project's processes. After a signal the code is 128 + the signal's number."""
 
     SUCCESS = 0
     FAILURE = 1  # also of a bug
@@ -28,12 +28,11 @@ class ExitCode(enum.IntEnum):
 
 
 class RunError(Exception):
-    """A foreseen end of a run; `exit_code` is what the process returns, `meaning` what help texts call it, `label` what
-    its line begins with."""
+    """A foreseen end of a run."""
 
-    exit_code = ExitCode.FAILURE
-    meaning = "failed"
-    label = "run"
+    exit_code: int = ExitCode.FAILURE
+    meaning = "failed"  # in help texts
+    label = "run"  # the beginning of the error's line
 
     def __init__(self, message: str):
         super().__init__(printable(message))
@@ -61,8 +60,7 @@ class DivergedError(RunError):
 
 
 class WorkerLostError(RunError):
-    """A worker of the cluster is missing or has stopped. All workers exit; when restarted they resume from the last
-    checkpoint."""
+    """A worker of the cluster is missing or has stopped. All workers exit; restarted, they resume from a checkpoint."""
 
     exit_code = ExitCode.WORKER_LOST
     meaning = "a worker was lost"
@@ -70,8 +68,9 @@ class WorkerLostError(RunError):
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to stop. Like `KeyboardInterrupt` not an `Exception`, so that no `except Exception` on the
-    way takes it for a failure.
+    """A signal asked the run to stop.
+
+    It is not an `Exception`, like `KeyboardInterrupt`, so that no `except Exception` on the way takes it for a failure.
     """
 
     label = "interrupted"
@@ -116,42 +115,42 @@ class Shutdown(Protocol):
 
 
 def interrupt_exit_code(signal_number: int) -> int:
-    """The shell's exit code for a signal: 130 for SIGINT, 138 for SIGUSR1, 143 for SIGTERM."""
+    """Return the shell's exit code for a signal: 130 for SIGINT, 138 for SIGUSR1, 143 for SIGTERM."""
     return 128 + signal_number
 
 
 def describe_exit_codes(*errors: type[RunError], success: str = "done", failure: str = "a bug") -> str:
-    """The exit codes of a program that may raise these errors, for its help text."""
+    """Describe the exit codes of a program that may raise these errors, for its help text."""
     codes = [f"{ExitCode.SUCCESS} {success}", *(f"{error.exit_code} {error.meaning}" for error in errors)]
     interrupts = "/".join(str(code) for code in sorted(map(interrupt_exit_code, STOP_SIGNALS)))
     return ", ".join([*codes, f"{interrupts} interrupted", f"{RunError.exit_code} {failure}"])
 
 
 def error_line(error: BaseException) -> str:
-    """An error in one line: `usage: ...`; of one that is not of this module, its type and the start of its message."""
+    """Describe an error in one line: `usage: ...`, or the type and the start of the message of an unforeseen error."""
     if isinstance(error, (RunError, Interrupted)):
         return f"{error.label}: {error}"
     return f"{type(error).__name__}: {error_text(error, 300)}"
 
 
 def error_text(error: BaseException, max_length: int = 200) -> str:
-    """The message of any exception on one line; of an `OSError` only the system's words, without the file's name."""
+    """Return the message of an exception on one line; for an `OSError` without the file's name."""
     return " ".join(str(getattr(error, "strerror", None) or error).split())[:max_length]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`"did you mean mnist? "` for a name that resembles a known one, as part of an error's line; else empty."""
+    """Return a part of an error's line, `"did you mean mnist? "`, if a name resembles a known one; otherwise empty."""
     similar = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {similar[0]}? " if similar else ""
 
 
 def printable(text: str) -> str:
-    """A text on one line that no terminal interprets: characters that are not printable are escaped."""
+    """Escape the characters of a text that are not printable, so that it is one line and no terminal interprets it."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def caused_by_interrupt(error: BaseException | None) -> bool:
-    """Whether `Interrupted` is among the causes of an error."""
+    """Return whether `Interrupted` is among the causes of an error."""
     while error and not isinstance(error, Interrupted):
         error = error.__cause__ or error.__context__
     return error is not None

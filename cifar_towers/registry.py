@@ -1,26 +1,27 @@
-"""Names of models, data sets and levels of test-time augmentation, and what each means.
+"""Names of models, data sets, optimizers and levels of test-time augmentation, and the properties of each.
 
-Does not import TensorFlow, so that a wrong name is refused at once.
+This module does not import TensorFlow, so that a wrong name is refused at once.
 """
 
+import ast
+import importlib.util
 import re
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import NamedTuple
 
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import UsageError, did_you_mean
 
 
 class ModelSpec(NamedTuple):
-    """What a model allows.
+    """The properties of a model that settings depend on."""
 
-    Attributes:
-      any_image_size: the same weights take images of any size, so that `image_size_schedule` can change it.
-      whitening: the first layer's filters are whitening filters, computed from training images.
-      muon: Muon has been tried on its kernels.
-    """
-
-    any_image_size: bool = False
-    whitening: bool = False
-    muon: bool = False
+    any_image_size: bool = (
+        False  # the same weights take images of any size, so that `image_size_schedule` can change it
+    )
+    whitening: bool = False  # the first layer's filters are whitening filters, computed from training images
+    muon: bool = False  # Muon has been tried on the model's kernels
 
 
 _RESNET = ModelSpec(any_image_size=True)
@@ -40,19 +41,10 @@ MODELS = {
 }
 
 
-class OptimizerSpec(NamedTuple):
-    """What an update depends on: with `by_length`, on the number of steps in the run."""
-
-    by_length: bool = False
-
-
-OPTIMIZERS = {  # `training.optimizers.RULES` has the update rules of each
-    "momentum": OptimizerSpec(),
-    "muon": OptimizerSpec(by_length=True),
-    "adamw": OptimizerSpec(),
-}
+OPTIMIZERS = ("momentum", "muon", "adamw")  # `training.optimizers.RULES` has the update rules of each
+OPTIMIZERS_BY_LENGTH = ("muon",)  # optimizers whose update depends on the number of steps in the run
 BUILT_IN = ("cifar10", "synthetic", "auto")
-DEFAULT_DATASETS = ("cifar10", "synthetic", "auto")  # the directories of runs on them carry no data set's name
+DEFAULT_DATASETS = BUILT_IN  # the directories of runs on them carry no data set's name
 FOLDER = "folder:"  # prefix of the name of a data set in a folder
 
 
@@ -79,18 +71,18 @@ TTA_LEVELS = {  # `--tta`: views whose weights sum to 1, the image itself first.
 
 
 def split_user_model(model: str) -> tuple[str, str] | None:
-    """(module or file, function) of a user's model, `"nets.py:make"` -> ("nets.py", "make"); None for other names."""
+    """Split the name of a user's model: `"nets.py:make"` -> ("nets.py", "make"). Return None for other names."""
     module, _, function = model.rpartition(":")
     return (module, function) if module and function.isidentifier() else None
 
 
 def model_spec(model: str) -> ModelSpec:
-    """The spec of a built-in model by name; that of any user's model otherwise."""
+    """Return the properties of a model by name; every model of a user's has the same."""
     return MODELS.get(model, ModelSpec())
 
 
 def check_model(model: str) -> None:
-    """Raises UsageError if the name is neither a built-in model nor a user's."""
+    """Raise UsageError if the name is neither that of a built-in model nor that of a user's function."""
     if model not in MODELS and not split_user_model(model):
         raise UsageError(
             f"model={model} is not one of {', '.join(MODELS)}; give a model of your own as package.module:function or "
@@ -98,8 +90,55 @@ def check_model(model: str) -> None:
         )
 
 
+def check_user_model(model: str) -> None:
+    """Check, without executing any code, that the file or module of a user's model exists and has the function.
+
+    Raises:
+      UsageError: the file, the module or the function does not exist.
+    """
+    if not (names := split_user_model(model)):
+        return
+    source, function = names
+    path = Path(source).expanduser()
+    if not source.endswith(".py"):
+        spec = _find_module(source)
+        if not spec:
+            raise UsageError(f"model={model}: there is no module {source}; or write path/to/file.py:function")
+        path = Path(spec.origin or "")
+    elif not path.is_file():
+        raise UsageError(f"model={model}: there is no file {path}")
+    if path.suffix != ".py":
+        return
+    try:
+        nodes = [*ast.walk(ast.parse(path.read_bytes()))]
+    except (OSError, ValueError, SyntaxError):  # importing it will tell where
+        return
+    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    if not {function, "*", "__getattr__"} & (defined | bound):
+        has = f"it has {', '.join(sorted(defined)) or 'none'}"
+        raise UsageError(f"model={model}: {source} has no function {function}; {did_you_mean(function, defined)}{has}")
+
+
+def _find_module(name: str) -> ModuleSpec | None:
+    """Find a module as an import would. Only a package's parents' search paths are read; nothing is executed."""
+    top, *inner = name.split(".")
+    sys.path.insert(0, "")  # as for an import of a user's model
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # a module without a spec, as __main__
+        return None
+    finally:
+        sys.path.remove("")
+    for part in inner:
+        top = f"{top}.{part}"
+        spec = PathFinder.find_spec(top, spec.submodule_search_locations) if spec else None
+    return spec
+
+
 def check_dataset(dataset: str) -> None:
-    """Raises UsageError if the name cannot be a data set's."""
+    """Raise UsageError if the name cannot be that of a data set."""
     known = dataset.startswith(FOLDER) and dataset != FOLDER
     named = dataset != FOLDER.rstrip(":") and re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", dataset)
     if not (known or named):
@@ -110,7 +149,7 @@ def check_dataset(dataset: str) -> None:
 
 
 def describe_tta_levels() -> str:
-    """The levels and what each adds, as help texts list them."""
+    """Return a list of the levels with the views that each adds, for help texts."""
     return ", ".join(f"{level} ({_describe_views(views)})" for level, views in TTA_LEVELS.items())
 
 

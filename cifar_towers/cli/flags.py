@@ -1,9 +1,10 @@
 """Command-line flags made from a config's settings, and their help text."""
 
 import dataclasses
+import difflib
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,13 +19,29 @@ BASIC = (  # settings of a training that --help lists, in this order; --helpfull
     *("recipe", "num_gpus", "dataset", "model", "epochs", "batch_size", "precision", "variable_placement"),
     *("seed", "train_dir", "overwrite"),
 )
+ELSEWHERE = {  # names that other programs give to a setting
+    **dict.fromkeys(("device", "devices", "world_size", "nproc"), "num_gpus"),
+    **dict.fromkeys(("amp", "fp16", "bf16", "dtype", "mixed_precision"), "precision"),
+    **dict.fromkeys(("arch", "net", "network", "backbone"), "model"),
+    **dict.fromkeys(("logdir", "log_dir", "output_dir", "save_dir", "workdir", "model_dir", "out"), "train_dir"),
+    **dict.fromkeys(("accumulation_steps", "grad_accum"), "micro_batches"),
+    **dict.fromkeys(("val_split", "validation_split"), "validation_examples"),
+    **{
+        "data": "dataset",
+        "scheduler": "learning_rate_schedule",
+        "resume": "train_dir",
+        "config": "recipe",
+        "force": "overwrite",
+    },
+}
 HELP_COLUMNS = 100
 Config = TypeVar("Config")
 
 
 def parse_command_line(config_class: type[Config], argv: Sequence[str], description: str) -> Config:
-    """A config from a recipe, flags and flagfiles, of which later ones override earlier ones. Prints help and exits if
-    asked to.
+    """Make a config from a recipe, flags and flagfiles, of which later ones override earlier ones.
+
+    Print the help and exit if the command line asks for it.
 
     Raises:
       UsageError: stray arguments, unknown flags, or values of a wrong type, out of range or in conflict.
@@ -39,7 +56,7 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
     rest = names_with(config_class, group=REST)
     if stray and not rest:
         raise UsageError(f"{stray[0]!r} is not a flag; settings are given as --name=value, and --help lists them")
-    settings = {field.name: getattr(values, field.name) for field in flag_settings(config_class)}
+    settings: dict[str, Any] = {field.name: getattr(values, field.name) for field in flag_settings(config_class)}
     settings |= {name: tuple(stray) for name in rest}
     if "recipe" in settings:
         settings["recipe"] = recipe or Path(_last_flagfile(argv)).stem
@@ -48,8 +65,8 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
     return config_class(**settings)
 
 
-def short_help(config_class: type, description: str) -> str:
-    """The help of the flags that people need: of a training's settings the `BASIC` ones, and a program's own."""
+def short_help(config_class: type[Any], description: str) -> str:
+    """Return the help of the flags that people need: a program's own, and the `BASIC` ones of a training."""
     settings, of_training = flag_settings(config_class), dataclasses.fields(TrainConfig)
     basic = [field for name in BASIC for field in settings if field.name == name and field in of_training]
     shown = [*(field for field in settings if field not in of_training), *basic]
@@ -57,8 +74,8 @@ def short_help(config_class: type, description: str) -> str:
     return _join_help(config_class, description, {"Flags": shown}, f"{more} more flags: --helpfull" if more else "")
 
 
-def help_text(config_class: type, description: str) -> str:
-    """The help of all flags, by group."""
+def help_text(config_class: type[Any], description: str) -> str:
+    """Return the help of all flags, by group."""
     groups: dict[str, list[dataclasses.Field]] = {}
     for field in flag_settings(config_class):
         groups.setdefault(field.metadata["group"], []).append(field)
@@ -66,13 +83,31 @@ def help_text(config_class: type, description: str) -> str:
 
 
 def flag_settings(config_class: type) -> list[dataclasses.Field]:
-    """The settings that have a flag: a config's own, and those of the recipe it may hold."""
+    """Return the settings that have a flag: a config's own, and those of the recipe that it may hold."""
     own = [field for field in dataclasses.fields(config_class) if field.metadata["group"] not in (REST, RECIPE)]
     return own + _recipe_settings(config_class)
 
 
+def suggest_flag(name: str, known: Collection[str]) -> str:
+    """Return the flag that somebody may mean by an unknown name, as `learning_rate` for `lr`; empty if none is like it.
+
+    The candidates are the name that another program gives to a setting, initials, similar spellings, the flags that
+    begin with the name or contain it, and flags that the name contains.
+    """
+    initials = {"".join(word[0] for word in flag.split("_")): flag for flag in known if "_" in flag}
+    candidates = [
+        ELSEWHERE.get(name, ""),
+        initials.get(name, ""),
+        *difflib.get_close_matches(name, known, n=1, cutoff=0.75),
+    ]
+    candidates += sorted((flag for flag in known if flag.startswith(name)), key=len)
+    candidates += sorted((flag for flag in known if name in flag.split("_") or flag in name.split("_")), key=len)
+    candidates += difflib.get_close_matches(name, known, n=1)
+    return next((flag for flag in candidates if flag in known), "") if len(name) > 1 else ""
+
+
 def _parse_flags(config_class: type, argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
-    """Flags, and the arguments that are none."""
+    """Return the flags, and the arguments that are none."""
     values = _define_flags(config_class)
     try:
         return values, values(argv)[1:]
@@ -81,7 +116,7 @@ def _parse_flags(config_class: type, argv: Sequence[str]) -> tuple[flags.FlagVal
 
 
 def _choose_recipe(values: flags.FlagValues, argv: Sequence[str]) -> str:
-    """The recipe to train; empty for none, as with a flagfile or a model and no --recipe."""
+    """Return the recipe to train; empty for none, as with a flagfile or a model and no --recipe."""
     if "recipe" not in values:
         return ""
     flagfile = _last_flagfile(argv)
@@ -105,7 +140,7 @@ def _last_flagfile(argv: Sequence[str]) -> str:
 
 def _define_flags(config_class: type) -> flags.FlagValues:
     values = flags.FlagValues()
-    define = {
+    define: dict[Any, Callable] = {
         bool: flags.DEFINE_boolean,
         int: flags.DEFINE_integer,
         float: flags.DEFINE_float,
@@ -117,43 +152,49 @@ def _define_flags(config_class: type) -> flags.FlagValues:
             flags.DEFINE(parser, field.name, field.default, field.metadata["help"], values, serializer)
         else:
             define[field.type](field.name, field.default, field.metadata["help"], flag_values=values)
-    flags.DEFINE_string("flagfile", "", "read flags from a file", flag_values=values)
+    flags.DEFINE_string("flagfile", "", "file with flags", flag_values=values)
     flags.DEFINE_string("undefok", "", "unknown flags to ignore", flag_values=values)
     return values
 
 
 class _IntegerOrWord(flags.IntegerParser):
-    """Numbers, and words that stand for some."""
+    """A parser of numbers, and of words that stand for some."""
 
     def __init__(self, words: Mapping[str, int]):
         super().__init__()
         self.words = words
 
     def parse(self, argument: str | int) -> int:
-        """The number that is written, or that the word stands for."""
-        return self.words[argument] if argument in self.words else super().parse(argument)
+        """Return the number that is written, or that the word stands for."""
+        word = self.words.get(str(argument))
+        return super().parse(argument) if word is None else word
 
 
 def _describe_flag_error(error: Exception, config_class: type) -> str:
-    flag = getattr(error, "flagname", "")
-    refused = getattr(config_class, "refused", {})
-    name = flag if flag in refused else flag.removeprefix("no")
-    if name in refused:
-        return f"{name} is not a flag of this program: {refused[name]}; leave it out"
+    flag, refused = getattr(error, "flagname", ""), getattr(config_class, "refused", {})
+    known = [field.name for field in flag_settings(config_class)]
+    for name in (flag, flag.removeprefix("no")):
+        if name in refused:
+            return f"{name} is not a flag of this program: {refused[name]}; leave it out"
+    if isinstance(error, flags.UnrecognizedFlagError):
+        suggestion = suggest_flag(flag, known)
+        meant = f"did you mean --{suggestion}? " if suggestion else ""
+        return f"--{flag} is not a flag; {meant}--helpfull lists the flags"
     message = " ".join(str(error).split()).removeprefix("ERROR:: ")
     return f"{message}; {'configs/ has the recipes' if 'flagfile' in message else '--helpfull lists the flags'}"
 
 
 def _recipe_settings(config_class: type) -> list[dataclasses.Field]:
-    """The settings of the recipe that a config holds, without those that it has itself or refuses."""
+    """Return the settings of the recipe that a config holds, except those that it has itself or refuses."""
     if not names_with(config_class, group=RECIPE):
         return []
     left_out = {field.name for field in dataclasses.fields(config_class) if field.metadata["group"] != RECIPE}
-    return [field for field in dataclasses.fields(TrainConfig) if field.name not in left_out | {*config_class.refused}]
+    left_out |= {*getattr(config_class, "refused", ())}
+    return [field for field in dataclasses.fields(TrainConfig) if field.name not in left_out]
 
 
 def _join_help(
-    config_class: type, description: str, groups: Mapping[str, Sequence[dataclasses.Field]], more: str = ""
+    config_class: type[Any], description: str, groups: Mapping[str, Sequence[dataclasses.Field]], more: str = ""
 ) -> str:
     has_recipe = "recipe" in (field.name for field in flag_settings(config_class))
     of_recipe = _recipe_values(config_class) if has_recipe else {}
@@ -161,14 +202,15 @@ def _join_help(
         f"{group}:\n" + "\n".join(_describe_flag(field, of_recipe.get(field.name, field.default)) for field in fields)
         for group, fields in groups.items()
     ]
-    blocks.append("Files:\n  --flagfile\n      read flags from a file, one a line; later flags override them")
+    blocks.append("Files:\n  --flagfile\n      file with flags, one a line; later flags override them")
     if has_recipe:
         blocks.append(_wrap(f"Recipes: {', '.join(recipe_names())}."))
-    return "\n\n".join(filter(None, [description, *blocks, more, f"Exit codes: {config_class.exit_codes}."]))
+    exit_codes = f"Exit codes: {config_class.exit_codes}."
+    return "\n\n".join(filter(None, [description, *blocks, more, exit_codes]))
 
 
 def _recipe_values(config_class: type) -> Mapping[str, Any]:
-    """The values of all flags under the recipe that is trained if none is named."""
+    """Return the values of all flags under the recipe that is trained if none is named."""
     values, _ = _parse_flags(config_class, ["", f"--flagfile={recipe_flagfile(DEFAULT_RECIPE)}"])
     return values.flag_values_dict()
 

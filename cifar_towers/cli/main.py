@@ -4,14 +4,12 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from cifar_towers.cli.cluster import join_cluster, resolve_cluster
 from cifar_towers.cli.flags import parse_command_line
-from cifar_towers.cli.program import checked_output, confirm, find_data, parse, program, start_tool
+from cifar_towers.cli.program import checked_output, confirm, find_data, import_tensorflow, parse, program, start_tool
 from cifar_towers.cli.shutdown import ShutdownHandler
-from cifar_towers.cli.tf_import import import_tensorflow
 from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.config.programs import (
     BenchmarkConfig,
@@ -25,14 +23,15 @@ from cifar_towers.config.programs import (
 )
 from cifar_towers.config.recipe import claimed_accuracy, recipe_fields, recipe_names
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.multi_worker import launcher
+from cifar_towers.multi_worker import cluster_spec, launcher
+from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 
 log = logging.getLogger(__name__)
 
 
 @program
 def train(shutdown: ShutdownHandler) -> None:
-    """Trains an image classifier on towers: copies of the model that share each batch, one on each GPU.
+    """Train an image classifier on towers: copies of the model that share each batch, one on each GPU.
 
     train.py --num_gpus=2                               CIFAR-10 to 94 %, by the recipe speed94
     train.py --recipe=resnet20 --seeds=0,1,2            another recipe, with three seeds
@@ -50,7 +49,7 @@ def train(shutdown: ShutdownHandler) -> None:
 
     launch_id = os.environ.get(launcher.LAUNCH_VARIABLE, "")
     source = sources.find(config.dataset, config.data_dir)
-    if not config.seeds:
+    if not (config.seeds or (cluster and cluster.index)):  # only worker 0 has a directory
         workdir.check_settings(workdir.choose_directory(config, source.banner, launch_id))
     import_tensorflow()
     from cifar_towers import trainer
@@ -62,11 +61,45 @@ def train(shutdown: ShutdownHandler) -> None:
         check_weights(trainer.train(config, source, shutdown, cluster, launch_id), config.expect_sha256)
 
 
-def check_weights(result: dict, expected: str) -> None:
-    """Compares the weights of a run's result with the SHA-256 that is expected, if any.
+def join_cluster(config: TrainConfig) -> ClusterSpec | None:
+    """Return the workers that this process will train with, and warn of the port that it opens; None for one process.
 
     Raises:
-      RunError: they are others.
+      UsageError: see `resolve_cluster`; or this worker's address is public.
+    """
+    cluster = resolve_cluster(config, os.environ)
+    if not cluster:
+        return None
+    address = cluster.addresses[cluster.index]
+    if not config.allow_public_cluster:
+        cluster_spec.check_not_public(address, config.worker_wait_seconds)
+    if cluster.index:
+        logging.getLogger("cifar_towers").setLevel(logging.WARNING)  # the chief logs for all workers
+    log.info(
+        f"{cluster.name(cluster.index)}: TensorFlow opens port {address.rpartition(':')[2]} on every interface, "
+        "without authentication; see docs/cluster.md"
+    )
+    return cluster
+
+
+def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> ClusterSpec | None:
+    """Return the workers of strategy=multi_worker, from flags, `TF_CONFIG` or Slurm's variables; None for one process.
+
+    Raises:
+      UsageError: no workers are given, they make no cluster, or they cannot share the batch evenly.
+    """
+    if config.strategy != "multi_worker":
+        return None
+    cluster = cluster_spec.resolve_cluster(config.workers, config.worker_index, environment)
+    config.check_shares(max(config.num_gpus, 1) * cluster.size)
+    return cluster
+
+
+def check_weights(result: dict, expected: str) -> None:
+    """Compare the weights of a run's result with the SHA-256 that is expected, if any.
+
+    Raises:
+      RunError: the weights have another SHA-256.
     """
     if not result["weights_sha256"].startswith(expected):
         raise RunError(
@@ -78,7 +111,7 @@ def check_weights(result: dict, expected: str) -> None:
 
 @program
 def launch(shutdown: ShutdownHandler) -> int:
-    """Trains with several workers on this machine, one process each, or supervises one process. The flags
+    """Train with several workers on this machine, one process each, or supervise one process. The flags
     after -- are those of train.py. When a worker is lost, all restart from the last checkpoint.
 
     launch.py --num_workers=2 -- --recipe=speed94 --train_dir=runs/two-workers
@@ -103,12 +136,12 @@ def launch(shutdown: ShutdownHandler) -> int:
 
 @program
 def evaluate(shutdown: ShutdownHandler) -> None:
-    """Evaluates a checkpoint of a run, the newest unless --step is given.
+    """Evaluate a checkpoint of a run, the newest unless --step is given.
 
     evaluate.py --train_dir=runs/speed94-seed0 --tta=2
 
-    Where the model fails: the table's column "most often taken for" names the class that most errors of each class go
-    to. --json adds the confusion matrix: rows are true classes, columns predicted ones.
+    The table's column "most often taken for" names the class that most errors of each class go to.
+    --json adds the confusion matrix: rows are true classes, columns predicted ones.
     """
     config = start_tool(EvaluateConfig, evaluate, shutdown, "nothing was changed")
     from cifar_towers.inference.evaluate import evaluate_checkpoint
@@ -119,7 +152,7 @@ def evaluate(shutdown: ShutdownHandler) -> None:
 
 @program
 def predict(shutdown: ShutdownHandler) -> None:
-    """Predicts the classes of image files with a checkpoint of a run: the three most likely ones of each.
+    """Print the three most likely classes of each image file, by a checkpoint of a run.
 
     predict.py --train_dir=runs/speed94-seed0 picture.jpg folder/ *.png
 
@@ -135,7 +168,7 @@ def predict(shutdown: ShutdownHandler) -> None:
 
 @program
 def export(shutdown: ShutdownHandler) -> int:
-    """Exports the model of a checkpoint with its pre- and postprocessing: uint8 images of any size in, class
+    """Export the model of a checkpoint with its pre- and postprocessing: uint8 images of any size in, class
     probabilities and names out.
 
     export.py --train_dir=runs/speed94-seed0 --format=saved_model
@@ -148,7 +181,7 @@ def export(shutdown: ShutdownHandler) -> int:
 
 @program
 def compare_runs(shutdown: ShutdownHandler) -> int:
-    """Compares two runs: whether they are equal to the bit, and where and why they differ.
+    """Compare two runs: are they equal to the bit, and if not, where and why do they differ?
 
     compare_runs.py runs/one runs/other
     """
@@ -163,7 +196,7 @@ def compare_runs(shutdown: ShutdownHandler) -> int:
 
 @program
 def report(shutdown: ShutdownHandler) -> None:
-    """Writes a self-contained HTML report of runs, for readers without TensorBoard.
+    """Write a self-contained HTML report of runs, for readers without TensorBoard.
 
     report.py runs/one [runs/other ...] [--out=FILE]
 
@@ -172,58 +205,46 @@ def report(shutdown: ShutdownHandler) -> None:
     config = parse(ReportConfig, report)
     shutdown.exit_immediately_from_now("nothing was written")
     from cifar_towers import files
-    from cifar_towers.reporting.run_records import read_runs
+    from cifar_towers.reporting import html_report
 
-    directories = [Path(run) for run in config.runs]
-    records = read_runs(directories)
-    from cifar_towers.reporting import html_report  # loads Matplotlib, after all that usually fails
-
-    default = Path(directories[0] if len(directories) == 1 else "", files.REPORT)
+    runs = [Path(run) for run in config.runs]
+    default = Path(runs[0] if len(runs) == 1 else "", files.REPORT)
     with checked_output():
-        print(html_report.write(records, Path(config.out or default)))
+        print(html_report.write(runs, Path(config.out or default)))
 
 
 @program
 def runs(shutdown: ShutdownHandler) -> None:
-    """Lists runs: what they train, how far they are, what they reached. Deletes runs.
+    """List runs with their state and what they reached, or delete runs.
 
     runs.py                                        all below runs/, a line each
     runs.py 'speed94*' --sort=accuracy             some, the best last
     runs.py --delete runs/speed94-seed3            after a question
     evaluate.py --train_dir=$(runs.py --best=speed94)
-
-    Accuracies are those of the averaged weights if a run keeps an average, otherwise of the raw weights. They are
-    never chosen by the test set. --best ranks runs on the recipe's own data set.
     """
     config = parse(RunsConfig, runs)
     shutdown.exit_immediately_from_now("nothing more is deleted")
-    from cifar_towers.inference import runs as trained
-
     if config.delete:
-        print(trained.delete_runs([Path(argument) for argument in config.arguments], confirm))
+        import_tensorflow()
+        from cifar_towers.inference.delete_runs import delete_runs
+
+        print(delete_runs([Path(argument) for argument in config.arguments], confirm))
         return
-    root = Path(config.runs_dir)
-    found = trained.sort_runs(trained.find_runs(root, *config.arguments, verify=config.verify), config.sort)
+    from cifar_towers.inference import run_table
+
+    found = run_table.sort_runs(run_table.find_runs(Path(config.runs_dir), *config.arguments), config.sort)
     with checked_output():
         if config.best:
-            print(trained.best_run(found, config.best, own_data(config.best)).run)
+            print(run_table.best_run(found, config.best).run)
         elif config.json:
-            print(trained.format_json(found))
+            print(run_table.format_json(found))
         else:
-            print(trained.format_table(found, root) if found else "no runs")
-
-
-def own_data(recipe: str) -> str:
-    """Return the data set that a recipe names; an empty string for what is no recipe of `configs/`."""
-    if recipe not in recipe_names():
-        return ""
-    dataset = parse_command_line(TrainConfig, ["train.py", f"--recipe={recipe}"], "").dataset
-    return "cifar10" if dataset == "auto" else dataset
+            print(run_table.format_table(found) if found else "no runs")
 
 
 @program
 def benchmark(shutdown: ShutdownHandler) -> None:
-    """Measures the training step of a recipe on this machine with different placements, strategies and numbers of
+    """Measure the training step of a recipe on this machine with different placements, strategies and numbers of
     towers. Without --recipe, --flagfile and --model the recipe is speed94.
 
     benchmark.py --recipe=speed94 --towers=1,2,4
@@ -240,7 +261,7 @@ def benchmark(shutdown: ShutdownHandler) -> None:
 
 
 def serve_benchmark() -> None:
-    """A process that the benchmark starts for each number of towers."""
+    """Measure in a process that the benchmark starts for each number of towers."""
     import_tensorflow()
     from cifar_towers.benchmark import worker
 
@@ -259,7 +280,7 @@ def command_for(function: Callable[[], None]) -> list[str]:
 
 
 def measured_accuracy(config: TrainConfig) -> str:
-    """What the recipe was measured to reach; empty if it was not, or if a flag changes what it trains."""
+    """Return the accuracy that the recipe was measured to reach; empty if unknown, or if flags change the training."""
     if config.recipe not in recipe_names():
         return ""
     recipe = parse_command_line(TrainConfig, ["train.py", f"--recipe={config.recipe}"], "")

@@ -5,20 +5,25 @@ import functools
 import inspect
 import logging
 import os
+import platform
 import re
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from cifar_towers import hardware
 from cifar_towers.cli.flags import Config, parse_command_line
 from cifar_towers.cli.shutdown import ShutdownHandler
-from cifar_towers.cli.tf_import import import_tensorflow
 from cifar_towers.config import TrainConfig
-from cifar_towers.errors import Interrupted, RunError, error_line, error_text
+from cifar_towers.errors import Interrupted, RunError, UsageError, caused_by_interrupt, error_line, error_text
+from cifar_towers.registry import check_user_model
+
+Body = Callable[[ShutdownHandler], int | None]  # of a program; may return an exit code
 
 
-def program(body: Callable[[ShutdownHandler], int | None]) -> Callable[[], None]:
-    """A program that calls `body` and exits with the code it returns or that of the error it raises."""
+def program(body: Body) -> Callable[[], None]:
+    """Make a program that calls `body` and exits with the code that it returns, or that of the error it raises."""
 
     @functools.wraps(body)
     def main() -> None:
@@ -27,8 +32,8 @@ def program(body: Callable[[ShutdownHandler], int | None]) -> Callable[[], None]
     return main
 
 
-def run(body: Callable[[ShutdownHandler], int | None]) -> int:
-    """Calls a program; returns its exit code, and prints what it raises as one line."""
+def run(body: Body) -> int:
+    """Call the body of a program and return its exit code; print the error that it raises as one line."""
     shutdown = ShutdownHandler()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("cifar_towers").setLevel(logging.INFO)
@@ -51,7 +56,7 @@ def run(body: Callable[[ShutdownHandler], int | None]) -> int:
     except BrokenPipeError:
         code = RunError.exit_code
     except SystemExit as error:  # from --help
-        code = error.code
+        code = error.code if isinstance(error.code, int) else RunError.exit_code
     except Exception:
         traceback.print_exc()
         code = RunError.exit_code
@@ -63,13 +68,16 @@ def run(body: Callable[[ShutdownHandler], int | None]) -> int:
 
 
 def parse(config_class: type[Config], program: Callable) -> Config:
-    """A config from the command line; the program's docstring is its help text, with its examples indented."""
+    """Read the config from the command line; the program's docstring is its help text, with its examples indented."""
     description = re.sub(r"^\w+\.py ", r"  \g<0>", inspect.getdoc(program) or "", flags=re.M)
-    return parse_command_line(config_class, sys.argv, description)
+    config = parse_command_line(config_class, sys.argv, description)
+    recipe = getattr(config, "recipe", None)
+    check_user_model(getattr(recipe if isinstance(recipe, TrainConfig) else config, "model", ""))
+    return config
 
 
 def start_tool(config_class: type[Config], program: Callable, shutdown: ShutdownHandler, on_interrupt: str) -> Config:
-    """Parses the flags and imports TensorFlow; a signal then exits at once, with the message `on_interrupt`."""
+    """Parse the flags and import TensorFlow. A signal then exits at once, with the message `on_interrupt`."""
     config = parse(config_class, program)
     shutdown.exit_immediately_from_now(on_interrupt)
     import_tensorflow()
@@ -77,7 +85,7 @@ def start_tool(config_class: type[Config], program: Callable, shutdown: Shutdown
 
 
 def find_data(config: TrainConfig):
-    """The source of the data; imports TensorFlow after checking that there is one."""
+    """Return the source of the data. TensorFlow is imported after the check that there is one."""
     from cifar_towers.data import sources
 
     source = sources.find(config.dataset, config.data_dir)
@@ -86,11 +94,11 @@ def find_data(config: TrainConfig):
 
 
 @contextlib.contextmanager
-def checked_output():
-    """Flushes what is printed inside.
+def checked_output() -> Iterator[None]:
+    """Flush what is printed inside.
 
     Raises:
-      RunError: it cannot be written, as to a full disk.
+      RunError: the output cannot be written, as to a full disk.
       BrokenPipeError: the reader has closed the pipe.
     """
     try:
@@ -103,9 +111,97 @@ def checked_output():
 
 
 def confirm(question: str) -> bool:
-    """Whether somebody answers yes."""
+    """Return whether somebody answers yes."""
     try:
         return input(question).strip().lower() in ("y", "yes")
     except EOFError:
         print()
         return False
+
+
+# TensorFlow -----------------------------------------------------------------------------------------------------------
+
+
+def import_tensorflow() -> None:
+    """Import TensorFlow with the settings that the towers need.
+
+    Its startup messages are printed only if the import fails or ends the process, or if TF_CPP_MIN_LOG_LEVEL is 0 or 1.
+    By default it prints no errors later either, as it raises those that matter.
+
+    Raises:
+      UsageError: KERAS_BACKEND is set to another backend.
+      RunError: the processor lacks the instructions that TensorFlow is compiled for.
+    """
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    if os.environ["KERAS_BACKEND"] != "tensorflow":
+        raise UsageError(f"KERAS_BACKEND={os.environ['KERAS_BACKEND']} is set; towers need KERAS_BACKEND=tensorflow")
+    features = hardware.processor_features()
+    if features and platform.machine() == "x86_64" and "avx" not in features:
+        raise RunError("this processor has no AVX, which TensorFlow's packages are compiled for; use another machine")
+    verbose = os.environ.get("TF_CPP_MIN_LOG_LEVEL") in ("0", "1")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    # TensorFlow enables oneDNN by default only on CPUs with AVX-512 VNNI; with AVX2 it gains as much
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPUs are numbered as in nvidia-smi
+    with _announced("importing TensorFlow"), contextlib.nullcontext() if verbose else _messages_only_of_a_failure():
+        import keras
+        import tensorflow as tf
+
+        tf.get_logger().setLevel(logging.ERROR)
+        logging.getLogger("absl").setLevel(logging.ERROR)  # some of its modules log here
+        tf.config.list_physical_devices()
+        keras.config.set_image_data_format("channels_last")  # whatever the user's keras.json says
+        keras.config.set_floatx("float32")
+
+
+@contextlib.contextmanager
+def _announced(activity: str) -> Iterator[None]:
+    """Show on the terminal, if there is one, what the program is doing while it does it."""
+    is_terminal = sys.stderr.isatty()
+    if is_terminal:
+        print(f"{activity} ...", end="\r", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if is_terminal:
+            print("\033[K", end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _messages_only_of_a_failure() -> Iterator[None]:
+    """Hold back what is written to stderr inside; write it after an exception, and if the process is killed.
+
+    A child process holds the messages, because an abort in native code ends this process without a chance to write.
+    """
+    read_end, write_end = os.pipe()
+    stderr = os.dup(2)
+    child = os.fork()
+    if child == 0:
+        _hold_back(read_end, write_end, stderr)
+    os.close(read_end)
+    os.dup2(write_end, 2)
+    os.close(write_end)
+    discard = True
+    try:
+        yield
+    except Exception as error:
+        discard = caused_by_interrupt(error)
+        raise
+    finally:
+        if discard:
+            os.kill(child, signal.SIGKILL)
+        os.dup2(stderr, 2)  # closes this process's end of the pipe, which lets the child write
+        os.close(stderr)
+        os.waitpid(child, 0)
+
+
+def _hold_back(read_end: int, write_end: int, stderr: int) -> None:
+    """Read messages until every process has closed the pipe, then write them and exit."""
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        os.close(write_end)
+        with open(read_end, "rb") as messages, open(stderr, "wb") as out:
+            out.write(messages.read())
+    finally:
+        os._exit(0)

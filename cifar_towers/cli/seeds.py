@@ -1,4 +1,4 @@
-"""Training a recipe with several seeds, and their statistics."""
+"""Several runs of a recipe, one for each seed, and their statistics."""
 
 import dataclasses
 from pathlib import Path
@@ -17,9 +17,9 @@ from cifar_towers.trainer import train
 def train_seeds(
     config: TrainConfig, seeds: tuple[int, ...], source: sources.Source, shutdown: ShutdownHandler, launch_id: str = ""
 ) -> None:
-    """Trains one run for each seed; prints mean, standard deviation and n of their final accuracies.
+    """Train one run for each seed; print mean, standard deviation and n of the final accuracies.
 
-    For TensorBoard, these of every scalar are in `<recipe>-seeds` beside the runs, or in `seeds` within `train_dir`.
+    The same statistics of every scalar are written for TensorBoard, see `seeds_directory`.
     """
     accuracies: dict[str, list[float]] = {}
     speeds = []
@@ -40,7 +40,7 @@ def train_seeds(
 
 
 def seeds_directory(config: TrainConfig) -> Path:
-    """Where the statistics over seeds are: beside `...seed0`, in `...seeds`."""
+    """Return the directory of the statistics: `<recipe>-seeds` beside the runs, or `seeds` within `train_dir`."""
     first = _run_of_seed(config, 0).directory
     return first.with_name(first.name.removesuffix("0") + "s")
 

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGUSR1: the first signal lets the run save and stop, a second one ends the process at once."""
+"""Handling of SIGINT, SIGTERM and SIGUSR1: the first lets the run save and stop, a second ends the process at once."""
 
 import contextlib
 import os
@@ -16,13 +16,13 @@ LAUNCHER_DEBOUNCE_SECONDS = 1.0  # a launcher forwards a signal that its whole p
 
 
 class ShutdownHandler:
-    """Raises `Interrupted` in the main thread on a signal, or only records it after `defer_signals`.
+    """A handler that raises `Interrupted` in the main thread on a signal, or only records it after `defer_signals`.
 
     Attributes:
       announce: called with a line for the user when a signal has to wait.
       before_exit: called before a second signal ends the process.
       received_signal: the signal that this process received, or 0.
-      signal: the signal to act on, or 0; where a consensus is needed only what `set_agreed_signal` sets.
+      signal: the signal to act on, or 0; if processes must agree, only `set_agreed_signal` sets it.
     """
 
     def __init__(self):
@@ -33,7 +33,7 @@ class ShutdownHandler:
         self._message = NOTHING_TO_SAVE
 
     def install(self) -> "ShutdownHandler":
-        """Installs the handlers; must be called in the main thread."""
+        """Install the handlers; must be called in the main thread."""
         self.reinstall_handlers()
         sys.unraisablehook = self._ignore_unraisable_interrupt
         # Python runs handlers between its own instructions, so not inside a long step: a thread reads the wakeup pipe.
@@ -44,31 +44,32 @@ class ShutdownHandler:
         return self
 
     def reinstall_handlers(self) -> None:
-        """Installs the handlers again after a library has replaced them."""
+        """Install the handlers again after a library has replaced them."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
 
     def defer_signals(self, by_consensus: bool = False) -> None:
-        """From now on a signal is only recorded; the caller polls `check` between steps. If `by_consensus`, that acts
-        only on a signal passed to `set_agreed_signal`, until `exit_immediately_from_now`: processes that train together
-        must stop after the same step."""
+        """Only record signals from now on; the caller polls `check` between steps.
+
+        With `by_consensus`, only a signal passed to `set_agreed_signal` counts, until `exit_immediately_from_now`:
+        processes that train together must stop after the same step.
+        """
         self._deferred = True
         self._needs_consensus |= by_consensus
 
     def set_agreed_signal(self, number: int) -> None:
-        """Records the signal that any of the processes received, or 0."""
+        """Record the signal that any of the processes received, or 0."""
         self.signal = number or self.signal
 
     def exit_immediately_from_now(self, message: str) -> None:
-        """From now on a signal raises at once, with this message; raises here if one has been received."""
+        """Let signals raise at once from now on, with this message; raise here if one has been received."""
         self._deferred, self._needs_consensus, self._message = False, False, message
         self.set_agreed_signal(self.received_signal)
         self.check()
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A context that a signal may interrupt anywhere, also after `defer_signals`; without effect where a consensus
-        is required."""
+        """Let a signal interrupt the code inside, also after `defer_signals`, unless processes must agree on it."""
         if self._needs_consensus:
             yield
             return
@@ -84,18 +85,20 @@ class ShutdownHandler:
             self._deferred = deferred
 
     def check(self) -> None:
-        """Raises `Interrupted` if there is a signal to act on."""
+        """Raise `Interrupted` if there is a signal to act on."""
         if self.signal:
             raise self._interrupted()
 
     def reraise_as_interrupt(self, error: Exception) -> None:
-        """Raises `Interrupted` in place of `error` after a signal: TensorFlow and Keras wrap whatever is raised in some
-        of their callbacks in errors of their own."""
+        """Raise `Interrupted` in place of `error` after a signal.
+
+        TensorFlow and Keras wrap what is raised in some of their callbacks in errors of their own.
+        """
         if self.signal and not self._deferred:
             raise self._interrupted() from error
 
     def ignore_signals(self) -> None:
-        """Ignores signals from now on, as the program is about to exit."""
+        """Ignore signals from now on, as the program is about to exit."""
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -105,7 +108,7 @@ class ShutdownHandler:
 
     @staticmethod
     def _ignore_unraisable_interrupt(unraisable) -> None:
-        """`Interrupted` raised in a destructor is lost; the next `check` raises it again."""
+        """Print no `Interrupted` that was raised in a destructor and is lost; the next `check` raises it again."""
         if not issubclass(unraisable.exc_type, Interrupted):
             sys.__unraisablehook__(unraisable)
 

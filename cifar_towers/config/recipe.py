@@ -9,7 +9,7 @@ from typing import Any
 from cifar_towers.config.settings import names_with
 from cifar_towers.config.train_config import TrainConfig
 from cifar_towers.errors import UsageError, did_you_mean
-from cifar_towers.registry import OPTIMIZERS
+from cifar_towers.registry import OPTIMIZERS_BY_LENGTH
 
 DEFAULT_RECIPE = "speed94"
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -48,7 +48,9 @@ def recipe_fields(config: TrainConfig) -> dict[str, Any]:
     `max_steps` belongs to the recipe if a schedule depends on the length of the run.
     """
     by_length = "%" in config.learning_rate_schedule + config.image_size_schedule
-    by_length = by_length or OPTIMIZERS[config.optimizer].by_length or config.lookahead or config.freeze_first_group > 0
+    by_length = (
+        by_length or config.optimizer in OPTIMIZERS_BY_LENGTH or config.lookahead or config.freeze_first_group > 0
+    )
     left_out = set(names_with(TrainConfig, on_resume="allow"))
     if config.epochs == 0 and by_length:
         left_out -= {"max_steps"}

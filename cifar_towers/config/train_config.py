@@ -351,7 +351,7 @@ class TrainConfig(DeviceConfig):
     optimizer: str = _optimizer(
         "momentum",
         "update rule: momentum, SGD; muon, Muon for convolutions and momentum SGD for the rest; adamw, AdamW",
-        choices=tuple(OPTIMIZERS),
+        choices=OPTIMIZERS,
     )
     learning_rate: float = _optimizer(0.1, "peak learning rate", low=0)
     bias_learning_rate: float = _optimizer(0.0, "peak learning rate of biases and norm shifts; 0: learning_rate", low=0)

@@ -1,12 +1,13 @@
 """The workers of a cluster: their addresses, the index of this process, and what they can ask of each other."""
 
+import dataclasses
 import ipaddress
 import json
 import re
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from cifar_towers.errors import UsageError, WorkerLostError
 
@@ -15,19 +16,20 @@ SLURM_PORTS = 20_000  # the first port of jobs under Slurm, and the number of th
 HOW_TO_NAME_WORKERS = "give --workers=host:port,... and --worker_index, or set TF_CONFIG, or start it with srun"
 
 
-class ClusterSpec(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class ClusterSpec:
     """All workers of a cluster. Worker 0 is the chief: only it reads and writes `train_dir`."""
 
     addresses: tuple[str, ...]  # host:port of each worker's TensorFlow server
-    index: int  # this process's
+    index: int  # of this process
 
     @property
     def size(self) -> int:
-        """The number of workers."""
+        """Number of workers."""
         return len(self.addresses)
 
     def name(self, index: int) -> str:
-        """A worker's name in messages: `worker 1 of 3 (10.0.0.2:5000)`."""
+        """Return a worker's name for messages: `worker 1 of 3 (10.0.0.2:5000)`."""
         return f"worker {index} of {self.size} ({self.addresses[index]})"
 
 
@@ -79,10 +81,10 @@ ALONE = Alone()
 
 
 def resolve_cluster(workers: str, worker_index: int, environment: Mapping[str, str]) -> ClusterSpec:
-    """The cluster from the flags, or else `TF_CONFIG`, or else Slurm's variables.
+    """Read the cluster from the flags, or else from `TF_CONFIG`, or else from Slurm's variables.
 
     Raises:
-      UsageError: none of them names the workers, or they make no cluster.
+      UsageError: the workers are not named anywhere, or they make no cluster.
     """
     if workers:
         cluster, source = (workers.split(","), worker_index), "workers"
@@ -113,10 +115,10 @@ def _validated(addresses: list[str], index: int, source: str) -> ClusterSpec:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """`"10.0.0.1:5000"` -> ("10.0.0.1", 5000); `"[::1]:5000"` -> ("::1", 5000).
+    """Split an address: `"10.0.0.1:5000"` -> ("10.0.0.1", 5000); `"[::1]:5000"` -> ("::1", 5000).
 
     Raises:
-      UsageError: it is not a host and a port.
+      UsageError: the address is not a host and a port.
     """
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -130,7 +132,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def resolve(host: str, port: int, seconds: float) -> list[tuple]:
-    """`socket.getaddrinfo` of a host, repeated until its name is known, as for pods that have just been created.
+    """Call `socket.getaddrinfo` until the host's name is known, as for pods that have just been created.
 
     Raises:
       WorkerLostError: the name is still unknown after `seconds`.
@@ -146,7 +148,7 @@ def resolve(host: str, port: int, seconds: float) -> list[tuple]:
 
 
 def check_not_public(address: str, seconds: float) -> None:
-    """Checks that a worker's address is private, as TensorFlow's port has no authentication.
+    """Check that a worker's address is private, as TensorFlow's port has no authentication.
 
     Raises:
       UsageError: the address is public.
@@ -162,8 +164,10 @@ def check_not_public(address: str, seconds: float) -> None:
 
 
 def _from_tf_config(text: str) -> tuple[list[str], int]:
-    """Addresses and index from {"cluster": {"worker": [...]}, "task": {"type": "worker", "index": 0}}; a `chief` is
-    worker 0."""
+    """Read addresses and index from {"cluster": {"worker": [...]}, "task": {"type": "worker", "index": 0}}.
+
+    A `chief` is worker 0.
+    """
     try:
         content = json.loads(text)
         cluster, task = content["cluster"], content["task"]
@@ -183,7 +187,7 @@ def _from_tf_config(text: str) -> tuple[list[str], int]:
 
 
 def _from_slurm(environment: Mapping[str, str]) -> tuple[list[str], int]:
-    """Addresses and index of the tasks of a job step, in Slurm's block distribution; ports follow from the job id."""
+    """Return addresses and index of a job step's tasks, in Slurm's block distribution; the job id gives the ports."""
     try:
         index, tasks = int(environment["SLURM_PROCID"]), int(environment["SLURM_NTASKS"])
         nodes = _expand_nodelist(environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"])
@@ -201,13 +205,13 @@ def _from_slurm(environment: Mapping[str, str]) -> tuple[list[str], int]:
 
 
 def _expand_counts(tasks_per_node: str) -> list[int]:
-    """`"2,1(x3)"` -> 2, 1, 1, 1."""
+    """Expand Slurm's tasks per node: `"2,1(x3)"` -> 2, 1, 1, 1."""
     counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node)
     return [int(count) for count, times in counts for _ in range(int(times or 1))]
 
 
 def _expand_nodelist(nodes: str) -> list[str]:
-    """`"gpu[1-2,7],login"` -> gpu1, gpu2, gpu7, login; numbers keep their leading zeros."""
+    """Expand names: `"gpu[1-2,7],login"` -> gpu1, gpu2, gpu7, login; numbers keep their leading zeros."""
     expanded = []
     for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
         names = [""]
@@ -218,7 +222,7 @@ def _expand_nodelist(nodes: str) -> list[str]:
 
 
 def _expand_range(choices: str) -> list[str]:
-    """`"01-03,7"` -> 01, 02, 03, 7."""
+    """Expand ranges: `"01-03,7"` -> 01, 02, 03, 7."""
     expanded = []
     for part in choices.split(","):
         low, _, high = part.partition("-")

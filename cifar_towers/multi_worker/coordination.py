@@ -1,9 +1,9 @@
 """Coordination of a cluster's workers outside the step: how they meet, exchange values, and end together.
 
-All of it travels through TensorFlow's server, one port for each worker. Values are gathered by a collective; when a
-worker dies, stops or fails, TensorFlow's coordination service aborts the collectives of all others. Then all exit, each
-with a line that names it: a worker that came back alone would find the others in another step. The launcher restarts
-all, and they resume from the last checkpoint.
+Everything travels through TensorFlow's server, one port for each worker. Values are gathered by a collective. When a
+worker dies, stops or fails, TensorFlow's coordination service aborts the collectives of all others. Then all workers
+exit, each with a line that names the lost one: alone, a worker that came back would find the others in another step.
+The launcher restarts all, and they resume from the last checkpoint.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ POLL_SECONDS = 0.1  # between checks for signals while this worker waits for oth
 PROBE_SECONDS = 2.0  # for a worker's port to answer
 EXIT_GRACE_SECONDS = 1.0  # for an error to reach the other workers before this one closes its connections
 TASK = re.compile(rf"/job:{coordination_service.JOB}/(?:replica:0/)?task:(\d+)")
-SERVICE = "/tensorflow.CoordinationService/"  # named where a worker no longer reaches it, in worker 0
+SERVICE = "/tensorflow.CoordinationService/"  # in errors of workers that no longer reach worker 0, where it runs
 END = re.compile(r"exit code (\d+): ([^\n]*)")
 
 
@@ -182,7 +182,7 @@ def assert_workers_agree(
 
 
 def _start(cluster: ClusterSpec, make_devices: Callable[[], Any], seconds: float, shutdown: Shutdown) -> Any:
-    """Makes the devices, which waits for all workers."""
+    """Make the devices, which waits for all workers."""
     name, (_, port) = cluster.name(cluster.index), split_address(cluster.addresses[cluster.index])
     try:
         socket.create_server(("", port)).close()
@@ -217,7 +217,7 @@ def _start(cluster: ClusterSpec, make_devices: Callable[[], Any], seconds: float
 
 
 def _answers(cluster: ClusterSpec, index: int) -> bool:
-    """Whether anything listens at a worker's port."""
+    """Return whether anything listens at a worker's port."""
     host, port = split_address(cluster.addresses[index])
     try:
         socket.create_connection((host, port), PROBE_SECONDS).close()
@@ -227,13 +227,13 @@ def _answers(cluster: ClusterSpec, index: int) -> bool:
 
 
 def _end_others(line: str, code: int) -> None:
-    """Ends the other workers with this line and exit code, if they have not ended yet."""
+    """End the other workers with this line and exit code, if they have not ended yet."""
     coordination_service.report_error(f"exit code {code}: {printable(line)}")
     time.sleep(EXIT_GRACE_SECONDS)
 
 
 def _explain(cluster: ClusterSpec, error: BaseException) -> RunError | None:
-    """The end of another worker that an error of TensorFlow's is about; None if it is about none."""
+    """Return how another worker ended, if an error of TensorFlow's is about that; otherwise None."""
     text = str(error) if isinstance(error, tf.errors.OpError) else ""
     if end := END.search(text):
         return _ended(int(end[1]), end[2])
@@ -258,7 +258,7 @@ def _ended(code: int, line: str) -> RunError:
 
 
 def _make_gather(strategy: tf.distribute.Strategy) -> Callable[[np.ndarray], list[tf.Tensor]]:
-    """The function [n] of int64 -> the arrays of all workers, of any length, by an all-gather of first replicas."""
+    """Return the function [n] of int64 -> the arrays of all workers, of any length: an all-gather of first replicas."""
     num_local = len(strategy.extended.worker_devices)
     num_workers = strategy.num_replicas_in_sync // num_local
 
@@ -281,8 +281,10 @@ def _make_gather(strategy: tf.distribute.Strategy) -> Callable[[np.ndarray], lis
 
 
 def _encode(value: Any) -> np.ndarray:
-    """A value in words of 64 bits, as GPUs exchange no bytes. Pickled: who can send to these ports can run code there
-    anyway."""
+    """Encode a value in words of 64 bits, because GPUs exchange no bytes.
+
+    Pickle adds no danger: who can send to these ports can run code there anyway.
+    """
     content = pickle.dumps(value)
     return np.frombuffer(content + bytes(-len(content) % 8), np.int64)
 

@@ -1,4 +1,4 @@
-"""TensorFlow's coordination service: what of it the workers need and no public API has. Read from TensorFlow 2.21.
+"""The parts of TensorFlow's coordination service that have no public API, as TensorFlow 2.21 has them.
 
 The service runs in worker 0's TensorFlow server. It finds workers that died or stopped by their heartbeats, and aborts
 the collectives of all others with an error that names them.
@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
@@ -20,7 +19,7 @@ JOB = "worker"
 
 
 def configure(num_workers: int) -> None:
-    """Enables the service, with its heartbeats, for the strategy that is made next."""
+    """Enable the service, with its heartbeats, for the strategy that is made next."""
     context.context().configure_coordination_service(
         service_type="standalone",
         service_leader=f"/job:{JOB}/replica:0/task:0",
@@ -30,24 +29,24 @@ def configure(num_workers: int) -> None:
 
 
 def broadcast(name: str, value: str | None) -> str:
-    """The value of worker 0, for all workers; it is None on the others."""
+    """Return the value of worker 0 on all workers; the others pass None."""
     if value is not None:
         context.context().set_config_key_value(name, value)
     return context.context().get_config_key_value(name, 1000 * HEARTBEAT_TIMEOUT_SECONDS)
 
 
 def report_error(message: str) -> None:
-    """Aborts the collectives of all workers with this message; without effect if this worker is cut off."""
+    """Abort the collectives of all workers with this message, unless this worker is cut off."""
     with contextlib.suppress(tf.errors.OpError, ValueError):
         context.context().report_error_to_cluster(tf.errors.ABORTED, message)
 
 
 @contextlib.contextmanager
 def startup_in_threads() -> Iterator[None]:
-    """A context in which TensorFlow's server waits for the other workers without holding Python's interpreter lock.
+    """Let TensorFlow's server wait for the other workers without holding Python's interpreter lock.
 
-    `TFE_EnableCollectiveOps`, which waits, holds the lock in TensorFlow's binding, so that neither a signal handler nor
-    another thread would run until the last worker has come; called through `ctypes` it does not.
+    `TFE_EnableCollectiveOps` waits. TensorFlow's binding holds the lock meanwhile, so that neither a signal handler nor
+    another thread would run until the last worker has come. A call through `ctypes` releases the lock.
     """
     library = ctypes.CDLL(str(Path(tf.__file__).parent / "libtensorflow_cc.so.2"))
     library.TF_NewStatus.restype = ctypes.c_void_p
@@ -65,5 +64,9 @@ def startup_in_threads() -> Iterator[None]:
         if code:
             raise tf.errors.exception_type_from_error_code(code)(None, None, message)
 
-    with mock.patch.object(pywrap_tfe, "TFE_EnableCollectiveOps", enable_collective_ops):
+    original = pywrap_tfe.TFE_EnableCollectiveOps
+    pywrap_tfe.TFE_EnableCollectiveOps = enable_collective_ops
+    try:
         yield
+    finally:
+        pywrap_tfe.TFE_EnableCollectiveOps = original

@@ -1,4 +1,4 @@
-"""Starts the workers of a cluster on one machine, and restarts all of them when one is lost."""
+"""The launcher: it starts the workers of a cluster on one machine, and restarts all of them when one is lost."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cifar_towers.errors import ExitCode, Shutdown, interrupt_exit_code
 
@@ -26,12 +26,12 @@ def launch(
     log: Callable[[str], None],
     shutdown: Shutdown,
 ) -> int:
-    """Runs a training in several local workers or one process; returns its exit code.
+    """Run a training in several local workers or in one process; return its exit code.
 
     Args:
       command: the training command; flags of each worker are appended.
-      num_workers: processes to start, which meet on the loopback interface; 0: one, which may be part of a cluster.
-      max_restarts: how often to restart after a worker is lost or receives a signal.
+      num_workers: number of processes, which meet on the loopback interface; 0: one, which may be part of a cluster.
+      max_restarts: number of restarts after a worker is lost or receives a signal.
       log: prints a line.
       shutdown: its first signal is forwarded and prevents restarts, a second kills the workers.
     """
@@ -48,14 +48,14 @@ def launch(
 
 
 def free_addresses(count: int) -> tuple[str, ...]:
-    """Loopback addresses with free ports."""
+    """Return loopback addresses with free ports."""
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return tuple(f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners)
 
 
 def _run(command: Sequence[str], num_workers: int, shutdown: Shutdown) -> dict[int, int]:
-    """Starts all workers and waits for them; worker -> exit code, in the order in which they ended."""
+    """Start all workers, wait, and return worker -> exit code, in the order in which the workers ended."""
     workers = _start_all(command, num_workers) if num_workers else [_start(command)]
     processes = [process for process, _ in workers]
     shutdown.before_exit = lambda: _signal(processes, signal.SIGKILL)
@@ -80,7 +80,7 @@ def _run(command: Sequence[str], num_workers: int, shutdown: Shutdown) -> dict[i
 
 
 def _start_all(command: Sequence[str], count: int) -> list[Started]:
-    """Starts each worker on its share of this machine's cores and GPUs, if there are enough for all."""
+    """Start each worker on its share of this machine's cores and GPUs, if there are enough for all."""
     addresses = ",".join(free_addresses(count))
     cores, gpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [], _gpus()
     workers = []
@@ -97,29 +97,31 @@ def _start_all(command: Sequence[str], count: int) -> list[Started]:
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str] = {}, prefix: str = "") -> Started:
-    """Starts a process with this one's output; with a `prefix`, a thread prints its lines after the prefix."""
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"} if prefix else {}
-    process = subprocess.Popen(command, env={**os.environ, **environment}, **pipe)
+    """Start a process with this one's output; with a `prefix`, a thread prints its lines after the prefix."""
+    environment = {**os.environ, **environment}
     if not prefix:
-        return process, None
+        return subprocess.Popen(command, env=environment), None
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
     reader = threading.Thread(target=_print_lines, args=(process.stdout, prefix), daemon=True)
     reader.start()
     return process, reader
 
 
-def _print_lines(lines, prefix: str) -> None:
+def _print_lines(lines: Iterable[str], prefix: str) -> None:
     for line in lines:
         with contextlib.suppress(OSError):
             print(prefix + line, end="", file=sys.stderr, flush=True)
 
 
 def _share(items: Sequence, index: int, count: int) -> Sequence:
-    """The share of one of `count` workers; empty if there are fewer items than workers."""
+    """Return the share of one of `count` workers; empty if there are fewer items than workers."""
     return items[len(items) * index // count : len(items) * (index + 1) // count] if len(items) >= count else []
 
 
 def _gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name and name != "-1"]
     try:

@@ -1,6 +1,6 @@
 import pytest
 
-from cifar_towers.cli.cluster import resolve_cluster
+from cifar_towers.cli.main import resolve_cluster
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec

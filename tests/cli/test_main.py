@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.cli import main, program, tf_import
+from cifar_towers import hardware
+from cifar_towers.cli import main, program
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
-from cifar_towers.errors import DataError, DivergedError, Interrupted, UsageError, WorkerLostError, error_line
+from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError, WorkerLostError, error_line
 from tests.messages import lines_with
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,7 @@ TWO_GPUS = ["--towers=2", *TINY, "--nosoft_placement"]
 
 @pytest.fixture
 def tiny(small_folder):
-    """Flags of a run that starts quickly."""
+    """Return flags of a run that starts quickly."""
     return [*TINY, f"--dataset={small_folder}", "--epochs=1000", "--eval_every_epochs=0"]
 
 
@@ -99,7 +100,7 @@ def test_help_imports_nothing_slow(name):
 @pytest.mark.parametrize(
     ("program", "arguments", "code", "message"),
     [
-        ("train.py", ["--batch_sise=3"], 2, "Did you mean: batch_size"),
+        ("train.py", ["--batch_sise=3"], 2, "did you mean --batch_size?"),
         ("train.py", ["here"], 2, "'here' is not a flag"),
         ("train.py", ["--num_gpus=2", "--nosoft_placement", *TINY], 2, "2 towers need 2 GPUs"),
         pytest.param("train.py", ["--batch_size=20000", "--dataset=synthetic"], 2, "more than the 10000", marks=SLOW),
@@ -248,8 +249,46 @@ def test_import_messages_are_shown_after_a_failure_but_not_after_an_interrupt(mo
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     monkeypatch.setitem(sys.modules, "keras", Keras())
     with pytest.raises(ImportError):
-        tf_import.import_tensorflow()
+        program.import_tensorflow()
     assert ("a note" in capfd.readouterr().err) == isinstance(cause, OSError)
+
+
+def test_an_abort_while_tensorflow_is_imported_loses_no_message(tmp_path):
+    """TensorFlow ends the process in native code if the processor lacks instructions that it is compiled for."""
+    library = "import os\nos.write(2, b'compiled to use AVX2\\n')\nos.abort()\n"
+    (tmp_path / "tensorflow.py").write_text(library)
+    code, _, err = finish(start("train.py", *TINY, PYTHONPATH=f"{tmp_path}:{ROOT}"))
+    assert code == -signal.SIGABRT and "compiled to use AVX2" in err
+
+
+def test_messages_of_an_import_that_succeeds_are_not_shown(capfd):
+    with program._messages_only_of_a_failure():
+        os.write(2, b"a note\n")
+    os.write(2, b"afterwards\n")
+    assert capfd.readouterr().err == "afterwards\n"
+
+
+def test_a_processor_without_avx_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(hardware, "processor_features", lambda: frozenset({"sse2"}))
+    monkeypatch.setattr(program.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    with pytest.raises(RunError, match="AVX"):
+        program.import_tensorflow()
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "message"),
+    [
+        ("train.py", ["--model=nowhere.py:make"], "there is no file nowhere.py"),
+        ("train.py", ["--model=no_such_package.nets:make"], "there is no module no_such_package.nets"),
+        ("benchmark.py", [f"--model={__file__}:strat"], "has no function strat; did you mean start?"),
+        ("evaluate.py", ["--train_dir=runs/one", "--model=nowhere.py:make"], "there is no file nowhere.py"),
+    ],
+)
+def test_a_missing_model_is_refused_before_tensorflow_is_imported(tmp_path, program, flags, message):
+    (tmp_path / "tensorflow.py").write_text("import os\nos.abort()\n")
+    code, _, err = finish(start(program, *flags, PYTHONPATH=f"{tmp_path}:{ROOT}"))
+    assert code == 2 and message in err
 
 
 @pytest.mark.parametrize(

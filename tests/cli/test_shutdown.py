@@ -45,7 +45,7 @@ class Child:
         assert self.process.stdout.readline() == "ready\n"
 
     def send_signals(self, number, *pauses):
-        """Sends the signal after each pause; (exit code, output, seconds from the last signal to the end)."""
+        """Send the signal after each pause; return exit code, output, and seconds from the last signal to the end."""
         for pause in pauses:
             time.sleep(pause)
             self.process.send_signal(number)

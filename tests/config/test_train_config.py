@@ -22,7 +22,7 @@ USAGE_ERRORS = {
     TrainConfig: [
         (["stray"], "'stray' is not a flag"),
         (["--batch_size=8", "more", "--seed=1"], "'more' is not a flag"),
-        (["--batch_sise=8"], "Did you mean: batch_size"),
+        (["--batch_sise=8"], "did you mean --batch_size?"),
         (["--batch_size=many"], "--batch_size=many"),
         (["--batch_size"], "Missing value for flag --batch_size"),
         (["--batch_size=0"], "batch_size=0 is too small; the minimum is 1"),
@@ -90,7 +90,7 @@ USAGE_ERRORS = {
         (["--precisions=float32,int8"], "'int8' is not one of float32, bfloat16, float16"),
         (["--strategy=mirrored"], "strategy is not a flag of this program: the benchmark varies strategy, variable_"),
         (["--workers=a:1"], "workers is not a flag of this program: the benchmark measures one machine"),
-        (["--batchsize=2"], "Unknown command line flag 'batchsize'"),
+        (["--batchsize=2"], "did you mean --batch_size?"),
         (["--num_gpus=2"], "num_gpus is not a flag of this program: the benchmark varies"),
         (["--nogpu_memory_growth"], "gpu_memory_growth is not a flag of this program: the processes of the benchmark"),
     ],
@@ -120,6 +120,27 @@ def test_benchmark_takes_its_recipe_from_the_flagfile():
     config = parse(flagfile, "--towers=2,1,2", config_class=BenchmarkConfig)
     assert config.tower_counts == (1, 2) and str(config.directory) == "runs/benchmark-speed94"
     assert config.recipe == parse(flagfile)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "meant"),
+    [
+        *{"lr": "learning_rate", "bs": "batch_size", "batch": "batch_size", "wd": "weight_decay"}.items(),
+        *{"gpus": "num_gpus", "ngpu": "num_gpus", "device": "num_gpus", "optim": "optimizer"}.items(),
+        *{
+            "num_epochs": "epochs",
+            "lr_schedule": "learning_rate_schedule",
+            "ema": "ema_decay",
+            "amp": "precision",
+        }.items(),
+        *{"augment": "", "steps": "max_steps", "output_dir": "train_dir", "data": "dataset", "x": ""}.items(),
+    ],
+)
+def test_unknown_flag_gets_the_name_of_the_setting_that_is_meant(unknown, meant):
+    with pytest.raises(UsageError) as caught:
+        parse(f"--{unknown}=1")
+    assert f"--{unknown} is not a flag" in str(caught.value)
+    assert re.findall(r"did you mean --(\w+)\?", str(caught.value)) == [meant] * bool(meant)
 
 
 def test_later_flags_and_flagfiles_override_earlier_ones(tmp_path):

@@ -1,6 +1,7 @@
 """Exchange, start and end of workers. What other workers cause is in test_workers.py, with real processes."""
 
 import ctypes
+import dataclasses
 import inspect
 import signal
 import threading
@@ -80,7 +81,9 @@ def test_errors_about_other_workers_are_explained(text, kind, line):
 
 def test_worker_that_is_cut_off_names_worker_0():
     text = LOST.format("Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat")
-    line = str(coordination._explain(CLUSTER._replace(index=1), tf.errors.UnavailableError(None, None, text)))
+    line = str(
+        coordination._explain(dataclasses.replace(CLUSTER, index=1), tf.errors.UnavailableError(None, None, text))
+    )
     assert line.startswith("worker 0 of 3 (a:1) cannot be reached; restart all workers")
 
 

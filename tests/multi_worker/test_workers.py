@@ -40,14 +40,14 @@ def net(side, num_classes):
 
 @pytest.fixture
 def shared(small_folder):
-    """Flags of all runs here."""
+    """Return the flags of all runs here."""
     flags = "--batch_size=24 --precision=float32 --intra_op_threads=1 --epochs=1000 --eval_every_epochs=0"
     return [f"--dataset={small_folder}", *flags.split()]
 
 
 @pytest.fixture
 def flags(shared, tmp_path):
-    """Flags of a small model with dropout, batch normalization and a moving average."""
+    """Return the flags of a small model with dropout, batch normalization and a moving average."""
     (tmp_path / "net.py").write_text(NET)
     return [
         *shared,
@@ -80,7 +80,7 @@ def launch(count, train_dir, *flags):
 
 
 def wait_for(path, process):
-    """Waits until a process has created a file."""
+    """Wait until a process has created a file."""
     deadline = time.monotonic() + 120
     while not path.exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=1)[0]

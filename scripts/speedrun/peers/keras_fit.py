@@ -9,7 +9,7 @@ import protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from cifar_towers.cli.tf_import import import_tensorflow
+from cifar_towers.cli.program import import_tensorflow
 
 
 def main() -> None:

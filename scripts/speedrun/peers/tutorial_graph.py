@@ -16,7 +16,7 @@ import protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from cifar_towers.cli.tf_import import import_tensorflow
+from cifar_towers.cli.program import import_tensorflow
 
 CROP_SIZE, NUM_THREADS = 24, 16  # the threads fill the queue
 MIN_QUEUE_FRACTION = 0.4  # of all images that the queue holds
