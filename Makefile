@@ -12,7 +12,7 @@ EXTRAS := $(if $(NVIDIA),dev$(comma)gpu,dev)
 # a flag overrides the recipe wherever it stands, and smoke has data of its own
 RECIPE := --recipe=$(CONFIG) $(if $(filter smoke,$(CONFIG)),,--dataset=auto)
 
-.PHONY: help setup train runs evaluate predict export tensorboard bench speedrun
+.PHONY: help setup train runs evaluate predict export tensorboard bench speedrun scaling
 .PHONY: test test-long test-browser test-gpu lint format compare faults faults-long clean
 .DEFAULT_GOAL := help
 
@@ -60,6 +60,9 @@ bench: .venv/ready  ## compare placements, strategies and numbers of towers for 
 
 speedrun: .venv/ready  ## time CONFIG over five seeds, beside the steps of other frameworks (hours)
 	@$(BIN)/python -m scripts.speedrun $(RECIPE) --num_gpus=$(NUM_GPUS) $(TARGET) $(ARGS)
+
+scaling: .venv/ready  ## measure one tower, and predict CONFIG's step on 1 to 64 devices, in two minutes
+	@$(BIN)/python -m scripts.scaling $(RECIPE) $(ARGS)
 
 ##@ Develop
 

@@ -26,7 +26,8 @@ from cifar_towers.errors import DataError, error_text
 log = logging.getLogger(__name__)
 
 CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
-RESULT, ROLLBACKS, MISTAKES, REPORT = "result.json", "rollbacks.json", "mistakes.png", "report.html"
+RESULT, ROLLBACKS, REPORT = "result.json", "rollbacks.json", "report.html"
+MISTAKES, CONFUSION = "mistakes.png", "confusion.png"
 PROJECTOR = "projector_" + 8 * "[0-9]"  # directories of TensorBoard's projector, one per step
 PROJECTOR_FILES = ("features.tsv", "metadata.tsv", "sprite.png", "projector_config.pbtxt")
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard reads every file with `tfevents` in its name
@@ -34,7 +35,7 @@ TRUNCATED_EVENTS = ".kept.tmp"  # an event file while it is truncated
 LAUNCH = ".launch"  # holds the name of the launch that cleared the directory
 LOCK = ".lock"  # locked by the process that writes the run
 CHECKPOINTS_DIR = "checkpoints"
-FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, MISTAKES, REPORT)
+FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, REPORT, MISTAKES, CONFUSION)
 MANIFEST = "MANIFEST.json"
 TEMPORARY, TRASH, DAMAGED = ".tmp-", ".trash-", "damaged-"
 LOCK_PATIENCE_SECONDS = 0.5  # a look at a lock holds it for far less

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures placements, strategies, numbers of towers: `benchmark.py --recipe=speed94 --towers=1,2,4`."""
+"""Placements, strategies and numbers of towers, measured here: `benchmark.py --recipe=speed94 --towers=1,2,4`."""
 
 import sys
 from pathlib import Path

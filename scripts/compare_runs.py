@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares two runs to the bit: `compare_runs.py runs/a runs/b`."""
+"""A comparison of two runs, to the bit: `compare_runs.py runs/a runs/b`."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Evaluates a checkpoint of a run: `evaluate.py --train_dir=runs/speed94-seed0 --tta=2`."""
+"""The score of a run's checkpoint: `evaluate.py --train_dir=runs/speed94-seed0 --tta=2`."""
 
 import sys
 from pathlib import Path

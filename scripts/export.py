@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Exports a trained model for use elsewhere: `export.py --train_dir=runs/speed94-seed0 --format=saved_model`."""
+"""A trained model for use elsewhere: `export.py --train_dir=runs/speed94-seed0 --format=saved_model`."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains on several local workers and starts them again when one is lost: `launch.py --num_workers=2 -- --seed=1`."""
+"""Several local workers, restarted when one is lost: `launch.py --num_workers=2 -- --seed=1`."""
 
 import sys
 from pathlib import Path

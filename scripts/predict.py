@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Predicts the classes of images: `predict.py --train_dir=runs/speed94-seed0 picture.jpg folder/`."""
+"""The classes of image files: `predict.py --train_dir=runs/speed94-seed0 picture.jpg folder/`."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes one HTML page about some runs: `report.py runs/speed94-seed0 runs/speed94-seed1 --out=speed94.html`."""
+"""One HTML page about some runs: `report.py runs/speed94-seed0 runs/speed94-seed1 --out=speed94.html`."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Lists runs, finds the best of a recipe, deletes runs: `runs.py 'speed94*' --sort=accuracy`."""
+"""A table of runs, the best of a recipe, and their removal: `runs.py 'speed94*' --sort=accuracy`."""
 
 import sys
 from pathlib import Path

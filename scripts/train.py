@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains a net for CIFAR-10 on towers: `train.py --recipe=speed94 --num_gpus=2`."""
+"""The training of a net on towers: `train.py --recipe=speed94 --num_gpus=2`."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""What `make test-gpu` runs on a machine with GPUs: tests, the benchmark, and speed94 to its end; without, nothing.
+"""The program of `make test-gpu`: tests, the benchmark and speed94 on a machine with GPUs; nothing without GPUs.
 
-Adds what it found as a row to the table of docs/gpus.md, which is to be committed with a look at it.
+It adds a row to the table of docs/gpus.md. Look at the row before you commit it.
 """
 
 import argparse
@@ -23,7 +23,7 @@ NO_GPU = "no GPU here: nothing was run, and nothing counts as passed"
 
 
 def main() -> int:
-    """Runs all parts, even after one has failed; the exit code says whether any has."""
+    """Run all parts, even after one has failed, and return 1 if any has."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--without-bench", action="store_true", help="leave out the benchmark, 20 minutes")
     arguments = parser.parse_args()
@@ -53,13 +53,13 @@ def main() -> int:
 
 
 def describe(devices: dict) -> str:
-    """`2 x NVIDIA A100`, from the answer of the process that looked."""
+    """Return `2 x NVIDIA A100`, from the answer of the process that looked."""
     names = devices["gpus"]
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
 def read_counts(junit: str) -> str:
-    """`58 passed, 1 failed` of a JUnit file."""
+    """Return `58 passed, 1 failed` of a JUnit file."""
     suite = re.search(r"<testsuite [^>]*>", junit).group()
     number = {name: int(re.search(rf'\b{name}="(\d+)"', suite).group(1)) for name in ("tests", "failures", "errors")}
     bad = number["failures"] + number["errors"]
@@ -67,7 +67,7 @@ def read_counts(junit: str) -> str:
 
 
 def make_row(devices: dict, counts: str, result: dict, utilization: list[float], failed: list[str]) -> str:
-    """The row of the table of docs/gpus.md; a dash for what is not known."""
+    """Return the row of the table of docs/gpus.md, with a dash for each unknown value."""
     accuracy = {score["tta"]: f"{100 * score['accuracy']:.2f} %" for score in result.get("evaluations", [])}
     training = f"{sum(result['seconds'].get(p, 0) for p in ('train', 'input', 'report')):.1f} s" if result else "-"
     compiling = f" + {result['seconds'].get('compile', 0):.1f} s of compilation" if result else ""
@@ -86,7 +86,7 @@ def make_row(devices: dict, counts: str, result: dict, utilization: list[float],
 
 
 def add_row(page: str, row: str) -> str:
-    """The page with the row under its table's header, newest first."""
+    """Return the page with the row under its table's header, newest first."""
     head, separator, rest = page.partition(HEADER)
     if not separator:
         raise ValueError(f"{TABLE} has lost the header of its table: {HEADER}")
@@ -95,7 +95,7 @@ def add_row(page: str, row: str) -> str:
 
 
 def _devices() -> dict:
-    """The GPUs, their driver and TensorFlow's version, asked of a process that ends before others need the GPUs."""
+    """Ask a process that ends before others need the GPUs for their names, their driver and TensorFlow's version."""
     program = (
         "import json, tensorflow as tf; from cifar_towers.hardware import gpu_names\n"
         "print(json.dumps({'gpus': gpu_names(), 'tensorflow': tf.__version__}))"
@@ -111,7 +111,7 @@ def _devices() -> dict:
 
 @contextlib.contextmanager
 def _sampled_utilization() -> Iterator[list[float]]:
-    """Percent in use of every GPU, each second of the block; there once it has ended."""
+    """Yield a list that holds the percentage in use of every GPU, each second, once the block has ended."""
     samples: list[float] = []
     query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--loop=1"]
     try:

@@ -30,7 +30,6 @@ SAME_LAYER = {  # (folder, imported module or folder of the same layer): the rea
     ("reporting", "evaluation.score"): "plain result types cross folders",
 }
 LATE = {  # (importer, imported module), in a function: the reason
-    ("reporting.html_report", "reporting.report_figures"): "delays Matplotlib",
 }
 
 

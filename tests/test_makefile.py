@@ -12,6 +12,7 @@ import pytest
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import BenchmarkConfig
+from scripts.scaling.settings import ScalingConfig
 from scripts.speedrun.settings import SpeedrunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +41,8 @@ def test_menu_has_three_groups_of_all_targets_in_lines_of_100_characters():
 
 
 @pytest.mark.parametrize(
-    ("target", "config_class"), [("train", TrainConfig), ("bench", BenchmarkConfig), ("speedrun", SpeedrunConfig)]
+    ("target", "config_class"),
+    [("train", TrainConfig), ("bench", BenchmarkConfig), ("speedrun", SpeedrunConfig), ("scaling", ScalingConfig)],
 )
 @pytest.mark.parametrize("recipe", ["speed94", "smoke"])
 def test_targets_take_their_recipe_from_config(target, config_class, recipe):

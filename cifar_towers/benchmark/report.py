@@ -14,9 +14,10 @@ from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, CaseResul
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError, UsageError, error_text
 from cifar_towers.hardware import gpu_names
-from cifar_towers.reporting import environment, html_page
+from cifar_towers.reporting import html_page
 from cifar_towers.reporting.html_page import Picture, Section, Table
 from cifar_towers.reporting.profiler import PARTS
+from cifar_towers.reporting.run_info import describe_machine
 from cifar_towers.towers.placement import PLACEMENTS
 
 INPUT_BOUND_WAITING = 0.05  # fraction of the time waiting for input from which the input is the bottleneck
@@ -164,7 +165,7 @@ def collect_metadata(recipe: TrainConfig, dataset: str) -> dict:
         "hard_example_pool": recipe.hard_example_pool,
         "dataset": dataset,
         "date": date.today().isoformat(),
-        **environment.describe_machine(),
+        **describe_machine(),
         "gpus": gpu_names(),
     }
 

@@ -205,12 +205,15 @@ def report(shutdown: ShutdownHandler) -> None:
     config = parse(ReportConfig, report)
     shutdown.exit_immediately_from_now("nothing was written")
     from cifar_towers import files
-    from cifar_towers.reporting import html_report
+    from cifar_towers.reporting.run_records import read_runs
 
-    runs = [Path(run) for run in config.runs]
-    default = Path(runs[0] if len(runs) == 1 else "", files.REPORT)
+    directories = [Path(run) for run in config.runs]
+    records = read_runs(directories)
+    from cifar_towers.reporting import html_report  # loads Matplotlib, after all that usually fails
+
+    default = Path(directories[0] if len(directories) == 1 else "", files.REPORT)
     with checked_output():
-        print(html_report.write(runs, Path(config.out or default)))
+        print(html_report.write(records, Path(config.out or default)))
 
 
 @program
@@ -221,25 +224,34 @@ def runs(shutdown: ShutdownHandler) -> None:
     runs.py 'speed94*' --sort=accuracy             some, the best last
     runs.py --delete runs/speed94-seed3            after a question
     evaluate.py --train_dir=$(runs.py --best=speed94)
+
+    Accuracies are those of the averaged weights if a run keeps an average, otherwise of the raw weights. They are
+    never chosen by the test set. --best ranks runs on the recipe's own data set.
     """
     config = parse(RunsConfig, runs)
     shutdown.exit_immediately_from_now("nothing more is deleted")
+    from cifar_towers.inference import runs as trained
+
     if config.delete:
-        import_tensorflow()
-        from cifar_towers.inference.delete_runs import delete_runs
-
-        print(delete_runs([Path(argument) for argument in config.arguments], confirm))
+        print(trained.delete_runs([Path(argument) for argument in config.arguments], confirm))
         return
-    from cifar_towers.inference import run_table
-
-    found = run_table.sort_runs(run_table.find_runs(Path(config.runs_dir), *config.arguments), config.sort)
+    root = Path(config.runs_dir)
+    found = trained.sort_runs(trained.find_runs(root, *config.arguments, verify=config.verify), config.sort)
     with checked_output():
         if config.best:
-            print(run_table.best_run(found, config.best).run)
+            print(trained.best_run(found, config.best, own_data(config.best)).run)
         elif config.json:
-            print(run_table.format_json(found))
+            print(trained.format_json(found))
         else:
-            print(run_table.format_table(found) if found else "no runs")
+            print(trained.format_table(found, root) if found else "no runs")
+
+
+def own_data(recipe: str) -> str:
+    """Return the data set that a recipe names; an empty string for what is no recipe of `configs/`."""
+    if recipe not in recipe_names():
+        return ""
+    dataset = parse_command_line(TrainConfig, ["train.py", f"--recipe={recipe}"], "").dataset
+    return "cifar10" if dataset == "auto" else dataset
 
 
 @program

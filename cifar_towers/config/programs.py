@@ -11,8 +11,8 @@ from cifar_towers.errors import DataError, UsageError, describe_exit_codes
 from cifar_towers.registry import TTA_LEVELS, check_dataset, check_model, describe_tta_levels
 
 RUN_FIELDS = (
-    *("run", "recipe", "seed", "towers", "state", "step", "accuracy", "tta_accuracy", "images_per_sec", "minutes"),
-    *("revision", "megabytes"),
+    *("run", "recipe", "data", "seed", "towers", "state", "step", "weights", "accuracy", "tta_accuracy"),
+    *("images_per_sec", "minutes", "revision", "megabytes"),
 )
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "onnx")
 VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus", "tower_shares")  # by the benchmark
@@ -131,6 +131,9 @@ class RunsConfig:
     sort: str = _table("", "column to sort by; default: the directory", choices=("", *RUN_FIELDS))
     json: bool = _table(False, "output as one JSON object per run and nothing else")
     best: str = _table("", "recipe whose most accurate finished run is printed as a directory, and nothing else")
+    verify: bool = _table(
+        False, "comparison of each last checkpoint with its SHA-256, in seconds per run; default: sizes alone"
+    )
     delete: bool = _table(False, "deletion of the runs whose directories are given, after a question")
     arguments: tuple[str, ...] = setting((), REST, "a pattern of names, as 'speed94*'; or the directories to delete")
 
@@ -140,7 +143,7 @@ class RunsConfig:
             raise UsageError("delete which runs? write: runs.py --delete runs/one [runs/other ...]")
         if len(self.arguments) > 1 and not self.delete:
             raise UsageError(f"{' '.join(self.arguments)}: give one pattern, in quotes, as 'speed94*'")
-        if self.best and (self.delete or self.json or self.arguments):
+        if self.best and (self.delete or self.json):
             raise UsageError("best prints one directory; leave the other flags")
 
 

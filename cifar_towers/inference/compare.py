@@ -12,7 +12,7 @@ from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import names_with
 from cifar_towers.errors import UsageError
-from cifar_towers.reporting import jsonl
+from cifar_towers.reporting.run_records import read_records
 
 # Settings that differ between any two runs and do not change what is trained.
 INCIDENTAL = {"command", "recipe", "seeds", *names_with(TrainConfig, per_run=True, per_worker=True)}
@@ -55,7 +55,7 @@ def compare_runs(one: Path, other: Path) -> Finding:
 def _records(one: Path, other: Path) -> Finding | None:
     """The last common step with equal training records, and the first that differs."""
     records = [
-        {record["step"]: record for record in jsonl.read_records(run / files.METRICS) if record["kind"] == "train"}
+        {record["step"]: record for record in read_records(run / files.METRICS) if record["kind"] == "train"}
         for run in (one, other)
     ]
     common = sorted(records[0].keys() & records[1].keys())

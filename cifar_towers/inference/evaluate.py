@@ -11,7 +11,7 @@ from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation.evaluator import make_evaluate_fn
 from cifar_towers.evaluation.score import Score
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
-from cifar_towers.reporting.progress_bar import progress_bar
+from cifar_towers.reporting.console import progress_bar
 from cifar_towers.training import devices
 
 

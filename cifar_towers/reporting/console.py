@@ -1,8 +1,8 @@
-"""Training progress in the terminal: a live line for a person, one plain line per epoch for a pipe."""
+"""Progress in the terminal: a live line for a person, one plain line per epoch for a pipe."""
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from rich.console import Console
@@ -17,19 +17,19 @@ OPTIONAL_FIELDS = ("rate", "saved", "step", "accuracy", "speed")  # left out in 
 
 
 class ProgressStatus(NamedTuple):
-    """What a line shows, of one step or as means of an epoch."""
+    """The values on a line, of one step or as means of an epoch."""
 
     step: int
     loss: float
     accuracy: float
     learning_rate: float
-    images_per_sec: float | None  # None before the first step that did not compile
+    images_per_sec: float | None  # None before the first step that needed no compilation
     seconds_left: float | None = None  # None: unknown
     saved_step: int = 0  # of the newest checkpoint; 0: none
 
 
 class _TolerantConsole(Console):
-    """Prints nothing more once its pipe is closed, and ignores a full disk."""
+    """A console that prints nothing more once its pipe is closed, and ignores a full disk."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -51,15 +51,15 @@ class Progress:
         self._live_text: Callable[[], str] = str
 
     def log(self, line: str) -> None:
-        """Prints a line that stays."""
+        """Print a line that stays."""
         self.console.print(line, markup=False)
 
     def step(self, status: ProgressStatus) -> None:
-        """Shows a step on the live line."""
+        """Show a step on the live line."""
         self._show(lambda: self._step_line(status))
 
     def activity(self, name: str, done: float | None = None) -> None:
-        """Shows on the live line what the run does between steps: for how long, or the fraction that is done."""
+        """Show on the live line what the run does between steps, with the fraction `done` or the seconds it takes."""
         start = time.monotonic()
 
         def line() -> str:
@@ -70,19 +70,19 @@ class Progress:
         self._show(line)
 
     def epoch(self, status: ProgressStatus) -> None:
-        """Prints the means of an epoch."""
+        """Print the means of an epoch."""
         self.pause()
         fields = self._fields(status)
         self.log("  ".join(fields[name] for name in EPOCH_FIELDS).rstrip())
 
     def pause(self) -> None:
-        """Removes the live line, so that other lines can be printed."""
+        """Remove the live line, so that other lines can be printed."""
         if self._live:
             self._live.stop()
             self._live = None
 
     def _show(self, text: Callable[[], str]) -> None:
-        """Puts a text, made anew at each refresh, on the live line, if there is a terminal."""
+        """Put a text, made anew at each refresh, on the live line, if there is a terminal."""
         self._live_text = text
         if self._live is None and self.console.is_terminal:
             self._live = Live(
@@ -94,7 +94,7 @@ class Progress:
             self._live.start()
 
     def _step_line(self, status: ProgressStatus) -> str:
-        """The fields and the bar that fit the width of the terminal."""
+        """Return the fields and the bar that fit the width of the terminal."""
         width = self.console.width
         fields = {name: text.strip() for name, text in self._fields(status).items() if text.strip()}
         for name in OPTIONAL_FIELDS:
@@ -108,9 +108,9 @@ class Progress:
         return f"{_bar(done / self._length.steps_per_epoch, bar_width)} {line}"
 
     def _fields(self, status: ProgressStatus) -> dict[str, str]:
+        """Return the parts of a line; an unknown value is as wide as a known one, and blank."""
         last = self._length.last
         epoch, epochs = (f"{step / self._length.steps_per_epoch:.2f}" for step in (status.step, last))
-        speed = f"{status.images_per_sec:,.0f}" if status.images_per_sec else "-"
         left = None if status.seconds_left is None or status.step == last else format_seconds(status.seconds_left)
         return {
             "epoch": f"epoch {epoch:>{len(epochs)}}/{epochs}",
@@ -118,14 +118,30 @@ class Progress:
             "loss": f"loss {status.loss:.4f}",
             "accuracy": f"accuracy {100 * status.accuracy:5.2f} %",
             "rate": f"rate {status.learning_rate:.4g}",
-            "speed": f"{speed:>6} images/s",
+            "speed": f"{status.images_per_sec:>6,.0f} images/s" if status.images_per_sec else " " * 15,
             "left": f"{left:>7} left" if left else " " * 12,
             "saved": f"saved step {status.saved_step}" if status.saved_step else "",
         }
 
 
+@contextlib.contextmanager
+def progress_bar(name: str) -> Iterator[Callable[[float], None]]:
+    """Show a bar on standard error, if that is a terminal, and remove it at the end.
+
+    Yields:
+      The function that sets the fraction of the work that is done.
+    """
+    from rich import progress  # a training has no use for the time of this import
+
+    console = Console(stderr=True)
+    options = {"console": console, "transient": True, "disable": not console.is_terminal, "redirect_stdout": False}
+    with progress.Progress(**options) as bar:
+        task = bar.add_task(name, total=1.0)
+        yield lambda done: bar.update(task, completed=done)
+
+
 def format_seconds(seconds: float) -> str:
-    """`3725` -> `1:02:05`.
+    """Return a duration as a clock shows it.
 
     >>> format_seconds(3725), format_seconds(65.4)
     ('1:02:05', '1:05')
@@ -136,7 +152,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def approximate_duration(seconds: float) -> str:
-    """A duration to two digits or to the minute.
+    """Return a duration to two digits or to the minute.
 
     >>> approximate_duration(7690), approximate_duration(2047), approximate_duration(65)
     ('2 h 8 min', '34 min', '65 s')

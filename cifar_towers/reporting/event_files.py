@@ -21,8 +21,8 @@ _file_numbers = itertools.count()
 class EventWriter:
     """Writes the event files of one directory, which TensorBoard shows as one run.
 
-    A file is begun with the first event, and a new one after a failure or where it was removed, so that only what a
-    full disk truncated is lost. A failure is logged once.
+    The first event begins a file. An event after a failure, or after the file was removed, begins another, so that only
+    what a full disk truncated is lost. A failure is logged once.
     """
 
     def __init__(self, directory: Path):
@@ -36,9 +36,8 @@ class EventWriter:
             fields["summary"] = Summary.FromString(b"".join(summary.SerializeToString() for summary in summaries))
         with self._best_effort():
             try:
-                if not self._writer or not self._path.exists():
-                    self._open()
-                self._append(Event(step=step, **fields))
+                writer = self._writer if self._writer and self._path.exists() else self._open()
+                _append(writer, Event(step=step, **fields))
             except ERRORS:
                 self.close()
                 raise
@@ -60,23 +59,25 @@ class EventWriter:
             if writer:
                 writer.close()
 
-    def _open(self) -> None:
+    def _open(self) -> tf.io.TFRecordWriter:
         self.close()
         self._directory.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names, so those of one second are numbered.
         name = f"{time.time():.0f}.{platform.node()}.{os.getpid()}.{next(_file_numbers):06d}"
         self._path = self._directory / EVENT_FILES.replace("*", name)
         self._writer = tf.io.TFRecordWriter(str(self._path))
-        self._append(Event(file_version="brain.Event:2"))
+        _append(self._writer, Event(file_version="brain.Event:2"))
+        return self._writer
 
-    def _append(self, event: Event) -> None:
-        event.wall_time = time.time()
-        self._writer.write(event.SerializeToString())
-        self._writer.flush()
+
+def _append(writer: tf.io.TFRecordWriter, event: Event) -> None:
+    event.wall_time = time.time()
+    writer.write(event.SerializeToString())
+    writer.flush()
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a file, up to a truncated one."""
+    """Yield the events of a file, up to a truncated one."""
     try:
         for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
             yield Event.FromString(record)

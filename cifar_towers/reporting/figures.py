@@ -1,6 +1,7 @@
 """Pictures as arrays [height, width, 3] of uint8 for TensorBoard and for the HTML report.
 
-Each has a white background, grows until nothing is cut off, and uses no state that threads share, as pyplot would.
+Each picture has a white background, grows until nothing is cut off, and uses no state that threads share, as pyplot
+would.
 """
 
 import io
@@ -37,8 +38,10 @@ LINE_STYLES = (  # distinct in color and in dashes, for color-blind readers and 
 
 
 def confusion_matrix(counts: np.ndarray, class_names: Sequence[str], title: str) -> np.ndarray:
-    """Confusion matrix of counts [C, C], a row for each true class and a column for each predicted class, with shares
-    of the row, recall and precision; rows without examples are gray."""
+    """Draw counts [C, C], a row for each true class and a column for each predicted class.
+
+    The picture has shares of the row, recall and precision. Rows without examples are gray.
+    """
     classes, correct = len(class_names), np.diag(counts)
     with np.errstate(invalid="ignore"):
         shares = counts / counts.sum(1, keepdims=True)
@@ -46,7 +49,7 @@ def confusion_matrix(counts: np.ndarray, class_names: Sequence[str], title: str)
 
     cell = min(1.2, max(0.125, 6.4 / classes))  # inches
     size, upright = min(10, max(6, 36 * cell)), 0 if classes <= MAX_CLASSES_WITH_COUNTS else 90
-    axes = _new_axes(classes * cell, classes * cell, f"{title}\naccuracy {_percent(accuracy)} %")
+    figure, axes = _new_axes(classes * cell, classes * cell, f"{title}\naccuracy {_percent(accuracy)} %")
     axes.set_facecolor(NO_EXAMPLES)
     diagonal = np.eye(classes, dtype=bool)
     correct_cells = axes.imshow(np.where(diagonal, shares, np.nan), "Blues", vmin=0, vmax=1)
@@ -73,19 +76,26 @@ def confusion_matrix(counts: np.ndarray, class_names: Sequence[str], title: str)
         part.spines[:].set_visible(False)
 
     for image, bottom, label, percents in (
-        (correct_cells, 0.55, "correct, % of class", [0, 25, 50, 75, 100]),
-        (error_cells, 0, "errors, % of class", [0, 1, 5, 20, 50, 100]),
+        (correct_cells, 0.55, "correct, % of class", (0, 25, 50, 75, 100)),
+        (error_cells, 0, "errors, % of class", (0, 1, 5, 20, 50, 100)),
     ):
         scale = axes.inset_axes((1 + 0.9 / (classes * cell), bottom, 0.13 / (classes * cell), 0.45))
-        axes.figure.colorbar(image, scale, label=label).set_ticks(np.divide(percents, 100), labels=percents)
-    return _rasterize(axes.figure)
+        bar = figure.colorbar(image, scale, label=label)
+        bar.set_ticks([percent / 100 for percent in percents], labels=list(map(str, percents)))
+    return _rasterize(figure)
 
 
-def line_plot(curves: Mapping[str, tuple], title: str, x_label: str, y_label: str) -> np.ndarray:
-    """Up to eight curves {name: (x, y) or (x, y, low, high)}; the legend has the order of their last values."""
+def line_plot(
+    curves: Mapping[str, tuple], title: str, x_label: str, y_label: str, limits: tuple[float, float] | None = None
+) -> np.ndarray:
+    """Draw up to eight curves {name: (x, y) or (x, y, low, high)}; the legend has the order of their last values.
+
+    Args:
+      limits: ends of the y axis; None: those of the curves.
+    """
     if len(curves) > len(LINE_STYLES):
         raise ValueError(f"{len(curves)} curves; at most {len(LINE_STYLES)} can be distinguished")
-    axes = _new_axes(6.4, 3.6, title)
+    figure, axes = _new_axes(6.4, 3.6, title)
     lines = {}
     for (name, (x, y, *band)), (color, dashes) in zip(curves.items(), LINE_STYLES, strict=False):
         (lines[name],) = axes.plot(x, y, color=color, linestyle=dashes, marker="o" if len(x) <= MAX_MARKERS else "")
@@ -94,17 +104,35 @@ def line_plot(curves: Mapping[str, tuple], title: str, x_label: str, y_label: st
     names = sorted(curves, key=lambda name: -np.nansum(curves[name][1][-1:]))
     axes.legend([lines[name] for name in names], names, loc="upper left", bbox_to_anchor=(1, 1), handlelength=3.6)
     axes.grid(alpha=0.4)
-    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.set(xlabel=x_label, ylabel=y_label, ylim=limits)
     axes.ticklabel_format(useOffset=False, style="plain")
     integers = all((np.asarray(x) % 1 == 0).all() for x, *_ in curves.values())
-    axes.xaxis.get_major_locator().set_params(integer=integers)  # no ticks at half epochs
-    return _rasterize(axes.figure)
+    axes.locator_params("x", integer=integers)  # no ticks at half epochs
+    return _rasterize(figure)
+
+
+def dot_plot(
+    groups: Mapping[str, Sequence[float]], title: str, y_label: str, limits: tuple[float, float] | None = None
+) -> np.ndarray:
+    """Draw the values of each group above its name as dots, with their mean and one standard deviation to each side."""
+    figure, axes = _new_axes(max(6.4, 2.2 * len(groups)), 3.6, title)
+    for place, values in enumerate(groups.values()):
+        color, mean = LINE_STYLES[place % len(LINE_STYLES)][0], np.mean(values)
+        axes.plot([place] * len(values), values, "o", color=color, alpha=0.6)
+        axes.hlines(mean, place - 0.2, place + 0.2, color)
+        if len(values) > 1:
+            axes.errorbar(place + 0.3, mean, np.std(values, ddof=1), fmt="_", color=color, capsize=4)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.grid(axis="y", alpha=0.4)
+    axes.set(ylabel=y_label, ylim=limits, xlim=(-0.6, max(1, len(groups)) - 0.4))
+    axes.ticklabel_format(axis="y", useOffset=False, style="plain")
+    return _rasterize(figure)
 
 
 def image_grid(images: np.ndarray, captions: Sequence[str], title: str = "", columns: int = 8) -> np.ndarray:
-    """Images [n, height, width, 3] of uint8 in rows, enlarged without smoothing, each above its caption.
+    """Draw images [n, height, width, 3] of uint8 in rows, enlarged without smoothing, each above its caption.
 
-    Drawn by Pillow in milliseconds; Matplotlib would take a tenth of a second.
+    Pillow draws them in milliseconds; Matplotlib would take a tenth of a second.
     """
     zoom = max(1, round(96 / max(images.shape[1:3])))
     height, width = (zoom * size for size in images.shape[1:3])
@@ -132,31 +160,32 @@ def image_grid(images: np.ndarray, captions: Sequence[str], title: str = "", col
 
 
 def sprite(images: np.ndarray) -> np.ndarray:
-    """Images [n, side, side, 3] of uint8 in the rows of a square filled up with white, for TensorBoard's projector."""
-    columns, side = max(1, math.ceil(math.sqrt(len(images)))), images.shape[1]
-    tiles = np.full((columns**2, side, side, 3), 255, np.uint8)
+    """Put images [n, size, size, 3] of uint8 in the rows of a square filled up with white, as the projector does."""
+    columns, size = max(1, math.ceil(math.sqrt(len(images)))), images.shape[1]
+    tiles = np.full((columns**2, size, size, 3), 255, np.uint8)
     tiles[: len(images)] = images
-    grid = tiles.reshape(columns, columns, side, side, 3).swapaxes(1, 2)
-    return grid.reshape(columns * side, columns * side, 3)
+    grid = tiles.reshape(columns, columns, size, size, 3).swapaxes(1, 2)
+    return grid.reshape(columns * size, columns * size, 3)
 
 
 def png(array: np.ndarray) -> bytes:
-    """Array [height, width, 3] of uint8 as a PNG file's bytes."""
+    """Encode an array [height, width, 3] of uint8 as a PNG file."""
     buffer = io.BytesIO()
     Image.fromarray(array).save(buffer, "png")
     return buffer.getvalue()
 
 
-def _new_axes(width: float, height: float, title: str) -> Axes:
-    """Axes of width by height inches; the picture grows by what stands around them."""
-    axes = Figure((width, height), DPI).add_axes((0, 0, 1, 1))
+def _new_axes(width: float, height: float, title: str) -> tuple[Figure, Axes]:
+    """Make a figure with axes of width by height inches; the picture grows by what stands around them."""
+    figure = Figure((width, height), DPI)
+    axes = figure.add_axes((0, 0, 1, 1))
     lines = [textwrap.fill(line, max(56, int(10 * width))) for line in title.splitlines()]
     axes.set_title("\n".join(lines), loc="left", pad=10)
-    return axes
+    return figure, axes
 
 
 def _write_cells(axes: Axes, counts: np.ndarray, shares: np.ndarray, colors: np.ndarray, size: float) -> None:
-    """Writes the share, and with few classes the count, into every cell that is not empty."""
+    """Write the share, and with few classes the count, into every cell that is not empty."""
     for row, column in np.argwhere(counts > 0):
         text = _percent(shares[row, column])
         if len(counts) <= MAX_CLASSES_WITH_COUNTS:
@@ -174,12 +203,12 @@ def _rasterize(figure: Figure) -> np.ndarray:
 
 
 def _text_color(fill: np.ndarray) -> str:
-    """Black or white, whichever has more contrast to the color [3], by its relative luminance (WCAG 2)."""
+    """Return black or white, whichever has more contrast to the color [3], by its relative luminance (WCAG 2)."""
     return "black" if fill**2.2 @ (0.2126, 0.7152, 0.0722) > 0.179 else "white"
 
 
 def _percent(share: float) -> str:
-    """A share as percent in at most four characters; `-` for NaN."""
+    """Return a share as percent in at most four characters, `-` for NaN."""
     if math.isnan(share):
         return "-"
     return "<0.1" if 0 < share < 0.0005 else "100" if share == 1 else f"{min(99.9, 100 * share):.1f}"

@@ -22,13 +22,13 @@ class Table(NamedTuple):
 
     headings: Sequence[Cell]
     rows: Sequence[Sequence[Cell]]
-    text_columns: int = 1  # how many are aligned left, as text; the others hold numbers
+    text_columns: int = 1  # number of columns that are aligned left, as text; the others hold numbers
     highlighted: Sequence[int] = ()  # indices of rows
     summary: str = ""
 
 
 class Section(NamedTuple):
-    """Parts of a page in the order they are shown; one without pictures, tables and commands is left out."""
+    """Parts of a page in their order. A section without pictures, tables and commands is left out."""
 
     title: str
     intro: str = ""
@@ -39,7 +39,7 @@ class Section(NamedTuple):
 
 
 def render(title: str, sections: Sequence[Section], banners: Sequence[str] = ()) -> str:
-    """The HTML of a page that loads nothing; all texts are escaped."""
+    """Return the HTML of a page that loads nothing; all texts are escaped."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("cifar_towers.reporting", "."),
         autoescape=True,

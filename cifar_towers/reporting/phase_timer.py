@@ -1,36 +1,43 @@
-"""Wall-clock seconds of a run by phase, and images per second."""
+"""Wall-clock seconds of a run by phase, images per second, and the time that a run will still take."""
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from cifar_towers.config.schedules import RunLength
 
 STEP_PHASES = ("train", "input", "report")  # of every step: the step, the wait for its batch, logging
 TRAINING_PHASES = (*STEP_PHASES, "compile")
 PHASES = ("start", *TRAINING_PHASES, "evaluate", "save", "profile")
+BOOKED_PHASES = (*STEP_PHASES, "save", "profile")  # that the time of a step includes in an estimate
 RECENT_STEPS = 20  # steps that recent rates are averaged over
+FORWARD_SHARE = 1 / 3  # of a step's operations, until an evaluation has been timed
+MIN_STEPS = 5  # that an estimate is made from
 
 
 class PhaseTimer:
-    """Adds up the seconds of each phase over all starts of a run."""
+    """The seconds of each phase over all starts of a run."""
 
-    def __init__(self):
-        self.seconds: Counter[str] = Counter()  # by phase
-        self.images = 0  # trained on in steps that did not compile
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # by phase
+        self.images = 0  # trained on in steps that needed no compilation
         self._last_end = time.monotonic()
         self._input_wait = 0.0  # of the current step
-        self._recent: deque[Counter] = deque(maxlen=RECENT_STEPS)  # images, and seconds by phase, of a step
+        self._recent: deque[tuple[int, float, float]] = deque(maxlen=RECENT_STEPS)  # images, input wait, seconds
 
-    def resume(self, seconds: dict[str, float], images: int) -> None:
+    def resume(self, seconds: Mapping[str, float], images: int) -> None:
         """Add what earlier starts of the run took."""
-        self.seconds.update(seconds)
+        for phase, earlier in seconds.items():
+            self.seconds[phase] += earlier
         self.images = images
 
     def metadata(self) -> dict[str, Any]:
-        """What checkpoints store."""
+        """Return what checkpoints store."""
         return {"seconds": self.seconds, "images": self.images}
 
     def summary(self) -> dict[str, Any]:
-        """What a run's result says: seconds by phase, and images per second."""
+        """Return what a run's result says: seconds by phase, and images per second."""
         seconds = {phase: round(seconds, 3) for phase, seconds in self.seconds.items()}
         return {"seconds": seconds, "images_per_sec": self.images_per_sec()}
 
@@ -45,29 +52,105 @@ class PhaseTimer:
             self._input_wait = seconds
         return seconds
 
-    def end_step(self, images: int, compiled: bool) -> None:
-        """End the phase "train" of a step over so many images; "compile" if the step was not `compiled` before."""
-        seconds = self.end_phase("train" if compiled else "compile")
-        if compiled:
+    def end_step(self, images: int, is_traced: bool) -> None:
+        """End the phase "train" of a step over so many images, or "compile" unless the step was traced before."""
+        seconds = self.end_phase("train" if is_traced else "compile")
+        if is_traced:
             self.images += images
-            self._recent.append(Counter(images=images, input=self._input_wait, train=seconds))
+            self._recent.append((images, self._input_wait, self._input_wait + seconds))
 
     def recent_images_per_sec(self) -> float | None:
-        """Of this start's last steps, without evaluation, saving and compilation; None before the first."""
-        recent = sum(self._recent, Counter())
-        return recent["images"] / (recent["input"] + recent["train"]) if recent["train"] else None
+        """Return the images per second of the last 20 steps since this process started; None before the first step.
+
+        Compilation, evaluation and saving do not count.
+        """
+        seconds = sum(seconds for _, _, seconds in self._recent)
+        return sum(images for images, _, _ in self._recent) / seconds if seconds else None
 
     def recent_input_wait(self) -> float | None:
-        """Fraction of the last steps' time spent waiting for their batches; None before the first."""
-        recent = sum(self._recent, Counter())
-        return recent["input"] / (recent["input"] + recent["train"]) if recent["train"] else None
+        """Return the fraction of the last steps' time spent waiting for their batches; None before the first step."""
+        seconds = sum(seconds for _, _, seconds in self._recent)
+        return sum(wait for _, wait, _ in self._recent) / seconds if seconds else None
 
     def images_per_sec(self) -> float | None:
-        """Of all steps that did not compile, with their logging; None before the first."""
-        seconds = sum(self.seconds[phase] for phase in STEP_PHASES)
+        """Return the rate of all steps that needed no compilation, with their logging; None before the first step."""
+        seconds = sum(self.seconds.get(phase, 0.0) for phase in STEP_PHASES)
         return self.images / seconds if self.images else None
 
     @property
     def training_seconds(self) -> float:
-        """Of steps and compilation, without start, evaluation and saving."""
-        return sum(self.seconds[phase] for phase in TRAINING_PHASES)
+        """The seconds of steps and compilation, without start, evaluation and saving."""
+        return sum(self.seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
+
+
+class TimeLeft:
+    """The estimate of the time that a run will still take.
+
+    A step of an image size that has not been seen takes the time of the largest seen, in proportion to the pixels.
+
+    Args:
+      image_size_at: step -> height and width of its images in pixels.
+      passes_left: step -> number of images that the remaining evaluations will classify, each view counted.
+    """
+
+    def __init__(
+        self,
+        length: RunLength,
+        batch_size: int,
+        timer: PhaseTimer,
+        image_size_at: Callable[[int], int],
+        passes_left: Callable[[int], int],
+    ):
+        self._length, self._batch_size, self._timer = length, batch_size, timer
+        self._image_size_at, self._passes_left = image_size_at, passes_left
+        self._booked = dict(timer.seconds)
+        self._steps: Counter[int] = Counter()  # timed, by image size
+        self._seconds: defaultdict[int, float] = defaultdict(float)  # of these steps
+        self._steps_left: Counter[int] = Counter()
+        self._compile_seconds = self._evaluate_seconds = 0.0
+        self._passes = 0  # in these seconds
+        self._last_step: int | None = None
+
+    def end_step(self, step: int, is_traced: bool) -> bool:
+        """Add the seconds measured since the last call.
+
+        Args:
+          step: number of finished steps.
+          is_traced: whether the last step had been traced before, so that it needed no compilation.
+
+        Returns:
+          Whether this step gives the first estimate, of a run that has more to do than it has done.
+        """
+        new = {phase: seconds - self._booked.get(phase, 0.0) for phase, seconds in self._timer.seconds.items()}
+        self._booked = dict(self._timer.seconds)
+        size = self._image_size_at(step - 1)
+        self._compile_seconds += new.get("compile", 0.0)
+        if is_traced:
+            self._steps[size] += 1
+            self._seconds[size] += sum(new.get(phase, 0.0) for phase in BOOKED_PHASES)
+        if step - 1 == self._last_step:
+            self._steps_left[size] -= 1
+            self._evaluate_seconds += new.get("evaluate", 0.0)
+            self._passes += self._passes_left(step - 1) - self._passes_left(step)
+        else:  # the first, or the first after a rollback
+            self._steps_left = Counter(map(self._image_size_at, range(step, self._length.last)))
+        self._last_step = step
+        return is_traced and self._steps.total() == MIN_STEPS < self._steps_left.total()
+
+    def seconds(self) -> float | None:
+        """Return the seconds until the run ends; None before there is enough to tell."""
+        if self._steps.total() < MIN_STEPS or self._last_step is None:
+            return None
+        training = sum(count * self._step_seconds(size) for size, count in self._steps_left.items())
+        unseen = [size for size, count in self._steps_left.items() if count and not self._steps[size]]
+        compilation = len(unseen) * self._compile_seconds / len(self._steps)
+        return training + compilation + self._passes_left(self._last_step) * self._pass_seconds()
+
+    def _step_seconds(self, size: int) -> float:
+        seen = size if self._steps[size] else max(self._steps)
+        return self._seconds[seen] / self._steps[seen] * (size / seen) ** 2
+
+    def _pass_seconds(self) -> float:
+        if self._passes:
+            return self._evaluate_seconds / self._passes
+        return FORWARD_SHARE * self._step_seconds(self._image_size_at(self._length.last)) / self._batch_size

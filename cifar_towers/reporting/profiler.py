@@ -150,10 +150,10 @@ Event = tuple[int, str, int, int, Mapping[str, str]]  # thread, name, start and 
 
 
 def _events(plane) -> Iterator[Event]:
-    stat_names = {number: stat.name for number, stat in plane.stat_metadata.items()}
+    stat_names: dict[int, str] = {number: stat.name for number, stat in plane.stat_metadata.items()}
     for thread, line in enumerate(plane.lines):
         for event in line.events:
-            stats = {stat_names.get(s.metadata_id): s.str_value or stat_names.get(s.ref_value, "") for s in event.stats}
+            stats = {stat_names[s.metadata_id]: s.str_value or stat_names.get(s.ref_value, "") for s in event.stats}
             start = 1000 * line.timestamp_ns + event.offset_ps
             yield thread, plane.event_metadata[event.metadata_id].name, start, event.duration_ps, stats
 

@@ -13,33 +13,33 @@ from cifar_towers.reporting import figures
 from cifar_towers.reporting.event_files import EventWriter
 
 FEATURES, METADATA, SPRITE = "features.tsv", "metadata.tsv", "sprite.png"
-MAX_SPRITE_PIXELS = 8192  # of a side, in TensorBoard
+MAX_SPRITE_PIXELS = 8192  # of height and width, in TensorBoard
 
 
 def write(directory: Path, features: np.ndarray, images: np.ndarray, columns: Mapping[str, Sequence]) -> None:
-    """Write features [n, d], thumbnails [n, side, side, 3] of uint8, and at least two columns of metadata by name.
+    """Write features [n, d], thumbnails [n, size, size, 3] of uint8, and at least two columns of metadata by name.
 
-    TensorBoard reads the config when it first reads an event file, which is therefore written last. It caches the
-    features that it has read, so another state needs another directory.
+    TensorBoard reads the config when it first reads an event file, which is therefore written last. TensorBoard caches
+    the features that it has read, so another state needs another directory.
 
     Raises:
       ValueError: TensorBoard could not show them. OSError: a file cannot be written.
     """
-    side = images.shape[1]
+    image_size = images.shape[1]
     sizes = {"features": len(features), "images": len(images)} | {name: len(column) for name, column in columns.items()}
     if len(set(sizes.values())) > 1 or not len(features):
         raise ValueError(f"the projector needs the same number of each, and at least one: {sizes}")
     if not np.isfinite(features).all():
         raise ValueError("the projector shows finite features only")
-    most = (MAX_SPRITE_PIXELS // side) ** 2
+    most = (MAX_SPRITE_PIXELS // image_size) ** 2
     if len(images) > most:
-        raise ValueError(f"the projector shows {most} images of {side} x {side}, not {len(images)}")
+        raise ValueError(f"the projector shows {most} images of {image_size} x {image_size}, not {len(images)}")
     embedding = EmbeddingInfo(
         tensor_name=Path(FEATURES).stem,
         tensor_shape=features.shape,
         tensor_path=FEATURES,
         metadata_path=METADATA,
-        sprite=SpriteMetadata(image_path=SPRITE, single_image_dim=[side, side]),
+        sprite=SpriteMetadata(image_path=SPRITE, single_image_dim=[image_size, image_size]),
     )
     feature_rows = ([f"{number:.6g}" for number in row] for row in features.tolist())
     metadata_rows = [columns, *zip(*columns.values(), strict=True)]
@@ -57,7 +57,7 @@ def write(directory: Path, features: np.ndarray, images: np.ndarray, columns: Ma
 
 
 def metadata_columns(labels: np.ndarray, probabilities: np.ndarray, class_names: Sequence[str]) -> dict[str, list]:
-    """Metadata of n examples, from their labels [n] and the predicted probabilities [n, C]."""
+    """Return metadata of n examples, from their labels [n] and the predicted probabilities [n, C]."""
     predicted = probabilities.argmax(1)
     return {
         "class": [class_names[label] for label in labels],

@@ -1,23 +1,38 @@
-"""What a run trains and where, and the records of its evaluations: the values that reports are made of."""
+"""What a run trains, where, and how it scored: the values that reports, environment.json and records are made of."""
 
+import contextlib
 import dataclasses
+import os
+import platform
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import keras
+import psutil
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig, parse_shares
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.evaluation.score import Evaluation
-from cifar_towers.reporting import figures
+from cifar_towers.hardware import cpuinfo, gpu_names
+from cifar_towers.reporting import figures, tags
 from cifar_towers.towers import Tower
+from cifar_towers.towers.pipeline import layer_costs
+from cifar_towers.towers.placement import short_device
 from cifar_towers.towers.sharding import share_out
+
+PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo:
-    """What a run trains and where, fixed before its first step."""
+    """One run as it was before its first step."""
 
     config: TrainConfig
     dataset: Dataset
@@ -26,13 +41,13 @@ class RunInfo:
     towers: Sequence[Tower]  # of the step: a single one where the model is split
     precision: str
     length: RunLength
-    image_size_at: Callable[[int], int]  # step -> side of its images in pixels
+    image_size_at: Callable[[int], int]  # step -> height and width of its images in pixels
     model: keras.Model
     variables: Mapping[str, tf.Variable]  # all that is saved, by name
     activation_layers: Sequence[str]  # names of the layers in `ForwardDiagnostics.activations`
 
     def describe_parallelism(self) -> str:
-        """Such as `2 towers of 768 images on /CPU:0, /CPU:1`."""
+        """Return number, images and devices of the towers, as `2 towers of 768 images on /CPU:0, /CPU:1`."""
         config, num_towers = self.config, len(self.towers)
         devices = ", ".join(tower.device for tower in self.local_towers)
         if config.strategy == "multi_worker":
@@ -44,11 +59,20 @@ class RunInfo:
         images = f"{parts}{', '.join(map(str, sizes)) if config.tower_shares else sizes[0]} images"
         stages = f" in {len(self.local_towers)} stages" if config.parallelism == "model" else ""
         mirrored = ", mirrored" if config.strategy == "mirrored" else ""
-        return f"{num_towers} tower{'s' * (num_towers > 1)} of {images}{stages} on {devices}{mirrored}"
+        return f"{count(num_towers, 'tower')} of {images}{stages} on {devices}{mirrored}"
 
 
-def evaluation_record(evaluation: Evaluation) -> dict:
-    """An evaluation as in metrics.jsonl and result.json; without a confusion matrix of many classes."""
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> count(1, "step"), count(1200, "step")
+    ('1 step', '1,200 steps')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
+    """Return an evaluation as in metrics.jsonl and result.json; without a confusion matrix of many classes."""
     score = evaluation.score
     record = {"split": evaluation.split, "weights": evaluation.weights, "tta": evaluation.tta}
     record |= {"count": score.count, "accuracy": score.accuracy, "loss": score.loss}
@@ -57,14 +81,129 @@ def evaluation_record(evaluation: Evaluation) -> dict:
     return record
 
 
-def describe_score(record: Mapping) -> str:
-    """Such as `test 93.21 % (ema weights, TTA 2, 10,000 images)`, of an evaluation's record."""
+def describe_score(record: Mapping[str, Any]) -> str:
+    """Return an evaluation's record as `test 93.21 % (ema weights, TTA 2, 10,000 images)`."""
     return (
         f"{record['split']} {100 * record['accuracy']:.2f} % "
-        f"({record['weights']} weights, TTA {record['tta']}, {record['count']:,} images)"
+        f"({record['weights']} weights, TTA {record['tta']}, {count(record['count'], 'image')})"
     )
 
 
 def score_tag(split: str, weights: str, tta: int, **_) -> str:
-    """What an evaluation's tags end in, such as `test/ema_tta2`."""
+    """Return the end of the tags of an evaluation, as `test/ema_tta2`."""
     return f"{split}/{weights}" + (f"_tta{tta}" if tta else "")
+
+
+def describe_run(run: RunInfo) -> dict[str, Any]:
+    """Return the content of environment.json: machine, software, devices, data, variables and layers of a run."""
+    try:
+        layers = layer_costs(run.model, open_size=run.config.crop or run.dataset.info.image_size)
+    except ValueError:  # not a graph of layers
+        layers = []
+    return describe_machine() | {
+        "towers": [{"name": tower.name, "device": tower.device} for tower in run.towers],
+        "precision": run.precision,
+        "gpus": gpu_names(),
+        "data_sha256": run.dataset.digests(),
+        "synthetic_data": run.banner,
+        "class_names": list(run.dataset.info.class_names),
+        "variables": [
+            {
+                "name": name,
+                "shape": variable.shape.as_list(),
+                "bytes": variable.shape.num_elements() * variable.dtype.size,
+                "device": short_device(variable.device),
+            }
+            for name, variable in run.variables.items()
+        ],
+        "model": layers,
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return command, versions, processor and git revision of this process."""
+    return {
+        "command": ["python", *sys.argv] if sys.argv[0].endswith(".py") else sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": cpuinfo("model name") or platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as TensorFlow chooses"),  # earlier runs hold it
+        "git_revision": _git_revision(),
+    }
+
+
+def next_commands(train_dir: Path) -> list[str]:
+    """Return what to type after a training in this directory, with the programs of this installation."""
+    script, python = Path(_from_here(sys.argv[0])), _from_here(sys.executable)
+    tensorboard = _from_here(Path(sys.executable).with_name("tensorboard"))
+
+    def program(name: str) -> str:
+        return f"{python} {script.with_name(name)}.py" if script.suffix == ".py" else f"cifar-towers-{name}"
+
+    return [
+        f"{tensorboard} --logdir={train_dir}",
+        f"{program('evaluate')} --train_dir={train_dir}",
+        f"{program('predict')} --train_dir={train_dir} picture.jpg",
+    ]
+
+
+class ResourceMonitor:
+    """Reads this process's host memory and its towers' GPUs; leaves out what is not available."""
+
+    def __init__(self, towers: Sequence[Tower]):
+        self._gpus = sorted({tower.device.removeprefix("/") for tower in towers if "GPU" in tower.device})
+        self._nvml = _nvml() if self._gpus else None
+
+    def __call__(self) -> dict[str, float]:
+        """Return values by tag: host memory and each GPU's peak memory in MB, and its utilization in percent.
+
+        The tags are `memory/host_mb`, `memory/GPU:0_mb` and, for every GPU of the machine, `gpu_utilisation/0`.
+        """
+        values = {f"{tags.MEMORY}/host_mb": psutil.Process().memory_info().rss / 1e6}
+        for gpu in self._gpus:
+            values[f"{tags.MEMORY}/{gpu}_mb"] = tf.config.experimental.get_memory_info(gpu)["peak"] / 1e6
+        if self._nvml:
+            with contextlib.suppress(self._nvml.NVMLError):
+                for index in range(self._nvml.nvmlDeviceGetCount()):
+                    rates = self._nvml.nvmlDeviceGetUtilizationRates(self._nvml.nvmlDeviceGetHandleByIndex(index))
+                    values[f"{tags.GPU_UTILIZATION}/{index}"] = float(rates.gpu)
+        return values
+
+
+def _nvml():
+    """Return NVIDIA's management library, if its bindings (package nvidia-ml-py) and a driver are installed."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        return pynvml
+
+
+def _from_here(program: str | Path) -> str:
+    """Return a program's path as one would type it."""
+    path = Path(program)
+    if shutil.which(path.name) == str(program):
+        return path.name
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _git_revision() -> str:
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():  # an installed copy may stand inside another project's repository
+        return "unknown"
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or "unknown"
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

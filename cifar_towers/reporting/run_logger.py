@@ -4,6 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -11,21 +12,27 @@ import tensorflow as tf
 from cifar_towers import files
 from cifar_towers.config.recipe import recipe_fields
 from cifar_towers.data.dataset import Split
-from cifar_towers.evaluation.score import Evaluation, Score
-from cifar_towers.reporting import environment, figures, jsonl, tags, tb_text
+from cifar_towers.evaluation.score import Evaluation, Score, reported_score
+from cifar_towers.reporting import figures, run_info, tags
 from cifar_towers.reporting.console import Progress, ProgressStatus, approximate_duration, format_seconds
-from cifar_towers.reporting.noise_scale import NoiseScale
-from cifar_towers.reporting.phase_timer import PhaseTimer
-from cifar_towers.reporting.resource_monitor import ResourceMonitor
-from cifar_towers.reporting.run_info import RunInfo, describe_score, evaluation_record, score_tag
+from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft
+from cifar_towers.reporting.run_info import ResourceMonitor, RunInfo, count, describe_score
+from cifar_towers.reporting.run_records import JsonlWriter
 from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter
-from cifar_towers.reporting.time_left import TimeLeft
 from cifar_towers.towers import placement_report
-from cifar_towers.training.results import StepMetrics
+from cifar_towers.training.results import StepDiagnostics, StepMetrics, TowerGradientStats
 
 SCALARS_PER_SUMMARY = 10  # scalars are written this many times as often as whole summaries
 SPARE_TIME = 0.02  # of the time left
 DRAWING_SHARE = 0.02  # of the run's time that drawing evaluations may take
+NOISE_DECAY = 0.9  # of the running averages of signal and noise, whose ratio is the noise scale
+
+
+class Divergence(Protocol):
+    """The counts of a run's skipped steps and rollbacks."""
+
+    skipped_steps: int
+    rollbacks: int
 
 
 class RunLogger:
@@ -36,13 +43,15 @@ class RunLogger:
         self.directory = run.config.directory
         self.progress = Progress(run.length, quiet=quiet)
         self.log = self.progress.log
-        self.metrics = jsonl.JsonlWriter(self.directory)
-        self.tensorboard = _NullWriter() if quiet else TensorBoardWriter(self.directory)
+        self.metrics = JsonlWriter(self.directory)
+        self.tensorboard: TensorBoardWriter | _NullWriter = (
+            _NullWriter() if quiet else TensorBoardWriter(self.directory)
+        )
         self._resources = ResourceMonitor(run.local_towers)
         self._weight_names = [variable.path for variable in run.model.trainable_variables]
         self._noise_scale = NoiseScale(run.config.batch_size)
         self._epoch: list[StepMetrics] = []
-        self._time_left: TimeLeft | None = None  # of an open run
+        self._time_left: TimeLeft  # of an open run
         self._saved_step = 0
         self._last_drawing, self._drawing_seconds = -math.inf, 0.0
         self._unwritten: dict[str, dict] = {}  # file name -> content
@@ -58,25 +67,29 @@ class RunLogger:
             f"{self.run.precision}; {self.run.describe_parallelism()}"
         )
         hardest = f", the hardest of {config.hard_example_pool}" if config.hard_example_pool else ""
+        images, steps = count(len(self.run.dataset.train.labels), "training image"), count(length.last, "step")
         self.log(
-            f"{self.run.dataset.name}: {len(self.run.dataset.train.labels):,} training images; {length.last} steps of "
-            f"{config.batch_size}{hardest}, {length.steps_per_epoch} per epoch; writing to {self.directory}"
+            f"{self.run.dataset.name}: {images}; {steps} of {config.batch_size}{hardest}, {length.steps_per_epoch} "
+            f"per epoch; writing to {self.directory}"
         )
 
     def open(self, step: int, passes_left: Callable[[int], int]) -> None:
-        """Open the files of a run that starts or resumes at `step`, and write its settings and environment;
-        `passes_left` is that of `TimeLeft`."""
+        """Open the files of a run that starts or resumes at `step`, and write its settings and environment.
+
+        Args:
+          passes_left: step -> number of images that the remaining evaluations will classify; see `TimeLeft`.
+        """
         self.truncate_after(step)
         self._time_left = TimeLeft(
             self.run.length, self.run.config.batch_size, self.timer, self.run.image_size_at, passes_left
         )
         run, settings = self.run, dataclasses.asdict(self.run.config)
-        facts = environment.describe_run(run)
-        self._unwritten = {files.CONFIG: settings, files.ENVIRONMENT: facts}
+        environment = run_info.describe_run(run)
+        self._unwritten = {files.CONFIG: settings, files.ENVIRONMENT: environment}
         self._write_unwritten()
         hparams = recipe_fields(run.config) | {"seed": run.config.seed, "towers": len(run.towers)}
         hparams |= {"strategy": run.config.strategy, "precision": run.precision, "dataset": run.dataset.name}
-        self.tensorboard.write_run(step, hparams, tb_text.run_texts(settings, facts))
+        self.tensorboard.write_run(step, hparams, settings, environment)
 
     def log_graph(self, function: tf.types.experimental.ConcreteFunction) -> None:
         """Draw the traced step in TensorBoard, and print its devices with --log_device_placement."""
@@ -85,31 +98,32 @@ class RunLogger:
             self.log(placement_report(function, self.run.towers))
 
     def wants_diagnostics(self, step: int) -> bool:
-        """Whether the step after which `step` are done is a summary step."""
+        """Return whether step `step` is a summary step."""
         return _is_due(step, self.run.config.summary_every_steps) or step == self.run.length.last
 
-    def end_step(self, step: int, compiled: bool) -> None:
-        """End the time of the step after which `step` are done; the first that is `compiled` before says how long the
-        run will take."""
-        self.timer.end_step(self.run.config.batch_size, compiled)
-        if self._time_left.end_step(step, compiled):
-            duration = approximate_duration(self._time_left.seconds())
+    def end_step(self, step: int, is_traced: bool) -> None:
+        """Stop the clock of step `step`. The first steps that had been traced before give the remaining time to log."""
+        self.timer.end_step(self.run.config.batch_size, is_traced)
+        if self._time_left.end_step(step, is_traced) and (seconds := self._time_left.seconds()) is not None:
             self.progress.pause()
-            self.log(f"about {duration} to go, at the rate of the first steps here")
+            self.log(f"about {approximate_duration(seconds)} to go, at the rate of the first steps here")
 
     def log_step(
-        self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_side: int, divergence
+        self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_size: int, divergence: Divergence
     ) -> None:
-        """Show and write the metrics of the step after which `step` are done, the learning rate of each parameter
-        group, and the counts of a `DivergenceState`."""
+        """Show and write the metrics of step `step`.
+
+        Args:
+          rates: the learning rate of each parameter group.
+        """
         self._epoch.append(metrics._replace(diagnostics=None))
         rate, images_per_sec = next(iter(rates.values())), self.timer.recent_images_per_sec()
         self.progress.step(self._status(step, metrics.loss, metrics.accuracy, rate))
-        is_summary = self.wants_diagnostics(step)
-        if not is_summary and not _is_due(step, math.ceil(self.run.config.summary_every_steps / SCALARS_PER_SUMMARY)):
+        diagnostics = metrics.diagnostics if self.wants_diagnostics(step) else None
+        if not diagnostics and not _is_due(step, math.ceil(self.run.config.summary_every_steps / SCALARS_PER_SUMMARY)):
             return
         input_wait = self.timer.recent_input_wait()
-        agreement = self._tower_agreement(metrics) if is_summary else {}
+        agreement = self._tower_agreement(metrics, diagnostics.tower_gradients) if diagnostics else {}
         self.metrics.write(
             kind="train",
             step=step,
@@ -120,20 +134,23 @@ class RunLogger:
             input_wait=input_wait,
             learning_rate=rate,
             gradient_norm=metrics.gradient_norm,
-            image_side=image_side,
-            bad_steps=divergence.bad_steps,
+            image_size=image_size,
+            skipped_steps=divergence.skipped_steps,
             **agreement,
         )
-        scalars = {tags.BAD_STEPS: divergence.bad_steps, tags.ROLLBACKS: divergence.rollbacks}
+        scalars: dict[str, float | None] = {
+            tags.SKIPPED_STEPS: divergence.skipped_steps,
+            tags.ROLLBACKS: divergence.rollbacks,
+        }
         if images_per_sec:
-            scalars |= {tags.IMAGES_PER_SEC: images_per_sec, tags.INPUT_WAIT: input_wait}
+            scalars[tags.IMAGES_PER_SEC], scalars[tags.INPUT_WAIT] = images_per_sec, input_wait
             scalars[tags.STEP_SECONDS] = self.run.config.batch_size / images_per_sec
-        if is_summary:
+        if diagnostics:
             scalars |= {tags.LOSS_SCALE: metrics.loss_scale, **self._resources()}
             scalars[tags.NOISE_SCALE] = agreement.get("gradient_noise_scale")
         self.tensorboard.write_step(step, metrics, rates, scalars)
-        if is_summary:
-            self._write_diagnostics(step, metrics, agreement["towers"])
+        if diagnostics:
+            self._write_diagnostics(step, diagnostics, agreement["towers"], bool(metrics.finite))
 
     def log_save(self, step: int) -> None:
         """Show on the live line and at the end of the epoch that the state after `step` is saved."""
@@ -153,7 +170,7 @@ class RunLogger:
         return ProgressStatus(step, loss, accuracy, rate, images_per_sec, left, self._saved_step)
 
     def can_spare(self, seconds: float) -> bool:
-        """Whether these are a small part of the time that the run will still take."""
+        """Return whether these are a small part of the time that the run will still take."""
         return seconds < SPARE_TIME * (self._time_left.seconds() or 0.0)
 
     def truncate_after(self, step: int) -> None:
@@ -169,20 +186,24 @@ class RunLogger:
     def log_evaluation(
         self, step: int, evaluations: Sequence[Evaluation], splits: Mapping[str, Split], final: bool
     ) -> list[dict]:
-        """Write the evaluations after `step`, and return their records. The last one is also written by class, and
-        drawn if it is `final` or drawing takes little of the time."""
-        records = [evaluation_record(evaluation) for evaluation in evaluations]
+        """Write the evaluations after `step`, and return their records.
+
+        The one that the run reports is also written by class. It is drawn if it is `final`, and otherwise if drawing
+        takes little of the run's time.
+        """
+        records = [run_info.evaluation_record(evaluation) for evaluation in evaluations]
         for evaluation, record in zip(evaluations, records, strict=True):
             self.metrics.write(kind="eval", step=step, epoch=step / self.run.length.steps_per_epoch, **record)
-            self.tensorboard.write_score(step, score_tag(**record), evaluation.score)
+            self.tensorboard.write_score(step, run_info.score_tag(**record), evaluation.score)
         self._write_unwritten()
         if self.quiet:
             return records
-        name, score, split = score_tag(**records[-1]), evaluations[-1].score, splits[evaluations[-1].split]
+        reported = next(e for e, record in zip(evaluations, records, strict=True) if record is reported_score(records))
+        name, score, split = run_info.score_tag(*reported[:3]), reported.score, splits[reported.split]
         self.tensorboard.write_class_scores(step, name, score, split, self.run.dataset.info.class_names)
         start = time.monotonic()
         if final or start - self._last_drawing >= self._drawing_seconds / DRAWING_SHARE:
-            self._draw_mistakes(step, name, score, split)
+            self._draw(step, name, score, split)
             self._last_drawing = time.monotonic()
             self._drawing_seconds = self._last_drawing - start
         return records
@@ -197,46 +218,52 @@ class RunLogger:
         return any(record["step"] == step for record in self.metrics.records("eval"))
 
     def show_evaluation(self, done: float) -> None:
-        """Show which fraction of an evaluation is done."""
+        """Show the fraction of an evaluation that is done."""
         self.progress.activity("evaluating", done)
 
     def begin_final_evaluation(self, step: int, splits: Mapping[str, Split]) -> None:
-        """Print what will be evaluated, as that may take minutes; remove evaluations after `step`, such as one that met
-        a target."""
+        """Print what will be evaluated, as that may take minutes, and remove evaluations after `step`.
+
+        There is one, for example, if an evaluation met a target.
+        """
         self.progress.pause()
-        images = " and ".join(f"{len(split.labels):,} {name} images" for name, split in splits.items())
+        images = " and ".join(count(len(split.labels), f"{name} image") for name, split in splits.items())
         tta = f", without TTA and with TTA {self.run.config.tta}" if self.run.config.tta else ""
         self.log(f"evaluating on {images}{tta}")
         self.drop_evaluations(step)
 
-    def log_result(self, result: Mapping) -> None:
-        """Print the result, before anything that can fail."""
+    def log_result(self, result: Mapping[str, Any]) -> None:
+        """Print the result, before anything that can fail; the score that the run reports comes last."""
         self.progress.pause()
+        reported = reported_score(result["evaluations"])
         for score in result["evaluations"]:
-            self.log(describe_score(score))
+            if score is not reported:
+                self.log(describe_score(score))
         total = format_seconds(sum(result["seconds"].values()))
         seconds = ", ".join(f"{phase} {each:.0f} s" for phase, each in result["seconds"].items() if each >= 0.5)
         self.log(f"step {result['step']} after {total}: {seconds}")
         rate = f"{result['images_per_sec']:,.0f} images/s" if result["images_per_sec"] else "too few steps to time"
         self.log(f"{rate}; weights sha256 {result['weights_sha256'][:16]}")
+        if reported:
+            self.log(f"result: {describe_score(reported)}")
         if self.run.banner:
             self.log(self.run.banner)
 
-    def write_result(self, result: Mapping) -> None:
+    def write_result(self, result: Mapping[str, Any]) -> None:
         """Write result.json and the run's row in HPARAMS; print what failed on the way."""
         if result["failed_saves"]:
-            self.log(f"{result['failed_saves']} checkpoints could not be saved when they were due")
-        if result["bad_steps"]:
-            self.log(f"{result['bad_steps']} steps made no update, {result['rollbacks']} rollbacks")
+            self.log(f"{count(result['failed_saves'], 'checkpoint')} could not be saved when due")
+        if result["skipped_steps"]:
+            self.log(f"{count(result['skipped_steps'], 'skipped step')}, {count(result['rollbacks'], 'rollback')}")
         self._write_unwritten()
         with files.best_effort_writes(self.directory / files.RESULT):
             files.write_json(self.directory / files.RESULT, result)
-        final = {f"{tags.ACCURACY}/{score_tag(**score)}": score["accuracy"] for score in result["evaluations"]}
+        final = {f"{tags.ACCURACY}/{run_info.score_tag(**score)}": score["accuracy"] for score in result["evaluations"]}
         final |= {"training_seconds": self.timer.training_seconds}
         final |= {"images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
         self.tensorboard.write_result(result["step"], final)
         self.log(f"written to {self.directory}; next:")
-        for line in environment.next_commands(self.directory):
+        for line in run_info.next_commands(self.directory):
             self.log(f"  {line}")
 
     def _write_unwritten(self) -> None:
@@ -246,47 +273,90 @@ class RunLogger:
                 files.write_json(self.directory / name, content)
                 del self._unwritten[name]
 
-    def _tower_agreement(self, metrics: StepMetrics) -> dict:
-        """What a summary step adds to its record: loss, gradient norm and cosine of each tower; the noise scale."""
-        gradients = metrics.diagnostics.tower_gradients
+    def _tower_agreement(self, metrics: StepMetrics, gradients: TowerGradientStats) -> dict[str, Any]:
+        """Return what a summary step adds to its record: each tower's loss, gradient norm and cosine; the noise scale.
+
+        The noise scale needs random examples in parts of one size.
+        """
         norms = (gradients.norm / metrics.loss_scale).tolist()
         towers = {"loss": metrics.tower_losses.tolist(), "gradient_norm": norms, "cosine": gradients.cosine.tolist()}
         if len(norms) == 1 or not metrics.finite or metrics.hard_examples or self.run.config.tower_shares:
-            # the estimate needs random examples in parts of one size
             return {"towers": towers}
         noise_scale = self._noise_scale.update(norms, float(metrics.gradient_norm))
         return {"towers": towers, "gradient_noise_scale": noise_scale}
 
-    def _write_diagnostics(self, step: int, metrics: StepMetrics, towers: Mapping[str, list[float]]) -> None:
-        """The summary step's tower scalars, images and histograms; only the scalars if a number is not finite."""
+    def _write_diagnostics(
+        self, step: int, diagnostics: StepDiagnostics, towers: Mapping[str, list[float]], finite: bool
+    ) -> None:
+        """Write a summary step's tower scalars, images and histograms; only the scalars if a number is not finite."""
         scalars = {tags.TOWER_LOSS: towers["loss"], tags.TOWER_GRADIENT_NORM: towers["gradient_norm"]}
         self.tensorboard.write_tower_scalars(step, scalars | {tags.TOWER_COSINE: towers["cosine"]})
-        if not metrics.finite:
+        if not finite:
             return
-        forward, info = metrics.diagnostics.forward, self.run.dataset.info
+        forward, info = diagnostics.forward, self.run.dataset.info
         labels = [info.class_names[label] for label in forward.labels]
         normalization = info if self.run.config.standardize == "dataset" else None
         self.tensorboard.write_input_images(step, forward.images, labels, normalization)
         self.tensorboard.write_activations(step, self.run.activation_layers, forward.activations)
-        self.tensorboard.write_update(step, self._weight_names, metrics.diagnostics.update)
+        self.tensorboard.write_update(step, self._weight_names, diagnostics.update)
 
-    def _draw_mistakes(self, step: int, name: str, score: Score, split: Split) -> None:
-        """The most confident mistakes, as a file and in TensorBoard with the confusion matrix and the embedding."""
+    def _draw(self, step: int, name: str, score: Score, split: Split) -> None:
+        """Draw the most confident mistakes and the confusion matrix, as files and in TensorBoard; write the embedding.
+
+        There is no picture of the confusion matrix of more than `figures.MAX_CLASSES` classes.
+        """
         names, mistakes = self.run.dataset.info.class_names, score.mistakes
-        labels = split.labels[mistakes.examples]
         captions = [
-            f"{names[predicted]} {100 * confidence:.0f} %\nis {names[label]}"
-            for predicted, confidence, label in zip(mistakes.predicted, mistakes.confidence, labels, strict=True)
+            f"{names[predicted]} {100 * confidence:.0f} %\nis {names[split.labels[example]]}\nimage {example}"
+            for example, predicted, confidence in zip(*mistakes, strict=True)
         ]
         title = f"most confident mistakes, {name}, step {step}"
-        picture = figures.image_grid(split.images[mistakes.examples], captions, title)
-        with files.best_effort_writes(self.directory / files.MISTAKES):
-            files.write_whole(self.directory / files.MISTAKES, figures.png(picture))
-        self.tensorboard.write_mistakes(step, name, score, split, names, picture)
+        pictures = {tags.MISTAKES: figures.image_grid(split.images[mistakes.examples], captions, title)}
+        if len(names) <= figures.MAX_CLASSES:
+            pictures[tags.CONFUSION] = figures.confusion_matrix(score.confusion, names, f"{name}, step {step}")
+        for file, tag in ((files.MISTAKES, tags.MISTAKES), (files.CONFUSION, tags.CONFUSION)):
+            if tag in pictures:
+                with files.best_effort_writes(self.directory / file):
+                    files.write_whole(self.directory / file, figures.png(pictures[tag]))
+        self.tensorboard.write_pictures(step, name.partition("/")[0], pictures)
+        self.tensorboard.write_embedding(step, score, split, names)
+
+
+class NoiseScale:
+    """Running estimate of the gradient noise scale for batches of `batch_size`.
+
+    The noise scale is the batch size at which a step is half signal, half noise. Source: S. McCandlish et al., arXiv
+    1812.06162, appendix A.1.
+    """
+
+    def __init__(self, batch_size: int):
+        self._batch_size = batch_size
+        self._averages = np.zeros(2)  # of signal and noise
+
+    def update(self, tower_norms: Sequence[float], mean_norm: float) -> float | None:
+        """Add the norms of one step; return the estimate, or None while the signal is not positive."""
+        estimates = np.array(signal_and_noise(tower_norms, mean_norm, self._batch_size))
+        if np.isfinite(estimates).all():  # the norm of finite gradients may overflow
+            self._averages = NOISE_DECAY * self._averages + (1 - NOISE_DECAY) * estimates
+        signal, noise = self._averages
+        return noise / signal if signal > 0 else None
+
+
+def signal_and_noise(tower_norms: Sequence[float], mean_norm: float, batch_size: int) -> tuple[float, float]:
+    """Estimate the squared norm of the true gradient, and the trace of the covariance of one example's gradient.
+
+    Args:
+      tower_norms: norms of K > 1 towers' gradients, each a mean over batch_size / K examples.
+      mean_norm: norm of their mean gradient.
+    """
+    small, of_small, of_large = batch_size / len(tower_norms), np.mean(np.square(tower_norms)), mean_norm**2
+    signal = (batch_size * of_large - small * of_small) / (batch_size - small)
+    trace = (of_small - of_large) / (1 / small - 1 / batch_size)
+    return float(signal), float(trace)
 
 
 class _NullWriter:
-    """Stands in for a `TensorBoardWriter` where another process writes the event files."""
+    """A stand-in for a `TensorBoardWriter` where another process writes the event files."""
 
     def __getattr__(self, name):
         return lambda *_, **__: None

@@ -1,13 +1,9 @@
-"""Reads what runs recorded in their directories, and groups runs that differ in their seed alone.
-
-A missing file or key, or a value of another type, counts as empty.
-"""
+"""The records of runs: written to metrics.jsonl, read from directories, and grouped by what the runs have in common."""
 
 import dataclasses
 import itertools
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,77 +11,124 @@ from cifar_towers import files
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import names_with
 from cifar_towers.errors import UsageError
-from cifar_towers.reporting import jsonl
+from cifar_towers.evaluation.score import reported_score
+from cifar_towers.files import BestEffortWrites
+from cifar_towers.reporting.sample import Sample, describe_difference
 
 PER_RUN = names_with(TrainConfig, per_run=True)  # settings that may differ between the runs of a group
 SYNTHETIC = "SYNTHETIC DATA, NOT CIFAR-10: these accuracies say nothing about CIFAR-10."
 
 
+class JsonlWriter:
+    """Appends records to metrics.jsonl, one JSON object per line; an error of writing is logged once."""
+
+    def __init__(self, train_dir: Path):
+        self._path = train_dir / files.METRICS
+        self._best_effort = BestEffortWrites(self._path)
+        self._incomplete = False  # whether the last line may have been cut short
+
+    def keep(self, condition: Callable[[dict], bool]) -> None:
+        """Remove all records that do not meet the condition, as on a rollback."""
+        with self._best_effort():
+            kept = [record for record in read_records(self._path) if condition(record)]
+            files.write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+
+    def records(self, kind: str) -> list[dict]:
+        """Return the records of one kind, `train` or `eval`."""
+        with self._best_effort():
+            return [record for record in read_records(self._path) if record["kind"] == kind]
+        return []
+
+    def write(self, **record) -> None:
+        """Append one record."""
+        line = "\n" * self._incomplete + files.to_json(record) + "\n"
+        self._incomplete = True
+        with self._best_effort():
+            with self._path.open("a") as file:
+                file.write(line)
+            self._incomplete = False
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics.jsonl, if it exists, without lines that a crash or a full disk cut short."""
+    if not path.exists():
+        return
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and {"kind", "step"} <= record.keys():
+            yield record
+
+
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """The contents of a run's directory; `training` and `evaluations` are the records of metrics.jsonl by kind."""
+    """The contents of a run's directory. A file that the run has not written yet is an empty object."""
 
     name: str
     directory: Path
-    config: dict
-    environment: dict
-    result: dict  # empty if the run is not finished, or has been continued since
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    result: dict[str, Any]  # empty if the run is not finished, or has been continued since
     step: int  # the last recorded one
-    training: list[dict]
-    evaluations: list[dict]
+    training: list[dict[str, Any]]  # records of metrics.jsonl
+    evaluations: list[dict[str, Any]]  # records of metrics.jsonl
 
     @property
     def finished(self) -> bool:
-        """Whether it has a result."""
+        """Whether the run has a result."""
         return bool(self.result)
 
     @property
     def title(self) -> str:
-        """The recipe's name, or else the model's or the directory's."""
-        return as_text(self.config.get("recipe") or self.config.get("model") or self.name)
+        """The recipe's name, otherwise the model's or the directory's."""
+        return self.config.get("recipe") or self.config.get("model") or self.name
 
     @property
     def precision(self) -> str:
-        """The compute precision, with `auto` resolved where that is recorded."""
-        return as_text(self.environment.get("precision", self.config.get("precision")))
+        """The precision, with `auto` resolved if that is recorded."""
+        return self.environment.get("precision") or self.config.get("precision") or "-"
 
     @property
-    def towers(self) -> list[dict]:
+    def towers(self) -> list[dict[str, str]]:
         """Name and device of each tower."""
-        return objects(self.environment.get("towers"))
+        return self.environment.get("towers", [])
 
     @property
     def banner(self) -> str:
         """The warning that the data is not CIFAR-10, whether synthetic data was requested or a fallback."""
         requested = "synthetic" in (self.config.get("dataset"), self.result.get("dataset"))
-        return as_text(self.environment.get("synthetic_data") or (SYNTHETIC if requested else ""))
+        return self.environment.get("synthetic_data") or (SYNTHETIC if requested else "")
 
     @property
-    def recipe(self) -> dict:
+    def recipe(self) -> dict[str, Any]:
         """What the runs of a group have in common: settings, with `auto` resolved, and the data."""
         settings = {name: value for name, value in self.config.items() if name not in PER_RUN}
-        digest = as_dict(self.environment.get("data_sha256")).get("train")
+        digest = self.environment.get("data_sha256", {}).get("train")
         data = "synthetic" if self.banner else digest or self.config.get("dataset")
         towers = len(self.towers) or self.config.get("num_gpus")
         return settings | {"precision": self.precision, "num_gpus": towers, "data": as_text(data)[:12]}
 
     @property
-    def scores(self) -> dict[str, dict]:
+    def scores(self) -> dict[str, dict[str, Any]]:
         """The records of the newest evaluation by name, as `test, raw weights, TTA 2`."""
         step = self.result.get("step", max((record["step"] for record in self.evaluations), default=0))
-        newest = (record for record in self.evaluations if record["step"] == step)
-        return {score_name(score): score for score in (*objects(self.result.get("evaluations")), *newest)}
+        newest = [record for record in self.evaluations if record["step"] == step]
+        return {score_name(score): score for score in (*self.result.get("evaluations", []), *newest)}
 
-    def evaluations_without_tta(self, kind: str) -> list[dict]:
-        """The records of all evaluations of this kind, as `test, raw weights`, without test-time augmentation."""
-        return [score for score in self.evaluations if score_kind(score) == kind and not score.get("tta")]
+    @property
+    def reported_score(self) -> Mapping[str, Any] | None:
+        """The score of the newest evaluation that the run reports; see `evaluation.score.reported_score`."""
+        return reported_score(list(self.scores.values()))
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
-    """The runs in these directories, named by the shortest ends of their paths that differ.
+    """Read the runs in these directories, and name them by the shortest ends of their paths that differ.
 
     Raises:
       UsageError: a directory is given twice, is missing, or holds no records of a run.
+      DataError: a file is damaged.
     """
     paths = [directory.resolve() for directory in directories]
     for path, directory in zip(paths, directories, strict=True):
@@ -107,22 +150,23 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
 
 
 def read_run(directory: Path, name: str) -> RunRecord:
-    """What a run's directory holds; of one without records the step is 0.
+    """Read what a run's directory holds; the step of a run without records is 0.
 
     Raises:
       UsageError: the records cannot be read.
+      DataError: another file is damaged.
     """
     config, environment, result = (
         files.read_json_if_any(directory / file) for file in (files.CONFIG, files.ENVIRONMENT, files.RESULT)
     )
     metrics = directory / files.METRICS
     try:
-        records = [record for record in jsonl.read_records(metrics) if isinstance(record["step"], int)]
+        records = list(read_records(metrics))
     except OSError as error:
         raise UsageError(f"{metrics} cannot be read: {error.strerror}; give the directory of a run") from None
     training, evaluations = ([record for record in records if record["kind"] == kind] for kind in ("train", "eval"))
     step = max((record["step"] for record in (*training, *evaluations)), default=0)
-    result = result if as_number(result.get("step")) >= step else {}
+    result = result if result.get("step", -1) >= step else {}
     return RunRecord(name, directory, config, environment, result, step, training, evaluations)
 
 
@@ -130,7 +174,7 @@ Groups = Mapping[str, Sequence[RunRecord]]  # the runs of each group by its name
 
 
 def group_by_recipe(runs: Sequence[RunRecord]) -> Groups:
-    """Groups runs that differ in their seed alone, named after the recipe and up to two settings that differ."""
+    """Group runs that differ in their seed alone; the names are the recipe and up to two settings that differ."""
     by_recipe = group_by(runs, lambda run: json.dumps(run.recipe, sort_keys=True))
     groups: dict[str, list[RunRecord]] = {}
     for group in by_recipe:
@@ -144,65 +188,58 @@ def group_by_recipe(runs: Sequence[RunRecord]) -> Groups:
 
 
 def group_by(runs: Sequence[RunRecord], key: Callable[[RunRecord], str]) -> list[list[RunRecord]]:
-    """Runs with the same key together, in the order of the first of each."""
+    """Return lists of runs with the same key, in the order of the first run of each."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         groups.setdefault(key(run), []).append(run)
     return list(groups.values())
 
 
-def score_kind(score: Mapping) -> str:
-    """The split and the weights of a score, as `test, raw weights`."""
-    return f"{as_text(score.get('split'))}, {as_text(score.get('weights'))} weights"
+def compare_groups(groups: Groups) -> list[tuple[str, str, str]]:
+    """Return (group, other group, difference) of every two groups with two finished runs each.
+
+    The difference is of the means of the accuracies that the runs report, in points, with its 95 % interval.
+    """
+    samples = {}
+    for name, group in groups.items():
+        scores = [run.reported_score for run in group if run.finished]
+        accuracies = [score["accuracy"] for score in scores if score]
+        if len(accuracies) > 1:
+            samples[name] = Sample.of(accuracies)
+    pairs = itertools.combinations(samples, 2)
+    return [(one, other, describe_difference(samples[one], samples[other])) for one, other in pairs]
 
 
-def score_name(score: Mapping) -> str:
-    """The split, weights and level of test-time augmentation of a score."""
-    return f"{score_kind(score)}, {'TTA ' + as_text(score['tta']) if score.get('tta') else 'no TTA'}"
+def score_kind(score: Mapping[str, Any]) -> str:
+    """Return the split and the weights of a score, as `test, raw weights`."""
+    return f"{score['split']}, {score['weights']} weights"
 
 
-def as_list(value: Any) -> list:
-    """The value if it is a list, else an empty one."""
-    return value if isinstance(value, list) else []
+def score_name(score: Mapping[str, Any]) -> str:
+    """Return the split, weights and level of test-time augmentation of a score."""
+    return f"{score_kind(score)}, {'TTA ' + as_text(score['tta']) if score['tta'] else 'no TTA'}"
 
 
-def as_dict(value: Any) -> dict:
-    """The value if it is an object, else an empty one."""
-    return value if isinstance(value, dict) else {}
-
-
-def objects(value: Any) -> list[dict]:
-    """The objects in a list, if it is one."""
-    return [item for item in as_list(value) if isinstance(item, dict)]
-
-
-def as_number(value: Any) -> float:
-    """The value if it is a finite number, else NaN."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-    return value if is_number else math.nan
-
-
-def format_number(value: Any, spec: str, scale: float = 1) -> str:
-    """A number as text, `-` for any other value.
+def format_number(value: float | None, spec: str, scale: float = 1) -> str:
+    """Return a number as text, `-` for None, as which a JSON file has a number that is not finite.
 
     >>> format_number(0.9415, ".2f", 100), format_number(None, ".2f")
     ('94.15', '-')
     """
-    number = as_number(value) * scale
-    return format(number, spec) if math.isfinite(number) else "-"
+    return "-" if value is None else format(value * scale, spec)
 
 
 def as_text(value: Any) -> str:
-    """Any value of a JSON file as text, `-` for none."""
+    """Return any value of a JSON file as text, `-` for None."""
     return value if isinstance(value, str) else "-" if value is None else json.dumps(value)
 
 
 def shorten(text: str, length: int) -> str:
-    """One line of at most `length` characters, without surrogates, which a picture cannot show."""
+    """Return one line of at most `length` characters, without surrogates, which a picture cannot show."""
     text = " ".join(text.encode(errors="replace").decode().split())
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def format_seeds(group: Sequence[RunRecord]) -> str:
-    """The seeds of a group, as `seeds 0, 1`."""
+    """Return the seeds of a group, as `seeds 0, 1`."""
     return f"seed{'s' * (len(group) > 1)} {', '.join(as_text(run.config.get('seed')) for run in group)}"

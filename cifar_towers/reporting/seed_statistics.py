@@ -14,10 +14,10 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.util.tensor_util import make_ndarray
 
 from cifar_towers.files import EVENT_FILES
-from cifar_towers.reporting import charts, tags, tb_protos
+from cifar_towers.reporting import tags
 from cifar_towers.reporting.event_files import EventWriter, read_events
 from cifar_towers.reporting.sample import Sample
-from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN
+from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, charts_summary
 
 SECONDS_BETWEEN_UPDATES, SHARE_OF_TIME = 20.0, 0.01
 
@@ -34,10 +34,10 @@ class SeedStatistics:
 
     def __init__(self, directory: Path, runs: Sequence[Path]):
         self._directory, self._runs = directory, runs
-        self._read: dict[Path, tuple[tuple, Scalars]] = {}  # by directory: what was read, and of which files
+        self._read: dict[Path, tuple[tuple, Scalars]] = {}  # directory -> (names and sizes of its files, their scalars)
 
     def update(self) -> None:
-        """Writes the statistics anew, if a run has written since."""
+        """Write the statistics anew, if a run has written since."""
         for part in (TRAIN, EVAL):
             before = {run: self._read.get(run / part) for run in self._runs}
             scalars = [self._scalars(run / part) for run in self._runs]
@@ -46,7 +46,7 @@ class SeedStatistics:
 
     @contextlib.contextmanager
     def updated_in_background(self) -> Iterator[None]:
-        """Updates now and then during the block, in a small share of the time, and after it."""
+        """Update now and then during the block, in a small share of the time, and after it."""
         ended = threading.Event()
 
         def keep_updating():
@@ -66,7 +66,7 @@ class SeedStatistics:
             self.update()
 
     def _scalars(self, directory: Path) -> Scalars:
-        """The scalars in a directory's event files; read again only if these have changed."""
+        """Return the scalars in a directory's event files, which are read again only if they have changed."""
         files = sorted(directory.glob(EVENT_FILES))
         state = tuple((path.name, path.stat().st_size) for path in files)
         known, scalars = self._read.get(directory, ((), {}))
@@ -76,19 +76,17 @@ class SeedStatistics:
         return scalars
 
     def _write(self, directory: Path, runs: Sequence[Scalars]) -> None:
-        """Replaces the event file of a directory. TensorBoard forgets the events before one that starts a session."""
+        """Replace the event file of a directory. TensorBoard forgets the events before one that starts a session."""
         values: dict[int, dict[str, list[float]]] = {}
         for tag, step in sorted(set().union(*runs)):
             found = [scalars[tag, step] for scalars in runs if (tag, step) in scalars]
             values.setdefault(step, {})[tag] = [value for value in found if math.isfinite(value)]
         earlier, writer = sorted(directory.glob(EVENT_FILES)), EventWriter(directory)
-        of_seeds = charts.seed_charts({tag for by_tag in values.values() for tag in by_tag})
-        layout = tb_protos.margin_charts(of_seeds, tags.SEED_MEAN, tags.SEED_LOW, tags.SEED_HIGH)
+        of_seeds = tags.seed_charts({tag for by_tag in values.values() for tag in by_tag})
         writer.write(0, session_log=SessionLog(status=SessionLog.START))
-        writer.write(0, [layout])
+        writer.write(0, [charts_summary(of_seeds, (tags.SEED_MEAN, tags.SEED_LOW, tags.SEED_HIGH))])
         for step, by_tag in sorted(values.items()):
-            summaries = itertools.chain.from_iterable(map(_summaries, by_tag, by_tag.values()))
-            writer.write(step, list(summaries))
+            writer.write(step, list(itertools.chain.from_iterable(map(_summaries, by_tag, by_tag.values()))))
         writer.close()
         for path in earlier:
             path.unlink(missing_ok=True)
@@ -107,7 +105,7 @@ def _summaries(tag: str, values: Sequence[float]) -> Iterator:
 
 
 def read_scalars(path: Path) -> Iterator[tuple[tuple[str, int], float]]:
-    """The scalars of an event file, each as ((tag, step), value)."""
+    """Yield the scalars of an event file, each as ((tag, step), value)."""
     for event in read_events(path):
         for value in event.summary.value:
             if value.metadata.plugin_data.plugin_name == SCALARS:

@@ -1,18 +1,21 @@
-"""Tags under which a run writes to TensorBoard; `charts` has the titles of charts made of them.
+"""Tags of a run in TensorBoard, and the charts of CUSTOM SCALARS that are made of them.
 
-No tag holds a tower's name: what is written for each tower has one tag and a directory for every tower, which
-TensorBoard overlays in one chart.
+No tag holds a tower's name. The scalars of every tower have the same tags in a directory per tower, so that TensorBoard
+overlays them in one chart.
 """
+
+import re
+from collections.abc import Collection
 
 # Training, all towers together.
 LOSS, ACCURACY = "loss", "accuracy"  # evaluations add `/<split>/<weights>`
 GRADIENT_NORM, LOSS_SCALE = "health/gradient_norm", "health/loss_scale"
-BAD_STEPS, ROLLBACKS = "health/bad_steps", "health/rollbacks"
+SKIPPED_STEPS, ROLLBACKS = "health/skipped_steps", "health/rollbacks"
 IMAGES_PER_SEC, STEP_SECONDS, INPUT_WAIT = "speed/images_per_sec", "speed/step_seconds", "speed/input_wait"
 NOISE_SCALE = "towers/gradient_noise_scale"
 LEARNING_RATE, PROXY = "learning_rate", "proxy"  # add the parameter group; `/loss` and `/accuracy`
 MEMORY, GPU_UTILIZATION = "memory", "gpu_utilisation"  # add the device
-# Each layer, weight, tower and class: add its name (a tower's is its directory).
+# Each layer, weight, tower and class: add its name (a tower's name is its directory).
 ACTIVATIONS, SPARSITY = "activations", "sparsity"
 WEIGHTS, GRADIENTS = "weights", "gradients"
 WEIGHT_NORM, WEIGHT_GRADIENT_NORM, UPDATE_RATIO = "weight_norm", "gradient_norm", "update_ratio"
@@ -21,19 +24,79 @@ CLASS_ACCURACY, PRECISION_RECALL = "class_accuracy", "precision_recall"
 # Pictures, and the end of the run.
 INPUT_IMAGES, MISTAKES, CONFUSION = "input/augmented", "mistakes", "confusion"
 FINAL = "final"
-# Statistics over seeds: begin the tag of what they are of. The mean has the tag of the single runs.
+# Prefixes of statistics over seeds. The mean has the tag of the single runs.
 SEED_MEAN, SEED_STD, SEED_COUNT = "", "std/", "n/"
 SEED_LOW, SEED_HIGH = "mean-std/", "mean+std/"
-
-
-RAW = " (raw)"  # ends the tag of a loss that is not smoothed
+RAW = " (raw)"  # suffix of a loss that is not smoothed
 
 
 def raw_loss(term: str) -> str:
-    """Tag of a loss term of the final tower in one step."""
+    """Return the tag of a loss term of the final tower in one step."""
     return f"losses/{term}{RAW}"
 
 
 def smoothed_loss(term: str) -> str:
-    """Tag of a loss term's moving average."""
+    """Return the tag of a loss term's moving average."""
     return f"losses/{term}"
+
+
+def _only(tag: str) -> str:
+    return re.escape(tag) + "$"
+
+
+def _below(prefix: str) -> str:
+    return re.escape(prefix) + "/.*"
+
+
+# category -> title -> regular expressions of the tags that the chart shows, each a curve for every run and tower
+CHARTS = {
+    "overview": {
+        "training loss, raw and smoothed": [_only(LOSS), re.escape(smoothed_loss("")) + f"(?!.*{re.escape(RAW)}$)"],
+        "evaluation accuracy": [_below(ACCURACY)],
+        "learning rates": [_below(LEARNING_RATE)],
+        "gradient norm": [_only(GRADIENT_NORM)],
+        "throughput, images/s": [_only(IMAGES_PER_SEC)],
+    },
+    "learning": {
+        "training accuracy (batch)": [_only(ACCURACY)],
+        "evaluation loss": [_below(LOSS)],
+    },
+    "health": {
+        "update-to-weight ratio": [_below(UPDATE_RATIO) + "kernel"],
+        "activation sparsity": [_below(SPARSITY)],
+        "skipped steps and rollbacks": [_only(SKIPPED_STEPS), _only(ROLLBACKS)],
+    },
+    "tower agreement": {
+        "loss of each tower": [_only(TOWER_LOSS)],
+        "gradient norm of each tower": [_only(TOWER_GRADIENT_NORM)],
+        "cosine similarity to the mean gradient": [_only(TOWER_COSINE)],
+        "gradient noise scale, examples": [_only(NOISE_SCALE)],
+    },
+    "speed": {
+        "input wait, share of the time": [_only(INPUT_WAIT)],
+        "memory, MB": [_below(MEMORY)],
+        "GPU utilization, %": [_below(GPU_UTILIZATION)],
+    },
+    "errors by class": {"accuracy of each class": [_below(CLASS_ACCURACY)]},
+}
+
+
+def seed_charts(found: Collection[str]) -> dict[str, dict[str, list[str]]]:
+    """Return the charts of statistics over seeds that have one of the tags `found`: category -> title -> tags.
+
+    The categories have names of their own: of two layouts, TensorBoard shows one category of a name.
+    """
+    evaluated = {kind: [tag for tag in sorted(found) if tag.startswith(f"{kind}/")] for kind in (ACCURACY, LOSS)}
+    categories = {
+        "training, mean ± std over seeds": {
+            "training loss": [LOSS],
+            "training accuracy (batch)": [ACCURACY],
+            "throughput, images/s": [IMAGES_PER_SEC],
+        },
+        "evaluation, mean ± std over seeds": {
+            "evaluation accuracy": evaluated[ACCURACY],
+            "evaluation loss": evaluated[LOSS],
+        },
+    }
+    charts = {name: {k: tags for k, tags in of.items() if {*tags} & {*found}} for name, of in categories.items()}
+    return {name: of for name, of in charts.items() if of}

@@ -23,13 +23,13 @@ class DivergenceState:
     """Counts skipped steps, and ends a run after too many in a row.
 
     Attributes:
-      bad_steps: skipped steps, without those in which the loss scale of float16 was still being sought.
+      skipped_steps: all of them, without those in which the loss scale of float16 was still being sought.
       in_a_row: the last of them, without a good step since. rollbacks: how often the run went back to a checkpoint.
     """
 
     def __init__(self, max_in_a_row: int):
         self.max_in_a_row = max_in_a_row
-        self.bad_steps = self.in_a_row = self.rollbacks = 0
+        self.skipped_steps = self.in_a_row = self.rollbacks = 0
 
     @property
     def rate_factor(self) -> float:
@@ -38,15 +38,15 @@ class DivergenceState:
 
     def metadata(self) -> dict[str, int]:
         """What checkpoints store."""
-        return {"bad_steps": self.bad_steps, "bad_in_a_row": self.in_a_row, "rollbacks": self.rollbacks}
+        return {"skipped_steps": self.skipped_steps, "bad_in_a_row": self.in_a_row, "rollbacks": self.rollbacks}
 
     def summary(self) -> dict[str, int]:
         """What a run's result says."""
-        return {"bad_steps": self.bad_steps, "rollbacks": self.rollbacks}
+        return {"skipped_steps": self.skipped_steps, "rollbacks": self.rollbacks}
 
     def restore(self, metadata: dict) -> None:
         """Continues from a checkpoint's metadata."""
-        self.bad_steps, self.in_a_row = metadata.get("bad_steps", 0), metadata.get("bad_in_a_row", 0)
+        self.skipped_steps, self.in_a_row = metadata.get("skipped_steps", 0), metadata.get("bad_in_a_row", 0)
         self.rollbacks = metadata.get("rollbacks", 0)
 
     def record_good_step(self) -> None:
@@ -59,7 +59,7 @@ class DivergenceState:
         Raises:
           DivergedError: there were `max_in_a_row`.
         """
-        self.bad_steps += 1
+        self.skipped_steps += 1
         self.in_a_row += 1
         line = f"step {step} made no update ({self.in_a_row} in a row, {self.max_in_a_row} end the run): {reason}"
         if self.in_a_row >= self.max_in_a_row:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from cifar_towers import files
 from cifar_towers.checkpointing import checkpoint
-from cifar_towers.reporting import jsonl
+from cifar_towers.reporting.run_records import read_records
 from tests.faults import harness, hooks, subjects
 from tests.faults.harness import Child, Experiment, Trial, check
 from tests.faults.subjects import BACKUP, MANAGER, OURS
@@ -102,7 +102,7 @@ def newest_saved(directory: Path) -> int:
 def recorded_steps(directory: Path) -> list[int]:
     """The steps of our training records, in the order of the file."""
     path = directory / files.METRICS
-    return [record["step"] for record in jsonl.read_records(path) if record["kind"] == "train"] if path.exists() else []
+    return [record["step"] for record in read_records(path) if record["kind"] == "train"] if path.exists() else []
 
 
 def last_recorded(directory: Path) -> int:

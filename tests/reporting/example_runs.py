@@ -66,8 +66,8 @@ def _train_record(step, final_accuracy, towers, rng):
     loss = 0.75 + 1.4 * math.exp(-4 * done) + 0.03 * rng.normal()
     norm = 0.4 + 0.6 * done + 0.05 * rng.normal()
     record = {
-        "kind": "train", "step": step, "epoch": step / STEPS_PER_EPOCH, "image_side": 24 if done <= 0.5 else 32,
-        "bad_steps": 0, "loss": loss, "gradient_norm": norm, "learning_rate": 0.2 * (1 - done),
+        "kind": "train", "step": step, "epoch": step / STEPS_PER_EPOCH, "image_size": 24 if done <= 0.5 else 32,
+        "skipped_steps": 0, "loss": loss, "gradient_norm": norm, "learning_rate": 0.2 * (1 - done),
         "accuracy": min(0.99, final_accuracy * (1 - 0.8 * math.exp(-5 * done)) + 0.01 * rng.normal()),
         "images_per_sec": (3100 if done <= 0.5 else 1500) + 40 * rng.normal(), "input_wait": abs(0.01 * rng.normal()),
     }  # fmt: skip
@@ -97,7 +97,7 @@ def _result(step, seed):
     seconds = {"start": 4.2, "compile": 21.5, "train": 540.25 + seed, "input": 2.5, "evaluate": 11.0, "save": 1.25}
     return {
         "step": step, "reached": 0.0, "dataset": "cifar10", "seconds": seconds, "images_per_sec": 1875.4 + seed,
-        "weights_sha256": f"{seed:x}" * 64, "failed_saves": 0, "bad_steps": 0, "rollbacks": 0,
+        "weights_sha256": f"{seed:x}" * 64, "failed_saves": 0, "skipped_steps": 0, "rollbacks": 0,
     }  # fmt: skip
 
 

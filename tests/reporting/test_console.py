@@ -4,8 +4,7 @@ import pytest
 from rich.console import Console
 
 from cifar_towers.config.schedules import RunLength
-from cifar_towers.reporting.console import Progress, ProgressStatus
-from cifar_towers.reporting.progress_bar import progress_bar
+from cifar_towers.reporting.console import Progress, ProgressStatus, progress_bar
 
 STATUS = ProgressStatus(10, 1.5, 0.5, 0.1, 1234.5, 65.4, 8)
 
@@ -50,6 +49,8 @@ def test_epoch_lines_are_of_one_layout(length):
 def test_live_line_fits_the_terminal(width, shown, left_out):
     progress = Progress(RunLength(390, 100_000, 100_000), Console(file=io.StringIO(), width=width))
     line = progress._step_line(ProgressStatus(38_221, 1.0722, 0.6234, 0.1, 1876.5, 3725, 38_217))
+    unknown = progress._step_line(ProgressStatus(1, 1.0, 0.5, 0.1, None))
+    assert "images/s" not in unknown
     assert len(line) <= width and all(part in line for part in shown) and not any(part in line for part in left_out)
 
 

@@ -1,14 +1,11 @@
 import os
 import shutil
 
-import numpy as np
 import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
-from cifar_towers.data.dataset import Split
-from cifar_towers.evaluation.score import Score
 from cifar_towers.files import EVENT_FILES
 from cifar_towers.reporting.event_files import EventWriter, read_events
 from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter
@@ -50,18 +47,6 @@ def test_towers_have_one_curve_after_a_rollback(tmp_path):
     for name in ("tower_0", "tower_1"):
         assert list(scalars_in(tmp_path / name, "towers/loss")) == [1, 2]
         assert not list((tmp_path / name).glob(".*"))
-
-
-def test_thousand_classes_have_accuracies_but_no_confusion_matrix(tmp_path):
-    names = [f"class {index}" for index in range(1000)]
-    labels = np.arange(2000) % 1000
-    split = Split(np.zeros((2000, 18, 18, 3), np.uint8), labels)
-    score = Score(2000, 2000, 0.1, np.diag(np.full(1000, 2)), None, np.full((2000, 1000), 1e-3, np.float32))
-    writer = TensorBoardWriter(tmp_path)
-    writer.write_class_scores(7, "test/raw", score, split, names)
-    writer.write_mistakes(7, "test/raw", score, split, names, np.zeros((18, 18, 3), np.uint8))
-    tags = EventAccumulator(str(tmp_path / "eval")).Reload().Tags()["tensors"]
-    assert sorted(tags) == sorted(["mistakes/test", *(f"class_accuracy/test/{name}" for name in names)])
 
 
 def test_truncated_file_is_read_up_to_there(tmp_path):

@@ -1,7 +1,6 @@
 import base64
 import io
 import itertools
-import json
 import os
 import re
 import shlex
@@ -21,6 +20,8 @@ from tests.reporting.example_runs import CLASSES, accuracies, change, make_run, 
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "<script>alert('1')</script><img src=http://evil.example/x.png onerror=\"x()\">&amp;\"'\ud800\n"
+SCORE = {"split": "test", "weights": "raw", "tta": 0}
+LAYER = {"output": [1], "parameters": 1, "flops": 1}
 RAW, TTA = "test accuracy, %|raw weights, no TTA", "test accuracy, %|raw weights, TTA 2"
 
 
@@ -61,7 +62,7 @@ def test_page_is_self_contained(tmp_path):
     """With all pictures drawn: three seeds of a recipe, one of which is not finished, and another recipe."""
     runs = [make_run(tmp_path / f"speed94-seed{seed}", seed=seed, finished=seed < 2) for seed in range(3)]
     runs.append(make_run(tmp_path / "resnet20", "resnet20", towers=4))
-    out = html_report.write(runs, tmp_path / "report.html")
+    out = html_report.write(run_records.read_runs(runs), tmp_path / "report.html")
     page = Page(out.read_bytes().decode("ascii"))
     assert page.html.startswith("<!DOCTYPE html>") and not {"script", "iframe", "object", "base"} & page.tags
     assert ("meta", "charset", "utf-8") in page.attributes
@@ -90,13 +91,15 @@ def test_results_table(tmp_path, fast_figures):
             assert cells[heading] == f"{100 * score['accuracy']:.2f}|loss {score['loss']:.4f}"
         assert cells["images/s"] == f"{result['images_per_sec']:,.0f}"
         assert cells["training, s|with input, compilation"] == f"{540.25 + seed + 2.5 + 21.5:.1f}"
-        others = [cells[name] for name in ("steps", "recipe", "seed", "towers", "precision", "bad steps")]
+        others = [cells[name] for name in ("steps", "recipe", "seed", "towers", "precision", "skipped steps")]
         assert others == ["264", "speed94", str(seed), "2", "bfloat16", "0"]
         assert cells["weights|sha256"] == result["weights_sha256"][:16]
     for heading, tta in ((RAW, 0), (TTA, 2)):
         values = accuracies(runs, tta)
-        expected = f"{np.mean(values):.2f}|± {np.std(values, ddof=1):.2f}, n=3"
-        assert page.results("speed94: mean")[heading] == expected
+        expected = f"{np.mean(values):.2f}|± {np.std(values, ddof=1):.2f}, n=3, "
+        assert page.results("speed94: mean")[heading].startswith(expected)
+        low, high = map(float, page.results("speed94: mean")[heading].removeprefix(expected).split(" to "))
+        assert 0 < low < np.mean(values) < high < 100
     assert page.row("speed94-seed1", "tower_1", "/CPU:1")[-1] == "12"
     assert "speed94 (seeds 0, 1, 2)" in page.texts
 
@@ -133,11 +136,19 @@ def test_tower_rows_hold_means_and_last_values(tmp_path, fast_figures):
 
 
 def test_tower_rows_of_a_run_continued_with_fewer_towers(tmp_path, fast_figures):
+    """A number that was not finite is null."""
     run = make_run(tmp_path / "run", towers=2)
-    last = [{"loss": [0.5, None], "gradient_norm": [1.5], "cosine": None}, {"loss": [0.25]}]
-    records = [{"kind": "train", "step": 275 + 11 * index, "towers": towers} for index, towers in enumerate(last)]
+    records = [
+        {
+            "kind": "train",
+            "step": step,
+            "epoch": 8.0,
+            "towers": {"loss": [loss], "gradient_norm": [1.5], "cosine": [None]},
+        }
+        for step, loss in ((275, None), (286, 0.25))
+    ]
     write_records(run, read_records(run) + records)
-    assert render(run).row("run", "tower_0", "-") == ["0.25", "0.25", "-", "-", "-", "-", "1"]
+    assert render(run).row("run", "tower_0", "-") == ["0.25", "0.25", "1.5", "1.5", "-", "-", "2"]
 
 
 @pytest.mark.parametrize("missing", ["config.json", "environment.json", "result.json", "mistakes.png", "train", "eval"])
@@ -157,24 +168,11 @@ def test_missing_files_and_records_are_left_out(tmp_path, fast_figures, missing)
 
 
 def test_records_alone_are_enough(tmp_path, fast_figures):
-    write_records(tmp_path / "bare", [{"kind": "train", "step": 3}, {"kind": "eval", "step": 3}])
+    write_records(tmp_path / "bare", [{"kind": "train", "step": 3}])
     with (tmp_path / "bare" / "metrics.jsonl").open("a") as file:
         file.write('{"ki')
     page = render(tmp_path / "bare")
     assert page.results("bare")["steps"] == "3|unfinished" and not page.images
-
-
-@pytest.mark.parametrize("name", ["config.json", "environment.json", "result.json", "metrics.jsonl"])
-def test_values_of_another_type_are_ignored(tmp_path, fast_figures, name):
-    for number, value in enumerate([None, True, -1e308, "text", [], [[1], [2, 3]], [None], {"a": [1]}, 10**400]):
-        run, other = (make_run(tmp_path / f"{number}{suffix}", last_step=22) for suffix in ("run", "other"))
-        if name == "metrics.jsonl":
-            records = read_records(run)
-            changed = [one | {key: value} for one in records for key in one if key not in ("kind", "step")]
-            write_records(run, records + changed)
-        else:
-            change(run, name, **dict.fromkeys(json.loads((run / name).read_text()), value))
-        assert render(run, other).results(run.name)["run"] == run.name
 
 
 def test_all_strings_are_escaped(tmp_path):
@@ -185,14 +183,14 @@ def test_all_strings_are_escaped(tmp_path):
     change(
         run, "environment.json", command=[HOSTILE, "a b"], precision=HOSTILE, packages={HOSTILE: HOSTILE},
         towers=[{"name": HOSTILE, "device": HOSTILE}] * 2, synthetic_data=HOSTILE, class_names=[HOSTILE, *CLASSES[1:]],
-        variables=[{"name": HOSTILE, "shape": HOSTILE, "device": HOSTILE}], model=[{"name": HOSTILE, HOSTILE: HOSTILE}],
+        variables=[{"name": HOSTILE, "shape": HOSTILE, "bytes": 1}], model=[LAYER | {"name": HOSTILE, "kind": HOSTILE}],
     )  # fmt: skip
-    change(run, "result.json", weights_sha256=HOSTILE, rollbacks=HOSTILE, seconds={HOSTILE: 3.0})
+    change(run, "result.json", weights_sha256=HOSTILE, seconds={HOSTILE: 3.0})
     few = {"kind", "step", "epoch", "loss"}  # pictures take time
     training = [{key: record[key] for key in few} for record in read_records(run, "train")]
     evaluations = [record | {"split": HOSTILE, "weights": HOSTILE} for record in read_records(run, "eval")]
     write_records(run, training + evaluations)
-    page = Page(html_report.write([run, other], tmp_path / "page.html").read_text())
+    page = Page(html_report.write(run_records.read_runs([run, other]), tmp_path / "page.html").read_text())
     assert page.tags <= {
         "html", "head", "meta", "title", "link", "style", "body", "section", "h1", "h2", "p", "div", "table", "thead",
         "tbody", "tr", "th", "td", "small", "figure", "figcaption", "img", "details", "summary", "pre", "code",
@@ -238,7 +236,7 @@ def test_page_that_cannot_be_written(tmp_path, fast_figures):
     places = [tmp_path, tmp_path / "none" / "page.html", tmp_path / "pipe", run / "config.json" / "page.html"]
     for out in (*places, tmp_path / ("n" * 253)):  # that name is allowed, but the temporary file's is too long
         with pytest.raises(RunError, match="cannot be written: .*--out=FILE") as error:
-            html_report.write([run], out)
+            html_report.write(run_records.read_runs([run]), out)
         assert error.value.exit_code == 1 and "\n" not in str(error.value)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "pipe"} and (tmp_path / "pipe").is_fifo()
 
@@ -284,3 +282,176 @@ def test_help_and_errors_import_nothing_slow(argument, output):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert output in done.stdout and done.stdout.endswith("set()\n"), done
+
+
+def summed_over_groups(*directories):
+    return {name: html_report.sum_confusion(group) for name, group in groups_of(*directories).items()}
+
+
+@pytest.fixture
+def plotted(monkeypatch):
+    """The arguments of each line plot and confusion matrix by title, none of which is drawn."""
+    calls = {}
+
+    def record(data, *arguments):
+        title = next(argument for argument in arguments if isinstance(argument, str))
+        calls[title] = (data, *arguments)
+        return np.zeros((2, 2, 3), np.uint8)
+
+    monkeypatch.setattr(figures, "line_plot", record)
+    monkeypatch.setattr(figures, "confusion_matrix", record)
+    return calls
+
+
+def groups_of(*directories):
+    return run_records.group_by_recipe(run_records.read_runs(directories))
+
+
+def test_curve_is_the_mean_with_a_band_over_the_seeds(tmp_path, plotted):
+    paths = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in range(3)] + [make_run(tmp_path / "r", "resnet20")]
+    pictures = html_report.curves(groups_of(*paths))
+    curves = {title: arguments[0] for title, arguments in plotted.items()}
+    assert len(curves) == 8 and all(list(lines) == ["speed94", "resnet20"] for lines in curves.values())
+    for title, key, scale in (
+        ("training loss (batch)", "loss", 1),
+        ("training accuracy (batch)", "accuracy", 100),
+        ("time waiting for input", "input_wait", 100),
+    ):
+        values = scale * np.array([[record[key] for record in read_records(path, "train")] for path in paths])
+        x, y, low, high = curves[title]["speed94"]
+        np.testing.assert_allclose(x, np.arange(11, 265, 11) / 33)
+        mean, std = values[:3].mean(0), values[:3].std(0, ddof=1)
+        np.testing.assert_allclose([y, low, high], [mean, mean - std, mean + std])
+        np.testing.assert_allclose(curves[title]["resnet20"][1], values[3])
+        assert len(curves[title]["resnet20"]) == 2
+    x, y, low, high = curves["test accuracy, raw weights, no TTA"]["speed94"]
+    assert x.tolist() == [2, 4, 6, 8]
+    final = accuracies(paths[:3], 0)
+    assert (y[-1], low[-1]) == pytest.approx((np.mean(final), np.mean(final) - np.std(final, ddof=1)))
+    assert f"at the end: speed94 {y[-1]:.4g}" in pictures[0].alt
+    assert len(curves["gradient noise scale"]["speed94"][0]) == 11  # one of twelve is null
+    assert curves["throughput"]["speed94"][2].min() > 1000
+
+
+def test_mean_curve_of_runs_of_different_length():
+    x, y, low, high = html_report.mean_curve([{1.0: 2.0, 2.0: 6.0}, {1.0: 4.0}, {}])
+    assert [list(column) for column in (x, y)] == [[1, 2], [3, 6]]
+    std = np.std([2, 4], ddof=1)
+    assert [list(column) for column in (low, high)] == [[3 - std, 6], [3 + std, 6]]
+    assert [len(column) for column in html_report.mean_curve([{}], 3)] == [0, 0]
+
+
+def test_mean_curve_averages_neighbors():
+    runs = [{float(epoch): float(epoch**2 + run) for epoch in range(10)} for run in range(3)]
+    del runs[2][9.0]
+    x, y, low, high = html_report.mean_curve(runs, 5)
+    assert x.tolist() == [0.5, 2.5, 4.5, 6.5, 8.5]
+    last = np.std([72.5, 73.5, 66.0], ddof=1)  # of the run that has only one of the two
+    np.testing.assert_allclose(y - low, [1, 1, 1, 1, last])
+    np.testing.assert_allclose(high - y, [1, 1, 1, 1, last])
+    assert y[0] == 1.5 and y[-1] == pytest.approx((72.5 + 73.5 + 66) / 3)
+
+
+def test_long_training_is_averaged_and_its_evaluations_are_not(tmp_path, plotted):
+    values = [{"step": step, "epoch": step, "loss": 1, "accuracy": 0.5} | SCORE for step in range(999)]
+    write_records(tmp_path / "run", [{"kind": kind, **record} for record in values for kind in ("train", "eval")])
+    groups = groups_of(tmp_path / "run")
+    html_report.curves(groups)
+    assert [len(arguments[0]["run"][0]) for arguments in plotted.values()] == [999, 111, 111]
+    note = "A point of a long run's training is the mean of several records."
+    assert html_report.describe_curves(groups) == note
+
+
+def test_raw_and_averaged_weights_have_a_chart_each_and_recipes_one_color(tmp_path, plotted):
+    paths = [make_run(tmp_path / "plain", "plain"), make_run(tmp_path / "averaged", "averaged", ema=True)]
+    html_report.curves(groups_of(*paths))
+    assert list(plotted["test accuracy, raw weights, no TTA"][0]) == ["plain", "averaged"]
+    averaged = plotted["test accuracy, ema weights, no TTA"][0]
+    assert [(name, len(line[0])) for name, line in averaged.items()] == [("plain: not recorded", 0), ("averaged", 4)]
+
+
+def test_more_recipes_than_a_chart_can_distinguish(tmp_path, plotted):
+    html_report.curves(groups_of(*(make_run(tmp_path / f"r{i}", f"recipe{i}", last_step=66) for i in range(9))))
+    losses = {title: len(arguments[0]) for title, arguments in plotted.items() if "training loss" in title}
+    assert losses == {"training loss (batch) (1 of 2)": 8, "training loss (batch) (2 of 2)": 1}
+
+
+def test_confusion_matrices_of_a_group_are_summed_over_its_finished_runs(tmp_path, plotted):
+    paths = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in range(3)]
+    expected = sum(np.array(read_result(path)["evaluations"][-1]["confusion"]) for path in paths[:2])
+    (paths[2] / "result.json").unlink()
+    (picture,) = html_report.confusion_matrices(summed_over_groups(*paths))
+    ((counts, names, title),) = plotted.values()
+    assert (counts == expected).all()
+    assert names == CLASSES and title == "speed94, seeds 0, 1: test, raw weights, TTA 2"
+    errors = counts - np.diag(np.diag(counts))
+    assert picture.alt.startswith("confusion")
+    assert f"{np.trace(counts):,} of {counts.sum():,} right; most often, {errors.max():,} times, " in picture.alt
+    true, predicted = (CLASSES.index(name) for name in re.search(r"(\w+) is taken for (\w+)", picture.alt).groups())
+    assert errors[true, predicted] == errors.max()
+
+
+def test_damaged_picture_of_mistakes_is_left_out(tmp_path):
+    path = make_run(tmp_path / "run")
+    runs = run_records.read_runs([path])
+    assert len(html_report.mistakes(runs)) == 1
+    png = (path / "mistakes.png").read_bytes()
+    (path / "mistakes.png").write_bytes(png[: len(png) // 2])
+    assert not html_report.mistakes(runs)
+
+
+def test_run_reports_its_averaged_weights_whatever_their_accuracy(tmp_path, fast_figures):
+    path = make_run(tmp_path / "run", ema=True)
+    result = read_result(path)
+    for score in result["evaluations"]:
+        score["accuracy"] = 0.5 if score["weights"] == "ema" else 0.9
+    change(path, "result.json", evaluations=result["evaluations"])
+    write_records(path, read_records(path, "train"))
+    assert render(path).results("run")["accuracy, %|as reported"] == "50.00|test, ema weights, TTA 2"
+
+
+def test_difference_of_two_groups_has_its_interval(tmp_path, fast_figures):
+    paths = [
+        make_run(tmp_path / f"{name}{seed}", name, seed=seed) for name in ("speed94", "other") for seed in range(3)
+    ]
+    page = render(*paths)
+    (text,) = page.row("speed94", "other")
+    ours, theirs = accuracies(paths[:3], 2), accuracies(paths[3:], 2)
+    assert text.startswith(f"{np.mean(ours) - np.mean(theirs):+.2f} points (95 % interval ")
+    assert "difference of the reported accuracies" not in render(*paths[:4]).html
+
+
+def test_single_evaluations_are_dots_with_n_mean_and_spread(tmp_path, monkeypatch):
+    """As with --eval_every_epochs=0, which evaluates after the last step alone."""
+    shown = {}
+    monkeypatch.setattr(
+        figures, "dot_plot", lambda groups, *_: (shown.update(groups), np.zeros((2, 2, 3), np.uint8))[1]
+    )
+    monkeypatch.setattr(figures, "line_plot", lambda *_: np.zeros((2, 2, 3), np.uint8))
+    paths = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in range(3)]
+    for path in paths:
+        write_records(
+            path, [record for record in read_records(path) if record["kind"] == "train" or record["step"] == 264]
+        )
+    picture = html_report.curves(groups_of(*paths))[0]
+    values = accuracies(paths, 0)
+    text = f"n=3, {np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}"
+    assert shown == {f"speed94\n{text}": pytest.approx(values)} and text in picture.alt
+
+
+def test_raw_and_averaged_charts_have_one_range(tmp_path, plotted):
+    html_report.curves(groups_of(make_run(tmp_path / "run", ema=True)))
+    ranges = [plotted[f"test accuracy, {weights} weights, no TTA"][-1] for weights in ("raw", "ema")]
+    assert ranges[0] == ranges[1] and ranges[0][0] < ranges[0][1]
+
+
+def test_classes_have_wilsons_interval(tmp_path, fast_figures):
+    """Two runs classify the same images, so the interval is for the images of one run."""
+    paths = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in range(2)]
+    for path, right in zip(paths, (80, 100), strict=True):
+        result = read_result(path)
+        for score in result["evaluations"]:
+            score["confusion"] = (np.eye(10, dtype=int) * right + np.eye(10, k=1, dtype=int) * (100 - right)).tolist()
+        change(path, "result.json", evaluations=result["evaluations"])
+        write_records(path, read_records(path, "train"))
+    assert render(*paths).row("cat") == ["90.0", "82.6 to 94.5", "100"]

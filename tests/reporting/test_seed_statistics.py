@@ -3,14 +3,12 @@
 import time
 
 import numpy as np
-import pytest
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.util.tensor_util import make_ndarray
 
 from cifar_towers.reporting.event_files import EventWriter
-from cifar_towers.reporting.sample import Sample
 from cifar_towers.reporting.seed_statistics import SeedStatistics, read_scalars
 
 PREFIXES = ("", "std/", "mean-std/", "mean+std/", "n/")
@@ -90,13 +88,3 @@ def test_statistics_are_updated_in_the_background(tmp_path, monkeypatch):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert read(tmp_path / "seeds/train")["loss", 11] == 3
-
-
-def test_interval_of_the_mean():
-    """Student's t of 4 degrees of freedom is 2.776, of 1 12.706."""
-    assert Sample.of([0.5]).describe_percent() == "mean 50.00 % (n=1)"
-    low, high = Sample.of([0.9400, 0.9416, 0.9414, 0.9432, 0.9394]).interval()
-    std = np.std([0.9400, 0.9416, 0.9414, 0.9432, 0.9394], ddof=1)
-    assert (low, high) == pytest.approx((0.94112 - 2.7764 * std / 5**0.5, 0.94112 + 2.7764 * std / 5**0.5), rel=1e-6)
-    low, high = Sample.of([0.0, 1.0]).interval()
-    assert high - low == pytest.approx(12.7062, rel=1e-5)

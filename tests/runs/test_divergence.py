@@ -47,7 +47,7 @@ def all_finite(train_dir):
 def test_nonfinite_batch_skips_only_its_update(tmp_path, inject_nan, capsys):
     inject_nan({4, 5, 20})
     result = run(WITH_BRIGHTNESS, train_dir=str(tmp_path), checkpoint_every_steps=1, summary_every_steps=1)
-    assert result["step"] == STEPS and result["bad_steps"] == 3 and all_finite(tmp_path)
+    assert result["step"] == STEPS and result["skipped_steps"] == 3 and all_finite(tmp_path)
     previous, skipped = (read_variables(checkpoint) for checkpoint in list_checkpoints(tmp_path)[-2:])
     assert (previous.pop("step"), skipped.pop("step")) == (19, 20) and any(name.startswith("ema") for name in previous)
     for name, value in previous.items():
@@ -80,7 +80,7 @@ def test_nonfinite_batch_is_located(tmp_path, inject_nan, monkeypatch, capsys, s
     monkeypatch.setattr(tf.math, "top_k", lambda losses, count, sorted: SimpleNamespace(indices=tf.range(count)))
     inject_nan({2})
     result = run(WITH_BRIGHTNESS, train_dir=str(tmp_path), max_steps=3, **settings)
-    assert result["bad_steps"] == 1 and all_finite(tmp_path)
+    assert result["skipped_steps"] == 1 and all_finite(tmp_path)
     assert lines_with(capsys.readouterr().out, "step 2", "1 in a row", "3 ", origin, "not finite", "images")
 
 
@@ -93,7 +93,7 @@ def test_too_many_nonfinite_steps_end_a_run_that_can_be_resumed(tmp_path, inject
     with pytest.raises(DivergedError, match=r"step 6 .*3 in a row.*step-00000005 .*--rollback_on_divergence"):
         run(config)
     assert all_finite(tmp_path)
-    assert run(config, max_nonfinite_steps=4)["bad_steps"] == 3
+    assert run(config, max_nonfinite_steps=4)["skipped_steps"] == 3
 
 
 def test_diverged_run_saves_no_nonfinite_values(tmp_path):

@@ -15,8 +15,8 @@ from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import cifar10, sources
 from cifar_towers.errors import Interrupted
 from cifar_towers.inference import evaluate
+from cifar_towers.reporting.phase_timer import TimeLeft
 from cifar_towers.reporting.seed_statistics import read_scalars
-from cifar_towers.reporting.time_left import TimeLeft
 from tests.messages import lines_with
 from tests.runs.short_runs import (
     QUICK,
@@ -44,7 +44,7 @@ def test_records_of_a_run(one_run):
     train = records_of(directory, "train")
     assert [r["step"] for r in train] == list(range(1, 21))  # ten times as often as diagnostics, at least every step
     assert {"step", "epoch", "loss", "accuracy", "images_per_sec", "learning_rate"} <= set(train[0])
-    assert [r["image_side"] for r in train] == [18] * 10 + [20] * 10
+    assert [r["image_size"] for r in train] == [18] * 10 + [20] * 10
     assert train[9]["epoch"] == 1.0 and train[-1]["loss"] < train[0]["loss"]
     final = [r for r in records_of(directory, "eval") if r["step"] == STEPS]
     assert [(r["split"], r["weights"], r["tta"], r["count"]) for r in final] == [
@@ -140,9 +140,9 @@ def test_time_left_counts_each_compiled_step_with_its_own_time(tmp_path, monkeyp
     seconds, compiling, end_step = {}, set(), TimeLeft.end_step
 
     def record(time_left, step, compiled):
-        before = time_left._seconds.total()
+        before = sum(time_left._seconds.values())
         end_step(time_left, step, compiled)
-        seconds[step] = time_left._seconds.total() - before
+        seconds[step] = sum(time_left._seconds.values()) - before
         compiling.update([] if compiled else [step])
 
     monkeypatch.setattr(TimeLeft, "end_step", record)

@@ -13,7 +13,7 @@ from cifar_towers.reporting import run_logger
 from tests.configs import recipe
 from tests.runs.short_runs import QUICK, TINY, events_of, run, tensors_of
 
-TAGS = {"loss", "accuracy", "health/gradient_norm", "health/bad_steps", "health/rollbacks", "health/loss_scale"}
+TAGS = {"loss", "accuracy", "health/gradient_norm", "health/skipped_steps", "health/rollbacks", "health/loss_scale"}
 TAGS |= {"losses/cross_entropy", "losses/cross_entropy (raw)", "losses/total_loss", "losses/total_loss (raw)"}
 TAGS |= {f"learning_rate/{group}" for group in ("kernels", "biases", "head", "whitening")}
 TAGS |= {"speed/images_per_sec", "speed/step_seconds", "speed/input_wait", "memory/host_mb", "input/augmented"}

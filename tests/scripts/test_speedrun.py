@@ -11,7 +11,7 @@ from cifar_towers import files
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources, synthetic
-from cifar_towers.errors import RunError, UsageError
+from cifar_towers.errors import UsageError
 from cifar_towers.training import build
 from scripts.speedrun import comparison, peak, seeds, training
 from scripts.speedrun.settings import SpeedrunConfig
@@ -28,13 +28,7 @@ METADATA = {
 
 @pytest.mark.parametrize(
     ("flag", "message"),
-    [
-        ("--precisions=float16", "'float16' is not one of float32, bfloat16"),
-        ("--peers=jax", "'jax' is not one of pytorch, pytorch-compiled, keras"),
-        ("--peers=tutorial,keras", "tutorial has no speednet94"),
-        ("--target_accuracy=0.9", "--target"),
-        ("--seed=3", "--seeds="),
-    ],
+    [("--peers=jax", "pytorch, "), ("--peers=tutorial,keras", "tutorial has no speednet94"), ("--seed=3", "--seeds=")],
 )
 def test_usage_errors_name_the_flag(flag, message):
     with pytest.raises(UsageError) as caught:
@@ -162,12 +156,6 @@ def test_accuracy_is_that_of_averaged_weights_on_test():
         ]
     ]  # fmt: skip
     assert [seeds.accuracy_on_test(evaluations, tta) for tta in (0, 2)] == [0.2, 0.4]
-
-
-def test_error_of_a_failed_training_has_its_last_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
-    with pytest.raises(RunError, match="exit code 2 .*KERAS_BACKEND=jax"):
-        training.run_training(TrainConfig(**TINY, train_dir=str(tmp_path)), quiet=True)
 
 
 @pytest.mark.slow

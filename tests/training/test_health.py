@@ -14,7 +14,7 @@ def test_too_many_bad_steps_in_a_row_end_a_run():
     patient.record_bad_step(9, "x")
     with pytest.raises(DivergedError, match="step 10 .*2 in a row"):
         patient.record_bad_step(10, "x")
-    assert patient.metadata() == {"bad_steps": 3, "bad_in_a_row": 2, "rollbacks": 0}
+    assert patient.metadata() == {"skipped_steps": 3, "bad_in_a_row": 2, "rollbacks": 0}
 
 
 def test_every_rollback_halves_the_rates_up_to_a_limit():
@@ -25,5 +25,9 @@ def test_every_rollback_halves_the_rates_up_to_a_limit():
     with pytest.raises(DivergedError, match="the last"):
         patient.roll_back(error)
     later = health.DivergenceState(1)
-    later.restore({"bad_steps": 4, "bad_in_a_row": 1, "rollbacks": 2})
-    assert later.metadata() == {"bad_steps": 4, "bad_in_a_row": 1, "rollbacks": 2}  # killed before it was saved again
+    later.restore({"skipped_steps": 4, "bad_in_a_row": 1, "rollbacks": 2})
+    assert later.metadata() == {
+        "skipped_steps": 4,
+        "bad_in_a_row": 1,
+        "rollbacks": 2,
+    }  # killed before it was saved again

@@ -12,9 +12,9 @@ from cifar_towers import files
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import RUN_FIELDS
 from cifar_towers.errors import UsageError
-from cifar_towers.inference import run_table
-from cifar_towers.inference.delete_runs import delete_runs
-from tests.reporting.example_runs import make_run, read_result
+from cifar_towers.inference import runs as trained
+from cifar_towers.inference.runs import delete_runs
+from tests.reporting.example_runs import change, make_run, read_records, read_result, write_records
 
 PROGRAM = Path(__file__).parents[2] / "scripts/runs.py"
 SETTINGS = {
@@ -58,26 +58,68 @@ def start(*arguments, answer=""):
     return subprocess.run(command, input=answer, capture_output=True, text=True)
 
 
-def test_table_has_every_run_and_its_state_in_100_columns(runs):
-    table = run_table.format_table(run_table.find_runs(runs)).splitlines()
-    assert len(table) == 21 and max(map(len, table)) <= 100
-    states = {line.split()[0]: line for line in table}
+def test_table_has_every_run_and_its_state_in_120_columns(runs):
+    table = trained.format_table(trained.find_runs(runs), runs).splitlines()
+    lines = table[: table.index("")]
+    assert len(lines) == 21 and max(map(len, table)) <= 120
+    states = {line.split()[0]: line for line in lines}
     for seed, state in ((0, "done"), (5, "stopped at 132"), (6, "damaged"), (7, "running at 264"), (8, "no step yet")):
         assert f"  {state}  " in states[f"speed94-seed{seed}"]
     accuracies = {score["tta"]: score["accuracy"] for score in read_result(runs / "speed94-seed1")["evaluations"]}
     plain, augmented = (f"{100 * accuracies[tta]:.2f}" for tta in (0, 2))
     assert states["speed94-seed1"].split() == [
-        "speed94-seed1", "2", "done", plain, augmented, "1,876", "9.7", "abc1231", "2",
+        "speed94-seed1", "cifar10", "2", "done", plain, augmented, "1,876", "9.7", "abc1231", "2",
     ]  # fmt: skip
 
 
-def test_runs_of_one_name_are_shown_with_their_folders(runs):
-    (run,) = run_table.find_runs(runs, "speed94-seed0")
-    copies = [run._replace(run=f"/data/runs/{folder}/seed0") for folder in "ab"]
-    assert [line[:26] for line in run_table.format_table(copies).splitlines()[1:]] == [
-        "a/seed0 (speed94, seed 0) ", "b/seed0 (speed94, seed 0) ",
-    ]  # fmt: skip
-    assert run_table.format_table(copies[:1]).splitlines()[1].startswith("seed0 (speed94, seed 0)")
+def test_runs_are_told_apart_by_their_paths(runs):
+    """Recipe and seed follow where the path does not say them, and the end of a long path is what is kept."""
+    (run,) = trained.find_runs(runs, "speed94-seed0")
+    for path, shown in (
+        ("speed94-seed0", "speed94-seed0  "),
+        ("high/seed0", "high/seed0 (speed94, seed 0)"),
+        ("a-folder-with-a-long-name/low/seed0", "…er-with-a-long-name/low/seed0"),
+    ):
+        table = trained.format_table([run._replace(run=f"{runs}/{path}")], runs)
+        assert table.splitlines()[1].startswith(shown), table
+    one, other = (run._replace(run=f"{runs}/a-name-that-is-long-in-both-{name}/seed0") for name in ("high", "low"))
+    names = [line[: trained.NAME_WIDTH] for line in trained.format_table([one, other], runs).splitlines()[1:3]]
+    assert names[0] != names[1]
+
+
+def test_accuracies_are_of_averaged_weights_and_not_of_the_better_ones(tmp_path):
+    run = make(tmp_path, ema=True)
+    evaluations = read_result(run)["evaluations"]
+    for evaluation in evaluations:
+        evaluation["accuracy"] = 0.99 if evaluation["weights"] == "raw" else (0.94 if evaluation["tta"] else 0.93)
+    write_evaluations(run, evaluations)
+    (found,) = trained.find_runs(tmp_path)
+    assert (found.weights, found.accuracy, found.tta_accuracy) == ("ema", 0.93, 0.94)
+    write_evaluations(run, [evaluation for evaluation in evaluations if evaluation["weights"] == "raw"])
+    (found,) = trained.find_runs(tmp_path)
+    assert (found.weights, found.accuracy, found.tta_accuracy) == ("raw", 0.99, 0.99)
+
+
+def write_evaluations(run, evaluations):
+    """Leave these evaluations alone in a run's result."""
+    change(run, "result.json", evaluations=evaluations)
+    records = [record for record in read_records(run) if record["kind"] == "train"]
+    write_records(run, records)
+
+
+def test_contents_of_checkpoints_are_compared_only_when_asked(runs):
+    state = runs / "speed94-seed0/checkpoints/step-00000264/state"
+    state.write_bytes(b"x" * state.stat().st_size)
+    for flags, expected in (([], "done"), (["--verify"], "damaged")):
+        line = start(f"--runs_dir={runs}", "speed94-seed0", "--json", *flags).stdout
+        assert json.loads(line)["state"] == expected
+
+
+@pytest.mark.parametrize("name", ["config.json", "result.json", "environment.json"])
+def test_run_with_a_damaged_file_is_shown_as_damaged(runs, name):
+    (runs / "speed94-seed0" / name).write_text("{")
+    (run,) = trained.find_runs(runs, "speed94-seed0")
+    assert run.state == "damaged" and run.seed == (None if name == "config.json" else 0)
 
 
 def test_runs_are_found_by_pattern_sorted_and_printed_as_json(runs):
@@ -85,9 +127,9 @@ def test_runs_are_found_by_pattern_sorted_and_printed_as_json(runs):
     records = [json.loads(line) for line in found.stdout.splitlines()]
     assert {record["recipe"] for record in records} == {"resnet20"} and len(records) == 5, found.stderr
     assert [record["accuracy"] for record in records] == sorted(record["accuracy"] for record in records)
-    assert tuple(records[0]) == RUN_FIELDS == run_table.RunSummary._fields
+    assert tuple(records[0]) == RUN_FIELDS == trained.RunSummary._fields[:-1]
     for key in RUN_FIELDS:
-        run_table.sort_runs(run_table.find_runs(runs), key)
+        trained.sort_runs(trained.find_runs(runs), key)
     assert start(f"--runs_dir={runs}", "nothing*").stdout == "no runs\n"
     missing = start("--runs_dir=/nowhere")
     assert missing.returncode == 2 and missing.stderr.startswith("usage: there is no directory /nowhere; ")
@@ -100,7 +142,23 @@ def test_best_run_is_the_finished_one_with_the_highest_accuracy(runs):
     best = max(range(5), key=lambda seed: finished[seed][1]["accuracy"])
     assert start(f"--runs_dir={runs}", "--best=speed94").stdout == f"{runs}/speed94-seed{best}\n"
     with pytest.raises(UsageError, match="no run of speed95 is finished; finished recipes: a-recipe.*, speed94"):
-        run_table.best_run(run_table.find_runs(runs), "speed95")
+        trained.best_run(trained.find_runs(runs), "speed95")
+
+
+def test_best_run_is_of_one_data_set(runs, caplog):
+    """A run on forty pictures of its own does not beat those on the recipe's data."""
+    for seed in range(4):
+        evaluations = [score | {"accuracy": 1.0} for score in read_result(runs / f"speed94-seed{seed}")["evaluations"]]
+        write_evaluations(runs / f"speed94-seed{seed}", evaluations)
+        change(runs / f"speed94-seed{seed}", "result.json", dataset="folder:/pictures")
+    assert start(f"--runs_dir={runs}", "--best=speed94").stdout == f"{runs}/speed94-seed4\n"
+    found = trained.find_runs(runs, "speed94-seed[0-4]")
+    with pytest.raises(UsageError, match="several data sets.*: cifar10, folder:/pictures; .*pattern"):
+        trained.best_run(found, "speed94")
+    with caplog.at_level("INFO"):
+        assert trained.best_run(found[:4], "speed94", "cifar10").data == "folder:/pictures"
+    assert "no run of speed94 on cifar10" in caplog.text and "folder:/pictures" in caplog.text
+    assert start(f"--runs_dir={runs}", "--best=speed94", "speed94-seed1").stdout == f"{runs}/speed94-seed1\n"
 
 
 def test_deleting_asks_and_takes_what_the_run_wrote(runs):

@@ -1,4 +1,6 @@
+import gc
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +10,8 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.data.dataset import CIFAR10, Dataset, Split
-from cifar_towers.reporting import environment
+from cifar_towers.reporting import run_info
+from cifar_towers.reporting.run_info import ResourceMonitor
 from cifar_towers.towers import Tower
 
 ROOT = Path(__file__).parents[2]
@@ -20,13 +23,13 @@ ROOT = Path(__file__).parents[2]
 )
 def test_command_can_be_typed_again(monkeypatch, program, command):
     monkeypatch.setattr("sys.argv", [program, "--seed=3"])
-    assert environment.describe_machine()["command"] == [*command, "--seed=3"]
+    assert run_info.describe_machine()["command"] == [*command, "--seed=3"]
 
 
 def test_installed_copy_ignores_the_repository_around_it(monkeypatch):
-    assert environment._git_revision() != "unknown" or not (ROOT / ".git").exists()
-    monkeypatch.setattr(environment, "__file__", str(ROOT / "tests" / "a" / "b" / "environment.py"))
-    assert environment._git_revision() == "unknown"
+    assert run_info._git_revision() != "unknown" or not (ROOT / ".git").exists()
+    monkeypatch.setattr(run_info, "__file__", str(ROOT / "tests" / "a" / "b" / "run_info.py"))
+    assert run_info._git_revision() == "unknown"
 
 
 def split(number):
@@ -36,7 +39,7 @@ def split(number):
 def describe(model, variables, dataset, banner=""):
     run = SimpleNamespace(model=model, variables=variables, dataset=dataset, banner=banner, precision="float32")
     run.towers, run.config = [Tower(0, "/CPU:0")], SimpleNamespace(crop=4)
-    return environment.describe_run(run)
+    return run_info.describe_run(run)
 
 
 def test_environment_of_a_run():
@@ -64,3 +67,53 @@ def test_subclassed_model_has_no_list_of_layers():
 
     content = describe(Subclassed(), {}, Dataset("mine", split(0), split(0), split(0)), "FAKE")
     assert content["model"] == content["variables"] == [] and content["synthetic_data"] == "FAKE"
+
+
+def test_numbers_have_their_nouns():
+    assert [run_info.count(number, "step") for number in (0, 1, 1200)] == ["0 steps", "1 step", "1,200 steps"]
+
+
+class NVMLError(Exception):
+    pass
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """A fake of NVIDIA's library with two GPUs."""
+    library = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=90 + handle),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda gpu: {"current": 5e9, "peak": 6e9})
+    return library
+
+
+def test_host_memory():
+    gc.collect()  # not between the two
+    monitor = ResourceMonitor([Tower(0, "/CPU:0")])
+    before, held = monitor(), bytearray(10**8)
+    assert set(before) == {"memory/host_mb"}
+    assert 90 < monitor()["memory/host_mb"] - before["memory/host_mb"] < 130 and held
+
+
+def test_gpu_memory_and_utilization(nvml):
+    values = ResourceMonitor([Tower(0, "/GPU:0"), Tower(1, "/GPU:1")])()
+    assert values.pop("memory/host_mb") > 100
+    memory = {"memory/GPU:0_mb": 6000, "memory/GPU:1_mb": 6000}
+    assert values == memory | {"gpu_utilisation/0": 90, "gpu_utilisation/1": 91}
+
+
+def test_failing_driver_is_left_out(nvml, monkeypatch):
+    def fails(*_):
+        raise NVMLError
+
+    nvml.nvmlDeviceGetUtilizationRates = fails
+    assert "gpu_utilisation/0" not in ResourceMonitor([Tower(0, "/GPU:0")])()
+    nvml.nvmlInit = fails
+    assert "gpu_utilisation/0" not in ResourceMonitor([Tower(0, "/GPU:0")])()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "memory/GPU:0_mb" in ResourceMonitor([Tower(0, "/GPU:0")])()

@@ -3,6 +3,7 @@ import json
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from PIL import Image
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -20,8 +21,9 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.util.tensor_util import make_ndarray
 
-from cifar_towers.reporting import tb_protos
+from cifar_towers.reporting import tensorboard_writer
 from cifar_towers.reporting.event_files import EventWriter
+from cifar_towers.towers import average_gradients, run_on_towers, split_batch
 
 SETTINGS = {"recipe": "speed94", "lr": 0.25, "batch_size": np.int64(512), "ema": True}
 
@@ -61,7 +63,7 @@ def test_scalars_and_texts_are_read_back(tmp_path):
 
 def test_image_is_read_back(tmp_path):
     shown = np.random.default_rng(0).integers(0, 256, (4, 7, 3), np.uint8)
-    write(tmp_path, tb_protos.image("mistakes", shown))
+    write(tmp_path, tensorboard_writer.image("mistakes", shown))
     (value,), plugin = read(tmp_path, "mistakes")[0].values(), read(tmp_path, "mistakes")[1]
     width, height, png = value
     assert plugin == "images" and (width, height) == (b"7", b"4")
@@ -72,21 +74,21 @@ def test_image_is_read_back(tmp_path):
 def test_histograms_equal_tensorboards(tmp_path, data):
     low, high = (min(data), max(data)) if data else (np.inf, -np.inf)
     counts = np.histogram(data, 8, (low, high))[0] if data else np.zeros(8, int)
-    write(tmp_path, tb_protos.histogram("weights", low, high, counts))
+    write(tmp_path, tensorboard_writer.histogram("weights", low, high, counts))
     (value,), plugin = read(tmp_path, "weights")[0].values(), read(tmp_path, "weights")[1]
     assert plugin == "histograms" and value.dtype == np.float64
     np.testing.assert_allclose(value, content(histogram_pb("weights", data, 8)))
 
 
 def test_equal_values_may_be_counted_in_any_bucket():
-    first, last = (tb_protos.histogram("weights", 3, 3, counts) for counts in ([7, 0, 0], [0, 0, 7]))
+    first, last = (tensorboard_writer.histogram("weights", 3, 3, counts) for counts in ([7, 0, 0], [0, 0, 7]))
     assert first == last and content(last).tolist() == [[3, 3, 0], [3, 3, 0], [3, 3, 7]]
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 0), (np.nan, 1), (0, np.nan), (-np.inf, 0), (np.inf, np.inf)])
 def test_histogram_without_a_range_is_refused(low, high):
     with pytest.raises(ValueError, match=r"weights: a histogram from (1|nan|0|-?inf) to"):
-        tb_protos.histogram("weights", low, high, [1, 2])
+        tensorboard_writer.histogram("weights", low, high, [1, 2])
 
 
 def pr_curve_by_definition(right, probability):
@@ -105,7 +107,7 @@ def test_pr_curve_equals_its_definition(tmp_path, dtype):
     probability = generator.beta(0.5, 0.5, 1000).astype(dtype)
     probability[:250] = np.resize([0, 1, 0.5], 250)
     right = generator.random(1000) < probability
-    write(tmp_path, tb_protos.pr_curve("cat", right, probability))
+    write(tmp_path, tensorboard_writer.pr_curve("cat", right, probability))
     (value,), plugin = read(tmp_path, "cat")[0].values(), read(tmp_path, "cat")[1]
     assert plugin == "pr_curves" and value.shape == (6, 127) and value.dtype == np.float32
     np.testing.assert_allclose(value, pr_curve_by_definition(right, probability), rtol=1e-6)
@@ -114,7 +116,7 @@ def test_pr_curve_equals_its_definition(tmp_path, dtype):
 @pytest.mark.parametrize("right", [[], [True], [False], [False] * 5, [True] * 5])
 def test_pr_curves_of_few_examples_and_of_one_kind(tmp_path, right):
     probability = np.linspace(0.2, 0.9, len(right))
-    value = tb_protos.pr_curve("cat", right, probability)
+    value = tensorboard_writer.pr_curve("cat", right, probability)
     assert np.array_equal(content(value), np.float32(pr_curve_by_definition(np.array(right, bool), probability)))
     write(tmp_path / "eval", value)
     plugin = PrCurvesPlugin(tensorboard(tmp_path))
@@ -125,11 +127,14 @@ def test_pr_curves_of_few_examples_and_of_one_kind(tmp_path, right):
 @pytest.mark.parametrize("probability", [-0.01, 1.01, np.nan, np.inf])
 def test_values_outside_0_to_1_are_no_probabilities(probability):
     with pytest.raises(ValueError, match="cat: probabilities from"):
-        tb_protos.pr_curve("cat", [True, False], [0.5, probability])
+        tensorboard_writer.pr_curve("cat", [True, False], [0.5, probability])
 
 
 def test_probability_above_1_by_rounding():
-    assert content(tb_protos.pr_curve("cat", [True], np.nextafter(np.ones(1, np.float32), np.float32(2))))[0, -1] == 1
+    assert (
+        content(tensorboard_writer.pr_curve("cat", [True], np.nextafter(np.ones(1, np.float32), np.float32(2))))[0, -1]
+        == 1
+    )
 
 
 def session_groups(logdir):
@@ -175,8 +180,44 @@ def test_custom_scalars_have_their_charts(tmp_path):
         "accuracy": {"test": [r"accuracy/test"], "all": [r"accuracy/.*", r"top5/\w+"]},
         "losses": {"raw": ["losses/"]},
     }
-    write(tmp_path / "eval", tb_protos.custom_scalars(charts), scalar_pb("accuracy/test", 0.5))
+    write(tmp_path / "eval", tensorboard_writer.charts_summary(charts), scalar_pb("accuracy/test", 0.5))
     plugin = CustomScalarsPlugin(tensorboard(tmp_path))
     shown = json.loads(plugin.layout_impl(RequestContext(), ""))["category"]
     titles = {c["title"]: {chart["title"]: chart["multiline"]["tag"] for chart in c["chart"]} for c in shown}
     assert titles == charts
+
+
+def traced(towers):
+    weight = tf.Variable([[2.0]], name="layer/kernel")
+
+    def on_tower(_, shard):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((shard @ weight) ** 2)
+        return [(tape.gradient(loss, weight), weight)]
+
+    @tf.function(autograph=False)
+    def step(batch):
+        gradients = average_gradients(run_on_towers(on_tower, towers, split_batch(batch, towers)))
+        for gradient, variable in gradients:
+            variable.assign_sub(gradient)
+
+    return weight, step.get_concrete_function(tf.TensorSpec([9, 1]))
+
+
+def test_towers_are_drawn_side_by_side(towers):
+    weight, function = traced(towers(3))
+    ((_, placeholder),) = [pair for pair in function.graph.captures if pair[0] is weight.handle]
+    assert placeholder.op.name.startswith("tower_0/")  # where the variable was first read
+    graph = function.graph.as_graph_def()
+    shown = tensorboard_writer.relabel_graph(graph, {placeholder.op.name: "layer/kernel"})
+    names = {node.name for node in shown.node}
+    assert len(names) == len(graph.node) and "variables/layer/kernel" in names
+    assert {f"tower_{k}" for k in range(3)} <= {name.split("/")[0] for name in names}
+    assert not [name for name in names if name.startswith("gradient_tape") or "/" not in name]
+    assert [name for name in names if name.startswith("tower_2/gradients/")]
+    for node in shown.node:
+        sources = [source.lstrip("^").split(":")[0] for source in node.input]
+        assert set(sources) <= names
+        tower = node.name.split("/")[0]
+        if tower.startswith("tower_"):
+            assert not [s for s in sources if s.startswith("tower_") and s.split("/")[0] != tower]

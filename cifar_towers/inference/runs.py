@@ -1,0 +1,221 @@
+"""The runs below a directory: what they train, how far they are, what they reached; and deleting runs.
+
+No function here needs TensorFlow.
+"""
+
+import contextlib
+import fnmatch
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cifar_towers import files
+from cifar_towers.checkpointing import workdir
+from cifar_towers.checkpointing.checkpoint import list_checkpoints
+from cifar_towers.errors import DataError, UsageError
+from cifar_towers.evaluation.score import reported_score
+from cifar_towers.registry import FOLDER
+from cifar_towers.reporting.run_records import RunRecord, read_run, shorten
+
+log = logging.getLogger(__name__)
+
+RUNNING, DONE, STOPPED, DAMAGED, EMPTY = "running", "done", "stopped", "damaged", "no step yet"
+NAME_WIDTH, DATA_WIDTH, REVISION_WIDTH = 30, 12, 9
+NOTE = "accuracy: averaged weights if a run keeps an average, otherwise raw ones; TTA: the highest level scored"
+
+
+class RunSummary(NamedTuple):
+    """A run in a line. The fields before `record` are `config.programs.RUN_FIELDS`."""
+
+    run: str  # its directory
+    recipe: str
+    data: str  # name of the data set
+    seed: int | None
+    towers: int | None
+    state: str  # RUNNING, DONE, STOPPED, DAMAGED or EMPTY
+    step: int
+    weights: str | None  # that the accuracies are of: `ema` or `raw`
+    accuracy: float | None  # a fraction, without test-time augmentation
+    tta_accuracy: float | None  # at the highest level that was scored
+    images_per_sec: float | None
+    minutes: float | None  # of training, compilation, evaluation and saving
+    revision: str
+    megabytes: float
+    record: RunRecord
+
+
+def find_runs(root: Path, pattern: str = "*", verify: bool = False) -> list[RunSummary]:
+    """Summarize the runs in and below `root`, sorted by directory.
+
+    Args:
+      pattern: a pattern of the shell, for a run's path below `root`, its name, or its whole path.
+      verify: compare the contents of the last checkpoints with their SHA-256, which takes seconds, and not only sizes.
+
+    Raises:
+      UsageError: there is no such directory.
+    """
+    if not root.is_dir():
+        raise UsageError(f"there is no directory {root}; give --runs_dir=..., or train first")
+    found = []
+    for directory in sorted(path.parent for path in root.rglob(files.CONFIG)):
+        names = (str(directory.relative_to(root)), directory.name, str(directory))
+        if any(fnmatch.fnmatch(name, pattern) for name in names) and workdir.is_run(directory):
+            found.append(summarize(directory, verify))
+    return found
+
+
+def summarize(directory: Path, verify: bool = False) -> RunSummary:
+    """Summarize one run. A run with a damaged file is shown with what can be read."""
+    is_damaged = False
+    try:
+        record = read_run(directory, directory.name)
+    except (UsageError, DataError):
+        is_damaged = True
+        config: dict[str, Any] = {}
+        with contextlib.suppress(DataError):
+            config = files.read_json(directory / files.CONFIG)
+        record = RunRecord(directory.name, directory, config, {}, {}, 0, [], [])
+    reported = reported_score(list(record.scores.values())) or {}
+    kind = [reported.get(key) for key in ("split", "weights")]
+    plain = [s for s in record.scores.values() if [s["split"], s["weights"]] == kind and not s["tta"]]
+    rates = [rate for each in record.training if (rate := each.get("images_per_sec"))]
+    return RunSummary(
+        run=str(directory),
+        recipe=record.title,
+        data=_data_name(record),
+        seed=record.config.get("seed"),
+        towers=len(record.towers) or None,
+        state=_state(record, is_damaged, verify),
+        step=record.step,
+        weights=reported.get("weights"),
+        accuracy=plain[0]["accuracy"] if plain else None,
+        tta_accuracy=reported["accuracy"] if reported.get("tta") else None,
+        images_per_sec=record.result.get("images_per_sec") or (rates[-1] if rates else None),
+        minutes=sum(record.result["seconds"].values()) / 60 if record.finished else None,
+        revision=record.environment.get("git_revision") or "unknown",
+        megabytes=files.size_in_bytes(directory) / 1e6,
+        record=record,
+    )
+
+
+def _data_name(record: RunRecord) -> str:
+    if name := record.result.get("dataset"):
+        return name
+    requested = record.config.get("dataset") or "-"
+    return requested if requested != "auto" else "synthetic" if record.banner else "cifar10"
+
+
+def _state(record: RunRecord, is_damaged: bool, verify: bool) -> str:
+    if files.is_locked(record.directory / files.LOCK):
+        return RUNNING
+    checkpoints = list_checkpoints(record.directory)
+    if is_damaged or (checkpoints and files.validate(checkpoints[-1], hashes=verify)):
+        return DAMAGED
+    if record.finished:
+        return DONE
+    return STOPPED if checkpoints or record.step else EMPTY
+
+
+def sort_runs(runs: Sequence[RunSummary], key: str) -> list[RunSummary]:
+    """Sort by a field, ascending, with the runs that lack it first. Without a key the order stays."""
+    return sorted(runs, key=lambda run: (getattr(run, key) is not None, getattr(run, key))) if key else [*runs]
+
+
+def best_run(runs: Sequence[RunSummary], recipe: str, data: str = "") -> RunSummary:
+    """Return the finished run of a recipe with the highest accuracy, with TTA if all its runs were scored with it.
+
+    Args:
+      data: the recipe's own data set. Runs on other data are ranked only if there are none on this one, and all are on
+        the same; a line then says so.
+
+    Raises:
+      UsageError: no run of the recipe is finished, or the finished ones are on several other data sets.
+    """
+    done = [run for run in runs if run.recipe == recipe and run.state == DONE and run.accuracy is not None]
+    if not done:
+        known = ", ".join(sorted({run.recipe for run in runs if run.state == DONE})) or "none"
+        raise UsageError(f"no run of {recipe} is finished; finished recipes: {known}")
+    names = sorted({run.data for run in done})
+    if data in names:
+        done = [run for run in done if run.data == data]
+    elif len(names) > 1:
+        raise UsageError(
+            f"finished runs of {recipe} are on several data sets, whose accuracies do not compare: {', '.join(names)}; "
+            "give a pattern of names too"
+        )
+    elif data:
+        log.info(f"no run of {recipe} on {data} is finished; ranked those on {names[0]}")
+    augmented = all(run.tta_accuracy is not None for run in done)
+    return max(done, key=lambda run: (run.tta_accuracy if augmented else run.accuracy) or 0.0)
+
+
+def format_json(runs: Sequence[RunSummary]) -> str:
+    """Return one JSON object per line, for other programs."""
+    return "\n".join(files.to_json(dict(zip(run._fields[:-1], run, strict=False))) for run in runs)
+
+
+def format_table(runs: Sequence[RunSummary], root: Path) -> str:
+    """Return the runs below `root` as text of at most 120 columns."""
+    heading = ("run", "data", "towers", "state", "accuracy", "TTA", "images/s", "minutes", "revision", "MB")
+    rows = [heading, *((_name(run, root), *_cells(run)) for run in runs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    align = ["<" if name in ("run", "data", "state", "revision") else ">" for name in heading]
+    cells = [[f"{cell:{pad}{width}}" for cell, pad, width in zip(row, align, widths, strict=True)] for row in rows]
+    lines = ["  ".join(row).rstrip() for row in cells]
+    return "\n".join([*lines, "", NOTE])
+
+
+def _name(run: RunSummary, root: Path) -> str:
+    """Return the path below `root`, and recipe and seed if the path does not say them and there is room."""
+    path = Path(run.run)
+    name = str(path.relative_to(root))
+    if len(name) > NAME_WIDTH:
+        return f"…{name[1 - NAME_WIDTH :]}"  # the end tells seeds apart
+    says_all = path.name == f"{run.recipe}-seed{run.seed}"
+    return name if says_all else shorten(f"{name} ({run.recipe}, seed {run.seed})", NAME_WIDTH)
+
+
+def _cells(run: RunSummary) -> tuple[str, ...]:
+    data = FOLDER + Path(run.data).name if run.data.startswith(FOLDER) else run.data
+    return (
+        shorten(data, DATA_WIDTH),
+        _number(run.towers, "d"),
+        f"{run.state} at {run.step:,}" if run.state in (RUNNING, STOPPED) and run.step else run.state,
+        _number(run.accuracy and 100 * run.accuracy, ".2f"),
+        _number(run.tta_accuracy and 100 * run.tta_accuracy, ".2f"),
+        _number(run.images_per_sec, ",.0f"),
+        _number(run.minutes, ",.1f"),
+        shorten(run.revision.replace("-dirty", "+"), REVISION_WIDTH),
+        _number(run.megabytes, ",.0f"),
+    )
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def delete_runs(directories: Sequence[Path], confirm: Callable[[str], bool]) -> str:
+    """Delete these runs if `confirm` says yes to the question, and return what was done.
+
+    What the runs wrote is deleted, and a directory only if nothing else is left in it.
+
+    Raises:
+      UsageError: one of them is no run, or a process writes it; then none is deleted.
+    """
+    for directory in directories:
+        if not workdir.is_run(directory):
+            raise UsageError(f"{directory} is no run, so nothing was deleted; give directories of runs")
+        if files.is_locked(directory / files.LOCK):
+            raise UsageError(f"{directory} is being written, so nothing was deleted; end its training first")
+    size = sum(map(files.size_in_bytes, directories))
+    names = ", ".join(map(str, directories))
+    if not confirm(f"delete {names}, {size / 1e6:,.0f} MB? [y/N] "):
+        return "nothing was deleted"
+    for directory in directories:
+        with workdir.exclusive(directory):
+            workdir.clear(directory)
+            (directory / files.LOCK).unlink()
+        with contextlib.suppress(OSError):  # somebody else's files are in it
+            directory.rmdir()
+    return f"deleted {names}"
