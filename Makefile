@@ -6,8 +6,7 @@ ARGS ?=
 TARGET := $(patsubst speed%,--target=0.%,$(filter speed93 speed94 speed95 speed96,$(CONFIG)))
 BIN := .venv/bin
 NVIDIA := $(wildcard /proc/driver/nvidia/version /usr/lib/wsl/lib/libcuda.so.1)
-comma := ,
-EXTRAS := $(if $(NVIDIA),dev$(comma)gpu,dev)
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e
 
 # a flag overrides the recipe wherever it stands, and smoke has data of its own
 RECIPE := --recipe=$(CONFIG) $(if $(filter smoke,$(CONFIG)),,--dataset=auto)
@@ -25,14 +24,19 @@ help:
 
 ##@ Use
 
-setup: .venv/ready  ## install all that is needed into .venv; the others do so themselves
+setup: .venv/ready  ## install what the programs need into .venv; every other target does so itself
 
 .venv/ready: setup.cfg pyproject.toml
 	@echo "setting up .venv (a minute or two, once)"
 	@$(BIN)/python -c 'import pip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[$(EXTRAS)]'
+	$(INSTALL) '.$(if $(NVIDIA),[gpu])'
 	@# byte code of what every start imports, and of no more: half of a start's time, where Python may not write it itself
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import keras.src.backend.tensorflow, tensorflow, tensorflow_datasets, tensorboard.main' 2>/dev/null || true
+	@touch $@
+
+# what only tests and exports need is installed when it is needed: it takes half as long again
+.venv/dev-ready .venv/export-ready .venv/browser-ready: .venv/%-ready: .venv/ready
+	$(INSTALL) '.[$*]'
 	@touch $@
 
 train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers, on CIFAR-10 or else synthetic data
@@ -47,7 +51,7 @@ evaluate: .venv/ready  ## score a checkpoint of a run: ARGS='--train_dir=runs/sp
 predict: .venv/ready  ## classify images: ARGS='--train_dir=runs/speed94-seed0 picture.jpg folder/'
 	@$(BIN)/python scripts/predict.py $(ARGS)
 
-export: .venv/ready  ## write a model for use elsewhere: ARGS='--train_dir=runs/... --format=onnx'
+export: .venv/$(if $(filter %onnx %litert,$(ARGS)),export-)ready  ## write a model for use elsewhere: ARGS='--train_dir=runs/... --format=onnx'
 	@$(BIN)/python scripts/export.py $(ARGS)
 
 tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
@@ -66,34 +70,33 @@ scaling: .venv/ready  ## measure one tower, and predict CONFIG's step on 1 to 64
 
 ##@ Develop
 
-test: .venv/ready  ## run the tests, in ten minutes or less on two cores; some: ARGS='-s -k ...'
+test: .venv/dev-ready  ## run the tests, in ten minutes or less on two cores; some: ARGS='-s -k ...'
 	@$(BIN)/python -m pytest -m 'not slow and not browser and not needs_gpu' $(or $(ARGS),-n 2 --dist worksteal)
 
-test-long: .venv/ready  ## run all tests, with whole recipes
+test-long: .venv/dev-ready  ## run all tests, with whole recipes
 	@$(BIN)/python -m pytest -m 'not browser and not needs_gpu' $(ARGS)
 
-test-browser: .venv/ready  ## test TensorBoard and the report in a browser (chromium), with screenshots
-	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[browser]'
+test-browser: .venv/dev-ready .venv/browser-ready  ## test TensorBoard and the report in a browser (chromium), with screenshots
 	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
-test-gpu: .venv/ready  ## on GPUs: some tests, make bench and speed94; writes the table of docs/gpus.md
+test-gpu: .venv/dev-ready  ## on GPUs: some tests, make bench and speed94; writes the table of docs/gpus.md
 	@$(BIN)/python -m tests.on_gpus $(ARGS)
 
-lint: .venv/ready  ## check style (ruff)
+lint: .venv/dev-ready  ## check style (ruff)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-format: .venv/ready  ## fix style (ruff)
+format: .venv/dev-ready  ## fix style (ruff)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 compare: .venv/ready  ## train small runs at REV and at HEAD: are losses and weights the same?
 	@$(BIN)/python scripts/compare_revisions.py $(REV) $(ARGS)
 
-faults: .venv/ready  ## inject faults: kill runs, damage files, fill disks (Linux, root, strace)
+faults: .venv/dev-ready  ## inject faults: kill runs, damage files, fill disks (Linux, root, strace)
 	@$(BIN)/python -m tests.faults $(ARGS)
 
-faults-long: .venv/ready  ## as many trials as in docs/faults.md (two hours); the same command resumes
+faults-long: .venv/dev-ready  ## as many trials as in docs/faults.md (two hours); the same command resumes
 	@$(BIN)/python -m tests.faults --long $(ARGS)
 
 clean:  ## remove .venv and caches, never runs/

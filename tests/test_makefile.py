@@ -54,6 +54,21 @@ def test_targets_take_their_recipe_from_config(target, config_class, recipe):
     assert trained.dataset == ("synthetic" if recipe == "smoke" else "auto")
 
 
+@pytest.mark.parametrize(
+    ("target", "extras"),
+    [
+        *(("train", []), ("predict", []), ("test", ["dev"]), ("lint", ["dev"]), ("test-browser", ["dev", "browser"])),
+        *(("export", []), ("export --format=keras", []), ("export --format=onnx", ["export"])),
+    ],
+)
+def test_targets_install_no_more_than_they_need(target, extras):
+    target, *flags = target.split()
+    commands = make("--dry-run", "--always-make", target, "NVIDIA=", f"ARGS={' '.join(flags)}")
+    assert re.findall(r"pip install .* -e '\.(.*)'", commands) == ["", *(f"[{extra}]" for extra in extras)]
+    with_gpus = make("--dry-run", "--always-make", target, "NVIDIA=driver")
+    assert "pip install" in with_gpus and "-e '.[gpu]'" in with_gpus
+
+
 def test_exit_code_of_a_program_is_in_the_last_line_as_the_menu_says():
     ready = ["-o", ".venv/ready", f"BIN={Path(sys.executable).parent}"]
     failed = run(*ready, "train", "ARGS=--dataset=folder:nowhere")
