@@ -188,10 +188,10 @@ def compare_runs(shutdown: ShutdownHandler) -> int:
     config = start_tool(CompareConfig, compare_runs, shutdown, "nothing was changed")
     from cifar_towers.inference import compare
 
-    finding = compare.compare_runs(*map(Path, config.runs))
+    same, text = compare.compare_runs(*map(Path, config.runs))
     with checked_output():
-        print(finding.text)
-    return 0 if finding.equal else RunError.exit_code
+        print(text)
+    return 0 if same else RunError.exit_code
 
 
 @program

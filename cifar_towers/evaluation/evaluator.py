@@ -1,6 +1,7 @@
 """Evaluation of whole splits on the towers, every example exactly once."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -18,21 +19,24 @@ from cifar_towers.towers.placement import HOST
 MAX_BATCH_PIXELS = 2000 * 32 * 32
 MAX_FEATURES = 1000  # examples whose features are returned
 
+Values = Sequence[Any]  # of variables: tensors, arrays or the variables
+EvaluateFn = Callable[..., dict[int, Score]]  # (split, weights, non_trainable, tta) -> score by level of TTA
+
 
 class Evaluator:
     """The evaluations of one run: when, on which splits, with which weights.
 
     Args:
-      evaluate: from `make_evaluate_fn`.
-      splits: by name, in the order they are reported; before the end of the run, only the first is evaluated.
+      evaluate: the function that `make_evaluate_fn` returns.
+      splits: the splits by name, in the order of the reports. Before the end of the run only the first is evaluated.
       weight_sets: returns name -> (weights, non-trainable values) to evaluate with.
       every_steps: steps between evaluations before the end; 0: only at the end.
-      last_step: of the run.
+      last_step: last step of the run.
     """
 
     def __init__(
         self,
-        evaluate: Callable[..., dict[int, Score]],
+        evaluate: EvaluateFn,
         splits: Mapping[str, Split],
         weight_sets: Callable[[], Mapping[str, tuple]],
         every_steps: int,
@@ -43,11 +47,15 @@ class Evaluator:
         self._every_steps, self._last_step = every_steps, last_step
 
     def is_due(self, step: int) -> bool:
-        """Whether the run is evaluated after `step`, before its end."""
+        """Return whether the run is evaluated after `step`, before its end."""
         return bool(self._every_steps) and step % self._every_steps == 0 and 0 < step < self._last_step
 
     def passes_left(self, step: int, tta: int) -> int:
-        """How many images all evaluations from `step` on will classify, each view counted; the final one at `tta`."""
+        """Return the number of images that all evaluations from `step` on will classify, with each view counted.
+
+        Args:
+          tta: level of test-time augmentation of the final evaluation.
+        """
         sizes = [len(split.labels) for split in self.splits.values()]
         num_due = 0
         if self._every_steps:
@@ -55,7 +63,7 @@ class Evaluator:
         return len(self._weight_sets()) * (num_due * sizes[0] + sum(sizes) * len(TTA_LEVELS[tta]))
 
     def run(self, tta: int = 0, final: bool = False) -> list[Evaluation]:
-        """Scores the first split, or, if `final`, all of them, with every set of weights."""
+        """Score the first split, or all splits if `final`, with every set of weights."""
         names = list(self.splits)[: None if final else 1]
         return [
             Evaluation(name, weights, level, score)
@@ -66,19 +74,24 @@ class Evaluator:
 
 
 def make_evaluate_fn(
-    model: keras.Model, towers: Sequence[Tower], augmentation: Augmentation, workers: Workers = ALONE, on_progress=None
-) -> Callable[..., dict[int, Score]]:
-    """The function (split, weights, non_trainable, tta) -> {0: score, tta: score}, from one pass at level `tta`.
+    model: keras.Model,
+    towers: Sequence[Tower],
+    augmentation: Augmentation,
+    workers: Workers = ALONE,
+    on_progress: Callable[[float], None] | None = None,
+) -> EvaluateFn:
+    """Return a function that scores a split without TTA and at a level of TTA, in one pass.
 
-    `workers` share the pass, and `on_progress` is called during it; see `make_classify_fn`.
+    The function is (split, weights, non_trainable, tta) -> {0: score, tta: score}. The arguments are as in
+    `make_classify_fn`.
     """
     classify = make_classify_fn(model, towers, augmentation, workers, on_progress)
 
-    def evaluate(split: Split, weights, non_trainable, tta: int = 0) -> dict[int, Score]:
+    def evaluate(split: Split, weights: Values, non_trainable: Values, tta: int = 0) -> dict[int, Score]:
         plain, augmented, features = classify(split.images, weights, non_trainable, tta)
-        features = features if features.shape[1] else None
         by_level = {0: plain, tta: augmented}
-        return {level: score_logits(split.labels, logits, features) for level, logits in by_level.items()}
+        known = features if features.shape[1] else None
+        return {level: score_logits(split.labels, logits, known) for level, logits in by_level.items()}
 
     return evaluate
 
@@ -90,42 +103,43 @@ def make_classify_fn(
     workers: Workers = ALONE,
     on_progress: Callable[[float], None] | None = None,
 ) -> Callable[..., list[np.ndarray]]:
-    """The function (images, weights, non_trainable, tta) -> [logits, logits with TTA, features].
+    """Return a function that classifies any number of images on the towers.
 
-    images are [n, S, S, 3] uint8, both logits [n, C], features [at most 1,000, d] of the first images, d = 0 where the
-    net has none. weights and non_trainable are the model's variables or averages of them.
+    The function is (images, weights, non_trainable, tta) -> [logits, logits with TTA, features]. The images are
+    [n, S, S, 3] levels, both logits [n, C], and features [m, d] of the first m <= 1,000 images; d = 0 if the model has
+    none. Weights and non_trainable are the model's variables or averages of them.
 
     Args:
-      workers: call the function together; each classifies its share of the images, and all return the logits of all.
+      workers: they call the function together; each classifies its share of the images and returns all logits.
       on_progress: called before each batch with the fraction that is done.
     """
     on_towers = _make_on_towers(_with_features(model), towers, augmentation)
 
-    def classify(images: np.ndarray, weights, non_trainable, tta: int = 0) -> list[np.ndarray]:
+    def classify(images: np.ndarray, weights: Values, non_trainable: Values, tta: int = 0) -> list[np.ndarray]:
         # a traced function takes one mirrored variable for another of its shape, so it is given values
         weights, non_trainable = ([tf.convert_to_tensor(v) for v in values] for values in (weights, non_trainable))
         share = _share_of(images, workers)
-        outputs, missing_features = [], MAX_FEATURES
+        parts, missing_features = [], MAX_FEATURES
         for start, batch in _even_batches(share, len(towers)):
             if on_progress:
                 on_progress(start / len(share))
             plain, augmented, features = on_towers(batch, weights, non_trainable, tta)
-            outputs.append((plain, augmented, features[:missing_features]))
+            parts.append((plain, augmented, features[:missing_features]))
             missing_features = max(0, missing_features - len(batch))
-        outputs = [np.concatenate(part)[: len(share)] for part in zip(*outputs, strict=True)]
+        outputs = [np.concatenate(part)[: len(share)] for part in zip(*parts, strict=True)]
         if workers.size > 1:
             gathered = workers.gather(outputs)[: workers.size if len(images) >= workers.size else 1]
             outputs = [np.concatenate(part) for part in zip(*gathered, strict=True)]
-        plain, augmented, features = outputs
-        return [plain, augmented, features[:MAX_FEATURES]]
+        outputs[2] = outputs[2][:MAX_FEATURES]
+        return outputs
 
     return classify
 
 
 def _make_on_towers(call: Callable, towers: Sequence[Tower], augmentation: Augmentation) -> Callable:
-    """The traced function (images, weights, non_trainable, tta) -> [logits, logits with TTA, features] of a batch."""
+    """Return a traced function of a batch: (images, weights, non_trainable, tta) -> [logits, TTA logits, features]."""
 
-    def on_tower(tta, weights, non_trainable, tower, shard):
+    def on_tower(tta: int, weights: Values, non_trainable: Values, tower: Tower, shard: list) -> tuple:
         images = augmentation.evaluate(shard[0])
         plain, features, augmented = None, None, 0.0
         for share, view in tta_views(images, tta):
@@ -136,7 +150,7 @@ def _make_on_towers(call: Callable, towers: Sequence[Tower], augmentation: Augme
         return plain, augmented, features
 
     @tf.function(autograph=False)
-    def on_towers(images, weights, non_trainable, tta: int):
+    def on_towers(images: tf.Tensor, weights: Values, non_trainable: Values, tta: int) -> list[tf.Tensor]:
         shards = split_batch([images], towers)
         results = run_on_towers(lambda *args: on_tower(tta, weights, non_trainable, *args), towers, shards)
         return [tf.concat(outputs, 0) for outputs in zip(*results, strict=True)]
@@ -145,7 +159,7 @@ def _make_on_towers(call: Callable, towers: Sequence[Tower], augmentation: Augme
 
 
 def _share_of(images: np.ndarray, workers: Workers) -> np.ndarray:
-    """This worker's part of the images; all of them where there are fewer images than workers."""
+    """Return this worker's part of the images; all of them if there are fewer images than workers."""
     if len(images) < workers.size:
         return images
     start, end = (len(images) * index // workers.size for index in (workers.index, workers.index + 1))
@@ -153,32 +167,31 @@ def _share_of(images: np.ndarray, workers: Workers) -> np.ndarray:
 
 
 def _with_features(model: keras.Model) -> Callable:
-    """The function (weights, non_trainable, images) -> (logits [B, C], input of the last layer with weights [B, d]).
+    """Return the model as a function that also gives the input of its last layer with weights.
 
-    d = 0 where that layer is itself a model.
+    The function is (weights, non_trainable, images) -> (logits [B, C], features [B, d]), where d = 0 if that layer is
+    itself a model.
     """
     head = [layer for layer in model.layers if layer.weights][-1]
-    if isinstance(head, keras.Model):
+    has_features = not isinstance(head, keras.Model)
+    if has_features:
+        flat = keras.layers.Flatten(name="features_before_last_layer")(first_call(model, head).input_tensors[0])
+        model = keras.Model(model.input, [model.output, flat])
 
-        def call(weights, non_trainable, images):
-            logits, _ = model.stateless_call(weights, non_trainable, images, training=False)
-            return tf.cast(logits, tf.float32), tf.zeros([tf.shape(logits)[0], 0])
-
-        return call
-
-    flat = keras.layers.Flatten(name="features_before_last_layer")(first_call(model, head).input_tensors[0])
-    with_features = keras.Model(model.input, [model.output, flat])
-
-    def call(weights, non_trainable, images):
-        outputs, _ = with_features.stateless_call(weights, non_trainable, images, training=False)
+    def call(weights: Values, non_trainable: Values, images: tf.Tensor) -> list[tf.Tensor]:
+        outputs, _ = model.stateless_call(weights, non_trainable, images, training=False)
+        if not has_features:
+            outputs = [outputs, tf.zeros([tf.shape(outputs)[0], 0])]
         return [tf.cast(output, tf.float32) for output in outputs]
 
     return call
 
 
-def _even_batches(images: np.ndarray, num_towers: int):
-    """(start, batch), all of a size that the towers share evenly; the last is padded with zeros, whose logits are
-    dropped."""
+def _even_batches(images: np.ndarray, num_towers: int) -> Iterator[tuple[int, tf.Tensor]]:
+    """Yield (start, batch) of batches of one size, which the towers divide evenly.
+
+    The last batch is padded with zeros, whose logits are dropped later.
+    """
     size = len(next(chunks(images, MAX_BATCH_PIXELS)))
     size = -(-size // num_towers) * num_towers
     for start in range(0, len(images), size):

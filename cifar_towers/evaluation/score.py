@@ -1,5 +1,6 @@
-"""What a pass over a split measures: accuracy, loss, confusion, and the most confident mistakes."""
+"""The result of a pass over a split: accuracy, loss, confusion, and the most confident mistakes."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,28 +9,21 @@ import numpy as np
 MAX_MISTAKES = 32
 
 
-class Mistakes(NamedTuple):
-    """The m most confident wrong predictions, the most confident first; m is at most 32."""
-
-    examples: np.ndarray  # [m] indices in the split
-    predicted: np.ndarray  # [m] predicted classes
-    confidence: np.ndarray  # [m] their probabilities
-
-
-class Score(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Score:
     """The result of one pass over a split at one level of test-time augmentation."""
 
     count: int
     correct: int
     loss: float  # mean cross entropy, without label smoothing
     confusion: np.ndarray  # [C, C] examples of class (row) predicted as class (column)
-    mistakes: Mistakes
+    mistakes: np.ndarray  # [m <= 32] indices of wrong predictions, the most confident first
     probabilities: np.ndarray  # [n, C] float32
     features: np.ndarray | None = None  # [at most 1,000, d] input of the last layer, for the first examples
 
     @property
     def accuracy(self) -> float:
-        """correct / count."""
+        """The fraction of correct predictions."""
         return self.correct / self.count
 
     def interval(self) -> tuple[float, float]:
@@ -37,13 +31,13 @@ class Score(NamedTuple):
         return wilson_interval(self.accuracy, self.count)
 
     def per_class(self) -> np.ndarray:
-        """[C] accuracy on each class; NaN for a class without examples."""
+        """Return [C], the accuracy on each class; NaN for a class without examples."""
         with np.errstate(invalid="ignore"):
             return np.diag(self.confusion) / self.confusion.sum(1)
 
 
 class Evaluation(NamedTuple):
-    """One score of a run: on which split, with which weights (`raw` or `ema`), at which level of TTA."""
+    """One score of a run, on a split, with `raw` or `ema` weights, at a level of test-time augmentation."""
 
     split: str
     weights: str
@@ -52,13 +46,13 @@ class Evaluation(NamedTuple):
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """[n, C] logits -> [n, C] probabilities, float64."""
+    """Return the probabilities of [n, C] logits, as [n, C] float64."""
     exponentials = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True))
     return exponentials / exponentials.sum(1, keepdims=True)
 
 
 def score_logits(labels: np.ndarray, logits: np.ndarray, features: np.ndarray | None = None) -> Score:
-    """Scores logits [n, C] against labels [n]."""
+    """Score logits [n, C] against labels [n]."""
     predicted, num_classes = logits.argmax(1), logits.shape[1]
     confusion = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
     probabilities = softmax(logits)
@@ -72,7 +66,7 @@ def score_logits(labels: np.ndarray, logits: np.ndarray, features: np.ndarray | 
         correct=int((predicted == labels).sum()),
         loss=float(losses.mean()),
         confusion=confusion.reshape(num_classes, num_classes),
-        mistakes=Mistakes(top, predicted[top], confidence[top]),
+        mistakes=top,
         probabilities=probabilities.astype(np.float32),
         features=features,
     )

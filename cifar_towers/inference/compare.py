@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,41 +19,37 @@ INCIDENTAL = {"command", "recipe", "seeds", *names_with(TrainConfig, per_run=Tru
 MAX_LISTED = 8  # entries of a list shown in full
 COMPARED = ("loss", "accuracy", "gradient_norm", "learning_rate")
 
-
-class Finding(NamedTuple):
-    """One result of a comparison; `equal` is None where nothing could be compared."""
-
-    equal: bool | None
-    text: str
+Finding = tuple[bool | None, str]  # whether the runs are equal in one respect, None if it cannot be compared; a line
 
 
-def compare_runs(one: Path, other: Path) -> Finding:
+def compare_runs(one: Path, other: Path) -> tuple[bool, str]:
     """Compare settings, environment and data; records and checkpoints of common steps; and the last weights.
 
-    The finding is equal if all that both runs have is equal, and they have something in common.
+    Returns:
+      Whether everything that both runs have is equal, and they have something in common; and lines that say it.
 
     Raises:
-      UsageError: one of them is not a run's directory. DataError: a checkpoint that both have is damaged.
+      UsageError: one of them is not a run's directory. DataError: a file or checkpoint that both have is damaged.
     """
-    for run in (one, other):
+    runs = one, other
+    for run in runs:
         if not (run / files.CONFIG).exists():
             raise UsageError(f"{run} has no {files.CONFIG}; give two runs' directories, as runs/speed94-seed0")
-    causes = [
-        f"{kind} differ: {differences}"
-        for kind, name in (("settings", files.CONFIG), ("environments", files.ENVIRONMENT))
-        if (differences := _differences(*(files.read_json_if_any(run / name) for run in (one, other))))
-    ]
-    findings = [f for f in (_records(one, other), _checkpoints(one, other), _last_weights(one, other)) if f]
-    results = [finding.equal for finding in findings if finding.equal is not None]
-    lines = causes or ["settings and environments: same"]
+    lines = []
+    for kind, name in (("settings", files.CONFIG), ("environments", files.ENVIRONMENT)):
+        if differences := _differences(files.read_json_if_any(one / name), files.read_json_if_any(other / name)):
+            lines.append(f"{kind} differ: {differences}")
+    lines = lines or ["settings and environments: same"]
+    findings = [found for found in (_records(*runs), _checkpoints(*runs), _last_weights(*runs)) if found]
+    results = [equal for equal, _ in findings if equal is not None]
     if not results:
         lines.append("the runs have no step in common, so nothing can be compared")
-    lines += [finding.text for finding in findings]
-    return Finding(bool(results) and all(results), "\n".join(lines))
+    lines += [line for _, line in findings]
+    return bool(results) and all(results), "\n".join(lines)
 
 
 def _records(one: Path, other: Path) -> Finding | None:
-    """The last common step with equal training records, and the first that differs."""
+    """Find the last common step with equal training records, and the first step that differs."""
     records = [
         {record["step"]: record for record in read_records(run / files.METRICS) if record["kind"] == "train"}
         for run in (one, other)
@@ -64,31 +60,31 @@ def _records(one: Path, other: Path) -> Finding | None:
         differing = [f"{name} {values[0]} and {values[1]}" for name, values in pairs.items() if values[0] != values[1]]
         if differing:
             since = f" (same until step {common[index - 1]})" if index else ""
-            return Finding(False, f"losses: from step {step}: {', '.join(differing)}{since}")
+            return False, f"losses: from step {step}: {', '.join(differing)}{since}"
     if not common:
         return None
-    return Finding(True, f"losses: same at all {len(common)} common steps, the last {common[-1]}")
+    return True, f"losses: same at all {len(common)} common steps, the last {common[-1]}"
 
 
 def _checkpoints(one: Path, other: Path) -> Finding | None:
-    """The first common step with different values, and the variables that differ most."""
+    """Find the first common step with different values, and the variables that differ most."""
     paths = [{path.name: path for path in list_checkpoints(run)} for run in (one, other)]
     common = sorted(paths[0].keys() & paths[1].keys())
     for name in common:
         values = [read_variables(of_run[name]) for of_run in paths]
         if unmatched := sorted(values[0].keys() ^ values[1].keys()):
-            return Finding(False, f"weights: from {name}: other variables, among them {', '.join(unmatched[:3])}")
+            return False, f"weights: from {name}: other variables, among them {', '.join(unmatched[:3])}"
         distances = {key: _relative_difference(values[0][key], values[1][key]) for key in values[0]}
-        differing = sorted((key for key in distances if distances[key] > 0), key=distances.get, reverse=True)
+        differing = sorted((key for key in distances if distances[key] > 0), key=lambda key: -distances[key])
         if differing:
             largest = ", ".join(f"{key} ({distances[key]:.1e})" for key in differing[:3])
             summary = f"from {name}: {len(differing)} of {len(distances)} variables"
-            return Finding(False, f"weights: {summary}; largest relative differences: {largest}")
-    return Finding(True, f"weights: same at {', '.join(common)}") if common else None
+            return False, f"weights: {summary}; largest relative differences: {largest}"
+    return (True, f"weights: same at {', '.join(common)}") if common else None
 
 
 def _relative_difference(one: np.ndarray, other: np.ndarray) -> float:
-    """Largest difference over the largest value; infinite for different shapes or for values that are not finite."""
+    """Return the largest difference over the largest value; infinity for other shapes or non-finite values."""
     if one.shape != other.shape:
         return float("inf")
     if one.tobytes() == other.tobytes():
@@ -99,37 +95,35 @@ def _relative_difference(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _last_weights(one: Path, other: Path) -> Finding | None:
-    """Whether both runs ended at one step with equal weights."""
+    """Compare the weights of runs that ended at the same step."""
     results = [files.read_json_if_any(run / files.RESULT) for run in (one, other)]
-    steps, digests = ([result.get(key) for result in results] for key in ("step", "weights_sha256"))
+    steps = [result.get("step") for result in results]
     if steps[0] != steps[1]:
         runs = zip((one, other), steps, strict=True)
         ends = [f"{run} ended at step {step}" if step else f"{run} has not ended" for run, step in runs]
-        return Finding(None, f"{', '.join(ends)}: only the common part is compared")
-    if not all(digests):
+        return None, f"{', '.join(ends)}: only the common part is compared"
+    if not all(results):
         return None
+    digests = [result["weights_sha256"] for result in results]
     equal = digests[0] == digests[1]
     summary = f"same, sha256 {digests[0][:16]}" if equal else f"sha256 {digests[0][:16]} and {digests[1][:16]}"
-    return Finding(equal, f"weights after step {steps[0]}: {summary}")
+    return equal, f"weights after step {steps[0]}: {summary}"
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> str:
-    """`name a -> b` for every setting that differs, with the path of nested ones."""
+    """Return `name a -> b` of every value that differs, with the path of nested ones."""
     parts = []
     for name in sorted((one.keys() | other.keys()) - INCIDENTAL):
-        values = one.get(name), other.get(name)
-        if all(isinstance(value, Mapping) for value in values):
-            parts.append(_differences(*values, f"{prefix}{name}."))
-        elif values[0] != values[1]:
-            parts.append(f"{prefix}{name} {_describe_difference(*values)}")
+        ours, theirs = one.get(name), other.get(name)
+        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+            parts.append(_differences(ours, theirs, f"{prefix}{name}."))
+        elif ours != theirs:
+            parts.append(f"{prefix}{name} {_describe_difference(ours, theirs)}")
     return ", ".join(part for part in parts if part)
 
 
 def _describe_difference(one: Any, other: Any) -> str:
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other) > MAX_LISTED:
         return f"({sum(a != b for a, b in zip(one, other, strict=True))} of {len(one)} entries)"
-    return f"{_describe(one)} -> {_describe(other)}"
-
-
-def _describe(value: Any) -> str:
-    return f"a list of {len(value)}" if isinstance(value, list) and len(value) > MAX_LISTED else str(value)
+    texts = [f"a list of {len(v)}" if isinstance(v, list) and len(v) > MAX_LISTED else str(v) for v in (one, other)]
+    return " -> ".join(texts)

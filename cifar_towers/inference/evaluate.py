@@ -1,4 +1,4 @@
-"""Evaluation of a run's checkpoint."""
+"""Evaluation of a run's checkpoint, as a table or as JSON."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +16,11 @@ from cifar_towers.training import devices
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> str:
-    """The output of `evaluate.py`: a table, or with `--json` one object.
+    """Evaluate a checkpoint and return the output of `evaluate.py`: a table, or one object with `--json`.
 
     Raises:
-      UsageError: there is no such run, split or set of weights. DataError: the run's data cannot be read, or differ
-        from those it was trained on.
+      UsageError: there is no such run, split or set of weights. DataError: the run's data cannot be read, or
+        differ from the data it was trained on.
     """
     run = open_run(Path(config.train_dir), config.model, config.step)
     source = sources.find(config.dataset or run.metadata["dataset"], config.data_dir)
@@ -56,7 +56,7 @@ def _check_data(config: EvaluateConfig, run: TrainedRun, dataset: Dataset) -> bo
     is_changed = config.split in dataset.changed_splits(run.metadata)
     if is_changed and not config.allow_changed_data:
         raise DataError(
-            f"{run.directory} was made with other {config.split} images than {dataset.name} has now; restore those, "
+            f"{run.directory} was made with other {config.split} images than {dataset.name} has now; restore them, "
             "or give --allow_changed_data to evaluate on these"
         )
     return is_changed

@@ -174,7 +174,8 @@ def _make_samples(
     """Return (images [n, H, W, 3] uint8, the checkpoint's probabilities) of the images and of `OTHER_SIZES`."""
     classify, image_size = make_classify_fn(model, towers, run.augmentation), run.info.image_size
     sizes = [(round(width * image_size), round(height * image_size)) for height, width in OTHER_SIZES]
-    resized = [np.stack([Image.fromarray(image).resize(size) for image in images[:NUM_RESIZED]]) for size in sizes]
+    some = [Image.fromarray(image) for image in images[:NUM_RESIZED]]
+    resized = [np.stack([np.asarray(image.resize(size)) for image in some]) for size in sizes]
     inputs = [images, *(resize_square(tf.cast(each, tf.float32), image_size).numpy() for each in resized)]
     expected = [softmax(classify(each, *model_variables(model))[0]) for each in inputs]
     return list(zip([images, *resized], expected, strict=True))

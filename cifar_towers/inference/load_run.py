@@ -1,4 +1,4 @@
-"""Trained runs: the model rebuilt from a run's settings, with the weights of one of its checkpoints.
+"""A trained run: its model, rebuilt from its settings, with the weights of one of its checkpoints.
 
 Nothing in a run's directory is executed. A model of the user's own is made by the function that the user names.
 """
@@ -6,7 +6,7 @@ Nothing in a run's directory is executed. A model of the user's own is made by t
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 
@@ -16,7 +16,7 @@ from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import DatasetInfo
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import DataError, UsageError, error_text
 from cifar_towers.registry import check_dataset, split_user_model
 from cifar_towers.training import build
 
@@ -30,16 +30,16 @@ class TrainedRun(NamedTuple):
     directory: Path
     checkpoint: Path
     config: TrainConfig
-    metadata: dict  # saved with the checkpoint: `step`, `dataset` and more
+    metadata: dict[str, Any]  # saved with the checkpoint: `step`, `dataset` and more
     info: DatasetInfo
 
     @property
     def augmentation(self) -> Augmentation:
-        """Preprocessing of the model's images."""
+        """The preprocessing of the model's images."""
         return build.make_augmentation(self.config, self.info)
 
     def choose_weights(self, weights: str) -> str:
-        """Resolve `auto` to `ema` if the run has a moving average of its weights, else to `raw`.
+        """Return `raw` or `ema`: `auto` is `ema` if the run has a moving average of its weights, otherwise `raw`.
 
         Raises:
           UsageError: `ema` was asked for and the run has no moving average.
@@ -50,14 +50,14 @@ class TrainedRun(NamedTuple):
             return "ema" if self.config.ema_decay else "raw"
         return weights
 
-    def load(self, weights: str, compute_dtype: str) -> keras.Model:
-        """The model with its `raw` or `ema` weights.
+    def load(self, weights: str, precision: str) -> keras.Model:
+        """Make the model, with its `raw` or `ema` weights.
 
         Raises:
-          UsageError: the function that made the model is missing or makes another one. DataError: the checkpoint is
+          UsageError: the function that made the model is missing or makes another model. DataError: the checkpoint is
             damaged.
         """
-        model = build.make_model(self.config, compute_dtype, self.info)
+        model = build.make_model(self.config, precision, self.info)
         variables = [*model.trainable_variables, *model.non_trainable_variables]
         prefix = "ema" if weights == "ema" else "model"
         names = [f"{prefix}.{variable.path.replace('/', '.')}" for variable in variables]
@@ -75,12 +75,12 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
     """Open a checkpoint of a run.
 
     Args:
-      model: the function that makes the model, if it is the user's own.
-      step: of the checkpoint; 0 for the newest that is undamaged.
+      model: the function that makes the model, if that is the user's own.
+      step: the step of the checkpoint; 0 for the newest undamaged one.
 
     Raises:
-      UsageError: there is no such run or checkpoint, or it has another model. DataError: the checkpoint, or all of
-        them, are damaged.
+      UsageError: there is no such run or checkpoint, or it has another model. DataError: the settings or the
+        checkpoint, or all checkpoints, are damaged.
     """
     checkpoint = checkpoint_at_step(train_dir, step) if step else latest_checkpoint(train_dir)
     if not checkpoint:
@@ -90,15 +90,11 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
     config = dataclasses.replace(config, model=model or config.model)
     metadata = read_metadata(checkpoint)
     check_dataset(metadata["dataset"])  # as strictly as one on the command line
-    if "dataset_info" not in metadata:
-        raise UsageError(
-            f"{checkpoint} was made by an earlier version of this program, and cannot be read; train again"
-        )
     return TrainedRun(train_dir, checkpoint, config, metadata, DatasetInfo.from_json(metadata["dataset_info"]))
 
 
 def model_variables(model: keras.Model) -> tuple[list, list]:
-    """(weights, non-trainable values) of a model, as evaluators and classifiers take them."""
+    """Return (weights, non-trainable values) of a model, as evaluators and classifiers take them."""
     weights, non_trainable = model.trainable_variables, model.non_trainable_variables
     return [variable.value for variable in weights], [variable.value for variable in non_trainable]
 
@@ -106,15 +102,15 @@ def model_variables(model: keras.Model) -> tuple[list, list]:
 def _read_config(path: Path) -> TrainConfig:
     fields = dataclasses.fields(TrainConfig)
     names = {field.name for field in fields if field.metadata["group"] not in DEVICE_GROUPS}
+    settings = files.read_json(path)
     try:
-        settings = files.read_json(path)
         return TrainConfig(**{name: value for name, value in settings.items() if name in names})
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}, the settings of the run, cannot be read: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path} does not hold the settings of a run: {error_text(error)}") from None
 
 
 def _explain_missing(train_dir: Path) -> str:
-    """Why a directory has no checkpoint, and which directories beside it have some."""
+    """Return why a directory has no checkpoint, and which directories beside it have some."""
     if (train_dir / files.CONFIG).exists():
         return f"no checkpoint in {train_dir}: its run has not saved any yet; train on, then repeat this command"
     reason = "it is not the directory of a run" if train_dir.is_dir() else "there is no such directory"

@@ -22,7 +22,7 @@ CONFIG = TrainConfig(dataset="synthetic", model="cifarnet", crop=24, max_steps=2
 
 @pytest.fixture
 def config(tmp_path):
-    """The config of a run with a checkpoint of step 1."""
+    """Make the config of a run with a checkpoint of step 1."""
     config = dataclasses.replace(CONFIG, train_dir=str(tmp_path / "run"))
     save(config)
     return config

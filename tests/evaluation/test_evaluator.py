@@ -8,12 +8,13 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation import evaluator
 from cifar_towers.evaluation.evaluator import make_classify_fn, make_evaluate_fn
 from cifar_towers.evaluation.score import Score, reported_score, score_logits
+from cifar_towers.registry import TTA_LEVELS
 from cifar_towers.training.distributed_step import make_strategy
 
 
 @pytest.fixture
 def reader():
-    """A net that reads the class from the red level of the first pixel."""
+    """Make a net that reads the class from the red level of the first pixel."""
     images = keras.Input((32, 32, 3))
     red = keras.layers.Flatten()(images[:, :1, :1, :1])
     return keras.Model(images, keras.layers.Dense(10, use_bias=False, name="read")(red))
@@ -21,9 +22,7 @@ def reader():
 
 def test_mistakes_are_sorted_by_confidence():
     logits = np.array([[0, 5.0], [0, 1.0], [3.0, 0], [0, 2.0]]) @ np.eye(2, 10)
-    found = score_logits(np.array([1, 0, 1, 0]), logits).mistakes
-    assert found.examples.tolist() == [2, 3, 1] and found.predicted.tolist() == [0, 1, 1]
-    np.testing.assert_allclose(found.confidence, np.exp([3, 2, 1]) / (np.exp([3, 2, 1]) + 9))
+    assert score_logits(np.array([1, 0, 1, 0]), logits).mistakes.tolist() == [2, 3, 1]
 
 
 def test_score_by_hand():
@@ -48,7 +47,7 @@ def test_wilson_interval():
 
 
 def scores_of(*kinds):
-    """Records of (split, weights, tta, accuracy)."""
+    """Make records of (split, weights, tta, accuracy)."""
     return [dict(zip(("split", "weights", "tta", "accuracy"), kind, strict=True)) for kind in kinds]
 
 
@@ -60,6 +59,66 @@ def test_reported_score_is_chosen_without_looking_at_the_accuracy():
     assert reported_score(scores_of(("test", "raw", 2, 0.95), augmented, ema)) == scores_of(augmented)[0]
     assert reported_score(scores_of(("validation", "ema", 2, 0.99), raw)) == scores_of(raw)[0]
     assert reported_score([]) is None
+
+
+class Passes:
+    """An evaluation function that records its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, split, weights, non_trainable, tta=0):
+        self.calls.append((len(split.labels), weights, non_trainable, tta))
+        return {0: "plain", tta: f"TTA {tta}"}
+
+
+def make_evaluator(every_steps, last_step=10, validation=0, weight_sets=("raw", "ema")):
+    passes, values = Passes(), {name: ([f"{name} weights"], [f"{name} statistics"]) for name in weight_sets}
+    splits = {"validation": split_of(validation), "test": split_of(7)}
+    return evaluator.Evaluator(passes, splits, lambda: values, every_steps, last_step), passes
+
+
+def split_of(count):
+    return Split(np.zeros((count, 4, 4, 3), np.uint8), np.zeros(count, np.int64))
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "expected"), [(0, []), (1, [*range(1, 10)]), (3, [3, 6, 9]), (5, [5]), (10, []), (11, [])]
+)
+def test_evaluations_are_due_every_so_many_steps_before_the_last(every_steps, expected):
+    evaluations, _ = make_evaluator(every_steps)
+    assert [step for step in range(12) if evaluations.is_due(step)] == expected
+
+
+def test_raw_and_averaged_weights_are_evaluated_during_training_too():
+    evaluations, passes = make_evaluator(3)
+    found = evaluations.run()
+    assert [(each.split, each.weights, each.tta) for each in found] == [("test", "raw", 0), ("test", "ema", 0)]
+    assert passes.calls == [(7, [f"{name} weights"], [f"{name} statistics"], 0) for name in ("raw", "ema")]
+
+
+def test_only_the_first_split_with_examples_is_evaluated_before_the_end():
+    evaluations, _ = make_evaluator(3, validation=5, weight_sets=["raw"])
+    assert [each.split for each in evaluations.run()] == ["validation"]
+    final = evaluations.run(tta=2, final=True)
+    assert [(each.split, each.tta, each.score) for each in final] == [
+        ("validation", 0, "plain"), ("validation", 2, "TTA 2"), ("test", 0, "plain"), ("test", 2, "TTA 2"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("validation", [0, 5])
+@pytest.mark.parametrize("every_steps", [0, 3, 5])
+@pytest.mark.parametrize("tta", [0, 2])
+def test_passes_left_are_those_that_are_made(validation, every_steps, tta):
+    evaluations, passes = make_evaluator(every_steps, validation=validation)
+    for step in range(11):
+        passes.calls.clear()
+        for later in range(step, 11):
+            if evaluations.is_due(later):
+                evaluations.run()
+        evaluations.run(tta, final=True)
+        num_images = sum(count * len(TTA_LEVELS[level]) for count, *_, level in passes.calls)
+        assert evaluations.passes_left(step, tta) == num_images, step
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

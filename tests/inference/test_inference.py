@@ -62,7 +62,7 @@ def evaluate_as_json(run, **settings):
 
 
 def expected_probabilities(run, count):
-    """Of the first test images, with averaged weights."""
+    """Compute the probabilities of the first test images with averaged weights."""
     opened = load_run.open_run(run)
     images = opened.augmentation.evaluate(tf.constant(SMALL[1].images[:count]))
     return tf.nn.softmax(opened.load("ema", "float32")(images, training=False)).numpy()
@@ -70,14 +70,14 @@ def expected_probabilities(run, count):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The directory of a finished run."""
+    """Train a run and return its directory."""
     directory = tmp_path_factory.mktemp("using") / "run"
     train(CONFIG, train_dir=str(directory))
     return directory
 
 
 def copy_of(run, place, **changed):
-    """A copy of a run whose config.json has other values."""
+    """Copy a run, with other values in its config.json."""
     config = shutil.copytree(run, place) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | changed))
     return place
@@ -85,7 +85,7 @@ def copy_of(run, place, **changed):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Some of the test images as files, a file that is no image, and an image in a subfolder, which is not used."""
+    """Write some test images, a file that is no image, and an image in a subfolder, which is not used."""
     (tmp_path / "pictures" / "more").mkdir(parents=True)
     for index, name in enumerate(("0", "1", "2", "3", "4", "more/5")):
         Image.fromarray(SMALL[1].images[index]).save(tmp_path / "pictures" / f"{name}.png")
@@ -257,7 +257,7 @@ def test_only_earlier_exports_are_replaced(run, tmp_path, kind, out, message):
 
 @pytest.fixture
 def earlier(tmp_path):
-    """A directory that counts as an earlier export."""
+    """Make a directory that counts as an earlier export."""
     (tmp_path / "net").mkdir()
     (tmp_path / "net" / "saved_model.pb").write_text("earlier")
     return tmp_path / "net"
