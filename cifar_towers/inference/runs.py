@@ -14,14 +14,14 @@ from cifar_towers import files
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.errors import DataError, UsageError
-from cifar_towers.evaluation.score import reported_score
 from cifar_towers.registry import FOLDER
-from cifar_towers.reporting.run_records import RunRecord, read_run, shorten
+from cifar_towers.reporting.run_records import RunRecord, compare_groups, group_by_recipe, read_run, shorten
 
 log = logging.getLogger(__name__)
 
 RUNNING, DONE, STOPPED, DAMAGED, EMPTY = "running", "done", "stopped", "damaged", "no step yet"
 NAME_WIDTH, DATA_WIDTH, REVISION_WIDTH = 30, 12, 9
+MAX_PAIRS = 6  # of groups whose difference is printed
 NOTE = "accuracy: averaged weights if a run keeps an average, otherwise raw ones; TTA: the highest level scored"
 
 
@@ -76,7 +76,7 @@ def summarize(directory: Path, verify: bool = False) -> RunSummary:
         with contextlib.suppress(DataError):
             config = files.read_json(directory / files.CONFIG)
         record = RunRecord(directory.name, directory, config, {}, {}, 0, [], [])
-    reported = reported_score(list(record.scores.values())) or {}
+    reported = record.reported_score or {}
     kind = [reported.get(key) for key in ("split", "weights")]
     plain = [s for s in record.scores.values() if [s["split"], s["weights"]] == kind and not s["tta"]]
     rates = [rate for each in record.training if (rate := each.get("images_per_sec"))]
@@ -156,14 +156,25 @@ def format_json(runs: Sequence[RunSummary]) -> str:
 
 
 def format_table(runs: Sequence[RunSummary], root: Path) -> str:
-    """Return the runs below `root` as text of at most 120 columns."""
+    """Return the runs below `root` as text of at most 120 columns, and how groups of seeds differ."""
     heading = ("run", "data", "towers", "state", "accuracy", "TTA", "images/s", "minutes", "revision", "MB")
     rows = [heading, *((_name(run, root), *_cells(run)) for run in runs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     align = ["<" if name in ("run", "data", "state", "revision") else ">" for name in heading]
     cells = [[f"{cell:{pad}{width}}" for cell, pad, width in zip(row, align, widths, strict=True)] for row in rows]
     lines = ["  ".join(row).rstrip() for row in cells]
-    return "\n".join([*lines, "", NOTE])
+    return "\n".join([*lines, "", NOTE, *_describe_differences(runs)])
+
+
+def _describe_differences(runs: Sequence[RunSummary]) -> list[str]:
+    """Return a line for every two groups of finished runs on the same data that differ in more than their seed."""
+    pairs = []
+    for data in sorted({run.data for run in runs}):
+        groups = group_by_recipe([run.record for run in runs if run.data == data and run.state == DONE])
+        pairs += [f"{one} less {other}: {text}" for one, other, text in compare_groups(groups)]
+    if len(pairs) > MAX_PAIRS:
+        return ["", "to see the difference of two groups of seeds, give a pattern of names for both"]
+    return ["", *pairs] if pairs else []
 
 
 def _name(run: RunSummary, root: Path) -> str:

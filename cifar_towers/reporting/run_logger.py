@@ -306,12 +306,15 @@ class RunLogger:
         There is no picture of the confusion matrix of more than `figures.MAX_CLASSES` classes.
         """
         names, mistakes = self.run.dataset.info.class_names, score.mistakes
+        probabilities = score.probabilities[mistakes]
         captions = [
             f"{names[predicted]} {100 * confidence:.0f} %\nis {names[split.labels[example]]}\nimage {example}"
-            for example, predicted, confidence in zip(*mistakes, strict=True)
+            for example, predicted, confidence in zip(
+                mistakes, probabilities.argmax(1), probabilities.max(1), strict=True
+            )
         ]
         title = f"most confident mistakes, {name}, step {step}"
-        pictures = {tags.MISTAKES: figures.image_grid(split.images[mistakes.examples], captions, title)}
+        pictures = {tags.MISTAKES: figures.image_grid(split.images[mistakes], captions, title)}
         if len(names) <= figures.MAX_CLASSES:
             pictures[tags.CONFUSION] = figures.confusion_matrix(score.confusion, names, f"{name}, step {step}")
         for file, tag in ((files.MISTAKES, tags.MISTAKES), (files.CONFUSION, tags.CONFUSION)):

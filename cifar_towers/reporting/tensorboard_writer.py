@@ -142,7 +142,7 @@ class TensorBoardWriter:
         columns = projector.metadata_columns(split.labels[:count], score.probabilities[:count], class_names)
         with files.best_effort_writes(directory):
             projector.write(directory, score.features, split.images[:count], columns)
-            for other in self._train_dir.glob(f"{PROJECTOR}_*"):
+            for other in self._train_dir.glob(files.PROJECTOR):
                 if other != directory:
                     shutil.rmtree(other)
 

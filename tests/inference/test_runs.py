@@ -1,11 +1,14 @@
 """The table of runs, in all states that a run can be in, and deleting them."""
 
 import dataclasses
+import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cifar_towers import files
@@ -159,6 +162,21 @@ def test_best_run_is_of_one_data_set(runs, caplog):
         assert trained.best_run(found[:4], "speed94", "cifar10").data == "folder:/pictures"
     assert "no run of speed94 on cifar10" in caplog.text and "folder:/pictures" in caplog.text
     assert start(f"--runs_dir={runs}", "--best=speed94", "speed94-seed1").stdout == f"{runs}/speed94-seed1\n"
+
+
+def test_difference_of_two_groups_of_seeds_has_its_interval(tmp_path):
+    for recipe, seed in itertools.product(("speed94", "resnet20"), range(3)):
+        make(tmp_path, recipe, seed)
+    two = trained.find_runs(tmp_path)
+    (line,) = (line for line in trained.format_table(two, tmp_path).splitlines() if " less " in line)
+    ours, theirs = ([run.tta_accuracy for run in two if run.recipe == name] for name in ("speed94", "resnet20"))
+    shown, low, high = map(float, re.search(r"(\S+) points \(95 % interval (\S+) to (\S+)\)", line).groups())
+    one, other = (ours, theirs) if line.startswith("speed94") else (theirs, ours)
+    assert shown == pytest.approx(100 * (np.mean(one) - np.mean(other)), abs=0.006) and low < shown < high
+    assert " less " not in trained.format_table(
+        [run._replace(data=run.recipe) for run in two], tmp_path
+    )  # on other data
+    assert " less " not in trained.format_table(two[:1], tmp_path)
 
 
 def test_deleting_asks_and_takes_what_the_run_wrote(runs):
