@@ -36,7 +36,7 @@ def save(config, step=1, name=checkpoint.METADATA):
 
 
 def test_other_settings_are_refused_before_tensorflow_is_imported(config, tmp_path):
-    (tmp_path / "tensorflow.py").write_text("raise SystemExit('TensorFlow was imported')")
+    (tmp_path / "tensorflow.py").write_text("raise RuntimeError('TensorFlow was imported')")
     command = [sys.executable, PROGRAM, *FLAGS, f"--train_dir={config.train_dir}"]
     options = {"capture_output": True, "text": True, "env": os.environ | {"PYTHONPATH": str(tmp_path)}}
     refused = subprocess.run([*command, "--momentum=0.5"], **options)
