@@ -142,7 +142,7 @@ def image_grid(images: np.ndarray, captions: Sequence[str], title: str = "", col
     measure = ImageDraw.Draw(Image.new("RGB", (1, 1))).multiline_textbbox
     boxes = np.array([(0, 0, width, 0), *(measure((0, 0), caption, font, spacing=2) for caption in captions)])
     caption_width, caption_height = map(math.ceil, boxes.max(0)[2:])
-    across, down = caption_width + 14, height + caption_height + 16
+    across, down = caption_width + 28, height + caption_height + 16
     title = textwrap.fill(title, max(56, across * columns // 12)) if len(images) else f"{title}: none"
     _, _, title_width, title_height = map(math.ceil, measure((0, 0), title, title_font))
     top = MARGIN_PIXELS + (title_height + 14 if title else 0)
