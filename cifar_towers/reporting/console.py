@@ -40,7 +40,7 @@ class _TolerantConsole(Console):
 
 
 class Progress:
-    """Prints the progress of a run of this length, unless `quiet`; the live line needs a terminal."""
+    """The progress of a run of this length, printed unless `quiet`; the live line needs a terminal."""
 
     def __init__(self, length: RunLength, console: Console | None = None, quiet: bool = False):
         self.console = console or _TolerantConsole(

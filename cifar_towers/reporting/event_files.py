@@ -19,7 +19,7 @@ _file_numbers = itertools.count()
 
 
 class EventWriter:
-    """Writes the event files of one directory, which TensorBoard shows as one run.
+    """The event files of one directory, which TensorBoard shows as one run.
 
     The first event begins a file. An event after a failure, or after the file was removed, begins another, so that only
     what a full disk truncated is lost. A failure is logged once.

@@ -30,7 +30,7 @@ PLUGIN = "xprof"  # package that shows traces in TensorBoard
 
 
 class StepProfiler:
-    """Traces the steps from `first` up to `last` of a run, counted from 0, into `train_dir/train` for TensorBoard.
+    """A trace of the steps from `first` up to `last` of a run, counted from 0, in `train_dir/train` for TensorBoard.
 
     A trace that cannot be started or written is logged once and ends no run.
     """

@@ -150,7 +150,7 @@ def next_commands(train_dir: Path) -> list[str]:
 
 
 class ResourceMonitor:
-    """Reads this process's host memory and its towers' GPUs; leaves out what is not available."""
+    """The host memory of this process and the use of its towers' GPUs, without what is not available."""
 
     def __init__(self, towers: Sequence[Tower]):
         self._gpus = sorted({tower.device.removeprefix("/") for tower in towers if "GPU" in tower.device})

@@ -36,7 +36,7 @@ class Divergence(Protocol):
 
 
 class RunLogger:
-    """Logs one run. With `quiet` it prints nothing and writes no event files, as another process reports the run."""
+    """The log of one run. With `quiet`, where another process reports the run, nothing is printed or drawn."""
 
     def __init__(self, run: RunInfo, timer: PhaseTimer, quiet: bool = False):
         self.run, self.timer, self.quiet = run, timer, quiet
@@ -306,11 +306,10 @@ class RunLogger:
         There is no picture of the confusion matrix of more than `figures.MAX_CLASSES` classes.
         """
         names, mistakes = self.run.dataset.info.class_names, score.mistakes
-        probabilities = score.probabilities[mistakes]
         captions = [
-            f"{names[predicted]} {100 * confidence:.0f} %\nis {names[split.labels[example]]}\nimage {example}"
-            for example, predicted, confidence in zip(
-                mistakes, probabilities.argmax(1), probabilities.max(1), strict=True
+            f"{names[probabilities.argmax()]} {100 * probabilities.max():.0f} %\nis {names[label]}\nimage {index}"
+            for index, probabilities, label in zip(
+                mistakes, score.probabilities[mistakes], split.labels[mistakes], strict=True
             )
         ]
         title = f"most confident mistakes, {name}, step {step}"

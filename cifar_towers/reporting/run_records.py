@@ -20,7 +20,7 @@ SYNTHETIC = "SYNTHETIC DATA, NOT CIFAR-10: these accuracies say nothing about CI
 
 
 class JsonlWriter:
-    """Appends records to metrics.jsonl, one JSON object per line; an error of writing is logged once."""
+    """The records in metrics.jsonl, one JSON object per line; an error of writing is logged once."""
 
     def __init__(self, train_dir: Path):
         self._path = train_dir / files.METRICS

@@ -25,7 +25,7 @@ Scalars = Mapping[tuple[str, int], float]  # (tag, step) -> value
 
 
 class SeedStatistics:
-    """Writes, for TensorBoard, the mean of every scalar over runs, at each step that any of them has.
+    """The mean over runs of every scalar, for TensorBoard, at each step that any of the runs has.
 
     Args:
       directory: of the event files; `train` and `eval` in it are named as in a run.

@@ -35,7 +35,7 @@ NUM_THRESHOLDS = 127  # of a precision-recall curve
 
 
 class TensorBoardWriter:
-    """Writes the event files of a run's directory."""
+    """The event files of a run's directory."""
 
     def __init__(self, train_dir: Path):
         self._train_dir = train_dir
