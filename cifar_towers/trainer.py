@@ -1,18 +1,26 @@
-"""One training run from top to bottom: build, resume, train, finish."""
+"""One training run from top to bottom: set up, resume, train, finish."""
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import keras
+import tensorflow as tf
+
+from cifar_towers import devices
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.manager import CheckpointManager, SharedCheckpoints
-from cifar_towers.config import TrainConfig
+from cifar_towers.config import TrainConfig, parse_profile_steps
+from cifar_towers.config.schedules import ImageSizeSchedule
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
-from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError, Shutdown
+from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError, Shutdown, UsageError, error_text
 from cifar_towers.evaluation.evaluator import Evaluator, make_evaluate_fn
 from cifar_towers.evaluation.score import reported_score
-from cifar_towers.evaluation.target import TargetAccuracy
 from cifar_towers.models.layers import has_batch_norm
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec, Workers
@@ -20,12 +28,13 @@ from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.profiler import StepProfiler
 from cifar_towers.reporting.run_info import RunInfo, describe_score
 from cifar_towers.reporting.run_logger import RunLogger
-from cifar_towers.training import build, devices, memory
-from cifar_towers.training.health import DivergenceState, HealthMonitor
+from cifar_towers.towers import Tower, split_batch
+from cifar_towers.training import build, tuning
+from cifar_towers.training.diagnostics import activation_layers
+from cifar_towers.training.health import Health, locate_nonfinite
 from cifar_towers.training.results import gather_diagnostics
-from cifar_towers.training.run_setup import RunSetup, setup_run
-from cifar_towers.training.step_runner import FinishedStep, StepInputs
-from cifar_towers.training.tower_count import advise_fewer_towers
+from cifar_towers.training.state import TrainState
+from cifar_towers.training.step_runner import FinishedStep, StepRunner
 
 
 def train(
@@ -35,202 +44,386 @@ def train(
     cluster: ClusterSpec | None = None,
     launch_id: str = "",
 ) -> dict:
-    """Trains, resumes, or returns the stored result of a finished run. On a cluster only worker 0 writes `train_dir`.
+    """Train, resume, or return the stored result of a finished run. On a cluster only worker 0 writes `train_dir`.
 
     Args:
-      shutdown: tells of signals.
       cluster: the workers to train with; None: this process alone.
-      launch_id: of the launcher that started this process, if any; what that starts again resumes with `overwrite`.
+      launch_id: name of the launcher that started this process, if any. A process that the launcher starts again
+        resumes, also with `overwrite`.
 
     Returns:
-      The content of result.json, where `reached` is the accuracy that met the target, or 0; and `images_per_sec` is
-      None if every step compiled.
+      The content of result.json. `reached` is the accuracy that met the target, or 0. `images_per_sec` is None if every
+      step was compiled.
 
     Raises:
       RunError: the last step could not be saved, or the run cannot be rolled back. Others: see `cifar_towers.errors`.
     """
     timer = PhaseTimer()
     shutdown.exit_immediately_from_now(NOTHING_TO_SAVE)
-    make_devices = functools.partial(devices.setup_devices, config, cluster)
-    with coordination.connect(cluster, make_devices, config.worker_wait_seconds, shutdown) as (workers, hardware):
+    setup_devices = functools.partial(devices.setup_devices, config, cluster)
+    with coordination.connect(cluster, setup_devices, config.worker_wait_seconds, shutdown) as (workers, hardware):
         source, dataset = build.load_data(config, source)
         precision = devices.choose_precision(config.precision, hardware.local_towers)
         coordination.assert_workers_agree(workers, config, dataset, precision, len(hardware.local_towers))
         config = workdir.choose_directory(config, source.banner, launch_id)
-        with (
-            coordination.worker_train_dir(workers, config) as config,
-            devices.explained_errors(config, hardware.towers),
-        ):
-
-            def attempt(config: TrainConfig, chosen: dict) -> dict:
-                previous = workdir.previous_choices(config, len(hardware.towers)) | chosen
-                setup = setup_run(config, dataset, precision, hardware, workers.index, previous)
-                trainer = Trainer(setup, dataset, source.banner, shutdown, workers, timer)
-                with workdir.exclusive(config.directory):
-                    workdir.prepare(config, launch_id)
-                    return trainer.run()
-
-            return memory.retry_in_smaller_parts(attempt, config)
+        with coordination.worker_train_dir(workers, config) as config, explained_errors(config, hardware.towers):
+            set_up = functools.partial(Run, dataset, source.banner, hardware, precision, shutdown, workers, timer)
+            return train_run(config, set_up, launch_id)
 
 
-class Trainer:
-    """One run in one directory: its collaborators, and the loop over them."""
+def train_run(config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str) -> dict:
+    """Train a run to its end, across rollbacks, and across restarts in smaller parts where the memory is too small."""
+    run: Run | None = None
+    step = micro_batches = 0
+    with contextlib.ExitStack() as lock:
+        try:
+            while True:
+                if not run:
+                    run = set_up(config, micro_batches=micro_batches)
+                    if not micro_batches:  # the first time
+                        lock.enter_context(workdir.exclusive(config.directory))
+                        workdir.prepare(config, launch_id)
+                        config = dataclasses.replace(config, overwrite=False)
+                    step = run.resume()
+                    if result := run.stored_result(step):
+                        return result
+                    run.open(step)
+                try:
+                    step = train_from(step, run)
+                except DivergedError as error:
+                    step = run.roll_back(error)
+                except tf.errors.OpError as error:
+                    micro_batches = run.smaller_micro_batches(error)
+                    run.close()
+                    run = None
+                else:
+                    return finish(step, run)
+                if not run:  # its variables have to go; until here, the error held on to them
+                    keras.backend.clear_session()
+                    gc.collect()
+        finally:
+            if run:
+                run.close()
+
+
+def train_from(step: int, run: "Run") -> int:
+    """Train from `step` until the end, the target or a signal; return the number of finished steps.
+
+    Raises:
+      Interrupted: after a signal; the last finished step is saved.
+      DivergedError: too many steps in a row were skipped, or a variable is not finite at the end.
+    """
+    try:
+        run.evaluate_again(step)
+        if not run.reached:
+            for batch in run.batches.stream(step, run.length.last):
+                finished = run.start_step(step, batch)
+                step += 1
+                for hook in run.hooks:
+                    hook(step, finished)
+                if run.reached:
+                    break
+                run.shutdown.check()
+    except Interrupted as interrupt:
+        raise run.save_on_interrupt(step) from interrupt
+    if nonfinite := run.state.first_nonfinite_variable():
+        raise DivergedError(f"{nonfinite} is not finite after step {step}")
+    return step
+
+
+def finish(step: int, run: "Run") -> dict:
+    """Save the last step, evaluate every split, and write the result."""
+    saved = run.save_now(step, wait=True)
+    outcome = f"step {step} is saved; the same command evaluates it" if saved else "nothing was saved"
+    run.shutdown.exit_immediately_from_now(outcome)
+    run.logger.begin_final_evaluation(step, run.evaluator.splits)
+    run.evaluate_now(step, run.config.tta, final=True)
+    run.check_target(step)
+    weights_sha256 = run.state.weights_sha256()
+    run.workers.assert_equal({"weights, as sha256,": weights_sha256})
+    result = {
+        "step": step,
+        "reached": run.reached,
+        "dataset": run.dataset.name,
+        **run.timer.summary(),
+        "weights_sha256": weights_sha256,
+        "failed_saves": run.checkpoints.failed_saves,
+        **run.health.summary(),
+        "evaluations": run.evaluations,
+    }
+    run.logger.log_result(result)
+    if not saved and not run.save_now(step):  # a last attempt: evaluation took a while
+        raise RunError(f"step {step}, the last, could not be saved; make room, then the same command resumes")
+    run.logger.write_result(result)
+    return result
+
+
+class Run:
+    """One run in one directory: what it trains, and what happens every so often.
+
+    Attributes:
+      requested: the config as it was given. config: the same, with what measuring or memory chose.
+      towers: of the step; a single one if the devices hold stages of the model. local_towers: those of this process.
+      hooks: functions of (number of finished steps, steps whose metrics have arrived), called after every step.
+      evaluations: records of the evaluations after the last step, if it was evaluated.
+      reached: the first accuracy that met the target; 0 until then.
+    """
 
     def __init__(
-        self, setup: RunSetup, dataset: Dataset, banner: str, shutdown: Shutdown, workers: Workers, timer: PhaseTimer
+        self,
+        dataset: Dataset,
+        banner: str,
+        hardware: devices.Devices,
+        precision: str,
+        shutdown: Shutdown,
+        workers: Workers,
+        timer: PhaseTimer,
+        config: TrainConfig,
+        micro_batches: int = 0,
     ):
-        self.setup, self.step_runner, self.dataset = setup, setup.step_runner, dataset
+        """Build batches, model, state, step and collaborators as the config asks for.
+
+        Args:
+          micro_batches: with `micro_batches=auto`, the number to take; 0: that of the run so far, or 1.
+
+        Raises:
+          UsageError: this machine, this model or this data set cannot be trained so.
+        """
+        self.dataset, self.precision, self.requested = dataset, precision, config
         self.shutdown, self.workers, self.timer = shutdown, workers, timer
-        self.config, self.state, self.length = config, state, length = setup.config, setup.state, setup.length
-        run_info = RunInfo(dataset=dataset, banner=banner, **setup.description())
-        self.logger = RunLogger(run_info, timer, quiet=not workers.is_chief)
+        strategy, towers, self.local_towers = hardware
+
+        rows = config.examples_drawn * len(self.local_towers) // len(towers)
+        self.batches = build.make_batches(config, dataset.train, rows=(workers.index * rows, rows), towers=towers)
+        self.length = length = config.run_length(self.batches.steps_per_epoch)
+        profiled_steps = parse_profile_steps(config.profile_steps)
+        if profiled_steps and profiled_steps[0] >= length.last:
+            raise UsageError(
+                f"profile_steps={config.profile_steps}: this run ends with step {length.last}; give earlier steps"
+            )
+
+        previous = workdir.previous_choices(config, len(towers))
+        if not config.micro_batches:  # auto
+            chosen = micro_batches or previous.get("micro_batches") or 1
+            config = dataclasses.replace(config, micro_batches=chosen)
+        arguments = towers, precision, dataset.train, length
+        config = tuning.resolve_placement(config, *arguments, previous.get("variable_placement") or "")
+        config = tuning.resolve_shares(config, *arguments, previous.get("tower_shares") or "")
+        self.config = config
+
+        self.state, train_step, self.towers = build.make_training(
+            config, *arguments, strategy, self.batches.load_images
+        )
+        self.augmentation = build.make_augmentation(config, dataset.info)
+        image_size_at = ImageSizeSchedule(config.image_size_schedule, config.image_size).at(length)
+        self.step_runner = StepRunner(train_step, self.state.optimizer, image_size_at)
+
+        variables = self.state.named_variables()
+        info = RunInfo(
+            config=config,
+            dataset=dataset,
+            banner=banner,
+            local_towers=self.local_towers,
+            towers=self.towers,
+            precision=precision,
+            length=length,
+            image_size_at=image_size_at,
+            model=self.state.model,
+            variables=variables,
+            activation_layers=[layer.name for layer in activation_layers(self.state.model)],
+        )
+        self.logger = RunLogger(info, timer, quiet=not workers.is_chief)
         self.log = self.logger.log
         self.evaluator = Evaluator(
-            make_evaluate_fn(state.model, setup.local_towers, setup.augmentation, workers, self.logger.show_evaluation),
+            make_evaluate_fn(
+                self.state.model, self.local_towers, self.augmentation, workers, self.logger.show_evaluation
+            ),
             {"validation": dataset.validation, "test": dataset.test},
-            state.evaluation_weights,
+            self.state.evaluation_weights,
             config.evaluate_every_steps(length),
             length.last,
         )
-        self.target = TargetAccuracy(config.target_accuracy, self.log)
         manager = CheckpointManager(
-            config.directory, state, config.checkpoint_every_steps, config.keep_checkpoints, self.log
+            config.directory, self.state, config.checkpoint_every_steps, config.keep_checkpoints, self.log
         )
-        self.checkpoints = SharedCheckpoints(manager, workers, state.named_variables())
-        self.divergence = DivergenceState(config.max_nonfinite_steps)
-        self.health = HealthMonitor(self.divergence, setup, workers.gather, self.log)
-        profiled_steps = setup.profiled_steps if workers.is_chief else None
-        self.profiler = StepProfiler(config.directory, *profiled_steps) if profiled_steps else None
-        self.metadata = workdir.run_metadata(setup.requested, config, dataset, setup.precision, len(setup.towers))
+        self.checkpoints = SharedCheckpoints(manager, workers, variables)
+        self.health = Health(config.max_nonfinite_steps, self.state, self.towers, self._locate_nonfinite, self.log)
+        traced = profiled_steps if workers.is_chief else None
+        self.profiler = StepProfiler(config.directory, *traced) if traced else None
+        self.metadata = workdir.run_metadata(self.requested, config, dataset, precision, len(self.towers))
 
-    def run(self) -> dict:
-        """Resumes, trains, evaluates and writes the result; or returns the result of a finished run."""
+        self.hooks: list[Callable[[int, Sequence[FinishedStep]], None]] = [
+            self.report,
+            self.evaluate_if_due,
+            self.end_epoch,
+            self.save_if_due,
+            self.check_target,
+        ]
+        self._has_batch_norm = has_batch_norm(self.state.model)
+        self.evaluations: list[dict] = []
+        self.reached = 0.0
+        self._compiled = False  # whether the last step was compiled
+
+    # The start and the end of a run
+
+    def resume(self) -> int:
+        """Log what will be trained, and restore the newest checkpoint, if there is one; return its step, or 0."""
         self.logger.log_start()
-        step, evaluations = self._resume()
-        finished = functools.partial(workdir.completed_result, self.config, step, self.length.last)
-        if result := self.workers.broadcast_from_chief(finished):
+        find = functools.partial(workdir.checkpoint_to_resume, self.requested, self.dataset, self._has_batch_norm)
+        metadata = self.checkpoints.restore_latest(find)
+        if not metadata:
+            return 0
+        self.timer.resume(metadata["seconds"], metadata["images"])
+        self.health.restore(metadata)
+        self.evaluations = metadata["evaluations"]
+        towers = f"{metadata['towers']} tower{'s' * (metadata['towers'] > 1)}"
+        self.log(f"resuming from step {metadata['step']}, saved with {towers} in {metadata['precision']}")
+        if changes := describe_changes(metadata, self.metadata, self._has_batch_norm):
+            self.log(changes)
+        return metadata["step"]
+
+    def stored_result(self, step: int) -> dict | None:
+        """Return the result of a run that is complete at `step`; otherwise None."""
+        stored = functools.partial(workdir.completed_result, self.config, step, self.length.last)
+        if result := self.workers.broadcast_from_chief(stored):
             score = describe_score(reported_score(result["evaluations"]))
             self.log(f"{self.config.directory} is complete at step {step}: {score}")
-            return result
+        return result
+
+    def open(self, step: int) -> None:
+        """Open the files of the run; from now on a signal lets it save first."""
         self.logger.open(step, functools.partial(self.evaluator.passes_left, tta=self.config.tta))
         self.shutdown.announce = self.log
         self.shutdown.check()
         self.shutdown.defer_signals(by_consensus=self.workers.size > 1)
-        try:
-            self.timer.end_phase("start")
-            if self.config.rollback_on_divergence and step == 0:
-                self._save(0)
-            return self._finish(self._train(step, evaluations))
-        finally:
-            self._profile(StepProfiler.close)
-            self.logger.progress.pause()
+        self.timer.end_phase("start")
+        if self.config.rollback_on_divergence and step == 0:
+            self.save_now(0)
 
-    def _train(self, step: int, evaluations: list[dict]) -> int:
-        """Trains until the end, the target or a signal, across rollbacks; returns the number of updates done."""
-        with memory.smaller_parts_for_memory(self.setup, self.log):
-            while True:
-                try:
-                    return self._train_from(step, evaluations)
-                except DivergedError as error:
-                    step, evaluations = self._roll_back(error)
+    def close(self) -> None:
+        """End a trace that is running, and the progress display."""
+        self._profile(StepProfiler.close)
+        self.logger.progress.pause()
 
-    def _train_from(self, first_step: int, evaluations: list[dict]) -> int:
-        """The loop. `evaluations` are those made after `first_step`, if any."""
-        step = first_step
-        try:
-            if self.evaluator.is_due(step) and not evaluations:
-                self.logger.drop_evaluations(step)  # of an attempt that was interrupted before it could save
-                evaluations = self._evaluate(step)
-            if self.target.is_reached(step, evaluations, self.timer.training_seconds):
-                return step
-            for batch in self.setup.batches.stream(first_step, self.length.last):
-                inputs = self.step_runner.inputs(step, self.divergence.rate_factor)
-                self._start_step(step, batch, inputs, evaluations)
-                step, evaluations = step + 1, []
-                is_evaluated = self.evaluator.is_due(step)
-                ends_epoch = step % self.length.steps_per_epoch == 0 or step == self.length.last
-                if is_evaluated or ends_epoch or self.checkpoints.should_save(step, is_evaluated):
-                    self._report(self.step_runner.finish())
-                if is_evaluated:
-                    evaluations = self._evaluate(step)
-                if ends_epoch:
-                    self.logger.log_epoch(step, inputs.learning_rates, evaluations)
-                    self._advise(step)
-                is_good = step < self.length.last and not (self.step_runner.steps_ahead or self.divergence.in_a_row)
-                if is_good and self.checkpoints.should_save(step, is_evaluated):
-                    self._save(step, evaluations)
-                if self.target.is_reached(step, evaluations, self.timer.training_seconds):
-                    break
-                self.shutdown.check()
-        except Interrupted as interrupt:
-            raise self._save_on_interrupt(step, evaluations) from interrupt
-        if nonfinite := self.state.first_nonfinite_variable():
-            raise DivergedError(f"{nonfinite} is not finite after step {step}")
-        return step
+    # A step
 
-    def _start_step(self, step: int, batch: Batch, inputs: StepInputs, evaluations: Sequence[dict]) -> None:
-        """Starts an update and reports the one before. An update of a new kind is compiled, which is timed apart."""
-        compiled = self.step_runner.is_traced(inputs)
-        self.timer.end_phase("input" if compiled else "compile")
-        stop_signal = self.shutdown.received_signal if self.workers.size > 1 else None
-        options = {"collect_diagnostics": self.logger.wants_diagnostics(step + 1), "stop_signal": stop_signal}
-        may_not_fit = not compiled and not self.setup.requested.micro_batches
+    def start_step(self, step: int, batch: Batch) -> list[FinishedStep]:
+        """Start the update that makes `step` into `step + 1`; return the steps whose metrics have arrived.
+
+        The started step is among them if something is due after it. A step of a new kind is compiled, and timed apart.
+        """
+        self._compiled = needs_compilation = self.step_runner.needs_compilation(step)
+        self.timer.end_phase("compile" if needs_compilation else "input")
+        is_cluster = self.workers.size > 1
+        options: dict[str, Any] = {
+            "rate_factor": self.health.rate_factor,
+            "collect_diagnostics": self.logger.wants_diagnostics(step + 1),
+            "stop_signal": self.shutdown.received_signal if is_cluster else None,
+        }
+        may_not_fit = needs_compilation and not self.requested.micro_batches
         if may_not_fit and step:
-            self._report(self.step_runner.finish())
-            self._save(step, evaluations)  # to continue from, in smaller parts
-        if not compiled:
-            self.logger.progress.activity(f"compiling the step for images of {inputs.image_size} pixels")
+            self.report(step, self.step_runner.finish())
+            self.save_now(step)  # to continue from, in smaller parts
+        if needs_compilation:
+            image_size = self.step_runner.image_size_at(step)
+            self.logger.progress.activity(f"compiling the step for images of {image_size} pixels")
             with self.shutdown.interruptible():  # it takes a while, and nothing has changed yet
-                function = self.step_runner.trace(batch, inputs, **options)
+                function = self.step_runner.trace(step, batch, **options)
             if not self.step_runner.traced:
                 self.logger.log_graph(function)
         self._profile(StepProfiler.before, step)
-        finished = self.step_runner.start(step, batch, inputs, **options)
-        if self.workers.size > 1 or self.profiler or may_not_fit:
+        finished = self.step_runner.start(step, batch, **options)
+        if is_cluster or self.profiler or may_not_fit or self._is_something_due(step + 1):
             finished += self.step_runner.finish()
         self._profile(StepProfiler.after, step + 1)
-        self.logger.end_step(step + 1, compiled)
-        self._report(finished)
-        self.timer.end_phase("report" if compiled else "compile")
+        self.logger.end_step(step + 1, not needs_compilation)
+        self.evaluations = []
+        return finished
 
-    def _report(self, finished: Sequence[FinishedStep]) -> None:
-        """Checks and logs steps whose metrics have been read."""
-        for step, batch, inputs, metrics in finished:
-            if self.workers.size > 1:
-                self.shutdown.set_agreed_signal(int(metrics.stop_signal))
-                metrics = gather_diagnostics(self.workers, metrics)
-            self.health(step, metrics, batch, inputs.image_size)
-            self.logger.log_step(step, metrics, inputs.learning_rates, inputs.image_size, self.divergence)
+    def _is_something_due(self, step: int) -> bool:
+        is_evaluated = self.evaluator.is_due(step)
+        return is_evaluated or self._ends_epoch(step) or self.checkpoints.should_save(step, is_evaluated)
 
-    def _advise(self, step: int) -> None:
-        """After the first epoch, says if fewer towers would be faster."""
-        if step == self.length.steps_per_epoch and self.logger.can_spare(2 * self.timer.seconds["compile"]):
-            with self.shutdown.interruptible():
-                advise_fewer_towers(self.setup, self.dataset.train, self.log)
-            self.timer.end_phase("start")
+    def _ends_epoch(self, step: int) -> bool:
+        return step % self.length.steps_per_epoch == 0 or step == self.length.last
 
-    def _profile(self, action: Callable, *step: int) -> None:
-        """Lets the profiler, if there is one, begin or end its trace; logs its message."""
+    def _profile(self, action: Callable[..., str | None], *step: int) -> None:
+        """Let the profiler, if there is one, begin or end its trace; log its message."""
         if self.profiler and (message := action(self.profiler, *step)):
             self.logger.progress.pause()
             self.log(message)
             self.timer.end_phase("profile")
 
-    def _evaluate(self, step: int, tta: int = 0, final: bool = False) -> list[dict]:
-        """Scores validation where it exists, else test; both if `final`. Records and returns the scores."""
+    # What happens after a step
+
+    def report(self, step: int, finished: Sequence[FinishedStep]) -> None:
+        """Check and log the steps whose metrics have arrived.
+
+        Raises:
+          DivergedError: too many steps in a row were skipped.
+        """
+        finished = list(finished)
+        if not all(each.metrics.finite for each in finished):
+            finished += self.step_runner.finish()  # has a later step changed the variables?
+        for index, each in enumerate(finished):
+            if self.workers.size > 1:
+                self.shutdown.set_agreed_signal(int(each.metrics.stop_signal))
+                each = each._replace(metrics=gather_diagnostics(self.workers, each.metrics))
+            self.health.check(each, finished[index + 1 :])
+            self.logger.log_step(each.step, each.metrics, each.learning_rates, each.image_size, self.health)
+        self.timer.end_phase("compile" if self._compiled else "report")
+
+    def evaluate_if_due(self, step: int, finished: Sequence[FinishedStep]) -> None:
+        """Evaluate the run if it is time to."""
+        if self.evaluator.is_due(step):
+            self.evaluate_now(step)
+
+    def end_epoch(self, step: int, finished: Sequence[FinishedStep]) -> None:
+        """Log an epoch that ends with this step."""
+        if self._ends_epoch(step):
+            self.logger.log_epoch(step, finished[-1].learning_rates, self.evaluations)
+
+    def save_if_due(self, step: int, finished: Sequence[FinishedStep]) -> None:
+        """Save the state if it is time to, and if its numbers are known to be good."""
+        is_good = step < self.length.last and self.step_runner.is_up_to_date and not self.health.in_a_row
+        if is_good and self.checkpoints.should_save(step, self.evaluator.is_due(step)):
+            self.save_now(step)
+
+    def check_target(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
+        """Set `reached` once the evaluations of the first split without test-time augmentation meet the target."""
+        split = self.evaluations[0]["split"] if self.evaluations else ""
+        plain = [record for record in self.evaluations if record["tta"] == 0 and record["split"] == split]
+        best, target = max((record["accuracy"] for record in plain), default=0.0), self.config.target_accuracy
+        if target and not self.reached and best >= target:
+            self.reached = best
+            self.log(
+                f"reached {100 * best:.2f} % on {split} (target {100 * target:.2f} %) at step "
+                f"{step}, after {self.timer.training_seconds:.1f} s of training"
+            )
+
+    # Evaluating, saving, going back
+
+    def evaluate_again(self, step: int) -> None:
+        """Make the evaluation after `step` that an earlier start was stopped in, if there is one; check the target."""
+        if self.evaluator.is_due(step) and not self.evaluations:
+            self.logger.drop_evaluations(step)
+            self.evaluate_now(step)
+        self.check_target(step)
+
+    def evaluate_now(self, step: int, tta: int = 0, final: bool = False) -> None:
+        """Score the validation split if there is one, else test; both if `final`. Log the scores."""
         with self.shutdown.interruptible():
             scores = self.evaluator.run(tta, final)
-        records = self.logger.log_evaluation(step, scores, self.evaluator.splits, final)
+        self.evaluations = self.logger.log_evaluation(step, scores, self.evaluator.splits, final)
         self.timer.end_phase("evaluate")
-        return records
 
-    def _save(self, step: int, evaluations: Sequence[dict] = (), wait: bool = False) -> bool:
-        """Saves the state after `step`, and returns whether it is saved. With `wait`, all workers wait for that."""
+    def save_now(self, step: int, wait: bool = False) -> bool:
+        """Save the state after `step`; return whether it is saved. With `wait`, all workers wait for that."""
         metadata = self.metadata | {
-            "accuracy": evaluations[-1]["accuracy"] if evaluations else None,
-            "evaluations": list(evaluations),
+            "accuracy": self.evaluations[-1]["accuracy"] if self.evaluations else None,
+            "evaluations": list(self.evaluations),
             **self.timer.metadata(),
-            **self.divergence.metadata(),
+            **self.health.metadata(),
         }
         saved = (self.checkpoints.save_for_all if wait else self.checkpoints.save)(step, metadata)
         self.timer.end_phase("save")
@@ -238,73 +431,117 @@ class Trainer:
             self.logger.log_save(step)
         return saved
 
-    def _save_on_interrupt(self, step: int, evaluations: list[dict]) -> Interrupted:
-        """Saves the last finished step, if there is one; returns the error to raise."""
+    def save_on_interrupt(self, step: int) -> Interrupted:
+        """Save the last finished step, if there is one; return the error to raise."""
         self.shutdown.defer_signals()
-        self._report(self.step_runner.finish())
+        self.report(step, self.step_runner.finish())
         self.logger.progress.pause()
         if not step:
             return Interrupted(self.shutdown.signal, NOTHING_TO_SAVE)
-        saved = self._save(step, evaluations, wait=True)
+        saved = self.save_now(step, wait=True)
         outcome = f"saved step {step}" if saved else self.checkpoints.describe_latest()
         return Interrupted(self.shutdown.signal, f"{outcome}: the same command resumes")
 
-    def _roll_back(self, error: DivergedError) -> tuple[int, list[dict]]:
-        """Restores the last checkpoint before the non-finite steps; returns its step and its evaluations.
+    def roll_back(self, error: DivergedError) -> int:
+        """Restore the last checkpoint before the non-finite steps; return its step.
 
         Raises:
           DivergedError: rollbacks are off, there were too many, or there is no checkpoint.
         """
         if not self.config.rollback_on_divergence:
-            raise self.divergence.without_rollback(error, self.checkpoints.describe_latest()) from error
-        last_good_step = int(self.state.step.numpy()) - self.step_runner.discard() - self.divergence.in_a_row
-        self.divergence.roll_back(error)
-        metadata = self.checkpoints.roll_back(last_good_step, self.divergence.rollbacks)
+            raise self.health.without_rollback(error, self.checkpoints.describe_latest()) from error
+        self.step_runner.discard()
+        self.health.roll_back(error)
+        metadata = self.checkpoints.roll_back(self.health.last_good_step, self.health.rollbacks)
         if metadata is None:
             raise error
-        self.target.reached = 0.0
-        step = metadata["step"]
+        step, self.evaluations, self.reached = metadata["step"], metadata["evaluations"], 0.0
         self.logger.truncate_after(step)
-        rates = f"learning rates are {self.divergence.rate_factor:g} of the recipe's"
+        rates = f"learning rates are {self.health.rate_factor:g} of the recipe's"
         self.log(f"{error}\nrolled back to step {step}; {rates}")
-        return step, metadata.get("evaluations", [])
+        return step
 
-    def _resume(self) -> tuple[int, list[dict]]:
-        """Restores the newest checkpoint, if there is one; returns its step and the evaluations made after it."""
-        find = functools.partial(
-            workdir.checkpoint_to_resume, self.setup.requested, self.dataset, has_batch_norm(self.state.model)
+    def smaller_micro_batches(self, error: tf.errors.OpError) -> int:
+        """Return and log the number of micro-batches to continue with after a step did not fit into the memory.
+
+        Raises:
+          OpError: `error`, if it has another reason, or if smaller micro-batches are not asked for or not possible.
+        """
+        reason = "" if self.requested.micro_batches else tuning.describe_out_of_memory(error)
+        count = tuning.smaller_micro_batches(self.config, len(self.towers)) if reason else 0
+        if not count:
+            raise error
+        line = f"a step does not fit into the memory ({reason}): continuing with --micro_batches={count}"
+        if self._has_batch_norm:
+            largest = max(tuning.shard_sizes(self.config, len(self.towers)))
+            now, then = largest // self.config.micro_batches, largest // count
+            line += (
+                f"; batch norm now sees {then} images at a time instead of {now}, which is another function: to train "
+                f"one throughout, give --overwrite --micro_batches={count}"
+            )
+        self.log(line)
+        return count
+
+    def _locate_nonfinite(self, state: TrainState, tower: Tower, batch: Batch, image_size: int) -> str:
+        """Repeat the forward pass of a tower; return the same answer on all workers. See `locate_nonfinite`."""
+        message, local_towers = "", [each for each in self.towers if each in self.local_towers]
+        if tower in local_towers:
+            sizes = tuning.shard_sizes(self.config, len(local_towers), len(batch.labels))
+            shard = split_batch(batch, local_towers, sizes=sizes)[local_towers.index(tower)]
+            shard, parts = self.batches.load_images(shard, tower.device), self.config.micro_batches
+            message = locate_nonfinite(state.model, self.augmentation, tower, shard, image_size, parts)
+        return next(filter(None, self.workers.gather(message)), "")
+
+
+def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any], has_batch_norm: bool) -> str:
+    """Return a line that says what a resumed run computes otherwise than before it was saved; empty if nothing.
+
+    Args:
+      saved, current: metadata of `workdir.run_metadata`.
+      has_batch_norm: whether the model has batch normalization.
+    """
+    changes, settings = [], []
+    if saved["precision"] != current["precision"]:
+        changes.append(f"it computes in {current['precision']} instead of {saved['precision']}")
+        settings.append("precision")
+    if has_batch_norm and current["recipe"]["batch_statistics"] != "synchronized":
+        before, now = (
+            [each[name] for name in ("towers", "micro_batches", "tower_shares")] for each in (saved, current)
         )
-        metadata = self.checkpoints.restore_latest(find)
-        if not metadata:
-            return 0, []
-        self.timer.resume(metadata["seconds"], metadata["images"])
-        self.divergence.restore(metadata)
-        towers = f"{metadata['towers']} tower{'s' * (metadata['towers'] > 1)}"
-        self.log(f"resuming from step {metadata['step']}, saved with {towers} in {metadata['precision']}")
-        return metadata["step"], metadata.get("evaluations", [])
+        if before[0] * before[1] != now[0] * now[1]:
+            changes.append(
+                f"batch norm sees 1/{now[0] * now[1]} of a batch at a time instead of 1/{before[0] * before[1]}"
+            )
+            settings += [name for name in ("towers", "micro_batches") if saved[name] != current[name]]
+        elif before[2] != now[2]:
+            changes.append(
+                f"batch norm sees tower shares {now[2] or 'of equal size'} instead of {before[2] or 'equal ones'}"
+            )
+            settings.append("tower_shares")
+    if not changes:
+        return ""
+    flags = " ".join(f"--{'num_gpus' if name == 'towers' else name}={saved[name]}" for name in settings)
+    return f"{' and '.join(changes)}, which is another function than so far; give {flags} to train one throughout"
 
-    def _finish(self, step: int) -> dict:
-        """Saves the last step, evaluates every split, and writes the result."""
-        saved = self._save(step, wait=True)
-        outcome = f"step {step} is saved; the same command evaluates it" if saved else "nothing was saved"
-        self.shutdown.exit_immediately_from_now(outcome)
-        self.logger.begin_final_evaluation(step, self.evaluator.splits)
-        evaluations = self._evaluate(step, self.config.tta, final=True)
-        self.target.is_reached(step, evaluations, self.timer.training_seconds)
-        weights_sha256 = self.state.weights_sha256()
-        self.workers.assert_equal({"weights, as sha256,": weights_sha256})
-        result = {
-            "step": step,
-            "reached": self.target.reached,
-            "dataset": self.dataset.name,
-            **self.timer.summary(),
-            "weights_sha256": weights_sha256,
-            "failed_saves": self.checkpoints.failed_saves,
-            **self.divergence.summary(),
-            "evaluations": evaluations,
-        }
-        self.logger.log_result(result)
-        if not saved and not self._save(step):  # a last attempt: evaluation took a while
-            raise RunError(f"step {step}, the last, could not be saved; make room, then the same command resumes")
-        self.logger.write_result(result)
-        return result
+
+@contextlib.contextmanager
+def explained_errors(config: TrainConfig, towers: Sequence[Tower]) -> Iterator[None]:
+    """Turn TensorFlow's errors for what a device cannot do into one line with what to type instead.
+
+    Raises:
+      UsageError: a device's memory is too small, or an operation has no deterministic form.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if reason := tuning.describe_out_of_memory(error):
+            advice = "a smaller --batch_size, which is another run, may fit"
+            if smaller := tuning.suggest_smaller_micro_batches(config, len(towers)):
+                advice = f"the same command with {smaller} takes each tower's share in smaller parts, and resumes from "
+                advice += "the last checkpoint if the net has no batch normalization"
+            raise UsageError(f"{reason}: the memory is too small for this; {advice}") from error
+        if not (config.deterministic and isinstance(error, tf.errors.UnimplementedError)):
+            raise
+        raise UsageError(
+            f"{error_text(error)}: train without --deterministic, or without what has no such form"
+        ) from error

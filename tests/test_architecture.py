@@ -17,6 +17,7 @@ LAYERS = (
     ("models", "data"),
     ("multi_worker",),
     ("training", "checkpointing", "evaluation", "reporting"),
+    ("devices",),
     ("trainer", "inference", "benchmark"),
     ("cli",),
 )

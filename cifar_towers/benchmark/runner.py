@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from cifar_towers import devices
 from cifar_towers.benchmark import report
 from cifar_towers.benchmark.cases import BenchmarkCase, CaseResult, make_cases, run_rounds
 from cifar_towers.benchmark.worker import open_process
@@ -16,7 +17,6 @@ from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.config.settings import split_names
 from cifar_towers.data.batches import NUM_PREFETCHED
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.training.precision import choose, native_halves
 
 MIN_ROUNDS, MAX_ROUNDS, MIN_TIMED_STEPS = 3, 15, 3
 VISIT_SECONDS = 2.0  # target duration of the timed steps of a case in one round
@@ -57,7 +57,7 @@ def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[BenchmarkCase]
     """Return the numbers of towers, and the cases to measure."""
     gpus = len(tf.config.get_visible_devices("GPU"))
     device = "GPU" if gpus else "CPU"
-    default = [choose(config.recipe.precision, device)[0], *native_halves(device), "float32"]
+    default = [devices.resolve_precision(config.recipe.precision, device)[0], *devices.native_halves(device), "float32"]
     precisions = list(dict.fromkeys(split_names(config.precisions) or default))
     limit = gpus or 4
     doubled = sorted({limit, *(2**power for power in range(limit.bit_length()))})  # 1, 2, 4, .. and the limit itself

@@ -27,15 +27,16 @@ from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Split
+from cifar_towers.devices import choose_precision, setup_towers
 from cifar_towers.errors import RunError, UsageError, error_text
 from cifar_towers.reporting.profiler import profile_step
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.devices import on_gpus
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training import build
-from cifar_towers.training.auto_placement import recommend_placement
-from cifar_towers.training.devices import choose_precision, setup_towers
 from cifar_towers.training.results import to_numpy
+from cifar_towers.training.state import TrainState
+from cifar_towers.training.tuning import recommend_placement
 
 EXPECTED_ERRORS = (ValueError, NotImplementedError, MemoryError, tf.errors.OpError, RunError)  # of a single case
 RunSteps = Callable[[int], Iterator[tuple[float, float]]]  # (steps) -> each step's seconds, and those of its input
@@ -172,12 +173,13 @@ def prepare_case(
         return lambda steps: ((seconds, 0.0) for seconds in fit(steps)), lambda: list(fit(1))
     length = recipe.run_length(batches.steps_per_epoch)
     if case.strategy == NO_EXCHANGE:
-        training, step_fn = _make_independent_steps(recipe, towers, length, train)
+        state, step_fn = _make_independent_steps(recipe, towers, length, train)
     else:
-        training = build.make_training(recipe, towers, case.precision, train, length, load_images=batches.load_images)
-        step_fn = training.train_step
+        state, step_fn, _ = build.make_training(
+            recipe, towers, case.precision, train, length, load_images=batches.load_images
+        )
     image_size = schedules.ImageSizeSchedule(recipe.image_size_schedule, recipe.image_size).largest()
-    mid_run_rates = training.state.optimizer.learning_rates(length.last // 2)  # when the whitening's bias is frozen
+    mid_run_rates = state.optimizer.learning_rates(length.last // 2)  # when the whitening's bias is frozen
     with tf.device(HOST):
         rates = {name: tf.constant(rate, tf.float32) for name, rate in mid_run_rates.items()}
         constant_batch = batches.at(0)
@@ -200,8 +202,8 @@ def _time_steps(step: Callable, source: Iterator[Batch], steps: int) -> Iterator
 
 def _make_independent_steps(
     recipe: TrainConfig, towers: list[Tower], length: schedules.RunLength, train: Split
-) -> tuple[build.TrainSetup, Callable]:
-    """Return the first tower's training, and one graph of a step for each tower, which has variables of its own."""
+) -> tuple[TrainState, Callable]:
+    """Return the first tower's state, and one graph of a step for each tower, which has variables of its own."""
     # with one tower, all variables are on its device
     recipe = dataclasses.replace(recipe, batch_size=recipe.batch_size // len(towers), variable_placement="round_robin")
     trainings = [build.make_training(recipe, [tower], recipe.precision, train, length) for tower in towers]
@@ -209,6 +211,6 @@ def _make_independent_steps(
     @tf.function(autograph=False)
     def step(batch, rates, image_size):
         shards = split_batch(batch, towers)
-        return [each.train_step(shard, rates, image_size) for each, shard in zip(trainings, shards, strict=True)]
+        return [each(shard, rates, image_size) for (_, each, _), shard in zip(trainings, shards, strict=True)]
 
-    return trainings[0], step
+    return trainings[0][0], step

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from cifar_towers import files
+from cifar_towers import devices, files
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Dataset
@@ -12,7 +12,6 @@ from cifar_towers.evaluation.evaluator import make_evaluate_fn
 from cifar_towers.evaluation.score import Score
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
 from cifar_towers.reporting.console import progress_bar
-from cifar_towers.training import devices
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> str:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from PIL import Image
 from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
-from cifar_towers import files
+from cifar_towers import devices, files
 from cifar_towers.config.programs import ExportConfig
 from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
@@ -26,7 +26,6 @@ from cifar_towers.inference.load_run import TrainedRun, model_variables, open_ru
 from cifar_towers.inference.predict import resize_square
 from cifar_towers.models.stock_layers import to_stock_layers
 from cifar_towers.towers import Tower
-from cifar_towers.training import devices
 
 PROBABILITY_ATOL = 1e-4  # largest difference between probabilities that rounding explains
 BATCH_SIZE = 250  # images of the check

@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import ops
 
 from cifar_towers.config.programs import PredictConfig
+from cifar_towers import devices
 from cifar_towers.data import image_files
 from cifar_towers.data.image_files import PictureError
 from cifar_towers.errors import DataError, printable
@@ -20,7 +21,6 @@ from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
 from cifar_towers.inference.load_run import model_variables, open_run
 from cifar_towers.towers.placement import HOST
-from cifar_towers.training import devices
 
 BATCH_SIZE = 256
 TOP_K = 3  # classes shown for each image

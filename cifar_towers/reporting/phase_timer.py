@@ -27,9 +27,8 @@ class PhaseTimer:
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=RECENT_STEPS)  # images, input wait, seconds
 
     def resume(self, seconds: Mapping[str, float], images: int) -> None:
-        """Add what earlier starts of the run took."""
-        for phase, earlier in seconds.items():
-            self.seconds[phase] += earlier
+        """Continue from the seconds and images of earlier starts of the run."""
+        self.seconds = defaultdict(float, seconds)
         self.images = images
 
     def metadata(self) -> dict[str, Any]:

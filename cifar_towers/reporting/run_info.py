@@ -44,7 +44,7 @@ class RunInfo:
     image_size_at: Callable[[int], int]  # step -> height and width of its images in pixels
     model: keras.Model
     variables: Mapping[str, tf.Variable]  # all that is saved, by name
-    activation_layers: Sequence[str]  # names of the layers in `ForwardDiagnostics.activations`
+    activation_layers: Sequence[str]  # names of the layers in `StepDiagnostics.activations`
 
     def describe_parallelism(self) -> str:
         """Return number, images and devices of the towers, as `2 towers of 768 images on /CPU:0, /CPU:1`."""

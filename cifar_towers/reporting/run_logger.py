@@ -20,15 +20,14 @@ from cifar_towers.reporting.run_info import ResourceMonitor, RunInfo, count, des
 from cifar_towers.reporting.run_records import JsonlWriter
 from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter
 from cifar_towers.towers import placement_report
-from cifar_towers.training.results import StepDiagnostics, StepMetrics, TowerGradientStats
+from cifar_towers.training.results import StepDiagnostics, StepMetrics
 
 SCALARS_PER_SUMMARY = 10  # scalars are written this many times as often as whole summaries
-SPARE_TIME = 0.02  # of the time left
 DRAWING_SHARE = 0.02  # of the run's time that drawing evaluations may take
 NOISE_DECAY = 0.9  # of the running averages of signal and noise, whose ratio is the noise scale
 
 
-class Divergence(Protocol):
+class HealthCounts(Protocol):
     """The counts of a run's skipped steps and rollbacks."""
 
     skipped_steps: int
@@ -109,7 +108,7 @@ class RunLogger:
             self.log(f"about {approximate_duration(seconds)} to go, at the rate of the first steps here")
 
     def log_step(
-        self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_size: int, divergence: Divergence
+        self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_size: int, health: HealthCounts
     ) -> None:
         """Show and write the metrics of step `step`.
 
@@ -123,7 +122,7 @@ class RunLogger:
         if not diagnostics and not _is_due(step, math.ceil(self.run.config.summary_every_steps / SCALARS_PER_SUMMARY)):
             return
         input_wait = self.timer.recent_input_wait()
-        agreement = self._tower_agreement(metrics, diagnostics.tower_gradients) if diagnostics else {}
+        agreement = self._tower_agreement(metrics, diagnostics) if diagnostics else {}
         self.metrics.write(
             kind="train",
             step=step,
@@ -135,12 +134,12 @@ class RunLogger:
             learning_rate=rate,
             gradient_norm=metrics.gradient_norm,
             image_size=image_size,
-            skipped_steps=divergence.skipped_steps,
+            skipped_steps=health.skipped_steps,
             **agreement,
         )
         scalars: dict[str, float | None] = {
-            tags.SKIPPED_STEPS: divergence.skipped_steps,
-            tags.ROLLBACKS: divergence.rollbacks,
+            tags.SKIPPED_STEPS: health.skipped_steps,
+            tags.ROLLBACKS: health.rollbacks,
         }
         if images_per_sec:
             scalars[tags.IMAGES_PER_SEC], scalars[tags.INPUT_WAIT] = images_per_sec, input_wait
@@ -168,10 +167,6 @@ class RunLogger:
     def _status(self, step: int, loss: float, accuracy: float, rate: float) -> ProgressStatus:
         images_per_sec, left = self.timer.recent_images_per_sec(), self._time_left.seconds()
         return ProgressStatus(step, loss, accuracy, rate, images_per_sec, left, self._saved_step)
-
-    def can_spare(self, seconds: float) -> bool:
-        """Return whether these are a small part of the time that the run will still take."""
-        return seconds < SPARE_TIME * (self._time_left.seconds() or 0.0)
 
     def truncate_after(self, step: int) -> None:
         """Remove what was written of later steps, as on a rollback."""
@@ -273,13 +268,14 @@ class RunLogger:
                 files.write_json(self.directory / name, content)
                 del self._unwritten[name]
 
-    def _tower_agreement(self, metrics: StepMetrics, gradients: TowerGradientStats) -> dict[str, Any]:
+    def _tower_agreement(self, metrics: StepMetrics, diagnostics: StepDiagnostics) -> dict[str, Any]:
         """Return what a summary step adds to its record: each tower's loss, gradient norm and cosine; the noise scale.
 
         The noise scale needs random examples in parts of one size.
         """
-        norms = (gradients.norm / metrics.loss_scale).tolist()
-        towers = {"loss": metrics.tower_losses.tolist(), "gradient_norm": norms, "cosine": gradients.cosine.tolist()}
+        norms = (diagnostics.tower_gradient_norm / metrics.loss_scale).tolist()
+        cosines = diagnostics.tower_gradient_cosine.tolist()
+        towers = {"loss": metrics.tower_losses.tolist(), "gradient_norm": norms, "cosine": cosines}
         if len(norms) == 1 or not metrics.finite or metrics.hard_examples or self.run.config.tower_shares:
             return {"towers": towers}
         noise_scale = self._noise_scale.update(norms, float(metrics.gradient_norm))
@@ -293,12 +289,12 @@ class RunLogger:
         self.tensorboard.write_tower_scalars(step, scalars | {tags.TOWER_COSINE: towers["cosine"]})
         if not finite:
             return
-        forward, info = diagnostics.forward, self.run.dataset.info
-        labels = [info.class_names[label] for label in forward.labels]
+        info = self.run.dataset.info
+        labels = [info.class_names[label] for label in diagnostics.labels]
         normalization = info if self.run.config.standardize == "dataset" else None
-        self.tensorboard.write_input_images(step, forward.images, labels, normalization)
-        self.tensorboard.write_activations(step, self.run.activation_layers, forward.activations)
-        self.tensorboard.write_update(step, self._weight_names, diagnostics.update)
+        self.tensorboard.write_input_images(step, diagnostics.images, labels, normalization)
+        self.tensorboard.write_activations(step, self.run.activation_layers, diagnostics.activations)
+        self.tensorboard.write_update(step, self._weight_names, diagnostics)
 
     def _draw(self, step: int, name: str, score: Score, split: Split) -> None:
         """Draw the most confident mistakes and the confusion matrix, as files and in TensorBoard; write the embedding.

@@ -28,7 +28,7 @@ from cifar_towers.data.dataset import DatasetInfo, Split
 from cifar_towers.evaluation.score import Score
 from cifar_towers.reporting import figures, projector, tags
 from cifar_towers.reporting.event_files import EventWriter
-from cifar_towers.training.results import StepMetrics, TensorStats, UpdateDiagnostics
+from cifar_towers.training.results import StepDiagnostics, StepMetrics, TensorStats
 
 TRAIN, EVAL, RESULT, PROJECTOR = "train", "eval", "result", "projector"  # beside one directory per tower
 NUM_THRESHOLDS = 127  # of a precision-recall curve
@@ -100,13 +100,13 @@ class TensorBoardWriter:
         sparsities = {f"{tags.SPARSITY}/{layer}": output.zero_fraction for layer, output in outputs.items()}
         self._write_scalars(TRAIN, step, sparsities, _histograms(tags.ACTIVATIONS, outputs))
 
-    def write_update(self, step: int, weights: Sequence[str], update: UpdateDiagnostics) -> None:
+    def write_update(self, step: int, weights: Sequence[str], diagnostics: StepDiagnostics) -> None:
         """Write histogram and norm of each weight and its mean gradient, and the update-to-weight ratio."""
-        values = {name: update.weights.at(index) for index, name in enumerate(weights)}
-        gradients = {name: update.gradients.at(index) for index, name in enumerate(weights)}
+        values = {name: diagnostics.weights.at(index) for index, name in enumerate(weights)}
+        gradients = {name: diagnostics.gradients.at(index) for index, name in enumerate(weights)}
         scalars = {f"{tags.WEIGHT_NORM}/{name}": value.norm for name, value in values.items()}
         scalars |= {f"{tags.WEIGHT_GRADIENT_NORM}/{name}": gradient.norm for name, gradient in gradients.items()}
-        for name, update_norm in zip(weights, update.update_norm, strict=True):
+        for name, update_norm in zip(weights, diagnostics.update_norm, strict=True):
             if values[name].norm:
                 scalars[f"{tags.UPDATE_RATIO}/{name}"] = update_norm / values[name].norm
         histograms = _histograms(tags.WEIGHTS, values) + _histograms(tags.GRADIENTS, gradients)

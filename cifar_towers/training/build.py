@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -23,21 +22,20 @@ from cifar_towers.registry import model_spec
 from cifar_towers.towers import Tower, variable_placement
 from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
 from cifar_towers.towers.placement import HOST
-from cifar_towers.training import hard_examples, precision
 from cifar_towers.training.diagnostics import activation_layers
 from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
 from cifar_towers.training.losses import OWN, cross_entropy, make_loss
-from cifar_towers.training.optimizers import Hyperparameters, make_optimizer
-from cifar_towers.training.param_groups import RoleSchedule
+from cifar_towers.training.optimizers import RoleSchedule, make_optimizer
 from cifar_towers.training.results import PROXY
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import make_train_step, make_update
+from cifar_towers.training.step import Update, make_train_step, make_update, select_hard_examples
 
+POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "float64": "float64"}
 MAX_WHITENING_PIXELS = 5000 * 32 * 32  # at once; their patches take a hundred bytes each
 
 
 def load_data(config: TrainConfig, source: sources.Source) -> tuple[sources.Source, Dataset]:
-    """The data set the config asks for, and the source it came from.
+    """Return the data set that a config asks for, and the source it came from.
 
     Raises:
       DataError, UsageError: as `sources.load` does. UsageError: the run would write among the data.
@@ -50,11 +48,14 @@ def load_data(config: TrainConfig, source: sources.Source) -> tuple[sources.Sour
 def make_batches(
     config: TrainConfig, train: Split, rows: tuple[int, int] | None = None, towers: Sequence[Tower] = ()
 ) -> Batches:
-    """The batches of a run over `train`; of each only `rows` (first, count), if given. With `towers` the images are
-    where `data_on` says, else in host memory.
+    """Return the batches of a run over `train`.
+
+    Args:
+      rows: (first, count) of the rows of each batch to make here; all rows if not given.
+      towers: devices that keep the images if the config says `data_on=device`. Otherwise host memory keeps them.
 
     Raises:
-      UsageError: a batch is more than there are examples.
+      UsageError: a batch has more examples than there are.
     """
     if config.hard_example_pool > len(train.labels):
         raise UsageError(
@@ -68,29 +69,29 @@ def make_batches(
 
 
 def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
-    """The augmentation that the data flags ask for, normalized by these moments."""
+    """Return the augmentation that the data settings ask for, with the moments of `info` for normalization."""
     settings = {name: getattr(config, name) for name in Augmentation._fields if name not in info._fields}
     return Augmentation(**settings, mean=info.mean, std=info.std)
 
 
-def make_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo, train: Split | None = None) -> keras.Model:
-    """The model, with initial weights from the seed, and whitening filters from `train` where it has some.
+def make_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Split | None = None) -> keras.Model:
+    """Return the model with initial weights from the seed, and with whitening filters from `train` if it has some.
 
     Raises:
       UsageError: a user's model cannot be built, or towers cannot train it.
     """
     if config.user_model:
-        model = _user_model(config, compute_dtype, info)
+        model = _user_model(config, precision, info)
     else:
-        model = _registered_model(config, compute_dtype, info, train)
+        model = _registered_model(config, precision, info, train)
     if config.batch_statistics == "synchronized":
         synchronize(model)
     return model
 
 
-def _registered_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo, train: Split | None) -> keras.Model:
+def _registered_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Split | None) -> keras.Model:
     keras.utils.set_random_seed(config.seed)
-    options = {"dtype": precision.POLICIES[compute_dtype], "num_classes": len(info.class_names)}
+    options = {"dtype": POLICIES[precision], "num_classes": len(info.class_names)}
     if model_spec(config.model).whitening:
         if train is not None:
             parts = chunks(train.images[: config.whitening_images], MAX_WHITENING_PIXELS)
@@ -101,20 +102,21 @@ def _registered_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo
     return MODELS[config.model](**options)
 
 
-def _user_model(config: TrainConfig, compute_dtype: str, info: DatasetInfo) -> keras.Model:
+def _user_model(config: TrainConfig, precision: str, info: DatasetInfo) -> keras.Model:
+    assert config.user_model
     naming.reset_uids()  # layers without a name are called the same in every process, whatever was made before
     keras.utils.set_random_seed(config.seed)
     try:
         function = user_model.load_function(*config.user_model)
         return user_model.build_model(
-            function, config.crop or info.image_size, len(info.class_names), precision.POLICIES[compute_dtype]
+            function, config.crop or info.image_size, len(info.class_names), POLICIES[precision]
         )
     except user_model.ModelError as error:
         raise UsageError(f"model={config.model}: {error}") from error
 
 
 def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, list[str]]:
-    """The tower's loss, with the weight losses that belong to the net; and the names of its terms."""
+    """Return the tower's loss, with the weight losses that belong to the net, and the names of its terms."""
     decays = WEIGHT_DECAYS.get(config.model, {})
     paths = [variable.path for variable in model.trainable_variables]
     weight_losses = {layer: (paths.index(f"{layer}/kernel"), factor) for layer, factor in decays.items()}
@@ -124,109 +126,135 @@ def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, lis
     return make_loss(config.label_smoothing, weight_losses), [*terms, "total_loss"]
 
 
-class TrainSetup(NamedTuple):
-    """State, step and towers.
-
-    `train_step` is the function (batch, learning rates, image size, collect_diagnostics) -> metrics of
-    `make_train_step`; on a cluster it also takes `stop_signal`. There is one tower where the devices hold stages.
-    """
-
-    state: TrainState
-    train_step: Callable
-    towers: list[Tower]
-
-
 def make_training(
     config: TrainConfig,
-    towers: list[Tower],
-    compute_dtype: str,
+    towers: Sequence[Tower],
+    precision: str,
     train: Split,
     length: schedules.RunLength,
     strategy: tf.distribute.Strategy | None = None,
     load_images: Callable | None = None,
-) -> TrainSetup:
-    """State and step as the config asks for: shared or mirrored variables, on towers or in pipeline stages.
+) -> tuple[TrainState, Update, Sequence[Tower]]:
+    """Return state, step and towers of a run: shared or mirrored variables, on towers or in pipeline stages.
+
+    The step is that of `step.make_train_step`; on a cluster it also takes `stop_signal`. There is one tower if the
+    devices hold stages of the model.
 
     Args:
-      strategy: that of a cluster, with the towers of all its workers.
+      strategy: the strategy of a cluster, with the towers of all its workers.
       load_images: as `make_update` takes it.
 
     Raises:
       UsageError: this machine or this model cannot be trained so.
     """
-    make_state_fn = functools.partial(make_state, config, compute_dtype, train, length)
-    options = {"micro_batches": config.micro_batches, "batch_statistics": config.batch_statistics}
+    make_state_fn = functools.partial(make_state, config, precision, train, length)
     augmentation = make_augmentation(config, train.info)
+    micro_batches, batch_statistics = config.micro_batches, config.batch_statistics
     try:
         if config.strategy == "mirrored":
             strategy = make_strategy(towers, config.all_reduce)
         if strategy:
             with strategy.scope():
                 state, loss_fn = make_state_fn()
-            step = make_mirrored_step(strategy, state, towers, loss_fn, augmentation, **options)
-            return TrainSetup(state, step, towers)
+            step = make_mirrored_step(
+                strategy,
+                state,
+                towers,
+                loss_fn,
+                augmentation,
+                micro_batches=micro_batches,
+                batch_statistics=batch_statistics,
+            )
+            return state, step, towers
         if config.parallelism == "model":
-            return _make_pipeline(config, towers, compute_dtype, train.info, make_state_fn, augmentation, options)
-        options |= {"gradient_device": HOST if config.gradient_device == "cpu" else "", "load_images": load_images}
-        options["shares"] = parse_shares(config.tower_shares)
+            return _make_pipeline(config, towers, precision, train.info, make_state_fn, augmentation)
+        make_update_fn = functools.partial(
+            make_update,
+            towers=towers,
+            augmentation=augmentation,
+            micro_batches=micro_batches,
+            batch_statistics=batch_statistics,
+            gradient_device=HOST if config.gradient_device == "cpu" else "",
+            load_images=load_images,
+            shares=parse_shares(config.tower_shares),
+        )
         with variable_placement(config.variable_placement or "cpu", towers):
             state, loss_fn = make_state_fn()
-            update = make_update(state, towers, loss_fn, augmentation, **options)
+            update = make_update_fn(state, loss_fn=loss_fn)
             if config.hard_example_pool:
                 with tf.name_scope(PROXY):
-                    state.proxy, proxy_loss = make_state(proxy_config(config), compute_dtype, train, length)
+                    state.proxy, proxy_loss = make_state(proxy_config(config), precision, train, length)
                 example_loss = functools.partial(cross_entropy, smoothing=config.label_smoothing)
-                proxy_update = make_update(
-                    state.proxy, towers, proxy_loss, augmentation, example_loss=example_loss, **options
-                )
-                update = hard_examples.select_hard_examples(update, proxy_update, config.batch_size)
-        return TrainSetup(state, make_train_step(update), towers)
+                proxy_update = make_update_fn(state.proxy, loss_fn=proxy_loss, example_loss=example_loss)
+                update = select_hard_examples(update, proxy_update, config.batch_size)
+        return state, make_train_step(update), towers
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
-def _make_pipeline(config, towers, compute_dtype, info, make_state_fn, augmentation, options) -> TrainSetup:
-    """The model in stages, one on each tower's device; a single tower for the step."""
+def _make_pipeline(
+    config: TrainConfig,
+    towers: Sequence[Tower],
+    precision: str,
+    info: DatasetInfo,
+    make_state_fn: Callable[[], tuple[TrainState, Callable]],
+    augmentation: Augmentation,
+) -> tuple[TrainState, Update, Sequence[Tower]]:
+    """Cut the model into stages, one on each tower's device; return state, step, and the single tower of the step."""
     devices, image_size = [tower.device for tower in towers], config.crop or info.image_size
-    with stage_placement(lambda: make_model(config, compute_dtype, info), devices, open_size=image_size):
+    with stage_placement(lambda: make_model(config, precision, info), devices, open_size=image_size):
         state, loss_fn = make_state_fn()
     if OWN in state.loss_averages.sums:
         raise ValueError("parallelism=model cannot train a net that adds losses of its own, as regularizers do")
     layers = [layer.name for layer in activation_layers(state.model)]
-    stages = cut_in_stages(state.model, devices, open_size=image_size, activation_layers=layers)
-    update = make_update(state, towers[:1], loss_fn, augmentation, stages=stages, **options)
-    return TrainSetup(state, make_train_step(update), towers[:1])
+    update = make_update(
+        state,
+        towers[:1],
+        loss_fn,
+        augmentation,
+        micro_batches=config.micro_batches,
+        batch_statistics=config.batch_statistics,
+        stages=cut_in_stages(state.model, devices, open_size=image_size, activation_layers=layers),
+    )
+    return state, make_train_step(update), towers[:1]
 
 
 def proxy_config(config: TrainConfig) -> TrainConfig:
-    """The recipe of the net that picks the hardest examples for `config`'s: the same, on all, without averages."""
-    changes = {"model": "speednet_proxy", "batch_size": config.hard_example_pool, "hard_example_pool": 0}
-    return dataclasses.replace(config, **changes, ema_decay=0.0, lookahead=False)
+    """Return the recipe of the net that picks the hardest examples: that of `config`, on all, without averages."""
+    return dataclasses.replace(
+        config,
+        model="speednet_proxy",
+        batch_size=config.hard_example_pool,
+        hard_example_pool=0,
+        ema_decay=0.0,
+        lookahead=False,
+    )
 
 
 def make_state(
-    config: TrainConfig, compute_dtype: str, train: Split, length: schedules.RunLength
+    config: TrainConfig, precision: str, train: Split, length: schedules.RunLength
 ) -> tuple[TrainState, Callable]:
-    """(state, loss function): everything with variables, in the placement of the surrounding scope."""
-    model = make_model(config, compute_dtype, train.info, train)
+    """Return (state, loss function): everything with variables, in the placement of the surrounding scope."""
+    model = make_model(config, precision, train.info, train)
     loss_fn, terms = make_loss_fn(config, model)
-    settings = Hyperparameters(
+    optimizer = make_optimizer(
+        config.optimizer,
+        model,
+        role_schedules(config, length),
         learning_rate=config.learning_rate,
         weight_decay=config.weight_decay,
         momentum=config.momentum,
         nesterov=config.nesterov,
         muon_momentum=config.muon_momentum,
         total_steps=length.total,
+        is_speednet=model_spec(config.model).whitening,
     )
-    optimizer = make_optimizer(config.optimizer, model, role_schedules(config, length), settings)
-    state = TrainState(
-        model, optimizer, terms, length.total, config.ema_decay, config.lookahead, precision=compute_dtype
-    )
+    state = TrainState(model, optimizer, terms, length.total, config.ema_decay, config.lookahead, precision=precision)
     return state, loss_fn
 
 
 def role_schedules(config: TrainConfig, length: schedules.RunLength) -> dict[str, RoleSchedule]:
-    """The learning rate of each parameter group of a recipe over a run of this length."""
+    """Return the learning rate of each role in a recipe over a run of this length."""
     kind, knots = schedules.parse_rate(config.learning_rate_schedule)
     shape = schedules.RATE_SHAPES[kind]
     steps = knots.steps(length)

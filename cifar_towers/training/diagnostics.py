@@ -1,7 +1,7 @@
 """Diagnostics of a step: tensor statistics, norms and cosines, computed in the training graph on summary steps only.
 
-All of it is behind `tf.cond` in the one graph that trains: it changes no bit of the training, and other steps pay
-nothing for it. Statistics are computed on the device of their tensor; only the results travel.
+They stand behind `tf.cond` in the graph that trains: they change no bit of the training, and other steps pay nothing
+for them. Statistics are computed on the device of their tensor; only the results travel.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,13 +12,7 @@ import tensorflow as tf
 
 from cifar_towers.models import layers
 from cifar_towers.towers.keras_parallel import first_call
-from cifar_towers.training.results import (
-    NUM_BUCKETS,
-    ForwardDiagnostics,
-    TensorStats,
-    TowerGradientStats,
-    UpdateDiagnostics,
-)
+from cifar_towers.training.results import NUM_BUCKETS, TensorStats
 
 NUM_EXAMPLES = 64  # of the final tower's shard, whose activations are measured
 NUM_IMAGES = 16  # of these, that are returned
@@ -28,9 +22,9 @@ NONLINEAR = tuple(
 
 
 def activation_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """The layers whose outputs are measured: those that end in a nonlinear function, and the last.
+    """Return the layers whose outputs are measured: each layer that ends in a nonlinear function, and the last layer.
 
-    Empty for a model that is not a graph of layers.
+    The list is empty for a model that is not a graph of layers.
     """
     if not getattr(model, "inputs", None) or not hasattr(model, "operations"):
         return []
@@ -44,8 +38,11 @@ def activation_layers(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def stateless_call_with_activations(model: keras.Model) -> Callable:
-    """`model.stateless_call` in training that also returns the output of each of `activation_layers`:
-    (weights, non_trainable, images) -> (logits, new non-trainable values, [losses added by the model], [outputs])."""
+    """Return a training call of the model that also returns the outputs of its `activation_layers`.
+
+    The call is (weights, non_trainable, images) -> (logits, new non-trainable values, losses added by the model,
+    outputs), the last two as lists of tensors.
+    """
     measured = activation_layers(model)
     outputs = [first_call(model, layer).output_tensors[0] for layer in measured]
     with_activations = keras.Model(model.input, [model.output, *outputs]) if measured else model
@@ -61,7 +58,7 @@ def stateless_call_with_activations(model: keras.Model) -> Callable:
 
 
 def cond_or_zeros(condition: tf.Tensor, compute: Callable[[], Any], specs: Any) -> Any:
-    """`compute()`, a structure of these `tf.TensorSpec`s, where `condition` ([] bool) holds at run time; else zeros."""
+    """Return `compute()`, a structure of these `tf.TensorSpec`s, if `condition` ([] bool) holds, otherwise zeros."""
 
     def computed():
         return tf.nest.map_structure(lambda spec, value: tf.ensure_shape(value, spec.shape), specs, compute())
@@ -74,8 +71,8 @@ def cond_or_zeros(condition: tf.Tensor, compute: Callable[[], Any], specs: Any) 
 
 def forward_diagnostics(
     collect: tf.Tensor, images: tf.Tensor, labels: tf.Tensor, activations: Sequence[tf.Tensor]
-) -> ForwardDiagnostics:
-    """Of a tower's input and the outputs of its `activation_layers`, each [B, ...], over its first examples."""
+) -> tuple[tf.Tensor, tf.Tensor, TensorStats]:
+    """Return the first three fields of `StepDiagnostics`: images, labels, and statistics of activations [B, ...]."""
     count = min(NUM_IMAGES, images.shape[0])
 
     def compute():
@@ -84,11 +81,19 @@ def forward_diagnostics(
     with tf.name_scope("diagnostics"):
         specs = tf.TensorSpec([count, *images.shape[1:]]), _stats_specs(len(activations))
         inputs, stats = cond_or_zeros(collect, compute, specs)
-        return ForwardDiagnostics(inputs, labels[:count], stats)
+        return inputs, labels[:count], stats
 
 
-def update_diagnostics(collect: tf.Tensor, gradients: Sequence[tuple], updates: Sequence[tuple]) -> UpdateDiagnostics:
-    """Of N x (mean gradient, variable) and (variable, new value). Call it before the variables are assigned."""
+def update_diagnostics(
+    collect: tf.Tensor, gradients: Sequence[tuple], updates: Sequence[tuple]
+) -> tuple[TensorStats, TensorStats, tf.Tensor]:
+    """Return the last three fields of `StepDiagnostics`: statistics of weights and gradients, and norms of the updates.
+
+    Call this function before the variables are assigned.
+
+    Args:
+      gradients: N x (mean gradient, variable). updates: pairs (variable, new value).
+    """
     new_values = {id(variable): value for variable, value in updates}
     values = [tf.convert_to_tensor(variable) for _, variable in gradients]
     devices = [variable.device for _, variable in gradients]
@@ -99,32 +104,37 @@ def update_diagnostics(collect: tf.Tensor, gradients: Sequence[tuple], updates: 
             with tf.device(variable.device):
                 dense.append(tf.zeros_like(value) if gradient is None else tf.convert_to_tensor(gradient))
                 norms.append(tf.cast(tf.norm(new_values.get(id(variable), value) - value), tf.float32))
-        return UpdateDiagnostics(tensor_stats(values, devices), tensor_stats(dense, devices), tf.stack(norms))
+        return tensor_stats(values, devices), tensor_stats(dense, devices), tf.stack(norms)
 
     with tf.name_scope("diagnostics"):
         count = len(gradients)
-        specs = UpdateDiagnostics(_stats_specs(count), _stats_specs(count), tf.TensorSpec([count]))
-        return cond_or_zeros(collect, compute, specs)
+        return cond_or_zeros(collect, compute, (_stats_specs(count), _stats_specs(count), tf.TensorSpec([count])))
 
 
 def tower_gradient_stats(
-    collect: tf.Tensor, tower_gradients: Sequence[Sequence[tuple]], mean_gradients: Sequence[tuple]
-) -> TowerGradientStats:
-    """Of K x N x (gradient, variable) and N x (mean gradient, variable)."""
+    collect: tf.Tensor, tower_gradients: Sequence[Sequence[tf.Tensor | None]], mean_gradients: Sequence[tuple]
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return each tower's gradient norm [K], and the cosine [K] between its gradient and the mean gradient.
+
+    Args:
+      tower_gradients: K x N gradients. mean_gradients: N x (mean gradient, variable).
+    """
 
     def compute():
         stats = [_norm_and_cosine(gradients, mean_gradients) for gradients in tower_gradients]
-        return TowerGradientStats(*map(tf.stack, zip(*stats, strict=True)))
+        return tuple(map(tf.stack, zip(*stats, strict=True)))
 
     with tf.name_scope("diagnostics"):
         spec = tf.TensorSpec([len(tower_gradients)])
-        return cond_or_zeros(collect, compute, TowerGradientStats(spec, spec))
+        return cond_or_zeros(collect, compute, (spec, spec))
 
 
-def _norm_and_cosine(gradients: Sequence[tuple], mean_gradients: Sequence[tuple]) -> tuple[tf.Tensor, tf.Tensor]:
-    """A gradient's norm over all variables and its cosine to the mean; products are taken beside each variable."""
+def _norm_and_cosine(
+    gradients: Sequence[tf.Tensor | None], mean_gradients: Sequence[tuple]
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return a gradient's norm and its cosine to the mean, over all variables; products are taken beside each."""
     products = []
-    for (own, variable), (mean, _) in zip(gradients, mean_gradients, strict=True):
+    for own, (mean, variable) in zip(gradients, mean_gradients, strict=True):
         if own is not None and mean is not None:
             with tf.device(variable.device):
                 own, mean = (tf.cast(tf.convert_to_tensor(g), tf.float32) for g in (own, mean))
@@ -134,18 +144,18 @@ def _norm_and_cosine(gradients: Sequence[tuple], mean_gradients: Sequence[tuple]
 
 
 def tensor_stats(tensors: Sequence[tf.Tensor], devices: Sequence[str] = ()) -> TensorStats:
-    """Statistics of each of N tensors, computed on the device of the same index if there are `devices`."""
+    """Return statistics of N tensors, each computed on its own of N `devices` if they are given."""
     packed = []
     for index, tensor in enumerate(tensors):
         with tf.device(devices[index] if devices else ""):
             packed.append(_packed_stats(tf.cast(tf.reshape(tensor, [-1]), tf.float32)))
     rows = tf.stack(packed) if packed else tf.zeros([0, 4 + NUM_BUCKETS])
-    return TensorStats(*tf.unstack(rows[:, :4], axis=1), counts=rows[:, 4:])
+    return TensorStats._make([*tf.unstack(rows[:, :4], axis=1), rows[:, 4:]])
 
 
 @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.float32)])
 def _packed_stats(values: tf.Tensor) -> tf.Tensor:
-    """The fields of `TensorStats` as one [4 + NUM_BUCKETS] tensor: one copy between devices, and one trace for all."""
+    """Return the fields of `TensorStats` as one [4 + NUM_BUCKETS] tensor: one copy between devices, one trace."""
     values = tf.where(tf.math.is_finite(values), values, 0.0)
     low, high = tf.reduce_min(values), tf.reduce_max(values)
     end = tf.where(high > low, high, low + tf.maximum(1.0, tf.abs(low)))
@@ -155,6 +165,6 @@ def _packed_stats(values: tf.Tensor) -> tf.Tensor:
 
 
 def _stats_specs(count: int) -> TensorStats:
-    """The shapes of `tensor_stats` of `count` tensors."""
+    """Return the shapes of `tensor_stats` for `count` tensors."""
     each = tf.TensorSpec([count])
     return TensorStats(each, each, each, each, tf.TensorSpec([count, NUM_BUCKETS]))

@@ -5,7 +5,7 @@ update to its copy.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -14,9 +14,9 @@ from cifar_towers.data.batches import Batch
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.devices import make_towers, on_gpus
 from cifar_towers.training.diagnostics import tower_gradient_stats
-from cifar_towers.training.results import ForwardDiagnostics, StepMetrics, TowerGradientStats
+from cifar_towers.training.results import StepMetrics
 from cifar_towers.training.state import TrainState, UpdateResult
-from cifar_towers.training.step import StepOptions, TowerResult, all_finite, make_step_metrics, make_tower_fn
+from cifar_towers.training.step import TowerResult, Update, all_finite, make_step_metrics, make_tower_fn
 
 MEAN, SUM = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
 CROSS_DEVICE_OPS = {
@@ -27,13 +27,13 @@ CROSS_DEVICE_OPS = {
 
 
 def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distribute.MirroredStrategy:
-    """A mirrored strategy over the towers' devices.
+    """Return a mirrored strategy over the towers' devices.
 
-    `nccl` and `hierarchical` reduce over the GPUs' links; `one_device` adds up on the first device and copies back.
-    `auto` is NCCL where every tower has a GPU of its own, one device elsewhere.
+    `nccl` and `hierarchical` reduce over the GPUs' links. `one_device` adds up on the first device and copies back.
+    `auto` is NCCL if every tower has a GPU of its own, otherwise one device.
 
     Raises:
-      ValueError: NCCL is asked for and the towers do not have a GPU each, or a hierarchical reduction of an odd number.
+      ValueError: NCCL for towers that do not have a GPU each, or a hierarchical reduction of an odd number of towers.
     """
     own_gpus = on_gpus(towers) and len(towers) <= len(tf.config.get_visible_devices("GPU"))
     if all_reduce == "nccl" and not own_gpus:
@@ -52,18 +52,18 @@ def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distr
 def make_multi_worker_strategy(
     addresses: Sequence[str], index: int, num_gpus: int = 0, all_reduce: str = "auto", **device_options
 ) -> tuple[tf.distribute.MultiWorkerMirroredStrategy, list[Tower]]:
-    """A strategy that joins W processes, and the towers of all, in the order of the workers. Waits for all of them.
+    """Return a strategy that joins W processes, and the towers of all, in the order of the workers.
 
-    Each worker opens a port that asks nobody who it is, on every interface of its machine.
+    The call waits for all workers. Each worker opens a port without authentication, on every interface of its machine.
 
     Args:
-      addresses: [W] host:port of each worker. index: which of them this process is.
-      num_gpus: towers of each worker; 0: one for each GPU, or the one CPU.
+      addresses: [W] host:port of each worker. index: index of this process among them.
+      num_gpus: number of towers of each worker; 0: one for each GPU, or one on the CPU.
       all_reduce: `ring` over the network, `nccl` between GPUs, or `auto`.
       device_options: keyword arguments of `make_towers`.
 
     Raises:
-      ValueError: a worker is to have more towers than TensorFlow lets it have, or GPUs that are not there.
+      ValueError: more towers than TensorFlow lets a worker have, or GPUs that are not there.
     """
     gpus = len(tf.config.get_visible_devices("GPU"))
     if num_gpus > max(gpus, 1):
@@ -87,25 +87,6 @@ def make_multi_worker_strategy(
     return strategy, [Tower(place, device) for place, device in enumerate(everyone)]
 
 
-class TowerScalars(NamedTuple):
-    """Scalars of one tower in its own replica; after `_all_gather`, [K] of all towers on every replica."""
-
-    losses: dict[str, tf.Tensor]
-    num_correct: tf.Tensor
-    nonfinite_index: tf.Tensor
-
-
-class ReplicaResult(NamedTuple):
-    """What one replica knows when all have met."""
-
-    gradients: list[tf.Tensor | None]  # N, means
-    non_trainable: list[tf.Tensor | None]
-    towers: TowerScalars
-    stop_signal: tf.Tensor | None
-    tower_stats: TowerGradientStats | None  # its own
-    diagnostics: ForwardDiagnostics | None  # its own
-
-
 def make_mirrored_step(
     strategy: tf.distribute.Strategy,
     state: TrainState,
@@ -115,21 +96,48 @@ def make_mirrored_step(
     *,
     micro_batches: int = 1,
     batch_statistics: str = "mean",
-) -> Callable[..., StepMetrics]:
-    """As `make_train_step`, for K towers in the order of the replicas and a `state` built in `strategy.scope()`.
+) -> Update:
+    """Return the training step of K towers in the order of the replicas; arguments are those of `make_train_step`.
 
-    Where other processes have some of the towers, it takes this process's part of the batch and returns the metrics of
-    all; only `diagnostics` is of the towers here. It then also takes a `stop_signal`, and returns the largest of all.
+    If other processes have some of the towers, the step takes this process's part of the batch and returns the metrics
+    of all. Only its `diagnostics` are those of the towers in this process. The step then also takes a `stop_signal`,
+    and returns the largest of all.
+
+    Args:
+      state: built in `strategy.scope()`.
     """
     tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches)
     local_towers = towers_here(strategy, towers)
 
-    def on_replica(shards: Sequence[Batch], options: StepOptions, stop_signal: tf.Tensor | None) -> ReplicaResult:
+    def on_replica(shards: Sequence[Batch], groups: frozenset[str], image_size: int, collect, stop_signal):
+        """Run the tower of this replica, then exchange its result with the other replicas."""
         context = tf.distribute.get_replica_context()
         tower = towers[int(tf.get_static_value(context.replica_id_in_sync_group))]
         with tf.name_scope(tower.name):
-            result = tower_fn(tower, shards[local_towers.index(tower)], options)
-        return _meet(context, result, stop_signal, tower, len(towers), batch_statistics, options.collect_diagnostics)
+            result = tower_fn(tower, shards[local_towers.index(tower)], groups, image_size, collect)
+        own_gradients, floating = result.gradients, [_if_floating(value) for value in result.non_trainable]
+        with tf.name_scope("all_reduce"):  # the replicas meet here
+            if batch_statistics == "final":
+                (gradients,) = _all_reduce(context, MEAN, own_gradients)
+                reduced = _from_final(context, floating, tower, len(towers))
+            else:
+                gradients, reduced = _all_reduce(context, MEAN, own_gradients, floating)
+            scalars = result.losses, result.num_correct, result.nonfinite_index
+            scalars, signals = _all_gather(context, (scalars, stop_signal), tower, len(towers))
+        tower_stats = None
+        if collect is not None:
+            tower_stats = tower_gradient_stats(
+                collect, [own_gradients], list(zip(gradients, state.weights, strict=True))
+            )
+        losses, num_correct, nonfinite_index = scalars  # [K] each: those of all towers
+        means = result._replace(
+            losses=losses,
+            gradients=gradients,
+            non_trainable=[own if new is None else new for own, new in zip(result.non_trainable, reduced, strict=True)],
+            num_correct=num_correct,
+            nonfinite_index=nonfinite_index,
+        )
+        return means, tower_stats, None if signals is None else tf.reduce_max(signals)
 
     def update_replica(_, gradients, non_trainable, losses, learning_rates, finite, collect) -> UpdateResult:
         pairs = list(zip(gradients, state.weights, strict=True))
@@ -137,72 +145,47 @@ def make_mirrored_step(
 
     @tf.function(autograph=False)
     def train_step(batch, learning_rates, image_size=0, collect_diagnostics=None, stop_signal=None) -> StepMetrics:
-        options = StepOptions(frozenset(learning_rates), image_size, collect_diagnostics)
-        replicas = strategy.run(on_replica, (split_batch(batch, local_towers), options, stop_signal))
-        local = _by_replica(strategy, replicas._replace(gradients=None, non_trainable=None))
-        results = _tower_results(local[0].towers, len(towers), local[-1].diagnostics)
+        arguments = (split_batch(batch, local_towers), frozenset(learning_rates), image_size, collect_diagnostics)
+        means, tower_stats, signal = strategy.run(on_replica, (*arguments, stop_signal))
+        local = _by_replica(strategy, (means._replace(gradients=[], non_trainable=[]), tower_stats, signal))
+        results = _tower_results(local[0][0], len(towers), local[-1][0].diagnostics)
         losses, finite = results[-1].losses, all_finite(results)
         updated = strategy.extended.update(
             state.step,
             update_replica,
-            args=(replicas.gradients, replicas.non_trainable, losses, learning_rates, finite, collect_diagnostics),
+            args=(means.gradients, means.non_trainable, losses, learning_rates, finite, collect_diagnostics),
         )
-        tower_stats = None
         if collect_diagnostics is not None:
-            local_stats = [replica.tower_stats for replica in local]
+            local_stats = [replica_stats for _, replica_stats, _ in local]
             tower_stats = tf.nest.map_structure(lambda *values: tf.concat(values, 0), *local_stats)
         num_examples = batch.labels.shape[0] * len(towers) // len(local_towers)
         metrics = make_step_metrics(results, _by_replica(strategy, updated)[0], tower_stats, num_examples)
-        return metrics._replace(stop_signal=local[0].stop_signal)
+        return metrics._replace(stop_signal=local[0][2])
 
     return train_step
 
 
-def _meet(
-    context, result: TowerResult, stop_signal, tower: Tower, num_towers: int, batch_statistics: str, collect
-) -> ReplicaResult:
-    """Exchanges a tower's result with the other replicas."""
-    gradients = [gradient for gradient, _ in result.gradients]
-    floating = [s if s is not None and s.dtype.is_floating else None for s in result.non_trainable]
-    with tf.name_scope("all_reduce"):  # the replicas meet here
-        if batch_statistics == "final":
-            (gradients,) = _all_reduce(context, MEAN, gradients)
-            reduced = _from_final(context, floating, tower, num_towers)
-        else:
-            gradients, reduced = _all_reduce(context, MEAN, gradients, floating)
-        scalars = TowerScalars(result.losses, result.num_correct, result.nonfinite_index)
-        scalars, signals = _all_gather(context, (scalars, stop_signal), tower, num_towers)
-    tower_stats = None
-    if collect is not None:
-        pairs = [(mean, variable) for mean, (_, variable) in zip(gradients, result.gradients, strict=True)]
-        tower_stats = tower_gradient_stats(collect, [result.gradients], pairs)
-    return ReplicaResult(
-        gradients=gradients,
-        non_trainable=[own if new is None else new for own, new in zip(result.non_trainable, reduced, strict=True)],
-        towers=scalars,
-        stop_signal=None if signals is None else tf.reduce_max(signals),
-        tower_stats=tower_stats,
-        diagnostics=result.diagnostics,
-    )
-
-
 def towers_here(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> list[Tower]:
-    """Those of all K towers that are in this process."""
+    """Return the towers of this process, of all K towers."""
     mine = strategy.extended.worker_devices
     return [tower for tower in towers if tower.device in mine] if len(mine) < len(towers) else list(towers)
 
 
+def _if_floating(value: tf.Tensor | None) -> tf.Tensor | None:
+    return value if value is not None and value.dtype.is_floating else None
+
+
 def _all_reduce(context, operation: tf.distribute.ReduceOp, *lists: Sequence) -> list[list]:
-    """Sums or means over all replicas of the tensors in some lists; None stays None."""
+    """Return the sums or means over all replicas of the tensors in some lists; None stays None."""
     present = [tensor for tensors in lists for tensor in tensors if tensor is not None]
     reduced = iter(context.all_reduce(operation, present) if present else ())
     return [[None if tensor is None else next(reduced) for tensor in tensors] for tensors in lists]
 
 
 def _all_gather(context, scalars: Any, tower: Tower, num_towers: int) -> Any:
-    """A structure of scalars -> of [K] float32 with the values of all replicas; None stays None.
+    """Return a structure of scalars as [K] float32 with the values of all replicas; None stays None.
 
-    In one all-reduce, which rounds nothing: to each value only zeros are added.
+    One all-reduce does it, and rounds nothing: only zeros are added to each value.
     """
     leaves = tf.nest.flatten(scalars)
     row = tf.stack([tf.cast(leaf, tf.float32) for leaf in leaves if leaf is not None])
@@ -212,15 +195,16 @@ def _all_gather(context, scalars: Any, tower: Tower, num_towers: int) -> Any:
 
 
 def _from_final(context, values: Sequence, tower: Tower, num_towers: int) -> list:
-    """The final replica's tensors on all replicas; None stays None."""
+    """Return the final replica's tensors on all replicas; None stays None."""
     final = tower.index == num_towers - 1
     own = [None if value is None else value if final else tf.zeros_like(value) for value in values]
     (sums,) = _all_reduce(context, SUM, own)
     return sums
 
 
-def _tower_results(scalars: TowerScalars, num_towers: int, final_diagnostics) -> list[TowerResult]:
-    """K results without gradients, as the metrics need them."""
+def _tower_results(gathered: TowerResult, num_towers: int, final_diagnostics: tuple | None) -> list[TowerResult]:
+    """Return K results without gradients, as the metrics need them, from one whose scalars are [K]."""
+    scalars = gathered.losses, gathered.num_correct, gathered.nonfinite_index
     results = []
     for index in range(num_towers):
         losses, num_correct, nonfinite_index = tf.nest.map_structure(lambda values, index=index: values[index], scalars)
@@ -229,7 +213,7 @@ def _tower_results(scalars: TowerScalars, num_towers: int, final_diagnostics) ->
 
 
 def _by_replica(strategy: tf.distribute.Strategy, values: Any) -> list:
-    """A structure of per-replica values -> one structure for each replica in this process."""
+    """Split a structure of per-replica values into one structure for each replica in this process."""
     count = len(strategy.extended.worker_devices)
     leaves = [strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(values)]
     leaves = [leaf if len(leaf) == count else leaf * count for leaf in leaves]  # a None is there once

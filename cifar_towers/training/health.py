@@ -1,35 +1,53 @@
-"""A run's health: steps that were skipped because a number was not finite, and when they end the run."""
+"""Health of a run: steps that are skipped because a number is not finite, the reason, and when they end the run."""
 
-import dataclasses
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
+from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.errors import DivergedError
-from cifar_towers.towers import split_batch
-from cifar_towers.training.devices import shard_sizes
-from cifar_towers.training.hard_examples import gather_rows
-from cifar_towers.training.nonfinite import describe_nonfinite, locate_nonfinite
+from cifar_towers.towers import Tower, run_micro_batches
+from cifar_towers.towers.keras_parallel import first_call
 from cifar_towers.training.results import PROXY, StepMetrics
-from cifar_towers.training.run_setup import RunSetup
 from cifar_towers.training.state import TrainState
+from cifar_towers.training.step import gather_rows
+from cifar_towers.training.step_runner import FinishedStep
 
 MAX_ROLLBACKS = 8  # then the learning rates are 1/256 of the recipe's, and smaller ones will not help
 
 
-class DivergenceState:
-    """Counts skipped steps, and ends a run after too many in a row.
+class Health:
+    """Counts skipped steps and names what was not finite; ends a run after too many skipped steps in a row.
+
+    Args:
+      max_in_a_row: number of consecutive skipped steps that ends the run.
+      state, towers: of the run.
+      locate: (state, tower, batch, image_size) -> the first non-finite tensor of a tower's forward pass, as text.
+      log: called with a line for each skipped step.
 
     Attributes:
-      skipped_steps: all of them, without those in which the loss scale of float16 was still being sought.
-      in_a_row: the last of them, without a good step since. rollbacks: how often the run went back to a checkpoint.
+      skipped_steps: number of skipped steps, except those in which the loss scale of float16 was still being sought.
+      in_a_row: number of skipped steps since the last good one.
+      rollbacks: number of times that the run went back to a checkpoint.
+      last_good_step: the step after which all skipped steps in a row began.
     """
 
-    def __init__(self, max_in_a_row: int):
-        self.max_in_a_row = max_in_a_row
-        self.skipped_steps = self.in_a_row = self.rollbacks = 0
+    def __init__(
+        self,
+        max_in_a_row: int,
+        state: TrainState,
+        towers: Sequence[Tower],
+        locate: Callable[[TrainState, Tower, Batch, int], str],
+        log: Callable[[str], None],
+    ):
+        self.max_in_a_row, self.skipped_steps, self.in_a_row, self.rollbacks = max_in_a_row, 0, 0, 0
+        self.last_good_step = 0
+        self._state, self._towers, self._locate, self._log = state, towers, locate, log
 
     @property
     def rate_factor(self) -> float:
@@ -37,44 +55,70 @@ class DivergenceState:
         return 0.5**self.rollbacks
 
     def metadata(self) -> dict[str, int]:
-        """What checkpoints store."""
-        return {"skipped_steps": self.skipped_steps, "bad_in_a_row": self.in_a_row, "rollbacks": self.rollbacks}
+        """Return the counts that checkpoints store."""
+        return self.summary() | {"skipped_in_a_row": self.in_a_row}
 
     def summary(self) -> dict[str, int]:
-        """What a run's result says."""
+        """Return the counts that a run's result has."""
         return {"skipped_steps": self.skipped_steps, "rollbacks": self.rollbacks}
 
-    def restore(self, metadata: dict) -> None:
-        """Continues from a checkpoint's metadata."""
-        self.skipped_steps, self.in_a_row = metadata.get("skipped_steps", 0), metadata.get("bad_in_a_row", 0)
-        self.rollbacks = metadata.get("rollbacks", 0)
+    def restore(self, metadata: dict[str, Any]) -> None:
+        """Continue from a checkpoint's metadata."""
+        self.skipped_steps, self.in_a_row = metadata["skipped_steps"], metadata["skipped_in_a_row"]
+        self.rollbacks, self.last_good_step = metadata["rollbacks"], metadata["step"] - self.in_a_row
 
-    def record_good_step(self) -> None:
-        """Call it after a step that updated the weights."""
-        self.in_a_row = 0
+    def check(self, finished: FinishedStep, later: Sequence[FinishedStep] = ()) -> None:
+        """Record a finished step; log the reason if the step was skipped.
 
-    def record_bad_step(self, step: int, reason: str) -> str:
-        """Call it after a skipped step; a line for the log.
+        Args:
+          later: steps that have been applied after this one. Tensors of a skipped step are looked for by repeating its
+            forward pass only if no later step has changed the variables.
 
         Raises:
-          DivergedError: there were `max_in_a_row`.
+          DivergedError: too many steps in a row were skipped.
         """
-        self.skipped_steps += 1
-        self.in_a_row += 1
-        line = f"step {step} made no update ({self.in_a_row} in a row, {self.max_in_a_row} end the run): {reason}"
+        metrics, batch, selected = finished.metrics, finished.batch, finished.metrics.hard_examples
+        of_proxy = False
+        if not metrics.finite:
+            batch = gather_rows(batch, selected.rows) if selected else batch
+        elif selected and not selected.proxy.finite:
+            metrics, of_proxy = selected.proxy, True
+        else:
+            self._record(finished.step, skipped=False)
+            return
+        state = self._state.proxy if of_proxy else self._state
+        assert state
+        overflowed = np.isfinite(metrics.tower_losses).all() and (metrics.nonfinite_towers >= 0).any()
+        if overflowed and state.loss_scale.can_shrink(float(metrics.loss_scale)):
+            if of_proxy:  # the net itself made its update
+                self._record(finished.step, skipped=False)
+            self.last_good_step = finished.step - self.in_a_row
+            return
+        reason = describe_nonfinite(metrics, self._towers, state.weight_names, state.update_names)
+        if not any(_updated(step.metrics, of_proxy) for step in later):
+            nonfinite = [tower for tower, i in zip(self._towers, metrics.nonfinite_towers, strict=True) if i >= 0]
+            reason += self._locate(state, nonfinite[0], batch, finished.image_size) if nonfinite else ""
+        self._record(finished.step, skipped=True)
+        line = f"step {finished.step} was skipped ({self.in_a_row} in a row, {self.max_in_a_row} end the run): "
+        line += f"{PROXY}: {reason}" if of_proxy else reason
         if self.in_a_row >= self.max_in_a_row:
             raise DivergedError(line)
-        return line
+        self._log(line)
+
+    def _record(self, step: int, skipped: bool) -> None:
+        self.skipped_steps += skipped
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        self.last_good_step = step - self.in_a_row
 
     def without_rollback(self, error: DivergedError, latest: str) -> DivergedError:
-        """The error of a run that does not go back by itself; `latest` is its newest checkpoint, in words."""
+        """Return the error of a run that does not go back by itself; `latest` describes its newest checkpoint."""
         return DivergedError(
             f"{error}; {latest}: give --rollback_on_divergence to go back to the last good checkpoint at half the "
             "rates, or --overwrite with a smaller --learning_rate or --precision=float32"
         )
 
     def roll_back(self, error: DivergedError) -> None:
-        """Halves the learning rates after `error`.
+        """Halve the learning rates after `error`.
 
         Raises:
           DivergedError: there were `MAX_ROLLBACKS`.
@@ -87,50 +131,66 @@ class DivergenceState:
         self.in_a_row, self.rollbacks = 0, self.rollbacks + 1
 
 
-@dataclasses.dataclass
-class HealthMonitor:
-    """Records each step in a `DivergenceState`, and logs where the numbers of a skipped step were first not finite.
+def _updated(metrics: StepMetrics, of_proxy: bool) -> bool:
+    """Return whether a step changed the variables, of the proxy or of the net itself."""
+    return bool(metrics.hard_examples.proxy.finite if of_proxy and metrics.hard_examples else metrics.finite)
+
+
+def describe_nonfinite(
+    metrics: StepMetrics, towers: Sequence[Tower], weight_names: Sequence[str], update_names: Sequence[str]
+) -> str:
+    """Name the first non-finite number that a step recorded, as `total_loss of tower_1 is not finite`.
 
     Args:
-      gather: returns the argument of every process, by process; all processes call it together.
+      metrics: as NumPy arrays.
+      weight_names, update_names: names of the `TrainState`.
+    """
+    names = [*metrics.losses, *(f"the gradient of {name}" for name in reversed(weight_names))]
+    for tower, index in zip(towers, np.atleast_1d(metrics.nonfinite_towers), strict=True):
+        if index >= 0:
+            return f"{names[index]} of {tower.name} is not finite"
+    return f"the new value of {update_names[metrics.nonfinite_update]} is not finite"
+
+
+def locate_nonfinite(
+    model: keras.Model, augmentation: Augmentation, tower: Tower, shard: Batch, image_size: int, micro_batches: int
+) -> str:
+    """Name the first non-finite tensor of a tower's forward pass over its shard, as an addition to a line.
+
+    The text is empty if there is none, or if it cannot be located, as where memory is short.
     """
 
-    health: DivergenceState
-    setup: RunSetup
-    gather: Callable[[Any], list]
-    log: Callable[[str], None]
+    def locate(part):
+        return first_nonfinite_layer(model, augmentation.augment(part.images, part.draws, image_size))
 
-    def __call__(self, step: int, metrics: StepMetrics, batch: Batch, image_size: int) -> None:
-        """Call it when `step` steps are done, with the metrics, the batch and the image size of the last.
+    tensors: list[str] = []
+    with contextlib.suppress(tf.errors.OpError, ValueError), tf.device(tower.device):
+        tensors = list(filter(None, run_micro_batches(locate, shard, micro_batches, sequential=False)))
+    return f"; first of its tensors: {tensors[0]}" if tensors else ""
 
-        Raises:
-          DivergedError: too many steps in a row were skipped.
-        """
-        state, prefix = self.setup.state, ""
-        if metrics.finite and metrics.hard_examples and not metrics.hard_examples.proxy.finite:
-            state, prefix, metrics = state.proxy, f"{PROXY}: ", metrics.hard_examples.proxy
-        elif metrics.finite:
-            return self.health.record_good_step()
-        elif metrics.hard_examples:
-            batch = gather_rows(batch, metrics.hard_examples.rows)
-        overflowed = np.isfinite(metrics.tower_losses).all() and (metrics.nonfinite_towers >= 0).any()
-        if overflowed and state.loss_scale.can_shrink(float(metrics.loss_scale)):
-            return self.health.record_good_step() if prefix else None  # the net itself made its update
-        reason = prefix + describe_nonfinite(metrics, self.setup.towers, state.weight_names, state.update_names)
-        self.log(self.health.record_bad_step(step, reason + self._locate(state, metrics, batch, image_size)))
 
-    def _locate(self, state: TrainState, metrics: StepMetrics, batch: Batch, image_size: int) -> str:
-        """The first non-finite tensor of the first non-finite tower, by repeating its forward pass: a skipped step
-        leaves the variables as they were."""
-        setup = self.setup
-        nonfinite = [tower for tower, i in zip(setup.towers, metrics.nonfinite_towers, strict=True) if i >= 0]
-        if not nonfinite:
-            return ""
-        tower, message = nonfinite[0], ""
-        local_towers = [tower for tower in setup.towers if tower in setup.local_towers]
-        if tower in local_towers:
-            sizes = shard_sizes(setup.config, len(local_towers), len(batch.labels))
-            shard = split_batch(batch, local_towers, sizes=sizes)[local_towers.index(tower)]
-            shard, parts = setup.batches.load_images(shard, tower.device), setup.config.micro_batches
-            message = locate_nonfinite(state.model, setup.augmentation, tower, shard, image_size, parts)
-        return next(filter(None, self.gather(message)), "")
+def first_nonfinite_layer(model: keras.Model, images: tf.Tensor) -> str:
+    """Name the first non-finite variable, input or layer output of a forward pass; empty if all is finite.
+
+    Args:
+      images: [B, height, width, 3], over which batch norm normalizes.
+    """
+    for variable in model.variables:
+        if variable.dtype.startswith(("float", "bfloat")) and not _is_finite(variable.value):
+            return f"variable {variable.path}"
+    if not _is_finite(images):
+        return "the images"
+    layers = [layer for layer in model.layers if not isinstance(layer, (keras.layers.InputLayer, keras.Model))]
+    by_layer = keras.Model(model.input, [first_call(model, layer).output_tensors for layer in layers])
+    weights, non_trainable = (
+        [v.value for v in variables] for variables in (by_layer.trainable_variables, by_layer.non_trainable_variables)
+    )
+    outputs, _ = by_layer.stateless_call(weights, non_trainable, images, training=True)
+    for layer, tensors in zip(layers, outputs, strict=False):
+        if not all(map(_is_finite, tensors)):
+            return f"the output of {layer.name}"
+    return ""
+
+
+def _is_finite(tensor: tf.Tensor) -> bool:
+    return bool(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(tensor))))

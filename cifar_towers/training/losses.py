@@ -1,14 +1,20 @@
-"""Loss terms of one tower: means over the examples, so that learning rates do not depend on the batch size."""
+"""Loss terms of one tower, and their moving averages.
+
+Terms are means over the examples, so that learning rates do not depend on the batch size.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
-OWN = "model_losses"
+from cifar_towers.towers.placement import HOST, pin_to_device
+
+OWN = "model_losses"  # the term of the losses that the model itself adds, as regularizers do
+DECAY = 0.9  # of the moving averages
 
 
 def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
-    """[B] softmax cross entropy of logits [B, C] against labels [B], spread by `smoothing` over all C classes."""
+    """Return the softmax cross entropy [B] of logits [B, C] against labels [B], with label smoothing over C classes."""
     if logits.dtype.size == 2:  # a user's model may end in a 16-bit type
         logits = tf.cast(logits, tf.float32)
     classes = logits.shape[-1]
@@ -17,9 +23,9 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
 
 
 def make_loss(smoothing: float = 0.0, weight_losses: Mapping[str, tuple[int, float]] | None = None) -> Callable:
-    """A function (labels, logits, weights, model_losses) -> {term: scalar}, with their sum as `total_loss`.
+    """Return a function (labels, logits, weights, model_losses) -> {term: scalar}, with their sum as `total_loss`.
 
-    The term `model_losses` is the sum of losses that the model itself adds, as regularizers do.
+    The term `model_losses` is the sum of the losses that the model itself adds, as regularizers do.
 
     Args:
       smoothing: label smoothing of the cross entropy.
@@ -38,3 +44,25 @@ def make_loss(smoothing: float = 0.0, weight_losses: Mapping[str, tuple[int, flo
         return terms | {"total_loss": tf.add_n(list(terms.values()))}
 
     return loss
+
+
+class SmoothedLosses:
+    """Moving averages of the final tower's loss terms: a <- 0.9 a + 0.1 loss, from 0, debiased."""
+
+    def __init__(self, terms: Sequence[str]):
+        with pin_to_device(HOST):
+            self.sums = {term: tf.Variable(0.0, trainable=False, name=f"{term}/average") for term in terms}
+            self.weight = tf.Variable(0.0, trainable=False, name="loss_average_weight")
+
+    def update(self, losses: Mapping[str, tf.Tensor], finite: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Add the losses of one step to the averages if the step was `finite`; return the averages by term."""
+        with tf.name_scope("loss_averages"), tf.device(self.weight.device):
+            weight = tf.where(finite, DECAY * self.weight + (1 - DECAY), self.weight)
+            self.weight.assign(weight)
+            averages = {}
+            for term, loss in losses.items():
+                total = DECAY * self.sums[term] + (1 - DECAY) * tf.cast(loss, tf.float32)
+                total = tf.where(finite, total, self.sums[term])
+                self.sums[term].assign(total)
+                averages[term] = tf.math.divide_no_nan(total, weight)
+        return averages

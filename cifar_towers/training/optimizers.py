@@ -1,6 +1,7 @@
 """Optimizers: update rules over parameter groups, from mean gradients to new values, which the caller assigns.
 
-An optimizer is an entry of `RULES`, and its name one of `registry.OPTIMIZERS`.
+An optimizer is an entry of `RULES`, and its name one of `registry.OPTIMIZERS`. A parameter group has a role: kernels,
+biases, the head, whitening filters, or the kernels and biases of the first group of convolutions.
 """
 
 import math
@@ -11,19 +12,19 @@ import keras
 import tensorflow as tf
 
 from cifar_towers.towers.placement import pin_to_device
-from cifar_towers.training.param_groups import RoleSchedule, split_by_role
 
 Updates = list[tuple[tf.Variable, tf.Tensor]]  # (variable, new value)
+FIRST_GROUP = "group1_"  # begins the names of the layers in a speednet's first group of convolutions
 
 
 class UpdateRule(Protocol):
-    """Computes the new values of its variables and of the slots it keeps for them."""
+    """A rule that computes new values of its variables and of the slots that it keeps for them."""
 
     variables: list[tf.Variable]
     slots: dict[str, list[tf.Variable]]  # name -> one for each variable, or none
 
     def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
-        """New values of one variable and its slots, on whose device it is called; `step` counts from 0."""
+        """Return new values of one variable and its slots. Call it on the variable's device; `step` counts from 0."""
 
 
 class Momentum:
@@ -33,13 +34,15 @@ class Momentum:
     a new rate acts at once.
     """
 
-    def __init__(self, variables, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 0.0):
+    def __init__(
+        self, variables: Sequence[tf.Variable], momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 0.0
+    ):
         self.variables = list(variables)
         self.momentum, self.nesterov, self.weight_decay = momentum, nesterov, weight_decay
         self.slots = {"momentum": [_zeros_like(v, "momentum") for v in self.variables] if momentum else []}
 
     def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
-        """New values of one variable and its buffer."""
+        """Return new values of one variable and its buffer."""
         variable, direction = self.variables[index], gradient
         if self.weight_decay:
             direction += self.weight_decay * variable
@@ -60,15 +63,15 @@ class AdamW:
 
     BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 
-    def __init__(self, variables, weight_decay: float = 0.0):
+    def __init__(self, variables: Sequence[tf.Variable], weight_decay: float = 0.0):
         self.variables, self.weight_decay = list(variables), weight_decay
         self.slots = {name: [_zeros_like(v, name) for v in self.variables] for name in ("mean", "square")}
 
     def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
-        """New values of one variable and its two averages; `step` corrects the bias of the first steps.
+        """Return new values of one variable and its two averages; `step` corrects the bias of the first steps.
 
-        Skipped steps count too: after some at the very start, as while a loss scale is sought, the correction is too
-        small and the first updates are shorter.
+        Skipped steps count too. After skipped steps at the very start, as while a loss scale is sought, the correction
+        is too small and the first updates are shorter.
         """
         variable, mean, square = self.variables[index], self.slots["mean"][index], self.slots["square"][index]
         count = tf.cast(step + 1, variable.dtype)
@@ -89,13 +92,13 @@ class Muon:
     Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024, and the 2025 CIFAR-10 record.
     """
 
-    def __init__(self, variables, momentum: float, total_steps: int, weight_decay: float = 0.0):
+    def __init__(self, variables: Sequence[tf.Variable], momentum: float, total_steps: int, weight_decay: float = 0.0):
         self.variables = list(variables)
         self.momentum, self.total_steps, self.weight_decay = momentum, total_steps, weight_decay
         self.slots = {"momentum": [_zeros_like(v, "momentum") for v in self.variables]}
 
     def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
-        """New values of one kernel and its buffer."""
+        """Return new values of one kernel and its buffer."""
         variable, buffer = self.variables[index], self.slots["momentum"][index]
         new_buffer = self.momentum * buffer + gradient
         period = 2 + 15 * tf.cast(step, tf.int64) // self.total_steps
@@ -108,7 +111,7 @@ class Muon:
 
 
 def orthogonalize(kernel: tf.Tensor) -> tf.Tensor:
-    """Brings the singular values of [..., C_out], reshaped to a [rest, C_out] matrix, near to 1.
+    """Bring the singular values of a kernel [..., C_out], reshaped to a matrix [rest, C_out], near to 1.
 
     Three Newton-Schulz steps X <- a X + (b A + c A A) X with A = X X^T, from X = kernel / |kernel|, with the shorter
     side first.
@@ -124,13 +127,24 @@ def orthogonalize(kernel: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.transpose(x) if tall else x, kernel.shape)
 
 
+class RoleSchedule(NamedTuple):
+    """The learning rate of a role: `peak_rate` times a factor of the step, until the role is frozen."""
+
+    peak_rate: float
+    factor: Callable[[int], float]
+    frozen_from_step: float = math.inf  # from here on no gradients are taken and nothing is updated
+
+    def learning_rate(self, step: int) -> float:
+        """Return the rate of the update from `step` to `step + 1`."""
+        return self.peak_rate * self.factor(step)
+
+
 class ParamGroup(NamedTuple):
     """Variables that share an update rule and a learning rate."""
 
     name: str
     rule: UpdateRule
-    learning_rate: Callable[[int], float]  # of the step, counted from 0
-    frozen_from_step: float = math.inf  # from here on no gradients are taken and nothing is updated
+    schedule: RoleSchedule
 
 
 class Optimizer:
@@ -140,16 +154,16 @@ class Optimizer:
         self.groups = [group for group in groups if group.rule.variables]
 
     def learning_rates(self, step: int, factor: float = 1.0) -> dict[str, float]:
-        """Active group -> learning rate, times `factor`, of the update from `step` to `step + 1`."""
-        active = [group for group in self.groups if step < group.frozen_from_step]
-        return {group.name: factor * group.learning_rate(step) for group in active}
+        """Return the learning rate, times `factor`, of each active group in the update from `step` to `step + 1`."""
+        active = [group for group in self.groups if step < group.schedule.frozen_from_step]
+        return {group.name: factor * group.schedule.learning_rate(step) for group in active}
 
     def active_variables(self, group_names: Container[str]) -> list[tf.Variable]:
-        """The trained variables of these groups."""
+        """Return the trained variables of these groups."""
         return [variable for group in self.groups if group.name in group_names for variable in group.rule.variables]
 
     def updated_variables(self) -> list[tf.Variable]:
-        """Everything `compute_updates` may give a new value: each variable after its slots, in group order."""
+        """Return all variables that `compute_updates` may change, by group: each variable after its slots."""
         variables = []
         for group in self.groups:
             slots = [slots for slots in group.rule.slots.values() if slots]
@@ -159,8 +173,10 @@ class Optimizer:
     def compute_updates(
         self, gradients: Sequence[tuple], learning_rates: Mapping[str, tf.Tensor], step: tf.Tensor
     ) -> Updates:
-        """New values from N x (gradient, variable), in any order; none for a variable without a gradient, or whose
-        group has no learning rate."""
+        """Return new values from N x (gradient, variable), in any order.
+
+        A variable has no new value if it has no gradient, or if its group has no learning rate.
+        """
         gradient_of = {id(variable): gradient for gradient, variable in gradients}
         updates: Updates = []
         for group in self.groups:
@@ -173,7 +189,7 @@ class Optimizer:
         return updates
 
     def slots(self) -> dict[str, tf.Variable]:
-        """Every slot by its name in checkpoints."""
+        """Return every slot by its name in checkpoints."""
         return {
             f"{group.name}.{slot}.{index}": variable
             for group in self.groups
@@ -182,57 +198,80 @@ class Optimizer:
         }
 
 
-class Hyperparameters(NamedTuple):
-    """Settings of the update rules."""
-
-    learning_rate: float  # that the weight decay is given for
-    weight_decay: float
-    momentum: float
-    nesterov: bool
-    muon_momentum: float
-    total_steps: int
-
-
-def _momentum(variables: Sequence[tf.Variable], weight_decay: float, settings: Hyperparameters) -> UpdateRule:
-    return Momentum(variables, settings.momentum, settings.nesterov, weight_decay)
-
-
-def _adamw(variables: Sequence[tf.Variable], weight_decay: float, settings: Hyperparameters) -> UpdateRule:
-    return AdamW(variables, weight_decay)
-
-
-def _muon(variables: Sequence[tf.Variable], weight_decay: float, settings: Hyperparameters) -> UpdateRule:
-    return Muon(variables, settings.muon_momentum, settings.total_steps, weight_decay)
-
-
-RULES = {  # optimizer, as in `registry.OPTIMIZERS` -> role -> update rule; Muon's is for convolution kernels alone
-    "momentum": {"kernels": _momentum, "biases": _momentum, "head": _momentum, "whitening": _momentum},
-    "muon": {"kernels": _muon, "biases": _momentum, "head": _momentum, "whitening": _momentum},
-    "adamw": {"kernels": _adamw, "biases": _adamw, "head": _adamw, "whitening": _adamw},
+RULES = {  # optimizer, as in `registry.OPTIMIZERS` -> (rule of convolution kernels, rule of all other variables)
+    "momentum": ("momentum", "momentum"),
+    "muon": ("muon", "momentum"),
+    "adamw": ("adamw", "adamw"),
 }
 
 
 def make_optimizer(
-    name: str, model: keras.Model, schedules: Mapping[str, RoleSchedule], settings: Hyperparameters
+    name: str,
+    model: keras.Model,
+    schedules: Mapping[str, RoleSchedule],
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    momentum: float,
+    nesterov: bool,
+    muon_momentum: float,
+    total_steps: int,
+    is_speednet: bool = False,
 ) -> Optimizer:
-    """One parameter group for each role of `schedules`.
+    """Return an optimizer with one parameter group for each role of `schedules`.
 
-    Weight decay takes the same fraction of every weight a step: a role with another rate gets the coefficient that
+    Weight decay takes the same fraction of every weight in a step: a role with another rate gets the coefficient that
     makes rate x coefficient the same.
+
+    Args:
+      learning_rate: the peak rate that `weight_decay` is given for.
+      total_steps: length of the run, on which Muon's rescaling depends.
+      is_speednet: the model's layers have roles by their names, see `split_by_role`.
 
     Raises:
       ValueError: there is no such optimizer.
     """
     if name not in RULES:
         raise ValueError(f"optimizer={name} is not one of {', '.join(RULES)}")
-    variables = split_by_role(model, first_group="first_kernels" in schedules)
+    make_rule: dict[str, Callable[[list[tf.Variable], float], UpdateRule]] = {
+        "momentum": lambda variables, decay: Momentum(variables, momentum, nesterov, decay),
+        "muon": lambda variables, decay: Muon(variables, muon_momentum, total_steps, decay),
+        "adamw": AdamW,
+    }
+    of_kernels, of_others = RULES[name]
+    variables = split_by_role(model, is_speednet, first_group="first_kernels" in schedules)
     groups = []
     for role, schedule in schedules.items():
-        peak = schedule.peak_rate
-        weight_decay = settings.weight_decay * settings.learning_rate / peak if peak else 0.0
-        rule = RULES[name][role.removeprefix("first_")](variables[role], weight_decay, settings)
-        groups.append(ParamGroup(role, rule, schedule.learning_rate, schedule.frozen_from_step))
+        decay = weight_decay * learning_rate / schedule.peak_rate if schedule.peak_rate else 0.0
+        rule = of_kernels if role.removeprefix("first_") == "kernels" else of_others
+        groups.append(ParamGroup(role, make_rule[rule](variables[role], decay), schedule))
     return Optimizer(groups)
+
+
+def split_by_role(
+    model: keras.Model, is_speednet: bool = False, first_group: bool = False
+) -> dict[str, list[tf.Variable]]:
+    """Return the trained variables of each role. The head is the last kernel, if any is trained; vectors are biases.
+
+    Args:
+      is_speednet: give variables of the layer `whitening` the role `whitening`. In other nets a name means nothing.
+      first_group: give the speednet's first group of convolutions the roles `first_kernels` and `first_biases`.
+    """
+    head = next((v for v in reversed(model.trainable_variables) if len(v.shape) > 1), None)
+    roles: dict[str, list[tf.Variable]] = {"kernels": [], "biases": [], "head": [], "whitening": []}
+    if first_group:
+        roles |= {"first_kernels": [], "first_biases": []}
+    for variable in model.trainable_variables:
+        if is_speednet and variable.path.startswith("whitening/"):
+            role = "whitening"
+        elif variable is head:
+            role = "head"
+        else:
+            role = "kernels" if len(variable.shape) > 1 else "biases"
+            if is_speednet and first_group and variable.path.startswith(FIRST_GROUP):
+                role = f"first_{role}"
+        roles[role].append(variable.value)
+    return roles
 
 
 def _zeros_like(variable: tf.Variable, name: str) -> tf.Variable:
@@ -240,11 +279,11 @@ def _zeros_like(variable: tf.Variable, name: str) -> tf.Variable:
 
 
 def make_slot(variable: tf.Variable, name: str, value: tf.Tensor) -> tf.Variable:
-    """A variable on the device of another and named after it, as `conv1/kernel/momentum`."""
+    """Return a new variable on the device of another variable and named after it, as `conv1/kernel/momentum`."""
     with tf.name_scope(""), pin_to_device(variable.device):  # the variable's name includes its scopes already
         return tf.Variable(value, trainable=False, name=f"{variable_name(variable)}/{name}")
 
 
 def variable_name(variable: tf.Variable) -> str:
-    """A variable's name with its scopes, as `conv1/kernel`."""
+    """Return a variable's name with its scopes, as `conv1/kernel`."""
     return variable.name.removesuffix(":0")

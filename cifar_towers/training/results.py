@@ -1,4 +1,4 @@
-"""What a training step returns: named values, tensors in the graph and NumPy arrays after `to_numpy`."""
+"""The results of a training step: named values, tensors in the graph and NumPy arrays after `to_numpy`."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ import numpy as np
 from cifar_towers.multi_worker.cluster_spec import Workers
 
 NUM_BUCKETS = 30  # of a histogram
-PROXY = "proxy"  # prefix of the names of the proxy's variables, operations and metrics; see `hard_examples`
+PROXY = "proxy"  # prefix of the proxy's variables, operations and metrics; see `step.select_hard_examples`
 
 
 class TensorStats(NamedTuple):
@@ -20,56 +20,37 @@ class TensorStats(NamedTuple):
     counts: Any  # [N, NUM_BUCKETS] values in equal buckets from min to max
 
     def at(self, index: int) -> "TensorStats":
-        """Those of one tensor: scalars and [NUM_BUCKETS] counts."""
+        """Return the statistics of one tensor: scalars and [NUM_BUCKETS] counts."""
         return TensorStats(*(field[index] for field in self))
 
 
-class ForwardDiagnostics(NamedTuple):
-    """The final tower's forward pass over its first examples."""
-
-    images: Any  # [n, side, side, 3] as the model sees them
-    labels: Any  # [n]
-    activations: TensorStats  # of the L layers of `diagnostics.activation_layers`
-
-
-class TowerGradientStats(NamedTuple):
-    """Each tower's gradient, all variables together."""
-
-    norm: Any  # [K] times the loss scale
-    cosine: Any  # [K] between the tower's gradient and the mean gradient
-
-
-class UpdateDiagnostics(NamedTuple):
-    """The update of N trained variables."""
-
-    weights: TensorStats  # before the update
-    gradients: TensorStats  # mean gradients
-    update_norm: Any  # [N] norm of the change
-
-
 class StepDiagnostics(NamedTuple):
-    """What a summary step adds to its metrics."""
+    """The diagnostics that a summary step adds to its metrics; all zeros in other steps."""
 
-    forward: ForwardDiagnostics
-    tower_gradients: TowerGradientStats
-    update: UpdateDiagnostics
+    images: Any  # [n, S, S, 3] first images of the final tower, as the model sees them
+    labels: Any  # [n] labels of these images
+    activations: TensorStats  # of the L layers of `diagnostics.activation_layers`, on the final tower
+    tower_gradient_norm: Any  # [K] norm of each tower's gradient, times the loss scale
+    tower_gradient_cosine: Any  # [K] cosine between each tower's gradient and the mean gradient
+    weights: TensorStats  # of the N trained variables, before the update
+    gradients: TensorStats  # of the N mean gradients
+    update_norm: Any  # [N] norm of each variable's change
 
 
 class StepMetrics(NamedTuple):
-    """Scalars of one step, float32 unless noted. `losses` and `smoothed_losses` are the final tower's, the rest is over
-    all towers."""
+    """Scalars of one step, float32 unless noted: the final tower's losses by term, everything else over all towers."""
 
     loss: Any  # mean cross entropy
     accuracy: Any  # of the training batch, as augmented
     gradient_norm: Any  # of the mean gradient, all variables together
     tower_losses: Any  # [K] total loss
     losses: dict[str, Any]  # by term
-    smoothed_losses: dict[str, Any]  # moving averages
-    finite: Any  # bool: every number was finite and the weights were updated
+    smoothed_losses: dict[str, Any]  # moving averages by term
+    finite: Any  # bool: every number was finite and the weights were updated; otherwise the step was skipped
     nonfinite_towers: Any  # [K] int32: index of each tower's first non-finite value, as in `TowerResult`, or -1
     nonfinite_update: Any  # int32: index in `TrainState.update_names` of the first non-finite new value, or -1
     loss_scale: Any  # of this step
-    diagnostics: StepDiagnostics | None = None  # all zeros unless it was a summary step
+    diagnostics: StepDiagnostics | None = None
     stop_signal: Any = None  # of several processes: the largest signal number that any of them passed in
     example_losses: Any = None  # [B], if the step was made with an `example_loss`
     hard_examples: "HardExamples | None" = None  # if only a part of the batch was trained on
@@ -83,7 +64,7 @@ class HardExamples(NamedTuple):
 
 
 def to_numpy(values: Any) -> Any:
-    """The same structure of named tuples, lists and dicts with NumPy arrays for tensors."""
+    """Return the same structure of named tuples, lists and dicts with NumPy arrays for tensors."""
     if isinstance(values, dict):
         return {name: to_numpy(value) for name, value in values.items()}
     if isinstance(values, list):
@@ -94,15 +75,22 @@ def to_numpy(values: Any) -> Any:
 
 
 def gather_diagnostics(workers: Workers, metrics: StepMetrics) -> StepMetrics:
-    """Return a step's metrics with the diagnostics of all workers: the gradient statistics of every tower, and the
-    forward pass of the final one.
+    """Return a step's metrics with the diagnostics of all workers.
+
+    They are the gradient statistics of every tower, and the forward pass of the final one.
     """
     if workers.size == 1 or not metrics.diagnostics:
         return metrics
     own = metrics.diagnostics
-    forward = own.forward if workers.index == workers.size - 1 else None
-    gathered = workers.gather((own.tower_gradients, forward))
-    tower_gradients = map(np.concatenate, zip(*(worker[0] for worker in gathered), strict=True))
-    return metrics._replace(
-        diagnostics=own._replace(forward=gathered[-1][1], tower_gradients=TowerGradientStats(*tower_gradients))
+    forward = (own.images, own.labels, own.activations) if workers.index == workers.size - 1 else None
+    gathered = workers.gather((own.tower_gradient_norm, own.tower_gradient_cosine, forward))
+    norms, cosines, forwards = zip(*gathered, strict=True)
+    images, labels, activations = forwards[-1]
+    diagnostics = own._replace(
+        images=images,
+        labels=labels,
+        activations=activations,
+        tower_gradient_norm=np.concatenate(norms),
+        tower_gradient_cosine=np.concatenate(cosines),
     )
+    return metrics._replace(diagnostics=diagnostics)

@@ -1,9 +1,10 @@
 """One training step: split, run, average, apply, report."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from cifar_towers.data.augment import Augmentation
@@ -21,48 +22,30 @@ from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
 from cifar_towers.towers.sharding import share_out
 from cifar_towers.training.diagnostics import forward_diagnostics, stateless_call_with_activations, tower_gradient_stats
-from cifar_towers.training.nonfinite import first_nonfinite_index
-from cifar_towers.training.results import ForwardDiagnostics, StepDiagnostics, StepMetrics, TowerGradientStats
-from cifar_towers.training.state import ModelValues, TrainState, UpdateResult
+from cifar_towers.training.results import PROXY, HardExamples, StepDiagnostics, StepMetrics
+from cifar_towers.training.state import TrainState, UpdateResult, first_nonfinite_index
 
-
-class StepOptions(NamedTuple):
-    """What a tower needs to know of a step besides its shard."""
-
-    active_groups: frozenset[str]  # parameter groups whose gradients are taken
-    image_size: int = 0  # pixels that images are downsampled to; 0: as they are
-    collect_diagnostics: tf.Tensor | None = None  # [] bool; None: the graph has no diagnostics
-
-
-class MicroBatchResult(NamedTuple):
-    """What a tower computes from a micro-batch."""
-
-    losses: dict[str, tf.Tensor]  # scalars by term
-    gradients: list[tf.Tensor | None]  # N, of the scaled loss
-    non_trainable: list[tf.Tensor | None]  # new values; None for an unchanged one
-    num_correct: tf.Tensor
-    diagnostics: ForwardDiagnostics | None
-    example_losses: tf.Tensor | None  # of each example, if there is an `example_loss`
+Update = Callable[..., StepMetrics]  # (batch, learning_rates, image_size=0, collect_diagnostics=None) -> metrics
 
 
 class TowerResult(NamedTuple):
-    """What one tower computes from its shard: as of a micro-batch, with a variable beside each gradient."""
+    """The result of a tower on its shard, or on one micro-batch of the shard."""
 
-    losses: dict[str, tf.Tensor]
-    gradients: list[tuple[tf.Tensor | None, tf.Variable]]
-    non_trainable: list[tf.Tensor | None]
+    losses: dict[str, tf.Tensor]  # scalars by term
+    gradients: list[tf.Tensor | None]  # N, of the scaled loss, in the order of `TrainState.weights`
+    non_trainable: list[tf.Tensor | None]  # new values; None for an unchanged one
     num_correct: tf.Tensor
-    nonfinite_index: tf.Tensor  # in the losses, then the gradients from last to first; -1 if all are finite
-    diagnostics: ForwardDiagnostics | None = None
-    example_losses: tf.Tensor | None = None
+    nonfinite_index: tf.Tensor | None = None  # of a shard: in the losses, then the gradients from last to first, or -1
+    diagnostics: Any = None  # as `forward_diagnostics` returns them
+    example_losses: tf.Tensor | None = None  # one for each example, if there is an `example_loss`
 
 
-def make_train_step(update: Callable[..., StepMetrics]) -> Callable[..., StepMetrics]:
-    """An update of `make_update` as one graph: (batch, learning_rates, image_size, collect_diagnostics) -> metrics.
+def make_train_step(update: Update) -> Update:
+    """Return an update of `make_update` as one graph: (batch, learning_rates, image_size, collect_diagnostics).
 
     Args of the returned function:
       learning_rates: by active parameter group; no gradients are taken for the other groups.
-      image_size: a Python number of pixels that images are downsampled to; 0: as they are.
+      image_size: a Python number of pixels that images are downsampled to; 0 leaves them as they are.
       collect_diagnostics: [] bool; without it the graph has no diagnostics.
 
     Each set of groups and each image size is traced once.
@@ -88,18 +71,18 @@ def make_update(
     example_loss: Callable | None = None,
     load_images: Callable[[Batch, str], Batch] | None = None,
     shares: Sequence[float] = (),
-) -> Callable[..., StepMetrics]:
-    """The function of one step on `state`; see `make_train_step` for its arguments.
+) -> Update:
+    """Return the function of one step on `state`; see `make_train_step` for its arguments.
 
     Args:
-      micro_batches: parts that each tower takes its shard in.
+      micro_batches: number of parts that each tower takes its shard in.
       batch_statistics: `mean` over the towers, the `final` tower's, or `synchronized`: computed over all towers in
         each norm. Other non-trainable values are averaged then.
-      gradient_device: where gradients are averaged; beside each variable if empty.
+      gradient_device: device on which gradients are averaged; beside each variable if empty.
       stages: the model cut over several devices, for one tower; they work on different micro-batches at a time.
       example_loss: (labels, logits) -> [B] losses to return in the metrics.
       load_images: `Batches.load_images`, for batches without images.
-      shares: [K], of the batch, in proportion; equal if empty. Means over towers are by numbers of examples then.
+      shares: [K] parts of the batch, in proportion; equal if empty. Means over unequal towers weigh by examples.
     """
     tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches, stages, example_loss, load_images)
     synchronized = batch_statistics == "synchronized"
@@ -108,13 +91,14 @@ def make_update(
     def update(batch: Batch, learning_rates: Mapping, image_size: int = 0, collect_diagnostics=None) -> StepMetrics:
         def on_tower(tower: Tower, shard: Batch) -> TowerResult:
             collect = collect_diagnostics if tower == towers[-1] else None
-            return tower_fn(tower, shard, StepOptions(frozenset(learning_rates), image_size, collect))
+            return tower_fn(tower, shard, learning_rates, image_size, collect)
 
         sizes = share_out(batch.labels.shape[0], shares, micro_batches) if shares else None
         run = functools.partial(run_on_towers_synchronized, weights=sizes) if synchronized else run_on_towers
         results = run(on_tower, towers, split_batch(batch, towers, sizes=sizes))
 
-        gradients = average_gradients([r.gradients for r in results], sizes, gradient_device)  # the towers meet here
+        tower_grads = [zip(r.gradients, state.weights, strict=True) for r in results]
+        gradients = average_gradients(tower_grads, sizes, gradient_device)  # the towers meet here
 
         tower_stats = None
         if collect_diagnostics is not None:
@@ -135,27 +119,31 @@ def make_tower_fn(
     stages: Sequence[Stage] = (),
     example_loss: Callable | None = None,
     load_images: Callable[[Batch, str], Batch] | None = None,
-) -> Callable[[Tower, Batch, StepOptions], TowerResult]:
-    """The function that each tower runs on its shard. It only reads variables."""
+) -> Callable[..., TowerResult]:
+    """Return the function (tower, shard, active_groups, image_size=0, collect_diagnostics=None) of every tower.
+
+    The function takes the gradients of the parameter groups in `active_groups`. It only reads variables.
+    """
     forward = _staged(stages, state.model) if stages else stateless_call_with_activations(state.model)
 
-    def micro_batch_fn(part: Batch, values: ModelValues, options: StepOptions) -> MicroBatchResult:
-        non_trainable = state.with_layer_seeds(values.non_trainable, part.draws)
-        images = augmentation.augment(part.images, part.draws, options.image_size)
-        active = {id(variable) for variable in state.optimizer.active_variables(options.active_groups)}
+    def on_part(
+        part: Batch, weights: list, non_trainable: list, active_groups: Collection[str], image_size: int, collect
+    ) -> TowerResult:
+        """Compute losses, gradients and new values from a micro-batch."""
+        non_trainable = state.with_layer_seeds(non_trainable, part.draws)
+        images = augmentation.augment(part.images, part.draws, image_size)
+        active = {id(variable) for variable in state.optimizer.active_variables(active_groups)}
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            pairs = zip(values.weights, state.weights, strict=True)
+            pairs = zip(weights, state.weights, strict=True)
             tape.watch([weight for weight, variable in pairs if id(variable) in active])
-            logits, new_values, model_losses, activations = forward(values.weights, non_trainable, images)
-            losses = loss_fn(part.labels, logits, values.weights, model_losses)
+            logits, new_values, model_losses, activations = forward(weights, non_trainable, images)
+            losses = loss_fn(part.labels, logits, weights, model_losses)
             scaled_loss = state.loss_scale.scale_loss(losses["total_loss"])
         with tf.name_scope("backward"):
-            gradients = tape.gradient(scaled_loss, values.weights)
-        diagnostics = None
-        if options.collect_diagnostics is not None:
-            diagnostics = forward_diagnostics(options.collect_diagnostics, images, part.labels, activations)
+            gradients = tape.gradient(scaled_loss, weights)
+        diagnostics = forward_diagnostics(collect, images, part.labels, activations) if collect is not None else None
         changes = zip(new_values, non_trainable, state.is_seed, strict=True)
-        return MicroBatchResult(
+        return TowerResult(
             losses=losses,
             gradients=gradients,
             non_trainable=[None if seed or new is old else new for new, old, seed in changes],
@@ -164,20 +152,23 @@ def make_tower_fn(
             example_losses=example_loss(part.labels, logits) if example_loss else None,
         )
 
-    def on_tower(tower: Tower, shard: Batch, options: StepOptions) -> TowerResult:
-        values = state.read_variables()  # once for all micro-batches: they travel to the tower
+    def tower_fn(
+        tower: Tower, shard: Batch, active_groups: Collection[str], image_size: int = 0, collect_diagnostics=None
+    ) -> TowerResult:
+        weights, non_trainable = state.read_variables()  # once for all micro-batches: they travel to the tower
 
-        def on_part(part: Batch) -> MicroBatchResult:
-            return micro_batch_fn(load_images(part, tower.device) if load_images else part, values, options)
+        def load_and_run(part: Batch) -> TowerResult:
+            part = load_images(part, tower.device) if load_images else part
+            return on_part(part, weights, non_trainable, active_groups, image_size, collect_diagnostics)
 
-        results = run_micro_batches(on_part, shard, micro_batches, sequential=not stages)
+        results = run_micro_batches(load_and_run, shard, micro_batches, sequential=not stages)
         return _combine_micro_batches(results, state.weights, tower.device, pipelined=bool(stages))
 
-    return on_tower
+    return tower_fn
 
 
-def _staged(stages: Sequence[Stage], model) -> Callable:
-    """`stateless_call_with_activations` for a model cut in stages, which has no losses of its own."""
+def _staged(stages: Sequence[Stage], model: keras.Model) -> Callable:
+    """Return `stateless_call_with_activations` for a model cut in stages, which has no losses of its own."""
     call = staged_call(stages, model)
 
     def forward(weights, non_trainable, images):
@@ -188,13 +179,12 @@ def _staged(stages: Sequence[Stage], model) -> Callable:
 
 
 def _combine_micro_batches(
-    results: Sequence[MicroBatchResult], weights: Sequence[tf.Variable], device: str, pipelined: bool
+    results: Sequence[TowerResult], weights: Sequence[tf.Variable], device: str, pipelined: bool
 ) -> TowerResult:
-    """The result of a tower on `device`. A pipeline's gradients are averaged beside their variables instead."""
+    """Return the result of a tower on `device`. A pipeline's gradients are averaged beside their variables instead."""
     losses = {term: mean_of_towers([r.losses[term] for r in results]) for term in results[0].losses}
-    gradients = average_gradients(
-        [list(zip(r.gradients, weights, strict=True)) for r in results], device="" if pipelined else device
-    )
+    part_grads = [list(zip(r.gradients, weights, strict=True)) for r in results]
+    gradients = [gradient for gradient, _ in average_gradients(part_grads, device="" if pipelined else device)]
     devices = [variable.device if pipelined else device for variable in reversed(weights)]
     return TowerResult(
         losses=losses,
@@ -202,7 +192,7 @@ def _combine_micro_batches(
         non_trainable=reduce_batch_stats([r.non_trainable for r in results]),
         num_correct=tf.add_n([r.num_correct for r in results]),
         nonfinite_index=first_nonfinite_index(
-            [*losses.values(), *(gradient for gradient, _ in reversed(gradients))], [device] * len(losses) + devices
+            [*losses.values(), *reversed(gradients)], [device] * len(losses) + devices
         ),
         diagnostics=results[-1].diagnostics,
         example_losses=_concat_example_losses(results),
@@ -210,21 +200,52 @@ def _combine_micro_batches(
 
 
 def all_finite(results: Sequence[TowerResult]) -> tf.Tensor:
-    """Whether all losses and gradients of K towers are finite."""
+    """Return whether all losses and gradients of K towers are finite."""
     return tf.reduce_all(tf.stack([r.nonfinite_index for r in results]) < 0)
+
+
+def reduce_batch_stats(
+    tower_values: Sequence[Sequence[tf.Tensor | None]],
+    batch_statistics: str = "mean",
+    devices: Sequence[str] = (),
+    weights: Sequence[int] | None = None,
+) -> list[tf.Tensor | None]:
+    """Reduce K lists of new values for the same S non-trainable variables to one list; None where none changed.
+
+    A float value becomes the mean, by `weights` if they are given. An integer value becomes the final tower's, as does
+    every value with `batch_statistics="final"`. Each mean is computed on its own of S `devices`, if they are given.
+
+    Raises:
+      ValueError: another `batch_statistics`.
+    """
+    if batch_statistics not in ("mean", "final", "synchronized"):
+        raise ValueError(f"batch_statistics={batch_statistics} is not one of mean, final, synchronized")
+    if batch_statistics == "final":
+        return list(tower_values[-1])
+    reduced = []
+    with tf.name_scope("average_statistics"):
+        for index, values in enumerate(zip(*tower_values, strict=True)):
+            with tf.device(devices[index] if devices else ""):
+                averaged = values[-1] is not None and values[-1].dtype.is_floating
+                reduced.append(mean_of_towers(values, weights) if averaged else values[-1])
+    return reduced
 
 
 def make_step_metrics(
     results: Sequence[TowerResult],
     update: UpdateResult,
-    tower_stats: TowerGradientStats | None,
+    tower_stats: tuple[tf.Tensor, tf.Tensor] | None,
     num_examples: int,
     sizes: Sequence[int] | None = None,
 ) -> StepMetrics:
-    """The metrics of a step over `num_examples` examples, of which the towers have these `sizes`, or equal ones."""
+    """Return the metrics of a step over `num_examples` examples, shared by the towers as `sizes` say, or equally.
+
+    Args:
+      tower_stats: as `tower_gradient_stats` returns them; None: the metrics have no diagnostics.
+    """
     diagnostics = None
     if tower_stats is not None:
-        diagnostics = StepDiagnostics(results[-1].diagnostics, tower_stats, update.diagnostics)
+        diagnostics = StepDiagnostics._make([*results[-1].diagnostics, *tower_stats, *update.diagnostics])
     with tf.name_scope("metrics"):
         metrics = StepMetrics(
             loss=mean_of_towers([r.losses["cross_entropy"] for r in results], sizes),
@@ -244,33 +265,38 @@ def make_step_metrics(
     return metrics._replace(diagnostics=diagnostics)
 
 
-def reduce_batch_stats(
-    tower_values: Sequence[Sequence[tf.Tensor | None]],
-    batch_statistics: str = "mean",
-    devices: Sequence[str] = (),
-    weights: Sequence[int] | None = None,
-) -> list[tf.Tensor | None]:
-    """K lists of new values for the same S non-trainable variables -> one; None where none changed.
-
-    The mean, by `weights` if they are given, except that `batch_statistics="final"` takes the final tower's, as is done
-    with integers always. Each mean is computed on its own of S devices, if they are given: beside the variable.
-
-    Raises:
-      ValueError: another `batch_statistics`.
-    """
-    if batch_statistics not in ("mean", "final", "synchronized"):
-        raise ValueError(f"batch_statistics={batch_statistics} is not one of mean, final, synchronized")
-    if batch_statistics == "final":
-        return list(tower_values[-1])
-    reduced = []
-    with tf.name_scope("average_statistics"):
-        for index, values in enumerate(zip(*tower_values, strict=True)):
-            with tf.device(devices[index] if devices else ""):
-                averaged = values[-1] is not None and values[-1].dtype.is_floating
-                reduced.append(mean_of_towers(values, weights) if averaged else values[-1])
-    return reduced
-
-
-def _concat_example_losses(results: Sequence[MicroBatchResult | TowerResult]) -> tf.Tensor | None:
+def _concat_example_losses(results: Sequence[TowerResult]) -> tf.Tensor | None:
     losses = [r.example_losses for r in results]
     return None if losses[0] is None else tf.concat(losses, 0)
+
+
+def select_hard_examples(update: Update, proxy_update: Update, count: int) -> Update:
+    """Return an update on the `count` hardest examples of each batch: those with the highest losses by the proxy.
+
+    The proxy is a small net that trains on the whole batch, on the same towers, before each step of the large net. K
+    towers select the same examples as one tower does, except where losses are nearly equal, and except for batch norm,
+    which sees one tower's share. Of equal losses the first counts as the highest. Both nets get the same learning
+    rates, so a parameter group of the proxy that the large net lacks is frozen.
+
+    Source: K. Jordan's CIFAR-10 records of 2024 (airbench96). There the proxy selects the harder half of every batch in
+    a run of its own before the large net's, and is updated at every fourth batch, by its harder half.
+
+    Args:
+      update, proxy_update: from `make_update`, the second with an `example_loss`.
+    """
+
+    def update_both(batch: Batch, learning_rates, image_size: int = 0, collect_diagnostics=None) -> StepMetrics:
+        with tf.name_scope(PROXY):
+            proxy = proxy_update(batch, learning_rates, image_size)
+        with tf.name_scope("hardest"), tf.device(HOST):
+            rows = tf.sort(tf.math.top_k(proxy.example_losses, count, sorted=False).indices)
+            selected = gather_rows(batch, rows)
+        metrics = update(selected, learning_rates, image_size, collect_diagnostics)
+        return metrics._replace(hard_examples=HardExamples(rows, proxy._replace(example_losses=None)))
+
+    return update_both
+
+
+def gather_rows(batch: Batch, rows: tf.Tensor) -> Batch:
+    """Return the examples of a batch at these indices."""
+    return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), batch)

@@ -13,11 +13,10 @@ from cifar_towers.benchmark.worker import prepare_case
 from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
+from cifar_towers.devices import resolve_precision, setup_towers
 from cifar_towers.towers import Tower
 from cifar_towers.towers.devices import on_gpus
 from cifar_towers.training import build
-from cifar_towers.training.devices import setup_towers
-from cifar_towers.training.precision import choose
 from scripts.scaling.communication import Prediction, predict, variable_bytes
 from scripts.scaling.settings import ScalingConfig
 
@@ -32,7 +31,7 @@ def run_prediction(config: ScalingConfig, source: sources.Source) -> None:
     towers = setup_towers(dataclasses.replace(recipe, num_gpus=1))
     _, dataset = build.load_data(recipe, source)
     kind = "GPU" if on_gpus(towers) else "CPU"
-    recipe = dataclasses.replace(recipe, precision=choose(recipe.precision, kind)[0])
+    recipe = dataclasses.replace(recipe, precision=resolve_precision(recipe.precision, kind)[0])
     rates = measure(dataclasses.replace(config, recipe=recipe), towers, dataset.train)
 
     model = build.make_model(recipe, recipe.precision, dataset.info, dataset.train)

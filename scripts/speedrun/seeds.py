@@ -15,14 +15,13 @@ from cifar_towers.config import TrainConfig, parse_seeds, schedules
 from cifar_towers.config.settings import split_names
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
+from cifar_towers.devices import resolve_precision, setup_towers
 from cifar_towers.errors import UsageError, error_text
 from cifar_towers.hardware import gpu_names
 from cifar_towers.reporting.phase_timer import STEP_PHASES
 from cifar_towers.reporting.sample import Sample
 from cifar_towers.towers import Tower
 from cifar_towers.training import build
-from cifar_towers.training.devices import setup_towers
-from cifar_towers.training.precision import choose
 from scripts.speedrun import comparison, operations, peak
 from scripts.speedrun.settings import SpeedrunConfig
 from scripts.speedrun.training import run_training
@@ -57,7 +56,7 @@ def run_speedrun(config: SpeedrunConfig, source: sources.Source) -> None:
     gpus = gpu_names()  # before `setup_towers` hides all GPUs but one
     num_towers = config.recipe.num_gpus or (config.recipe.default_num_towers(len(gpus))[0] if gpus else 0)
     num_devices = min(num_towers, len(gpus)) or 1
-    precision, _ = choose(config.recipe.precision, "GPU" if gpus else "CPU")
+    precision, _ = resolve_precision(config.recipe.precision, "GPU" if gpus else "CPU")
     towers = setup_towers(dataclasses.replace(config.recipe, **ONE_TOWER))  # all cores for one operation
     source, dataset = build.load_data(config.recipe, source)
     if source.banner:
@@ -88,14 +87,14 @@ def count_work(recipe: TrainConfig, towers: Sequence[Tower], precision: str, tra
     length = recipe.run_length(batches.steps_per_epoch)
     image_size_at = schedules.ImageSizeSchedule(recipe.image_size_schedule, recipe.image_size).at(length)
     one_tower = dataclasses.replace(recipe, **ONE_TOWER)
-    training = build.make_training(one_tower, towers[:1], precision, train, length)
-    rates_at = training.state.optimizer.learning_rates
+    state, train_step, _ = build.make_training(one_tower, towers[:1], precision, train, length)
+    rates_at = state.optimizer.learning_rates
     kinds = Counter((image_size_at(step), tuple(rates_at(step))) for step in range(length.last))
     batch = batches.stream(0, 1).element_spec
     work = {}
     for (image_size, groups), steps in kinds.items():
         rates = dict.fromkeys(groups, tf.TensorSpec([], tf.float32))
-        function = training.train_step.get_concrete_function(batch, rates, image_size)
+        function = train_step.get_concrete_function(batch, rates, image_size)
         try:
             work[image_size, groups] = steps, operations.count(function)
         except ValueError as error:

@@ -113,8 +113,8 @@ def test_benchmark_makes_the_step_with_frozen_whitening(towers, monkeypatch, str
     make_training = build.make_training
 
     def record_rates(*arguments, **options):
-        training = make_training(*arguments, **options)
-        return training._replace(train_step=lambda batch, groups, size: rates.append({*groups}) or tf.constant(0.0))
+        state, _, towers = make_training(*arguments, **options)
+        return state, lambda batch, groups, size: rates.append({*groups}) or tf.constant(0.0), towers
 
     monkeypatch.setattr(build, "make_training", record_rates)
     recipe = TrainConfig(model="speednet93", batch_size=20, epochs=10, whitening_epochs=1, optimizer="momentum")

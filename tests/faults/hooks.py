@@ -19,7 +19,7 @@ STARTED = "writing to"
 RESUMED = re.compile(r"(?:resuming from|is complete at) step (\d+)")
 SAVED = re.compile(r"saved step (\d+)")
 INTERRUPTED = r"saved step {0}\b|step {0} is saved"  # a run that is interrupted after this step
-SKIPPED = r"step {0} made no update \(1 in a row.*"  # a step without an update, the first of several
+SKIPPED = r"step {0} was skipped \(1 in a row.*"  # a step without an update, the first of several
 
 
 @functools.cache
@@ -41,8 +41,8 @@ def train(flags: Sequence[str], *, small: bool = True, prepare: Callable[[], Non
 PARTS = {
     "loading": (sources, "load", False),
     "tracing": (step, "make_tower_fn", True),
-    "loop": (trainer.Trainer, "_train", False),
-    "update": (trainer.Trainer, "_start_step", False),
+    "loop": (trainer, "train_from", False),
+    "update": (trainer.Run, "start_step", False),
     "step": (StepRunner, "start", False),
     "evaluation": (trainer, "make_evaluate_fn", True),
     "save": (variables, "save_checkpoint", False),
@@ -70,6 +70,6 @@ def before(part: str, act: Callable[..., None]) -> None:
     wrap(part, wrapper)
 
 
-def num_traces(run: trainer.Trainer) -> int:
+def num_traces(run: trainer.Run) -> int:
     """How often the training step has been traced."""
-    return run.setup.step_runner._train_step.experimental_get_tracing_count()
+    return run.step_runner._train_step.experimental_get_tracing_count()

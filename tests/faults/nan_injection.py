@@ -62,10 +62,10 @@ def _inject_into_input(tower: int, steps: set[int], value: float) -> None:
 
 
 def _inject_into_weights(tower: int, steps: set[int], value: float) -> None:
-    def change(trainer, step, *_):
+    def change(run, step, *_):
         if step + 1 in steps:
             steps.remove(step + 1)
-            weights = trainer.state.weights
+            weights = run.state.weights
             weight = weights[(7 * tower + 1) % len(weights)]
             values = weight.numpy()
             values.flat[values.size // 2] = value
@@ -77,8 +77,10 @@ def _inject_into_weights(tower: int, steps: set[int], value: float) -> None:
 def _inject_into_gradient(tower: int, steps: set[int], value: float) -> None:
     average, calls, added = training_step.average_gradients, itertools.count(), []
 
-    def wrapped(gradients, **options):  # each tower averages its micro-batches first, in order; then all towers meet
-        averaged = average(gradients, **options)
+    def wrapped(
+        gradients, *arguments, **options
+    ):  # each tower averages its micro-batches first, in order; then all towers meet
+        averaged = average(gradients, *arguments, **options)
         if next(calls) == tower:
             (gradient, variable), *rest = averaged
             averaged = [(gradient + added[0], variable), *rest]

@@ -1,4 +1,4 @@
-"""Choices that a run makes by itself: placement, micro-batches, number of towers."""
+"""Choices that a run makes by itself: placement and micro-batches."""
 
 import json
 from dataclasses import replace
@@ -8,9 +8,7 @@ import tensorflow as tf
 
 from cifar_towers import trainer
 from cifar_towers.errors import Interrupted, UsageError
-from cifar_towers.reporting import run_logger
-from cifar_towers.training import auto_placement, tower_count
-from cifar_towers.training.run_setup import setup_run
+from cifar_towers.training import tuning
 from cifar_towers.training.step_runner import StepRunner
 from tests.messages import lines_with
 from tests.runs.short_runs import (
@@ -25,7 +23,7 @@ from tests.runs.short_runs import (
 @pytest.mark.slow
 def test_auto_placement_is_stored_and_changes_no_weights(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO")
-    monkeypatch.setattr(auto_placement, "on_gpus", lambda towers: True)  # where it is measured
+    monkeypatch.setattr(tuning, "on_gpus", lambda towers: True)  # where it is measured
     config = replace(QUICK, num_gpus=2, max_steps=2)
     auto = replace(config, train_dir=str(tmp_path / "auto"), variable_placement="auto")
     measured = run(auto)
@@ -47,19 +45,18 @@ def small_memory(monkeypatch):
     """
 
     def of(fits):
-        start, attempts = StepRunner.start, []
+        set_up, start, attempts = trainer.Run.__init__, StepRunner.start, []
 
-        def prepare(*arguments, **options):
-            setup = setup_run(*arguments, **options)
-            attempts.append(setup.config.micro_batches)
-            return setup
+        def set_up_and_record(self, *arguments, **options):
+            set_up(self, *arguments, **options)
+            attempts.append(self.config.micro_batches)
 
-        def start_if_it_fits(self, step, batch, inputs, **options):
-            if not fits(attempts[-1], inputs.image_size):
+        def start_if_it_fits(self, step, batch, **options):
+            if not fits(attempts[-1], self.image_size_at(step)):
                 raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor\nwith shape [1024,64]")
-            return start(self, step, batch, inputs, **options)
+            return start(self, step, batch, **options)
 
-        monkeypatch.setattr(trainer, "setup_run", prepare)
+        monkeypatch.setattr(trainer.Run, "__init__", set_up_and_record)
         monkeypatch.setattr(StepRunner, "start", start_if_it_fits)
         return attempts
 
@@ -95,20 +92,3 @@ def test_micro_batches_go_on_from_the_step_that_did_not_fit_and_are_kept(tmp_pat
     assert attempts == [1, 2, 2] and result["step"] == STEPS
     one = replace(QUICK, num_gpus=2, train_dir=str(tmp_path / "whole"), micro_batches=0)
     assert run(one)["weights_sha256"] == result["weights_sha256"]
-
-
-def test_towers_with_too_small_a_share_are_announced(tmp_path, monkeypatch, capsys):
-    """Measure logical CPU devices that pass for GPUs, by a clock on which each tower costs a millisecond."""
-
-    def time_steps(steps):
-        return {name: [0.0 * step() + int(name) / 1000] for name, step in steps.items()}
-
-    monkeypatch.setattr(tower_count, "on_gpus", lambda towers: True)
-    monkeypatch.setattr(tower_count, "time_steps", time_steps)
-    config = replace(TINY, num_gpus=4, batch_size=200, max_steps=12, eval_every_epochs=0)
-    plain = run(config, train_dir=str(tmp_path / "plain"))
-    assert "--num_gpus=2" not in capsys.readouterr().out  # it would take more than a small part of the time left
-    monkeypatch.setattr(run_logger, "SPARE_TIME", 1e6)
-    advised = run(config, train_dir=str(tmp_path / "advised"))
-    assert lines_with(capsys.readouterr().out, "2 towers", "200 images", "2.0 ms", "4.0 ms", "25", "--num_gpus=2")
-    assert advised["weights_sha256"] == plain["weights_sha256"]

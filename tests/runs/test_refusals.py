@@ -44,7 +44,7 @@ def test_errors_of_tensorflow_suggest_flags(tmp_path, monkeypatch, error, settin
     def train(*_):
         raise error
 
-    monkeypatch.setattr(trainer.Trainer, "_train", train)
+    monkeypatch.setattr(trainer, "train_from", train)
     monkeypatch.setattr(tf.config.experimental, "enable_op_determinism", lambda: None)
     with pytest.raises(expected, match=message):
         run(QUICK, train_dir=str(tmp_path / "run"), **settings)

@@ -38,7 +38,7 @@ def test_predicted_bytes_equal_those_of_a_traced_step(towers, examples, settings
     crop = 24 if settings["model"] == "cifarnet" else 0
     config = TrainConfig(flip="random", crop=crop, batch_size=BATCH, whitening_images=20, **settings)
     run = Run(towers(count), examples, config)
-    function = run.training.train_step.get_concrete_function(run.batches.at(0), run.rates(rate=0.1))
+    function = run.train_step.get_concrete_function(run.batches.at(0), run.rates(rate=0.1))
     state, devices = run.state, [tower.device for tower in towers(count)]
     net = variable_bytes(state.model)
     exchange, mean_on = settings.get("variable_placement", "one_device"), "/CPU:0" * ("gradient_device" in settings)

@@ -87,11 +87,11 @@ def test_speednet_step_counts_equal_for_tower_counts_and_precisions(monkeypatch,
     for count, precision in ((1, "float32"), (2, "float32"), (1, "bfloat16")):
         config = TrainConfig(model="speednet94", optimizer="momentum", batch_size=examples, num_gpus=count)
         batches = Batches(train, examples, seed=0)
-        training = build.make_training(
+        state, train_step, _ = build.make_training(
             config, towers(count), precision, train, RunLength(batches.steps_per_epoch, 10, 10)
         )
-        rates = {name: tf.TensorSpec([], tf.float32) for name in training.state.optimizer.learning_rates(0)}
-        function = training.train_step.get_concrete_function(batches.stream(0, 1).element_spec, rates, 32)
+        rates = {name: tf.TensorSpec([], tf.float32) for name in state.optimizer.learning_rates(0)}
+        function = train_step.get_concrete_function(batches.stream(0, 1).element_spec, rates, 32)
         totals[count, precision] = sum(operations.count(function).values())
     assert totals[1, "float32"] / examples == pytest.approx(2 * (105e6 + 105e6 + 118e6), rel=0.01)
     assert len(set(totals.values())) == 1

@@ -71,7 +71,7 @@ def test_traced_bytes_equal_those_that_tensorflow_sends(towers, examples, settin
     """TensorFlow partitions a call into one graph a device; the witness is the sum over all `_Send` operations."""
     config = TrainConfig(model="resnet20", flip="random", crop=0, batch_size=12, whitening_images=20, **settings)
     run = Run(towers(2), examples, config)
-    arguments, step = (run.batches.at(0), run.rates(rate=0.1)), run.training.train_step
+    arguments, step = (run.batches.at(0), run.rates(rate=0.1)), run.train_step
     function = step.get_concrete_function(*arguments)
     sent = sent_bytes(lambda: step(*arguments), function.graph)
     assert len(sent) == 2

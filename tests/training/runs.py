@@ -8,16 +8,15 @@ from cifar_towers.training.results import to_numpy
 
 
 class Run:
-    """The steps of a run of 100 steps, on the towers of the test; `training` is from `build.make_training`."""
+    """The steps of a run of 100 steps, on the towers of the test."""
 
     def __init__(self, towers, examples, config, precision="float32"):
         self.config, self.towers = config, towers
         self.batches = build.make_batches(config, examples, towers=towers)
         length = RunLength(self.batches.steps_per_epoch, 100, 100)
-        self.training = build.make_training(
+        self.state, self.train_step, self.step_towers = build.make_training(
             config, towers, precision, examples, length, load_images=self.batches.load_images
         )
-        self.state = self.training.state
 
     def rates(self, step=0, rate=None):
         """The recipe's learning rates of a step, or `rate` for all groups that are active in it."""
@@ -27,7 +26,7 @@ class Run:
     def step(self, number=0, batch=None, rates=None, **options):
         """Makes a step, by default on its own batch at its own rates; the metrics as NumPy arrays."""
         batch = self.batches.at(number) if batch is None else batch
-        return to_numpy(self.training.train_step(batch, rates or self.rates(number), **options))
+        return to_numpy(self.train_step(batch, rates or self.rates(number), **options))
 
     def values(self, prefix=""):
         """The values of the variables whose names in checkpoints begin with `prefix`, by the rest of the name."""

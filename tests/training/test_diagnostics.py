@@ -8,7 +8,7 @@ import tensorflow as tf
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.towers import split_batch
-from cifar_towers.training import build, diagnostics, nonfinite
+from cifar_towers.training import build, diagnostics, health
 from cifar_towers.training.results import NUM_BUCKETS, to_numpy
 from tests.training.runs import Run
 
@@ -59,7 +59,7 @@ def test_diagnostics_describe_their_own_step(towers, examples, count, settings):
     run, reference = make_run(towers(count), examples, **settings), make_run(towers(count), examples)
     before = [weight.numpy() for weight in run.state.weights]
     metrics = make_step(run)
-    model, shards = reference.state.model, split_batch(run.batches.at(0), run.training.towers)
+    model, shards = reference.state.model, split_batch(run.batches.at(0), run.step_towers)
     loss_fn, _ = build.make_loss_fn(run.config, model)
     augment = build.make_augmentation(run.config, CIFAR10).augment
 
@@ -74,11 +74,13 @@ def test_diagnostics_describe_their_own_step(towers, examples, count, settings):
     towers_gradients = [gradients_of(shard) for shard in shards]
     means = [np.mean(of_one, 0) for of_one in zip(*towers_gradients, strict=True)]
     flat = [np.concatenate([g.ravel() for g in gradients]) for gradients in [*towers_gradients, means]]
-    for norm, cosine, own in zip(*metrics.diagnostics.tower_gradients, flat, strict=False):
+    for norm, cosine, own in zip(
+        metrics.diagnostics.tower_gradient_norm, metrics.diagnostics.tower_gradient_cosine, flat[:-1], strict=True
+    ):
         assert norm == pytest.approx(np.linalg.norm(own), rel=1e-4)
         assert cosine == pytest.approx(own @ flat[-1] / np.linalg.norm(own) / np.linalg.norm(flat[-1]), abs=1e-5)
 
-    update = metrics.diagnostics.update
+    update = metrics.diagnostics
     for index, moved in enumerate(update.update_norm):
         weight, gradient = update.weights.at(index), update.gradients.at(index)
         assert (weight.min, weight.max) == (before[index].min(), before[index].max())
@@ -89,7 +91,7 @@ def test_diagnostics_describe_their_own_step(towers, examples, count, settings):
     shard = shards[-1]  # the final tower's, and of that the last micro-batch
     parts = run.config.micro_batches
     images = augment(shard.images, shard.draws).numpy()[-(len(shard.labels) // parts) :]
-    forward = metrics.diagnostics.forward
+    forward = metrics.diagnostics
     np.testing.assert_allclose(forward.images, images[: len(forward.images)], atol=1e-5)
     labels = shard.labels.numpy()[-(len(shard.labels) // parts) :]
     np.testing.assert_array_equal(forward.labels, labels[: len(forward.labels)])
@@ -111,8 +113,8 @@ def test_diagnostics_change_no_bit_of_training(towers, examples, strategy):
         for step in range(3):
             metrics = make_step(run, step, collect)
         digests.add(run.state.weights_sha256())
-        assert metrics.diagnostics.update.update_norm.any() == collect
-        assert metrics.diagnostics.forward.activations.norm.any() == collect
+        assert metrics.diagnostics.update_norm.any() == collect
+        assert metrics.diagnostics.activations.norm.any() == collect
     assert len(digests) == 1
 
 
@@ -132,11 +134,11 @@ def test_layers_of_a_reused_backbone_are_measured_in_the_calling_model():
     assert [layer.name for layer in diagnostics.activation_layers(model)] == ["relu", "head"]
     np.testing.assert_allclose(seen[0], tf.nn.relu(model.get_layer("convolution")(given)), rtol=1e-6)
     np.testing.assert_array_equal(seen[1], logits)
-    assert nonfinite.first_nonfinite_layer(model, given) == ""
-    assert nonfinite.first_nonfinite_layer(model, given * np.inf).endswith("images")
+    assert health.first_nonfinite_layer(model, given) == ""
+    assert health.first_nonfinite_layer(model, given * np.inf).endswith("images")
     convolution = model.get_layer("convolution")
     convolution.kernel.assign(1e10 * convolution.kernel)
-    assert nonfinite.first_nonfinite_layer(model, given * 1e35).endswith("output of convolution")
+    assert health.first_nonfinite_layer(model, given * 1e35).endswith("output of convolution")
 
 
 def test_diagnostics_of_a_nonfinite_step_are_finite(towers, examples):
@@ -144,4 +146,8 @@ def test_diagnostics_of_a_nonfinite_step_are_finite(towers, examples):
     run.state.weights[0].assign(np.nan * run.state.weights[0])
     metrics = make_step(run)
     assert not metrics.finite
-    assert all(np.isfinite(field).all() for stats in metrics.diagnostics.update[:2] for field in stats)
+    assert all(
+        np.isfinite(field).all()
+        for stats in (metrics.diagnostics.weights, metrics.diagnostics.gradients)
+        for field in stats
+    )

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.training.ema import ExponentialMovingAverage, Lookahead, SmoothedLosses
+from cifar_towers.training.losses import SmoothedLosses
+from cifar_towers.training.state import ExponentialMovingAverage, Lookahead
 
 
 def test_weight_average_by_hand():

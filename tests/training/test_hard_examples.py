@@ -7,7 +7,8 @@ import tensorflow as tf
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.errors import UsageError
-from cifar_towers.training import build, hard_examples
+from cifar_towers.training import build
+from cifar_towers.training.step import gather_rows
 from tests.configs import TINY_NET
 from tests.training.runs import Run
 
@@ -44,7 +45,7 @@ def test_training_uses_the_examples_with_the_highest_proxy_losses(towers, exampl
         assert metrics.finite and metrics.hard_examples.proxy.finite
         results = small.step(number, batch, both.rates(number))  # so that its whitening rests
         assert results.loss == pytest.approx(metrics.hard_examples.proxy.loss, rel=1e-5)
-        results = alone.step(number, hard_examples.gather_rows(batch, metrics.hard_examples.rows))
+        results = alone.step(number, gather_rows(batch, metrics.hard_examples.rows))
         assert results.accuracy == metrics.accuracy and results.loss == pytest.approx(metrics.loss, rel=1e-5)
     assert_same(both.values("proxy."), small.values())
     assert_same({n: v for n, v in both.values().items() if not n.startswith("proxy.")}, alone.values())

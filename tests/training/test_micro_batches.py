@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.training import devices
+from cifar_towers.training import tuning
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from cifar_towers.training import devices
 )
 def test_suggested_micro_batches_are_valid(settings, flags):
     config = TrainConfig(**settings)
-    assert devices.suggest_smaller_micro_batches(config, 4) == flags
+    assert tuning.suggest_smaller_micro_batches(config, 4) == flags
     given = dict(flag.removeprefix("--").split("=") for flag in flags.split())
     given |= {"micro_batches": int(given["micro_batches"])} if given else {}
     smaller = dataclasses.replace(config, num_gpus=4, **given)

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.data.dataset import CIFAR10
-from cifar_towers.training import build, nonfinite
+from cifar_towers.training import build, health, state
 from tests.configs import recipe
 from tests.training.runs import Run
 
@@ -32,7 +32,7 @@ def make_step(run, batch=None, rate=0.01):
 
 
 def describe(run, metrics):
-    return nonfinite.describe_nonfinite(metrics, run.towers, run.state.weight_names, run.state.update_names)
+    return health.describe_nonfinite(metrics, run.towers, run.state.weight_names, run.state.update_names)
 
 
 def same(before, after):
@@ -61,11 +61,11 @@ def test_nonfinite_step_changes_nothing_and_names_its_tower(towers, examples, pl
 def test_first_nonfinite_layer_is_named(towers, examples):
     run = Run(towers(2), examples, NET)
     images = build.make_augmentation(run.config, CIFAR10).evaluate(run.batches.at(0).images)
-    assert nonfinite.first_nonfinite_layer(run.state.model, images) == ""
-    assert nonfinite.first_nonfinite_layer(run.state.model, tf.where(images > 1, np.inf, images)).endswith("images")
-    assert nonfinite.first_nonfinite_layer(run.state.model, images * 1e38).endswith("output of whitening")
+    assert health.first_nonfinite_layer(run.state.model, images) == ""
+    assert health.first_nonfinite_layer(run.state.model, tf.where(images > 1, np.inf, images)).endswith("images")
+    assert health.first_nonfinite_layer(run.state.model, images * 1e38).endswith("output of whitening")
     run.state.model.get_layer("group2_norm1").beta.assign([np.nan] * 128)
-    assert nonfinite.first_nonfinite_layer(run.state.model, images).endswith("group2_norm1/beta")
+    assert health.first_nonfinite_layer(run.state.model, images).endswith("group2_norm1/beta")
     assert run.state.first_nonfinite_variable() == "model.group2_norm1.beta"
 
 
@@ -79,7 +79,7 @@ def test_update_that_would_overflow_the_weights_is_skipped(plain):
 def test_index_of_the_first_nonfinite_tensor():
     inputs = keras.Input([2])
     model = keras.Model(inputs, keras.layers.Dense(10)(inputs))
-    assert nonfinite.first_nonfinite_layer(model, tf.ones([1, 2])) == ""
+    assert health.first_nonfinite_layer(model, tf.ones([1, 2])) == ""
     tensors = [tf.zeros(3), None, tf.constant([1, 2]), tf.constant([0.0, np.inf]), np.nan * tf.ones(2)]
-    assert int(nonfinite.first_nonfinite_index(tensors)) == 3
-    assert int(nonfinite.first_nonfinite_index([tf.zeros([0]), tf.ones([], tf.bfloat16)])) == -1
+    assert int(state.first_nonfinite_index(tensors)) == 3
+    assert int(state.first_nonfinite_index([tf.zeros([0]), tf.ones([], tf.bfloat16)])) == -1

@@ -10,17 +10,23 @@ from cifar_towers.training.build import role_schedules
 from cifar_towers.training.optimizers import (
     RULES,
     AdamW,
-    Hyperparameters,
     Momentum,
     Muon,
     Optimizer,
     ParamGroup,
+    RoleSchedule,
     make_optimizer,
     orthogonalize,
+    split_by_role,
 )
-from cifar_towers.training.param_groups import split_by_role
 from cifar_towers.training.state import TrainState
 from tests.training.runs import Run
+
+RATE = RoleSchedule(0.1, lambda step: 1.0)
+SETTINGS = {
+    "learning_rate": 0.1, "weight_decay": 0.0, "momentum": 0.9, "nesterov": True, "muon_momentum": 0.6,
+    "total_steps": 10,
+}  # fmt: skip
 
 
 def assign(moves):
@@ -142,9 +148,9 @@ def test_weight_decay_takes_the_same_fraction_of_every_group(towers, examples, o
 def test_groups_have_their_own_rates_and_no_gradient_means_no_update():
     a, b, c = (tf.Variable([1.0]) for _ in range(3))
     groups = [
-        ParamGroup("a", Momentum([a], 0.0), lambda step: 0.1 * (step + 1)),
-        ParamGroup("bc", Momentum([b, c], 0.0), lambda step: 0.5),
-        ParamGroup("empty", Momentum([], 0.0), lambda step: 1.0),
+        ParamGroup("a", Momentum([a], 0.0), RoleSchedule(0.1, lambda step: step + 1)),
+        ParamGroup("bc", Momentum([b, c], 0.0), RoleSchedule(1.0, lambda step: 0.5)),
+        ParamGroup("empty", Momentum([], 0.0), RoleSchedule(1.0, lambda step: 1.0)),
     ]
     optimizer = Optimizer(groups)
     assert optimizer.learning_rates(1) == {"a": 0.2, "bc": 0.5}
@@ -160,7 +166,8 @@ def test_constraints_hold_after_every_update():
     images = keras.Input((3,))
     model = keras.Model(images, keras.layers.Dense(2, kernel_constraint="non_neg", bias_initializer="ones")(images))
     weights = [v.value for v in model.trainable_variables]
-    state = TrainState(model, Optimizer([ParamGroup("all", Momentum(weights), lambda step: 0.5)]), ["total_loss"], 10)
+    optimizer = Optimizer([ParamGroup("all", Momentum(weights), RoleSchedule(0.5, lambda step: 1.0))])
+    state = TrainState(model, optimizer, ["total_loss"], 10)
     before = weights[0].numpy()
     gradients = [(tf.constant([[1.0, -1.0]] * 3), weights[0]), (tf.constant([8.0, 0.0]), weights[1])]
     losses = {"total_loss": tf.constant(1.0)}
@@ -174,13 +181,29 @@ def test_model_without_trained_kernels_has_no_head():
     images = keras.Input((3,))
     normalised = keras.layers.BatchNormalization(name="norm")(keras.layers.Dense(2, trainable=False)(images))
     model, schedules = keras.Model(images, normalised), role_schedules(TrainConfig(), RunLength(10, 10, 10))
-    optimizer = make_optimizer("momentum", model, schedules, Hyperparameters(0.1, 0.0, 0.9, True, 0.6, 10))
+    optimizer = make_optimizer("momentum", model, schedules, **SETTINGS)
     assert list(optimizer.learning_rates(5)) == ["biases"]
+
+
+def test_roles_by_name_belong_to_the_speednets():
+    """A net of the user's may call its layers what it likes."""
+    layers = [keras.layers.Conv2D(2, 2, name=name) for name in ("whitening", "group1_conv1", "conv2", "last")]
+    model = keras.Sequential([keras.Input((9, 9, 3)), *layers])
+    count = {role: len(found) for role, found in split_by_role(model, first_group=True).items()}
+    assert count == {
+        "kernels": 3, "biases": 4, "head": 1, "whitening": 0, "first_kernels": 0, "first_biases": 0
+    }  # fmt: skip
+    count = {role: len(found) for role, found in split_by_role(model, True, first_group=True).items()}
+    assert count == {
+        "kernels": 1, "biases": 2, "head": 1, "whitening": 2, "first_kernels": 1, "first_biases": 1
+    }  # fmt: skip
 
 
 def test_every_optimizer_has_a_rule_for_every_role():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     assert list(RULES) == list(OPTIMIZERS)
-    assert {tuple(rules) for rules in RULES.values()} == {tuple(split_by_role(model))}
+    for name in RULES:
+        groups = make_optimizer(name, model, dict.fromkeys(split_by_role(model), RATE), **SETTINGS).groups
+        assert [group.name for group in groups] == ["biases", "head"]  # the others have no variables
     with pytest.raises(ValueError, match="optimizer=lion .*momentum, muon, adamw"):
-        make_optimizer("lion", model, {}, None)
+        make_optimizer("lion", model, {}, **SETTINGS)

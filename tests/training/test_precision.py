@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.training import precision
-from cifar_towers.training.precision import LossScale
+from cifar_towers import devices
+from cifar_towers.training.state import LossScale
 
 
 @pytest.mark.parametrize(
@@ -20,10 +20,10 @@ from cifar_towers.training.precision import LossScale
     ],
 )
 def test_auto_precision_reads_the_processor(monkeypatch, vendor, features, expected):
-    monkeypatch.setattr(precision, "processor_features", lambda: features)
-    monkeypatch.setattr(precision, "cpuinfo", lambda field: vendor)
-    assert precision.choose("auto", "/CPU:0")[0] == expected
-    assert precision.choose("float16", "/CPU:0")[0] == "float16"
+    monkeypatch.setattr(devices, "processor_features", lambda: features)
+    monkeypatch.setattr(devices, "cpuinfo", lambda field: vendor)
+    assert devices.resolve_precision("auto", "/CPU:0")[0] == expected
+    assert devices.resolve_precision("float16", "/CPU:0")[0] == "float16"
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_auto_precision_reads_the_processor(monkeypatch, vendor, features, expec
 def test_auto_precision_reads_the_gpus(monkeypatch, capabilities, native, chosen):
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: capabilities)
     monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: {"compute_capability": gpu})
-    assert precision.native_halves("/GPU:0") == native
-    chosen_type, reason = precision.choose("auto", "/GPU:0")
+    assert devices.native_halves("/GPU:0") == native
+    chosen_type, reason = devices.resolve_precision("auto", "/GPU:0")
     assert chosen_type == chosen and ("--precision=float16 may be faster" in reason) == (native == ("float16",))
 
 

@@ -138,7 +138,7 @@ def test_operations_and_variables_are_on_their_devices(monkeypatch, towers, exam
     settings = {"model": model, "crop": crop, "batch_size": 8, "whitening_images": 20, "whitening_epochs": 1}
     run = Run(towers(4), examples, TrainConfig(variable_placement=policy, **settings))
     state = run.state
-    function = run.training.train_step.get_concrete_function(run.batches.at(0), run.rates(0, 0.1))
+    function = run.train_step.get_concrete_function(run.batches.at(0), run.rates(0, 0.1))
     made = function.graph.get_operations()
 
     # by Winograd's algorithm: three of 128 filters of 128 channels; two other gradients to images are convolutions
@@ -172,7 +172,7 @@ def test_updates_norms_and_newton_schulz_products_are_beside_their_variables(tow
     on_devices = [tower._replace(device=f"/CPU:{tower.index + 1}") for tower in towers(4)]
     settings = {"model": "speednet94", "optimizer": "muon", "batch_size": 8, "whitening_images": 50}
     run = Run(on_devices, examples, TrainConfig(variable_placement=policy, **settings))
-    function = run.training.train_step.get_concrete_function(run.batches.at(0), run.rates(0))
+    function = run.train_step.get_concrete_function(run.batches.at(0), run.rates(0))
     large = [
         op
         for op in function.graph.get_operations()
@@ -200,7 +200,7 @@ def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples,
         rates = run.rates(2)
         if not rests:
             rates["whitening"] = tf.constant(0.0)
-        work = operations.count(run.training.train_step.get_concrete_function(run.batches.at(2), rates))
+        work = operations.count(run.train_step.get_concrete_function(run.batches.at(2), rates))
         backward.append(sum(work.values()))
         assert bool(run.step(2, rates=rates).finite)
         weights.append([weight.numpy() for weight in run.state.weights])
@@ -223,7 +223,7 @@ def test_frozen_first_group_ends_the_backward_pass_behind_it(monkeypatch, towers
         assert rates[step]["first_biases"] == pytest.approx(rates[0]["biases"] * (1 - step / 60))
     assert all(not any(name.startswith("first_") for name in rates[step]) for step in range(60, 100))
 
-    trace = run.training.train_step.get_concrete_function
+    trace = run.train_step.get_concrete_function
     before, after = (operations.count(trace(run.batches.at(step), run.rates(step))) for step in (59, 60))
     to_kernels = 30 * 30 * 24 * 64 + 15 * 15 * 64 * 64
     to_images = 15 * 15 * 64 * (64 + 128)

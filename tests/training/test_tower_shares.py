@@ -11,7 +11,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.errors import UsageError
 from cifar_towers.towers.sharding import share_out
-from cifar_towers.training import tower_shares
+from cifar_towers.training import tuning
 from tests.configs import TINY_NET
 from tests.messages import lines_with
 from tests.training.runs import Run
@@ -74,22 +74,22 @@ def test_unequal_towers_train_as_one_does(towers, examples, placement, shares):
 def test_measured_shares_follow_speed_and_are_kept(towers, examples, monkeypatch, caplog):
     caplog.set_level("INFO")
     config = TrainConfig(model=TINY_NET, batch_size=40, tower_shares="auto", num_gpus=2)
-    monkeypatch.setattr(tower_shares, "rates_beside_each_other", lambda works: [30.0, 10.0])
-    resolved = tower_shares.resolve_shares(config, towers(2), "float32", examples, LENGTH)
+    monkeypatch.setattr(tuning, "rates_beside_each_other", lambda works: [30.0, 10.0])
+    resolved = tuning.resolve_shares(config, towers(2), "float32", examples, LENGTH)
     assert resolved.tower_shares == "30,10"
     assert lines_with(caplog.text, "tower shares 30, 10", "40 images", "600, 200 images/s")
-    again = tower_shares.resolve_shares(config, towers(2), "float32", examples, LENGTH, previous="20,20")
+    again = tuning.resolve_shares(config, towers(2), "float32", examples, LENGTH, previous="20,20")
     assert again.tower_shares == "20,20" and lines_with(caplog.text, "tower shares 20,20")
-    monkeypatch.setattr(tower_shares, "rates_beside_each_other", lambda works: [10.2, 10.0])
-    resolved = tower_shares.resolve_shares(config, towers(2), "float32", examples, LENGTH)
+    monkeypatch.setattr(tuning, "rates_beside_each_other", lambda works: [10.2, 10.0])
+    resolved = tuning.resolve_shares(config, towers(2), "float32", examples, LENGTH)
     assert resolved.tower_shares == "20,20"
     alone = dataclasses.replace(config, num_gpus=1)
-    assert tower_shares.resolve_shares(alone, towers(1), "float32", examples, LENGTH).tower_shares == "1"
+    assert tuning.resolve_shares(alone, towers(1), "float32", examples, LENGTH).tower_shares == "1"
 
 
 def test_speeds_are_measured_of_towers_at_work_together(towers, examples):
     config = TrainConfig(model=TINY_NET, batch_size=40, tower_shares="auto", num_gpus=2)
-    speeds = tower_shares.measure_speeds(config, towers(2), "float32", examples, LENGTH)
+    speeds = tuning.measure_speeds(config, towers(2), "float32", examples, LENGTH)
     assert len(speeds) == 2 and min(speeds) > 0
     at_work = threading.Semaphore(2)
     together = []
@@ -102,7 +102,7 @@ def test_speeds_are_measured_of_towers_at_work_together(towers, examples):
 
         return call
 
-    fast, slow = tower_shares.rates_beside_each_other([work(0.005), work(0.02)])
+    fast, slow = tuning.rates_beside_each_other([work(0.005), work(0.02)])
     assert 2 < fast / slow < 5 and 0 in together
 
 
@@ -111,4 +111,4 @@ def test_a_tower_that_fails_in_measuring_ends_it():
         raise RuntimeError("no memory")
 
     with pytest.raises(RuntimeError, match="no memory"):
-        tower_shares.rates_beside_each_other([lambda: time.sleep(0.001), fail])
+        tuning.rates_beside_each_other([lambda: time.sleep(0.001), fail])

@@ -28,7 +28,7 @@ def main() -> None:
     from cifar_towers.models.speednet import whitening_kernel
     from cifar_towers.registry import model_spec
     from cifar_towers.towers import make_towers
-    from cifar_towers.training.precision import POLICIES
+    from cifar_towers.training.build import POLICIES
     from scripts.speedrun.comparison import num_trained_parameters
 
     towers = make_towers(args.mirrored)

@@ -1,4 +1,4 @@
-"""The placement that measuring chooses."""
+"""Settings that a run chooses: variable placement and tower shares by measuring, micro-batches by memory."""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import PLACEMENTS
-from cifar_towers.training import auto_placement, trial_steps
+from cifar_towers.training import tuning
 from tests.configs import TINY_NET
 
 
@@ -19,10 +19,10 @@ def test_fastest_placement_wins_and_ties_go_to_the_simplest(towers, examples, mo
     assert tuple(PLACEMENTS) == ("cpu", "round_robin", "least_loaded")
     steps = itertools.cycle([0.0, 3.0, 0.0, 1.02, 0.0, 1.0])  # before each one, and in it
     clock = itertools.accumulate(steps)
-    monkeypatch.setattr(trial_steps, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(tuning, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     config = TrainConfig(model=TINY_NET, batch_size=20, learning_rate_schedule="linear:0=0.2,1=1,100%=0")
     length = RunLength(steps_per_epoch=150, total=300, last=300)
-    found = auto_placement.recommend_placement(config, towers(2), "float32", examples, length)
+    found = tuning.recommend_placement(config, towers(2), "float32", examples, length)
     assert found.placement == "round_robin"
 
 
@@ -41,10 +41,10 @@ def test_fastest_placement_wins_and_ties_go_to_the_simplest(towers, examples, mo
     ],
 )
 def test_placement_is_measured_on_gpus_if_asked_or_for_speednets(monkeypatch, examples, settings, device, placement):
-    measured = auto_placement.Recommendation("round_robin", True, "of a stand-in")
-    monkeypatch.setattr(auto_placement, "recommend_placement", lambda *_: measured)
+    measured = tuning.Recommendation("round_robin", True, "of a stand-in")
+    monkeypatch.setattr(tuning, "recommend_placement", lambda *_: measured)
     on_devices = [Tower(0, f"/{device}:0"), Tower(1, f"/{device}:1")]
-    resolve = functools.partial(auto_placement.resolve_placement, TrainConfig(**settings), on_devices, "float32")
+    resolve = functools.partial(tuning.resolve_placement, TrainConfig(**settings), on_devices, "float32")
     length = RunLength(steps_per_epoch=150, total=300, last=300)
     assert resolve(examples, length).variable_placement == placement
     as_before = resolve(examples, length, "least_loaded").variable_placement  # on resuming
@@ -62,11 +62,11 @@ def test_placement_is_measured_on_gpus_if_asked_or_for_speednets(monkeypatch, ex
 )
 def test_answer_is_one_sentence_with_the_times(towers, examples, monkeypatch, seconds, answer):
     clock = itertools.accumulate(itertools.cycle([step for each in seconds for step in (0.0, each)]))
-    monkeypatch.setattr(trial_steps, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(tuning, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     config = TrainConfig(model=TINY_NET, batch_size=20)
     length = RunLength(steps_per_epoch=150, total=300, last=300)
-    sentence = auto_placement.recommend_placement(config, towers(2), "float32", examples, length).sentence()
+    sentence = tuning.recommend_placement(config, towers(2), "float32", examples, length).sentence()
     times = ", ".join(f"{name} {1000 * each:.1f} ms" for name, each in zip(PLACEMENTS, seconds, strict=True))
     assert all(part in sentence for part in (answer, "4 images", "2 towers", times, "25"))
-    alone = auto_placement.recommend_placement(config, towers(1), "float32", examples, length).sentence()
+    alone = tuning.recommend_placement(config, towers(1), "float32", examples, length).sentence()
     assert "does not matter" in alone and "one tower" in alone

@@ -1,0 +1,119 @@
+"""This machine's devices as the settings ask for them: towers, those of a cluster's workers, and their precision."""
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from cifar_towers.config import DeviceConfig, TrainConfig
+from cifar_towers.errors import UsageError
+from cifar_towers.hardware import cpuinfo, gpu_compute_capabilities, processor_features
+from cifar_towers.multi_worker.cluster_spec import ClusterSpec
+from cifar_towers.towers import Tower, make_towers
+from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
+from cifar_towers.training.distributed_step import make_multi_worker_strategy, towers_here
+
+log = logging.getLogger(__name__)
+
+BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # of processors
+
+
+class Devices(NamedTuple):
+    """The towers of a run, and the strategy of a cluster."""
+
+    strategy: tf.distribute.Strategy | None
+    towers: Sequence[Tower]  # those of all workers
+    local_towers: Sequence[Tower]  # those of this process
+
+
+def setup_devices(config: TrainConfig, cluster: ClusterSpec | None = None) -> Devices:
+    """Set up the towers that a config asks for, on this machine or on those of all workers of a cluster.
+
+    With a cluster the call waits until all workers have come here.
+
+    Raises:
+      UsageError: the machine cannot have the towers, or they cannot share the batch equally.
+    """
+    if cluster:
+        options = _device_options(config)
+        try:
+            strategy, towers = make_multi_worker_strategy(
+                cluster.addresses, cluster.index, config.num_gpus, config.all_reduce, **options
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        devices = Devices(strategy, towers, towers_here(strategy, towers))
+    else:
+        towers = setup_towers(config)
+        devices = Devices(None, towers, towers)
+    config.check_shares(len(devices.towers))
+    return devices
+
+
+def setup_towers(config: DeviceConfig) -> list[Tower]:
+    """Set up the towers that a config asks for.
+
+    A config that names no number gets as many towers as can share its batch. A line says so if that is fewer than there
+    might be.
+
+    Raises:
+      UsageError: this machine cannot have them.
+    """
+    count, options = config.num_gpus, _device_options(config)
+    if not count:
+        devices = len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
+        fitting, why = config.default_num_towers(devices)
+        if fitting != devices:
+            count = fitting
+        if why:
+            log.info(f"{fitting} of {devices} towers: {why}")
+    try:
+        return make_towers(count, **options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _device_options(config: DeviceConfig) -> dict:
+    """Make TensorFlow deterministic if the config asks for it; return the options of `make_towers`."""
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    names = ("soft_placement", "gpu_memory_growth", "gpu_memory_limit_mb", "intra_op_threads")
+    return {name: getattr(config, name) for name in names}
+
+
+def choose_precision(setting: str, towers: Sequence[Tower]) -> str:
+    """Return `float32`, `bfloat16` or `float16` for a value of `--precision`, and log the reason."""
+    chosen, reason = resolve_precision(setting, towers[0].device)
+    log.info("precision %s: %s", chosen, reason)
+    return chosen
+
+
+def resolve_precision(setting: str, device: str) -> tuple[str, str]:
+    """Return (`float32`, `bfloat16` or `float16`, the reason) for a value of `--precision` and a kind of device.
+
+    `auto` is bfloat16 where it is native and faster: GPUs of compute capability 8.0 or more, processors with AMX or
+    AVX512-BF16. Intel's processors with AVX512-BF16 alone compute it at the rate of float32; elsewhere it is emulated
+    and slow. In both cases `auto` is float32.
+    """
+    if setting != "auto":
+        return setting, "as asked"
+    native = native_halves(device)
+    if "GPU" in device:
+        if "bfloat16" in native:
+            return "bfloat16", "the GPU computes it natively"
+        return "float32", "the GPU has no bfloat16" + "; --precision=float16 may be faster" * ("float16" in native)
+    features = processor_features() & BFLOAT16_FEATURES
+    if cpuinfo("vendor_id") == "GenuineIntel" and features == {"avx512_bf16"}:
+        return "float32", "on Intel's processors without AMX, bfloat16 is no faster"
+    if native:
+        return "bfloat16", f"the processor has {', '.join(sorted(features))}"
+    return "float32", "the processor has no bfloat16 of its own"
+
+
+def native_halves(device: str) -> tuple[str, ...]:
+    """Return the 16-bit types that a kind of device computes natively, best first; the weakest GPU decides."""
+    if "GPU" not in device:
+        return ("bfloat16",) if processor_features() & BFLOAT16_FEATURES else ()
+    weakest = min(gpu_compute_capabilities(), default=(0, 0))
+    return ("bfloat16",) if weakest >= (8, 0) else ("float16",) if weakest >= (7, 0) else ()
