@@ -29,6 +29,7 @@ from cifar_towers.reporting.profiler import StepProfiler
 from cifar_towers.reporting.run_info import RunInfo, describe_score
 from cifar_towers.reporting.run_logger import RunLogger
 from cifar_towers.towers import Tower, split_batch
+from cifar_towers.towers.devices import on_gpus
 from cifar_towers.training import build, tuning
 from cifar_towers.training.diagnostics import activation_layers
 from cifar_towers.training.health import Health, locate_nonfinite
@@ -312,6 +313,8 @@ class Run:
 
         The started step is among them if something is due after it. A step of a new kind is compiled, and timed apart.
         """
+        if not on_gpus(self.local_towers) and self.step_runner.skipped_last():
+            self.report(step, self.step_runner.finish())  # before the state moves; a GPU would wait for the answer
         self._compiled = needs_compilation = self.step_runner.needs_compilation(step)
         self.timer.end_phase("compile" if needs_compilation else "input")
         is_cluster = self.workers.size > 1

@@ -69,6 +69,12 @@ class StepRunner:
         """Wait for the step that was started last, and return it, unless it has been returned."""
         return self._read([])
 
+    def skipped_last(self) -> bool:
+        """Return whether the step that was started last, or its proxy's, was skipped; waits for it."""
+        metrics = [each.metrics for each in self._unread]
+        metrics += [each.hard_examples.proxy for each in metrics if each.hard_examples]
+        return not all(bool(each.finite) for each in metrics)
+
     def discard(self) -> None:
         """Forget the steps that were not returned, as the run goes back."""
         self._unread = []

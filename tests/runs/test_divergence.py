@@ -10,6 +10,7 @@ import tensorflow as tf
 from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.data.batches import Batches
+from cifar_towers import trainer
 from cifar_towers.errors import DivergedError, Interrupted
 from cifar_towers.training import health
 from tests.messages import lines_with
@@ -82,6 +83,17 @@ def test_nonfinite_batch_is_located(tmp_path, inject_nan, monkeypatch, capsys, s
     result = run(WITH_BRIGHTNESS, train_dir=str(tmp_path), max_steps=3, **settings)
     assert result["skipped_steps"] == 1 and all_finite(tmp_path)
     assert lines_with(capsys.readouterr().out, "step 2", "1 in a row", "3 ", origin, "not finite", "images")
+
+
+@pytest.mark.parametrize(("steps", "located"), [({2}, 0), ({2, 3}, 1)])
+def test_steps_that_are_read_late_as_on_gpus(tmp_path, inject_nan, monkeypatch, capsys, steps, located):
+    """A tensor of step 2 is looked for only if step 3, which has been applied by then, left the weights as they were."""
+    monkeypatch.setattr(trainer, "on_gpus", lambda towers: True)
+    inject_nan(set(steps))
+    result = run(WITH_BRIGHTNESS, train_dir=str(tmp_path), max_steps=5, checkpoint_every_steps=100)
+    output = capsys.readouterr().out
+    assert result["skipped_steps"] == len(steps) and len(lines_with(output, "in a row", "not finite")) == len(steps)
+    assert len(lines_with(output, "step 2", "not finite", "images")) == located
 
 
 @pytest.mark.slow
