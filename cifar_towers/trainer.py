@@ -287,7 +287,7 @@ class Run:
         """Return the result of a run that is complete at `step`; otherwise None."""
         stored = functools.partial(workdir.completed_result, self.config, step, self.length.last)
         if result := self.workers.broadcast_from_chief(stored):
-            score = describe_score(reported_score(result["evaluations"]))
+            score = describe_score(reported_score(result["evaluations"]) or {})
             self.log(f"{self.config.directory} is complete at step {step}: {score}")
         return result
 

@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from cifar_towers.config.programs import PredictConfig
 from cifar_towers import devices
+from cifar_towers.config.programs import PredictConfig
 from cifar_towers.data import image_files
 from cifar_towers.data.image_files import PictureError
 from cifar_towers.errors import DataError, printable

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.config import TrainConfig
 from cifar_towers.config import TrainConfig, parse_shares
-from cifar_towers.config.train_config import MAX_MICRO_BATCHES
 from cifar_towers.config.schedules import RunLength
+from cifar_towers.config.train_config import MAX_MICRO_BATCHES
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import error_text
 from cifar_towers.registry import model_spec

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cifar_towers import trainer
 from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.data.batches import Batches
-from cifar_towers import trainer
 from cifar_towers.errors import DivergedError, Interrupted
 from cifar_towers.training import health
 from tests.messages import lines_with
@@ -87,7 +87,7 @@ def test_nonfinite_batch_is_located(tmp_path, inject_nan, monkeypatch, capsys, s
 
 @pytest.mark.parametrize(("steps", "located"), [({2}, 0), ({2, 3}, 1)])
 def test_steps_that_are_read_late_as_on_gpus(tmp_path, inject_nan, monkeypatch, capsys, steps, located):
-    """A tensor of step 2 is looked for only if step 3, which has been applied by then, left the weights as they were."""
+    """A tensor of step 2 is looked for only if step 3, which has been applied by then, left the weights alone."""
     monkeypatch.setattr(trainer, "on_gpus", lambda towers: True)
     inject_nan(set(steps))
     result = run(WITH_BRIGHTNESS, train_dir=str(tmp_path), max_steps=5, checkpoint_every_steps=100)

@@ -187,8 +187,10 @@ def test_model_without_trained_kernels_has_no_head():
 
 def test_roles_by_name_belong_to_the_speednets():
     """A net of the user's may call its layers what it likes."""
-    layers = [keras.layers.Conv2D(2, 2, name=name) for name in ("whitening", "group1_conv1", "conv2", "last")]
-    model = keras.Sequential([keras.Input((9, 9, 3)), *layers])
+    images = outputs = keras.Input((9, 9, 3))
+    for name in ("whitening", "group1_conv1", "conv2", "last"):
+        outputs = keras.layers.Conv2D(2, 2, name=name)(outputs)
+    model = keras.Model(images, outputs)
     count = {role: len(found) for role, found in split_by_role(model, first_group=True).items()}
     assert count == {
         "kernels": 3, "biases": 4, "head": 1, "whitening": 0, "first_kernels": 0, "first_biases": 0
