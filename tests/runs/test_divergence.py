@@ -55,7 +55,7 @@ def test_nonfinite_batch_skips_only_its_update(tmp_path, inject_nan, capsys):
         np.testing.assert_array_equal(skipped[name], value, err_msg=name)
     output = capsys.readouterr().out
     assert lines_with(output, "step 5", "2 in a row", "3 ", "cross_entropy of tower_1", "images")
-    assert lines_with(output, "3 steps")
+    assert lines_with(output, "3 skipped steps")
     lost = [r["step"] for r in records_of(tmp_path, "train") if r["loss"] is None]
     assert lost == [4, 5, 20]
 
