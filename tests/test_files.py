@@ -133,7 +133,7 @@ def mutate(directory, random):
 
 
 def test_every_damage_is_seen(tmp_path):
-    """Of the manifest too; but a manifest that only gained white space at its end still says the same."""
+    """Damage files and manifests. A manifest that only gained white space at its end still says the same."""
     dice = random.Random(0)
     for trial in range(300):
         directory = committed(tmp_path, f"step-{trial}")

@@ -77,7 +77,8 @@ def export_model(config: ExportConfig) -> bool:
         with files.temporary_beside(path) as temporary, keras.saving.custom_object_scope(own_layers):
             file_format.write(module, temporary)
             problem = _check(file_format, temporary, samples, split.labels) if split else ""
-            written = _path_of_failed(path) if problem else path
+            failed = (path.with_name(f"failed-{number}-{path.name}") for number in itertools.count(1))
+            written = next(place for place in failed if not place.exists()) if problem else path
             files.replace(temporary, written)
     except DISK_ERRORS as error:
         reason = error_text(error) or type(error).__name__
@@ -152,11 +153,6 @@ def _check_path(path: Path, file_format: Format) -> None:
         raise UsageError(f"{path} exists and is no {file_format.name}; give another --out, or remove it")
 
 
-def _path_of_failed(path: Path) -> Path:
-    paths = (path.with_name(f"failed-{number}-{path.name}") for number in itertools.count(1))
-    return next(path for path in paths if not path.exists())
-
-
 # The check ------------------------------------------------------------------------------------------------------------
 
 
@@ -196,27 +192,21 @@ def _check(
     """
     try:
         run = file_format.open(path)
-        exported = [_run_in_batches(run, images) for images, _ in samples]
+        exported = [
+            np.concatenate([run(images[start : start + BATCH_SIZE]) for start in range(0, len(images), BATCH_SIZE)])
+            for images, _ in samples
+        ]
     except Exception as error:  # interpreters raise errors of all kinds
         return f"cannot be run here ({error_line(error)})"
-    differences = [_largest_difference(ours, theirs) for ours, (_, theirs) in zip(exported, samples, strict=True)]
+    differences = [float(np.abs(ours - theirs).max()) for ours, (_, theirs) in zip(exported, samples, strict=True)]
     accuracy, expected = (100 * float((p.argmax(1) == labels).mean()) for p in (exported[0], samples[0][1]))
     print(
         f"checked on {len(labels):,} test images: accuracy {accuracy:.2f} %, the checkpoint's {expected:.2f} %; "
         f"largest difference of a probability {differences[0]:.1e}, in other sizes {max(differences[1:]):.1e}"
     )
-    if max(differences) <= PROBABILITY_ATOL:
+    if all(difference <= PROBABILITY_ATOL for difference in differences):  # false for NaN
         return ""
     return f"differs by more than the {PROBABILITY_ATOL:.0e} that rounding explains"
-
-
-def _run_in_batches(run: Run, images: np.ndarray) -> np.ndarray:
-    starts = range(0, len(images), BATCH_SIZE)
-    return np.concatenate([run(images[start : start + BATCH_SIZE]) for start in starts])
-
-
-def _largest_difference(exported: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.abs(expected - exported).max()) if np.isfinite(exported).all() else np.inf
 
 
 # The formats ----------------------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ class Clock:
 
 
 class State:
-    bad = ""
+    nonfinite = ""
 
     def first_nonfinite_variable(self):
-        return self.bad
+        return self.nonfinite
 
     def named_variables(self):
         return {}
@@ -65,7 +65,7 @@ def test_save_every_n_steps(tmp_path, clock):
 
 def test_state_with_nan_is_not_saved(tmp_path, clock):
     manager_, log = make(tmp_path)
-    manager_._state.bad = "model.head.kernel"
+    manager_._state.nonfinite = "model.head.kernel"
     assert not manager_.save(7, {}) and manager_.failed_saves == 1
     assert log == ["step 7 could not be saved (model.head.kernel is not finite); no checkpoint was written"]
 

@@ -137,8 +137,8 @@ def test_every_example_counts_once_on_any_number_of_towers(towers, reader, count
     assert found.confusion.sum() == examples
 
 
-@pytest.mark.parametrize(("side", "at_once"), [(18, 9), (32, 3), (40, 1), (64, 1)])
-def test_larger_images_come_in_smaller_batches(towers, monkeypatch, side, at_once):
+@pytest.mark.parametrize(("image_size", "at_once"), [(18, 9), (32, 3), (40, 1), (64, 1)])
+def test_larger_images_come_in_smaller_batches(towers, monkeypatch, image_size, at_once):
     monkeypatch.setattr(evaluator, "MAX_BATCH_PIXELS", 3 * 32 * 32)
     seen = []
 
@@ -147,11 +147,11 @@ def test_larger_images_come_in_smaller_batches(towers, monkeypatch, side, at_onc
             seen.append(x.shape[0])
             return x
 
-    images = keras.Input((side, side, 3))
+    images = keras.Input((image_size, image_size, 3))
     model = keras.Model(
         images, keras.layers.GlobalMaxPooling2D()(keras.layers.Dense(2, use_bias=False)(ForwardDiagnostics()(images)))
     )
-    split = Split(np.zeros((10, side, side, 3), np.uint8), np.arange(10) % 2)
+    split = Split(np.zeros((10, image_size, image_size, 3), np.uint8), np.arange(10) % 2)
     found = make_evaluate_fn(model, towers(1), Augmentation())(split, [tf.zeros([3, 2])], [])[0]
     assert {*seen} - {None} == {at_once} and found.count == 10 and found.confusion.sum() == 10
 
