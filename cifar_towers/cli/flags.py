@@ -201,6 +201,7 @@ def _join_help(
     blocks = [
         f"{group}:\n" + "\n".join(_describe_flag(field, of_recipe.get(field.name, field.default)) for field in fields)
         for group, fields in groups.items()
+        if fields
     ]
     blocks.append("Files:\n  --flagfile\n      file with flags, one a line; later flags override them")
     if has_recipe:
@@ -217,7 +218,7 @@ def _recipe_values(config_class: type) -> Mapping[str, Any]:
 
 def _describe_flag(field: dataclasses.Field, of_recipe: Any) -> str:
     name = f"--[no]{field.name}" if field.type is bool else f"--{field.name}"
-    choices = f" ({'|'.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
+    choices = f" ({'|'.join(filter(None, field.metadata['choices']))})" if field.metadata["choices"] else ""
     value = f"{DEFAULT_RECIPE}: {of_recipe}" if of_recipe != field.default else ""
     value = "; ".join(filter(None, [str(field.default), value]))
     return f"  {name}{choices}\n{_wrap(field.metadata['help'] + (f' [{value}]' if value else ''), indent=6)}"

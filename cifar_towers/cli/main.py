@@ -235,8 +235,8 @@ def runs(shutdown: ShutdownHandler) -> None:
     if config.delete:
         print(trained.delete_runs([Path(argument) for argument in config.arguments], confirm))
         return
-    root = Path(config.runs_dir)
-    found = trained.sort_runs(trained.find_runs(root, *config.arguments, verify=config.verify), config.sort)
+    root, pattern = Path(config.runs_dir), next(iter(config.arguments), "*")
+    found = trained.sort_runs(trained.find_runs(root, pattern, config.verify), config.sort)
     with checked_output():
         if config.best:
             print(trained.best_run(found, config.best, own_data(config.best)).run)
@@ -247,7 +247,7 @@ def runs(shutdown: ShutdownHandler) -> None:
 
 
 def own_data(recipe: str) -> str:
-    """Return the data set that a recipe names; an empty string for what is no recipe of `configs/`."""
+    """Return the data set that a recipe names; empty for a name that is no recipe of `configs/`."""
     if recipe not in recipe_names():
         return ""
     dataset = parse_command_line(TrainConfig, ["train.py", f"--recipe={recipe}"], "").dataset

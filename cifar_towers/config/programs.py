@@ -102,7 +102,7 @@ class ExportConfig(RunDataConfig):
         "", "path of the export; default: saved_model, model.keras, model.tflite or model.onnx in train_dir's export/"
     )
     check: int = _export(
-        1000, "number of test images on which it must agree with the checkpoint; 0: none", low=0, high=10_000
+        1000, "number of test images on which the export must agree with the checkpoint; 0: none", low=0, high=10_000
     )
 
 
@@ -132,7 +132,8 @@ class RunsConfig:
     json: bool = _table(False, "output as one JSON object per run and nothing else")
     best: str = _table("", "recipe whose most accurate finished run is printed as a directory, and nothing else")
     verify: bool = _table(
-        False, "comparison of each last checkpoint with its SHA-256, in seconds per run; default: sizes alone"
+        False,
+        "comparison of each run's last checkpoint with its SHA-256, which takes seconds per run; default: sizes only",
     )
     delete: bool = _table(False, "deletion of the runs whose directories are given, after a question")
     arguments: tuple[str, ...] = setting((), REST, "a pattern of names, as 'speed94*'; or the directories to delete")
