@@ -57,6 +57,7 @@ PICTURES = {
     "images without a title": lambda: figures.image_grid(images(3, 24), CIFAR[:3], columns=2),
     "curves": lambda: figures.line_plot({f"chequered ring {i}": band(i + 1) for i in range(8)}, LONG, "epoch", "%"),
     "a point": lambda: figures.line_plot({"$x$": ([1], [math.nan]), "_y": ([1], [0.5])}, "costs $1 or $2", "$", "$"),
+    "dots": lambda: figures.dot_plot({"speed94\nn=3": [94.1, 94.3, 94.2], "resnet20\nn=1": [92]}, LONG, "%", (90, 95)),
     "no curves": lambda: figures.line_plot({}, "no curves", "epoch", "accuracy"),
 }
 
@@ -208,6 +209,21 @@ def test_image_grid_enlarges_every_pixel(number, side, columns):
         assert any(np.array_equal(cut, big) for cut in cuts)
     if number > columns:
         assert sheet.shape[0] > 2 * factor * side
+
+
+def test_captions_of_neighbors_stand_apart(drawn):
+    """By the width of a few letters, also where a caption is wider than its image."""
+    boxes = [box for text, box, _ in drawn("images")[1].texts() if text == CAPTION]
+    (_, top), (right, _) = boxes[0]
+    assert min(left - right for (left, other), _ in boxes if other == top and left > right) >= 24
+
+
+def test_single_values_are_dots_beside_their_mean_and_spread(drawing):
+    figures.dot_plot({"a": [1.0, 2.0, 3.0], "b": [4.0]}, "title", "y", (0.0, 5.0))
+    assert [line.get_ydata().tolist() for line in drawing.axes.lines if line.get_alpha()] == [[1, 2, 3], [4]]
+    assert drawing.axes.get_ylim() == (0, 5)
+    (spread,) = drawing.axes.containers  # one value has none
+    assert [list(ends[:, 1]) for ends in spread.lines[2][0].get_segments()] == [[1, 3]]
 
 
 def test_empty_image_grid_says_none(drawn):

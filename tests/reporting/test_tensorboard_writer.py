@@ -13,12 +13,10 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
-from tensorboard.plugins.hparams import metadata as sessions
 from tensorboard.plugins.hparams.summary import session_end_pb
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.pr_curve.pr_curves_plugin import PrCurvesPlugin
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
-from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.util.tensor_util import make_ndarray
 
 from cifar_towers.reporting import tensorboard_writer
@@ -50,15 +48,6 @@ def tensorboard(logdir):
 
 def content(summary):
     return make_ndarray(summary.value[0].tensor)
-
-
-def test_scalars_and_texts_are_read_back(tmp_path):
-    losses = [scalar_pb("loss", value) for value in (0.5, np.float32("nan"))]
-    write(tmp_path, *losses, text_pb("note", "# ≥ 94 %"))
-    losses, plugin = read(tmp_path, "loss")
-    assert plugin == "scalars" and losses[0] == 0.5 and np.isnan(losses[1]) and losses[0].dtype == np.float32
-    texts, plugin = read(tmp_path, "note")
-    assert plugin == "text" and texts[2].item().decode() == "# ≥ 94 %"
 
 
 def test_image_is_read_back(tmp_path):
@@ -157,22 +146,6 @@ def test_settings_are_listed_with_the_scalars_of_their_run(tmp_path, logdir):
     assert shown[-1].hparams["recipe"].string_value == "speed94"
     status = api_pb2.STATUS_UNKNOWN if not logdir else api_pb2.STATUS_SUCCESS
     assert shown[0].sessions[0].status == status
-
-
-def test_first_end_of_a_run_counts(tmp_path):
-    started = hparams_pb(SETTINGS, trial_id="")
-    first, second = (session_end_pb(api_pb2.STATUS_SUCCESS) for _ in range(2))
-    write(tmp_path / "eval", started, first, second)
-    (session,) = session_groups(tmp_path)[0].sessions
-    ended = sessions.parse_session_end_info_plugin_data(first.value[0].metadata.plugin_data.content)
-    assert (session.status, session.end_time_secs) == (api_pb2.STATUS_SUCCESS, ended.end_time_secs)
-    assert 0 <= session.end_time_secs - session.start_time_secs < 60
-    assert read(tmp_path / "eval", sessions.SESSION_END_INFO_TAG)[1] == "hparams"
-
-
-def test_setting_of_another_type_is_refused():
-    with pytest.raises(TypeError, match="decay"):
-        hparams_pb({"decay": None}, trial_id="")
 
 
 def test_custom_scalars_have_their_charts(tmp_path):
