@@ -1,4 +1,4 @@
-"""The models by name: functions that return a Keras model from [B, side, side, 3] images to [B, num_classes] logits.
+"""The models by name: functions that return a Keras model, [B, H, W, 3] images -> [B, num_classes] logits.
 
 A new model is an entry here and its spec in `registry.MODELS`.
 """
@@ -6,12 +6,14 @@ A new model is an entry here and its spec in `registry.MODELS`.
 from collections.abc import Callable
 from functools import partial
 
+import keras
+
 from cifar_towers.models.cifarnet import WEIGHT_DECAYS as CIFARNET_WEIGHT_DECAYS
 from cifar_towers.models.cifarnet import cifarnet
 from cifar_towers.models.resnet import resnet
 from cifar_towers.models.speednet import speednet
 
-MODELS: dict[str, Callable] = {
+MODELS: dict[str, Callable[..., keras.Model]] = {
     "cifarnet": cifarnet,
     **{f"resnet{depth}": partial(resnet, depth=depth) for depth in (20, 32, 44, 56, 110)},
     "speednet93": partial(speednet, widths=(64, 128, 128), head_std=None, logit_divisor=9),

@@ -10,10 +10,10 @@ from cifar_towers.models.layers import Conv2D, LocalResponseNorm, logits_dtype
 WEIGHT_DECAYS = {"local3": 0.004, "local4": 0.004}  # layer -> factor of its weight loss
 
 
-def cifarnet(side: int = 24, dtype: str = "float32", num_classes: int = 10) -> keras.Model:
-    """[B, side, side, 3] standardized images -> [B, num_classes] logits (not softmax), float32 or wider."""
+def cifarnet(image_size: int = 24, dtype: str = "float32", num_classes: int = 10) -> keras.Model:
+    """Make the net: [B, image_size, image_size, 3] standardized images -> [B, num_classes] logits, float32 or wider."""
     options = {"dtype": dtype}
-    images = keras.Input((side, side, 3))
+    images = keras.Input((image_size, image_size, 3))
     x = _conv("conv1", bias=0.0, options=options)(images)
     x = keras.layers.MaxPooling2D(3, 2, "same", name="pool1", **options)(x)
     x = LocalResponseNorm(name="norm1", **options)(x)
@@ -28,15 +28,15 @@ def cifarnet(side: int = 24, dtype: str = "float32", num_classes: int = 10) -> k
     return keras.Model(images, logits, name="cifarnet")
 
 
-def _conv(name, bias, options):
+def _conv(name: str, bias: float, options: dict) -> keras.layers.Layer:
     return Conv2D(64, 5, padding="same", activation="relu", name=name, **_initializers(0.05, bias), **options)
 
 
-def _dense(name, units, std, bias, activation, options):
+def _dense(name: str, units: int, std: float, bias: float, activation: str | None, options: dict) -> keras.layers.Layer:
     return keras.layers.Dense(units, activation=activation, name=name, **_initializers(std, bias), **options)
 
 
-def _initializers(std, bias):
+def _initializers(std: float, bias: float) -> dict[str, keras.initializers.Initializer]:
     return {
         "kernel_initializer": keras.initializers.TruncatedNormal(stddev=std),
         "bias_initializer": keras.initializers.Constant(bias),

@@ -1,16 +1,20 @@
 """Layers that Keras lacks or has only in a slower form."""
 
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
 import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.models import convolution
-from cifar_towers.models.fused import fused
+from cifar_towers.models.convolution import conv2d, even_padding, fused
 from cifar_towers.towers import all_reduce_mean, num_replicas
+
+Shape: TypeAlias = tuple[int | None, ...]
 
 
 def logits_dtype(dtype: str) -> str:
-    """Type of the logits of a model of policy `dtype`: float32 or wider, for the loss."""
+    """Return the type of the logits of a model with policy `dtype`: float32 or wider, for the loss."""
     return "float64" if dtype == "float64" else "float32"
 
 
@@ -18,14 +22,15 @@ def logits_dtype(dtype: str) -> str:
 class Conv2D(keras.layers.Conv2D):
     """Keras's layer, computed by `convolution.conv2d` where possible.
 
-    `even_output`: of an output of odd height or width, the last row or column, which a 2x2 pooling would discard, is
-    not computed where the size is known when the step is traced.
+    Args:
+      even_output: leave out the last row or column of an output of odd size, which a 2x2 pooling would discard. It is
+        computed nevertheless if the size is not known when the step is traced.
 
     Raises:
       ValueError: `even_output`, and it is not a SAME convolution of odd kernel size with stride 1.
     """
 
-    def __init__(self, *args, even_output: bool = False, **kwargs):
+    def __init__(self, *args: Any, even_output: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.even_output = even_output
         odd = all(size % 2 for size in self.kernel_size)
@@ -33,22 +38,23 @@ class Conv2D(keras.layers.Conv2D):
         if even_output and not (odd and plain):
             raise ValueError("even_output is for SAME convolutions of odd kernel_size with strides of 1")
 
-    def convolution_op(self, inputs, kernel):
-        if self.groups > 1 or set(self.dilation_rate) != {1} or len(set(self.strides)) > 1:
+    def convolution_op(self, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+        plain = self.groups == 1 and set(self.dilation_rate) == {1} and len(set(self.strides)) == 1
+        if not plain or self.data_format != "channels_last":
             return super().convolution_op(inputs, kernel)
         # read the variable here, inside Keras's scopes: the gradient is taken outside them
         kernel = tf.convert_to_tensor(kernel)
-        padding = convolution.even_padding(inputs.shape, kernel.shape) if self.even_output else self.padding
-        return convolution.conv2d(inputs, kernel, self.strides[0], padding)
+        padding = even_padding(inputs.shape, kernel.shape) if self.even_output else self.padding
+        return conv2d(inputs, kernel, self.strides[0], padding)
 
-    def compute_output_shape(self, input_shape):
+    def compute_output_shape(self, input_shape: Shape) -> Shape:
         shape = super().compute_output_shape(input_shape)
         if not self.even_output or None in shape[1:]:
             return shape
         batch, height, width, filters = shape
         return batch, height - height % 2, width - width % 2, filters
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return super().get_config() | {"even_output": self.even_output}
 
 
@@ -56,19 +62,23 @@ class Conv2D(keras.layers.Conv2D):
 class BatchNorm(keras.layers.Layer):
     """Batch normalization over [B, H, W] through TensorFlow's fused operation.
 
-    The moments are float32 in any compute type. In training, `stateless_call` returns the new moving statistics:
-    `momentum` times the old ones and the rest from the batch, for the variance the unbiased one. Without `scale` only a
-    shift is trained. `synchronized`: by the moments of the whole batch, not of the tower's shard, at the cost of three
-    all-reduces, two forward and one backward, of at most two vectors of C numbers.
+    The moments are float32 in any precision. In training, `stateless_call` returns the new moving statistics, from the
+    mean and the unbiased variance of the batch.
+
+    Args:
+      momentum: fraction of the moving statistics that a step keeps.
+      scale: train a scale for each channel, not only a shift.
+      synchronized: use the moments of the whole batch, not of the tower's shard. This costs three all-reduces of at
+        most two vectors of C numbers, two forward and one backward.
     """
 
     epsilon = 1.001e-5  # added to the variance; the smallest that TensorFlow's fused operation takes
 
-    def __init__(self, momentum: float = 0.9, scale: bool = True, synchronized: bool = False, **kwargs):
+    def __init__(self, momentum: float = 0.9, scale: bool = True, synchronized: bool = False, **kwargs: Any):
         super().__init__(**kwargs)
         self.momentum, self.scale, self.synchronized = momentum, scale, synchronized
 
-    def build(self, input_shape):
+    def build(self, input_shape: Shape) -> None:
         channels = (input_shape[-1],)
         # autocast=False: the moments and the shift stay float32 where images are bfloat16
         options = {"shape": channels, "autocast": False}
@@ -77,7 +87,7 @@ class BatchNorm(keras.layers.Layer):
         self.moving_mean = self.add_weight(name="moving_mean", initializer="zeros", trainable=False, **options)
         self.moving_variance = self.add_weight(name="moving_variance", initializer="ones", trainable=False, **options)
 
-    def call(self, inputs, training=False):
+    def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         beta = tf.convert_to_tensor(self.beta.value)
         gamma = tf.ones_like(beta) if self.gamma is None else tf.convert_to_tensor(self.gamma.value)
         if not training:
@@ -91,34 +101,41 @@ class BatchNorm(keras.layers.Layer):
         self.moving_variance.assign(self.momentum * self.moving_variance + (1 - self.momentum) * variance)
         return normalized
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         fields = {"momentum": self.momentum, "scale": self.scale, "synchronized": self.synchronized}
         return super().get_config() | fields
 
 
-def _normalize(images, gamma, beta, mean, variance, epsilon):
-    """gamma (images - mean) / sqrt(variance + epsilon) + beta, per channel."""
+def _normalize(
+    images: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor, epsilon: float
+) -> tf.Tensor:
+    """Compute gamma (images - mean) / sqrt(variance + epsilon) + beta, per channel."""
     return tf.compat.v1.nn.fused_batch_norm(
         images, gamma, beta, mean=mean, variance=variance, epsilon=epsilon, is_training=False
     )[0]
 
 
-def _synchronized_batch_norm(images, gamma, beta, epsilon):
-    """(normalized images, mean, unbiased variance) over the towers' shards together: [B/K, H, W, C] -> same, [C], [C].
+def _synchronized_batch_norm(
+    images: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor, epsilon: float
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Normalize a shard [B/K, H, W, C] by the moments of all towers' shards together.
 
     The gradient is that of the norm of the whole batch (S. Ioffe and C. Szegedy, arXiv 1502.03167, section 3), with its
     two sums over the batch averaged over the towers.
+
+    Returns:
+      The normalized shard, and the mean [C] and unbiased variance [C] of the batch.
     """
 
     positions = float(images.shape[:3].num_elements())  # values per channel
 
     @tf.custom_gradient
-    def norm(images, gamma, beta):
+    def norm(images: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor) -> tuple[tuple[tf.Tensor, ...], Callable]:
         local_mean, local_variance = _moments(images)
         mean = all_reduce_mean(local_mean)
         variance = all_reduce_mean(local_variance + tf.square(local_mean - mean))
 
-        def gradient(upstream, *_):
+        def gradient(upstream: tf.Tensor, *_: tf.Tensor) -> tuple[tf.Tensor, ...]:
             to_images, to_gamma, to_beta, *_ = tf.raw_ops.FusedBatchNormGradV3(
                 y_backprop=upstream,
                 x=images,
@@ -144,19 +161,19 @@ def _synchronized_batch_norm(images, gamma, beta, epsilon):
 
 
 @fused
-def _moments(images):
-    """Mean and variance of each channel, in float32."""
+def _moments(images: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Compute the mean and variance of each channel, in float32."""
     return tf.nn.moments(tf.cast(images, tf.float32), [0, 1, 2])
 
 
 def has_batch_norm(model: keras.Model) -> bool:
-    """Whether a model has batch normalization, this module's or Keras's."""
+    """Return whether a model has batch normalization, this module's or Keras's."""
     kinds = (BatchNorm, keras.layers.BatchNormalization)
     return any(isinstance(layer, kinds) for layer in model._flatten_layers(include_self=False))
 
 
 def synchronize(model: keras.Model) -> None:
-    """Makes all batch norms of a model (this one, Keras's and its subclasses) use the moments of the whole batch."""
+    """Make all batch norms of a model use the moments of the whole batch: this module's, Keras's and its subclasses."""
     for layer in model._flatten_layers(include_self=False):
         kind = type(layer)
         if isinstance(layer, BatchNorm):
@@ -165,10 +182,10 @@ def synchronize(model: keras.Model) -> None:
             layer.__class__ = type(kind.__name__, (_SynchronizedMoments, kind), {})
 
 
-class _SynchronizedMoments:
-    """Mixin for Keras's batch norm: moments of the whole batch, not of the tower's shard."""
+class _SynchronizedMoments(keras.layers.BatchNormalization):
+    """Keras's batch norm with the moments of the whole batch, not of the tower's shard."""
 
-    def _moments(self, inputs, mask):
+    def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         local_mean, local_variance = super()._moments(inputs, mask)
         mean = all_reduce_mean(local_mean)
         return mean, all_reduce_mean(local_variance + tf.square(local_mean - mean))
@@ -178,13 +195,13 @@ class _SynchronizedMoments:
 class LocalResponseNorm(keras.layers.Layer):
     """x / (bias + alpha * sum of squares over the 2 radius + 1 nearest channels) ** beta.
 
-    The sum is a product with a banded channels x channels matrix: equal to `tf.nn.local_response_normalization`, for
-    every float type and device, at the speed of a 1x1 convolution.
+    It equals `tf.nn.local_response_normalization`. The sum is a product with a banded channels x channels matrix, which
+    has every float type and device, and the speed of a 1x1 convolution.
     """
 
     radius, bias, alpha, beta = 4, 1.0, 0.001 / 9, 0.75  # the tutorial's; `call` computes this beta only
 
-    def call(self, inputs):
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
         channels = np.arange(inputs.shape[-1])
         near = np.abs(channels[:, None] - channels[None, :]) <= self.radius
         squares = tf.tensordot(tf.square(inputs), tf.constant(self.alpha * near, inputs.dtype), 1)
@@ -194,31 +211,31 @@ class LocalResponseNorm(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class Activation(keras.layers.Layer):
-    """GELU or SiLU with forward and backward pass compiled by XLA, one pass through memory each instead of five."""
+    """GELU or SiLU, whose forward and backward pass XLA compiles to one pass through memory each, instead of five."""
 
-    def __init__(self, function: str, **kwargs):
+    def __init__(self, function: str, **kwargs: Any):
         super().__init__(**kwargs)
         self.function = function
 
-    def call(self, inputs):
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
         return COMPILED[self.function](inputs)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return super().get_config() | {"function": self.function}
 
 
-def _compiled(function):
-    """An elementwise `function` with forward and backward each fused by XLA; stores only its input for the backward."""
+def _compiled(function: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Return an elementwise function with forward and backward pass fused; only its input is stored in between."""
 
-    def wide(x):  # XLA's CPU code rounds half types after each operation and takes twice as long
+    def wide(x: tf.Tensor) -> tf.Tensor:  # XLA's CPU code rounds half types after each operation, at twice the time
         return tf.cast(x, tf.float32) if x.dtype.size == 2 else x
 
     @fused
-    def forward(x):
+    def forward(x: tf.Tensor) -> tf.Tensor:
         return tf.cast(function(wide(x)), x.dtype)
 
     @fused
-    def backward(x, upstream):
+    def backward(x: tf.Tensor, upstream: tf.Tensor) -> tf.Tensor:
         wide_x = wide(x)
         with tf.GradientTape() as tape:
             tape.watch(wide_x)
@@ -226,7 +243,7 @@ def _compiled(function):
         return tf.cast(tape.gradient(y, wide_x, wide(upstream)), x.dtype)
 
     @tf.custom_gradient
-    def compiled(x):
+    def compiled(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         return forward(x), lambda upstream: backward(x, upstream)
 
     return compiled
@@ -242,14 +259,14 @@ COMPILED = {
 class PadChannels(keras.layers.Layer):
     """Shortcut A of residual nets: every `stride`-th pixel, and zeros for the new channels."""
 
-    def __init__(self, channels: int, stride: int, **kwargs):
+    def __init__(self, channels: int, stride: int, **kwargs: Any):
         super().__init__(**kwargs)
         self.channels, self.stride = channels, stride
 
-    def call(self, inputs):
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
         missing = self.channels - inputs.shape[-1]
         thinned = inputs[:, :: self.stride, :: self.stride, :]
         return tf.pad(thinned, [[0, 0], [0, 0], [0, 0], [missing // 2, missing - missing // 2]])
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return super().get_config() | {"channels": self.channels, "stride": self.stride}

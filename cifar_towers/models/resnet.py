@@ -8,8 +8,8 @@ import keras
 from cifar_towers.models.layers import BatchNorm, Conv2D, PadChannels, logits_dtype
 
 
-def resnet(side: int = 32, dtype: str = "float32", num_classes: int = 10, *, depth: int = 20) -> keras.Model:
-    """[B, side, side, 3] normalized images -> [B, num_classes] logits, float32 or wider.
+def resnet(image_size: int = 32, dtype: str = "float32", num_classes: int = 10, *, depth: int = 20) -> keras.Model:
+    """Make the net: [B, image_size, image_size, 3] normalized images -> [B, num_classes] logits, float32 or wider.
 
     Raises:
       ValueError: a depth that is not 6n + 2.
@@ -18,7 +18,7 @@ def resnet(side: int = 32, dtype: str = "float32", num_classes: int = 10, *, dep
     if rest or blocks < 1:
         raise ValueError(f"resnet depth={depth} is not 6n + 2; 20, 32, 44, 56 and 110 are")
     options = {"dtype": dtype}
-    images = keras.Input((side, side, 3))
+    images = keras.Input((image_size, image_size, 3))
     x = _conv_norm(images, 16, 1, "stem", options)
     x = keras.layers.ReLU(name="stem_relu", **options)(x)
     for stage in range(3):
@@ -30,7 +30,7 @@ def resnet(side: int = 32, dtype: str = "float32", num_classes: int = 10, *, dep
     return keras.Model(images, logits, name=f"resnet{depth}")
 
 
-def _block(x, channels, stride, name, options):
+def _block(x: keras.KerasTensor, channels: int, stride: int, name: str, options: dict) -> keras.KerasTensor:
     shortcut = x if x.shape[-1] == channels else PadChannels(channels, stride, name=f"{name}_shortcut", **options)(x)
     x = _conv_norm(x, channels, stride, f"{name}_1", options)
     x = keras.layers.ReLU(name=f"{name}_relu1", **options)(x)
@@ -39,7 +39,7 @@ def _block(x, channels, stride, name, options):
     return keras.layers.ReLU(name=f"{name}_relu2", **options)(x)
 
 
-def _conv_norm(x, channels, stride, name, options):
+def _conv_norm(x: keras.KerasTensor, channels: int, stride: int, name: str, options: dict) -> keras.KerasTensor:
     conv_options = {"use_bias": False, "kernel_initializer": "he_normal", **options}
     x = Conv2D(channels, 3, stride, "same", name=f"{name}_conv", **conv_options)(x)
     return BatchNorm(momentum=0.9, name=f"{name}_norm", **options)(x)

@@ -4,6 +4,7 @@ Source: K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv 2404
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,7 +15,7 @@ WHITENING_FILTERS = 24  # 2x2 patches of 3 channels have 12 principal directions
 
 
 def speednet(
-    side: int | None = None,
+    image_size: int | None = None,
     dtype: str = "float32",
     num_classes: int = 10,
     *,
@@ -27,19 +28,21 @@ def speednet(
     residual: bool = False,
     whitening: np.ndarray | None = None,
 ) -> keras.Model:
-    """[B, side, side, 3] normalized images -> [B, num_classes] logits, float32 or wider; any side from 18 if None.
+    """Make the net: [B, image_size, image_size, 3] normalized images -> [B, num_classes] logits, float32 or wider.
 
     Args:
-      widths: channels of the three groups, of `convs` convolutions each.
-      later_activation: `gelu` or `silu` in the groups; the one after the whitening is GELU.
-      momentum: of the batch norms: the fraction of the moving statistics that each step keeps.
+      image_size: if None, the net takes images of any size from 18 pixels.
+      widths: channels of the three groups.
+      convs: number of convolutions in each group.
+      later_activation: `gelu` or `silu` in the groups; the activation after the whitening is GELU.
+      momentum: fraction of the batch norms' moving statistics that each step keeps.
       head_std: initial standard deviation of the head's weights; uniform +-1/sqrt(fan_in) if None.
-      logit_divisor: divides the head's output.
+      logit_divisor: divisor of the head's output.
       residual: add each group's first activation to the output of its last norm.
       whitening: [2, 2, 3, 24] kernel from `whitening_kernel`; zeros if not given, to be restored from a checkpoint.
     """
     options = {"dtype": dtype}
-    images = keras.Input((side, side, 3))
+    images = keras.Input((image_size, image_size, 3))
     frozen = keras.initializers.Constant(0.0 if whitening is None else whitening)
     x = Whitening(frozen, name="whitening", **options)(images)
     x = Activation("gelu", name="whitening_gelu", **options)(x)
@@ -52,8 +55,17 @@ def speednet(
     return keras.Model(images, logits, name="speednet")
 
 
-def _group(x, width, convs, activation, momentum, residual, name, options):
-    """conv, pool, then `convs` times norm and activation with a convolution between each two."""
+def _group(
+    x: keras.KerasTensor,
+    width: int,
+    convs: int,
+    activation: str,
+    momentum: float,
+    residual: bool,
+    name: str,
+    options: dict,
+) -> keras.KerasTensor:
+    """Apply convolution and pooling, then `convs` times norm and activation with a convolution between each two."""
     first = x
     conv_options = {"padding": "same", "use_bias": False, "kernel_initializer": IdentityFirst(), **options}
     for index in range(1, convs + 1):
@@ -72,20 +84,20 @@ def _group(x, width, convs, activation, momentum, residual, name, options):
 class Whitening(keras.layers.Conv2D):
     """2x2 convolution whose kernel is fixed to whiten image patches and whose bias is trained."""
 
-    def __init__(self, kernel_initializer="zeros", **kwargs):
+    def __init__(self, kernel_initializer: keras.initializers.Initializer | str = "zeros", **kwargs: Any):
         kwargs = {"filters": WHITENING_FILTERS, "kernel_size": 2, **kwargs}
         super().__init__(kernel_initializer=kernel_initializer, **kwargs)
 
-    def build(self, input_shape):
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
         super().build(input_shape)
         self.kernel.trainable = False
 
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class IdentityFirst(keras.initializers.Initializer):
-    """Uniform +-1/sqrt(fan_in), where the first C_in filters pass their channel's center pixel through unchanged."""
+    """Uniform +-1/sqrt(fan_in), except that the first C_in filters pass their channel's center pixel unchanged."""
 
-    def __call__(self, shape, dtype=None):
+    def __call__(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
         height, width, channels_in, filters = shape
         kernel = np.array(_uniform()(shape, dtype="float32"))
         passed = min(channels_in, filters)
@@ -101,16 +113,16 @@ class ScaledUniform(keras.initializers.Initializer):
     def __init__(self, std: float):
         self.std = std
 
-    def __call__(self, shape, dtype=None):
+    def __call__(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
         kernel = np.array(_uniform()(shape, dtype="float32"))
         return keras.ops.convert_to_tensor(kernel * self.std / kernel.std(ddof=1), dtype)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return {"std": self.std}
 
 
 def whitening_kernel(parts: Iterable[np.ndarray], epsilon: float = 5e-4) -> np.ndarray:
-    """Filters that decorrelate 2x2 patches of images and scale them to unit variance.
+    """Compute filters that decorrelate 2x2 patches of images and scale them to unit variance.
 
     Args:
       parts: images, [n, H, W, 3] normalized floats at a time; the records use the first 960 to 5,000 for training.
@@ -120,7 +132,7 @@ def whitening_kernel(parts: Iterable[np.ndarray], epsilon: float = 5e-4) -> np.n
       [2, 2, 3, 24]: the 12 eigenvectors of the uncentered patch covariance, each divided by the root of its eigenvalue,
       then their negatives.
     """
-    products, count = 0.0, 0
+    products, count = np.zeros((12, 12)), 0
     for images in parts:
         patches = _patches(images)
         products, count = products + patches.T @ patches, count + len(patches)
@@ -130,12 +142,12 @@ def whitening_kernel(parts: Iterable[np.ndarray], epsilon: float = 5e-4) -> np.n
 
 
 def _patches(images: np.ndarray) -> np.ndarray:
-    """[n, H, W, 3] -> [n (H - 1) (W - 1), 12] float64, one row per 2x2 patch."""
+    """Return the 2x2 patches of images as rows: [n, H, W, 3] -> [n (H - 1) (W - 1), 12] float64."""
     height, width = images.shape[1] - 1, images.shape[2] - 1
     corners = [images[:, y : y + height, x : x + width, :] for y in (0, 1) for x in (0, 1)]
     return np.stack(corners, axis=3).reshape(-1, 12).astype(np.float64)
 
 
-def _uniform():
-    """Uniform on +-1/sqrt(fan_in)."""
+def _uniform() -> keras.initializers.Initializer:
+    """Return the initializer that is uniform on +-1/sqrt(fan_in)."""
     return keras.initializers.VarianceScaling(1 / 3, mode="fan_in", distribution="uniform")

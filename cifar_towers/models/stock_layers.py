@@ -1,6 +1,7 @@
 """Copies of the project's models in stock Keras layers, which load where this package is not installed."""
 
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -12,15 +13,15 @@ LayerAndWeights = tuple[keras.layers.Layer, list[np.ndarray]]  # the weights are
 
 
 def to_stock_layers(model: keras.Model) -> keras.Model:
-    """A functional model of stock layers with the same weights and outputs in evaluation; `model` if it is one."""
+    """Return a model of stock layers with the same weights and outputs in evaluation; `model` itself if it is one."""
     if not any(type(layer) in STOCK_EQUIVALENTS for layer in model.layers):
         return model
     return replace_layers(model, STOCK_EQUIVALENTS)
 
 
 def replace_layers(model: keras.Model, equivalents: dict[type, Callable[..., LayerAndWeights]]) -> keras.Model:
-    """A copy of `model` with the same weights; layers of the types in `equivalents` are replaced, others cloned."""
-    weights = {}
+    """Copy a model with its weights, and replace the layers whose types are in `equivalents`."""
+    weights: dict[str, list[np.ndarray]] = {}
 
     def clone(layer: keras.layers.Layer) -> keras.layers.Layer:
         copy, weights[layer.name] = equivalents.get(type(layer), clone_layer)(layer)
@@ -33,7 +34,7 @@ def replace_layers(model: keras.Model, equivalents: dict[type, Callable[..., Lay
 
 
 def clone_layer(layer: keras.layers.Layer) -> LayerAndWeights:
-    """A layer of the same type and configuration."""
+    """Return a layer of the same type and configuration, and the weights of `layer`."""
     return type(layer).from_config(_settings(layer)), layer.get_weights()
 
 
@@ -47,13 +48,12 @@ def _batch_norm(layer: BatchNorm) -> LayerAndWeights:
     copy = keras.layers.BatchNormalization(
         momentum=layer.momentum, epsilon=layer.epsilon, scale=layer.scale, **_common(layer)
     )
-    weights = [layer.gamma] if layer.scale else []
-    weights += [layer.beta, layer.moving_mean, layer.moving_variance]
-    return copy, [weight.numpy() for weight in weights]
+    weights = [layer.gamma, layer.beta, layer.moving_mean, layer.moving_variance]
+    return copy, [weight.numpy() for weight in weights if weight is not None]
 
 
 def _pad_channels(layer: PadChannels) -> LayerAndWeights:
-    """A 1x1 convolution with a stride, whose kernel is ones and zeros."""
+    """Return a 1x1 convolution with a stride, whose kernel is ones and zeros."""
     channels = layer.input.shape[-1]
     kernel = np.eye(channels, layer.channels, (layer.channels - channels) // 2, dtype="f4")
     copy = keras.layers.Conv2D(layer.channels, 1, layer.stride, use_bias=False, **_common(layer))
@@ -61,7 +61,7 @@ def _pad_channels(layer: PadChannels) -> LayerAndWeights:
 
 
 def _local_response_norm(layer: LocalResponseNorm) -> LayerAndWeights:
-    """The sum over neighboring channels as a 1x1 convolution of the squares."""
+    """Return a model that sums the squares of neighboring channels by a 1x1 convolution."""
     shape = layer.input.shape[1:]
     channels = np.arange(shape[-1])
     kernel = layer.alpha * (abs(channels[:, None] - channels) <= layer.radius)
@@ -71,13 +71,13 @@ def _local_response_norm(layer: LocalResponseNorm) -> LayerAndWeights:
     return copy, [kernel[None, None].astype("f4")]
 
 
-def _settings(layer: keras.layers.Layer) -> dict:
-    """A layer's configuration with initializers replaced: they may be this project's, and weights are set later."""
+def _settings(layer: keras.layers.Layer) -> dict[str, Any]:
+    """Return a layer's configuration with zero initializers: they may be the project's, and weights are set later."""
     settings = layer.get_config()
     return settings | {name: "zeros" for name in settings if name.endswith("_initializer")}
 
 
-def _common(layer: keras.layers.Layer) -> dict:
+def _common(layer: keras.layers.Layer) -> dict[str, Any]:
     return {"name": layer.name, "dtype": layer.dtype_policy}
 
 

@@ -1,4 +1,4 @@
-"""A user's own model: load the function that makes it, build it, and check that towers can train it.
+"""A model of the user's own: load the function that makes it, build it, and check that towers can train it.
 
 Towers call a model several times a step, each time with weights, non-trainable values and seeds passed in. A layer must
 not have other state: no `tf.Variable` besides its weights, no random numbers without a `keras.random.SeedGenerator`.
@@ -14,6 +14,8 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import keras
 import numpy as np
@@ -23,17 +25,17 @@ from keras.src.models.functional import Functional
 from cifar_towers.towers.keras_parallel import first_call, overridden_fit_method
 
 SEEDED = "for random numbers use a keras.random.SeedGenerator"
-NUM_IMAGES = 4  # of the batch that a model is checked with
-ROUNDING = 1e-3  # of a layer's largest output: smaller differences between two calls are not random numbers
+NUM_IMAGES = 4  # in the batch that a model is checked with
+ROUNDING = 1e-3  # smaller differences between two calls, relative to the largest output, are not random numbers
 PASS_THROUGH = ("Identity", "Cast", "Reshape", "Squeeze")  # operations that may follow the softmax
 
 
 class ModelError(ValueError):
-    """Why a user's model cannot be trained, in one line."""
+    """The reason why towers cannot train a user's model, in one line."""
 
 
 def load_function(source: str, name: str) -> Callable[..., keras.Model]:
-    """The function `name` of a file (`path/to/file.py`) or of an importable module.
+    """Import the function `name` from a file (`path/to/file.py`) or from an importable module.
 
     Raises:
       ModelError: there is no such file, module or function, or importing it fails.
@@ -47,17 +49,17 @@ def load_function(source: str, name: str) -> Callable[..., keras.Model]:
     return function
 
 
-def build_model(function: Callable[..., keras.Model], side: int, num_classes: int, policy: str) -> keras.Model:
-    """The model that `function` returns, built for [B, side, side, 3] and checked.
+def build_model(function: Callable[..., keras.Model], image_size: int, num_classes: int, policy: str) -> keras.Model:
+    """Build the model that `function` returns for [B, image_size, image_size, 3], and check it.
 
-    Passes `side`, `num_classes` and `dtype` to `function` if it has arguments of these names.
+    Arguments of `function` that are called `image_size`, `num_classes` or `dtype` get their values.
 
     Raises:
-      ModelError: it fails, or returns a model that towers cannot train, naming the layer where there is one: other
-        input or output shapes, probabilities instead of logits, variables that are not weights, random numbers without
-        a seed, no weights to train, or two variables of a name.
+      ModelError: the function fails, or towers cannot train its model. Reasons are other input or output shapes,
+        probabilities instead of logits, variables that are not weights, random numbers without a seed, no weights to
+        train, or two variables of a name. The message names the layer, if there is one.
     """
-    arguments = {"side": side, "num_classes": num_classes, "dtype": policy}
+    arguments = {"image_size": image_size, "num_classes": num_classes, "dtype": policy}
     with _as_model_errors("the model cannot be built"), contextlib.ExitStack() as stack:
         stack.callback(keras.config.set_dtype_policy, keras.config.dtype_policy())
         keras.config.set_dtype_policy(policy)
@@ -68,39 +70,39 @@ def build_model(function: Callable[..., keras.Model], side: int, num_classes: in
         method = overridden_fit_method(model)
         if method:
             raise ModelError(f"it overrides {method}, which towers would not run; leave it out")
-        model = _as_functional(model, side)
-    _check_model(model, side, num_classes)
+        model = _as_functional(model, image_size)
+    _check_model(model, image_size, num_classes)
     return model
 
 
-def _check_model(model: keras.Model, side: int, num_classes: int) -> None:
+def _check_model(model: keras.Model, image_size: int, num_classes: int) -> None:
     if not model.trainable_variables:
         raise ModelError("it has no weights to train")
     paths = [variable.path for variable in model.variables]
     duplicate = next((path for path in paths if paths.count(path) > 1), "")
     if duplicate:
         raise ModelError(f"two of its variables are called {duplicate}; give the layers different names")
-    with _as_model_errors(f"two towers cannot call it on {side}x{side} images"):
-        graph = _trace(model, side)
+    with _as_model_errors(f"two towers cannot call it on {image_size}x{image_size} images"):
+        graph = _trace(model, image_size)
         _check_captures(graph, model)
-        _check_repeatable(model, side)
+        _check_repeatable(model, image_size)
     _check_output(graph.structured_outputs, model, num_classes)
 
 
-def adds_losses(model: keras.Model, side: int) -> bool:
-    """Whether a call in training adds losses: of regularizers or of `add_loss`."""
-    losses = []
+def adds_losses(model: keras.Model, image_size: int) -> bool:
+    """Return whether a call in training adds losses, by regularizers or by `add_loss`."""
+    losses: list[tf.Tensor] = []
 
-    def call(images):
+    def call(images: tf.Tensor) -> None:
         losses.extend(model.stateless_call(*_values(model), images, training=True, return_losses=True)[2])
 
-    tf.function(call, autograph=False).get_concrete_function(tf.TensorSpec([NUM_IMAGES, side, side, 3]))
+    tf.function(call, autograph=False).get_concrete_function(tf.TensorSpec([NUM_IMAGES, image_size, image_size, 3]))
     return bool(losses)
 
 
 @contextlib.contextmanager
 def _as_model_errors(message: str) -> Iterator[None]:
-    """Raises any error inside as a ModelError of one line, with the place in the user's code."""
+    """Raise any error inside as a ModelError of one line, with the place in the user's code."""
     try:
         yield
     except ModelError:
@@ -109,7 +111,7 @@ def _as_model_errors(message: str) -> Iterator[None]:
         raise ModelError(f"{message}: {_error_line(error)}") from error
 
 
-def _import(source: str):
+def _import(source: str) -> ModuleType:
     path = Path(source).expanduser()
     is_file = source.endswith(".py")
     if is_file and not path.is_file():
@@ -120,6 +122,7 @@ def _import(source: str):
         if not is_file:
             return importlib.import_module(source)
         spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+        assert spec and spec.loader, "a file that ends in .py has both"
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
@@ -128,11 +131,11 @@ def _import(source: str):
         sys.path.remove(directory)
 
 
-def _as_functional(model: keras.Model, side: int) -> Functional:
-    """A `Sequential` becomes the graph of its layers, a subclassed model a graph of one layer."""
+def _as_functional(model: keras.Model, image_size: int) -> Functional:
+    """Return a model as a graph: of its layers for a `Sequential`, of a single layer for a subclassed model."""
     if isinstance(model, Functional):
         return model
-    images = keras.Input((side, side, 3))
+    images = keras.Input((image_size, image_size, 3))
     logits = model(images)
     if type(model) is keras.Sequential:
         images, logits = model.inputs[0], model.outputs[0]
@@ -140,20 +143,21 @@ def _as_functional(model: keras.Model, side: int) -> Functional:
 
 
 def _values(model: keras.Model) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Values of the trainable and of the non-trainable variables."""
+    """Return the values of the trainable and of the non-trainable variables."""
     kinds = model.trainable_variables, model.non_trainable_variables
-    return tuple([tf.convert_to_tensor(variable.value) for variable in kind] for kind in kinds)
+    weights, non_trainable = ([tf.convert_to_tensor(variable.value) for variable in kind] for kind in kinds)
+    return weights, non_trainable
 
 
-def _trace(model: keras.Model, side: int) -> tf.Graph:
-    """The graph of one call in training with all variables passed in."""
+def _trace(model: keras.Model, image_size: int) -> tf.Graph:
+    """Return the graph of one call in training with all variables passed in."""
 
     @tf.function(autograph=False)
-    def call(weights, non_trainable, images):
+    def call(weights: list[tf.Tensor], non_trainable: list[tf.Tensor], images: tf.Tensor) -> tf.Tensor:
         return model.stateless_call(weights, non_trainable, images, training=True)[0]
 
     specs = tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), _values(model))
-    return call.get_concrete_function(*specs, tf.TensorSpec([NUM_IMAGES, side, side, 3])).graph
+    return call.get_concrete_function(*specs, tf.TensorSpec([NUM_IMAGES, image_size, image_size, 3])).graph
 
 
 def _check_captures(graph: tf.Graph, model: keras.Model) -> None:
@@ -165,8 +169,8 @@ def _check_captures(graph: tf.Graph, model: keras.Model) -> None:
             )
 
 
-def _check_repeatable(model: keras.Model, side: int) -> None:
-    """Raises if a layer's outputs differ between two calls with equal images, weights and seeds."""
+def _check_repeatable(model: keras.Model, image_size: int) -> None:
+    """Raise if a layer's outputs differ between two calls with equal images, weights and seeds."""
     layers = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
     outputs = [first_call(model, layer).output_tensors for layer in layers]
     probe = keras.Model(model.inputs, outputs, name="probe")
@@ -174,7 +178,7 @@ def _check_repeatable(model: keras.Model, side: int) -> None:
     weights, non_trainable = _values(probe)
     # initial weights may be zeros, which would hide what a layer inside a layer draws
     weights = [weight + tf.cast(random.normal(0, 0.1, weight.shape), weight.dtype) for weight in weights]
-    images = tf.constant(random.normal(size=(NUM_IMAGES, side, side, 3)), tf.float32)
+    images = tf.constant(random.normal(size=(NUM_IMAGES, image_size, image_size, 3)), tf.float32)
     first, second = (probe.stateless_call(weights, non_trainable, images, training=True)[0] for _ in range(2))
     for layer, *outputs in zip(layers, first, second, strict=True):
         if not _equal_to_rounding(*outputs):
@@ -184,7 +188,7 @@ def _check_repeatable(model: keras.Model, side: int) -> None:
             )
 
 
-def _equal_to_rounding(first, second) -> bool:
+def _equal_to_rounding(first: Any, second: Any) -> bool:
     for a, b in zip(tf.nest.flatten(first), tf.nest.flatten(second), strict=True):
         a, b = (np.asarray(tf.cast(tensor, tf.float32)) for tensor in (a, b))
         if not np.allclose(a, b, rtol=0, atol=ROUNDING * np.abs(a).max(initial=0), equal_nan=True):
@@ -192,7 +196,7 @@ def _equal_to_rounding(first, second) -> bool:
     return True
 
 
-def _check_output(output, model: keras.Model, num_classes: int) -> None:
+def _check_output(output: Any, model: keras.Model, num_classes: int) -> None:
     if not isinstance(output, tf.Tensor):
         raise ModelError(f"it returns {type(output).__name__}, not one tensor of logits")
     if output.shape.rank != 2 or output.shape[1] != num_classes:
@@ -208,7 +212,7 @@ def _check_output(output, model: keras.Model, num_classes: int) -> None:
 
 
 def _source_op(tensor: tf.Tensor, skipped: Sequence[str]) -> tf.Operation:
-    """The operation that computes a tensor, before those of the types `skipped`."""
+    """Return the operation that computes a tensor, looking through operations of the types `skipped`."""
     op = tensor.op
     while op.type in skipped:
         op = op.inputs[0].op
@@ -216,7 +220,7 @@ def _source_op(tensor: tf.Tensor, skipped: Sequence[str]) -> tf.Operation:
 
 
 def _layer_of(op_name: str, model: keras.Model) -> str:
-    """The innermost layer in the name of an operation."""
+    """Return the innermost layer in the name of an operation."""
     names = {layer.name for layer in model._flatten_layers(include_self=False)}
     scopes = [re.sub(r"_\d+$", "", scope) for scope in op_name.split("/")]  # Keras may open a scope twice a call
     layers = [scope for scope in scopes if scope in names]
@@ -224,7 +228,7 @@ def _layer_of(op_name: str, model: keras.Model) -> str:
 
 
 def _error_line(error: Exception) -> str:
-    """An error in one line, with the last place in the user's code that it came from."""
+    """Return an error as one line, with the last place in the user's code that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     others = ("<", __file__, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     users = [frame for frame in frames if not frame.filename.startswith(others)]

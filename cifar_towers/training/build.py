@@ -98,7 +98,7 @@ def _registered_model(config: TrainConfig, precision: str, info: DatasetInfo, tr
             normalize = make_augmentation(config, info).evaluate
             options["whitening"] = whitening_kernel(normalize(images).numpy() for images in parts)
     else:
-        options["side"] = config.crop or info.image_size
+        options["image_size"] = config.crop or info.image_size
     return MODELS[config.model](**options)
 
 

@@ -17,7 +17,7 @@ MAX_DEVICES = 1024
 
 def make_table() -> str:
     """Return the first number of devices whose efficiency is below one half, by model, batch and link, as Markdown."""
-    models = {name: MODELS[name](side=32) for name in BATCHES}
+    models = {name: MODELS[name](image_size=32) for name in BATCHES}
     flops = {name: sum(layer["flops"] for layer in layer_costs(model)) for name, model in models.items()}
     lines = [f"| | {' | '.join(LINKS)} |", "| --- |" + " --- |" * len(LINKS)]
     for name, batch in BATCHES.items():

@@ -1,16 +1,43 @@
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from cifar_towers.models import convolution
-from tests.models.convolutions import gradients, op_types, ops, processor
+from scripts.speedrun import operations
+
+
+def gradients(function, images, kernel, upstream):
+    with tf.GradientTape() as tape:
+        tape.watch([images, kernel])
+        y = function(images, kernel)
+    return y, *tape.gradient(y, [images, kernel], upstream)
+
+
+def processor(monkeypatch, *features):
+    monkeypatch.setattr(convolution, "processor_features", lambda: {"sse2", *features})
+
+
+def ops(dtype, channels, device, strides=1, padding="SAME", filters=64):
+    @tf.function
+    def step(images, kernel):
+        with tf.device(device):
+            return gradients(lambda x, k: convolution.conv2d(tf.identity(x), k, strides, padding), images, kernel, None)
+
+    arguments = tf.ones([1, 7, 7, channels], dtype), tf.ones([3, 3, channels, filters], dtype)
+    return step.get_concrete_function(*arguments).graph.get_operations()
+
+
+def op_types(*arguments):
+    return {op.type for op in ops(*arguments)}
 
 
 @pytest.mark.parametrize(("dtype", "channels", "rounding"), [("bfloat16", 128, 0.01), ("float32", 24, 1e-5)])
 @pytest.mark.parametrize(("high", "wide", "size"), [(7, 7, (3, 3)), (3, 4, (3, 3)), (5, 6, (5, 3)), (2, 2, (3, 5))])
 @pytest.mark.parametrize("even", [False, True])
 def test_gradients_equal_tensorflows(monkeypatch, dtype, channels, rounding, high, wide, size, even):
-    """Of a SAME convolution, and of one without the last row and column of an odd size."""
+    """The convolution is a SAME one, or one without the last row and column of an odd size."""
     processor(monkeypatch, "avx2")
     random = np.random.default_rng(0)
     out_high, out_wide = (high - high % 2, wide - wide % 2) if even else (high, wide)
@@ -58,12 +85,101 @@ def test_gradient_to_kernel_has_no_explicit_padding(dtype):
     assert [op.get_attr("padding") for op in to_kernel] == [b"VALID"]
 
 
+@pytest.mark.parametrize("strides", [1, 2])
 @pytest.mark.parametrize("padding", [[(0, 0)] * 4, [(0, 0), (1, 0), (0, 1), (0, 0)]])
-def test_any_other_padding_is_as_in_tensorflow(monkeypatch, padding):
+def test_any_other_padding_is_as_in_tensorflow(monkeypatch, padding, strides):
     processor(monkeypatch, "avx2")
     random = np.random.default_rng(0)
     arguments = [tf.constant(random.normal(size=shape), tf.float32) for shape in ((2, 7, 7, 64), (3, 3, 64, 128))]
-    ours = gradients(lambda x, k: convolution.conv2d(x, k, 1, padding), *arguments, None)
-    theirs = gradients(lambda x, k: tf.nn.conv2d(x, k, 1, padding), *arguments, None)
+    ours = gradients(lambda x, k: convolution.conv2d(x, k, strides, padding), *arguments, None)
+    theirs = gradients(lambda x, k: tf.nn.conv2d(x, k, strides, padding), *arguments, None)
     for actual, expected in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-3)
+
+
+# ---- Winograd's algorithm
+
+
+@pytest.mark.parametrize("tile", convolution.WINOGRAD_TILES)
+def test_winograd_transforms_are_exact(tile):
+    """Every product of a pixel and a weight comes to exactly one in its output and to zero elsewhere."""
+    from_image, from_kernel, to_output = (
+        [[Fraction(value).limit_denominator(10_000) for value in row] for row in matrix]
+        for matrix in convolution.winograd_transforms(tile)
+    )
+    from_image, from_kernel, to_output = (np.array(rows) for rows in (from_image, from_kernel, to_output))
+    side = tile + 2
+    weights = np.einsum("op,pi,pk->oik", to_output, from_image, from_kernel)
+    expected = np.zeros_like(weights)
+    for y, x, row, column in np.ndindex(tile, tile, 3, 3):
+        expected[y * tile + x, (y + row) * side + x + column, row * 3 + column] = 1
+    assert (weights == expected).all()
+
+
+def test_winograd_tiles_take_the_fewest_products():
+    tiles = {(14, 14): 4, (8, 4): 4, (7, 7): 4, (6, 6): 3, (3, 3): 3, (2, 2): 2, (7, 2): 2, (5, 9): 3}
+    assert {size: convolution.winograd_tile(*size) for size in tiles} == tiles
+
+
+@pytest.mark.parametrize("size", [(15, 15), (8, 4), (7, 7), (3, 3), (2, 2), (7, 2), (5, 9)])
+@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("even", [False, True])
+def test_winograd_equals_tensorflow(monkeypatch, size, images, even):
+    """The convolution is a SAME one, or one without the last row and column of an odd size."""
+    processor(monkeypatch, "avx2")
+    random = np.random.default_rng(0)
+    shape = (images, *size, 64)
+    out_high, out_wide = (side - side % 2 * even for side in size)
+    images, kernel = random.normal(size=shape), random.normal(size=(3, 3, 64, 128)) / 24
+    upstream = random.normal(size=(len(images), out_high, out_wide, 128))
+    padding = convolution.even_padding(tf.TensorShape(shape), tf.TensorShape(kernel.shape)) if even else "SAME"
+    narrow = [tf.constant(values, tf.float32) for values in (images, kernel, upstream)]
+    ours = gradients(lambda x, k: convolution.conv2d(x, k, 1, padding), *narrow)
+    exact = gradients(
+        lambda x, k: tf.nn.conv2d(x, k, 1, "SAME")[:, :out_high, :out_wide],
+        *map(tf.constant, (images, kernel, upstream)),
+    )
+    for actual, true in zip(ours, exact, strict=True):
+        assert np.abs(actual.numpy() - true).max() <= 3e-5 * np.abs(true).max()
+
+
+def test_winograd_is_used_only_where_measured(monkeypatch):
+    processor(monkeypatch, "avx2")
+    assert "Conv2D" not in op_types(tf.float32, 64, "/CPU:1", 1, "SAME", 128)
+    for arguments in [
+        (tf.float32, 64, "/CPU:1", 1, "SAME", 64),
+        (tf.float32, 32, "/CPU:1", 1, "SAME", 512),
+        (tf.float32, 64, "/CPU:1", 1, "VALID", 128),
+        (tf.float32, 64, "/CPU:1", 2, "SAME", 128),
+        (tf.float32, 64, "/GPU:0", 1, "SAME", 128),
+        (tf.bfloat16, 256, "/CPU:1", 1, "SAME", 256),
+        (tf.float64, 256, "/CPU:1", 1, "SAME", 256),
+        (tf.float32, 256, "/CPU:1", 1, [(0, 0)] * 4, 256),
+    ]:
+        assert "Conv2D" in op_types(*arguments), arguments
+    processor(monkeypatch)
+    assert "Conv2D" in op_types(tf.float32, 256, "/CPU:1", 1, "SAME", 256)
+    processor(monkeypatch, "avx2", "avx512f")
+    assert "Conv2D" in op_types(tf.float32, 64, "/CPU:1", 1, "SAME", 128)
+    assert "Conv2D" not in op_types(tf.float32, 128, "/CPU:1", 1, "SAME", 128)
+
+
+def test_winograd_of_any_number_of_images():
+    convolve = tf.function(lambda x, k: convolution.winograd_conv2d(x, k, 7, 7))
+    kernel = tf.random.normal([3, 3, 5, 6])
+    traced = convolve.get_concrete_function(tf.TensorSpec([None, 7, 7, 5]), kernel)
+    for count in (1, 3):
+        images = tf.random.normal([count, 7, 7, 5])
+        np.testing.assert_allclose(traced(images, kernel), tf.nn.conv2d(images, kernel, 1, "SAME"), atol=1e-3)
+
+
+def test_winograd_takes_fewer_multiplications():
+    """They are counted in the graph of forward and backward pass, transforms included."""
+
+    def count(convolve):
+        arguments = [tf.ones(shape) for shape in ([64, 7, 7, 256], [3, 3, 256, 256], [64, 7, 7, 256])]
+        function = tf.function(lambda *tensors: gradients(convolve, *tensors))
+        return sum(operations.count(function.get_concrete_function(*arguments)).values())
+
+    direct = count(lambda x, k: tf.nn.conv2d(x, k, 1, "SAME"))
+    assert count(lambda x, k: convolution.winograd_conv2d(x, k, 7, 7)) < 0.45 * direct

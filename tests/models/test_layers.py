@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.models import fused
+from cifar_towers.models import convolution
 from cifar_towers.models.layers import COMPILED, BatchNorm, Conv2D, LocalResponseNorm, PadChannels
 
 
@@ -43,7 +43,7 @@ def test_local_response_norm_equals_tensorflows(dtype):
 @pytest.mark.parametrize("xla_runs", [True, False])
 @pytest.mark.parametrize(("name", "witness"), [("gelu", tf.nn.gelu), ("silu", tf.nn.silu)])
 def test_compiled_activations_and_gradients(monkeypatch, name, witness, xla_runs):
-    monkeypatch.setattr(fused, "xla_runs", lambda: xla_runs)
+    monkeypatch.setattr(convolution, "xla_runs", lambda: xla_runs)
     traced = tf.function(COMPILED[name]).get_concrete_function(tf.TensorSpec([101]))
     assert ("_XlaMustCompile" in str(traced.graph.as_graph_def().library)) == xla_runs
     x = tf.linspace(-6.0, 6.0, 101)
@@ -73,7 +73,10 @@ def test_layers_deserialize_from_their_config():
         assert copy.get_config() == layer.get_config()
 
 
-@pytest.mark.parametrize("options", [{"dilation_rate": 2}, {"strides": (1, 2)}, {"groups": 3}, {"strides": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [{"dilation_rate": 2}, {"strides": (1, 2)}, {"groups": 3}, {"strides": 2}, {"data_format": "channels_first"}],
+)
 def test_conv2d_equals_keras_for_all_options(options):
     images = np.random.default_rng(0).normal(size=(2, 9, 9, 3)).astype("f4")
     ours, theirs = Conv2D(6, 3, **options), keras.layers.Conv2D(6, 3, **options)

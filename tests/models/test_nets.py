@@ -22,7 +22,7 @@ def test_registry_has_the_same_models():
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_number_of_parameters(name):
-    model = MODELS[name](side=24 if name == "cifarnet" else 32)
+    model = MODELS[name](image_size=24 if name == "cifarnet" else 32)
     moving = sum(v.shape.num_elements() for v in model.variables if "moving" in v.path)
     assert model.count_params() - moving == PARAMETERS[name]
 
@@ -30,7 +30,7 @@ def test_number_of_parameters(name):
 @pytest.mark.parametrize("name", ["cifarnet", "resnet20", "speednet93", "speednet96"])
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
 def test_logits_and_a_gradient_for_every_weight(name, dtype):
-    model = MODELS[name](side=24, dtype=dtype)
+    model = MODELS[name](image_size=24, dtype=dtype)
     weights = [v.value for v in model.trainable_variables]
     statistics = [v.value for v in model.non_trainable_variables]
     values, frozen = [[tf.convert_to_tensor(v) for v in vs] for vs in (weights, statistics)]

@@ -16,7 +16,7 @@ from cifar_towers.models.stock_layers import to_stock_layers
     ],
 )
 def test_stock_layers_compute_the_same(copied, name):
-    model = MODELS[name](side=24, num_classes=7)
+    model = MODELS[name](image_size=24, num_classes=7)
     random = np.random.default_rng(0)
     for variable in model.variables:  # as after training: not ones and zeros
         low, high = (0.5, 1.5) if "variance" in variable.path or "gamma" in variable.path else (-0.1, 0.1)
@@ -32,7 +32,7 @@ def test_stock_layers_compute_the_same(copied, name):
 
 
 def test_stock_layers_have_the_same_compute_dtype():
-    copy = to_stock_model(MODELS["speednet94"](side=24, dtype="mixed_bfloat16"))
+    copy = to_stock_model(MODELS["speednet94"](image_size=24, dtype="mixed_bfloat16"))
     norms = [layer for layer in copy.layers if isinstance(layer, keras.layers.BatchNormalization)]
     assert len(norms) == 6 and {layer.compute_dtype for layer in copy.layers[1:-1]} == {"bfloat16"}
 

@@ -15,8 +15,8 @@ from cifar_towers.towers import run_on_towers_synchronized, split_batch
 L = keras.layers
 
 
-def net(*layers, side=24, classes=10, head=True):
-    made = [L.Input((side, side, 3)), *layers]
+def net(*layers, image_size=24, classes=10, head=True):
+    made = [L.Input((image_size, image_size, 3)), *layers]
     return keras.Sequential([*made, L.Flatten(name="flat"), L.Dense(classes, name="head")] if head else made)
 
 
@@ -132,7 +132,7 @@ HEAD_OF_PROBABILITIES = L.Dense(10, "softmax", name="shares")
         ),
         (lambda: net(L.Flatten(), HEAD_OF_PROBABILITIES, head=False), "layer shares ends in softmax"),
         (lambda: Trained(), "it overrides train_step, which towers would not run; leave it out"),
-        (lambda: net(side=32), r"expected shape=\(None, 32, 32, 3\)"),
+        (lambda: net(image_size=32), r"expected shape=\(None, 32, 32, 3\)"),
         (lambda: net(L.Flatten(), L.Lambda(lambda x: x[:, :10]), head=False), "it has no weights to train"),
         (lambda: 3, "it returns int, not a Keras model"),
         (lambda: 1 / 0, "the model cannot be built: test_user_model.py, line .*ZeroDivisionError"),
@@ -145,8 +145,8 @@ def test_models_that_towers_cannot_train_are_rejected_in_one_line(make, message)
 
 
 def test_arguments_are_passed_by_name():
-    def make(num_classes, side, width=3):
-        return net(L.Conv2D(width, 3), side=side, classes=num_classes)
+    def make(num_classes, image_size, width=3):
+        return net(L.Conv2D(width, 3), image_size=image_size, classes=num_classes)
 
     model = user_model.build_model(make, 20, 7, "mixed_bfloat16")
     assert model.output_shape == (None, 7) and model.layers[1].compute_dtype == "bfloat16"
@@ -192,7 +192,7 @@ def test_all_kinds_of_batch_norms_are_synchronized(towers, kind):
     """Two towers, on halves with different moments, compute what one tower computes on the whole batch."""
     images = np.random.default_rng(0).normal(size=(8, 6, 6, 3)).astype("f4") * np.repeat([1, 3], 4)[:, None, None, None]
     keras.utils.set_random_seed(0)
-    model = user_model.build_model(lambda: net(kind(name="norm"), side=6), 6, 10, "float32")
+    model = user_model.build_model(lambda: net(kind(name="norm"), image_size=6), 6, 10, "float32")
     synchronize(model)
     kinds = model.trainable_variables, model.non_trainable_variables
     weights, statistics = ([v.value for v in variables] for variables in kinds)

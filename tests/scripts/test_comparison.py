@@ -136,7 +136,7 @@ def num_updated(model, **settings):
 
 @pytest.mark.parametrize("model", ["speednet94", "resnet20"])
 def test_keras_trains_as_many_parameters_as_ours(model):
-    net = MODELS[model](side=32)
+    net = MODELS[model](image_size=32)
     stock, ours = (sum(v.shape.num_elements() for v in each.trainable_variables) for each in (to_stock_model(net), net))
     assert comparison.num_trained_parameters(net) == stock == num_updated(model)
     assert ours - stock == (24 if model == "speednet94" else 0)  # the whitening's bias

@@ -18,7 +18,7 @@ def net(name):
     """A model with random whitening filters, so that no gradient is zero by accident."""
     keras.utils.set_random_seed(1)
     whitening = np.random.default_rng(0).normal(size=(2, 2, 3, 24)).astype("f4")
-    return MODELS[name](**({"whitening": whitening} if "speednet" in name else {"side": 20}))
+    return MODELS[name](**({"whitening": whitening} if "speednet" in name else {"image_size": 20}))
 
 
 def to_float64(model):
@@ -90,7 +90,7 @@ def branching_model():
 )
 def test_stages_equal_one_device(make, counts, rtol):
     model = make()
-    shape = [side or 20 for side in model.input.shape[1:]]
+    shape = [size or 20 for size in model.input.shape[1:]]
     images = tf.random.stateless_normal([4, *shape], [1, 2], dtype=model.input.dtype)
     expected, same = with_gradients(model, images)
     for count in counts:
@@ -101,7 +101,7 @@ def test_stages_equal_one_device(make, counts, rtol):
 
 
 def test_stages_exchange_bfloat16():
-    model = MODELS["resnet20"](side=16, dtype="mixed_bfloat16")
+    model = MODELS["resnet20"](image_size=16, dtype="mixed_bfloat16")
     images = tf.random.stateless_normal([4, 16, 16, 3], [1, 2])
     stages = cut_in_stages(model, DEVICES)
     assert {tensor.dtype for stage in stages[1:] for tensor in stage.model.inputs} == {"bfloat16"}
@@ -229,7 +229,7 @@ def test_cheapest_cuts_against_brute_force():
 def test_multiply_adds_of_resnet20(monkeypatch):
     monkeypatch.setattr(pipeline, "ELEMENT_COST", 0)
     first = 27 * 16 * 32**2 + 6 * 9 * 16 * 16 * 32**2
-    others = sum(9 * c * (c // 2 + 5 * c) * side**2 for c, side in ((32, 16), (64, 8)))
+    others = sum(9 * c * (c // 2 + 5 * c) * size**2 for c, size in ((32, 16), (64, 8)))
     (stage,) = cut_in_stages(MODELS["resnet20"](), DEVICES[:1])
     assert stage.cost == first + others + 640 == 40_551_040
 

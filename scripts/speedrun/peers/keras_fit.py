@@ -32,7 +32,7 @@ def main() -> None:
     from scripts.speedrun.comparison import num_trained_parameters
 
     towers = make_towers(args.mirrored)
-    options = {"side": data["images"].shape[1], "dtype": POLICIES[args.precision]}
+    options = {"image_size": data["images"].shape[1], "dtype": POLICIES[args.precision]}
     if model_spec(args.model).whitening:
         options["whitening"] = whitening_kernel([data["images"]])
     model = MODELS[args.model](**options)
