@@ -1,7 +1,7 @@
 """Traces of training steps for TensorBoard's Profile, and the share of a step's time that each part of it takes.
 
-The shares are read from the trace (XPlane). TensorFlow's own `framework_op_stats`, the same in xprof, omits what XLA
-compiled for the CPU, such as the activations, and cannot leave out evaluations between the steps.
+The shares are read from the trace (XPlane). TensorFlow's own `framework_op_stats`, the same in xprof, omits
+operations that XLA compiled for the CPU, such as the activations. It cannot leave out evaluations between the steps.
 """
 
 import bisect

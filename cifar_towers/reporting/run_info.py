@@ -1,4 +1,4 @@
-"""What a run trains, where, and how it scored: the values that reports, environment.json and records are made of."""
+"""A run's data, model, devices and scores: the values that reports, environment.json and records are made of."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tenso
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo:
-    """One run as it was before its first step."""
+    """A run as it is before its first step."""
 
     config: TrainConfig
     dataset: Dataset

@@ -103,7 +103,7 @@ class RunRecord:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """What the runs of a group have in common: settings, with `auto` resolved, and the data."""
+        """The settings, with `auto` resolved, and the data that the runs of a group have in common."""
         settings = {name: value for name, value in self.config.items() if name not in PER_RUN}
         digest = self.environment.get("data_sha256", {}).get("train")
         data = "synthetic" if self.banner else digest or self.config.get("dataset")

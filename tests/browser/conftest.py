@@ -55,7 +55,7 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="session")
 def browser():
-    """A headless browser that caches across pages; the tests fail without one."""
+    """Start a headless browser that caches across pages; the tests fail without one."""
     try:
         from playwright.sync_api import expect, sync_playwright
     except ImportError:
@@ -82,7 +82,7 @@ def expect(browser):
 
 @pytest.fixture
 def page(browser, request):
-    """An empty page that takes a screenshot at the end and must have no errors."""
+    """Open an empty page, take a screenshot at the end, and fail if it had errors."""
     page = browser.new_page()
     page.set_default_timeout(1000 * TIMEOUT_SECONDS)
     errors = []
@@ -98,7 +98,7 @@ def page(browser, request):
 
 @pytest.fixture(scope="session")
 def run(browser, tmp_path_factory):
-    """A run on two towers, evaluated after each of two epochs of 15 steps; in a directory of its own, like `runs/`."""
+    """Train on two towers, evaluated after each of two epochs of 15 steps, in a directory of its own, like `runs/`."""
     directory = tmp_path_factory.mktemp("runs") / NAME
     config = parse_command_line(TrainConfig, ["", f"--flagfile={RECIPE}", f"--train_dir={directory}", *SMALL], "")
     with pytest.MonkeyPatch.context() as patch:
@@ -111,7 +111,7 @@ def run(browser, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tensorboard(browser, run):
-    """The address of a TensorBoard server that has loaded the whole run."""
+    """Return the address of a TensorBoard server that has loaded the whole run."""
     logdir = run.directory.parent
     command = [sys.executable, "-m", "tensorboard.main", f"--logdir={logdir}", "--host=127.0.0.1", "--port=0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
@@ -143,14 +143,14 @@ def show(page, expect, tensorboard):
 
 
 def _read_lines(stream, lines):
-    """Reads the output of a process so that it never blocks; puts an empty line when it ends."""
+    """Read the output of a process so that it never blocks; put an empty line when it ends."""
     for line in stream:
         lines.put(line)
     lines.put("")
 
 
 def _address(lines):
-    """The address that TensorBoard prints once it is ready."""
+    """Return the address that TensorBoard prints once it is ready."""
     lines_read = []
     while True:
         lines_read.append(lines.get(timeout=3 * TIMEOUT_SECONDS))
@@ -161,7 +161,7 @@ def _address(lines):
 
 
 def _wait_until_read(browser, address, logdir):
-    """Waits until TensorBoard lists every directory with event files, and the projector."""
+    """Wait until TensorBoard lists every directory with event files, and the projector."""
     names = sorted({str(path.parent.relative_to(logdir)) for path in logdir.rglob("*tfevents*")})
     page = browser.new_page()
     page.goto(f"{address}data/environment")

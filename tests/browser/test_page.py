@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def report(run, tmp_path_factory):
-    """The address of the page that `scripts/report.py` writes about a run."""
+    """Return the address of the page that `scripts/report.py` writes about a run."""
     path = tmp_path_factory.mktemp("report") / "report.html"
     subprocess.run([sys.executable, ROOT / "scripts/report.py", run.directory, f"--out={path}"], check=True)
     return path.as_uri()

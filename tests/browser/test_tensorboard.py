@@ -103,7 +103,7 @@ def test_images(show, expect, run):
         written = EventAccumulator(str(run.directory.parent / of), {"tensors": 0}).Reload().Tensors(tag)[-1]
         expect(card.locator("#heading-run")).to_have_text(of)
         expect(card).to_contain_text(re.compile(rf"step\s*{written.step}"))
-        for side, pixels in zip(("naturalWidth", "naturalHeight"), written.tensor_proto.string_val):
+        for side, pixels in zip(("naturalWidth", "naturalHeight"), written.tensor_proto.string_val[:2], strict=True):
             expect(card.locator("img")).to_have_js_property(side, int(pixels))
 
 
@@ -189,19 +189,19 @@ def test_text(show, expect):
 
 
 def _card(page, kind, text, part="tag"):
-    """The first card with this `tag` or `name`."""
+    """Return the first card with this `tag` or `name`."""
     return page.locator(kind).filter(has=page.locator(f"[itemprop={part}]", has_text=_exactly(text))).first
 
 
 def _expect_paths(expect, paths, count, points):
-    """Waits for `count` paths of at least this many points."""
+    """Wait for `count` paths of at least this many points."""
     expect(paths).to_have_count(count)
     for path in paths.all():
         expect(path).to_have_attribute("d", _path_regex(points))
 
 
 def _path_regex(points):
-    """Matches the `d` attribute of a path of at least this many points, all of them numbers."""
+    """Match the `d` attribute of a path of at least this many points, all of them numbers."""
     return re.compile(rf"^M([-\d.eL]+,){{{points},}}[-\d.eZ]+$")
 
 
@@ -210,7 +210,7 @@ def _exactly(text):
 
 
 def _wait_for_screenshot(place, is_drawn, *arguments):
-    """Takes screenshots of a canvas, which has no elements to query, until one satisfies `is_drawn`."""
+    """Take screenshots of a canvas, which has no elements to query, until one satisfies `is_drawn`."""
     for _ in range(40):
         picture = np.array(Image.open(io.BytesIO(place.screenshot())).convert("RGB"), int)
         if is_drawn(picture, *arguments):

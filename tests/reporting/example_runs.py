@@ -14,7 +14,7 @@ MISTAKES = figures.png(np.random.default_rng(0).integers(0, 256, (300, 800, 3), 
 
 
 def make_run(directory, recipe="speed94", seed=0, *, towers=2, finished=True, last_step=STEPS, ema=False, **settings):
-    """Writes the directory of a run of 8 epochs; its final accuracy is a function of recipe and seed."""
+    """Write the directory of a run of 8 epochs; its final accuracy is a function of recipe and seed."""
     directory.mkdir(parents=True)
     rng = np.random.default_rng([seed, len(recipe)])
     final_accuracy = 0.938 if recipe == "speed94" else 0.921
@@ -116,10 +116,10 @@ def read_result(directory):
 
 
 def accuracies(directories, tta):
-    """Final accuracies in percent."""
+    """Return the final accuracies in percent."""
     return [100 * s["accuracy"] for d in directories for s in read_result(d)["evaluations"] if s["tta"] == tta]
 
 
 def change(directory, name, **values):
-    """Changes values of a JSON file."""
+    """Change values of a JSON file."""
     (directory / name).write_text(json.dumps(json.loads((directory / name).read_text()) | values))

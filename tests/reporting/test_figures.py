@@ -105,7 +105,7 @@ class Drawing:
 
 
 def corner(figure):
-    """The position of a picture's upper left pixel on its figure."""
+    """Return the position of a picture's upper left pixel on its figure."""
     left, _, _, top = figures.DPI * figure.get_tightbbox().padded(figures.MARGIN_INCHES).extents
     return math.floor(left), math.ceil(top)
 

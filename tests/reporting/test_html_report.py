@@ -40,11 +40,11 @@ class Page:
         )
 
     def row(self, *start):
-        """The cells after these in the first row that begins with them; small text follows a `|`."""
+        """Return the cells after these in the first row that begins with them; small text follows a `|`."""
         return next(row[len(start) :] for row in self.rows if tuple(row[: len(start)]) == start)
 
     def results(self, run):
-        """The cells of a run in the first table by heading."""
+        """Return the cells of a run in the first table by heading."""
         return dict(zip(self.heads[0], [run, *self.row(run)], strict=True))
 
 
@@ -290,7 +290,7 @@ def summed_over_groups(*directories):
 
 @pytest.fixture
 def plotted(monkeypatch):
-    """The arguments of each line plot and confusion matrix by title, none of which is drawn."""
+    """Record the arguments of each line plot and confusion matrix by title; draw none of them."""
     calls = {}
 
     def record(data, *arguments):

@@ -53,7 +53,7 @@ EVALUATE_EVERY, IMAGES, VIEWS = 100, 10_000, 6
 
 
 def passes_left(step):
-    """Evaluations of the 10,000 images at steps 100, 200 and 300, and of six views of each at the end."""
+    """Count evaluations of the 10,000 images at steps 100, 200 and 300, and of six views of each at the end."""
     return IMAGES * (sum(due >= step for due in (100, 200, 300)) + VIEWS)
 
 

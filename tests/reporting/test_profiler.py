@@ -68,7 +68,7 @@ def count():
 
 
 def step_events(trace):
-    """The events that mark a step."""
+    """Return the starts of the events that mark a step."""
     planes = xplane_pb2.XSpace.FromString(trace.read_bytes()).planes
     events = [event for plane in planes if plane.name == "/host:CPU" for event in profiler._events(plane)]
     return [start for _, name, start, _, stats in events if profiler._is_step(name, stats)]

@@ -27,7 +27,7 @@ def state(number, width=5, side=32):
 
 
 def fetch(logdir, route, run=""):
-    """The response of TensorBoard's projector."""
+    """Return the response of TensorBoard's projector."""
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(logdir)).Reload()
     provider = MultiplexerDataProvider(multiplexer, str(logdir))
     plugin = ProjectorPlugin(TBContext(logdir=str(logdir), data_provider=provider))

@@ -79,7 +79,7 @@ class NVMLError(Exception):
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """A fake of NVIDIA's library with two GPUs."""
+    """Replace NVIDIA's library by a fake one with two GPUs."""
     library = SimpleNamespace(
         NVMLError=NVMLError,
         nvmlInit=lambda: None,

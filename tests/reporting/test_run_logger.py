@@ -16,7 +16,7 @@ from cifar_towers.towers import Tower
 
 
 def logger_of(directory, num_classes=3, num_images=50):
-    """The logger of a run of one step, and its test set."""
+    """Return the logger of a run of one step, and its test set."""
     names = tuple(f"class {index}" for index in range(num_classes))
     rng = np.random.default_rng(0)
     split = Split(rng.integers(0, 256, (num_images, 8, 8, 3), np.uint8), np.arange(num_images) % num_classes)
@@ -37,7 +37,7 @@ def logger_of(directory, num_classes=3, num_images=50):
 
 
 def evaluate(split, num_classes, *kinds):
-    """Evaluations of a net that is wrong about every 7th image; one per kind (weights, tta)."""
+    """Return evaluations of a net that is wrong about every 7th image; one per kind (weights, tta)."""
     logits = 3.0 * np.eye(num_classes)[(split.labels + (np.arange(len(split.labels)) % 7 == 0)) % num_classes]
     return [Evaluation("test", weights, tta, score_logits(split.labels, logits)) for weights, tta in kinds]
 

@@ -41,7 +41,7 @@ def read(directory, tag):
 
 
 def tensorboard(logdir):
-    """The context that TensorBoard's plugins are made with."""
+    """Return the context that TensorBoard's plugins are made with."""
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(logdir)).Reload()
     return TBContext(logdir=str(logdir), data_provider=MultiplexerDataProvider(multiplexer, str(logdir)))
 
