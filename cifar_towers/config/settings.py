@@ -38,9 +38,17 @@ def setting(
     return dataclasses.field(default=default, metadata=locals())
 
 
-def settings_of(group: str, **common: bool) -> Callable[..., Any]:
-    """Return `setting` for one section of the help text, whose settings share `per_worker` and `per_run`."""
+def settings_of(group: str, **common: Any) -> Callable[..., Any]:
+    """Return `setting` for one section of the help text, whose settings have these options in common."""
     return lambda default, help, **options: setting(default, group, help, **common | options)
+
+
+class Section:
+    """One section of a training's help text. Each of its settings says whether it belongs to the recipe."""
+
+    def __init__(self, group: str, **common: bool):
+        self.recipe = settings_of(group, on_resume="refuse", **common)
+        self.free = settings_of(group, on_resume="allow", **common)  # a resumed run may have another value
 
 
 def names_with(config_class: type, **properties: Any) -> tuple[str, ...]:

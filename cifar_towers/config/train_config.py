@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from cifar_towers import registry
 from cifar_towers.config import schedules
-from cifar_towers.config.settings import check_limits, settings_of
+from cifar_towers.config.settings import Section, check_limits
 from cifar_towers.errors import DataError, DivergedError, UsageError, WorkerLostError, describe_exit_codes
 from cifar_towers.registry import DEFAULT_DATASETS, FOLDER, MODELS, OPTIMIZERS, TTA_LEVELS, model_spec
 
@@ -78,9 +78,9 @@ def _check_sha256(text: str) -> None:
         raise UsageError(f"expect_sha256={text} must be 8 to 64 hexadecimal digits, as a run's last lines have them")
 
 
-_towers, _run, _data, _model, _optimizer = map(settings_of, ("Towers", "Run", "Data", "Model", "Optimizer"))
-_cluster = settings_of("Cluster", per_worker=True, per_run=True)
-_reporting = settings_of("Reporting", per_run=True)
+_towers, _run, _data, _model, _optimizer = map(Section, ("Towers", "Run", "Data", "Model", "Optimizer"))
+_cluster = Section("Cluster", per_worker=True, per_run=True)
+_reporting = Section("Reporting", per_run=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,39 +89,30 @@ class DeviceConfig:
 
     exit_codes: ClassVar[str] = describe_exit_codes(*ERRORS)
 
-    num_gpus: int = _towers(
+    num_gpus: int = _towers.free(
         0,
         "number of towers; 0: one per GPU, or two on a CPU without GPUs, or fewer if these cannot divide the batch "
         "evenly (in a cluster: one per worker without GPUs)",
         low=0,
         high=1024,
-        on_resume="allow",
     )
-    soft_placement: bool = _towers(True, "logical devices in place of missing GPUs", on_resume="allow")
-    log_device_placement: bool = _towers(
-        False, "log lines with the device of each variable and each tower", on_resume="allow", per_worker=True
+    soft_placement: bool = _towers.free(True, "logical devices in place of missing GPUs")
+    log_device_placement: bool = _towers.free(
+        False, "log lines with the device of each variable and each tower", per_worker=True
     )
-    gpu_memory_growth: bool = _towers(
-        True,
-        "allocation of GPU memory as it is needed, instead of all at the start",
-        on_resume="allow",
-        per_worker=True,
+    gpu_memory_growth: bool = _towers.free(
+        True, "allocation of GPU memory as it is needed, instead of all at the start", per_worker=True
     )
-    gpu_memory_limit_mb: int = _towers(
-        0, "maximum memory on each GPU in MB; 0: no limit", low=0, on_resume="allow", per_worker=True
-    )
-    intra_op_threads: int = _towers(
+    gpu_memory_limit_mb: int = _towers.free(0, "maximum memory on each GPU in MB; 0: no limit", low=0, per_worker=True)
+    intra_op_threads: int = _towers.free(
         0,
         "number of threads inside one operation; 0: the cores divided among the CPU towers",
         low=0,
         high=1024,
-        on_resume="allow",
         per_worker=True,
     )
-    deterministic: bool = _towers(
-        False,
-        "bit-identical results guaranteed by TensorFlow, which fails where an operation cannot give them",
-        on_resume="allow",
+    deterministic: bool = _towers.free(
+        False, "bit-identical results guaranteed by TensorFlow, which fails where an operation cannot give them"
     )
 
     def __post_init__(self):
@@ -143,52 +134,46 @@ class TrainConfig(DeviceConfig):
         failure="a bug, no room to save the last checkpoint, or weights that were not expected",
     )
 
-    strategy: str = _towers(
+    strategy: str = _towers.free(
         "towers",
         "how gradients are combined: towers share variables; mirrored and multi_worker are tf.distribute's replicas, "
         "each with a copy of the variables, in one process or in one process per worker",
-        choices=("towers", "mirrored", "multi_worker"),
-        on_resume="allow",  # every strategy trains the same function on as many towers
+        choices=("towers", "mirrored", "multi_worker"),  # every strategy trains the same function on as many towers
     )
-    variable_placement: str = _towers(
+    variable_placement: str = _towers.free(
         "",
         "device of the towers' shared variables; auto: with GPUs, the fastest one, measured for some seconds; empty: "
         "cpu, except auto for the speednets, because Muon's update is too much work for a host",
         choices=("cpu", "round_robin", "least_loaded", "auto"),
-        on_resume="allow",
     )
-    gradient_device: str = _towers(
+    gradient_device: str = _towers.free(
         "variable",
         "device where the towers' gradients are averaged: each variable's own, or the CPU for all",
         choices=("variable", "cpu"),
-        on_resume="allow",
     )
-    all_reduce: str = _towers(
+    all_reduce: str = _towers.free(
         "auto",
         "all-reduce algorithm of mirrored and multi_worker; auto: NCCL if every tower has a GPU",
         choices=("auto", "nccl", "hierarchical", "one_device", "ring"),
-        on_resume="allow",
     )
-    data_on: str = _towers(
+    data_on: str = _towers.free(
         "host",
         "memory of the training images: the host's, or each tower's device (CIFAR-10 takes 154 MB)",
         choices=("host", "device"),
-        on_resume="allow",
     )
-    batch_statistics: str = _towers(
+    batch_statistics: str = _towers.recipe(
         "mean",
         "statistics of batch normalization: mean over the towers, the final tower's, or synchronized over the batch",
         choices=("mean", "final", "synchronized"),
         on_resume="allow_without_batch_norm",
     )
-    tower_shares: str = _towers(
+    tower_shares: str = _towers.free(
         "",
         "each tower's share of the batch, as 3,1, for devices of unequal speed; auto: measured once, for some "
         "seconds; empty: equal shares",
         check=parse_shares,
-        on_resume="allow",
     )
-    micro_batches: int = _towers(
+    micro_batches: int = _towers.recipe(
         1,
         "number of parts in which each tower computes its share of the batch; auto: one, doubled whenever a step does "
         "not fit into memory",
@@ -197,224 +182,200 @@ class TrainConfig(DeviceConfig):
         words={"auto": 0},
         on_resume="allow_without_batch_norm",
     )
-    parallelism: str = _towers(
+    parallelism: str = _towers.free(
         "data",
         "what the devices divide among them: data, the batch; model, the net, as pipeline stages",
         choices=("data", "model"),
-        on_resume="allow",
     )
 
-    workers: str = _cluster(
+    workers: str = _cluster.free(
         "",
         "host:port of every worker of strategy=multi_worker, as a:5000,b:5000; empty: from TF_CONFIG or Slurm's "
         "variables",
-        on_resume="allow",
     )
-    worker_index: int = _cluster(
+    worker_index: int = _cluster.free(
         -1,
         "index of this process among the workers, of which worker 0 writes train_dir; -1: from TF_CONFIG or Slurm's "
         "variables",
         low=-1,
-        on_resume="allow",
     )
-    worker_wait_seconds: float = _cluster(
-        25.0, "longest wait for all workers at the start, in seconds", low=1, on_resume="allow"
-    )
-    allow_public_cluster: bool = _cluster(
-        False,
-        "permission for worker addresses that the internet reaches; TensorFlow's port has no authentication",
-        on_resume="allow",
+    worker_wait_seconds: float = _cluster.free(25.0, "longest wait for all workers at the start, in seconds", low=1)
+    allow_public_cluster: bool = _cluster.free(
+        False, "permission for worker addresses that the internet reaches; TensorFlow's port has no authentication"
     )
 
-    recipe: str = _run(
-        "",
-        "name of the recipe to train, a file in configs/; default: speed94, unless --model is given",
-        on_resume="allow",
+    recipe: str = _run.free(
+        "", "name of the recipe to train, a file in configs/; default: speed94, unless --model is given"
     )
-    train_dir: str = _run(
+    train_dir: str = _run.free(
         "",
         "directory of everything the run writes; default: runs/<recipe>-seed<seed>, or "
         "runs/<recipe>-<dataset>-seed<seed> for data other than CIFAR-10 and synthetic",
-        on_resume="allow",
         per_worker=True,
         per_run=True,
     )
-    overwrite: bool = _run(
-        False,
-        "fresh start, which deletes an earlier run in train_dir",
-        on_resume="allow",
-        per_worker=True,
-        per_run=True,
+    overwrite: bool = _run.free(
+        False, "fresh start, which deletes an earlier run in train_dir", per_worker=True, per_run=True
     )
-    seed: int = _run(
+    seed: int = _run.recipe(
         0, "random seed of data order, augmentation and initial weights", low=0, high=2**31 - 1, per_run=True
     )
-    seeds: str = _run(
+    seeds: str = _run.free(
         "",
         "seeds of several runs, trained one after another, as 0,1,2; their mean and standard deviation are printed",
-        on_resume="allow",
         per_run=True,
     )
-    epochs: float = _run(8.0, "number of passes over the training set", low=0, high=1e6)
-    max_steps: int = _run(
-        0, "number of steps after which the run stops and is evaluated; 0: no limit", low=0, on_resume="allow"
+    epochs: float = _run.recipe(8.0, "number of passes over the training set", low=0, high=1e6)
+    max_steps: int = _run.free(0, "number of steps after which the run stops and is evaluated; 0: no limit", low=0)
+    target_accuracy: float = _run.free(
+        0.0, "accuracy without TTA, as a fraction, that stops the run at an evaluation; 0: none", low=0, high=1
     )
-    target_accuracy: float = _run(
-        0.0,
-        "accuracy without TTA, as a fraction, that stops the run at an evaluation; 0: none",
-        low=0,
-        high=1,
-        on_resume="allow",
-    )
-    expect_sha256: str = _run(
+    expect_sha256: str = _run.free(
         "",
         "expected SHA-256 of the final weights, or its first 8 or more digits; other weights end with an error",
         check=_check_sha256,
-        on_resume="allow",
         per_run=True,
     )
-    max_nonfinite_steps: int = _run(
-        3, "number of consecutive skipped steps (NaN or infinity) that ends the run", low=1, on_resume="allow"
+    max_nonfinite_steps: int = _run.free(
+        3, "number of consecutive skipped steps (NaN or infinity) that ends the run", low=1
     )
-    rollback_on_divergence: bool = _run(
+    rollback_on_divergence: bool = _run.free(
         False,
         "return to the last good checkpoint at half the learning rates, instead of the end after max_nonfinite_steps",
-        on_resume="allow",
     )
 
-    dataset: str = _data(
+    dataset: str = _data.free(
         "cifar10",
         "data set: cifar10, synthetic, auto (CIFAR-10 if available, otherwise synthetic), folder:<path> with a "
         "subfolder of images for each class, or any TensorFlow Datasets builder with images and labels",
         check=registry.check_dataset,
-        on_resume="allow",
         per_run=True,
     )
-    data_dir: str = _data(
+    data_dir: str = _data.free(
         "",
         "directory of prepared data sets, created for a download; default: TFDS_DATA_DIR, or TensorFlow Datasets' own",
-        on_resume="allow",
         per_worker=True,
         per_run=True,
     )
-    validation_examples: int = _data(0, "number of training examples held out for validation", low=0, high=45_000)
-    image_size: int = _data(
+    validation_examples: int = _data.recipe(
+        0, "number of training examples held out for validation", low=0, high=45_000
+    )
+    image_size: int = _data.recipe(
         32,
         "height and width of images in pixels; others are cropped to their central square and resized",
         low=MIN_IMAGE_SIZE,
         high=256,
     )
-    batch_size: int = _data(1536, "number of examples per step, over all towers", low=1)
-    hard_example_pool: int = _data(
+    batch_size: int = _data.recipe(1536, "number of examples per step, over all towers", low=1)
+    hard_example_pool: int = _data.recipe(
         0,
         "number of examples drawn for each step, of which the batch_size with the highest loss under a small proxy "
         "net are trained on; 0: off",
         low=0,
     )
-    flip: str = _data(
+    flip: str = _data.recipe(
         "alternating",
         "mirroring of training images: at random, or alternating: each image in every other epoch",
         choices=("none", "random", "alternating"),
     )
-    shift: int = _data(2, "largest random shift in each direction, in pixels", low=0, high=16)
-    shift_fill: str = _data("reflect", "padding of shifted images", choices=("reflect", "zeros"))
-    crop: int = _data(
+    shift: int = _data.recipe(2, "largest random shift in each direction, in pixels", low=0, high=16)
+    shift_fill: str = _data.recipe("reflect", "padding of shifted images", choices=("reflect", "zeros"))
+    crop: int = _data.recipe(
         0, "height and width of the crop in pixels, random in training and central in evaluation; 0: no crop", low=0
     )
-    image_size_schedule: str = _data(
+    image_size_schedule: str = _data.recipe(
         "", "height and width of training images over the run, in pixels, as 0=24,45%=32; empty: image_size"
     )
-    cutout: int = _data(
+    cutout: int = _data.recipe(
         0, "height and width in pixels of a random square that is blanked in each training image; 0: none", low=0
     )
-    brightness: float = _data(0.0, "largest random change of brightness, in levels of 255", low=0, high=255)
-    contrast: float = _data(0.0, "largest random change of contrast, as a fraction", low=0, high=1)
-    standardize: str = _data(
+    brightness: float = _data.recipe(0.0, "largest random change of brightness, in levels of 255", low=0, high=255)
+    contrast: float = _data.recipe(0.0, "largest random change of contrast, as a fraction", low=0, high=1)
+    standardize: str = _data.recipe(
         "dataset",
         "mean and standard deviation that images are normalized with: the data set's, or each image's own",
         choices=("dataset", "image"),
     )
 
-    model: str = _model(
+    model: str = _model.recipe(
         "speednet94",
         f"net to train: {', '.join(MODELS)}; or your own function that returns a Keras model, as "
         "package.module:function or path/to/file.py:function",
         check=registry.check_model,
     )
-    precision: str = _model(
+    precision: str = _model.recipe(
         "auto",
         "number format the net computes in; auto: bfloat16 if the hardware computes it faster, otherwise float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    whitening_images: int = _model(5000, "number of training images from which whitening filters are computed", low=12)
+    whitening_images: int = _model.recipe(
+        5000, "number of training images from which whitening filters are computed", low=12
+    )
 
-    optimizer: str = _optimizer(
+    optimizer: str = _optimizer.recipe(
         "momentum",
         "update rule: momentum, SGD; muon, Muon for convolutions and momentum SGD for the rest; adamw, AdamW",
         choices=OPTIMIZERS,
     )
-    learning_rate: float = _optimizer(0.1, "peak learning rate", low=0)
-    bias_learning_rate: float = _optimizer(0.0, "peak learning rate of biases and norm shifts; 0: learning_rate", low=0)
-    head_learning_rate: float = _optimizer(0.0, "peak learning rate of the last layer; 0: learning_rate", low=0)
-    whitening_learning_rate: float = _optimizer(
+    learning_rate: float = _optimizer.recipe(0.1, "peak learning rate", low=0)
+    bias_learning_rate: float = _optimizer.recipe(
+        0.0, "peak learning rate of biases and norm shifts; 0: learning_rate", low=0
+    )
+    head_learning_rate: float = _optimizer.recipe(0.0, "peak learning rate of the last layer; 0: learning_rate", low=0)
+    whitening_learning_rate: float = _optimizer.recipe(
         0.0, "peak learning rate of whitening layers' biases; 0: bias_learning_rate", low=0
     )
-    learning_rate_schedule: str = _optimizer(
+    learning_rate_schedule: str = _optimizer.recipe(
         "linear:0=1,100%=0",
         "factor of the peak rates at epochs or percentages of the run, interpolated (linear:) or constant (step:)",
     )
-    whitening_epochs: float = _optimizer(
+    whitening_epochs: float = _optimizer.recipe(
         3.0, "number of epochs in which the whitening bias is trained", low=0, high=1e6
     )
-    freeze_first_group: float = _optimizer(
+    freeze_first_group: float = _optimizer.recipe(
         0.0,
         "fraction of the run after which the first group of convolutions is frozen, its rates at 0 by then; 0: never",
         low=0,
         high=1,
     )
-    momentum: float = _optimizer(0.9, "momentum coefficient of SGD", low=0, high=0.9999)
-    nesterov: bool = _optimizer(False, "Nesterov momentum in SGD")
-    muon_momentum: float = _optimizer(0.655, "momentum coefficient of Muon", low=0, high=0.9999)
-    weight_decay: float = _optimizer(
+    momentum: float = _optimizer.recipe(0.9, "momentum coefficient of SGD", low=0, high=0.9999)
+    nesterov: bool = _optimizer.recipe(False, "Nesterov momentum in SGD")
+    muon_momentum: float = _optimizer.recipe(0.655, "momentum coefficient of Muon", low=0, high=0.9999)
+    weight_decay: float = _optimizer.recipe(
         0.0,
         "weight decay coefficient at learning_rate; groups with other rates decay by the same fraction per step",
         low=0,
     )
-    label_smoothing: float = _optimizer(
+    label_smoothing: float = _optimizer.recipe(
         0.0, "probability that is spread over all classes in training labels", low=0, high=0.9999
     )
-    ema_decay: float = _optimizer(
+    ema_decay: float = _optimizer.recipe(
         0.0, "decay factor of the weights' exponential moving average; 0: no average", low=0, high=0.999999
     )
-    lookahead: bool = _optimizer(False, "pull of the weights toward their moving average every five steps")
+    lookahead: bool = _optimizer.recipe(False, "pull of the weights toward their moving average every five steps")
 
-    eval_every_epochs: float = _reporting(
-        1.0, "number of epochs between evaluations; 0: only after the last step", low=0, on_resume="allow"
+    eval_every_epochs: float = _reporting.free(
+        1.0, "number of epochs between evaluations; 0: only after the last step", low=0
     )
-    tta: int = _reporting(
+    tta: int = _reporting.free(
         0,
         f"level of test-time augmentation in the final evaluation: {registry.describe_tta_levels()}",
         low=0,
         high=max(TTA_LEVELS),
         per_run=False,
-        on_resume="allow",
     )
-    summary_every_steps: int = _reporting(
+    summary_every_steps: int = _reporting.free(
         100,
         "number of steps between full summaries; scalars are written ten times as often; 0: only at the last step",
         low=0,
-        on_resume="allow",
     )
-    profile_steps: str = _reporting(
-        "", "steps to profile, as 100:110 for the ten after step 100; empty: none", on_resume="allow"
-    )
-    checkpoint_every_steps: int = _reporting(
+    profile_steps: str = _reporting.free("", "steps to profile, as 100:110 for the ten after step 100; empty: none")
+    checkpoint_every_steps: int = _reporting.free(
         0,
         "number of steps between checkpoints; 0: every half minute and after evaluations, in at most 1 % of the time",
         low=0,
-        on_resume="allow",
     )
-    keep_checkpoints: int = _reporting(3, "number of newest checkpoints to keep", low=1, on_resume="allow")
+    keep_checkpoints: int = _reporting.free(3, "number of newest checkpoints to keep", low=1)
 
     def __post_init__(self):
         super().__post_init__()
