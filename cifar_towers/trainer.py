@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from cifar_towers import devices
 from cifar_towers.checkpointing import workdir
-from cifar_towers.checkpointing.manager import CheckpointManager, SharedCheckpoints
+from cifar_towers.checkpointing.manager import CheckpointManager
 from cifar_towers.config import TrainConfig, parse_profile_steps
 from cifar_towers.config.schedules import ImageSizeSchedule
 from cifar_towers.data import sources
@@ -244,10 +244,9 @@ class Run:
             config.evaluate_every_steps(length),
             length.last,
         )
-        manager = CheckpointManager(
-            config.directory, self.state, config.checkpoint_every_steps, config.keep_checkpoints, self.log
+        self.checkpoints = CheckpointManager(
+            config.directory, self.state, config.checkpoint_every_steps, config.keep_checkpoints, self.log, workers
         )
-        self.checkpoints = SharedCheckpoints(manager, workers, variables)
         self.health = Health(config.max_nonfinite_steps, self.state, self.towers, self._locate_nonfinite, self.log)
         traced = profiled_steps if workers.is_chief else None
         self.profiler = StepProfiler(config.directory, *traced) if traced else None
@@ -428,7 +427,7 @@ class Run:
             **self.timer.metadata(),
             **self.health.metadata(),
         }
-        saved = (self.checkpoints.save_for_all if wait else self.checkpoints.save)(step, metadata)
+        saved = self.checkpoints.save(step, metadata, wait)
         self.timer.end_phase("save")
         if saved:
             self.logger.log_save(step)

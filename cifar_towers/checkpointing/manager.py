@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -17,17 +18,26 @@ from cifar_towers.checkpointing.checkpoint import (
 )
 from cifar_towers.errors import DataError, RunError
 from cifar_towers.files import CHECKPOINTS_DIR, best_effort_writes
-from cifar_towers.multi_worker.cluster_spec import Workers
+from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
 
 DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps is asked for
 MAX_TIME_FRACTION = 0.01  # of the run's time that saving may take there
 
 
+class State(Protocol):
+    """The variables of a run, as `training.state.TrainState` has them."""
+
+    def named_variables(self) -> Mapping[str, tf.Variable]:
+        """Return every variable by its lasting name."""
+
+    def first_nonfinite_variable(self) -> str:
+        """Return the name of a variable with a non-finite value, or an empty string."""
+
+
 class CheckpointManager:
-    """The checkpoints of one run.
+    """The checkpoints of one run. Worker 0 reads and writes them, and all workers get what it restores.
 
     Args:
-      state: has `named_variables()` and `first_nonfinite_variable()`, as `TrainState`.
       every_steps: steps between checkpoints; 0: by the clock.
       max_to_keep: number of the newest to keep; the best is kept besides.
       log: called with lines for the user.
@@ -36,23 +46,42 @@ class CheckpointManager:
       failed_saves: number of checkpoints that were due and could not be written.
     """
 
-    def __init__(self, train_dir: Path, state, every_steps: int, max_to_keep: int, log: Callable[[str], None]):
+    def __init__(
+        self,
+        train_dir: Path,
+        state: State,
+        every_steps: int,
+        max_to_keep: int,
+        log: Callable[[str], None],
+        workers: Workers = ALONE,
+    ):
         self.failed_saves = 0
-        self._train_dir, self._state, self._log = train_dir, state, log
+        self._train_dir, self._state, self._log, self._workers = train_dir, state, log, workers
         self._every_steps, self._max_to_keep = every_steps, max_to_keep
         self._saved_step: int | None = None
         self._rolled_back_to: int | None = None
         self._save_seconds, self._last_save = 0.0, time.monotonic()
 
     def should_save(self, step: int, evaluated: bool) -> bool:
-        """Return whether to save after `step`. An `evaluated` step is saved before its time, for its accuracy."""
+        """Return whether worker 0 is to save after `step`. An `evaluated` step is saved early, for its accuracy."""
+        if not self._workers.is_chief:
+            return False
         if self._every_steps:
             return step % self._every_steps == 0
         interval = max(self._save_seconds / MAX_TIME_FRACTION, 0.0 if evaluated else DEFAULT_INTERVAL_SECONDS)
         return time.monotonic() - self._last_save >= interval
 
-    def save(self, step: int, metadata: Mapping) -> bool:
-        """Save the state after `step` unless it is non-finite; return whether it is saved, and log why not."""
+    def save(self, step: int, metadata: Mapping[str, Any], wait: bool = False) -> bool:
+        """Save the state after `step` unless it is non-finite; return whether it is saved, and log why not.
+
+        Args:
+          wait: all workers wait for worker 0 and return what it returns. Otherwise the others return True at once.
+        """
+        if wait:
+            return self._workers.broadcast_from_chief(lambda: self._save(step, metadata))
+        return not self._workers.is_chief or self._save(step, metadata)
+
+    def _save(self, step: int, metadata: Mapping[str, Any]) -> bool:
         if step == self._saved_step:
             return True
         start = time.monotonic()
@@ -61,8 +90,7 @@ class CheckpointManager:
             error = f"{nonfinite} is not finite"
         else:
             try:
-                variables = self._state.named_variables()
-                variable_files.save_checkpoint(self._train_dir, step, variables, metadata)
+                variable_files.save_checkpoint(self._train_dir, step, self._state.named_variables(), metadata)
                 prune_checkpoints(self._train_dir, self._max_to_keep)
             except OSError as failure:
                 error = failure.strerror or str(failure)
@@ -70,15 +98,31 @@ class CheckpointManager:
         self._save_seconds = self._last_save - start
         if error:
             self.failed_saves += 1
-            self._log(f"step {step} could not be saved ({error}); {self.describe_latest()}")
+            self._log(f"step {step} could not be saved ({error}); {self._describe_latest()}")
             return False
         self._saved_step = step
         return True
 
     def describe_latest(self) -> str:
         """Return what is left of the run: the name of its newest checkpoint, if there is one."""
+        return self._workers.broadcast_from_chief(self._describe_latest)
+
+    def _describe_latest(self) -> str:
         checkpoints = list_checkpoints(self._train_dir)
         return f"{checkpoints[-1].name} is kept" if checkpoints else "no checkpoint was written"
+
+    def restore_latest(self, find: Callable[[], tuple[Path, dict[str, Any]] | None]) -> dict[str, Any] | None:
+        """Restore the checkpoint that `find` returns on worker 0; return its metadata, or None if there is none.
+
+        Damaged checkpoints are set aside first.
+        """
+
+        def restore() -> dict[str, Any] | None:
+            self.quarantine_damaged()
+            found = find()
+            return self.restore(found[0]) if found else None
+
+        return self._on_all_workers(restore)
 
     def quarantine_damaged(self) -> None:
         """Remove what killed saves left; rename and log damaged checkpoints."""
@@ -88,15 +132,15 @@ class CheckpointManager:
                 renamed = files.quarantine(checkpoint).name
                 self._log(f"{checkpoint} is damaged ({damage}): set aside as {renamed}")
 
-    def restore(self, checkpoint: Path) -> dict:
-        """Restore the state from a checkpoint and return its metadata."""
+    def restore(self, checkpoint: Path) -> dict[str, Any]:
+        """Restore this worker's state from a checkpoint and return its metadata."""
         variable_files.restore_variables(checkpoint, self._state.named_variables())
         metadata = read_metadata(checkpoint)
         self._saved_step = metadata["step"]
         rollbacks = files.read_json_if_any(self._train_dir / files.ROLLBACKS).get("rollbacks", 0)
         return metadata | {"rollbacks": max(metadata.get("rollbacks", 0), rollbacks)}
 
-    def roll_back(self, last_good_step: int, rollbacks: int) -> dict | None:
+    def roll_back(self, last_good_step: int, rollbacks: int) -> dict[str, Any] | None:
         """Restore the newest undamaged checkpoint up to `last_good_step` and remove the later ones.
 
         If the previous rollback ended at the same checkpoint, the one before it is taken.
@@ -111,6 +155,9 @@ class CheckpointManager:
         Raises:
           RunError: a later checkpoint cannot be removed, and would be mistaken for one of the run as it continues.
         """
+        return self._on_all_workers(lambda: self._roll_back(last_good_step, rollbacks))
+
+    def _roll_back(self, last_good_step: int, rollbacks: int) -> dict[str, Any] | None:
         path = self._train_dir / files.ROLLBACKS
         with best_effort_writes(path):
             files.write_json(path, {"rollbacks": rollbacks})
@@ -130,6 +177,16 @@ class CheckpointManager:
                     raise RunError(f"{path} cannot be removed to go back to step {step}: {error.strerror}") from error
         return metadata
 
+    def _on_all_workers(self, restore: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+        """Restore on worker 0, and give all workers its metadata and its values."""
+        metadata = self._workers.broadcast_from_chief(restore)
+        if metadata and self._workers.size > 1:
+            variables = self._state.named_variables()
+            values = self._workers.broadcast_from_chief(lambda: {name: v.numpy() for name, v in variables.items()})
+            for name, value in {} if self._workers.is_chief else values.items():
+                variables[name].assign(value)
+        return metadata
+
 
 def prune_checkpoints(train_dir: Path, max_to_keep: int) -> None:
     """Remove all checkpoints except the newest and the one of highest accuracy. What cannot be removed stays."""
@@ -147,64 +204,3 @@ def _accuracy(checkpoint: Path) -> float:
         return float(read_metadata(checkpoint).get("accuracy") or -1.0)
     except DataError:
         return -1.0
-
-
-class SharedCheckpoints:
-    """The checkpoints of a run whose workers share worker 0's directory; all workers get what it restores.
-
-    Args:
-      manager: reads and writes the checkpoints, on worker 0.
-      variables: the run's variables by name, which all workers have.
-    """
-
-    def __init__(self, manager: CheckpointManager, workers: Workers, variables: Mapping[str, tf.Variable]):
-        self._manager, self._workers, self._variables = manager, workers, variables
-
-    @property
-    def failed_saves(self) -> int:
-        """Number of checkpoints that were due and could not be written."""
-        return self._manager.failed_saves
-
-    def should_save(self, step: int, evaluated: bool) -> bool:
-        """Return whether this worker has to save after `step`: never, unless it is worker 0."""
-        return self._workers.is_chief and self._manager.should_save(step, evaluated)
-
-    def save(self, step: int, metadata: Mapping) -> bool:
-        """Save, on worker 0 alone, without waiting for the others; return whether the step is saved."""
-        return not self._workers.is_chief or self._manager.save(step, metadata)
-
-    def save_for_all(self, step: int, metadata: Mapping) -> bool:
-        """Save, and return on all workers whether the step is saved; they wait for worker 0."""
-        return self._workers.broadcast_from_chief(lambda: self._manager.save(step, metadata))
-
-    def describe_latest(self) -> str:
-        """Return a description of the newest checkpoint."""
-        return self._workers.broadcast_from_chief(self._manager.describe_latest)
-
-    def restore_latest(self, find: Callable[[], tuple[Path, dict] | None]) -> dict | None:
-        """Restore the checkpoint that `find` returns on worker 0; return its metadata, or None if there is none."""
-
-        def restore() -> dict | None:
-            self._manager.quarantine_damaged()
-            found = find()
-            return self._manager.restore(found[0]) if found else None
-
-        return self._broadcast(restore)
-
-    def roll_back(self, last_good_step: int, rollbacks: int) -> dict | None:
-        """Restore the newest checkpoint up to `last_good_step`; see `CheckpointManager.roll_back`."""
-        return self._broadcast(lambda: self._manager.roll_back(last_good_step, rollbacks))
-
-    def _broadcast(self, restore: Callable[[], dict | None]) -> dict | None:
-        metadata = self._workers.broadcast_from_chief(restore)
-        if metadata:
-            self._broadcast_state()
-        return metadata
-
-    def _broadcast_state(self) -> None:
-        """Assign the chief's values to the variables of all workers."""
-        if self._workers.size == 1:
-            return
-        values = self._workers.broadcast_from_chief(lambda: {name: v.numpy() for name, v in self._variables.items()})
-        for name, value in {} if self._workers.is_chief else values.items():
-            self._variables[name].assign(value)

@@ -1,5 +1,6 @@
 import itertools
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -79,3 +80,27 @@ def test_rollbacks_newer_than_the_checkpoint_count(tmp_path, recorded, expected)
         files.write_json(tmp_path / files.ROLLBACKS, {"rollbacks": recorded})
     metadata = manager.CheckpointManager(tmp_path, state, 0, 3, print).restore(path)
     assert (metadata["step"], metadata["rollbacks"]) == (3, expected)
+
+
+class Follower:
+    """Worker 1 of two, which gets what the chief's calls returned."""
+
+    index, size, is_chief = 1, 2, False
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def broadcast_from_chief(self, make):
+        return self.answers.pop(0)
+
+
+def test_workers_get_what_the_chief_restores_and_write_nothing(tmp_path):
+    state, ours = State(), tf.Variable(0.0)
+    state.named_variables = lambda: {"weight": ours}
+    metadata = {"step": 3}
+    workers = Follower(True, metadata, {"weight": np.float32(7)}, None)
+    follower = manager.CheckpointManager(tmp_path, state, 1, 3, print, workers)
+    assert not follower.should_save(1, evaluated=True)
+    assert follower.save(1, {}) and follower.save(1, {}, wait=True)
+    assert follower.restore_latest(lambda: None) == metadata and ours.numpy() == 7
+    assert follower.roll_back(3, 1) is None and not list(tmp_path.iterdir())
