@@ -4,9 +4,9 @@ import keras
 from keras import layers
 
 
-def tiny(side, num_classes):
+def tiny(image_size, num_classes):
     """A convolution, batch norm, dropout, and a dense layer with weight loss."""
-    images = keras.Input((side, side, 3))
+    images = keras.Input((image_size, image_size, 3))
     x = layers.Conv2D(8, 3, 2, use_bias=False)(images)
     x = layers.BatchNormalization()(x)
     x = layers.Activation("silu")(x)
