@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cifar_towers.errors import RunError
+from cifar_towers.errors import DataError, RunError
 from cifar_towers.reporting import figures, html_report, run_records
 from tests.reporting.example_runs import CLASSES, accuracies, change, make_run, read_records, read_result, write_records
 
@@ -259,17 +259,19 @@ def test_program(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ([], 2, "usage: which runs? write: report.py"),
-        (["run", "--output=x"], 2, "usage: Unknown command line flag 'output'; --helpfull lists the flags"),
-        (["none"], 2, "usage: there is no directory none"),
-        (["."], 2, "usage: . holds no records"),
-        (["run", "--out=none/page.html"], 1, "run: none/page.html cannot be written: there is no directory none; "),
+        ([], 2, "usage: .*report.py"),
+        (["run", "--output=x"], 2, "usage: .*--output.*--out"),
+        (["none"], 2, "usage: .*none"),
+        (["."], 2, r"usage: \. .*no records"),
+        (["run", "--out=none/page.html"], 1, "run: none/page.html cannot be written.* none"),
+        (["damaged"], DataError.exit_code, "data: damaged/result.json cannot be read"),
     ],
 )
 def test_errors_of_the_program_are_one_line(tmp_path, arguments, code, message):
     make_run(tmp_path / "run", last_step=11)
+    (make_run(tmp_path / "damaged", last_step=11) / "result.json").write_text("{")
     status, out, err = run_program(*arguments, cwd=tmp_path)
-    assert (status, out) == (code, "") and err.startswith(message) and err.count("\n") == 1
+    assert (status, out) == (code, "") and re.match(message, err) and err.count("\n") == 1
     assert not list(tmp_path.rglob("*.html"))
 
 
