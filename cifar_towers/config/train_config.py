@@ -136,8 +136,8 @@ class TrainConfig(DeviceConfig):
 
     strategy: str = _towers.free(
         "towers",
-        "how gradients are combined: towers share variables; mirrored and multi_worker are tf.distribute's replicas, "
-        "each with a copy of the variables, in one process or in one process per worker",
+        "way to combine gradients: towers share variables; mirrored and multi_worker are replicas of tf.distribute, "
+        "each with its own copy of the variables, in one process or in one process per worker",
         choices=("towers", "mirrored", "multi_worker"),  # every strategy trains the same function on as many towers
     )
     variable_placement: str = _towers.free(
@@ -184,7 +184,7 @@ class TrainConfig(DeviceConfig):
     )
     parallelism: str = _towers.free(
         "data",
-        "what the devices divide among them: data, the batch; model, the net, as pipeline stages",
+        "work that is split over the devices: data, the batch; model, the net as pipeline stages",
         choices=("data", "model"),
     )
 
@@ -284,7 +284,8 @@ class TrainConfig(DeviceConfig):
         0, "height and width of the crop in pixels, random in training and central in evaluation; 0: no crop", low=0
     )
     image_size_schedule: str = _data.recipe(
-        "", "height and width of training images over the run, in pixels, as 0=24,45%=32; empty: image_size"
+        "",
+        "height and width of training images in pixels from an epoch or percentage on, as 0=24,45%=32; empty: image_size",
     )
     cutout: int = _data.recipe(
         0, "height and width in pixels of a random square that is blanked in each training image; 0: none", low=0
