@@ -82,9 +82,10 @@ test-browser: .venv/dev-ready .venv/browser-ready  ## test TensorBoard and the r
 test-gpu: .venv/dev-ready  ## on GPUs: some tests, make bench and speed94; writes the table of docs/gpus.md
 	@$(BIN)/python -m tests.on_gpus $(ARGS)
 
-lint: .venv/dev-ready  ## check style (ruff)
+lint: .venv/dev-ready  ## check style and docstrings (ruff) and types (mypy)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
 
 format: .venv/dev-ready  ## fix style (ruff)
 	@$(BIN)/ruff check --fix .

@@ -285,7 +285,8 @@ class TrainConfig(DeviceConfig):
     )
     image_size_schedule: str = _data.recipe(
         "",
-        "height and width of training images in pixels from an epoch or percentage on, as 0=24,45%=32; empty: image_size",
+        "height and width of training images in pixels, from an epoch or percentage on, as 0=24,45%=32; empty: "
+        "image_size",
     )
     cutout: int = _data.recipe(
         0, "height and width in pixels of a random square that is blanked in each training image; 0: none", low=0
