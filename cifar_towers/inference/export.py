@@ -118,7 +118,7 @@ class ServingModule(tf.Module):
     @tf.function(input_signature=[tf.TensorSpec([None, None, None, 3], tf.uint8, name="images")], autograph=False)
     def serve(self, images: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return probabilities [B, C] float32, and as strings class_name [B] and class_names [C]."""
-        levels = resize_square(tf.cast(images, tf.float32), self.image_size)
+        levels = resize_square(images, self.image_size)
         probabilities = tf.nn.softmax(self.model(self.augmentation.evaluate(levels), training=False))
         names = tf.constant(self.class_names)
         class_name = tf.gather(names, tf.argmax(probabilities, 1))
@@ -171,7 +171,7 @@ def _make_samples(
     sizes = [(round(width * image_size), round(height * image_size)) for height, width in OTHER_SIZES]
     some = [Image.fromarray(image) for image in images[:NUM_RESIZED]]
     resized = [np.stack([np.asarray(image.resize(size)) for image in some]) for size in sizes]
-    inputs = [images, *(resize_square(tf.cast(each, tf.float32), image_size).numpy() for each in resized)]
+    inputs = [images, *(resize_square(tf.constant(each), image_size).numpy() for each in resized)]
     expected = [softmax(classify(each, *model_variables(model))[0]) for each in inputs]
     return list(zip([images, *resized], expected, strict=True))
 
@@ -226,7 +226,7 @@ def _write_keras(module: ServingModule, path: Path) -> None:
     """Write the module as one Keras model of stock layers."""
     augmentation, image_size = module.augmentation, module.image_size
     images = keras.Input((None, None, 3), dtype="uint8", name="images")
-    x = resize_square(keras.ops.cast(images, "float32"), image_size)
+    x = resize_square(images, image_size)
     if augmentation.crop:
         x = keras.layers.CenterCrop(augmentation.crop, augmentation.crop, name="crop")(x)
         image_size = augmentation.crop

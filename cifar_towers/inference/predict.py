@@ -74,7 +74,7 @@ def make_read_fn(image_size: int) -> Callable[[Path], np.ndarray]:
     @tf.function(input_signature=[tf.TensorSpec([None, None, None, 3], tf.uint8)], autograph=False)
     def resize(images: tf.Tensor) -> tf.Tensor:
         with tf.device(HOST):
-            return resize_square(tf.cast(images, tf.float32), image_size)
+            return resize_square(images, image_size)
 
     def read(path: Path) -> np.ndarray:
         with warnings.catch_warnings():
@@ -90,14 +90,15 @@ def resize_square(images: Any, image_size: int) -> Any:
     The operations exist in every export format, and none has to know H and W before the graph runs.
 
     Args:
-      images: [B, H, W, C] float levels, as a tensor or a symbolic tensor of Keras.
+      images: [B, H, W, C] levels, as a tensor or a symbolic tensor of Keras.
 
     Returns:
-      [B, image_size, image_size, C] levels, not rounded. Images of that size are returned unchanged.
+      [B, image_size, image_size, C] float32 levels, not rounded. Images of that size are returned unchanged.
     """
-    columns, rows = (ops.ones_like(ops.reshape(line, (-1,))) for line in (images[:1, :1, :, :1], images[:1, :, :1, :1]))
+    lines = images[:1, :1, :, :1], images[:1, :, :1, :1]
+    columns, rows = (ops.ones_like(ops.cast(ops.reshape(line, (-1,)), "float32")) for line in lines)
     square = ops.minimum(ops.sum(rows), ops.sum(columns))
-    planes = ops.transpose(images, (0, 3, 1, 2))
+    planes = ops.cast(ops.transpose(images, (0, 3, 1, 2)), "float32")  # in this order, as floats take four bytes
     planes = ops.matmul(planes, _triangles(columns, square, image_size))
     planes = ops.matmul(ops.swapaxes(planes, 2, 3), _triangles(rows, square, image_size))
     return ops.reshape(ops.transpose(planes, (0, 3, 2, 1)), (-1, image_size, image_size, images.shape[-1]))

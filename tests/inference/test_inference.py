@@ -167,7 +167,7 @@ def test_pictures_are_resized_as_by_pillow_to_rounding(image_size):
     """Pillow rounds to whole levels after each of two passes, and the data sets of folders are resized by Pillow."""
     random = np.random.default_rng(0)
     resize = tf.function(
-        lambda images: predict.resize_square(tf.cast(images, tf.float32), image_size),
+        lambda images: predict.resize_square(images, image_size),
         input_signature=[tf.TensorSpec([None, None, None, 3], tf.uint8)],
     )
     for height, width in SIZES:
