@@ -171,7 +171,7 @@ def curves(groups: Groups) -> list[Picture]:
             for name, group in groups.items()
         }
         of_split = [100 * score["accuracy"] for score in plain if score["split"] == split]
-        margin = 0.05 * (max(of_split) - min(of_split)) or 1.0
+        margin = 0.1 * (max(of_split) - min(of_split)) or 1.0
         limits = min(of_split) - margin, max(of_split) + margin
         title = f"{shorten(kind.replace(',', ' accuracy,', 1), 60)}, no TTA"
         if all(len(history) <= 1 for histories in shown.values() for history in histories):
@@ -238,7 +238,7 @@ def _plot_single_values(
     values = {name: found for name, found in values.items() if found}
     samples = {name: Sample.of(found) for name, found in values.items()}
     spread = {name: f" ± {sample.std:.2f}" if sample.std is not None else "" for name, sample in samples.items()}
-    texts = {name: f"n={sample.n}, {sample.mean:.2f}{spread[name]}" for name, sample in samples.items()}
+    texts = {name: f"n={sample.n}, mean {sample.mean:.2f}{spread[name]}" for name, sample in samples.items()}
     labeled = {f"{shorten(name, 24)}\n{texts[name]}": found for name, found in values.items()}
     alt = f"{title}, a dot per run; {'; '.join(f'{name}: {text}' for name, text in texts.items())}"
     return Picture(figures.png(figures.dot_plot(labeled, title, y_label, limits)), alt)

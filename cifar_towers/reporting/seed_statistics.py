@@ -97,11 +97,10 @@ def _summaries(tag: str, values: Sequence[float]) -> Iterator:
         return
     sample = Sample.of(values)
     spread = sample.std or 0.0
-    yield scalar_pb(tags.SEED_MEAN + tag, sample.mean)
-    yield scalar_pb(tags.SEED_STD + tag, spread)
-    yield scalar_pb(tags.SEED_LOW + tag, sample.mean - spread)
-    yield scalar_pb(tags.SEED_HIGH + tag, sample.mean + spread)
-    yield scalar_pb(tags.SEED_COUNT + tag, sample.n)
+    statistics = {tags.SEED_MEAN: sample.mean, tags.SEED_STD: spread, tags.SEED_COUNT: sample.n}
+    statistics |= {tags.SEED_LOW: sample.mean - spread, tags.SEED_HIGH: sample.mean + spread}
+    for prefix, value in statistics.items():
+        yield scalar_pb(prefix + tag, value)
 
 
 def read_scalars(path: Path) -> Iterator[tuple[tuple[str, int], float]]:

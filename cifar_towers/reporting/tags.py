@@ -87,16 +87,9 @@ def seed_charts(found: Collection[str]) -> dict[str, dict[str, list[str]]]:
     The categories have names of their own: of two layouts, TensorBoard shows one category of a name.
     """
     evaluated = {kind: [tag for tag in sorted(found) if tag.startswith(f"{kind}/")] for kind in (ACCURACY, LOSS)}
+    training = {"training loss": LOSS, "training accuracy (batch)": ACCURACY, "throughput, images/s": IMAGES_PER_SEC}
     categories = {
-        "training, mean ± std over seeds": {
-            "training loss": [LOSS],
-            "training accuracy (batch)": [ACCURACY],
-            "throughput, images/s": [IMAGES_PER_SEC],
-        },
-        "evaluation, mean ± std over seeds": {
-            "evaluation accuracy": evaluated[ACCURACY],
-            "evaluation loss": evaluated[LOSS],
-        },
+        "training, mean ± std over seeds": {title: [tag] for title, tag in training.items() if tag in found},
+        "evaluation, mean ± std over seeds": {f"evaluation {kind}": tags for kind, tags in evaluated.items() if tags},
     }
-    charts = {name: {k: tags for k, tags in of.items() if {*tags} & {*found}} for name, of in categories.items()}
-    return {name: of for name, of in charts.items() if of}
+    return {name: charts for name, charts in categories.items() if charts}

@@ -90,7 +90,7 @@ class TensorBoardWriter:
     def write_input_images(
         self, step: int, images: np.ndarray, labels: Sequence[str], info: DatasetInfo | None
     ) -> None:
-        """Write images [n, side, side, 3] as the model sees them, above their labels; see `denormalize`."""
+        """Write images [n, size, size, 3] as the model sees them, above their labels; see `denormalize`."""
         grid = figures.image_grid(denormalize(images, info), labels, columns=4)
         self._events(TRAIN).write(step, [image(tags.INPUT_IMAGES, grid)])
 
@@ -165,7 +165,7 @@ class TensorBoardWriter:
 
 
 def denormalize(images: np.ndarray, info: DatasetInfo | None) -> np.ndarray:
-    """Return images [n, side, side, 3] as the model sees them as levels 0..255 of uint8.
+    """Return images [n, size, size, 3] as the model sees them as levels 0..255 of uint8.
 
     Without `info`, where each image is normalized by itself, its range is stretched.
     """

@@ -437,7 +437,7 @@ def test_single_evaluations_are_dots_with_n_mean_and_spread(tmp_path, monkeypatc
         )
     picture = html_report.curves(groups_of(*paths))[0]
     values = accuracies(paths, 0)
-    text = f"n=3, {np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}"
+    text = f"n=3, mean {np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}"
     assert shown == {f"speed94\n{text}": pytest.approx(values)} and text in picture.alt
 
 
