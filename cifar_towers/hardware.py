@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-CUDA_LIBRARIES = (  # that TensorFlow's wheels open, of CUDA 12
+CUDA_LIBRARIES = (  # of CUDA 12; TensorFlow's wheels open them
     *("libcudart.so.12", "libcublas.so.12", "libcufft.so.11", "libcurand.so.10", "libcusolver.so.11"),
     *("libcusparse.so.12", "libcudnn.so.9", "libnccl.so.2", "libcupti.so.12"),
 )
@@ -17,13 +17,13 @@ NVIDIA_DRIVERS = Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/lib
 
 
 def processor_features() -> frozenset[str]:
-    """Return the instruction sets of the first processor by their Linux names, as `avx2`; empty on other systems."""
+    """Return the instruction sets of the first processor by their Linux names, such as `avx2`; empty elsewhere."""
     return frozenset(cpuinfo("flags", "Features").split())
 
 
 @functools.cache
 def cpuinfo(*fields: str) -> str:
-    """Return the value of a field of Linux's /proc/cpuinfo, as `vendor_id`, the first that it has; empty if none."""
+    """Return the first value in Linux's /proc/cpuinfo of one of these fields, such as `vendor_id`; empty if none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -32,12 +32,12 @@ def cpuinfo(*fields: str) -> str:
 
 
 def gpu_names() -> list[str]:
-    """Return the product names of the visible GPUs, as `NVIDIA A100-SXM4-40GB`."""
+    """Return the product names of the visible GPUs, such as `NVIDIA A100-SXM4-40GB`."""
     return [details.get("device_name", "GPU") for details in _gpu_details()]
 
 
 def gpu_compute_capabilities() -> list[tuple[int, int]]:
-    """Return the compute capabilities of the visible GPUs, as (8, 0); (0, 0) where the driver does not say."""
+    """Return the compute capabilities of the visible GPUs, such as (8, 0); (0, 0) if the driver does not report it."""
     return [details.get("compute_capability", (0, 0)) for details in _gpu_details()]
 
 
@@ -50,7 +50,7 @@ def _gpu_details() -> list[dict[str, Any]]:
 def xla_runs() -> bool:
     """Return whether XLA compiles for every visible GPU.
 
-    TensorFlow 2.21's ends the process on compute capability 10 and above (tensorflow/tensorflow#111958).
+    On compute capability 10 and above, XLA of TensorFlow 2.21 ends the process (tensorflow/tensorflow#111958).
     """
     return all(capability < (10, 0) for capability in gpu_compute_capabilities())
 

@@ -59,9 +59,19 @@ def cut_in_stages(
     functional = _as_functional(model)
     shape = functional.inputs[0].shape[1:]
     calls = _layer_calls(functional, shape)
-    _check(model.name, calls, len(devices))
-    sizes = [size or open_size for size in shape]
-    costs = [_cost(layer, outputs) for layer, _, outputs in _layer_calls(functional, sizes)]
+    layer_name, times = Counter(layer.name for layer, _, _ in calls).most_common(1)[0]
+    if times > 1:
+        raise ValueError(
+            f"layer {layer_name!r} of {model.name} is called {times} times; a layer can be in one stage only"
+        )
+    if not devices:
+        raise ValueError(f"the stages of {model.name} need at least one device; none was given")
+    if len(devices) > len(calls):
+        raise ValueError(f"{len(devices)} stages need at least {len(devices)} layers; {model.name} has {len(calls)}")
+    costs = []
+    for layer, _, outputs in _layer_calls(functional, [size or open_size for size in shape]):
+        elements = sum(math.prod(tensor.shape[1:]) for tensor in outputs.values())
+        costs.append(_multiply_adds(layer, outputs) + ELEMENT_COST * elements)
     starts = cheapest_cuts(costs, len(devices))
     bounds = list(zip(starts, [*starts[1:], len(calls)], strict=True))
     return [
@@ -126,7 +136,7 @@ def stage_placement(build: Callable[[], keras.Model], devices: Sequence[str], *,
     stages = cut_in_stages(model, devices, open_size=open_size)
     device_of = {id(variable.value): stage.device for stage in stages for variable in stage.model.variables}
     order = iter([device_of.get(id(variable), HOST) for variable in created])
-    with custom_placement(lambda _, pinned_to: pinned_to or next(order, HOST)):
+    with custom_placement(lambda count_bytes, pinned_to: pinned_to or next(order, HOST)):
         yield
 
 
@@ -207,11 +217,6 @@ def _layer_calls(functional: keras.Model, shape: Sequence[int | None]) -> list[L
     return calls
 
 
-def _cost(layer: keras.layers.Layer, outputs: Mapping[str, keras.KerasTensor]) -> int:
-    elements = sum(math.prod(tensor.shape[1:]) for tensor in outputs.values())
-    return _multiply_adds(layer, outputs) + ELEMENT_COST * elements
-
-
 def _multiply_adds(layer: keras.layers.Layer, outputs: Mapping[str, keras.KerasTensor]) -> int:
     """Return the elements of a layer's kernels times the positions of its output, the axes between batch and channels.
 
@@ -220,16 +225,6 @@ def _multiply_adds(layer: keras.layers.Layer, outputs: Mapping[str, keras.KerasT
     positions = max(math.prod(tensor.shape[1:-1]) for tensor in outputs.values())
     kernels = [weight for weight in getattr(layer, "weights", ()) if len(weight.shape) > 1]
     return positions * sum(math.prod(kernel.shape) for kernel in kernels)
-
-
-def _check(name: str, calls: Sequence[LayerCall], stages: int) -> None:
-    layer_name, times = Counter(layer.name for layer, _, _ in calls).most_common(1)[0]
-    if times > 1:
-        raise ValueError(f"layer {layer_name!r} of {name} is called {times} times; a layer can be in one stage only")
-    if stages < 1:
-        raise ValueError(f"the stages of {name} need at least one device; none was given")
-    if stages > len(calls):
-        raise ValueError(f"{stages} stages need at least {stages} layers; {name} has {len(calls)}")
 
 
 def _stage(

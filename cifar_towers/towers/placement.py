@@ -8,7 +8,8 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -18,8 +19,7 @@ HOST = "/CPU:0"  # the device whose memory is the machine's main memory
 _thread = threading.local()  # .pinned: the device of the innermost `pin_to_device`
 
 
-@contextlib.contextmanager
-def variable_placement(policy: str = "cpu", towers: Sequence[Tower] = ()) -> Iterator[None]:
+def variable_placement(policy: str = "cpu", towers: Sequence[Tower] = ()) -> AbstractContextManager[None]:
     """Create every variable inside on the device that `policy` chooses, also Keras variables and optimizer slots.
 
     A variable inside `pin_to_device` is on that device instead, and counts among its bytes.
@@ -36,13 +36,11 @@ def variable_placement(policy: str = "cpu", towers: Sequence[Tower] = ()) -> Ite
         raise ValueError(f"variable placement {policy!r} is not one of {', '.join(PLACEMENTS)}")
     if policy != "cpu" and not towers:
         raise ValueError(f"variable placement {policy} spreads variables over towers; pass towers")
-    choose = PLACEMENTS[policy](list(dict.fromkeys(tower.device for tower in towers)))
-    with custom_placement(lambda creation, pinned_to: choose(lambda: _variable_bytes(creation), pinned_to)):
-        yield
+    return custom_placement(PLACEMENTS[policy](list(dict.fromkeys(tower.device for tower in towers))))
 
 
 # (function that counts the bytes of a new variable, device it is pinned to or "") -> device
-Chooser = Callable[[Callable[[], int], str], str]
+Chooser: TypeAlias = Callable[[Callable[[], int], str], str]
 
 
 def _on_host(devices: Sequence[str]) -> Chooser:
@@ -74,14 +72,11 @@ PLACEMENTS: dict[str, Callable[[Sequence[str]], Chooser]] = {
 
 
 @contextlib.contextmanager
-def custom_placement(choose: Callable[[dict[str, Any], str], str]) -> Iterator[None]:
-    """Create every variable inside on the device that `choose(creation arguments, device it is pinned to or "")` names.
-
-    The creation arguments are those of `tf.variable_creator_scope`.
-    """
+def custom_placement(choose: Chooser) -> Iterator[None]:
+    """Create every variable inside on the device that `choose` returns for it."""
 
     def place(next_creator: Callable[..., tf.Variable], **creation: Any) -> tf.Variable:
-        with tf.device(choose(creation, getattr(_thread, "pinned", ""))):
+        with tf.device(choose(lambda: _variable_bytes(creation), getattr(_thread, "pinned", ""))):
             return next_creator(**creation)
 
     with tf.variable_creator_scope(place):

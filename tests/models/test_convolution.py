@@ -79,7 +79,7 @@ def test_faster_gradient_is_used_only_where_measured(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float32])
 def test_gradient_to_kernel_has_no_explicit_padding(dtype):
-    """oneDNN does not have it: TensorFlow's own takes up to 60 times as long."""
+    """oneDNN does not have it, and TensorFlow's own takes up to 60 times as long."""
     padding = convolution.even_padding(tf.TensorShape([1, 7, 7, 3]), tf.TensorShape([3, 3, 3, 64]))
     to_kernel = [op for op in ops(dtype, 3, "/CPU:1", 1, padding) if op.type == "Conv2DBackpropFilter"]
     assert [op.get_attr("padding") for op in to_kernel] == [b"VALID"]

@@ -154,7 +154,7 @@ def test_arguments_are_passed_by_name():
 
 
 def test_a_sequential_model_becomes_a_graph_of_its_layers():
-    """For stages, activations, and the features before the last layer."""
+    """Stages, activations and the features before the last layer need this graph."""
     sequential = net(L.Conv2D(4, 3, name="first"))
     model = user_model.build_model(lambda: sequential, 24, 10, "float32")
     assert [layer.name for layer in model.layers[1:]] == ["first", "flat", "head"]

@@ -12,7 +12,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.towers.placement import PLACEMENTS
 from scripts.scaling import communication, table
 from scripts.scaling.communication import StepBytes, VariableBytes, link_loads, predict, step_bytes, variable_bytes
-from tests.towers.transfers import transfers
+from tests.scripts.transfers import transfers
 from tests.training.runs import Run
 
 ROOT = Path(__file__).parents[2]

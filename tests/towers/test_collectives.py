@@ -6,7 +6,7 @@ from cifar_towers.towers import all_reduce_mean, num_replicas, run_on_towers_syn
 
 
 def synchronized(fn, towers, batch):
-    """`fn(tower, shard)` on every tower."""
+    """Run `fn(tower, shard)` on every tower."""
     return run_on_towers_synchronized(fn, towers, split_batch(batch, towers))
 
 
@@ -19,7 +19,7 @@ def test_every_tower_gets_the_mean(towers):
 
 
 def loss_gradient(x, w):
-    """Gradient of a loss that depends on two moments of the whole batch."""
+    """Compute the gradient of a loss that depends on two moments of the whole batch."""
     with tf.GradientTape() as tape:
         tape.watch(w)
         hidden = tf.tanh(x @ w)

@@ -57,7 +57,7 @@ def test_driver_without_cuda_packages_is_a_warning(monkeypatch, tmp_path, caplog
     [((7, 5), False, True), ((8, 6), False, True), ((9, 0), True, True), ((12, 0), True, False)],
 )
 def test_gpus_newer_than_tensorflow(monkeypatch, caplog, capability, warned, xla):
-    """Kernels of a compute capability run on later ones of the same major number; XLA ends the process from 10 on."""
+    """Kernels run on later compute capabilities of the same major number; XLA ends the process from 10 on."""
     details = {"device_name": "NVIDIA X1", "compute_capability": capability}
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [SimpleNamespace(name="GPU:0")])
     monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: details)
@@ -80,7 +80,7 @@ def test_missing_gpus_are_an_error_without_soft_placement(monkeypatch, towers, g
 
 
 def test_a_worker_of_a_cluster_has_one_tower_on_its_cpu(monkeypatch):
-    """Its devices are configured and not initialized, also where it asks for no logical devices."""
+    """Its devices are configured but not initialized, also without soft placement."""
     configured = []
     monkeypatch.setattr(tf.config, "list_logical_devices", None)
     monkeypatch.setattr(tf.config, "set_logical_device_configuration", lambda _, parts: configured.append(len(parts)))
@@ -99,7 +99,7 @@ def test_more_towers_than_initialized_devices_are_an_error():
 
 @pytest.fixture
 def configured(monkeypatch):
-    """The calls of `_divide_gpus` to TensorFlow, recorded, for two GPUs that need not exist."""
+    """Record the calls of `_divide_gpus` to TensorFlow, so that its GPUs need not exist."""
     calls = []
     monkeypatch.setattr(tf.config, "set_visible_devices", lambda gpus, kind: calls.append(("visible", tuple(gpus))))
 

@@ -9,7 +9,7 @@ W, B = tf.Variable([1.0, 2.0], name="w"), tf.Variable([3.0], name="b")
 
 
 def mean_of(*gradients, weights=None, like=None):
-    """The mean of one gradient of each tower."""
+    """Average one gradient of each tower."""
     variable = tf.Variable(tf.zeros_like(like)) if like is not None else W
     ((mean, _),) = average_gradients([[(gradient, variable)] for gradient in gradients], weights)
     return mean

@@ -19,7 +19,7 @@ def assert_close(results, expected, rtol, atol=1e-5):
 
 
 def assert_matrix_products_on(towers, function, count):
-    """So many on each tower's device, and none elsewhere."""
+    """Assert that each tower's device has so many matrix products, and no other device has any."""
     for tower in towers:
         assert tower_devices(function, tower, "MatMul") == Counter({tower.device: count})
     assert sum(op.type == "MatMul" for op in function.graph.get_operations()) == len(towers) * count
@@ -29,7 +29,7 @@ def assert_matrix_products_on(towers, function, count):
 
 
 def with_gradients(function, *sources):
-    """(outputs, gradients of the sum of their squares with respect to the sources)."""
+    """Return the outputs, and the gradients of the sum of their squares with respect to the sources."""
     with tf.GradientTape() as tape:
         tape.watch(sources)
         outputs = function()
@@ -145,7 +145,7 @@ def mlp(*extra, **options):
 
 
 def trained(model, x, y, epochs=2):
-    """Loss of each step."""
+    """Train the model and return the loss of each step."""
     losses = []
     model.compile(keras.optimizers.Adam(0.01), "mse")
     record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(logs["loss"]))
@@ -292,7 +292,7 @@ def test_towers_draw_different_dropout_and_the_seed_advances_once_a_step(towers)
 
 
 class WritesState(keras.layers.Layer):
-    """Writes a variable in its call: an `integer`, a `trained` or a `foreign` one."""
+    """A layer that writes a variable in its call: an `integer`, a `trained` or a `foreign` one."""
 
     def __init__(self, kind):
         super().__init__()

@@ -15,14 +15,14 @@ DEVICES = ["/CPU:1", "/CPU:2", "/CPU:3", "/CPU:4"]
 
 
 def net(name):
-    """A model with random whitening filters, so that no gradient is zero by accident."""
+    """Make a model with random whitening filters, so that no gradient is zero by accident."""
     keras.utils.set_random_seed(1)
     whitening = np.random.default_rng(0).normal(size=(2, 2, 3, 24)).astype("f4")
     return MODELS[name](**({"whitening": whitening} if "speednet" in name else {"image_size": 20}))
 
 
 def to_float64(model):
-    """The model in float64, with Keras's batch norm: TensorFlow's fused one has no float64."""
+    """Copy the model in float64, with Keras's batch norm, as TensorFlow's fused one has no float64."""
 
     def wide(layer):
         options = {"name": layer.name, "dtype": "float64"}
@@ -44,7 +44,7 @@ def values_of(model):
 
 
 def with_gradients(model, images, stages=None, in_graph=True):
-    """(logits, new statistics, gradients of weights), and whether each statistic is the same tensor as before."""
+    """Return (logits, new statistics, gradients), and whether each statistic is the same tensor as before."""
     same = []
     call = staged_call(stages, model) if stages else functools.partial(model.stateless_call, training=True)
     upstream = tf.random.stateless_normal([images.shape[0], 10], [1, 3], dtype=images.dtype)
@@ -68,7 +68,7 @@ def assert_close(results, expected, rtol):
 
 
 def branching_model():
-    """Operations that are not layers, a nested model, and an input that the last stage needs again."""
+    """Make a model of operations that are no layers, a nested model, and an input that the last stage needs again."""
     inner = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(8)], name="inner")
     images = keras.Input((8,))
     left = keras.layers.Dense(8, "relu", name="left")(images)
@@ -148,7 +148,7 @@ def test_cutting_does_not_change_the_model():
 
 
 def graph_of_parts(model, stages, parts):
-    """Operations of a function that computes the gradients of `parts` micro-batches, each in scope `part_<m>`."""
+    """Trace the gradients of `parts` micro-batches, each in scope `part_<m>`, and return the operations."""
     call = staged_call(stages, model)
 
     @tf.function(autograph=False)
@@ -184,7 +184,7 @@ def test_forward_and_backward_are_on_the_stage_device():
 
 
 def ancestors(operations):
-    """Names of all operations that these depend on, by data or by control."""
+    """Return the names of all operations that these depend on, by data or by control."""
     pending, names = list(operations), set()
     while pending:
         op = pending.pop()

@@ -64,7 +64,7 @@ def test_shares_that_give_a_tower_no_example_are_refused(examples, shares, multi
 
 
 def test_uneven_shards_weighted_by_examples_give_the_gradient_of_the_whole_batch(towers):
-    """README's training step, with three examples on two towers."""
+    """The training step is README's, with three examples on two towers."""
     w, x = tf.Variable([[0.0]]), tf.constant([[1.0], [2.0], [5.0]])
 
     def on_tower(tower, shard):

@@ -5,7 +5,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context  # the partitioned graphs of a call have no public way out
 
 from cifar_towers.config import TrainConfig
-from tests.towers.transfers import transfers
+from tests.scripts.transfers import transfers
 from tests.training.runs import Run
 
 
