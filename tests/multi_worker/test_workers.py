@@ -29,8 +29,8 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 NET = """
 import keras
 
-def net(side, num_classes):
-    x = images = keras.Input((side, side, 3))
+def net(image_size, num_classes):
+    x = images = keras.Input((image_size, image_size, 3))
     x = keras.layers.Conv2D(8, 5, strides=4, activation="silu")(x)
     x = keras.layers.BatchNormalization()(x)
     x = keras.layers.Dropout(0.2, seed=1)(keras.layers.Flatten()(x))

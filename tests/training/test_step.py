@@ -1,5 +1,6 @@
 """The claim the project stands on: K towers of B/K are one tower of B."""
 
+import dataclasses
 import itertools
 from functools import partial
 
@@ -169,7 +170,7 @@ def test_operations_and_variables_are_on_their_devices(monkeypatch, towers, exam
 def test_updates_norms_and_newton_schulz_products_are_beside_their_variables(towers, examples, policy):
     """Read from the graph of four towers that are on other devices than the host, as on GPUs. On the host are then the
     split of the batch and what is smaller than a vector of weights: step counter, smoothed losses, metrics."""
-    on_devices = [tower._replace(device=f"/CPU:{tower.index + 1}") for tower in towers(4)]
+    on_devices = [dataclasses.replace(tower, device=f"/CPU:{tower.index + 1}") for tower in towers(4)]
     settings = {"model": "speednet94", "optimizer": "muon", "batch_size": 8, "whitening_images": 50}
     run = Run(on_devices, examples, TrainConfig(variable_placement=policy, **settings))
     function = run.train_step.get_concrete_function(run.batches.at(0), run.rates(0))
