@@ -49,7 +49,7 @@ def examples():
 
 @pytest.fixture(scope="session")
 def small_folder(tmp_path_factory):
-    """A value of `--dataset` for programs that tests start: a folder of 160 + 40 images."""
+    """Return a value of `--dataset` for programs that tests start: a folder of 160 + 40 images."""
     root = tmp_path_factory.mktemp("pictures")
     for name, count, stream in (("train", 160, 0), ("test", 40, 1)):
         split = synthetic.make(count, 0, stream)

@@ -5,7 +5,7 @@ from keras import layers
 
 
 def tiny(image_size, num_classes):
-    """A convolution, batch norm, dropout, and a dense layer with weight loss."""
+    """Make a convolution, batch norm, dropout, and a dense layer with weight loss."""
     images = keras.Input((image_size, image_size, 3))
     x = layers.Conv2D(8, 3, 2, use_bias=False)(images)
     x = layers.BatchNormalization()(x)

@@ -47,7 +47,7 @@ class Import(NamedTuple):
 
 
 def read_modules():
-    """Module name -> source, of every module of the package but its own `__init__`."""
+    """Return module name -> source for every module of the package but its own `__init__`."""
     modules = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         *parents, name = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
@@ -61,7 +61,7 @@ TREES = {name: ast.parse(source) for name, source in MODULES.items()}
 
 
 def imported_modules(node):
-    """The modules of the package that an import statement names."""
+    """Return the modules of the package that an import statement names."""
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif node.level:

@@ -69,7 +69,7 @@ def test_cells_print_their_outputs(monkeypatch):
 
 def differing_lines(kept, printed):
     """Pairs of lines that differ in their words, or in their numbers as `agree` says."""
-    lines = list(zip(kept.splitlines(), printed.splitlines()))
+    lines = list(zip(kept.splitlines(), printed.splitlines(), strict=False))
     missing = [(kept, printed)] if kept.count("\n") != printed.count("\n") else []
     return missing + [
         (one, other)

@@ -66,7 +66,7 @@ def signal_worker(number: signal.Signals, victims: Sequence[int], trial: Trial) 
 
 
 def cut_network(trial: Trial) -> str:
-    """The link between two workers in network namespaces of their own goes down after a random step, and up again."""
+    """Take the link between two workers, in network namespaces of their own, down after a random step, and up again."""
     after = trial.rng.randint(1, STEPS - 10)
     trial.details = f"the link between two workers down after step {after}"
     with network_namespace() as (namespace, hosts), contextlib.ExitStack() as stack:
@@ -128,7 +128,7 @@ def launched(count: int, scratch: Path) -> Run:
 
 
 def run_batch_script(submit: Path) -> None:
-    """Replaces this process by the batch script, as Slurm runs it on one node with two tasks."""
+    """Replace this process by the batch script, as Slurm runs it on one node with two tasks."""
     for name, target in ((".venv", sys.prefix), ("scripts", SCRIPTS)):
         if not (submit / name).exists():
             (submit / name).symlink_to(target)
@@ -145,7 +145,7 @@ def run_batch_script(submit: Path) -> None:
 
 @contextlib.contextmanager
 def network_namespace() -> Iterator[tuple[str, tuple[str, str]]]:
-    """A network namespace that a link joins with this one: its name, and the two ends' addresses."""
+    """Make a network namespace that a link joins with this one; return its name, and the two ends' addresses."""
     namespace, hosts = f"faults{os.getpid()}", ("10.213.7.1", "10.213.7.2")
     inside = ["ip", "-n", namespace]
     commands = [
@@ -164,7 +164,7 @@ def network_namespace() -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def wait_for_step(run: Run, step: int) -> None:
-    """Waits until a run has recorded a step."""
+    """Wait until a run has recorded a step."""
     while last_recorded(run.directory) < step:
         check(run.exit_code is None and time.monotonic() < run.start + TIMEOUT, "step not reached")
         time.sleep(0.002)
@@ -182,7 +182,7 @@ def time_to_end(pids: Sequence[int], fault: Callable[[], object]) -> float:
 
 
 def check_recovered(run: Run, count: int) -> str:
-    """Checks that the workers were restarted once, and ended with the weights of an undisturbed run."""
+    """Check that the workers were restarted once, and ended with the weights of an undisturbed run."""
     restarts = len(re.findall(r"restart \d+ of at most", run.output))
     same = run.weights == undisturbed_weights(count)
     outcome = f"{restarts} restart, {'same weights' if same else 'OTHER WEIGHTS'}"

@@ -39,7 +39,7 @@ def damage_checkpoint(trial: Trial) -> str:
 
 @functools.cache
 def _saved_tree(subject: str) -> dict[str, bytes]:
-    """The files that a subject leaves after three saves."""
+    """Return the files that a subject leaves after three saves."""
     with harness.scratch_directory() as scratch:
         root = scratch / "run"
 
@@ -55,7 +55,7 @@ def _saved_tree(subject: str) -> dict[str, bytes]:
 
 
 def _by_checkpoint(tree: Tree) -> dict[str, list[str]]:
-    """The files of each checkpoint, oldest first; of two backups, `.bkp` is the older."""
+    """Return the files of each checkpoint, oldest first; of two backups, `.bkp` is the older."""
     checkpoints: dict[str, list[str]] = {}
     for name in sorted(tree, key=lambda name: (not name.endswith(".bkp"), name)):
         numbered = re.search(r"(step|ckpt)-\d+", name)

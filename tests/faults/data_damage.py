@@ -69,7 +69,7 @@ def damage_data(trial: Trial) -> str:
 
 
 def _read(scratch: Path, split: str) -> str:
-    """The message of a program that reads a split; empty if it reads the right images and labels."""
+    """Return the message of a program that reads a split; empty if it reads the right images and labels."""
     os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
     try:
         digest = cifar10.read_split(scratch / "data", split).digest
@@ -82,7 +82,7 @@ def _read(scratch: Path, split: str) -> str:
 
 
 def _run_program(scratch: Path) -> str:
-    """The message of the whole program, which must end with exit code 3, bad data, and one line of error."""
+    """Return the message of the whole program, which must end with exit code 3, bad data, and one line of error."""
 
     def train() -> None:
         os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
@@ -106,7 +106,7 @@ def _content(name: str) -> bytes:
 
 @functools.cache
 def _records(split: str) -> tuple[Record, ...]:
-    """The examples of a split, read without initializing TensorFlow."""
+    """Return the examples of a split, read without initializing TensorFlow."""
     records = []
     for content in tf.compat.v1.io.tf_record_iterator(str(PREPARED / cifar10.BUILDER / _file_name(split))):
         features = tf.train.Example.FromString(content).features.feature
@@ -134,7 +134,7 @@ def _png(image: np.ndarray) -> bytes:
 
 
 def _change_files(rng: random.Random, split: str, fault: str) -> tuple[str, dict[str, bytes | None]]:
-    """The description of a fault; and the content of the files that it changes, None if it deletes them."""
+    """Return the description of a fault, and the content of the files that it changes, None if it deletes them."""
     name = _file_name(split)
     if fault == "delete the split":
         return f"{split}: deleted", {name: None}
@@ -154,7 +154,7 @@ def _change_files(rng: random.Random, split: str, fault: str) -> tuple[str, dict
 
 
 def _change_records(rng: random.Random, records: list[Record], fault: str) -> str:
-    """Changes examples, their choice or their order in place; returns a description."""
+    """Change examples, their choice or their order in place; return a description."""
     if fault == "drop the last":
         del records[rng.choice((len(records) - 1, rng.randrange(1, len(records)))) :]
         return f"only the first {len(records)} records left"

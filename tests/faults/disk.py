@@ -122,11 +122,11 @@ class Disk:
         self._operations.append(operation)
 
     def now(self) -> State:
-        """The state that a running system sees."""
+        """Return the state that a running system sees."""
         return self._now.state()
 
     def lose_power(self, moment: int, rng: random.Random, settled: int = 0) -> tuple[State, str]:
-        """The state that is left if the power is lost before operation `moment`, and a description.
+        """Return the state that is left if the power is lost before operation `moment`, and a description.
 
         What was synced is left, and the first `settled` operations, as if the system had written them meanwhile. Every
         other operation is applied or not at random; of a write, only the beginning or zeros may be left.
@@ -153,7 +153,7 @@ class Disk:
 
 
 def write_state(state: State, directory: Path) -> None:
-    """Writes a state into an empty directory."""
+    """Write a state into an empty directory."""
     for path, content in state.items():
         if content is None:
             (directory / path).mkdir()

@@ -129,7 +129,7 @@ def _make_fault(trial: Trial, disk: Path, reference: Reference) -> Fault:
 
 @contextlib.contextmanager
 def small_disk(path: Path) -> Iterator[Path]:
-    """A small tmpfs. One page of it is used, as a size of 0 would be none."""
+    """Mount a small tmpfs. One page of it is used, because a size of 0 would set no limit."""
     path.mkdir()
     _mount("-t", "tmpfs", "-o", LIMITS, "tmpfs", str(path))
     try:

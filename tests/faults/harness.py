@@ -45,7 +45,7 @@ class Failed(Exception):
 
 
 def check(guarantee: object, outcome: str) -> None:
-    """Ends a trial as failed with this outcome unless the guarantee holds."""
+    """End a trial as failed with this outcome unless the guarantee holds."""
     if not guarantee:
         raise Failed(outcome)
 
@@ -75,17 +75,17 @@ class TrialLog:
         self._writer.writerows(self.rows)
 
     def of(self, fault: str, subject: str) -> list[dict]:
-        """The rows of one fault and subject."""
+        """Return the rows of one fault and subject."""
         return [row for row in self.rows if (row["fault"], row["subject"]) == (fault, subject)]
 
     def add(self, *values: object) -> None:
-        """Writes one row, whose values are in the order of FIELDS."""
+        """Write one row, whose values are in the order of FIELDS."""
         self.rows.append(dict(zip(FIELDS, map(str, values), strict=True)))
         self._writer.writerow(self.rows[-1])
 
 
 def run(experiment: Experiment, log: TrialLog, *, long: bool, seed: int) -> None:
-    """Runs the trials of an experiment that are not in the log yet."""
+    """Run the trials of an experiment that are not in the log yet."""
     for subject in experiment.subjects:
         count = experiment.long if long else experiment.quick
         count = count(subject) if callable(count) else count
@@ -107,7 +107,7 @@ def run(experiment: Experiment, log: TrialLog, *, long: bool, seed: int) -> None
 
 @contextlib.contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """A temporary directory, in memory where possible."""
+    """Make a temporary directory, in memory where possible."""
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="faults-", dir=parent, ignore_cleanup_errors=True) as path:
         yield Path(path)
@@ -203,7 +203,7 @@ class Child:
 
 
 def in_worker(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` returns in a child with TensorFlow that all calls share; a failure if it dies or hangs."""
+    """Return the result of `function` in a child with TensorFlow that all calls share; fail if it dies or hangs."""
     try:
         return _worker().submit(function, *arguments).result(TIMEOUT)
     except (BrokenProcessPool, TimeoutError) as error:

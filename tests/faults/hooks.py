@@ -29,7 +29,7 @@ def small_data():
 
 
 def train(flags: Sequence[str], *, small: bool = True, prepare: Callable[[], None] = lambda: None) -> None:
-    """The program in this process; with `small_data` in place of the synthetic set if `small`."""
+    """Run the program in this process; with `small_data` in place of the synthetic set if `small`."""
     if small:
         synthetic.load = lambda seed=0: small_data()
     prepare()
@@ -51,14 +51,14 @@ PARTS = {
 
 
 def wrap(part: str, wrapper: Callable[[Callable], Callable]) -> None:
-    """Replaces the function of a part by `wrapper(function)` in this process."""
+    """Replace the function of a part by `wrapper(function)` in this process."""
     owner, name, makes = PARTS[part]
     function = getattr(owner, name)
     setattr(owner, name, (lambda *args, **kwargs: wrapper(function(*args, **kwargs))) if makes else wrapper(function))
 
 
 def before(part: str, act: Callable[..., None]) -> None:
-    """Calls `act` with the arguments of each call of a part first."""
+    """Call `act` with the arguments of each call of a part first."""
 
     def wrapper(function):
         def wrapped(*args, **kwargs):

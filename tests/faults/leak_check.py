@@ -21,7 +21,7 @@ FLAGS = ("--epochs=400", "--eval_every_epochs=20", "--summary_every_steps=20", "
 
 
 def check_leaks(trial: Trial) -> str:
-    """A run of thousands of steps with summaries, evaluations and checkpoints at intervals of time."""
+    """Train for thousands of steps with summaries, evaluations and checkpoints at intervals of time."""
     path, steps = trial.scratch / "samples", LENGTHS[trial.index]
     prepare = functools.partial(hooks.wrap, "update", functools.partial(_sampled, path))
     with runs.train(OURS, trial.scratch, flags=(*FLAGS, f"--max_steps={steps}"), prepare=prepare) as run:

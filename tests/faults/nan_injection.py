@@ -21,7 +21,7 @@ FLAGS = ("--brightness=1e-30", "--checkpoint_every_steps=1", "--keep_checkpoints
 
 
 def inject(trial: Trial) -> str:
-    """A non-finite value in one to four consecutive steps, in one run of three with rollback."""
+    """Inject a non-finite value in one to four consecutive steps, in one run of three with rollback."""
     place, tower = list(INJECTORS)[trial.index % len(INJECTORS)], trial.rng.randrange(2)
     first, count = trial.rng.randrange(2, runs.STEPS - 5), trial.rng.choice((1, 1, 2, 3, 4))
     value, rollback = trial.rng.choice((np.nan, np.inf, -np.inf)), trial.rng.random() < 1 / 3
@@ -99,7 +99,7 @@ INJECTORS = {"input": _inject_into_input, "weights": _inject_into_weights, "grad
 
 
 def _nonfinite_in_checkpoints(directory: Path) -> str:
-    """The first non-finite variable of any checkpoint, by step and name; empty if there is none."""
+    """Return the first non-finite variable of any checkpoint, by step and name; empty if there is none."""
     for path in list_checkpoints(directory):
         for name, value in read_variables(path).items():
             if not np.isfinite(value).all():

@@ -67,7 +67,7 @@ class Run(Child):
         return files.read_json_if_any(self.directory / files.RESULT).get("weights_sha256", "")
 
     def check_resumed(self, saved: int) -> None:
-        """Ends the trial as failed if this run resumed from an older step than the saved one."""
+        """End the trial as failed if this run resumed from an older step than the saved one."""
         start = self.resumed_from or 0
         check(start >= saved, "resumed from an older step" if start else "restarted at 0")
 
@@ -79,7 +79,7 @@ def train(
     flags: Sequence[str] = (),
     prepare: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Starts or resumes a run of a subject; `prepare` is called in the child first, unless it is the script."""
+    """Start or resume a run of a subject; `prepare` is called in the child first, unless it is the script."""
     flags = [*FLAGS, *(SMALL_FLAGS if kind == SMALL else FULL_FLAGS), f"--train_dir={scratch / 'run'}", *flags]
     if subject != OURS:
         return Run(scratch, functools.partial(subjects.train_peer, subject, scratch / "run"))
@@ -90,23 +90,23 @@ def train(
 
 
 def script(name: str, flags: Sequence[str]) -> Callable[[], object]:
-    """A function that replaces its process by a script."""
+    """Return a function that replaces its process by a script."""
     return functools.partial(os.execv, sys.executable, [sys.executable, str(hooks.SCRIPTS / name), *flags])
 
 
 def newest_saved(directory: Path) -> int:
-    """The step of our newest checkpoint, damaged or not; 0 if there is none."""
+    """Return the step of our newest checkpoint, damaged or not; 0 if there is none."""
     return max((int(path.name.rpartition("-")[2]) for path in checkpoint.list_checkpoints(directory)), default=0)
 
 
 def recorded_steps(directory: Path) -> list[int]:
-    """The steps of our training records, in the order of the file."""
+    """Return the steps of our training records, in the order of the file."""
     path = directory / files.METRICS
     return [record["step"] for record in read_records(path) if record["kind"] == "train"] if path.exists() else []
 
 
 def last_recorded(directory: Path) -> int:
-    """The last finished step of a run of ours that was not killed; 0 if there is none."""
+    """Return the last finished step of a run of ours that was not killed; 0 if there is none."""
     return max(recorded_steps(directory), default=0)
 
 
@@ -119,7 +119,7 @@ class Reference(NamedTuple):
 
 @functools.cache
 def reference(subject: str, kind: str = SMALL, flags: Sequence[str] = ()) -> Reference:
-    """An undisturbed run from start to end."""
+    """Make an undisturbed run from start to end."""
     with harness.scratch_directory() as scratch, train(subject, scratch, kind, flags) as run:
         run.wait()
         if run.exit_code != 0 or not run.weights:
@@ -150,7 +150,7 @@ def kind_of(trial: Trial) -> str:
 
 @contextlib.contextmanager
 def interrupted_run(trial: Trial, kind: str) -> Iterator[Run]:
-    """A run that still runs at a random moment of its usual duration; repeated if it finished earlier."""
+    """Start a run that still runs at a random moment of its usual duration; repeat that if it finished earlier."""
     seconds = reference(trial.subject, kind).seconds
     while True:
         moment = trial.rng.uniform(0, seconds)
@@ -185,7 +185,7 @@ def kill(trial: Trial) -> str:
 
 
 def repeat(trial: Trial) -> str:
-    """A run of the same seed in another directory, with other reporting, interruptions or process."""
+    """Make a run of the same seed in another directory, with other reporting, interruptions or process."""
     variant = trial.index % 5
     if variant == 0:
         expected, starts = reference(OURS, FULL), [(SCRIPT, ())]

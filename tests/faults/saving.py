@@ -19,7 +19,7 @@ ATTEMPTS = 5
 
 
 def kill(trial: Trial) -> str:
-    """The save of step 4, the first that also removes a checkpoint, is killed when it is about to make one call."""
+    """Kill the save of step 4, the first that also removes a checkpoint, when it is about to make one call."""
     points = _traced_save(trial.subject)
     index = sorted(range(len(points)), key=lambda index: (index % STRIDE, index))[trial.index]
     inject = f"inject={points[index].name}:signal=KILL:when={points[index].number}"
@@ -35,7 +35,7 @@ def kill(trial: Trial) -> str:
 
 
 def lose_power(settles: bool, trial: Trial) -> str:
-    """The power is lost at some moment while steps 1 to 5 are saved; what was not synced has reached the disk or not.
+    """Cut the power at some moment while steps 1 to 5 are saved; writes that were not synced may have reached the disk.
 
     With `settles`, the system has meanwhile written everything up to the newest save but one, as it would in the
     minutes between two saves.
@@ -70,7 +70,7 @@ def _traced_save(subject: str) -> list[tracing.Call]:
 
 @functools.cache
 def _recording(subject: str) -> tuple[disk.Disk, list[tuple[int, int]]]:
-    """The disk operations of a run that saves steps 1 to 5, and after how many of them which save returned."""
+    """Return the disk operations of a run that saves steps 1 to 5, and the number of them at the return of each save."""
     with harness.scratch_directory() as scratch:
         _, calls = _save(subject, scratch, (), (1, 2, 3, 4, 5))
         return tracing.replay(calls, scratch / "run", MARKER)
@@ -79,7 +79,7 @@ def _recording(subject: str) -> tuple[disk.Disk, list[tuple[int, int]]]:
 def _save(
     subject: str, scratch: Path, before: Sequence[int], steps: Sequence[int], *options: str
 ) -> tuple[int, list[tracing.Call]]:
-    """A child saves the steps `before`, then `steps` while it is traced: (exit code, calls)."""
+    """Save the steps `before` in a child, then `steps` while it is traced; return (exit code, calls)."""
     root, trace = scratch / "run", scratch / "trace"
 
     def save() -> None:

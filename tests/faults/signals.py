@@ -31,7 +31,7 @@ PHASES = {
 
 
 def interrupt(number: signal.Signals, trial: Trial) -> str:
-    """A signal at a random moment."""
+    """Send a signal at a random moment."""
     kind = runs.kind_of(trial)
     with runs.interrupted_run(trial, kind) as run:
         while kind == SMALL and not run.handles_signals() and not run.wait(0.001):
@@ -40,7 +40,7 @@ def interrupt(number: signal.Signals, trial: Trial) -> str:
 
 
 def interrupt_script(at_exit: bool, trial: Trial) -> str:
-    """A signal while the script imports TensorFlow, or while it ends after the result is written."""
+    """Send a signal while the script imports TensorFlow, or while it ends after the result is written."""
     delay = trial.rng.uniform(0, 0.05) if at_exit else trial.rng.uniform(0.3, 3.0)
     with runs.train(OURS, trial.scratch, SCRIPT) as run:
         while at_exit and not run.weights and not run.wait(0.001):
@@ -50,7 +50,7 @@ def interrupt_script(at_exit: bool, trial: Trial) -> str:
 
 
 def _send(trial: Trial, run: Run, number: signal.Signals, kind: str) -> str:
-    """Sends a signal, SIGINT to the whole group as Ctrl-C does, and checks how the run ends and resumes."""
+    """Send a signal, SIGINT to the whole group as Ctrl-C does, and check how the run ends and resumes."""
     sent, finished, handled = time.monotonic(), bool(run.weights), run.handles_signals()
     trial.details = f"{kind} run, {number.name} {sent - run.start:.3f} s after its start"
     if run.exit_code is None:
@@ -63,7 +63,7 @@ def _send(trial: Trial, run: Run, number: signal.Signals, kind: str) -> str:
 def _check_end(
     trial: Trial, run: Run, number: int, kind: str = SMALL, handled: bool = True, finished: bool = False
 ) -> str:
-    """Checks how a run ended after one signal, and resumes it.
+    """Check how a run ended after one signal, and resume it.
 
     Args:
       handled: the program had installed its handlers when the signal came.
@@ -104,7 +104,7 @@ def interrupt_twice(trial: Trial) -> str:
 
 
 def _signalled_run(trial: Trial, phase: str, number: signal.Signals, count: int) -> tuple[Run, list[float]]:
-    """A run that got up to `count` signals in a phase, and when they were sent."""
+    """Return a run that got up to `count` signals in a phase, and the times of these signals."""
     part, first, last, longest = PHASES[phase]
     call, delay = trial.rng.randint(first, last), trial.rng.uniform(0, longest)
     prepare = functools.partial(hooks.wrap, part, functools.partial(_send_during, call, delay, number, count))
@@ -119,7 +119,7 @@ def _signalled_run(trial: Trial, phase: str, number: signal.Signals, count: int)
 
 
 def _send_during(call: int, delay: float, number: int, count: int, function: Callable) -> Callable:
-    """`function`, during whose `call`-th call another thread sends signals to this process."""
+    """Wrap `function`: during its `call`-th call another thread sends signals to this process."""
     calls = 0
 
     def send():

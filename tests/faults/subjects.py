@@ -101,7 +101,7 @@ def _saver(subject: str, directory: Path) -> Saver:
 
 
 def make_save(subject: str, directory: Path) -> Callable[[int], None]:
-    """The function by which a run of a subject saves a step."""
+    """Return the function by which a run of a subject saves a step."""
     saver = _saver(subject, directory)
 
     def save(step: int) -> None:
@@ -113,7 +113,7 @@ def make_save(subject: str, directory: Path) -> Callable[[int], None]:
 
 
 def recover(subject: str, directory: Path) -> tuple[int, str]:
-    """What a restarted run resumes with: (step, `intact` | `wrong weights` | `refused: ...`)."""
+    """Return the state that a restarted run resumes with: (step, `intact` | `wrong weights` | `refused: ...`)."""
     try:
         saver = _saver(subject, directory)
         step = saver.restore()
@@ -125,7 +125,7 @@ def recover(subject: str, directory: Path) -> tuple[int, str]:
 
 
 def train_peer(subject: str, directory: Path) -> None:
-    """A whole run; messages and result are as ours."""
+    """Make a whole run; messages and result are as ours."""
     keras.utils.set_random_seed(0)
     tf.config.experimental.enable_op_determinism()
     layers = [keras.Input((32, 32, 3)), keras.layers.Rescaling(1 / 255)]

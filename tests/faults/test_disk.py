@@ -10,7 +10,7 @@ from tests.faults.disk import Disk, write_state
 
 
 def states(disk, moment=None, tries=300, **options):
-    """What may be left, each state once."""
+    """Return the states that may be left, each once."""
     moment = len(disk) if moment is None else moment
     found = [disk.lose_power(moment, random.Random(seed), **options)[0] for seed in range(tries)]
     return [state for number, state in enumerate(found) if state not in found[:number]]

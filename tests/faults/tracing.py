@@ -21,7 +21,7 @@ _PATH = re.compile(r'(?:\w+<([^>]*)>, )?"([^"]*)"|\w+<([^>]*)>')  # a name, ofte
 
 @contextlib.contextmanager
 def strace(output: Path, names: Sequence[str], *options: str) -> Iterator[None]:
-    """Writes the calls of these names by each thread of this process to files `output.<thread>`."""
+    """Write the calls of these names by each thread of this process to files `output.<thread>`."""
     trace = "trace=" + ",".join(f"?{name}" for name in names)  # a processor may lack some of them
     command = ["strace", "-ff", "-o", str(output), "-e", trace, *options, "-p", str(os.getpid())]
     tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 def read_calls(output: Path, root: Path, marker: str) -> list[Call]:
-    """The calls of one thread that change or sync something in `root`, or fail to remove `<root>/<marker>...`."""
+    """Return the calls of one thread that change or sync something in `root`, or fail to remove `<root>/<marker>...`."""
     calls, numbers = [], Counter()
     for line in output.read_text().splitlines():
         if match := re.fullmatch(r"(\w+)\((.*?)\)? *(?:= (.*))?", line):
@@ -69,7 +69,7 @@ def _paths(arguments: str) -> list[str]:
 
 
 def _bytes(text: str) -> bytes:
-    """Decodes what `strace -xx` wrote in hexadecimal; the rest, such as the name of a pipe, is plain text."""
+    """Decode the hexadecimal text of `strace -xx`; the rest, such as the name of a pipe, is plain text."""
     return bytes.fromhex(text.replace("\\x", "")) if "\\x" in text else text.encode()
 
 

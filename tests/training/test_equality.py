@@ -70,7 +70,7 @@ def make_state(synchronized=False):
 
 
 def combined(strategy, how, towers, batches, **options):
-    """The net's variables after all steps; `how` is where they are placed, or how mirrored ones are reduced."""
+    """Return the net's variables after all steps; `how` is where they are placed, or how mirrored ones are reduced."""
     synchronized = options.get("batch_statistics") == "synchronized"
     if strategy == "mirrored":
         mirrored = make_strategy(towers, how)
@@ -205,7 +205,7 @@ def test_stages_hold_their_variables_for_every_image_size(towers):
 
 @pytest.fixture(scope="module")
 def mean_and_mirrored(towers, batches):
-    """The variables after three steps, with the mean of the towers' statistics, and with the final tower's."""
+    """Return the variables after three steps, with the mean of the towers' statistics, and with the final tower's."""
     mean = combined("towers", "round_robin", towers(2), batches[:3], batch_statistics="mean")
     return mean, combined("mirrored", "auto", towers(2), batches[:3], batch_statistics="final")
 

@@ -52,7 +52,7 @@ def test_training_uses_the_examples_with_the_highest_proxy_losses(towers, exampl
 
 
 def losses(run, batch, parts):
-    """The recipe's loss of each example by the state's net, whose batch norm sees one of so many parts."""
+    """Return the recipe's loss of each example by the state's net, whose batch norm sees one of so many parts."""
     images = build.make_augmentation(run.config, CIFAR10).augment(batch.images, batch.draws)
     parts = [
         run.state.model.stateless_call(*run.state.read_variables(), part, training=True)

@@ -23,7 +23,7 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def plain(towers, examples):
-    """A run of shared variables on towers, for tests that leave it unchanged."""
+    """Make a run of shared variables on towers, for tests that leave it unchanged."""
     return Run(towers(2), examples, NET)
 
 

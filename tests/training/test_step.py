@@ -27,7 +27,7 @@ cifarnet = partial(recipe, "cifarnet", batch_size=24, epochs=8, max_steps=0, **R
 
 
 def training(towers, examples, precision, steps, nudge=0.0, **settings):
-    """Yields the state and the metrics after each of `steps` steps."""
+    """Yield the state and the metrics after each of `steps` steps."""
     run = Run(towers, examples, cifarnet(**settings), precision)
     for weight in run.state.weights:
         weight.assign(weight * (1 + nudge))
@@ -36,7 +36,7 @@ def training(towers, examples, precision, steps, nudge=0.0, **settings):
 
 
 def trained(*arguments, **settings):
-    """The state after all steps, and the metrics of the last."""
+    """Return the state after all steps, and the metrics of the last."""
     *_, last = training(*arguments, **settings)
     return last
 
@@ -115,7 +115,7 @@ def test_metrics_are_of_all_towers_and_losses_of_the_final_one(towers, examples)
 
 
 def expected_devices(policy, variables):
-    """The devices of four that variables have which are created in this order."""
+    """Return the devices of four that variables have which are created in this order."""
     held, devices = [0] * 4, []
     for index, v in enumerate(variables):
         device = {"cpu": 0, "round_robin": index % 4, "least_loaded": held.index(min(held))}[policy]
@@ -153,7 +153,11 @@ def test_operations_and_variables_are_on_their_devices(monkeypatch, towers, exam
 
     created = [v.value for layer in state.model.layers for v in layer.variables]
     assert [v.device[-5:] for v in created] == expected_devices(policy, created)
-    slots = [slot for group in state.optimizer.groups for slot in zip(group.rule.variables, *group.rule.slots.values())]
+    slots = [
+        slot
+        for group in state.optimizer.groups
+        for slot in zip(group.rule.variables, *group.rule.slots.values(), strict=True)
+    ]
     assert all(slot.device == variable.device for variable, *of_one in slots for slot in of_one)
 
     averaged = [op for op in made if op.type == "AddN" and op.name.startswith("average_gradients/")]
@@ -260,7 +264,7 @@ def plain():
 
 @pytest.fixture
 def nets(tmp_path):
-    """The settings of a run with each of these nets."""
+    """Return the settings of a run with each of these nets."""
     (tmp_path / "nets.py").write_text(NETS)
     names = ("dropping", "regularized", "plain")
     return {name: {"model": f"{tmp_path / 'nets.py'}:{name}", "crop": 0} for name in names}
