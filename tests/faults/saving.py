@@ -70,7 +70,7 @@ def _traced_save(subject: str) -> list[tracing.Call]:
 
 @functools.cache
 def _recording(subject: str) -> tuple[disk.Disk, list[tuple[int, int]]]:
-    """Return the disk operations of a run that saves steps 1 to 5, and the number of them at the return of each save."""
+    """Return the disk operations of a run that saves steps 1 to 5, and their number at the return of each save."""
     with harness.scratch_directory() as scratch:
         _, calls = _save(subject, scratch, (), (1, 2, 3, 4, 5))
         return tracing.replay(calls, scratch / "run", MARKER)

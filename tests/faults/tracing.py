@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 def read_calls(output: Path, root: Path, marker: str) -> list[Call]:
-    """Return the calls of one thread that change or sync something in `root`, or fail to remove `<root>/<marker>...`."""
+    """Return one thread's calls that change or sync something in `root`, or fail to remove `<root>/<marker>...`."""
     calls, numbers = [], Counter()
     for line in output.read_text().splitlines():
         if match := re.fullmatch(r"(\w+)\((.*?)\)? *(?:= (.*))?", line):

@@ -29,6 +29,6 @@ class Run:
         return to_numpy(self.train_step(batch, rates or self.rates(number), **options))
 
     def values(self, prefix=""):
-        """Return the values of the variables whose names in checkpoints begin with `prefix`, by the rest of the name."""
+        """Return the variables' values whose names in checkpoints begin with `prefix`, by the rest of the name."""
         named = self.state.named_variables().items()
         return {name.removeprefix(prefix): v.numpy() for name, v in named if name.startswith(prefix)}
