@@ -1,4 +1,4 @@
-"""What this machine has: processor features, GPUs, CUDA's libraries, and whether XLA runs.
+"""The hardware of this machine: processor features, GPUs, CUDA's libraries, and whether XLA runs.
 
 TensorFlow is imported only where GPUs are asked for, so that a program can look at the processor first.
 """

@@ -55,9 +55,9 @@ def build_model(function: Callable[..., keras.Model], image_size: int, num_class
     Arguments of `function` that are called `image_size`, `num_classes` or `dtype` get their values.
 
     Raises:
-      ModelError: the function fails, or towers cannot train its model. Reasons are other input or output shapes,
-        probabilities instead of logits, variables that are not weights, random numbers without a seed, no weights to
-        train, or two variables of a name. The message names the layer, if there is one.
+      ModelError: the function fails, or its model has other input or output shapes, probabilities instead of logits,
+        no weights to train, or two variables of a name. Towers also cannot train a model with variables that are not
+        weights, or random numbers without a seed. The message names the layer, if there is one.
     """
     arguments = {"image_size": image_size, "num_classes": num_classes, "dtype": policy}
     with _as_model_errors("the model cannot be built"), contextlib.ExitStack() as stack:

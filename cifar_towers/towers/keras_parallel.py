@@ -26,8 +26,8 @@ def make_parallel_model(keras_model: keras.Model, num_towers: int | Sequence[Tow
     tower's, and each tower draws different numbers.
 
     Raises:
-      ValueError: a model that is not built, overrides a training step, takes batches of one fixed length only, or has
-        state that several towers cannot share, such as a stateful layer or an integer counter.
+      ValueError: the model is not built, overrides a training step, or takes batches of one fixed length only; or the
+        towers cannot share its state, such as a stateful layer or an integer counter.
     """
     towers = as_towers(num_towers)
     _check_model(keras_model)

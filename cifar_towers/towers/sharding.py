@@ -20,8 +20,8 @@ def split_batch(
       sizes: [K], the number of examples in each shard; by default they are equal.
 
     Raises:
-      ValueError: a tensor without a known axis 0, tensors that differ in it, fewer examples than towers, uneven
-        shards without `allow_uneven` or `sizes`, or `sizes` that are not positive or do not add up to B.
+      ValueError: axis 0 is unknown or not the same in all tensors; there are fewer examples than towers; the shards
+        would be uneven, without `allow_uneven` or `sizes`; or `sizes` are not positive or do not add up to B.
     """
     with tf.name_scope("split_batch"):
         tensors, examples = _as_tensors(batch)
@@ -92,7 +92,7 @@ def share_out(examples: int, shares: Sequence[float], multiple: int = 1) -> list
     ([12, 4], [5, 3, 2])
 
     Raises:
-      ValueError: a share is not positive, or there are too few examples, or they are no multiple.
+      ValueError: a share is not positive, there are too few examples, or `multiple` does not divide them.
     """
     units = examples // multiple
     if not shares or min(shares) <= 0 or examples % multiple or units < len(shares):
@@ -111,9 +111,9 @@ def share_out(examples: int, shares: Sequence[float], multiple: int = 1) -> list
 def with_pinned_backward(device: str, scope: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fn` with both its forward and its backward pass on `device`, in the name scope `scope`.
 
-    A tape computes gradients on the device where it is asked for them. The returned function therefore records a tape
-    of its own on `device` and hands its gradients to any outer tape, also those of the variables that `fn` reads. It
-    takes positional structures of tensors.
+    A tape computes gradients on the device where it is asked for them. Therefore the returned function records a tape
+    of its own on `device`, whose gradients it hands to any outer tape. Variables that `fn` reads get gradients too. The
+    arguments are positional structures of tensors.
     """
 
     def pinned(*structures: Any) -> Any:
