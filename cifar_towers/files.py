@@ -8,6 +8,7 @@ the machine loses power at any moment, the old state or the new one remains, bes
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -51,8 +52,7 @@ def commit(final: Path, write: Callable[[Path], None]) -> None:
       OSError: it could not be written, for example on a full disk; what was there before stays. Nothing is left of the
         new directory unless only the last sync failed: then it stands, but may not survive a power loss.
     """
-    parent = final.parent
-    temporary = parent / f"{TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}"
+    temporary = final.with_name(f"{TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir(parents=True)
         write(temporary)
@@ -61,7 +61,7 @@ def commit(final: Path, write: Callable[[Path], None]) -> None:
         for path in (*temporary.iterdir(), temporary):
             sync(path)
         os.rename(temporary, final)
-        for directory in (parent, parent.parent):  # the second, in case the first is new
+        for directory in (final.parent, final.parent.parent):  # the second, in case the first is new
             sync(directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -102,9 +102,9 @@ def validate(directory: Path, hashes: bool = True) -> str:
 
 def quarantine(directory: Path) -> Path:
     """Rename a damaged directory, so that nobody takes it for a good one; return its new path."""
-    numbers = (f"-{number}" if number else "" for number in range(1_000_000))
-    names = (directory.with_name(f"{DAMAGED}{directory.name}{number}") for number in numbers)
-    aside = next(path for path in names if not path.exists())
+    suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
+    paths = (directory.with_name(f"{DAMAGED}{directory.name}{suffix}") for suffix in suffixes)
+    aside = next(path for path in paths if not path.exists())
     os.rename(directory, aside)
     sync(directory.parent)
     return aside
@@ -125,11 +125,7 @@ def sweep(parent: Path) -> None:
 
 
 def make(directory: Path) -> None:
-    """Make a directory, and those above it, so that a power loss does not take them away again.
-
-    Raises:
-      OSError: it cannot be made.
-    """
+    """Make a directory, and those above it, so that a power loss does not take them away again."""
     directory.mkdir(parents=True, exist_ok=True)
     for above in directory.absolute().parents:
         with contextlib.suppress(OSError):  # other people's need not be ours to open
@@ -146,7 +142,6 @@ def sync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -161,11 +156,7 @@ def size_in_bytes(path: Path) -> int:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file in one step, so that nobody finds half of it, even after a power loss.
-
-    Raises:
-      OSError: it could not be written; what was there before stays, and nothing is left of the new file.
-    """
+    """Replace a file in one step. After an error or a power loss nobody finds half of it: what was there stays."""
     with temporary_beside(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         sync(temporary)
@@ -185,11 +176,7 @@ def temporary_beside(path: Path) -> Iterator[Path]:
 
 
 def replace(new: Path, final: Path) -> None:
-    """Move a file or directory to `final`, over what is there.
-
-    Raises:
-      OSError: it could not be moved; what was there before stays.
-    """
+    """Move a file or directory to `final`, over what is there. If it cannot be moved, what was there before stays."""
     if not final.is_dir():
         os.replace(new, final)
         return
@@ -212,28 +199,21 @@ def _remove_any(path: Path) -> None:
 
 
 class BestEffortWrites:
-    """A guard of writes that training does not depend on: it swallows their errors and warns of the first.
-
-    Use as `with guard():` around each write.
-    """
+    """A context for writes that training does not depend on: it swallows their errors and warns of the first."""
 
     def __init__(self, path: Path, errors: tuple[type[Exception], ...] = (OSError,)):
         self._path, self._errors, self._warned = path, errors, False
 
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Swallow the errors of the block."""
-        try:
-            yield
-        except self._errors as error:
-            if not self._warned:
-                log.warning("%s cannot be written (%s); training continues without it", self._path, error_text(error))
-            self._warned = True
+    def __enter__(self) -> None:
+        pass
 
-
-def best_effort_writes(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Guard a single write with `BestEffortWrites`."""
-    return BestEffortWrites(path)()
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
+        if not isinstance(error, self._errors):
+            return False
+        if not self._warned:
+            log.warning("%s cannot be written (%s); training continues without it", self._path, error_text(error))
+        self._warned = True
+        return True
 
 
 # Locks ----------------------------------------------------------------------------------------------------------------
@@ -241,12 +221,9 @@ def best_effort_writes(path: Path) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Hold the lock file `path` during the block, and say whether this process has it.
+    """Hold the lock file `path` during the block, and say whether this process has it; `wait` until it has.
 
     The lock ends with the process, however that ends, so a lock left by a dead process does not count.
-
-    Args:
-      wait: wait until another process gives the lock back.
     """
     with path.open("a") as file:
         deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
@@ -258,10 +235,7 @@ def locked(path: Path, wait: bool = False) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process has the lock file `path`.
-
-    The look shares the lock for an instant, in which `locked` tries again.
-    """
+    """Return whether a process has the lock file. The look shares it for an instant, in which `locked` tries again."""
     try:
         with path.open("rb") as file:
             return not _try_lock(file.fileno(), fcntl.LOCK_SH)
@@ -281,11 +255,7 @@ def _try_lock(descriptor: int, operation: int) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file that this project wrote.
-
-    Raises:
-      DataError: the file is missing or damaged.
-    """
+    """Return the object in a JSON file that this project wrote; raise a DataError if it is missing or damaged."""
     try:
         found = json.loads(path.read_bytes())
         reason = "" if isinstance(found, dict) else "it holds no object"
@@ -297,16 +267,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_any(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file that this project wrote; an empty object if there is no such file.
-
-    Raises:
-      DataError: the file is damaged.
-    """
+    """Return what `read_json` returns; an empty object if there is no such file."""
     return read_json(path) if path.exists() else {}
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write an object, whole or not at all."""
     write_whole(path, to_json(value, indent=1) + "\n")
 
 

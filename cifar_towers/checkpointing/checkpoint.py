@@ -19,7 +19,6 @@ EARLIER_METADATA = "facts.json"  # what versions before 2026-11-25 wrote instead
 
 
 def checkpoint_path(train_dir: Path, step: int) -> Path:
-    """Return the directory of the checkpoint of a step."""
     return train_dir / CHECKPOINTS_DIR / f"step-{step:08d}"
 
 
@@ -35,15 +34,13 @@ def latest_checkpoint(train_dir: Path) -> Path | None:
       DataError: there are checkpoints, and all are damaged.
     """
     while existing := list_checkpoints(train_dir):
-        damaged_ones: list[str] = []
+        damages: dict[Path, str] = {}
         for checkpoint in reversed(existing):
-            damage = validate_checkpoint(checkpoint)
-            if not damage:
-                for message in damaged_ones:
-                    log.warning("%s; %s is taken", message, checkpoint.name)
+            if not (damage := validate_checkpoint(checkpoint)):
+                for damaged_one in filter(Path.exists, damages):
+                    log.warning("%s is damaged (%s); %s is taken", damaged_one, damages[damaged_one], checkpoint.name)
                 return checkpoint
-            if checkpoint.exists():
-                damaged_ones.append(f"{checkpoint} is damaged ({damage})")
+            damages[checkpoint] = damage
         if list_checkpoints(train_dir) == existing:  # otherwise the run is training and has replaced old ones
             break
     if existing or list((train_dir / CHECKPOINTS_DIR).glob(f"{files.DAMAGED}*")):
@@ -69,16 +66,13 @@ def checkpoint_at_step(train_dir: Path, step: int) -> Path:
     return checkpoint
 
 
-def validate_checkpoint(checkpoint: Path, hashes: bool = True) -> str:
+def validate_checkpoint(checkpoint: Path) -> str:
     """Return the damage of a checkpoint in words; an empty string if it is as it was written, where it was written.
-
-    Args:
-      hashes: compare the contents of files too, as in `files.validate`.
 
     Raises:
       UsageError: an earlier version of this project wrote the checkpoint.
     """
-    if damage := files.validate(checkpoint, hashes):
+    if damage := files.validate(checkpoint):
         return damage
     try:
         step = read_metadata(checkpoint)["step"]
@@ -106,7 +100,6 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
 
 
 def damaged(checkpoint: Path, error: Exception) -> DataError:
-    """Return the error to raise where a checkpoint cannot be read."""
     if not checkpoint.exists():
         return DataError(f"{checkpoint} is gone: its run is training and keeps newer ones; type the same again")
     return DataError(f"{checkpoint} is damaged ({error_text(error)}); the next start sets it aside")

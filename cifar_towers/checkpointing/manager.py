@@ -10,14 +10,9 @@ import tensorflow as tf
 
 from cifar_towers import files
 from cifar_towers.checkpointing import variables as variable_files
-from cifar_towers.checkpointing.checkpoint import (
-    checkpoint_path,
-    list_checkpoints,
-    read_metadata,
-    validate_checkpoint,
-)
+from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoints, read_metadata, validate_checkpoint
 from cifar_towers.errors import DataError, RunError
-from cifar_towers.files import CHECKPOINTS_DIR, best_effort_writes
+from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
 
 DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps is asked for
@@ -143,11 +138,8 @@ class CheckpointManager:
     def roll_back(self, last_good_step: int, rollbacks: int) -> dict[str, Any] | None:
         """Restore the newest undamaged checkpoint up to `last_good_step` and remove the later ones.
 
-        If the previous rollback ended at the same checkpoint, the one before it is taken.
-
-        Args:
-          rollbacks: the number of rollbacks with this one. A file of its own records it, as the next checkpoint will
-            have it only later.
+        If the previous rollback ended at the same checkpoint, the one before it is taken. A file of its own records the
+        number of `rollbacks` with this one, as the next checkpoint will have it only later.
 
         Returns:
           The metadata of the restored checkpoint, or None if there is none to restore.
@@ -159,7 +151,7 @@ class CheckpointManager:
 
     def _roll_back(self, last_good_step: int, rollbacks: int) -> dict[str, Any] | None:
         path = self._train_dir / files.ROLLBACKS
-        with best_effort_writes(path):
+        with files.BestEffortWrites(path):
             files.write_json(path, {"rollbacks": rollbacks})
         undamaged = [path for path in list_checkpoints(self._train_dir) if not validate_checkpoint(path)]
         steps = [step for path in undamaged if (step := read_metadata(path)["step"]) <= last_good_step]
@@ -169,12 +161,11 @@ class CheckpointManager:
         self._rolled_back_to = step = steps[-2 if go_further else -1]
         checkpoint = checkpoint_path(self._train_dir, step)
         metadata = self.restore(checkpoint)
-        for path in list_checkpoints(self._train_dir):
-            if path > checkpoint:
-                try:
-                    files.remove(path)
-                except OSError as error:
-                    raise RunError(f"{path} cannot be removed to go back to step {step}: {error.strerror}") from error
+        for path in (path for path in list_checkpoints(self._train_dir) if path > checkpoint):
+            try:
+                files.remove(path)
+            except OSError as error:
+                raise RunError(f"{path} cannot be removed to go back to step {step}: {error.strerror}") from error
         return metadata
 
     def _on_all_workers(self, restore: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -200,7 +191,6 @@ def prune_checkpoints(train_dir: Path, max_to_keep: int) -> None:
 
 def _accuracy(checkpoint: Path) -> float:
     """Return the accuracy measured at a checkpoint's step; negative if none was, or if the checkpoint is damaged."""
-    try:
+    with contextlib.suppress(DataError):
         return float(read_metadata(checkpoint).get("accuracy") or -1.0)
-    except DataError:
-        return -1.0
+    return -1.0

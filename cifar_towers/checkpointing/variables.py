@@ -22,9 +22,8 @@ Variables = Mapping[str, tf.Variable]  # every variable of a run by its lasting 
 def save_checkpoint(train_dir: Path, step: int, variables: Variables, metadata: Mapping[str, Any]) -> Path:
     """Write `checkpoints/step-<step>/`, whole or not at all. One that exists is kept, as a step has one state.
 
-    Args:
-      variables: `tf.train.load_checkpoint` on the directory's `state` prefix reads them.
-      metadata: what else a resumed run needs, as JSON; its `accuracy`, if any, decides which checkpoint is best.
+    `tf.train.load_checkpoint` on the directory's `state` prefix reads the variables. The `accuracy` in the metadata, if
+    any, decides which checkpoint is best.
 
     Raises:
       OSError: it could not be written; what was there before is unchanged.
@@ -51,21 +50,17 @@ def restore_variables(checkpoint: Path, variables: Variables) -> None:
     Raises:
       UsageError: the checkpoint holds other variables, named in the message. DataError: the checkpoint is damaged.
     """
-    prefix = str(checkpoint / PREFIX)
-    try:
-        saved = {name: shape for name, shape in tf.train.list_variables(prefix) if not name.startswith("_CHECKPOINT")}
-        wanted = {_key(name): list(variable.shape) for name, variable in variables.items()}
-        differing = sorted(key for key in {*saved, *wanted} if saved.get(key) != wanted.get(key))
-        if not differing:
-            tf.train.Checkpoint(variables=dict(variables)).read(prefix).assert_consumed()
-    except (tf.errors.OpError, OSError, ValueError) as error:
-        raise damaged(checkpoint, error) from error
+    values = read_variables(checkpoint)
+    saved = {name: (value.shape, value.dtype) for name, value in values.items()}
+    wanted = {name: (tuple(each.shape), each.dtype.as_numpy_dtype) for name, each in variables.items()}
+    differing = sorted(name for name in {*saved, *wanted} if saved.get(name) != wanted.get(name))
     if differing:
-        names = ", ".join(map(_name, differing[:4]))
         raise UsageError(
-            f"{checkpoint} is of another model or recipe: {len(differing)} variables differ, among them {names}; "
-            "give another --train_dir, or --overwrite to start again in this one"
+            f"{checkpoint} is of another model or recipe: {len(differing)} variables differ, among them "
+            f"{', '.join(differing[:4])}; give another --train_dir, or --overwrite to start again in this one"
         )
+    for name, variable in variables.items():
+        variable.assign(values[name])
 
 
 def read_variables(checkpoint: Path, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
@@ -77,22 +72,16 @@ def read_variables(checkpoint: Path, names: Sequence[str] | None = None) -> dict
     try:
         reader = tf.train.load_checkpoint(str(checkpoint / PREFIX))
         keys = {_name(key): key for key in reader.get_variable_to_shape_map() if _SUFFIX in key}
-        names = list(keys) if names is None else names
-        missing = next((name for name in names if name not in keys), None)
-        values = {} if missing else {name: reader.get_tensor(keys[name]) for name in names}
-    except (tf.errors.OpError, OSError, ValueError) as error:
+        wanted = keys if names is None else names
+        values = {name: reader.get_tensor(keys[name]) for name in wanted if name in keys}
+    except (tf.errors.OpError, OSError, ValueError, LookupError) as error:  # the last if a file is cut off
         raise damaged(checkpoint, error) from error
-    if missing:
-        raise UsageError(f"{checkpoint} has no variable {missing}; it is of another model")
+    if missing := [name for name in wanted if name not in keys]:
+        raise UsageError(f"{checkpoint} has no variable {missing[0]}; it is of another model")
     return values
 
 
-def _key(name: str) -> str:
-    """Return TensorFlow's key of a variable in a checkpoint: dots doubled, slashes as `.S`."""
-    return f"variables/{name.replace('.', '..').replace('/', '.S')}{_SUFFIX}"
-
-
 def _name(key: str) -> str:
-    """Return the name of the variable with TensorFlow's key."""
+    """Return the name of the variable with TensorFlow's key in a checkpoint: dots doubled, slashes as `.S`."""
     escaped = key.removeprefix("variables/").removesuffix(_SUFFIX)
     return re.sub(r"\.(\.|S)", lambda match: "." if match[1] == "." else "/", escaped)

@@ -6,7 +6,7 @@ No function here needs TensorFlow.
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,9 @@ def choose_directory(config: TrainConfig, banner: str, launch_id: str) -> TrainC
     """
     if banner and not config.train_dir:
         config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
-    if config.overwrite and was_cleared_by(config.directory, launch_id):
-        config = dataclasses.replace(config, overwrite=False)
+    with contextlib.suppress(OSError):  # no launch has cleared it
+        if config.overwrite and launch_id and (config.directory / files.LAUNCH).read_text() == launch_id:
+            config = dataclasses.replace(config, overwrite=False)
     return config
 
 
@@ -102,7 +103,7 @@ def prepare(config: TrainConfig, launch_id: str) -> None:
       UsageError: the directory has a config.json or result.json and holds no run, or it cannot be cleared.
     """
     directory = config.directory
-    if not is_run(directory) and not any(next(directory.glob(name), None) for name in CHECKPOINTS):
+    if not is_run(directory) and not _find(directory, CHECKPOINTS):
         for path in (directory / files.CONFIG, directory / files.RESULT):
             if path.is_file() and path.stat().st_size:
                 raise UsageError(f"{path} is of no run and would be replaced; give another --train_dir")
@@ -117,13 +118,13 @@ def clear(directory: Path, launch: str = "") -> None:
       UsageError: something cannot be removed or written.
     """
     try:
-        if any(next(directory.glob(name), None) for name in (files.CONFIG, *CHECKPOINTS)):
-            for path in (path for name in WRITTEN for path in directory.glob(name)):
+        if _find(directory, (files.CONFIG, *CHECKPOINTS)):
+            for path in _find(directory, WRITTEN):
                 if path.is_dir():
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
-            for path in (path for name in SHARED for path in directory.glob(name)):
+            for path in _find(directory, SHARED):
                 with contextlib.suppress(OSError):
                     path.rmdir()
         if launch:
@@ -132,23 +133,15 @@ def clear(directory: Path, launch: str = "") -> None:
         raise UsageError(f"{directory} cannot be cleared: {error.strerror}; give another --train_dir") from error
 
 
-def was_cleared_by(directory: Path, launch: str) -> bool:
-    """Return whether the directory was last cleared by this launch; an empty name is no launch."""
-    try:
-        return bool(launch) and (directory / files.LAUNCH).read_text() == launch
-    except OSError:
-        return False
+def _find(directory: Path, patterns: Iterable[str]) -> list[Path]:
+    return [path for pattern in patterns for path in directory.glob(pattern)]
 
 
 # Resuming a run -------------------------------------------------------------------------------------------------------
 
 
 def previous_choices(config: TrainConfig, num_towers: int) -> dict[str, Any]:
-    """Return what was chosen of `CHOSEN` when the run was last trained on as many towers; empty if it was not.
-
-    Raises:
-      DataError: there are checkpoints, and all are damaged.
-    """
+    """Return what was chosen of `CHOSEN` when the run was last trained on as many towers; empty if it was not."""
     if config.overwrite or not any(getattr(config, name) in ("", "auto", 0) for name in CHOSEN):
         return {}
     checkpoint = latest_checkpoint(config.directory)
@@ -160,9 +153,6 @@ def checkpoint_to_resume(
     config: TrainConfig, dataset: Dataset, has_batch_norm: bool
 ) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest undamaged checkpoint of a run and its metadata, or None if there is none.
-
-    Args:
-      has_batch_norm: whether the run's model has batch normalization.
 
     Raises:
       UsageError: the checkpoint was made with another recipe or data set; the message names what differs.
@@ -197,11 +187,7 @@ def _check_recipe(
 
 
 def completed_result(config: TrainConfig, step: int, last_step: int) -> dict[str, Any] | None:
-    """Return the result of a run with nothing left to do: at its last step or its target, with all its files written.
-
-    Raises:
-      DataError: the result is damaged.
-    """
+    """Return the result of a run that is at its last step or its target, with all its files written; otherwise None."""
     result = files.read_json_if_any(config.directory / files.RESULT)
     if not result or not all((config.directory / name).exists() for name in (files.CONFIG, files.ENVIRONMENT)):
         return None

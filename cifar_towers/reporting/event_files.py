@@ -34,7 +34,7 @@ class EventWriter:
         """Append one event: `Summary` protos of a step, or another field of `Event`, such as graph_def."""
         if summaries:  # protos of TensorBoard's class or of TensorFlow's
             fields["summary"] = Summary.FromString(b"".join(summary.SerializeToString() for summary in summaries))
-        with self._best_effort():
+        with self._best_effort:
             try:
                 writer = self._writer if self._writer and self._path.exists() else self._open()
                 _append(writer, Event(step=step, **fields))
@@ -45,7 +45,7 @@ class EventWriter:
     def truncate_after(self, step: int) -> None:
         """Remove all events after `step`. Each file is replaced atomically."""
         self.close()
-        with self._best_effort():
+        with self._best_effort:
             for path in sorted(self._directory.glob(EVENT_FILES)):
                 events = list(read_events(path))
                 remaining = [event for event in events if event.step <= step]

@@ -51,7 +51,7 @@ class StepProfiler:
         if self._is_done or not self._first <= step < self._last:
             return
         if not self._is_running:
-            with self._best_effort():
+            with self._best_effort:
                 tf.profiler.experimental.start(str(self._logdir))
                 self._is_running = True
             self._is_done = not self._is_running
@@ -76,7 +76,7 @@ class StepProfiler:
             return None
         self._is_running, self._is_done = False, True
         summary = None
-        with self._best_effort():
+        with self._best_effort:
             if self._steps:
                 summary = self._summarize(self._write_trace())
             else:

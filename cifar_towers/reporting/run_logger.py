@@ -251,7 +251,7 @@ class RunLogger:
         if result["skipped_steps"]:
             self.log(f"{count(result['skipped_steps'], 'skipped step')}, {count(result['rollbacks'], 'rollback')}")
         self._write_unwritten()
-        with files.best_effort_writes(self.directory / files.RESULT):
+        with files.BestEffortWrites(self.directory / files.RESULT):
             files.write_json(self.directory / files.RESULT, result)
         final = {f"{tags.ACCURACY}/{run_info.score_tag(**score)}": score["accuracy"] for score in result["evaluations"]}
         final |= {"training_seconds": self.timer.training_seconds}
@@ -264,7 +264,7 @@ class RunLogger:
     def _write_unwritten(self) -> None:
         """Write config.json and environment.json if an earlier try failed: nobody can use the run without them."""
         for name, content in list(self._unwritten.items()):
-            with files.best_effort_writes(self.directory / name):
+            with files.BestEffortWrites(self.directory / name):
                 files.write_json(self.directory / name, content)
                 del self._unwritten[name]
 
@@ -314,7 +314,7 @@ class RunLogger:
             pictures[tags.CONFUSION] = figures.confusion_matrix(score.confusion, names, f"{name}, step {step}")
         for file, tag in ((files.MISTAKES, tags.MISTAKES), (files.CONFUSION, tags.CONFUSION)):
             if tag in pictures:
-                with files.best_effort_writes(self.directory / file):
+                with files.BestEffortWrites(self.directory / file):
                     files.write_whole(self.directory / file, figures.png(pictures[tag]))
         self.tensorboard.write_pictures(step, name.partition("/")[0], pictures)
         self.tensorboard.write_embedding(step, score, split, names)

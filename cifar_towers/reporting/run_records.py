@@ -29,13 +29,13 @@ class JsonlWriter:
 
     def keep(self, condition: Callable[[dict], bool]) -> None:
         """Remove all records that do not meet the condition, as on a rollback."""
-        with self._best_effort():
+        with self._best_effort:
             kept = [record for record in read_records(self._path) if condition(record)]
             files.write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def records(self, kind: str) -> list[dict]:
         """Return the records of one kind, `train` or `eval`."""
-        with self._best_effort():
+        with self._best_effort:
             return [record for record in read_records(self._path) if record["kind"] == kind]
         return []
 
@@ -43,7 +43,7 @@ class JsonlWriter:
         """Append one record."""
         line = "\n" * self._incomplete + files.to_json(record) + "\n"
         self._incomplete = True
-        with self._best_effort():
+        with self._best_effort:
             with self._path.open("a") as file:
                 file.write(line)
             self._incomplete = False

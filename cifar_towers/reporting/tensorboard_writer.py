@@ -140,7 +140,7 @@ class TensorBoardWriter:
             return
         count, directory = len(score.features), self._train_dir / f"{PROJECTOR}_{step:08}"
         columns = projector.metadata_columns(split.labels[:count], score.probabilities[:count], class_names)
-        with files.best_effort_writes(directory):
+        with files.BestEffortWrites(directory):
             projector.write(directory, score.features, split.images[:count], columns)
             for other in self._train_dir.glob(files.PROJECTOR):
                 if other != directory:

@@ -121,7 +121,7 @@ def _train_seeds(config: SpeedrunConfig, metadata: Mapping, num_devices: int) ->
         else:
             after = peak.measure(metadata["precision"], gpus=num_devices)
             peaks, before = [before, after], after
-            with files.best_effort_writes(train_dir / PEAKS):
+            with files.BestEffortWrites(train_dir / PEAKS):
                 files.write_json(train_dir / PEAKS, {"peaks": peaks})
         environment = files.read_json_if_any(train_dir / files.ENVIRONMENT)
         results.append(
