@@ -1,4 +1,4 @@
-"""What all command-line programs have in common: signals, exit codes, errors in one line, flags, late TensorFlow."""
+"""The common parts of all command-line programs: signals, exit codes, errors in one line, flags, late TensorFlow."""
 
 import contextlib
 import functools

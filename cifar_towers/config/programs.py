@@ -47,7 +47,7 @@ class TrainedRunConfig(DeviceConfig):
 
 @dataclasses.dataclass(frozen=True)
 class ComputeConfig(TrainedRunConfig):
-    """How a trained model computes."""
+    """Settings of a trained model's computation."""
 
     exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes} or the output cannot be written"
 
@@ -61,7 +61,7 @@ class ComputeConfig(TrainedRunConfig):
 
 @dataclasses.dataclass(frozen=True)
 class RunDataConfig(TrainedRunConfig):
-    """Where a run's data are now."""
+    """The present place of a run's data."""
 
     dataset: str = _data(
         "", "place of the run's data, as folder:<path>; default: where they were in training", check=check_dataset

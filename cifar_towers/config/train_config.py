@@ -85,7 +85,7 @@ _reporting = Section("Reporting", per_run=True)
 
 @dataclasses.dataclass(frozen=True)
 class DeviceConfig:
-    """Which devices the towers use, and how."""
+    """Settings of the devices that the towers use."""
 
     exit_codes: ClassVar[str] = describe_exit_codes(*ERRORS)
 

@@ -48,7 +48,7 @@ class Workers(Protocol):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is worker 0, the only one that reads and writes `train_dir`."""
+        """True on worker 0, the only one that reads and writes `train_dir`."""
 
     def gather(self, value: Any) -> list:
         """Return the values of all workers, by worker."""

@@ -60,7 +60,7 @@ class Coordinator:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is worker 0, the only one that reads and writes `train_dir`."""
+        """True on worker 0, the only one that reads and writes `train_dir`."""
         return self.index == 0
 
     def gather(self, value: Any) -> list:

@@ -67,7 +67,7 @@ def wait_until(happened, timeout=90):
 
 
 def answers(process, number):
-    """Whether a process has a handler for a signal, as the kernel has it."""
+    """Return whether a process has a handler for a signal, as the kernel has it."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1]
     return bool(int(caught, 16) >> number - 1 & 1)
@@ -371,7 +371,7 @@ def test_too_small_a_memory_is_one_line(capsys):
 
 @pytest.mark.slow
 def test_benchmark_end_to_end(tmp_path, tiny):
-    """One step a visit, two towers: all that is measured of them, and what it is written to."""
+    """Measure one step a visit on two towers, and look at every file that is written."""
     flags = ["--towers=2", "--precisions=float32", "--minutes=0", "--nopeers", f"--train_dir={tmp_path}"]
     code, out, err = finish(start("benchmark.py", *tiny, *flags))
     assert code == 0, err

@@ -73,7 +73,7 @@ SLOWLY = "shutdown.announce = lambda line: (time.sleep(0.3), print(line, flush=T
 
 @pytest.mark.parametrize(("doing", "pause"), [("", 0.002), ("", 0.002), ("", 0.002), (SLOWLY, 0.25)])
 def test_two_signals_at_once_count_once(doing, pause):
-    """As sent by `timeout`, which signals a process and then its group; also while the first is announced."""
+    """Send signals as `timeout` does, to a process and then its group; also while the first is announced."""
     exit_code, out, _ = Child(doing + BUSY.format(2)).send_signals(signal.SIGTERM, 0.1, pause)
     assert exit_code == 143 and "interrupted" in out
 

@@ -175,7 +175,7 @@ def test_recipe_is_speed94_unless_a_recipe_a_flagfile_or_a_model_is_given(tmp_pa
 
 
 def test_flagfile_may_name_no_recipe(tmp_path):
-    """It would be ambiguous which of the two settings hold, and which name the run has."""
+    """Two recipes would leave open which settings hold, and which name the run has."""
     mine = tmp_path / "mine.cfg"
     mine.write_text("--recipe=speed94\n--epochs=3\n")
     with pytest.raises(UsageError, match="recipe=speed94 and flagfile=.*mine.cfg both say what to train"):

@@ -225,7 +225,7 @@ def test_bad_cluster_ends_every_worker_with_one_line(flags, tmp_path, name):
 
 @pytest.mark.slow
 def test_port_in_use_is_named(flags, tmp_path):
-    """As where two processes are the same worker."""
+    """Two processes with one worker_index have the same port."""
     first, second = free_addresses(2)
     given = [*flags, "--strategy=multi_worker", f"--workers={first},{second}", f"--train_dir={tmp_path / 'run'}"]
     port = int(second.rpartition(":")[2])
