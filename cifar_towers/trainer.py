@@ -35,7 +35,7 @@ from cifar_towers.training.diagnostics import activation_layers
 from cifar_towers.training.health import Health, locate_nonfinite
 from cifar_towers.training.results import gather_diagnostics
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step_runner import FinishedStep, StepRunner
+from cifar_towers.training.step_runner import FinishedStep, StepRunner, was_skipped
 
 
 def train(
@@ -73,29 +73,33 @@ def train(
 
 
 def train_run(config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str) -> dict:
-    """Train a run to its end, across rollbacks, and across restarts in smaller parts where the memory is too small."""
+    """Train a run to its end, and write its result.
+
+    After divergence the run goes back to a checkpoint. After running out of memory it is set up again with more
+    micro-batches, and resumes.
+    """
     run: Run | None = None
-    step = micro_batches = 0
-    with contextlib.ExitStack() as lock:
+    micro_batches = 0  # as the config says
+    with contextlib.ExitStack() as held:
         try:
             while True:
                 if not run:
                     run = set_up(config, micro_batches=micro_batches)
-                    if not micro_batches:  # the first time
-                        lock.enter_context(workdir.exclusive(config.directory))
+                    if not micro_batches:  # the first time; a restart holds the lock already
+                        held.enter_context(workdir.exclusive(config.directory))
                         workdir.prepare(config, launch_id)
                         config = dataclasses.replace(config, overwrite=False)
                     step = run.resume()
                     if result := run.stored_result(step):
                         return result
-                    run.open(step)
+                    run.begin(step)
                 try:
                     step = train_from(step, run)
                 except DivergedError as error:
                     step = run.roll_back(error)
                 except tf.errors.OpError as error:
-                    micro_batches = run.smaller_micro_batches(error)
-                    run.close()
+                    micro_batches = run.choose_more_micro_batches(error)
+                    run.end()
                     run = None
                 else:
                     return finish(step, run)
@@ -104,7 +108,7 @@ def train_run(config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str)
                     gc.collect()
         finally:
             if run:
-                run.close()
+                run.end()
 
 
 def train_from(step: int, run: "Run") -> int:
@@ -115,7 +119,7 @@ def train_from(step: int, run: "Run") -> int:
       DivergedError: too many steps in a row were skipped, or a variable is not finite at the end.
     """
     try:
-        run.evaluate_again(step)
+        run.complete_evaluation(step)
         if not run.reached:
             for batch in run.batches.stream(step, run.length.last):
                 finished = run.start_step(step, batch)
@@ -139,7 +143,7 @@ def finish(step: int, run: "Run") -> dict:
     run.shutdown.exit_immediately_from_now(outcome)
     run.logger.begin_final_evaluation(step, run.evaluator.splits)
     run.evaluate_now(step, run.config.tta, final=True)
-    run.check_target(step)
+    run.note_target(step)
     weights_sha256 = run.state.weights_sha256()
     run.workers.assert_equal({"weights, as sha256,": weights_sha256})
     result = {
@@ -160,10 +164,10 @@ def finish(step: int, run: "Run") -> dict:
 
 
 class Run:
-    """One run in one directory: what it trains, and what happens every so often.
+    """One run in one directory: the parts that train it, and the hooks after each step.
 
     Attributes:
-      requested: the config as it was given. config: the same, with what measuring or memory chose.
+      requested: the config as it was given. config: the same, with a value in place of every `auto`.
       towers: of the step; a single one if the devices hold stages of the model. local_towers: those of this process.
       hooks: functions of (number of finished steps, steps whose metrics have arrived), called after every step.
       evaluations: records of the evaluations after the last step, if it was evaluated.
@@ -185,7 +189,7 @@ class Run:
         """Build batches, model, state, step and collaborators as the config asks for.
 
         Args:
-          micro_batches: with `micro_batches=auto`, the number to take; 0: that of the run so far, or 1.
+          micro_batches: number of micro-batches if the config says `auto`; 0: as the run was trained so far, or else 1.
 
         Raises:
           UsageError: this machine, this model or this data set cannot be trained so.
@@ -253,11 +257,11 @@ class Run:
         self.metadata = workdir.run_metadata(self.requested, config, dataset, precision, len(self.towers))
 
         self.hooks: list[Callable[[int, Sequence[FinishedStep]], None]] = [
-            self.report,
+            self.check_and_log,
             self.evaluate_if_due,
             self.end_epoch,
             self.save_if_due,
-            self.check_target,
+            self.note_target,
         ]
         self._has_batch_norm = has_batch_norm(self.state.model)
         self.evaluations: list[dict] = []
@@ -290,8 +294,8 @@ class Run:
             self.log(f"{self.config.directory} is complete at step {step}: {score}")
         return result
 
-    def open(self, step: int) -> None:
-        """Open the files of the run; from now on a signal lets it save first."""
+    def begin(self, step: int) -> None:
+        """Open the files of the run. From now on a signal ends it after the step, when it is saved."""
         self.logger.open(step, functools.partial(self.evaluator.passes_left, tta=self.config.tta))
         self.shutdown.announce = self.log
         self.shutdown.check()
@@ -300,8 +304,8 @@ class Run:
         if self.config.rollback_on_divergence and step == 0:
             self.save_now(0)
 
-    def close(self) -> None:
-        """End a trace that is running, and the progress display."""
+    def end(self) -> None:
+        """End the progress display, and a profile that is being taken."""
         self._profile(StepProfiler.close)
         self.logger.progress.pause()
 
@@ -310,10 +314,12 @@ class Run:
     def start_step(self, step: int, batch: Batch) -> list[FinishedStep]:
         """Start the update that makes `step` into `step + 1`; return the steps whose metrics have arrived.
 
-        The started step is among them if something is due after it. A step of a new kind is compiled, and timed apart.
+        The started step is among them if something is due after it, and wherever its numbers cannot wait: on a cluster,
+        in a profile, and if it may not fit into the memory.
         """
         if not on_gpus(self.local_towers) and self.step_runner.skipped_last():
-            self.report(step, self.step_runner.finish())  # before the state moves; a GPU would wait for the answer
+            # find the non-finite tensor before the next update; on GPUs, asking at every step would stall the device
+            self.check_and_log(step, self.step_runner.finish())
         self._compiled = needs_compilation = self.step_runner.needs_compilation(step)
         self.timer.end_phase("compile" if needs_compilation else "input")
         is_cluster = self.workers.size > 1
@@ -324,15 +330,10 @@ class Run:
         }
         may_not_fit = needs_compilation and not self.requested.micro_batches
         if may_not_fit and step:
-            self.report(step, self.step_runner.finish())
-            self.save_now(step)  # to continue from, in smaller parts
+            self.check_and_log(step, self.step_runner.finish())
+            self.save_now(step)  # to resume from, with more micro-batches
         if needs_compilation:
-            image_size = self.step_runner.image_size_at(step)
-            self.logger.progress.activity(f"compiling the step for images of {image_size} pixels")
-            with self.shutdown.interruptible():  # it takes a while, and nothing has changed yet
-                function = self.step_runner.trace(step, batch, **options)
-            if not self.step_runner.traced:
-                self.logger.log_graph(function)
+            self._compile(step, batch, options)
         self._profile(StepProfiler.before, step)
         finished = self.step_runner.start(step, batch, **options)
         if is_cluster or self.profiler or may_not_fit or self._is_something_due(step + 1):
@@ -341,6 +342,15 @@ class Run:
         self.logger.end_step(step + 1, not needs_compilation)
         self.evaluations = []
         return finished
+
+    def _compile(self, step: int, batch: Batch, options: dict[str, Any]) -> None:
+        """Trace and compile a step of a new kind; draw the graph of the first."""
+        image_size = self.step_runner.image_size_at(step)
+        self.logger.progress.activity(f"compiling the step for images of {image_size} pixels")
+        with self.shutdown.interruptible():  # it takes a while, and nothing has changed yet
+            function = self.step_runner.trace(step, batch, **options)
+        if not self.step_runner.traced:
+            self.logger.log_graph(function)
 
     def _is_something_due(self, step: int) -> bool:
         is_evaluated = self.evaluator.is_due(step)
@@ -358,14 +368,14 @@ class Run:
 
     # What happens after a step
 
-    def report(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Check and log the steps whose metrics have arrived.
+    def check_and_log(self, step: int, finished: Sequence[FinishedStep]) -> None:
+        """Check and log the steps whose metrics have arrived; take over the signal on which the workers agree.
 
         Raises:
           DivergedError: too many steps in a row were skipped.
         """
         finished = list(finished)
-        if not all(each.metrics.finite for each in finished):
+        if any(was_skipped(each.metrics) for each in finished):
             finished += self.step_runner.finish()  # has a later step changed the variables?
         for index, each in enumerate(finished):
             if self.workers.size > 1:
@@ -391,7 +401,7 @@ class Run:
         if is_good and self.checkpoints.should_save(step, self.evaluator.is_due(step)):
             self.save_now(step)
 
-    def check_target(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
+    def note_target(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
         """Set `reached` once the evaluations of the first split without test-time augmentation meet the target."""
         split = self.evaluations[0]["split"] if self.evaluations else ""
         plain = [record for record in self.evaluations if record["tta"] == 0 and record["split"] == split]
@@ -405,12 +415,12 @@ class Run:
 
     # Evaluating, saving, going back
 
-    def evaluate_again(self, step: int) -> None:
-        """Make the evaluation after `step` that an earlier start was stopped in, if there is one; check the target."""
+    def complete_evaluation(self, step: int) -> None:
+        """Evaluate the run after `step` if an earlier process was stopped in that evaluation; then note the target."""
         if self.evaluator.is_due(step) and not self.evaluations:
             self.logger.drop_evaluations(step)
             self.evaluate_now(step)
-        self.check_target(step)
+        self.note_target(step)
 
     def evaluate_now(self, step: int, tta: int = 0, final: bool = False) -> None:
         """Score the validation split if there is one, else test; both if `final`. Log the scores."""
@@ -436,7 +446,7 @@ class Run:
     def save_on_interrupt(self, step: int) -> Interrupted:
         """Save the last finished step, if there is one; return the error to raise."""
         self.shutdown.defer_signals()
-        self.report(step, self.step_runner.finish())
+        self.check_and_log(step, self.step_runner.finish())
         self.logger.progress.pause()
         if not step:
             return Interrupted(self.shutdown.signal, NOTHING_TO_SAVE)
@@ -463,14 +473,14 @@ class Run:
         self.log(f"{error}\nrolled back to step {step}; {rates}")
         return step
 
-    def smaller_micro_batches(self, error: tf.errors.OpError) -> int:
-        """Return and log the number of micro-batches to continue with after a step did not fit into the memory.
+    def choose_more_micro_batches(self, error: tf.errors.OpError) -> int:
+        """Return and log the number of micro-batches to resume with after a step did not fit into the memory.
 
         Raises:
-          OpError: `error`, if it has another reason, or if smaller micro-batches are not asked for or not possible.
+          OpError: `error`, if it has another reason, or if the number is not to be chosen or cannot grow.
         """
         reason = "" if self.requested.micro_batches else tuning.describe_out_of_memory(error)
-        count = tuning.smaller_micro_batches(self.config, len(self.towers)) if reason else 0
+        count = tuning.more_micro_batches(self.config, len(self.towers)) if reason else 0
         if not count:
             raise error
         line = f"a step does not fit into the memory ({reason}): continuing with --micro_batches={count}"
@@ -538,8 +548,8 @@ def explained_errors(config: TrainConfig, towers: Sequence[Tower]) -> Iterator[N
     except tf.errors.OpError as error:
         if reason := tuning.describe_out_of_memory(error):
             advice = "a smaller --batch_size, which is another run, may fit"
-            if smaller := tuning.suggest_smaller_micro_batches(config, len(towers)):
-                advice = f"the same command with {smaller} takes each tower's share in smaller parts, and resumes from "
+            if more := tuning.suggest_more_micro_batches(config, len(towers)):
+                advice = f"the same command with {more} takes each tower's share in smaller parts, and resumes from "
                 advice += "the last checkpoint if the net has no batch normalization"
             raise UsageError(f"{reason}: the memory is too small for this; {advice}") from error
         if not (config.deterministic and isinstance(error, tf.errors.UnimplementedError)):

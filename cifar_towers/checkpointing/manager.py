@@ -138,8 +138,8 @@ class CheckpointManager:
     def roll_back(self, last_good_step: int, rollbacks: int) -> dict[str, Any] | None:
         """Restore the newest undamaged checkpoint up to `last_good_step` and remove the later ones.
 
-        If the previous rollback ended at the same checkpoint, the one before it is taken. A file of its own records the
-        number of `rollbacks` with this one, as the next checkpoint will have it only later.
+        If the previous rollback ended at the same checkpoint, the one before it is taken. The number of
+        `rollbacks`, this one included, is written at once, because the next checkpoint may never be.
 
         Returns:
           The metadata of the restored checkpoint, or None if there is none to restore.

@@ -22,7 +22,7 @@ from cifar_towers.registry import FOLDER
 CHOSEN = ("variable_placement", "tower_shares", "micro_batches")  # settings that measuring or memory may choose
 CHECKPOINTS = tuple(f"{CHECKPOINTS_DIR}/{prefix}*" for prefix in ("step-", files.DAMAGED, files.TEMPORARY, files.TRASH))
 EVENTS = ("train", "eval", "result", "tower_*", files.PROJECTOR)  # directories that TensorBoard reads
-# Directories whose names others may use too: a run's files in them are removed, they themselves only when empty.
+# Others may use these names of directories too: only a run's files in them are removed, and empty directories.
 SHARED = (CHECKPOINTS_DIR, "train/plugins", *EVENTS)
 WRITTEN = (
     *CHECKPOINTS,
@@ -141,7 +141,7 @@ def _find(directory: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 def previous_choices(config: TrainConfig, num_towers: int) -> dict[str, Any]:
-    """Return what was chosen of `CHOSEN` when the run was last trained on as many towers; empty if it was not."""
+    """Return the `CHOSEN` settings of the newest checkpoint if it was made with as many towers; otherwise none."""
     if config.overwrite or not any(getattr(config, name) in ("", "auto", 0) for name in CHOSEN):
         return {}
     checkpoint = latest_checkpoint(config.directory)

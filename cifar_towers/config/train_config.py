@@ -175,8 +175,8 @@ class TrainConfig(DeviceConfig):
     )
     micro_batches: int = _towers.recipe(
         1,
-        "number of parts in which each tower computes its share of the batch; auto: one, doubled whenever a step does "
-        "not fit into memory",
+        "number of parts in which each tower computes its share of the batch; auto: one, and at least twice as many "
+        "after a step that does not fit into memory",
         low=0,
         high=MAX_MICRO_BATCHES,
         words={"auto": 0},

@@ -91,8 +91,8 @@ class Batches:
         )
         start = position * self.batch_size + self._first_row
         chosen = tf.ensure_shape(order[start : start + self._num_rows], [self._num_rows])
-        # Drawn for the whole batch, so that an example's numbers do not depend on the worker. Another column would
-        # change them all, so a new augmentation draws its own with another seed.
+        # Drawn for the whole batch, so that an example's numbers do not depend on the worker. A further column would
+        # change every number, so a new augmentation draws its own with another seed.
         uniform = tf.random.stateless_uniform([self.batch_size, 7], tf.stack([tf.cast(self.seed, tf.int64), step]))
         uniform = uniform[self._first_row : self._first_row + self._num_rows]
         draws = RandomDraws(

@@ -13,8 +13,8 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from cifar_towers.errors import error_text
 
-FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
-SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
+FORMATS = {"JPEG": (".jpg", ".jpeg"), "PNG": (".png",), "GIF": (".gif",), "BMP": (".bmp",), "WebP": (".webp",)}
+SUFFIXES = tuple(suffix for suffixes in FORMATS.values() for suffix in suffixes)
 MAX_PIXELS, MAX_BYTES = 25_000_000, 20_000_000
 MAX_WEBP_PIXELS = 16_000_000  # decoding one takes sixteen bytes a pixel
 FILE_TYPES = {"d": "a directory", "p": "a pipe", "c": "a device", "b": "a device", "s": "a socket"}  # as `ls -l`
@@ -130,7 +130,7 @@ def _check_file(status: os.stat_result) -> None:
 def _decode(file: BinaryIO, image_size: int) -> np.ndarray:
     """Check the size in the header, then decode. Decoders raise errors of all kinds on damaged files."""
     try:
-        with Image.open(file, formats=FORMATS) as image:
+        with Image.open(file, formats=[name.upper() for name in FORMATS]) as image:
             limit = MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_PIXELS
             if image.width * image.height > limit:
                 kind = " of a WebP image" if limit < MAX_PIXELS else ""
@@ -141,7 +141,7 @@ def _decode(file: BinaryIO, image_size: int) -> np.ndarray:
     except PictureError:
         raise
     except UnidentifiedImageError as error:
-        raise PictureError("is not a JPEG, PNG, GIF, BMP or WebP image, or its header is damaged") from error
+        raise PictureError(f"is no image of {', '.join(FORMATS)}, or its header is damaged") from error
     except Image.DecompressionBombError as error:
         raise PictureError(f"declares far more than the limit of {MAX_PIXELS // 1_000_000} megapixels") from error
     except Exception as error:

@@ -96,7 +96,7 @@ class Coordinator:
 def connect(
     cluster: ClusterSpec | None, make_devices: Callable[[], Any], timeout_seconds: float, shutdown: Shutdown
 ) -> Iterator[tuple[Workers, Any]]:
-    """Join the workers of a cluster; an error inside the context ends all of them with its line.
+    """Join the workers of a cluster. An error of one worker ends all workers with the same line.
 
     Args:
       cluster: all workers; None: this process alone.

@@ -101,7 +101,7 @@ class RunLogger:
         return _is_due(step, self.run.config.summary_every_steps) or step == self.run.length.last
 
     def end_step(self, step: int, is_traced: bool) -> None:
-        """Stop the clock of step `step`. The first steps that had been traced before give the remaining time to log."""
+        """Stop the clock of step `step`. Once enough traced steps have run, log the remaining time."""
         self.timer.end_step(self.run.config.batch_size, is_traced)
         if self._time_left.end_step(step, is_traced) and (seconds := self._time_left.seconds()) is not None:
             self.progress.pause()

@@ -70,9 +70,9 @@ def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def num_replicas() -> float:
-    """Return how many times as many examples as this tower all towers have together: with equal shards, their number.
+    """Return the examples of all towers divided by those of this tower: with equal shards, the number of towers.
 
-    Inside `tf.distribute.Strategy.run` it is the number of replicas, and where nothing runs side by side it is 1.
+    Inside `tf.distribute.Strategy.run` the result is the number of replicas. Where nothing runs side by side it is 1.
     """
     if _replica_context():
         return tf.distribute.get_strategy().num_replicas_in_sync
@@ -143,7 +143,7 @@ class _Rounds:
             raise self.error
 
     def _pass_turn(self, index: int) -> None:
-        """Let the next tower trace that has not finished, or all of them after an error, so that each ends."""
+        """Give the turn to the next unfinished tower; after an error wake all, so that their threads end."""
         later = self._tracing[self._tracing.index(index) + 1 :] or self._tracing
         for tower in self._tracing if self.error else later[:1]:
             self._turns[tower].release()

@@ -89,7 +89,7 @@ def staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, A
     Returns:
       (weights, non-trainable values, [B, ...] images) -> ([B, ...] logits, new non-trainable values, activations), with
       lists of tensors in the order of `model.trainable_variables` and `model.non_trainable_variables`. A value that
-      does not change is returned as the same tensor; one that does carries no gradient, nor do the activations.
+      does not change is returned as the same tensor. Changed values and activations carry no gradient.
     """
     kinds = model.trainable_variables, model.non_trainable_variables
     position = {id(variable): index for variables in kinds for index, variable in enumerate(variables)}
@@ -117,7 +117,7 @@ def staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, A
 
 @contextlib.contextmanager
 def stage_placement(build: Callable[[], keras.Model], devices: Sequence[str], *, open_size: int = 32) -> Iterator[None]:
-    """Create the variables of the model that is built inside, as `build` builds it, on the devices of their stages.
+    """Create variables on the devices of their stages, while the model of `build` is built inside.
 
     Stages can only be cut from a model that has its variables. Therefore `build` is called once before, to learn the
     cut and the order in which variables are created. Slots are beside their variable, all else is in host memory.

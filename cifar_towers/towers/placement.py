@@ -22,7 +22,7 @@ _thread = threading.local()  # .pinned: the device of the innermost `pin_to_devi
 def variable_placement(policy: str = "cpu", towers: Sequence[Tower] = ()) -> AbstractContextManager[None]:
     """Create every variable inside on the device that `policy` chooses, also Keras variables and optimizer slots.
 
-    A variable inside `pin_to_device` is on that device instead, and counts among its bytes.
+    A variable inside `pin_to_device` is on that device instead; `least_loaded` counts its bytes too.
 
     Args:
       policy: `cpu` is host memory, from which every tower reads. `round_robin` takes the towers' devices in turn.

@@ -97,11 +97,11 @@ def make_mirrored_step(
     micro_batches: int = 1,
     batch_statistics: str = "mean",
 ) -> Update:
-    """Return the training step of K towers in the order of the replicas; arguments are those of `make_train_step`.
+    """Return the training step of K towers, which are the strategy's replicas; see `make_train_step` for its arguments.
 
-    If other processes have some of the towers, the step takes this process's part of the batch and returns the metrics
-    of all. Only its `diagnostics` are those of the towers in this process. The step then also takes a `stop_signal`,
-    and returns the largest of all.
+    If other processes have some of the towers, the step takes this process's part of the batch. Its metrics cover all
+    towers; its diagnostics cover this process's towers. The step then also takes a `stop_signal`, and returns the
+    largest of all.
 
     Args:
       state: built in `strategy.scope()`.
@@ -130,14 +130,14 @@ def make_mirrored_step(
                 collect, [own_gradients], list(zip(gradients, state.weights, strict=True))
             )
         losses, num_correct, nonfinite_index = scalars  # [K] each: those of all towers
-        means = result._replace(
+        exchanged = result._replace(
             losses=losses,
             gradients=gradients,
             non_trainable=[own if new is None else new for own, new in zip(result.non_trainable, reduced, strict=True)],
             num_correct=num_correct,
             nonfinite_index=nonfinite_index,
         )
-        return means, tower_stats, None if signals is None else tf.reduce_max(signals)
+        return exchanged, tower_stats, None if signals is None else tf.reduce_max(signals)
 
     def update_replica(_, gradients, non_trainable, losses, learning_rates, finite, collect) -> UpdateResult:
         pairs = list(zip(gradients, state.weights, strict=True))
@@ -146,14 +146,14 @@ def make_mirrored_step(
     @tf.function(autograph=False)
     def train_step(batch, learning_rates, image_size=0, collect_diagnostics=None, stop_signal=None) -> StepMetrics:
         arguments = (split_batch(batch, local_towers), frozenset(learning_rates), image_size, collect_diagnostics)
-        means, tower_stats, signal = strategy.run(on_replica, (*arguments, stop_signal))
-        local = _by_replica(strategy, (means._replace(gradients=[], non_trainable=[]), tower_stats, signal))
+        reduced, tower_stats, signal = strategy.run(on_replica, (*arguments, stop_signal))
+        local = _by_replica(strategy, (reduced._replace(gradients=[], non_trainable=[]), tower_stats, signal))
         results = _tower_results(local[0][0], len(towers), local[-1][0].diagnostics)
         losses, finite = results[-1].losses, all_finite(results)
         updated = strategy.extended.update(
             state.step,
             update_replica,
-            args=(means.gradients, means.non_trainable, losses, learning_rates, finite, collect_diagnostics),
+            args=(reduced.gradients, reduced.non_trainable, losses, learning_rates, finite, collect_diagnostics),
         )
         if collect_diagnostics is not None:
             local_stats = [replica_stats for _, replica_stats, _ in local]

@@ -34,7 +34,7 @@ class Health:
       skipped_steps: number of skipped steps, except those in which the loss scale of float16 was still being sought.
       in_a_row: number of skipped steps since the last good one.
       rollbacks: number of times that the run went back to a checkpoint.
-      last_good_step: the step after which all skipped steps in a row began.
+      last_good_step: number of the last step before the current row of skipped steps.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Health:
         """Record a finished step; log the reason if the step was skipped.
 
         Args:
-          later: steps that have been applied after this one. Tensors of a skipped step are looked for by repeating its
-            forward pass only if no later step has changed the variables.
+          later: steps that have been applied after this one. If one of them changed the variables, the forward pass of
+            a skipped step is not repeated to find its non-finite tensor.
 
         Raises:
           DivergedError: too many steps in a row were skipped.

@@ -220,8 +220,7 @@ def make_optimizer(
 ) -> Optimizer:
     """Return an optimizer with one parameter group for each role of `schedules`.
 
-    Weight decay takes the same fraction of every weight in a step: a role with another rate gets the coefficient that
-    makes rate x coefficient the same.
+    All roles decay by the same fraction in a step: a role's coefficient is weight_decay x learning_rate / peak_rate.
 
     Args:
       learning_rate: the peak rate that `weight_decay` is given for.
@@ -251,7 +250,7 @@ def make_optimizer(
 def split_by_role(
     model: keras.Model, is_speednet: bool = False, first_group: bool = False
 ) -> dict[str, list[tf.Variable]]:
-    """Return the trained variables of each role. The head is the last kernel, if any is trained; vectors are biases.
+    """Return the trained variables of each role. A variable of at most one axis is a bias; the head is the last kernel.
 
     Args:
       is_speednet: give variables of the layer `whitening` the role `whitening`. In other nets a name means nothing.

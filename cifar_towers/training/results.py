@@ -25,7 +25,7 @@ class TensorStats(NamedTuple):
 
 
 class StepDiagnostics(NamedTuple):
-    """The diagnostics that a summary step adds to its metrics; all zeros in other steps."""
+    """The diagnostics of a summary step. The graph returns zeros in other steps, and `StepRunner` drops them."""
 
     images: Any  # [n, S, S, 3] first images of the final tower, as the model sees them
     labels: Any  # [n] labels of these images

@@ -247,7 +247,7 @@ class Lookahead:
             regular = tf.logical_and(tf.equal(step % self.PERIOD, 0), finite)
             due = tf.logical_or(regular, tf.equal(step, self.total_steps))
             decay = 0.95**5 * tf.cast(step / self.total_steps, tf.float32) ** 3
-            decay = tf.where(regular, decay, 1.0)  # elsewhere the last step only takes the slow weights
+            decay = tf.where(regular, decay, 1.0)  # at any other last step, only take the slow weights
 
         def synchronize():
             for slow, variable in zip(self.slow, self.variables, strict=True):

@@ -35,7 +35,9 @@ class TowerResult(NamedTuple):
     gradients: list[tf.Tensor | None]  # N, of the scaled loss, in the order of `TrainState.weights`
     non_trainable: list[tf.Tensor | None]  # new values; None for an unchanged one
     num_correct: tf.Tensor
-    nonfinite_index: tf.Tensor | None = None  # of a shard: in the losses, then the gradients from last to first, or -1
+    nonfinite_index: tf.Tensor | None = (
+        None  # of a shard: first non-finite loss or, from last to first, gradient; or -1
+    )
     diagnostics: Any = None  # as `forward_diagnostics` returns them
     example_losses: tf.Tensor | None = None  # one for each example, if there is an `example_loss`
 
@@ -77,12 +79,12 @@ def make_update(
     Args:
       micro_batches: number of parts that each tower takes its shard in.
       batch_statistics: `mean` over the towers, the `final` tower's, or `synchronized`: computed over all towers in
-        each norm. Other non-trainable values are averaged then.
+        each norm. With `synchronized`, other non-trainable values are reduced as with `mean`.
       gradient_device: device on which gradients are averaged; beside each variable if empty.
       stages: the model cut over several devices, for one tower; they work on different micro-batches at a time.
       example_loss: (labels, logits) -> [B] losses to return in the metrics.
       load_images: `Batches.load_images`, for batches without images.
-      shares: [K] parts of the batch, in proportion; equal if empty. Means over unequal towers weigh by examples.
+      shares: [K] proportions of the batch; equal if empty. Means over unequal shards are weighted by their examples.
     """
     tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches, stages, example_loss, load_images)
     synchronized = batch_statistics == "synchronized"
@@ -181,7 +183,7 @@ def _staged(stages: Sequence[Stage], model: keras.Model) -> Callable:
 def _combine_micro_batches(
     results: Sequence[TowerResult], weights: Sequence[tf.Variable], device: str, pipelined: bool
 ) -> TowerResult:
-    """Return the result of a tower on `device`. A pipeline's gradients are averaged beside their variables instead."""
+    """Combine the results of a tower's micro-batches on `device`; with stages, average gradients beside variables."""
     losses = {term: mean_of_towers([r.losses[term] for r in results]) for term in results[0].losses}
     part_grads = [list(zip(r.gradients, weights, strict=True)) for r in results]
     gradients = [gradient for gradient, _ in average_gradients(part_grads, device="" if pipelined else device)]
@@ -213,7 +215,7 @@ def reduce_batch_stats(
     """Reduce K lists of new values for the same S non-trainable variables to one list; None where none changed.
 
     A float value becomes the mean, by `weights` if they are given. An integer value becomes the final tower's, as does
-    every value with `batch_statistics="final"`. Each mean is computed on its own of S `devices`, if they are given.
+    every value with `batch_statistics="final"`. If `devices` are given, mean i is computed on `devices[i]`.
 
     Raises:
       ValueError: another `batch_statistics`.
@@ -245,7 +247,10 @@ def make_step_metrics(
     """
     diagnostics = None
     if tower_stats is not None:
-        diagnostics = StepDiagnostics._make([*results[-1].diagnostics, *tower_stats, *update.diagnostics])
+        images, labels, activations = results[-1].diagnostics
+        norms, cosines = tower_stats
+        weights, gradients, update_norms = update.diagnostics
+        diagnostics = StepDiagnostics(images, labels, activations, norms, cosines, weights, gradients, update_norms)
     with tf.name_scope("metrics"):
         metrics = StepMetrics(
             loss=mean_of_towers([r.losses["cross_entropy"] for r in results], sizes),
@@ -278,8 +283,8 @@ def select_hard_examples(update: Update, proxy_update: Update, count: int) -> Up
     which sees one tower's share. Of equal losses the first counts as the highest. Both nets get the same learning
     rates, so a parameter group of the proxy that the large net lacks is frozen.
 
-    Source: K. Jordan's CIFAR-10 records of 2024 (airbench96). There the proxy selects the harder half of every batch in
-    a run of its own before the large net's, and is updated at every fourth batch, by its harder half.
+    Source: K. Jordan's CIFAR-10 records of 2024 (airbench96). There a separate run of the proxy selects the harder half
+    of every batch first, and the proxy is updated at every fourth batch only.
 
     Args:
       update, proxy_update: from `make_update`, the second with an `example_loss`.

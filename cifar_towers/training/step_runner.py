@@ -18,11 +18,11 @@ class FinishedStep(NamedTuple):
     batch: Batch
     learning_rates: dict[str, float]  # by parameter group; without the groups that are frozen
     image_size: int  # pixels
-    metrics: StepMetrics  # NumPy values
+    metrics: StepMetrics  # NumPy values; tensors until `StepRunner` has read them
 
 
 class StepRunner:
-    """Runs steps, and returns each once the next has started, so that a GPU never waits for somebody to read metrics.
+    """Runs steps. The metrics of a step are read after the next step has started, so that a GPU is never idle.
 
     Args:
       train_step: from `build.make_training`.
@@ -70,10 +70,8 @@ class StepRunner:
         return self._read([])
 
     def skipped_last(self) -> bool:
-        """Return whether the step that was started last, or its proxy's, was skipped; waits for it."""
-        metrics = [each.metrics for each in self._unread]
-        metrics += [each.hard_examples.proxy for each in metrics if each.hard_examples]
-        return not all(bool(each.finite) for each in metrics)
+        """Wait for the step that was started last; return whether it was skipped."""
+        return any(was_skipped(each.metrics) for each in self._unread)
 
     def discard(self) -> None:
         """Forget the steps that were not returned, as the run goes back."""
@@ -94,3 +92,9 @@ class StepRunner:
             tensors = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
             arguments = [batch, tensors, self.image_size_at(step), tf.constant(collect_diagnostics)]
             return arguments if stop_signal is None else [*arguments, tf.constant(stop_signal, tf.float32)]
+
+
+def was_skipped(metrics: StepMetrics) -> bool:
+    """Return whether the step, or that of its proxy, was skipped because a number was not finite."""
+    selected = metrics.hard_examples
+    return not metrics.finite or bool(selected and not selected.proxy.finite)

@@ -42,10 +42,10 @@ PLACEMENT_GAIN = 0.03  # a placement must beat the CPU by this fraction in three
 def resolve_placement(
     config: TrainConfig, towers: Sequence[Tower], precision: str, train: Split, length: RunLength, previous: str = ""
 ) -> TrainConfig:
-    """Return `config` with a variable placement in place of `auto` or of none.
+    """Return `config` with a variable placement in place of `auto` or an empty one.
 
-    The placement is the `previous` one of the run, or else the fastest by measurement. Nothing is measured if all
-    towers are on the CPU, nor without `auto` if little is to be gained.
+    Empty means `auto` for a speednet on GPUs, and `cpu` otherwise. `auto` means the `previous` placement of the run, or
+    else the fastest by measurement on GPUs; on CPUs it means `cpu`.
     """
     if config.variable_placement not in ("", "auto"):
         return config
@@ -222,7 +222,7 @@ def shard_sizes(config: TrainConfig, num_towers: int, examples: int = 0) -> list
     return share_out(examples or config.batch_size, shares, config.micro_batches or 1)
 
 
-def smaller_micro_batches(config: TrainConfig, num_devices: int) -> int:
+def more_micro_batches(config: TrainConfig, num_devices: int) -> int:
     """Return the smallest number of micro-batches that at least halves their size; 0 if there is none."""
     num_towers = num_devices if config.parallelism == "data" else 1
     sizes = shard_sizes(config, num_towers)
@@ -233,9 +233,9 @@ def smaller_micro_batches(config: TrainConfig, num_devices: int) -> int:
     return next((count for count in counts if divisible % count == 0), 0)
 
 
-def suggest_smaller_micro_batches(config: TrainConfig, num_devices: int) -> str:
+def suggest_more_micro_batches(config: TrainConfig, num_devices: int) -> str:
     """Return flags for micro-batches of at most half the size; empty if there are none."""
-    count = smaller_micro_batches(config, num_devices) if config.micro_batches else 0  # auto has tried them
+    count = more_micro_batches(config, num_devices) if config.micro_batches else 0  # auto has tried them
     unsynchronized = " --batch_statistics=mean" if config.batch_statistics == "synchronized" else ""
     return f"--micro_batches={count}{unsynchronized}" if count else ""
 

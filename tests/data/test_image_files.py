@@ -140,8 +140,8 @@ def test_images_of_too_many_pixels_are_refused_by_their_headers(read):
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"not a picture at all", "JPEG, PNG, GIF, BMP or WebP"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "JPEG, PNG, GIF, BMP or WebP"),
+        (b"not a picture at all", "JPEG, PNG, GIF, BMP, WebP"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "JPEG, PNG, GIF, BMP, WebP"),
         (encoded(photo(200, 200), "JPEG")[:1500], "is damaged"),
         (encoded(photo(200, 200), "PNG")[:800], "is damaged"),
         (bytes(image_files.MAX_BYTES + 1), "20.0 MB.* 20 MB"),

@@ -21,7 +21,7 @@ from cifar_towers.training import tuning
 )
 def test_suggested_micro_batches_are_valid(settings, flags):
     config = TrainConfig(**settings)
-    assert tuning.suggest_smaller_micro_batches(config, 4) == flags
+    assert tuning.suggest_more_micro_batches(config, 4) == flags
     given = dict(flag.removeprefix("--").split("=") for flag in flags.split())
     given |= {"micro_batches": int(given["micro_batches"])} if given else {}
     smaller = dataclasses.replace(config, num_gpus=4, **given)
