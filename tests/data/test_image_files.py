@@ -177,7 +177,7 @@ def test_files_are_read_in_threads_and_errors_returned_by_index(tmp_path, recwar
         image = encoded(Image.new("RGB", (8, 8), (5 * index, 0, 0)), "PNG", exif=b"II*\0\x08\0\0\0\x05\0")  # truncated
         path.write_bytes(image if index % 7 else b"no picture")
     levels, errors = image_files.read_all(paths, 4)
-    assert [*errors] == [0, 7, 14, 21, 28, 35] and all("is not a JPEG" in error for error in errors.values())
+    assert [*errors] == [0, 7, 14, 21, 28, 35] and all("is not an image of JPEG" in error for error in errors.values())
     assert levels[:, 0, 0, 0].tolist() == [5 * index if index % 7 else 0 for index in range(40)]
     assert warnings.filters == filters and not recwarn
 
