@@ -141,7 +141,8 @@ def _decode(file: BinaryIO, image_size: int) -> np.ndarray:
     except PictureError:
         raise
     except UnidentifiedImageError as error:
-        raise PictureError(f"is not an image of {', '.join(FORMATS)}, or its header is damaged") from error
+        *others, last = FORMATS
+        raise PictureError(f"is not a {', '.join(others)} or {last} image, or its header is damaged") from error
     except Image.DecompressionBombError as error:
         raise PictureError(f"declares far more than the limit of {MAX_PIXELS // 1_000_000} megapixels") from error
     except Exception as error:
