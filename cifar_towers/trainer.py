@@ -382,7 +382,7 @@ class Run:
                 self.shutdown.set_agreed_signal(int(each.metrics.stop_signal))
                 each = each._replace(metrics=gather_diagnostics(self.workers, each.metrics))
             self.health.check(each, finished[index + 1 :])
-            self.logger.log_step(each.step, each.metrics, each.learning_rates, each.image_size, self.health)
+            self.logger.log_step(each.step, each.metrics, each.learning_rates, each.image_size, self.health.summary())
         self.timer.end_phase("compile" if self._compiled else "report")
 
     def evaluate_if_due(self, step: int, finished: Sequence[FinishedStep]) -> None:

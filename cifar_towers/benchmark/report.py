@@ -14,8 +14,7 @@ from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, CaseResul
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError, UsageError, error_text
 from cifar_towers.hardware import gpu_names
-from cifar_towers.reporting import html_page
-from cifar_towers.reporting.html_page import Picture, Section, Table
+from cifar_towers.reporting.html_report import Picture, Section, Table, render_page
 from cifar_towers.reporting.profiler import PARTS
 from cifar_towers.reporting.run_info import describe_machine
 from cifar_towers.towers.placement import PLACEMENTS
@@ -35,10 +34,10 @@ def publish(directory: Path, metadata: Mapping, results: Sequence[CaseResult]) -
         "Results",
         conclusion,
         [[Picture(picture, "images per second of every case")]],
-        [Table(headings, rows, text_columns=3)],
+        [Table([dict(zip(headings, row, strict=True)) for row in rows], text_columns=3)],
         note=f"{EXPLANATION} Measured in {metadata['minutes']:.0f} minutes with {packages}.",
     )
-    page = html_page.render(make_title(metadata), [section])
+    page = render_page(make_title(metadata), [section])
     as_json = [{"case": result.case._asdict(), **result.as_json("case")} for result in results]
     written = {"rows": as_json, "conclusion": conclusion}
     more: dict[str, str | bytes] = {"benchmark.png": picture, "index.html": page}

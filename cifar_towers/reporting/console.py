@@ -61,13 +61,8 @@ class Progress:
     def activity(self, name: str, done: float | None = None) -> None:
         """Show on the live line what the run does between steps, with the fraction `done` or the seconds it takes."""
         start = time.monotonic()
-
-        def line() -> str:
-            if done is None:
-                return f"{name} ... {time.monotonic() - start:.0f} s"
-            return f"{_bar(done, MAX_BAR)} {name}"
-
-        self._show(line)
+        bar = "" if done is None else f"{_bar(done, MAX_BAR)} {name}"
+        self._show(lambda: bar or f"{name} ... {time.monotonic() - start:.0f} s")
 
     def epoch(self, status: ProgressStatus) -> None:
         """Print the means of an epoch."""

@@ -3,28 +3,31 @@
 Runs that differ in their seed alone are one group: a mean in the table, a curve with a band, one confusion matrix.
 """
 
-import functools
+import base64
 import io
 import json
 import math
 import os
 import shlex
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jinja2
 import numpy as np
 from PIL import Image
 
 from cifar_towers import files
 from cifar_towers.errors import RunError
 from cifar_towers.evaluation.score import wilson_interval
-from cifar_towers.reporting import figures, html_page, run_records
-from cifar_towers.reporting.html_page import Cell, Picture, Section, Table
+from cifar_towers.reporting import figures, run_records
 from cifar_towers.reporting.phase_timer import TRAINING_PHASES
 from cifar_towers.reporting.run_records import Groups, RunRecord, as_text, format_number, shorten
 from cifar_towers.reporting.sample import Sample
+
+Cell = str | tuple[str, str]  # a text, or a text and a smaller line below it
+Row = Mapping[Any, Cell]  # content of a table by heading, which is a cell too
 
 SHOWN_ELSEWHERE = {"command", "towers", "synthetic_data", "class_names", "variables", "model"}
 LISTINGS = (("model", "layers", ("parameters", "flops")), ("variables", "variables", ("bytes",)))
@@ -40,6 +43,45 @@ CURVES = (  # key of a training record in metrics.jsonl, title, y axis, factor f
 )
 MAX_POINTS = 120  # of a curve of training records
 MAX_CURVES = 8  # that can be distinguished in one picture
+
+
+class Picture(NamedTuple):
+    """A PNG file's bytes, its alternative text, and a caption above it."""
+
+    png: bytes
+    alt: str
+    caption: str = ""
+
+
+class Table(NamedTuple):
+    """A table, folded below its summary if it has one. The first row has all columns."""
+
+    rows: Sequence[Row]
+    text_columns: int = 1  # number of columns that are aligned left, as text; the others hold numbers
+    highlighted: Sequence[int] = ()  # indices of rows
+    summary: str = ""
+
+
+class Section(NamedTuple):
+    """Parts of a page in their order. A section without pictures, rows and commands is left out."""
+
+    title: str
+    intro: str = ""
+    pictures: Sequence[Sequence[Picture]] = ()  # in rows
+    tables: Sequence[Table] = ()
+    commands: Sequence[tuple[str, str]] = ()  # a line above it or an empty string, a shell command
+    note: str = ""
+
+
+def render_page(title: str, sections: Sequence[Section], banners: Sequence[str] = ()) -> str:
+    """Return the HTML of a page that loads nothing; all texts are escaped."""
+    loader = jinja2.PackageLoader("cifar_towers.reporting", ".")
+    options: dict[str, Any] = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = jinja2.Environment(loader=loader, autoescape=True, **options)
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
+    sections = [section._replace(tables=[table for table in section.tables if table.rows]) for section in sections]
+    shown = [section for section in sections if any(section.pictures) or section.tables or section.commands]
+    return environment.get_template("report.html.jinja").render(title=title, sections=shown, banners=banners)
 
 
 def write(runs: Sequence[RunRecord], out: Path) -> Path:
@@ -76,14 +118,14 @@ def render(runs: Sequence[RunRecord]) -> str:
         _commands(runs),
         Section("Model and variables", tables=list(_listings(runs))),
     ]
-    banners = [owners + banner for owners, banner in _distinct(runs, lambda run: run.banner)]
-    return html_page.render(shorten(title, 200), sections, banners)
+    banners = [owners + banner for owners, banner in _distinct(runs, [run.banner for run in runs])]
+    return render_page(shorten(title, 200), sections, banners)
 
 
 def _results(groups: Groups) -> Section:
     """Make a row per run, a row with the mean over the finished runs of each group of several, and the differences."""
     scores = list(dict.fromkeys(score for group in groups.values() for run in group for score in run.scores))
-    rows: list[Mapping[Cell, Cell]] = []
+    rows: list[Row] = []
     means = []
     for name, group in groups.items():
         rows += [_result_row(run, scores) for run in group]
@@ -92,8 +134,8 @@ def _results(groups: Groups) -> Section:
             means.append(len(rows))
             spreads = {_score_heading(score): _spread([run.scores.get(score) for run in finished]) for score in scores}
             rows.append({"run": f"{name}: mean", REPORTED: _spread([run.reported_score for run in finished])} | spreads)
-    headings = list(rows[0])
-    tables = [Table(headings, [[row.get(heading, "") for heading in headings] for row in rows], highlighted=means)]
+    headings = "group", "less the group", "difference of the reported accuracies"
+    differences = [dict(zip(headings, row, strict=True)) for row in run_records.compare_groups(groups)]
     note = (
         "A run reports the accuracy on the test set, of the averaged weights if it keeps an average, with the most "
         "test-time augmentation that it scored. The other columns show every score of the newest evaluation, with its "
@@ -101,9 +143,9 @@ def _results(groups: Groups) -> Section:
     )
     if means:
         note += " ± is the standard deviation over the n finished runs, with the 95 % interval of the mean."
-    if differences := run_records.compare_groups(groups):
-        tables.append(Table(["group", "less the group", "difference of the reported accuracies"], differences, 3))
+    if differences:
         note += " The interval of a difference is Welch's: one that holds 0 does not tell the groups apart."
+    tables = [Table(rows, highlighted=means), Table(differences, text_columns=3)]
     return Section("Results", tables=tables, note=note)
 
 
@@ -112,7 +154,7 @@ def _score_heading(score: str) -> Cell:
     return f"{split} accuracy, %", kind
 
 
-def _result_row(run: RunRecord, scores: Iterable[str]) -> dict[Cell, Cell]:
+def _result_row(run: RunRecord, scores: Iterable[str]) -> dict[Any, Cell]:
     result, last, reported = run.result, run.training[-1] if run.training else {}, run.reported_score
     seconds = result.get("seconds", {})
     training = math.fsum(seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
@@ -120,14 +162,14 @@ def _result_row(run: RunRecord, scores: Iterable[str]) -> dict[Cell, Cell]:
     if result.get("reached"):
         state = f"reached {100 * result['reached']:.2f} %"
     skipped, rollbacks = result.get("skipped_steps", last.get("skipped_steps")), result.get("rollbacks")
-    row: dict[Cell, Cell] = {"run": run.name, REPORTED: "-"}
-    if reported:
-        row[REPORTED] = f"{100 * reported['accuracy']:.2f}", run_records.score_name(reported)
-    for name in scores:
-        score = run.scores.get(name)
-        cell = (f"{100 * score['accuracy']:.2f}", f"loss {format_number(score['loss'], '.4f')}") if score else "-"
-        row[_score_heading(name)] = cell
-    return row | {
+    cells: dict[str, Cell] = {
+        name: (f"{100 * score['accuracy']:.2f}", f"loss {format_number(score['loss'], '.4f')}")
+        for name, score in run.scores.items()
+    }
+    return {
+        "run": run.name,
+        REPORTED: (f"{100 * reported['accuracy']:.2f}", run_records.score_name(reported)) if reported else "-",
+        **{_score_heading(name): cells.get(name, "-") for name in scores},
         ("training loss", "last record"): format_number(last.get("loss"), ".4f"),
         "images/s": format_number(result.get("images_per_sec", last.get("images_per_sec")), ",.0f"),
         ("training, s", "with input, compilation"): f"{training:,.1f}" if seconds else "-",
@@ -147,10 +189,11 @@ def _spread(scores: Iterable[Mapping[str, Any] | None]) -> Cell:
     if not values:
         return "-"
     sample = Sample.of(values)
-    mean, interval = f"{100 * sample.mean:.2f}", sample.interval()
-    if sample.std is None or interval is None:
+    mean = f"{100 * sample.mean:.2f}"
+    if sample.n == 1:
         return mean, "n=1"
-    return mean, f"± {100 * sample.std:.2f}, n={sample.n}, {100 * interval[0]:.2f} to {100 * interval[1]:.2f}"
+    low, high = (100 * end for end in sample.interval())
+    return mean, f"± {100 * sample.std:.2f}, n={sample.n}, {low:.2f} to {high:.2f}"
 
 
 def curves(groups: Groups) -> list[Picture]:
@@ -159,28 +202,22 @@ def curves(groups: Groups) -> list[Picture]:
     The accuracies of one split have one range, so that raw and averaged weights can be compared by eye.
     """
     pictures: list[Picture] = []
-    runs = [run for group in groups.values() for run in group]
-    plain = [score for run in runs for score in run.evaluations if not score["tta"]]
-    for kind in dict.fromkeys(run_records.score_kind(score) for score in plain):
-        split = kind.partition(",")[0]
-        shown = {
-            name: [
-                {score["epoch"]: 100 * score["accuracy"] for score in run.evaluations if _is_plain(score, kind)}
-                for run in group
-            ]
+    plain = [score for group in groups.values() for run in group for score in run.evaluations if not score["tta"]]
+    for kind in dict.fromkeys(map(run_records.score_kind, plain)):
+        scores = {
+            name: [[s for s in run.evaluations if run_records.score_kind(s) == kind and not s["tta"]] for run in group]
             for name, group in groups.items()
         }
+        split = kind.partition(",")[0]
         of_split = [100 * score["accuracy"] for score in plain if score["split"] == split]
         margin = 0.1 * (max(of_split) - min(of_split)) or 1.0
         limits = min(of_split) - margin, max(of_split) + margin
         title = f"{shorten(kind.replace(',', ' accuracy,', 1), 60)}, no TTA"
-        if all(len(history) <= 1 for histories in shown.values() for history in histories):
-            pictures.append(_plot_single_values(shown, title, "accuracy, %", limits))
-        else:
-            pictures += _plot(shown, title, "accuracy, %", limits=limits)
+        draw = _dots if all(len(found) <= 1 for runs in scores.values() for found in runs) else _lines
+        pictures += draw(_histories(scores, "accuracy", 100), title, "accuracy, %", limits)
+    training = {name: [run.training for run in group] for name, group in groups.items()}
     for key, title, y_label, scale in CURVES:
-        histories = {name: [_history(run.training, key, scale) for run in group] for name, group in groups.items()}
-        pictures += _plot(histories, title, y_label, MAX_POINTS)
+        pictures += _lines(_histories(training, key, scale), title, y_label, None, MAX_POINTS)
     return pictures
 
 
@@ -198,28 +235,26 @@ def describe_curves(groups: Groups) -> str:
 
 
 History = Mapping[float, float]  # epoch -> value
+Histories = Mapping[str, Sequence[History]]  # of the runs of each group
 
 
-def _is_plain(score: Mapping[str, Any], kind: str) -> bool:
-    return run_records.score_kind(score) == kind and not score["tta"]
+def _histories(records: Mapping[str, Sequence[Sequence[Mapping]]], key: str, scale: float) -> Histories:
+    """Return the values of the records that have one."""
+    return {
+        name: [{each["epoch"]: scale * each[key] for each in run if each.get(key) is not None} for run in runs]
+        for name, runs in records.items()
+    }
 
 
-def _history(records: Iterable[Mapping[str, Any]], key: str, scale: float) -> History:
-    """Return {epoch: value} of the records that have the value."""
-    return {record["epoch"]: scale * record[key] for record in records if record.get(key) is not None}
+Limits = tuple[float, float]  # of the y axis
 
 
-def _plot(
-    histories: Mapping[str, Sequence[History]],
-    title: str,
-    y_label: str,
-    max_points: int = 0,
-    limits: tuple[float, float] | None = None,
+def _lines(
+    histories: Histories, title: str, y_label: str, limits: Limits | None, max_points: int = 0
 ) -> Iterator[Picture]:
     """Draw a curve per group, in pictures of up to `MAX_CURVES`; none if there is nothing to plot."""
     lines = {name: mean_curve(runs, max_points) for name, runs in histories.items()}
-    names = list(lines)
-    parts = [names[start : start + MAX_CURVES] for start in range(0, len(names), MAX_CURVES)]
+    parts = [list(lines)[start : start + MAX_CURVES] for start in range(0, len(lines), MAX_CURVES)]
     for number, part in enumerate(parts, 1):
         if not any(len(lines[name][0]) for name in part):
             continue
@@ -230,18 +265,17 @@ def _plot(
         yield Picture(png, f"{numbered}, by epoch; at the end: {'; '.join(ends)}")
 
 
-def _plot_single_values(
-    histories: Mapping[str, Sequence[History]], title: str, y_label: str, limits: tuple[float, float]
-) -> Picture:
+def _dots(histories: Histories, title: str, y_label: str, limits: Limits) -> Iterator[Picture]:
     """Draw the values of runs that have one each: a dot per run, with n, mean and spread of each group."""
-    values = {name: [value for history in runs for value in history.values()] for name, runs in histories.items()}
-    values = {name: found for name, found in values.items() if found}
-    samples = {name: Sample.of(found) for name, found in values.items()}
-    spread = {name: f" ± {sample.std:.2f}" if sample.std is not None else "" for name, sample in samples.items()}
-    texts = {name: f"n={sample.n}, mean {sample.mean:.2f}{spread[name]}" for name, sample in samples.items()}
-    labeled = {f"{shorten(name, 24)}\n{texts[name]}": found for name, found in values.items()}
-    alt = f"{title}, a dot per run; {'; '.join(f'{name}: {text}' for name, text in texts.items())}"
-    return Picture(figures.png(figures.dot_plot(labeled, title, y_label, limits)), alt)
+    labeled, texts = {}, []
+    for name, runs in histories.items():
+        if values := [value for history in runs for value in history.values()]:
+            sample = Sample.of(values)
+            spread = f" ± {sample.std:.2f}" if sample.n > 1 else ""
+            texts.append(f"{name}: n={sample.n}, mean {sample.mean:.2f}{spread}")
+            labeled[f"{shorten(name, 24)}\nn={sample.n}, mean {sample.mean:.2f}{spread}"] = values
+    png = figures.png(figures.dot_plot(labeled, title, y_label, limits))
+    yield Picture(png, f"{title}, a dot per run; {'; '.join(texts)}")
 
 
 def mean_curve(histories: Sequence[History], max_points: int = 0) -> tuple[np.ndarray, ...]:
@@ -259,7 +293,7 @@ def mean_curve(histories: Sequence[History], max_points: int = 0) -> tuple[np.nd
     ]
     samples = [Sample.of(values) for values in means]
     x, mean = np.array([statistics.fmean(chunk) for chunk in chunks]), np.array([sample.mean for sample in samples])
-    std = np.array([sample.std or 0.0 for sample in samples])
+    std = np.array([sample.std for sample in samples])
     return (x, mean, mean - std, mean + std) if len(histories) > 1 else (x, mean)
 
 
@@ -288,7 +322,7 @@ def sum_confusion(group: Sequence[RunRecord]) -> Confusion | None:
     found = [(run, score) for run, score in found if run_records.score_name(score) == kind]
     counts = np.sum([score["confusion"] for _, score in found], 0)
     names = [shorten(name, 20) for name in found[0][0].environment.get("class_names", [])]
-    return [run for run, _ in found], kind, counts, names or [str(index) for index in range(len(counts))]
+    return [run for run, _ in found], kind, counts, names or list(map(str, range(len(counts))))
 
 
 def confusion_matrices(summed: Mapping[str, Confusion]) -> list[Picture]:
@@ -308,14 +342,15 @@ def confusion_matrices(summed: Mapping[str, Confusion]) -> list[Picture]:
 
 def _class_table(name: str, runs: Sequence[RunRecord], kind: str, counts: np.ndarray, names: Sequence[str]) -> Table:
     """Make the table of each class's accuracy with its interval, for the number of images that one run classified."""
-    rows = []
-    for index, class_name in enumerate(names):
-        seen = int(counts[index].sum())
-        images, accuracy = seen // len(runs), counts[index, index] / seen if seen else 0.0
+    rows: list[Row] = []
+    for class_name, row, right in zip(names, counts, np.diag(counts), strict=True):
+        seen = int(row.sum())
+        images, accuracy = seen // len(runs), right / seen if seen else 0.0
         low, high = wilson_interval(accuracy, images) if images else (0.0, 1.0)
-        rows.append([class_name, f"{100 * accuracy:.1f}", f"{100 * low:.1f} to {100 * high:.1f}", f"{images:,}"])
-    headings = ["class", "accuracy, %", "95 % interval", "images"]
-    return Table(headings, rows, summary=f"{name}: accuracy of each class ({kind})")
+        interval = f"{100 * low:.1f} to {100 * high:.1f}"
+        percent = f"{100 * accuracy:.1f}"
+        rows.append({"class": class_name, "accuracy, %": percent, "95 % interval": interval, "images": f"{images:,}"})
+    return Table(rows, summary=f"{name}: accuracy of each class ({kind})")
 
 
 def mistakes(runs: Iterable[RunRecord]) -> list[Picture]:
@@ -335,53 +370,56 @@ def mistakes(runs: Iterable[RunRecord]) -> list[Picture]:
 
 def _towers(runs: Sequence[RunRecord]) -> Section:
     rows = [row for run in runs for row in _tower_rows(run)]
-    headings: list[Cell] = ["run", "tower", "device"]
-    headings += [(value, of) for value in ("loss", "gradient norm", "cosine similarity") for of in ("mean", "last")]
     note = "Means are over the recorded steps; the cosine similarity is to the mean gradient of all towers."
-    table = Table([*headings, "records"], rows, text_columns=3)
-    return Section("Towers", tables=[table] if rows else [], note=note)
+    return Section("Towers", tables=[Table(rows, text_columns=3)], note=note)
 
 
-def _tower_rows(run: RunRecord) -> Iterator[list[Cell]]:
+def _tower_rows(run: RunRecord) -> Iterator[dict[Any, Cell]]:
     """Yield a row per tower: the mean over the records of as many towers as the last one has, and the last value."""
     records = [record["towers"] for record in run.training if "towers" in record]
     number = len(records[-1]["loss"]) if records else len(run.towers)
     records = [record for record in records if len(record["loss"]) == number]
     for index in range(number):
         tower = run.towers[index] if len(run.towers) == number else {}
-        row: list[Cell] = [run.name, tower.get("name", f"tower_{index}"), tower.get("device", "-")]
-        for key in ("loss", "gradient_norm", "cosine"):
+        name, device = tower.get("name", f"tower_{index}"), tower.get("device", "-")
+        row: dict[Any, Cell] = {"run": run.name, "tower": name, "device": device}
+        for heading, key in (("loss", "loss"), ("gradient norm", "gradient_norm"), ("cosine similarity", "cosine")):
             values = [value for record in records if (value := record[key][index]) is not None]
-            row += [f"{statistics.fmean(values):.4g}", f"{values[-1]:.4g}"] if values else ["-", "-"]
-        yield [*row, str(len(records))]
+            row[heading, "mean"] = f"{statistics.fmean(values):.4g}" if values else "-"
+            row[heading, "last"] = f"{values[-1]:.4g}" if values else "-"
+        yield row | {"records": str(len(records))}
 
 
 def _seconds(runs: Sequence[RunRecord]) -> Section:
     seconds = {run.name: run.result["seconds"] for run in runs if run.result.get("seconds")}
     names = list(dict.fromkeys(phase for phases in seconds.values() for phase in phases))
-    rows: list[list[Cell]] = []
+    rows = []
     for run, phases in seconds.items():
         total = math.fsum(phases.values())
-        percent = 100 / (total or 1)
-        values = [phases.get(name) for name in names]
-        cells = [(format_number(value, ",.1f"), f"{format_number(value, '.1f', percent)} %") for value in values]
-        rows.append([run, *cells, f"{total:,.1f}"])
-    return Section("Time", tables=[Table(["run", *names, "total, s"], rows)] if names else [])
+        row: dict[Any, Cell] = {"run": run}
+        for name in names:
+            value = phases.get(name)
+            row[name] = format_number(value, ",.1f"), f"{format_number(value, '.1f', 100 / (total or 1))} %"
+        rows.append(row | {"total, s": f"{total:,.1f}"})
+    return Section("Time", tables=[Table(rows)])
 
 
 def _comparison(title: str, columns: Mapping[str, Mapping[str, str]]) -> Section:
     """Make a table of the values that differ between runs, and a folded one of those that all share."""
-    keys = dict.fromkeys(key for values in columns.values() for key in values)
-    rows = [[key, *(values.get(key, "-") for values in columns.values())] for key in keys]
-    differing = [row for row in rows if len(set(row[1:])) > 1]
-    common = [row[:2] for row in rows if len(set(row[1:])) == 1]
-    tables = [Table(["", *columns], differing, text_columns=1 + len(columns))] if differing else []
+    differing: list[Row] = []
+    common: list[Row] = []
+    for key in dict.fromkeys(key for values in columns.values() for key in values):
+        found = {name: values.get(key, "-") for name, values in columns.items()}
+        if len(set(found.values())) > 1:
+            differing.append({"": key} | found)
+        else:
+            common.append({"": key, "value": next(iter(found.values()))})
     summary = f"{len(common)} values" + (" that all runs share" if len(columns) > 1 else "")
-    return Section(title, tables=[*tables, Table(["", "value"], common, 2, summary=summary)] if common else tables)
+    return Section(title, tables=[Table(differing, 1 + len(columns)), Table(common, 2, summary=summary)])
 
 
 def _commands(runs: Sequence[RunRecord]) -> Section:
-    commands = _distinct(runs, lambda run: shlex.join(run.environment.get("command", [])))
+    commands = _distinct(runs, [shlex.join(run.environment.get("command", [])) for run in runs])
     note = "A finished run is not repeated in its own directory: give another --train_dir."
     return Section("Command", commands=commands, note=note)
 
@@ -389,26 +427,20 @@ def _commands(runs: Sequence[RunRecord]) -> Section:
 def _listings(runs: Sequence[RunRecord]) -> Iterator[Table]:
     """Yield the folded tables of layers and variables, each distinct one once."""
     for key, plural, summed in LISTINGS:
-        for owners, items in _distinct(runs, functools.partial(_listed, key)):
-            fields = list(items[0])
-            rows = [[f"{item[f]:,.0f}" if f in summed else as_text(item[f]) for f in fields] for item in items]
+        for owners, items in _distinct(runs, [run.environment.get(key, []) for run in runs]):
+            rows = [{f: f"{v:,.0f}" if f in summed else as_text(v) for f, v in item.items()} for item in items]
             sums = ", ".join(f"{sum(item[field] for item in items):,.0f} {field}" for field in summed)
-            text_columns = len(set(fields) - set(summed))
-            yield Table(fields, rows, text_columns, summary=f"{owners}{len(items):,} {plural}, {sums}")
+            text_columns = len(set(items[0]) - set(summed))
+            yield Table(rows, text_columns, summary=f"{owners}{len(items):,} {plural}, {sums}")
 
 
-def _listed(key: str, run: RunRecord) -> list[dict[str, Any]]:
-    return run.environment.get(key, [])
-
-
-def _distinct(runs: Sequence[RunRecord], value: Callable[[RunRecord], Any]) -> list[tuple[str, Any]]:
+def _distinct(runs: Sequence[RunRecord], values: Iterable[Any]) -> list[tuple[str, Any]]:
     """Return each distinct value that is not empty, after the names of its runs, or after nothing if all have it."""
-    owners = run_records.group_by(runs, lambda run: json.dumps(value(run)))
-    return [
-        ("" if len(group) == len(runs) else ", ".join(run.name for run in group) + ": ", value(group[0]))
-        for group in owners
-        if value(group[0])
-    ]
+    owners: dict[str, list[str]] = {}
+    for run, value in zip(runs, values, strict=True):
+        owners.setdefault(json.dumps(value), []).append(run.name)
+    named = [(", ".join(names) + ": " if len(names) < len(runs) else "", text) for text, names in owners.items()]
+    return [(owner, value) for owner, text in named if (value := json.loads(text))]
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "", leave_out: Collection[str] = ()) -> dict[str, str]:

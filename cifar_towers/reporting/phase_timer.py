@@ -3,13 +3,13 @@
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from cifar_towers.config.schedules import RunLength
 
+Phase = Literal["start", "train", "input", "report", "compile", "evaluate", "save", "profile"]
 STEP_PHASES = ("train", "input", "report")  # of every step: the step, the wait for its batch, logging
 TRAINING_PHASES = (*STEP_PHASES, "compile")
-PHASES = ("start", *TRAINING_PHASES, "evaluate", "save", "profile")
 BOOKED_PHASES = (*STEP_PHASES, "save", "profile")  # that the time of a step includes in an estimate
 RECENT_STEPS = 20  # steps that recent rates are averaged over
 FORWARD_SHARE = 1 / 3  # of a step's operations, until an evaluation has been timed
@@ -40,10 +40,8 @@ class PhaseTimer:
         seconds = {phase: round(seconds, 3) for phase, seconds in self.seconds.items()}
         return {"seconds": seconds, "images_per_sec": self.images_per_sec()}
 
-    def end_phase(self, phase: str) -> float:
+    def end_phase(self, phase: Phase) -> float:
         """Book the seconds since the end of the last phase, and return them."""
-        if phase not in PHASES:
-            raise ValueError(f"phase {phase}: one of {', '.join(PHASES)}")
         now = time.monotonic()
         seconds, self._last_end = now - self._last_end, now
         self.seconds[phase] += seconds
@@ -86,10 +84,7 @@ class TimeLeft:
     """The estimate of the time that a run will still take.
 
     A step of an image size that has not been seen takes the time of the largest seen, in proportion to the pixels.
-
-    Args:
-      image_size_at: step -> height and width of its images in pixels.
-      passes_left: step -> number of images that the remaining evaluations will classify, each view counted.
+    `passes_left` maps a step to the number of images that the remaining evaluations will classify, each view counted.
     """
 
     def __init__(
@@ -111,14 +106,9 @@ class TimeLeft:
         self._last_step: int | None = None
 
     def end_step(self, step: int, is_traced: bool) -> bool:
-        """Add the seconds measured since the last call.
+        """Add the seconds measured since the last call, which ends with finished step number `step`.
 
-        Args:
-          step: number of finished steps.
-          is_traced: whether the last step had been traced before, so that it needed no compilation.
-
-        Returns:
-          Whether this step gives the first estimate, of a run that has more to do than it has done.
+        Return whether this step gives the first estimate, of a run that has more to do than it has done.
         """
         new = {phase: seconds - self._booked.get(phase, 0.0) for phase, seconds in self._timer.seconds.items()}
         self._booked = dict(self._timer.seconds)

@@ -43,11 +43,7 @@ class StepProfiler:
         self._steps: list[int] = []
 
     def before(self, step: int) -> None:
-        """Begin the trace if `step` is the first step to profile. Call before each step.
-
-        Args:
-          step: number of finished steps.
-        """
+        """Begin the trace if the step after `step` is the first one to profile. Call before each step."""
         if self._is_done or not self._first <= step < self._last:
             return
         if not self._is_running:
@@ -59,11 +55,7 @@ class StepProfiler:
             self._step_event = tf.profiler.experimental.Trace(STEP_EVENT, step_num=step, _r=1)
 
     def after(self, step: int) -> str | None:
-        """End the trace if `step` is the last step to profile, and return the line to log. Call after each step.
-
-        Args:
-          step: number of finished steps.
-        """
+        """End the trace if `step` is the last one to profile, and return the line to log. Call after each step."""
         if self._step_event:
             self._step_event.__exit__(None, None, None)
             self._step_event = None
@@ -134,11 +126,13 @@ def read_trace(path: Path) -> tuple[float, dict[str, float]]:
 
     planes = xplane_pb2.XSpace.FromString(path.read_bytes()).planes
     events = [event for plane in planes if plane.name == "/host:CPU" for event in _events(plane)]
-    steps = sorted((start, start + length) for _, name, start, length, stats in events if _is_step(name, stats))
     gpus = [event for plane in planes if plane.name.startswith("/device:GPU") for event in _events(plane)]
+    kernels = [(start, _operation(stats.get("tf_op", name)), length) for _, name, start, length, stats in gpus]
+    steps = sorted((e[2], e[2] + e[3]) for e in events if e[1] == STEP_EVENT and "step_num" in e[4])
     seconds = dict.fromkeys(PARTS, 0.0)
-    for start, name, length in list(_kernels(gpus)) or _host_operations(events):
-        if _is_inside(start, steps):
+    for start, name, length in [kernel for kernel in kernels if kernel[1]] or _host_operations(events):
+        latest = bisect.bisect_right(steps, start, key=lambda step: step[0]) - 1
+        if not steps or (latest >= 0 and start < steps[latest][1]):  # a trace without step events is one step
             part = part_of(name)
             seconds[part] = seconds.get(part, 0.0) + length
     total = sum(seconds.values()) or 1.0
@@ -156,23 +150,6 @@ def _events(plane) -> Iterator[Event]:
             stats = {stat_names[s.metadata_id]: s.str_value or stat_names.get(s.ref_value, "") for s in event.stats}
             start = 1000 * line.timestamp_ns + event.offset_ps
             yield thread, plane.event_metadata[event.metadata_id].name, start, event.duration_ps, stats
-
-
-def _is_step(name: str, stats: Mapping[str, str]) -> bool:
-    return name == STEP_EVENT and "step_num" in stats
-
-
-def _is_inside(start: int, steps: list[tuple[int, int]]) -> bool:
-    """Return whether a time lies in a step; a trace without step events is one step."""
-    latest = bisect.bisect_right(steps, start, key=lambda step: step[0]) - 1
-    return not steps or (latest >= 0 and start < steps[latest][1])
-
-
-def _kernels(events: list[Event]) -> Iterator[tuple[int, str, int]]:
-    """Yield start, operation and duration of each kernel."""
-    for _, name, start, length, stats in events:
-        if operation := _operation(stats.get("tf_op", name)):
-            yield start, operation, length
 
 
 def _host_operations(events: list[Event]) -> Iterator[tuple[int, str, int]]:

@@ -149,38 +149,32 @@ def next_commands(train_dir: Path) -> list[str]:
     ]
 
 
-class ResourceMonitor:
-    """The host memory of this process and the use of its towers' GPUs, without what is not available."""
+def resource_usage(towers: Sequence[Tower]) -> dict[str, float]:
+    """Return values by tag: host memory and each GPU's peak memory in MB, and its utilization in percent.
 
-    def __init__(self, towers: Sequence[Tower]):
-        self._gpus = sorted({tower.device.removeprefix("/") for tower in towers if "GPU" in tower.device})
-        self._nvml = _nvml() if self._gpus else None
-
-    def __call__(self) -> dict[str, float]:
-        """Return values by tag: host memory and each GPU's peak memory in MB, and its utilization in percent.
-
-        The tags are `memory/host_mb`, `memory/GPU:0_mb` and, for every GPU of the machine, `gpu_utilisation/0`.
-        """
-        values = {f"{tags.MEMORY}/host_mb": psutil.Process().memory_info().rss / 1e6}
-        for gpu in self._gpus:
-            values[f"{tags.MEMORY}/{gpu}_mb"] = tf.config.experimental.get_memory_info(gpu)["peak"] / 1e6
-        if self._nvml:
-            with contextlib.suppress(self._nvml.NVMLError):
-                for index in range(self._nvml.nvmlDeviceGetCount()):
-                    rates = self._nvml.nvmlDeviceGetUtilizationRates(self._nvml.nvmlDeviceGetHandleByIndex(index))
-                    values[f"{tags.GPU_UTILIZATION}/{index}"] = float(rates.gpu)
-        return values
+    The tags are `memory/host_mb`, `memory/GPU:0_mb` and, for every GPU of the machine, `gpu_utilisation/0`. What is not
+    available is left out.
+    """
+    gpus = sorted({tower.device.removeprefix("/") for tower in towers if "GPU" in tower.device})
+    values = {f"{tags.MEMORY}/host_mb": psutil.Process().memory_info().rss / 1e6}
+    for gpu in gpus:
+        values[f"{tags.MEMORY}/{gpu}_mb"] = tf.config.experimental.get_memory_info(gpu)["peak"] / 1e6
+    return values | (_gpu_utilization() if gpus else {})
 
 
-def _nvml():
-    """Return NVIDIA's management library, if its bindings (package nvidia-ml-py) and a driver are installed."""
+def _gpu_utilization() -> dict[str, float]:
+    """Ask NVIDIA's management library, if its bindings (package nvidia-ml-py) and a driver are installed."""
     try:
         import pynvml
     except ImportError:
-        return None
+        return {}
+    values = {}
     with contextlib.suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
-        return pynvml
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            rates = pynvml.nvmlDeviceGetUtilizationRates(pynvml.nvmlDeviceGetHandleByIndex(index))
+            values[f"{tags.GPU_UTILIZATION}/{index}"] = float(rates.gpu)
+    return values
 
 
 def _from_here(program: str | Path) -> str:

@@ -4,34 +4,27 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from cifar_towers import files
 from cifar_towers.config.recipe import recipe_fields
-from cifar_towers.data.dataset import Split
+from cifar_towers.data.dataset import DatasetInfo, Split
 from cifar_towers.evaluation.score import Evaluation, Score, reported_score
 from cifar_towers.reporting import figures, run_info, tags
 from cifar_towers.reporting.console import Progress, ProgressStatus, approximate_duration, format_seconds
 from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft
-from cifar_towers.reporting.run_info import ResourceMonitor, RunInfo, count, describe_score
+from cifar_towers.reporting.run_info import RunInfo, count, describe_score
 from cifar_towers.reporting.run_records import JsonlWriter
-from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter
+from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter, image
 from cifar_towers.towers import placement_report
 from cifar_towers.training.results import StepDiagnostics, StepMetrics
 
 SCALARS_PER_SUMMARY = 10  # scalars are written this many times as often as whole summaries
 DRAWING_SHARE = 0.02  # of the run's time that drawing evaluations may take
 NOISE_DECAY = 0.9  # of the running averages of signal and noise, whose ratio is the noise scale
-
-
-class HealthCounts(Protocol):
-    """The counts of a run's skipped steps and rollbacks."""
-
-    skipped_steps: int
-    rollbacks: int
 
 
 class RunLogger:
@@ -46,7 +39,6 @@ class RunLogger:
         self.tensorboard: TensorBoardWriter | _NullWriter = (
             _NullWriter() if quiet else TensorBoardWriter(self.directory)
         )
-        self._resources = ResourceMonitor(run.local_towers)
         self._weight_names = [variable.path for variable in run.model.trainable_variables]
         self._noise_scale = NoiseScale(run.config.batch_size)
         self._epoch: list[StepMetrics] = []
@@ -75,8 +67,7 @@ class RunLogger:
     def open(self, step: int, passes_left: Callable[[int], int]) -> None:
         """Open the files of a run that starts or resumes at `step`, and write its settings and environment.
 
-        Args:
-          passes_left: step -> number of images that the remaining evaluations will classify; see `TimeLeft`.
+        For `passes_left` see `TimeLeft`.
         """
         self.truncate_after(step)
         self._time_left = TimeLeft(
@@ -108,12 +99,13 @@ class RunLogger:
             self.log(f"about {approximate_duration(seconds)} to go, at the rate of the first steps here")
 
     def log_step(
-        self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_size: int, health: HealthCounts
+        self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_size: int, health: Mapping[str, int]
     ) -> None:
         """Show and write the metrics of step `step`.
 
         Args:
           rates: the learning rate of each parameter group.
+          health: numbers of `skipped_steps` and `rollbacks`.
         """
         self._epoch.append(metrics._replace(diagnostics=None))
         rate, images_per_sec = next(iter(rates.values())), self.timer.recent_images_per_sec()
@@ -134,19 +126,19 @@ class RunLogger:
             learning_rate=rate,
             gradient_norm=metrics.gradient_norm,
             image_size=image_size,
-            skipped_steps=health.skipped_steps,
+            skipped_steps=health["skipped_steps"],
             **agreement,
         )
-        scalars: dict[str, float | None] = {
-            tags.SKIPPED_STEPS: health.skipped_steps,
-            tags.ROLLBACKS: health.rollbacks,
+        scalars = {
+            tags.SKIPPED_STEPS: health["skipped_steps"],
+            tags.ROLLBACKS: health["rollbacks"],
+            tags.IMAGES_PER_SEC: images_per_sec,
+            tags.INPUT_WAIT: input_wait,
+            tags.STEP_SECONDS: self.run.config.batch_size / images_per_sec if images_per_sec else None,
+            tags.NOISE_SCALE: agreement.get("gradient_noise_scale"),
         }
-        if images_per_sec:
-            scalars[tags.IMAGES_PER_SEC], scalars[tags.INPUT_WAIT] = images_per_sec, input_wait
-            scalars[tags.STEP_SECONDS] = self.run.config.batch_size / images_per_sec
         if diagnostics:
-            scalars |= {tags.LOSS_SCALE: metrics.loss_scale, **self._resources()}
-            scalars[tags.NOISE_SCALE] = agreement.get("gradient_noise_scale")
+            scalars |= {tags.LOSS_SCALE: metrics.loss_scale, **run_info.resource_usage(self.run.local_towers)}
         self.tensorboard.write_step(step, metrics, rates, scalars)
         if diagnostics:
             self._write_diagnostics(step, diagnostics, agreement["towers"], bool(metrics.finite))
@@ -187,9 +179,11 @@ class RunLogger:
         takes little of the run's time.
         """
         records = [run_info.evaluation_record(evaluation) for evaluation in evaluations]
-        for evaluation, record in zip(evaluations, records, strict=True):
+        for record in records:
             self.metrics.write(kind="eval", step=step, epoch=step / self.run.length.steps_per_epoch, **record)
-            self.tensorboard.write_score(step, run_info.score_tag(**record), evaluation.score)
+            tag = run_info.score_tag(**record)
+            scalars = {f"{tags.ACCURACY}/{tag}": record["accuracy"], f"{tags.LOSS}/{tag}": record["loss"]}
+            self.tensorboard.write(EVAL, step, scalars)
         self._write_unwritten()
         if self.quiet:
             return records
@@ -217,10 +211,7 @@ class RunLogger:
         self.progress.activity("evaluating", done)
 
     def begin_final_evaluation(self, step: int, splits: Mapping[str, Split]) -> None:
-        """Print what will be evaluated, as that may take minutes, and remove evaluations after `step`.
-
-        There is one, for example, if an evaluation met a target.
-        """
+        """Print what will be evaluated, as that may take minutes, and remove evaluations after `step`, if any."""
         self.progress.pause()
         images = " and ".join(count(len(split.labels), f"{name} image") for name, split in splits.items())
         tta = f", without TTA and with TTA {self.run.config.tta}" if self.run.config.tta else ""
@@ -287,14 +278,14 @@ class RunLogger:
         """Write a summary step's tower scalars, images and histograms; only the scalars if a number is not finite."""
         scalars = {tags.TOWER_LOSS: towers["loss"], tags.TOWER_GRADIENT_NORM: towers["gradient_norm"]}
         self.tensorboard.write_tower_scalars(step, scalars | {tags.TOWER_COSINE: towers["cosine"]})
-        if not finite:
+        if not finite or self.quiet:
             return
         info = self.run.dataset.info
         labels = [info.class_names[label] for label in diagnostics.labels]
-        normalization = info if self.run.config.standardize == "dataset" else None
-        self.tensorboard.write_input_images(step, diagnostics.images, labels, normalization)
-        self.tensorboard.write_activations(step, self.run.activation_layers, diagnostics.activations)
-        self.tensorboard.write_update(step, self._weight_names, diagnostics)
+        levels = denormalize(diagnostics.images, info if self.run.config.standardize == "dataset" else None)
+        picture = image(tags.INPUT_IMAGES, figures.image_grid(levels, labels, columns=4))
+        self.tensorboard.write(TRAIN, step, {}, [picture])
+        self.tensorboard.write_diagnostics(step, diagnostics, self.run.activation_layers, self._weight_names)
 
     def _draw(self, step: int, name: str, score: Score, split: Split) -> None:
         """Draw the most confident mistakes and the confusion matrix, as files and in TensorBoard; write the embedding.
@@ -316,8 +307,22 @@ class RunLogger:
             if tag in pictures:
                 with files.BestEffortWrites(self.directory / file):
                     files.write_whole(self.directory / file, figures.png(pictures[tag]))
-        self.tensorboard.write_pictures(step, name.partition("/")[0], pictures)
+        split_name = name.partition("/")[0]
+        self.tensorboard.write(EVAL, step, {}, [image(f"{tag}/{split_name}", each) for tag, each in pictures.items()])
         self.tensorboard.write_embedding(step, score, split, names)
+
+
+def denormalize(images: np.ndarray, info: DatasetInfo | None) -> np.ndarray:
+    """Return images [n, size, size, 3] as the model sees them as levels 0..255 of uint8.
+
+    Without `info`, where each image is normalized by itself, its range is stretched.
+    """
+    if info:
+        levels = images * info.std + info.mean
+    else:
+        levels = images - images.min((1, 2, 3), keepdims=True)
+        levels *= 255 / np.maximum(levels.max((1, 2, 3), keepdims=True), 1e-6)
+    return np.clip(np.round(levels), 0, 255).astype(np.uint8)
 
 
 class NoiseScale:
@@ -343,9 +348,7 @@ class NoiseScale:
 def signal_and_noise(tower_norms: Sequence[float], mean_norm: float, batch_size: int) -> tuple[float, float]:
     """Estimate the squared norm of the true gradient, and the trace of the covariance of one example's gradient.
 
-    Args:
-      tower_norms: norms of K > 1 towers' gradients, each a mean over batch_size / K examples.
-      mean_norm: norm of their mean gradient.
+    The K > 1 towers' gradients are means over batch_size / K examples each; `mean_norm` is the norm of their mean.
     """
     small, of_small, of_large = batch_size / len(tower_norms), np.mean(np.square(tower_norms)), mean_norm**2
     signal = (batch_size * of_large - small * of_small) / (batch_size - small)

@@ -136,10 +136,10 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
             raise UsageError(f"there is no directory {directory}; give those of runs, as runs/speed94-seed0")
         if paths.count(path) > 1:
             raise UsageError(f"{directory} is given twice; a mean would count it twice")
-    depths = itertools.count(1)
-    depth = next(depth for depth in depths if len({path.parts[-depth:] for path in paths}) == len(paths))
-    names = [str(Path(*path.parts[-depth:])) for path in paths]
-    runs = [read_run(directory, name) for directory, name in zip(directories, names, strict=True)]
+    depth = next(depth for depth in itertools.count(1) if len({path.parts[-depth:] for path in paths}) == len(paths))
+    runs = [
+        read_run(directory, str(Path(*path.parts[-depth:]))) for directory, path in zip(directories, paths, strict=True)
+    ]
     for run in runs:
         if not run.training and not run.evaluations:
             raise UsageError(
@@ -175,24 +175,18 @@ Groups = Mapping[str, Sequence[RunRecord]]  # the runs of each group by its name
 
 def group_by_recipe(runs: Sequence[RunRecord]) -> Groups:
     """Group runs that differ in their seed alone; the names are the recipe and up to two settings that differ."""
-    by_recipe = group_by(runs, lambda run: json.dumps(run.recipe, sort_keys=True))
+    by_recipe: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        by_recipe.setdefault(json.dumps(run.recipe, sort_keys=True), []).append(run)
     groups: dict[str, list[RunRecord]] = {}
-    for group in by_recipe:
+    for group in by_recipe.values():
         recipe, title = group[0].recipe, group[0].title
-        others = [other[0].recipe for other in by_recipe if other[0].title == title]
+        others = [other[0].recipe for other in by_recipe.values() if other[0].title == title]
         differing = [key for key in recipe if any(other.get(key) != recipe[key] for other in others)]
         name = shorten(", ".join([title, *(f"{key}={as_text(recipe[key])}" for key in differing[:2])]), 44)
         numbered = (name + (f" #{number}" if number > 1 else "") for number in itertools.count(1))
         groups[next(name for name in numbered if name not in groups)] = group
     return groups
-
-
-def group_by(runs: Sequence[RunRecord], key: Callable[[RunRecord], str]) -> list[list[RunRecord]]:
-    """Return lists of runs with the same key, in the order of the first run of each."""
-    groups: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        groups.setdefault(key(run), []).append(run)
-    return list(groups.values())
 
 
 def compare_groups(groups: Groups) -> list[tuple[str, str, str]]:

@@ -18,23 +18,21 @@ class Sample(NamedTuple):
     """Mean, standard deviation and number of values."""
 
     mean: float
-    std: float | None  # of the sample (n - 1); None for a single value
+    std: float  # of the sample (n - 1); 0 for a single value
     n: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Sample":
         """Compute the statistics of a non-empty list."""
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values))
 
-    def interval(self) -> tuple[float, float] | None:
-        """Return the 95 % confidence interval of a mean of fractions, which stays inside [0, 1]; None for one value.
+    def interval(self) -> tuple[float, float]:
+        """Return the 95 % confidence interval of a mean of two or more fractions, which stays inside [0, 1].
 
         Student's t interval is computed on the logit scale and transformed back. Sources: the logit interval in
         L. D. Brown, T. T. Cai and A. DasGupta, Statistical Science 16(2), 2001; with Student's t and the standard error
         of the mean in N. Dean and M. Pagano, Journal of Survey Statistics and Methodology 3(4), 2015.
         """
-        if self.std is None:
-            return None
         if not (self.std and 0 < self.mean < 1):
             return self.mean, self.mean
         logit = math.log(self.mean / (1 - self.mean))
@@ -48,21 +46,18 @@ class Sample(NamedTuple):
         >>> Sample(0.9411, 0.0015, 5).describe_percent()
         'mean 94.11 ± 0.15 % (n=5, 95 % interval 93.92 to 94.29 %)'
         """
-        interval = self.interval()
-        if interval is None:
+        if self.n == 1:
             return f"mean {100 * self.mean:.2f} % (n=1)"
-        low, high = interval
-        spread = f"mean {100 * self.mean:.2f} ± {100 * (self.std or 0.0):.2f} %"
-        return f"{spread} (n={self.n}, 95 % interval {100 * low:.2f} to {100 * high:.2f} %)"
+        low, high = (100 * end for end in self.interval())
+        spread = f"mean {100 * self.mean:.2f} ± {100 * self.std:.2f} %"
+        return f"{spread} (n={self.n}, 95 % interval {low:.2f} to {high:.2f} %)"
 
 
-def difference(one: Sample, other: Sample) -> tuple[float, float, float] | None:
+def difference(one: Sample, other: Sample) -> tuple[float, float, float]:
     """Return the mean of `one` less that of `other`, and the ends of the 95 % confidence interval of this difference.
 
-    The two may differ in number and in spread (B. L. Welch, Biometrika 34, 1947). None unless both have two values.
+    Each has two values or more. The two may differ in number and in spread (B. L. Welch, Biometrika 34, 1947).
     """
-    if one.std is None or other.std is None:
-        return None
     variances = one.std**2 / one.n, other.std**2 / other.n
     total, mean = sum(variances), one.mean - other.mean
     if not total:
@@ -73,15 +68,12 @@ def difference(one: Sample, other: Sample) -> tuple[float, float, float] | None:
 
 
 def describe_difference(one: Sample, other: Sample) -> str:
-    """Return the difference of two means of fractions in percentage points, with its interval if there is one.
+    """Return the difference of two means of fractions in percentage points, with its interval.
 
     >>> describe_difference(Sample(0.9411, 0.0015, 5), Sample(0.9398, 0.0012, 5))
     '+0.13 points (95 % interval -0.07 to +0.33)'
     """
-    found = difference(one, other)
-    if found is None:
-        return f"{100 * (one.mean - other.mean):+.2f} points (no interval: a mean is of a single run)"
-    mean, low, high = (100 * value for value in found)
+    mean, low, high = (100 * value for value in difference(one, other))
     return f"{mean:+.2f} points (95 % interval {low:+.2f} to {high:+.2f})"
 
 

@@ -27,22 +27,22 @@ Scalars = Mapping[tuple[str, int], float]  # (tag, step) -> value
 class SeedStatistics:
     """The mean over runs of every scalar, for TensorBoard, at each step that any of the runs has.
 
-    Args:
-      directory: of the event files; `train` and `eval` in it are named as in a run.
-      runs: directories of runs, which may not exist yet, or be at work.
+    The event files are in `train` and `eval` of `directory`, as in a run. The runs may not exist yet, or be at work.
     """
 
     def __init__(self, directory: Path, runs: Sequence[Path]):
         self._directory, self._runs = directory, runs
-        self._read: dict[Path, tuple[tuple, Scalars]] = {}  # directory -> (names and sizes of its files, their scalars)
+        self._read: dict[str, dict[tuple[Path, int], Scalars]] = {TRAIN: {}, EVAL: {}}  # by event file and its size
 
     def update(self) -> None:
         """Write the statistics anew, if a run has written since."""
-        for part in (TRAIN, EVAL):
-            before = {run: self._read.get(run / part) for run in self._runs}
-            scalars = [self._scalars(run / part) for run in self._runs]
-            if before != {run: self._read.get(run / part) for run in self._runs}:
-                self._write(self._directory / part, scalars)
+        for part, known in self._read.items():
+            found = [
+                (path, path.stat().st_size) for run in self._runs for path in sorted((run / part).glob(EVENT_FILES))
+            ]
+            if found != list(known):
+                self._read[part] = {file: known.get(file) or dict(read_scalars(file[0])) for file in found}
+                self._write(part)
 
     @contextlib.contextmanager
     def updated_in_background(self) -> Iterator[None]:
@@ -65,22 +65,16 @@ class SeedStatistics:
             thread.join()
             self.update()
 
-    def _scalars(self, directory: Path) -> Scalars:
-        """Return the scalars in a directory's event files, which are read again only if they have changed."""
-        files = sorted(directory.glob(EVENT_FILES))
-        state = tuple((path.name, path.stat().st_size) for path in files)
-        known, scalars = self._read.get(directory, ((), {}))
-        if state != known:
-            scalars = dict(itertools.chain.from_iterable(map(read_scalars, files)))
-            self._read[directory] = state, scalars
-        return scalars
-
-    def _write(self, directory: Path, runs: Sequence[Scalars]) -> None:
+    def _write(self, part: str) -> None:
         """Replace the event file of a directory. TensorBoard forgets the events before one that starts a session."""
+        runs: dict[Path, dict] = {run / part: {} for run in self._runs}
+        for (path, _), scalars in self._read[part].items():
+            runs[path.parent].update(scalars)
         values: dict[int, dict[str, list[float]]] = {}
-        for tag, step in sorted(set().union(*runs)):
-            found = [scalars[tag, step] for scalars in runs if (tag, step) in scalars]
+        for tag, step in sorted(set().union(*runs.values())):
+            found = [scalars[tag, step] for scalars in runs.values() if (tag, step) in scalars]
             values.setdefault(step, {})[tag] = [value for value in found if math.isfinite(value)]
+        directory = self._directory / part
         earlier, writer = sorted(directory.glob(EVENT_FILES)), EventWriter(directory)
         of_seeds = tags.seed_charts({tag for by_tag in values.values() for tag in by_tag})
         writer.write(0, session_log=SessionLog(status=SessionLog.START))
@@ -95,11 +89,10 @@ class SeedStatistics:
 def _summaries(tag: str, values: Sequence[float]) -> Iterator:
     if not values:
         return
-    sample = Sample.of(values)
-    spread = sample.std or 0.0
-    statistics = {tags.SEED_MEAN: sample.mean, tags.SEED_STD: spread, tags.SEED_COUNT: sample.n}
-    statistics |= {tags.SEED_LOW: sample.mean - spread, tags.SEED_HIGH: sample.mean + spread}
-    for prefix, value in statistics.items():
+    mean, std, count = Sample.of(values)
+    low, high = mean - std, mean + std
+    prefixes = tags.SEED_MEAN, tags.SEED_STD, tags.SEED_COUNT, tags.SEED_LOW, tags.SEED_HIGH
+    for prefix, value in zip(prefixes, (mean, std, count, low, high), strict=True):
         yield scalar_pb(prefix + tag, value)
 
 

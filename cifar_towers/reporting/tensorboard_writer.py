@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from google.protobuf import text_format
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import summary as custom_scalar_summary
@@ -18,20 +19,23 @@ from tensorboard.plugins.hparams.summary import session_end_pb
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.image import metadata as image_metadata
 from tensorboard.plugins.pr_curve import summary as pr_curve_summary
+from tensorboard.plugins.projector import EmbeddingInfo, ProjectorConfig, SpriteMetadata
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.util.tensor_util import make_tensor_proto
 from tensorflow.core.framework.graph_pb2 import GraphDef
 
 from cifar_towers import files
-from cifar_towers.data.dataset import DatasetInfo, Split
+from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation.score import Score
-from cifar_towers.reporting import figures, projector, tags
+from cifar_towers.reporting import figures, tags
 from cifar_towers.reporting.event_files import EventWriter
-from cifar_towers.training.results import StepDiagnostics, StepMetrics, TensorStats
+from cifar_towers.training.results import StepDiagnostics, StepMetrics
 
 TRAIN, EVAL, RESULT, PROJECTOR = "train", "eval", "result", "projector"  # beside one directory per tower
 NUM_THRESHOLDS = 127  # of a precision-recall curve
+FEATURES, METADATA, SPRITE, PROJECTOR_CONFIG = files.PROJECTOR_FILES
+MAX_SPRITE_PIXELS = 8192  # of height and width, in TensorBoard
 
 
 class TensorBoardWriter:
@@ -41,14 +45,15 @@ class TensorBoardWriter:
         self._train_dir = train_dir
         self._events = functools.cache(lambda name: EventWriter(train_dir / name))
 
+    def write(self, name: str, step: int, scalars: Mapping[str, float], others: Iterable = ()) -> None:
+        """Write one event into the directory `name`: scalars by tag, and other summaries."""
+        self._events(name).write(step, [*(scalar_pb(tag, value) for tag, value in scalars.items()), *others])
+
     def write_run(self, step: int, hparams: Mapping, settings: Mapping, environment: Mapping) -> None:
         """Write what does not change in a run that starts at `step`: texts, charts, and its row under HPARAMS.
 
-        TensorBoard takes the first settings that a run has, so only a run from step 0 writes `hparams`.
-
-        Args:
-          settings: the content of config.json.
-          environment: the content of environment.json.
+        TensorBoard takes the first settings that a run has, so only a run from step 0 writes `hparams`. `settings` and
+        `environment` are the contents of config.json and environment.json.
         """
         texts = run_texts(settings, environment)
         self._events(TRAIN).write(step, [charts_summary(tags.CHARTS), *(text_pb(*text) for text in texts.items())])
@@ -66,11 +71,9 @@ class TensorBoardWriter:
     def write_step(
         self, step: int, metrics: StepMetrics, rates: Mapping[str, float], others: Mapping[str, float | None]
     ) -> None:
-        """Write the scalars of a step.
+        """Write the scalars of a step: its metrics, each parameter group's learning rate, and `others` by tag.
 
-        Args:
-          rates: the learning rate of each parameter group.
-          others: more scalars by tag; None is left out.
+        A value of None is left out.
         """
         scalars = {tags.LOSS: metrics.loss, tags.ACCURACY: metrics.accuracy, tags.GRADIENT_NORM: metrics.gradient_norm}
         scalars |= {tags.raw_loss(term): loss for term, loss in metrics.losses.items()}
@@ -80,42 +83,37 @@ class TensorBoardWriter:
             proxy = metrics.hard_examples.proxy
             scalars |= {f"{tags.PROXY}/{tags.LOSS}": proxy.loss, f"{tags.PROXY}/{tags.ACCURACY}": proxy.accuracy}
         scalars |= {tag: value for tag, value in others.items() if value is not None}
-        self._write_scalars(TRAIN, step, scalars)
+        self.write(TRAIN, step, scalars)
 
     def write_tower_scalars(self, step: int, scalars: Mapping[str, Sequence[float]]) -> None:
         """Write the scalars of each tower: {tag: [K]}."""
         for index, values in enumerate(zip(*scalars.values(), strict=True)):
-            self._write_scalars(f"tower_{index}", step, dict(zip(scalars, values, strict=True)))
+            self.write(f"tower_{index}", step, dict(zip(scalars, values, strict=True)))
 
-    def write_input_images(
-        self, step: int, images: np.ndarray, labels: Sequence[str], info: DatasetInfo | None
+    def write_diagnostics(
+        self, step: int, diagnostics: StepDiagnostics, layers: Sequence[str], weights: Sequence[str]
     ) -> None:
-        """Write images [n, size, size, 3] as the model sees them, above their labels; see `denormalize`."""
-        grid = figures.image_grid(denormalize(images, info), labels, columns=4)
-        self._events(TRAIN).write(step, [image(tags.INPUT_IMAGES, grid)])
-
-    def write_activations(self, step: int, layers: Sequence[str], stats: TensorStats) -> None:
-        """Write histogram and sparsity of each layer's output."""
-        outputs = {layer: stats.at(index) for index, layer in enumerate(layers)}
-        sparsities = {f"{tags.SPARSITY}/{layer}": output.zero_fraction for layer, output in outputs.items()}
-        self._write_scalars(TRAIN, step, sparsities, _histograms(tags.ACTIVATIONS, outputs))
-
-    def write_update(self, step: int, weights: Sequence[str], diagnostics: StepDiagnostics) -> None:
-        """Write histogram and norm of each weight and its mean gradient, and the update-to-weight ratio."""
-        values = {name: diagnostics.weights.at(index) for index, name in enumerate(weights)}
-        gradients = {name: diagnostics.gradients.at(index) for index, name in enumerate(weights)}
-        scalars = {f"{tags.WEIGHT_NORM}/{name}": value.norm for name, value in values.items()}
-        scalars |= {f"{tags.WEIGHT_GRADIENT_NORM}/{name}": gradient.norm for name, gradient in gradients.items()}
-        for name, update_norm in zip(weights, diagnostics.update_norm, strict=True):
-            if values[name].norm:
-                scalars[f"{tags.UPDATE_RATIO}/{name}"] = update_norm / values[name].norm
-        histograms = _histograms(tags.WEIGHTS, values) + _histograms(tags.GRADIENTS, gradients)
-        self._write_scalars(TRAIN, step, scalars, histograms)
-
-    def write_score(self, step: int, name: str, score: Score) -> None:
-        """Write accuracy and loss of an evaluation called `name`, as from `run_info.score_tag`."""
-        values = {f"{tags.ACCURACY}/{name}": score.accuracy, f"{tags.LOSS}/{name}": score.loss}
-        self._write_scalars(EVAL, step, values)
+        """Write each layer's output and sparsity, each weight and its mean gradient, and update-to-weight ratios."""
+        tensors = (
+            (tags.ACTIVATIONS, layers, diagnostics.activations),
+            (tags.WEIGHTS, weights, diagnostics.weights),
+            (tags.GRADIENTS, weights, diagnostics.gradients),
+        )
+        histograms = [
+            histogram(f"{prefix}/{name}", *values)
+            for prefix, names, stats in tensors
+            for name, *values in zip(names, stats.min, stats.max, stats.counts, strict=True)
+        ]
+        scalars = {
+            f"{tags.SPARSITY}/{layer}": share
+            for layer, share in zip(layers, diagnostics.activations.zero_fraction, strict=True)
+        }
+        norms = diagnostics.weights.norm, diagnostics.gradients.norm, diagnostics.update_norm
+        for name, norm, gradient_norm, update_norm in zip(weights, *norms, strict=True):
+            scalars |= {f"{tags.WEIGHT_NORM}/{name}": norm, f"{tags.WEIGHT_GRADIENT_NORM}/{name}": gradient_norm}
+            if norm:
+                scalars[f"{tags.UPDATE_RATIO}/{name}"] = update_norm / norm
+        self.write(TRAIN, step, scalars, histograms)
 
     def write_class_scores(self, step: int, name: str, score: Score, split: Split, class_names: Sequence[str]) -> None:
         """Write accuracy and precision-recall curve of each class; no curves of more than `figures.MAX_CLASSES`.
@@ -128,20 +126,15 @@ class TensorBoardWriter:
                 tag = f"{tags.PRECISION_RECALL}/{split_name}/{class_name}"
                 curves.append(pr_curve(tag, split.labels == index, probabilities))
         class_tags = [f"{tags.CLASS_ACCURACY}/{split_name}/{class_name}" for class_name in class_names]
-        self._write_scalars(EVAL, step, dict(zip(class_tags, score.per_class(), strict=True)), curves)
-
-    def write_pictures(self, step: int, split_name: str, pictures: Mapping[str, np.ndarray]) -> None:
-        """Write pictures of an evaluation by tag: the mistakes, and the confusion matrix if it can be drawn."""
-        self._events(EVAL).write(step, [image(f"{tag}/{split_name}", pixels) for tag, pixels in pictures.items()])
+        self.write(EVAL, step, dict(zip(class_tags, score.per_class(), strict=True)), curves)
 
     def write_embedding(self, step: int, score: Score, split: Split, class_names: Sequence[str]) -> None:
         """Write the projector's files into a new directory, as TensorBoard reads each once; remove earlier ones."""
         if score.features is None or not (np.isfinite(score.features).all() and np.isfinite(score.probabilities).all()):
             return
-        count, directory = len(score.features), self._train_dir / f"{PROJECTOR}_{step:08}"
-        columns = projector.metadata_columns(split.labels[:count], score.probabilities[:count], class_names)
+        directory = self._train_dir / f"{PROJECTOR}_{step:08}"
         with files.BestEffortWrites(directory):
-            projector.write(directory, score.features, split.images[:count], columns)
+            write_projector(directory, score.features, split, score.probabilities, class_names)
             for other in self._train_dir.glob(files.PROJECTOR):
                 if other != directory:
                     shutil.rmtree(other)
@@ -149,7 +142,7 @@ class TensorBoardWriter:
     def write_result(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write the run's metrics under HPARAMS, and its successful end, of which TensorBoard takes the first."""
         metrics = {f"{tags.FINAL}/{tag}": value for tag, value in scalars.items()}
-        self._write_scalars(RESULT, step, metrics, [session_end_pb(api_pb2.STATUS_SUCCESS)])
+        self.write(RESULT, step, metrics, [session_end_pb(api_pb2.STATUS_SUCCESS)])
 
     def truncate_after(self, train_step: int, eval_step: int) -> None:
         """Remove what was written of training after `train_step`, and of evaluations after `eval_step`."""
@@ -158,23 +151,6 @@ class TensorBoardWriter:
             self._events(name).truncate_after(train_step)
         self._events(EVAL).truncate_after(eval_step)
         self._events(RESULT).truncate_after(0)
-
-    def _write_scalars(self, name: str, step: int, scalars: Mapping[str, float], others: Iterable = ()) -> None:
-        """Write one event into the directory `name`: scalars by tag, and other summaries."""
-        self._events(name).write(step, [*(scalar_pb(tag, value) for tag, value in scalars.items()), *others])
-
-
-def denormalize(images: np.ndarray, info: DatasetInfo | None) -> np.ndarray:
-    """Return images [n, size, size, 3] as the model sees them as levels 0..255 of uint8.
-
-    Without `info`, where each image is normalized by itself, its range is stretched.
-    """
-    if info:
-        levels = images * info.std + info.mean
-    else:
-        levels = images - images.min((1, 2, 3), keepdims=True)
-        levels *= 255 / np.maximum(levels.max((1, 2, 3), keepdims=True), 1e-6)
-    return np.clip(np.round(levels), 0, 255).astype(np.uint8)
 
 
 def image(tag: str, pixels: np.ndarray) -> Summary:
@@ -188,18 +164,7 @@ def image(tag: str, pixels: np.ndarray) -> Summary:
 
 
 def pr_curve(tag: str, labels: np.ndarray, probabilities: np.ndarray):
-    """Make the summary of precision and recall of one class at 127 thresholds.
-
-    Args:
-      labels: [n] of bool.
-      probabilities: [n], as predicted.
-
-    Raises:
-      ValueError: a probability is not from 0 to 1.
-    """
-    labels, probabilities = np.asarray(labels, bool), np.asarray(probabilities)
-    if not ((probabilities >= 0) & (probabilities < 1 + 1 / NUM_THRESHOLDS)).all():  # 1 may be exceeded by rounding
-        raise ValueError(f"{tag}: probabilities from {probabilities.min()} to {probabilities.max()}")
+    """Make the summary of precision and recall of one class from n labels of bool and predicted probabilities."""
     summary = pr_curve_summary.pb(tag, labels, probabilities, num_thresholds=NUM_THRESHOLDS)
     summary.value[0].tag = tag  # the builder adds `/pr_curves`
     return summary
@@ -210,18 +175,11 @@ def histogram(tag: str, low: float, high: float, counts: np.ndarray) -> Summary:
 
     TensorBoard's own builder takes values that are not counted yet; the layout is that of its `summary_v2`. If low
     equals high, the last bucket holds all counts. Without counts everything is zero.
-
-    Raises:
-      ValueError: low to high is no finite range.
     """
-    counts = np.asarray(counts, np.float64)
-    if not counts.any():
-        low = high = 0.0
-    if not 0 <= high - low < np.inf:
-        raise ValueError(f"{tag}: a histogram from {low} to {high}")
+    low, high = (float(low), float(high)) if np.any(counts) else (0.0, 0.0)
     edges = np.linspace(low, high, len(counts) + 1)
     if low == high:
-        counts = np.append(np.zeros(len(counts) - 1), counts.sum())
+        counts = np.append(np.zeros(len(counts) - 1), np.sum(counts))
     buckets = np.stack([edges[:-1], edges[1:], counts], 1)
     return _summary(tag, histogram_metadata.create_summary_metadata(None, None), buckets)
 
@@ -230,16 +188,11 @@ def _summary(tag: str, metadata: SummaryMetadata, content: np.ndarray) -> Summar
     return Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=make_tensor_proto(content))])
 
 
-def _histograms(prefix: str, tensors: Mapping[str, TensorStats]) -> list[Summary]:
-    return [histogram(f"{prefix}/{name}", stats.min, stats.max, stats.counts) for name, stats in tensors.items()]
-
-
 def charts_summary(categories: Mapping[str, Mapping[str, Sequence[str]]], band: Sequence[str] = ()):
-    """Make the summary of charts of several scalars under CUSTOM SCALARS.
+    """Make the summary of charts under CUSTOM SCALARS, from {category: {title: [regular expressions of tags]}}.
 
-    Args:
-      categories: {category: {title: [regular expressions of tags]}}; with a band {category: {title: [tags]}}.
-      band: prefixes that make of a tag the tags of a line, of the lower and of the upper edge of its band.
+    A `band` holds the prefixes that make of a tag the tags of a line, of the lower and of the upper edge of its band.
+    The charts then name tags, not regular expressions.
     """
 
     def chart(title: str, found: Sequence[str]) -> layout_pb2.Chart:
@@ -255,13 +208,48 @@ def charts_summary(categories: Mapping[str, Mapping[str, Sequence[str]]], band: 
     return custom_scalar_summary.pb(layout)
 
 
+def write_projector(
+    directory: Path, features: np.ndarray, split: Split, probabilities: np.ndarray, class_names: Sequence[str]
+) -> None:
+    """Write the features [n, d] of a split's first examples, with a thumbnail and metadata of each, for the projector.
+
+    TensorBoard reads the config when it first reads an event file, which is therefore written last. TensorBoard caches
+    the features that it has read, so another state needs another directory. It shows as many images as fit a sprite.
+    """
+    image_size = split.images.shape[1]
+    count = min(len(features), (MAX_SPRITE_PIXELS // image_size) ** 2)
+    features, images, labels = features[:count], split.images[:count], split.labels[:count]
+    embedding = EmbeddingInfo(
+        tensor_name=Path(FEATURES).stem,
+        tensor_shape=features.shape,
+        tensor_path=FEATURES,
+        metadata_path=METADATA,
+        sprite=SpriteMetadata(image_path=SPRITE, single_image_dim=[image_size, image_size]),
+    )
+    names = [" ".join(name.split()) for name in class_names]
+    metadata: list[tuple] = [("class", "predicted", "confidence", "right", "example")]
+    for index, (label, row) in enumerate(zip(labels, probabilities[:count], strict=True)):
+        predicted, right = row.argmax(), "yes" if row.argmax() == label else "no"
+        metadata.append((names[label], names[predicted], f"{row.max():.4f}", right, str(index)))
+    directory.mkdir(parents=True, exist_ok=True)
+    files.write_whole(directory / FEATURES, _tsv([f"{number:.6g}" for number in row] for row in features.tolist()))
+    files.write_whole(directory / METADATA, _tsv(metadata))
+    files.write_whole(directory / SPRITE, figures.png(figures.sprite(images)))
+    files.write_whole(
+        directory / PROJECTOR_CONFIG, text_format.MessageToString(ProjectorConfig(embeddings=[embedding]))
+    )
+    if not list(directory.glob("*tfevents*")):
+        EventWriter(directory).write(0)
+
+
+def _tsv(rows: Iterable[Iterable[str]]) -> str:
+    return "".join("\t".join(row) + "\n" for row in rows)
+
+
 def run_texts(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of a run in Markdown by tag, from the contents of config.json and environment.json."""
-    short = [
-        (name, _one_line(value))
-        for name, value in environment.items()
-        if value and name not in ("variables", "model", "command")
-    ]
+    elsewhere = ("variables", "model", "command")
+    short = [(name, _one_line(value)) for name, value in environment.items() if value and name not in elsewhere]
     variables = (variable.values() for variable in environment["variables"])
     texts = {
         "run/recipe": _markdown_table(("setting", "value"), settings.items()),
@@ -278,18 +266,13 @@ def run_texts(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> di
 def _model_table(layers: Sequence[Mapping[str, Any]]) -> str:
     if not layers:
         return "the model is not a graph of layers"
-    rows: list[tuple] = [
-        (
-            each["name"],
-            each["kind"],
-            " x ".join(map(str, each["output"])),
-            f"{each['parameters']:,}",
-            f"{each['flops']:,}",
-        )
-        for each in layers
-    ]
-    totals = (f"**{sum(layer[key] for layer in layers):,}**" for key in ("parameters", "flops"))
-    rows.append(("**total**", "", "", *totals))
+    total: dict[str, Any] = {"name": "**total**", "kind": "", "output": ()}
+    total |= {key: sum(layer[key] for layer in layers) for key in ("parameters", "flops")}
+    rows = []
+    for each in (*layers, total):
+        bold = "**" if each is total else ""
+        numbers = (f"{bold}{each[key]:,}{bold}" for key in ("parameters", "flops"))
+        rows.append((each["name"], each["kind"], " x ".join(map(str, each["output"])), *numbers))
     return _markdown_table(("layer", "kind", "output", "parameters", "FLOPs per image, forward"), rows)
 
 
@@ -321,11 +304,8 @@ GRAPH_SCOPES = (
 def relabel_graph(graph: GraphDef, variables: Mapping[str, str]) -> GraphDef:
     """Return the graph with its operations renamed, without its function library, which would be drawn beside it.
 
-    Variables are drawn in one box. Inside the scope of the first read, which is tower 0, all other towers would seem to
-    read from tower 0.
-
-    Args:
-      variables: {placeholder name: variable name}.
+    Variables, given as {placeholder name: variable name}, are drawn in one box. Inside the scope of the first read,
+    which is tower 0, all other towers would seem to read from tower 0.
     """
     unscoped = {node.name for node in graph.node if "/" not in node.name}
     names = {node.name: _name_to_draw(node.name, unscoped, variables) for node in graph.node}

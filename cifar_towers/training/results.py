@@ -19,10 +19,6 @@ class TensorStats(NamedTuple):
     norm: Any  # [N]
     counts: Any  # [N, NUM_BUCKETS] values in equal buckets from min to max
 
-    def at(self, index: int) -> "TensorStats":
-        """Return the statistics of one tensor: scalars and [NUM_BUCKETS] counts."""
-        return TensorStats(*(field[index] for field in self))
-
 
 class StepDiagnostics(NamedTuple):
     """The diagnostics of a summary step. The graph returns zeros in other steps, and `StepRunner` drops them."""

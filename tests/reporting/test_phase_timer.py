@@ -41,11 +41,6 @@ def test_rates_are_unknown_until_a_step_is_timed(spend):
     assert timer.images_per_sec() == 100  # of the start before
 
 
-def test_phase_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="phase evaluation: one of start, train, input"):
-        PhaseTimer().end_phase("evaluation")
-
-
 LENGTH = RunLength(50, 400, 400)
 STEP_SECONDS = {24: 2.0, 32: 3.9}  # the larger images take 10 % more than their pixels say
 COMPILE_SECONDS, EVALUATE_SECONDS = 14.0, 17.0

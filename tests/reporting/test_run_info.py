@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from cifar_towers.data.dataset import CIFAR10, Dataset, Split
 from cifar_towers.reporting import run_info
-from cifar_towers.reporting.run_info import ResourceMonitor
+from cifar_towers.reporting.run_info import resource_usage
 from cifar_towers.towers import Tower
 
 ROOT = Path(__file__).parents[2]
@@ -94,14 +94,14 @@ def nvml(monkeypatch):
 
 def test_host_memory():
     gc.collect()  # not between the two
-    monitor = ResourceMonitor([Tower(0, "/CPU:0")])
-    before, held = monitor(), bytearray(10**8)
+    towers = [Tower(0, "/CPU:0")]
+    before, held = resource_usage(towers), bytearray(10**8)
     assert set(before) == {"memory/host_mb"}
-    assert 90 < monitor()["memory/host_mb"] - before["memory/host_mb"] < 130 and held
+    assert 90 < resource_usage(towers)["memory/host_mb"] - before["memory/host_mb"] < 130 and held
 
 
 def test_gpu_memory_and_utilization(nvml):
-    values = ResourceMonitor([Tower(0, "/GPU:0"), Tower(1, "/GPU:1")])()
+    values = resource_usage([Tower(0, "/GPU:0"), Tower(1, "/GPU:1")])
     assert values.pop("memory/host_mb") > 100
     memory = {"memory/GPU:0_mb": 6000, "memory/GPU:1_mb": 6000}
     assert values == memory | {"gpu_utilisation/0": 90, "gpu_utilisation/1": 91}
@@ -111,9 +111,8 @@ def test_failing_driver_is_left_out(nvml, monkeypatch):
     def fails(*_):
         raise NVMLError
 
-    nvml.nvmlDeviceGetUtilizationRates = fails
-    assert "gpu_utilisation/0" not in ResourceMonitor([Tower(0, "/GPU:0")])()
-    nvml.nvmlInit = fails
-    assert "gpu_utilisation/0" not in ResourceMonitor([Tower(0, "/GPU:0")])()
+    for name in ("nvmlDeviceGetUtilizationRates", "nvmlInit"):
+        setattr(nvml, name, fails)
+        assert "gpu_utilisation/0" not in resource_usage([Tower(0, "/GPU:0")])
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "memory/GPU:0_mb" in ResourceMonitor([Tower(0, "/GPU:0")])()
+    assert "memory/GPU:0_mb" in resource_usage([Tower(0, "/GPU:0")])

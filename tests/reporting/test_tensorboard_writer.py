@@ -16,10 +16,14 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_g
 from tensorboard.plugins.hparams.summary import session_end_pb
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.pr_curve.pr_curves_plugin import PrCurvesPlugin
+from tensorboard.plugins.projector.projector_plugin import ProjectorPlugin
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.util.tensor_util import make_ndarray
+from werkzeug.test import Client
 
-from cifar_towers.reporting import tensorboard_writer
+from cifar_towers import files
+from cifar_towers.data.dataset import Split
+from cifar_towers.reporting import figures, tensorboard_writer
 from cifar_towers.reporting.event_files import EventWriter
 from cifar_towers.towers import average_gradients, run_on_towers, split_batch
 
@@ -74,10 +78,9 @@ def test_equal_values_may_be_counted_in_any_bucket():
     assert first == last and content(last).tolist() == [[3, 3, 0], [3, 3, 0], [3, 3, 7]]
 
 
-@pytest.mark.parametrize(("low", "high"), [(1, 0), (np.nan, 1), (0, np.nan), (-np.inf, 0), (np.inf, np.inf)])
-def test_histogram_without_a_range_is_refused(low, high):
-    with pytest.raises(ValueError, match=r"weights: a histogram from (1|nan|0|-?inf) to"):
-        tensorboard_writer.histogram("weights", low, high, [1, 2])
+def test_histogram_of_values_whose_range_overflows_float32():
+    most = np.finfo(np.float32).max
+    assert np.isfinite(content(tensorboard_writer.histogram("weights", -most, most, [1, 2]))).all()
 
 
 def pr_curve_by_definition(right, probability):
@@ -105,25 +108,18 @@ def test_pr_curve_equals_its_definition(tmp_path, dtype):
 @pytest.mark.parametrize("right", [[], [True], [False], [False] * 5, [True] * 5])
 def test_pr_curves_of_few_examples_and_of_one_kind(tmp_path, right):
     probability = np.linspace(0.2, 0.9, len(right))
+    right = np.array(right, bool)
     value = tensorboard_writer.pr_curve("cat", right, probability)
-    assert np.array_equal(content(value), np.float32(pr_curve_by_definition(np.array(right, bool), probability)))
+    assert np.array_equal(content(value), np.float32(pr_curve_by_definition(right, probability)))
     write(tmp_path / "eval", value)
     plugin = PrCurvesPlugin(tensorboard(tmp_path))
     (shown,) = plugin.pr_curves_impl(RequestContext(), "", ["eval"], "cat")["eval"]
     assert len(shown["precision"]) == 1 + int(126 * probability.max(initial=0))
 
 
-@pytest.mark.parametrize("probability", [-0.01, 1.01, np.nan, np.inf])
-def test_values_outside_0_to_1_are_no_probabilities(probability):
-    with pytest.raises(ValueError, match="cat: probabilities from"):
-        tensorboard_writer.pr_curve("cat", [True, False], [0.5, probability])
-
-
 def test_probability_above_1_by_rounding():
-    assert (
-        content(tensorboard_writer.pr_curve("cat", [True], np.nextafter(np.ones(1, np.float32), np.float32(2))))[0, -1]
-        == 1
-    )
+    above = np.nextafter(np.ones(1, np.float32), np.float32(2))
+    assert content(tensorboard_writer.pr_curve("cat", np.array([True]), above))[0, -1] == 1
 
 
 def session_groups(logdir):
@@ -194,3 +190,66 @@ def test_towers_are_drawn_side_by_side(towers):
         tower = node.name.split("/")[0]
         if tower.startswith("tower_"):
             assert not [s for s in sources if s.startswith("tower_") and s.split("/")[0] != tower]
+
+
+CLASSES = ("tabby\tcat", "big\r\ndog ", "ä\u2028b")
+
+
+def write_embedding(directory, number, size=32, width=5):
+    """Write features, images and predictions of examples for the projector; return them."""
+    generator = np.random.default_rng(number)
+    features = generator.normal(size=(number, width)).astype(np.float32)
+    split = Split(generator.integers(0, 256, (number, size, size, 3), np.uint8), generator.integers(0, 3, number))
+    probabilities = generator.dirichlet(np.ones(3), number)
+    tensorboard_writer.write_projector(directory, features, split, probabilities, CLASSES)
+    return features, split, probabilities
+
+
+@pytest.mark.parametrize(
+    ("run", "number", "width", "size"),
+    [("run/projector", 1, 1, 32), ("run/projector", 30, 64, 24), (".", 3, 5, 32)],
+)
+def test_projector_plugin_serves_all_files(tmp_path, run, number, width, size):
+    """Tabs and newlines in names are spaces."""
+    features, split, probabilities = write_embedding(tmp_path / run, number, size, width)
+
+    def fetch(route, run=run):
+        client = Client(ProjectorPlugin(tensorboard(tmp_path)).get_plugin_apps()[route])
+        answer = client.get(f"{route}?run={run}&name=features&num_rows=100000")
+        assert answer.status_code == 200, answer.data
+        return answer.data
+
+    assert json.loads(fetch("/runs")) == [run]
+    (embedding,) = json.loads(fetch("/info"))["embeddings"]
+    assert embedding["tensorShape"] == [number, width] and embedding["sprite"]["singleImageDim"] == [size, size]
+    vectors = np.frombuffer(fetch("/tensor"), np.float32).reshape(number, width)
+    np.testing.assert_allclose(vectors, features, rtol=1e-5)
+    sprite = Image.open(io.BytesIO(fetch("/sprite_image")))
+    assert np.array_equal(np.array(sprite), figures.sprite(split.images))
+    header, *rows = [line.split("\t") for line in fetch("/metadata").decode().split("\n")[:-1]]
+    assert header == ["class", "predicted", "confidence", "right", "example"]
+    names, predicted = ("tabby cat", "big dog", "ä b"), probabilities.argmax(1)
+    assert rows == [
+        [names[label], names[guess], f"{row.max():.4f}", "yes" if guess == label else "no", str(index)]
+        for index, (label, guess, row) in enumerate(zip(split.labels, predicted, probabilities, strict=True))
+    ]
+
+
+def test_files_of_the_projector_are_replaced_before_the_only_event_file_is_written(tmp_path, monkeypatch):
+    write_embedding(tmp_path, 4)
+    before = {name: (tmp_path / name).read_bytes() for name in files.PROJECTOR_FILES}
+    write_embedding(tmp_path, 5)
+    assert all((tmp_path / name).read_bytes() != content for name, content in before.items())
+    assert len(list(tmp_path.iterdir())) == len(before) + 1
+    monkeypatch.setattr(files.os, "replace", lambda *paths: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_embedding(tmp_path / "new", 4)
+    assert not list((tmp_path / "new").glob("*tfevents*"))
+
+
+def test_projector_gets_as_many_examples_as_images_fit_a_sprite(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorboard_writer, "MAX_SPRITE_PIXELS", 47)
+    write_embedding(tmp_path, 2, size=32)
+    lines = {name: len((tmp_path / name).read_text().splitlines()) for name in ("features.tsv", "metadata.tsv")}
+    assert lines == {"features.tsv": 1, "metadata.tsv": 2}
+    assert Image.open(tmp_path / "sprite.png").size == (32, 32)
