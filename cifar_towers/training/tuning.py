@@ -109,8 +109,8 @@ def recommend_placement(
         chosen,
         bool(faster or slower),
         f"a step of {PLACEMENT_IMAGES} images on each of {len(towers)} towers takes {times} "
-        f"(medians of {PLACEMENT_STEPS}; with so few images placement weighs most; a difference counts if it is "
-        f"{100 * PLACEMENT_GAIN:.0f} % in three of four)",
+        f"(medians of {PLACEMENT_STEPS}; with so few images placement weighs most; a difference counts if it "
+        f"exceeds {100 * PLACEMENT_GAIN:.0f} % in three steps out of four)",
     )
 
 
