@@ -1,4 +1,5 @@
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,40 +9,26 @@ from cifar_towers import files
 from cifar_towers.checkpointing import manager, variables
 
 
-class Clock:
-    now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-
-class State:
-    nonfinite = ""
-
-    def first_nonfinite_variable(self):
-        return self.nonfinite
-
-    def named_variables(self):
-        return {}
+def make_state(nonfinite="", **variables):
+    return SimpleNamespace(first_nonfinite_variable=lambda: nonfinite, named_variables=lambda: variables)
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Time that passes when a test says so; a save takes two seconds of it."""
-    clock = Clock()
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(manager, "time", clock)
     monkeypatch.setattr(variables, "save_checkpoint", lambda *_: setattr(clock, "now", clock.now + 2))
     monkeypatch.setattr(manager, "prune_checkpoints", lambda *_: None)
     return clock
 
 
-def make(tmp_path, every=0):
-    log = []
-    return manager.CheckpointManager(tmp_path, State(), every, 3, log.append), log
+def make(tmp_path, every=0, log=None, nonfinite=""):
+    return manager.CheckpointManager(tmp_path, make_state(nonfinite), every, 3, log)
 
 
 def test_by_default_saving_takes_one_percent_of_the_time(tmp_path, clock):
-    manager_, log = make(tmp_path)
+    manager_ = make(tmp_path)
     saved = []
     for step in range(1, 2000):
         clock.now += 1
@@ -50,23 +37,22 @@ def test_by_default_saving_takes_one_percent_of_the_time(tmp_path, clock):
             saved.append(step)
     assert saved[0] == 30  # then 200 s of steps for a save of two seconds
     assert all(after - before == 200 for before, after in itertools.pairwise(saved))
-    assert not log
 
 
 def test_evaluated_step_is_saved_before_its_time(tmp_path, clock):
-    manager_, _ = make(tmp_path)
+    manager_ = make(tmp_path)
     clock.now += 1
     assert manager_.should_save(1, evaluated=True) and not manager_.should_save(1, evaluated=False)
 
 
 def test_save_every_n_steps(tmp_path, clock):
-    manager_, _ = make(tmp_path, every=3)
+    manager_ = make(tmp_path, every=3)
     assert [step for step in range(1, 10) if manager_.should_save(step, step == 4)] == [3, 6, 9]
 
 
 def test_state_with_nan_is_not_saved(tmp_path, clock):
-    manager_, log = make(tmp_path)
-    manager_._state.nonfinite = "model.head.kernel"
+    log = []
+    manager_ = make(tmp_path, log=log.append, nonfinite="model.head.kernel")
     assert not manager_.save(7, {}) and manager_.failed_saves == 1
     assert log == ["step 7 could not be saved (model.head.kernel is not finite); no checkpoint was written"]
 
@@ -74,32 +60,18 @@ def test_state_with_nan_is_not_saved(tmp_path, clock):
 @pytest.mark.parametrize("recorded, expected", [(0, 1), (2, 2)])
 def test_rollbacks_newer_than_the_checkpoint_count(tmp_path, recorded, expected):
     path = variables.save_checkpoint(tmp_path, 3, {"step": tf.Variable(3)}, {"rollbacks": 1})
-    state = State()
-    state.named_variables = lambda: {"step": tf.Variable(0)}
     if recorded:
         files.write_json(tmp_path / files.ROLLBACKS, {"rollbacks": recorded})
-    metadata = manager.CheckpointManager(tmp_path, state, 0, 3, print).restore(path)
+    metadata = manager.CheckpointManager(tmp_path, make_state(step=tf.Variable(0)), 0, 3, print).restore(path)
     assert (metadata["step"], metadata["rollbacks"]) == (3, expected)
 
 
-class Follower:
-    """Worker 1 of two, which gets what the chief's calls returned."""
-
-    index, size, is_chief = 1, 2, False
-
-    def __init__(self, *answers):
-        self.answers = list(answers)
-
-    def broadcast_from_chief(self, make):
-        return self.answers.pop(0)
-
-
 def test_workers_get_what_the_chief_restores_and_write_nothing(tmp_path):
-    state, ours = State(), tf.Variable(0.0)
-    state.named_variables = lambda: {"weight": ours}
-    metadata = {"step": 3}
-    workers = Follower(True, metadata, {"weight": np.float32(7)}, None)
-    follower = manager.CheckpointManager(tmp_path, state, 1, 3, print, workers)
+    """Worker 1 of two gets what the chief's calls returned."""
+    ours, metadata = tf.Variable(0.0), {"step": 3}
+    answers = iter((True, metadata, {"weight": np.float32(7)}, None))
+    workers = SimpleNamespace(index=1, size=2, is_chief=False, broadcast_from_chief=lambda make: next(answers))
+    follower = manager.CheckpointManager(tmp_path, make_state(weight=ours), 1, 3, print, workers)
     assert not follower.should_save(1, evaluated=True)
     assert follower.save(1, {}) and follower.save(1, {}, wait=True)
     assert follower.restore_latest(lambda: None) == metadata and ours.numpy() == 7

@@ -46,40 +46,35 @@ def test_wilson_interval():
     assert Score(10, 10, 0.0, np.zeros((10, 10)), None, None).interval()[1] == pytest.approx(1.0)
 
 
-def scores_of(*kinds):
-    """Make records of (split, weights, tta, accuracy)."""
-    return [dict(zip(("split", "weights", "tta", "accuracy"), kind, strict=True)) for kind in kinds]
+RAW, EMA, AUGMENTED = ("test", "raw", 0, 0.99), ("test", "ema", 0, 0.93), ("test", "ema", 2, 0.91)
 
 
-def test_reported_score_is_chosen_without_looking_at_the_accuracy():
-    raw, ema = ("test", "raw", 0, 0.99), ("test", "ema", 0, 0.93)
-    assert reported_score(scores_of(ema, raw)) == scores_of(ema)[0]
-    assert reported_score(scores_of(raw)) == scores_of(raw)[0]
-    augmented = ("test", "ema", 2, 0.91)
-    assert reported_score(scores_of(("test", "raw", 2, 0.95), augmented, ema)) == scores_of(augmented)[0]
-    assert reported_score(scores_of(("validation", "ema", 2, 0.99), raw)) == scores_of(raw)[0]
-    assert reported_score([]) is None
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ([EMA, RAW], 0),
+        ([RAW], 0),
+        ([("test", "raw", 2, 0.95), AUGMENTED, EMA], 1),
+        ([("validation", "ema", 2, 0.99), RAW], 1),
+    ],
+)
+def test_reported_score_is_chosen_without_looking_at_the_accuracy(kinds, expected):
+    scores = [dict(zip(("split", "weights", "tta", "accuracy"), kind, strict=True)) for kind in kinds]
+    assert reported_score(scores) == scores[expected] and reported_score([]) is None
 
 
-class Passes:
-    """An evaluation function that records its calls."""
+def make_evaluator(every_steps, validation=0):
+    """Return an evaluator until step 10, and a list of the calls of its evaluation function."""
+    calls = []
 
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, split, weights, non_trainable, tta=0):
-        self.calls.append((len(split.labels), weights, non_trainable, tta))
+    def evaluate(split, weights, non_trainable, tta=0):
+        calls.append((len(split.labels), weights, non_trainable, tta))
         return {0: "plain", tta: f"TTA {tta}"}
 
-
-def make_evaluator(every_steps, last_step=10, validation=0, weight_sets=("raw", "ema")):
-    passes, values = Passes(), {name: ([f"{name} weights"], [f"{name} statistics"]) for name in weight_sets}
-    splits = {"validation": split_of(validation), "test": split_of(7)}
-    return evaluator.Evaluator(passes, splits, lambda: values, every_steps, last_step), passes
-
-
-def split_of(count):
-    return Split(np.zeros((count, 4, 4, 3), np.uint8), np.zeros(count, np.int64))
+    values = {name: ([f"{name} weights"], [f"{name} statistics"]) for name in ("raw", "ema")}
+    counts = {"validation": validation, "test": 7}
+    splits = {name: Split(np.zeros((n, 4, 4, 3), np.uint8), np.zeros(n, np.int64)) for name, n in counts.items()}
+    return evaluator.Evaluator(evaluate, splits, lambda: values, every_steps, last_step=10), calls
 
 
 @pytest.mark.parametrize(
@@ -90,34 +85,30 @@ def test_evaluations_are_due_every_so_many_steps_before_the_last(every_steps, ex
     assert [step for step in range(12) if evaluations.is_due(step)] == expected
 
 
-def test_raw_and_averaged_weights_are_evaluated_during_training_too():
-    evaluations, passes = make_evaluator(3)
+@pytest.mark.parametrize(("validation", "first"), [(0, "test"), (5, "validation")])
+def test_raw_and_averaged_weights_are_evaluated_on_the_first_split_with_examples_before_the_end(validation, first):
+    evaluations, calls = make_evaluator(3, validation)
     found = evaluations.run()
-    assert [(each.split, each.weights, each.tta) for each in found] == [("test", "raw", 0), ("test", "ema", 0)]
-    assert passes.calls == [(7, [f"{name} weights"], [f"{name} statistics"], 0) for name in ("raw", "ema")]
-
-
-def test_only_the_first_split_with_examples_is_evaluated_before_the_end():
-    evaluations, _ = make_evaluator(3, validation=5, weight_sets=["raw"])
-    assert [each.split for each in evaluations.run()] == ["validation"]
-    final = evaluations.run(tta=2, final=True)
-    assert [(each.split, each.tta, each.score) for each in final] == [
-        ("validation", 0, "plain"), ("validation", 2, "TTA 2"), ("test", 0, "plain"), ("test", 2, "TTA 2"),
-    ]  # fmt: skip
+    assert [(each.split, each.weights, each.tta) for each in found] == [(first, "raw", 0), (first, "ema", 0)]
+    assert calls == [(validation or 7, [f"{name} weights"], [f"{name} statistics"], 0) for name in ("raw", "ema")]
+    splits, levels = dict.fromkeys((first, "test")), ((0, "plain"), (2, "TTA 2"))
+    assert [(each.split, each.weights, each.tta, each.score) for each in evaluations.run(tta=2, final=True)] == [
+        (split, weights, *level) for split in splits for weights in ("raw", "ema") for level in levels
+    ]
 
 
 @pytest.mark.parametrize("validation", [0, 5])
 @pytest.mark.parametrize("every_steps", [0, 3, 5])
 @pytest.mark.parametrize("tta", [0, 2])
 def test_passes_left_are_those_that_are_made(validation, every_steps, tta):
-    evaluations, passes = make_evaluator(every_steps, validation=validation)
+    evaluations, calls = make_evaluator(every_steps, validation)
     for step in range(11):
-        passes.calls.clear()
+        calls.clear()
         for later in range(step, 11):
             if evaluations.is_due(later):
                 evaluations.run()
         evaluations.run(tta, final=True)
-        num_images = sum(count * len(TTA_LEVELS[level]) for count, *_, level in passes.calls)
+        num_images = sum(count * len(TTA_LEVELS[level]) for count, *_, level in calls)
         assert evaluations.passes_left(step, tta) == num_images, step
 
 
@@ -125,16 +116,13 @@ def test_passes_left_are_those_that_are_made(validation, every_steps, tta):
 @pytest.mark.parametrize("examples", [1, 10, 4001])
 def test_every_example_counts_once_on_any_number_of_towers(towers, reader, count, examples):
     labels = np.random.default_rng(0).integers(0, 2, examples)
+    red = labels == np.arange(examples) % 2  # right for a part of them
     images = np.zeros((examples, 32, 32, 3), np.uint8)
-    images[:, 0, 0, 0] = 255 * (labels == np.arange(examples) % 2)  # right for a part of them
-    kernel = np.zeros((1, 10), "f4")
-    kernel[0, 1] = 1.0
-    expected = sum((1 if red else 0) == label for red, label in zip(images[:, 0, 0, 0] > 127, labels, strict=True))
+    images[:, 0, 0, 0] = 255 * red
     evaluate = make_evaluate_fn(reader, towers(count), Augmentation())
-    found = evaluate(Split(images, labels), [tf.constant(kernel)], [])[0]
+    found = evaluate(Split(images, labels), [tf.one_hot([1], 10)], [])[0]
     # below the mean level the logit of class 1 is negative, and class 0 is the first of the others
-    assert (found.count, found.correct) == (examples, expected)
-    assert found.confusion.sum() == examples
+    assert (found.count, found.correct, found.confusion.sum()) == (examples, (red == labels).sum(), examples)
 
 
 @pytest.mark.parametrize(("image_size", "at_once"), [(18, 9), (32, 3), (40, 1), (64, 1)])
@@ -142,15 +130,9 @@ def test_larger_images_come_in_smaller_batches(towers, monkeypatch, image_size, 
     monkeypatch.setattr(evaluator, "MAX_BATCH_PIXELS", 3 * 32 * 32)
     seen = []
 
-    class ForwardDiagnostics(keras.layers.Layer):
-        def call(self, x):
-            seen.append(x.shape[0])
-            return x
-
     images = keras.Input((image_size, image_size, 3))
-    model = keras.Model(
-        images, keras.layers.GlobalMaxPooling2D()(keras.layers.Dense(2, use_bias=False)(ForwardDiagnostics()(images)))
-    )
+    x = keras.layers.Lambda(lambda x: seen.append(x.shape[0]) or x)(images)
+    model = keras.Model(images, keras.layers.GlobalMaxPooling2D()(keras.layers.Dense(2, use_bias=False)(x)))
     split = Split(np.zeros((10, image_size, image_size, 3), np.uint8), np.arange(10) % 2)
     found = make_evaluate_fn(model, towers(1), Augmentation())(split, [tf.zeros([3, 2])], [])[0]
     assert {*seen} - {None} == {at_once} and found.count == 10 and found.confusion.sum() == 10
