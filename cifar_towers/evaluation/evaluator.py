@@ -1,5 +1,6 @@
 """Evaluation of whole splits on the towers, every example exactly once."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -80,10 +81,9 @@ def make_evaluate_fn(
     workers: Workers = ALONE,
     on_progress: Callable[[float], None] | None = None,
 ) -> EvaluateFn:
-    """Return a function that scores a split without TTA and at a level of TTA, in one pass.
+    """Return a function that scores a split without TTA and at a level of TTA, in one pass; see `make_classify_fn`.
 
-    The function is (split, weights, non_trainable, tta) -> {0: score, tta: score}. The arguments are as in
-    `make_classify_fn`.
+    The function is (split, weights, non_trainable, tta) -> {0: score, tta: score}.
     """
     classify = make_classify_fn(model, towers, augmentation, workers, on_progress)
 
@@ -113,12 +113,31 @@ def make_classify_fn(
       workers: they call the function together; each classifies its share of the images and returns all logits.
       on_progress: called before each batch with the fraction that is done.
     """
-    on_towers = _make_on_towers(_with_features(model), towers, augmentation)
+    call = _with_features(model)
+
+    def on_tower(tta: int, weights: Values, non_trainable: Values, tower: Tower, shard: list) -> tuple:
+        images = augmentation.evaluate(shard[0])
+        plain, features, augmented = None, None, 0.0
+        for share, view in tta_views(images, tta):
+            logits, view_features = call(weights, non_trainable, view)
+            if plain is None:  # the first view is the image itself
+                plain, features = logits, view_features
+            augmented += share * logits
+        return plain, augmented, features
+
+    @tf.function(autograph=False)
+    def on_towers(images: tf.Tensor, weights: Values, non_trainable: Values, tta: int) -> list[tf.Tensor]:
+        shards = split_batch([images], towers)
+        results = run_on_towers(functools.partial(on_tower, tta, weights, non_trainable), towers, shards)
+        return [tf.concat(outputs, 0) for outputs in zip(*results, strict=True)]
 
     def classify(images: np.ndarray, weights: Values, non_trainable: Values, tta: int = 0) -> list[np.ndarray]:
         # a traced function takes one mirrored variable for another of its shape, so it is given values
         weights, non_trainable = ([tf.convert_to_tensor(v) for v in values] for values in (weights, non_trainable))
-        share = _share_of(images, workers)
+        share = images
+        if len(images) >= workers.size:  # otherwise every worker classifies all
+            start, end = (len(images) * index // workers.size for index in (workers.index, workers.index + 1))
+            share = images[start:end]
         parts, missing_features = [], MAX_FEATURES
         for start, batch in _even_batches(share, len(towers)):
             if on_progress:
@@ -136,41 +155,10 @@ def make_classify_fn(
     return classify
 
 
-def _make_on_towers(call: Callable, towers: Sequence[Tower], augmentation: Augmentation) -> Callable:
-    """Return a traced function of a batch: (images, weights, non_trainable, tta) -> [logits, TTA logits, features]."""
-
-    def on_tower(tta: int, weights: Values, non_trainable: Values, tower: Tower, shard: list) -> tuple:
-        images = augmentation.evaluate(shard[0])
-        plain, features, augmented = None, None, 0.0
-        for share, view in tta_views(images, tta):
-            logits, view_features = call(weights, non_trainable, view)
-            if plain is None:  # the first view is the image itself
-                plain, features = logits, view_features
-            augmented += share * logits
-        return plain, augmented, features
-
-    @tf.function(autograph=False)
-    def on_towers(images: tf.Tensor, weights: Values, non_trainable: Values, tta: int) -> list[tf.Tensor]:
-        shards = split_batch([images], towers)
-        results = run_on_towers(lambda *args: on_tower(tta, weights, non_trainable, *args), towers, shards)
-        return [tf.concat(outputs, 0) for outputs in zip(*results, strict=True)]
-
-    return on_towers
-
-
-def _share_of(images: np.ndarray, workers: Workers) -> np.ndarray:
-    """Return this worker's part of the images; all of them if there are fewer images than workers."""
-    if len(images) < workers.size:
-        return images
-    start, end = (len(images) * index // workers.size for index in (workers.index, workers.index + 1))
-    return images[start:end]
-
-
 def _with_features(model: keras.Model) -> Callable:
-    """Return the model as a function that also gives the input of its last layer with weights.
+    """Return a function (weights, non_trainable, images) -> [logits [B, C], features [B, d]] of the model.
 
-    The function is (weights, non_trainable, images) -> (logits [B, C], features [B, d]), where d = 0 if that layer is
-    itself a model.
+    The features are the input of its last layer with weights; d = 0 if that layer is itself a model.
     """
     head = [layer for layer in model.layers if layer.weights][-1]
     has_features = not isinstance(head, keras.Model)
@@ -188,10 +176,7 @@ def _with_features(model: keras.Model) -> Callable:
 
 
 def _even_batches(images: np.ndarray, num_towers: int) -> Iterator[tuple[int, tf.Tensor]]:
-    """Yield (start, batch) of batches of one size, which the towers divide evenly.
-
-    The last batch is padded with zeros, whose logits are dropped later.
-    """
+    """Yield (start, batch) of batches of one size, which the towers divide evenly. The last is padded with zeros."""
     size = len(next(chunks(images, MAX_BATCH_PIXELS)))
     size = -(-size // num_towers) * num_towers
     for start in range(0, len(images), size):

@@ -73,10 +73,7 @@ def score_logits(labels: np.ndarray, logits: np.ndarray, features: np.ndarray | 
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a share of `count` examples by Wilson's score (E. B. Wilson, JASA 1927).
-
-    The interval stays inside [0, 1].
-    """
+    """Return the 95 % confidence interval, inside [0, 1], of a share of `count` examples (E. B. Wilson, JASA 1927)."""
     z = 1.959964
     center, half_width = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
     return (center - half_width) / (1 + z * z / count), (center + half_width) / (1 + z * z / count)
