@@ -48,6 +48,13 @@ def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
     assert path.read_bytes() == b"two" and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_directory_that_cannot_be_replaced_stays(tmp_path):
+    directory = committed(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        files.replace(tmp_path / "nowhere", directory)
+    assert files.validate(directory) == "" and list(tmp_path.iterdir()) == [directory]
+
+
 def test_an_error_leaves_nothing(tmp_path):
     def full(directory):
         write(directory)

@@ -17,6 +17,7 @@ from cifar_towers.hardware import gpu_names
 from cifar_towers.reporting.html_report import Picture, Section, Table, render_page
 from cifar_towers.reporting.profiler import PARTS
 from cifar_towers.reporting.run_info import describe_machine
+from cifar_towers.reporting.run_records import align_columns
 from cifar_towers.towers.placement import PLACEMENTS
 
 INPUT_BOUND_WAITING = 0.05  # fraction of the time waiting for input from which the input is the bottleneck
@@ -46,7 +47,7 @@ def publish(directory: Path, metadata: Mapping, results: Sequence[CaseResult]) -
 
 def table(results: Sequence[CaseResult]) -> str:
     """Return a table as aligned text with a line per case, the fastest of each precision first."""
-    return format_table(_rows(results), left=(0, 1, 2, 4))
+    return align_columns(_rows(results), left=(0, 1, 2, 4))
 
 
 def _rows(results: Sequence[CaseResult]) -> list[list[str]]:
@@ -178,13 +179,6 @@ def make_title(metadata: Mapping) -> str:
     machine += [f"{metadata['devices']} {metadata['kind']}"] if "kind" in metadata else []
     machine += sorted(set(metadata.get("gpus", ())))
     return f"{metadata['recipe']}: {', '.join(filter(None, subjects))}; {', '.join(machine)}; {metadata['date']}"
-
-
-def format_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Align rows with equally many cells as text; the columns `left` are left-justified."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cell_formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]
-    return "\n".join("  ".join(cell_formats).format(*row) for row in rows)
 
 
 def write_report(

@@ -104,10 +104,9 @@ def _last_weights(one: Path, other: Path) -> Finding | None:
         return None, f"{', '.join(ends)}: only the common part is compared"
     if not all(results):
         return None
-    digests = [result["weights_sha256"] for result in results]
-    equal = digests[0] == digests[1]
-    summary = f"same, sha256 {digests[0][:16]}" if equal else f"sha256 {digests[0][:16]} and {digests[1][:16]}"
-    return equal, f"weights after step {steps[0]}: {summary}"
+    ours, theirs = (result["weights_sha256"] for result in results)
+    summary = f"same, sha256 {ours[:16]}" if ours == theirs else f"sha256 {ours[:16]} and {theirs[:16]}"
+    return ours == theirs, f"weights after step {steps[0]}: {summary}"
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> str:

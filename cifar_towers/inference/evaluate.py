@@ -12,6 +12,7 @@ from cifar_towers.evaluation.evaluator import make_evaluate_fn
 from cifar_towers.evaluation.score import Score
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
 from cifar_towers.reporting.console import progress_bar
+from cifar_towers.reporting.run_records import align_columns
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> str:
@@ -78,7 +79,6 @@ def _as_json(settings: dict, score: Score, class_names: Sequence[str]) -> str:
 
 def _as_table(settings: dict, score: Score, class_names: Sequence[str]) -> str:
     low, high = score.interval()
-    width = max(map(len, class_names))
     changed = " (other images than it was made with)" if settings["changed_data"] else ""
     lines = [
         f"{settings['train_dir']} at step {settings['step']}: {settings['dataset']} {settings['split']}{changed}, "
@@ -86,11 +86,11 @@ def _as_table(settings: dict, score: Score, class_names: Sequence[str]) -> str:
         f"accuracy {100 * score.accuracy:.2f} % ({score.correct:,} of {score.count:,}; 95 % interval {100 * low:.2f} "
         f"to {100 * high:.2f} %), loss {score.loss:.4f}",
         "",
-        f"{'class':{width}}  accuracy  examples  most often taken for",
     ]
+    rows = [["class", "accuracy", "examples", "most often taken for"]]
     for index, (name, accuracy) in enumerate(zip(class_names, score.per_class(), strict=True)):
         row = score.confusion[index].copy()
         total, row[index] = row.sum(), 0
         taken_for = f"{class_names[row.argmax()]} ({row.max()})" if row.any() else "-"
-        lines.append(f"{name:{width}}  {100 * accuracy:6.2f} %  {total:8,}  {taken_for}")
-    return "\n".join(map(printable, lines))
+        rows.append([printable(name), f"{100 * accuracy:.2f} %", f"{total:,}", printable(taken_for)])
+    return "\n".join([*map(printable, lines), align_columns(rows, left=(0, 3))])

@@ -1,6 +1,6 @@
 """Export of a trained model with its preprocessing, in several formats, checked against the checkpoint."""
 
-import importlib
+import importlib.util
 import itertools
 import sys
 import tempfile
@@ -54,11 +54,14 @@ def export_model(config: ExportConfig) -> bool:
 
     Raises:
       UsageError: there is no such run, or a package is missing. DataError: there are no data to check on.
-      RunError: the export cannot be written, or the model cannot be
-        converted.
+      RunError: the export cannot be written, or the model cannot be converted.
     """
     file_format = FORMATS[config.format]
-    _check_packages(config.format, file_format.packages)
+    if missing := [name for name in file_format.packages if not importlib.util.find_spec(name)]:
+        raise UsageError(
+            f"format={config.format} needs {missing[0].replace('_', '-')}, which is not installed; to install it: "
+            f"{sys.executable} -m pip install -e '.[export]'"
+        )
     run = open_run(Path(config.train_dir), config.model, config.step)
     path = Path(config.out) if config.out else run.directory / "export" / file_format.name
     _check_path(path, file_format)
@@ -67,16 +70,18 @@ def export_model(config: ExportConfig) -> bool:
     tf.config.experimental.enable_tensor_float_32_execution(False)  # its ten bits are too few to compare with
     weights = run.choose_weights(config.weights)
     model = run.load(weights, "float32")
-    test = sources.load(source, run.config.validation_examples, run.info.image_size)[1].test if source else None
-    split = test.take(slice(config.check)) if test else None
-    samples = _make_samples(split.images, model, towers, run) if split else []
+    samples, labels = [], np.zeros(0, np.int64)
+    if source:
+        _, dataset = sources.load(source, run.config.validation_examples, run.info.image_size)
+        test = dataset.test.take(slice(config.check))
+        samples, labels = _make_samples(test.images, model, towers, run), test.labels
     module = ServingModule(to_stock_layers(model), run.augmentation, run.info.image_size, run.info.class_names)
     own_layers = _own_layers(model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.temporary_beside(path) as temporary, keras.saving.custom_object_scope(own_layers):
             file_format.write(module, temporary)
-            problem = _check(file_format, temporary, samples, split.labels) if split else ""
+            problem = _check(file_format, temporary, samples, labels) if samples else ""
             failed = (path.with_name(f"failed-{number}-{path.name}") for number in itertools.count(1))
             written = next(place for place in failed if not place.exists()) if problem else path
             files.replace(temporary, written)
@@ -91,7 +96,7 @@ def export_model(config: ExportConfig) -> bool:
         ) from error
     origin = f"{run.directory} at step {run.metadata['step']}, {weights} weights"
     size = files.size_in_bytes(written) / 1e6
-    print(f"{written}: {origin}, {size:.1f} MB{'' if split else ', not checked'}")
+    print(f"{written}: {origin}, {size:.1f} MB{'' if samples else ', not checked'}")
     if problem:
         earlier = f"; {path} is the earlier export" if path.exists() else ""
         print(f"{written} {problem}: do not use it{earlier}", file=sys.stderr)
@@ -128,28 +133,20 @@ class ServingModule(tf.Module):
 # What an export may replace -------------------------------------------------------------------------------------------
 
 
-def _check_packages(name: str, packages: tuple[str, ...]) -> None:
-    for package in packages:
-        try:
-            importlib.import_module(package)
-        except ImportError:
-            raise UsageError(
-                f"format={name} needs {package.replace('_', '-')}, which is not installed; to install it: "
-                f"{sys.executable} -m pip install -e '.[export]'"
-            ) from None
-
-
 def _check_path(path: Path, file_format: Format) -> None:
     """Raise unless `path` is free, or what is there is an earlier export."""
     suffix = Path(file_format.name).suffix
-    if file_format.is_directory and path.name in ("", ".."):
-        raise UsageError(f"--out={path} may hold other files; write --out={path / file_format.name}")
-    if path.suffix != suffix and not file_format.is_directory:
-        better = path / file_format.name if path.is_dir() else path.with_suffix(suffix)
-        raise UsageError(f"--out={path} does not end in {suffix}; write --out={better}")
-    earlier = (path / tf.saved_model.SAVED_MODEL_FILENAME_PB).exists() if file_format.is_directory else path.is_file()
-    empty = file_format.is_directory and path.is_dir() and not any(path.iterdir())
-    if path.exists() and not (earlier or empty):
+    if file_format.is_directory:
+        if path.name in ("", ".."):
+            raise UsageError(f"--out={path} may hold other files; write --out={path / file_format.name}")
+        is_earlier = (path / tf.saved_model.SAVED_MODEL_FILENAME_PB).exists()
+        may_replace = is_earlier or (path.is_dir() and not any(path.iterdir()))
+    else:
+        if path.suffix != suffix:
+            better = path / file_format.name if path.is_dir() else path.with_suffix(suffix)
+            raise UsageError(f"--out={path} does not end in {suffix}; write --out={better}")
+        may_replace = path.is_file()
+    if path.exists() and not may_replace:
         raise UsageError(f"{path} exists and is no {file_format.name}; give another --out, or remove it")
 
 
@@ -187,8 +184,7 @@ def _check(
 ) -> str:
     """Print how an export's probabilities differ from the expected ones; return the problem, or an empty string.
 
-    Args:
-      samples: (images, expected probabilities); the first sample has these labels.
+    The samples are pairs of images and expected probabilities, the first of them with these labels.
     """
     try:
         run = file_format.open(path)

@@ -72,11 +72,7 @@ class TrainedRun(NamedTuple):
 
 
 def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
-    """Open a checkpoint of a run.
-
-    Args:
-      model: the function that makes the model, if that is the user's own.
-      step: the step of the checkpoint; 0 for the newest undamaged one.
+    """Open the checkpoint of a step, or the newest undamaged one, of a run with the user's own `model` if it has one.
 
     Raises:
       UsageError: there is no such run or checkpoint, or it has another model. DataError: the settings or the

@@ -53,14 +53,14 @@ def predict_images(config: PredictConfig) -> None:
                     batch[index] = path, str(unreadable)
         probabilities = softmax(classify(images, *model_variables(model), config.tta)[1])  # one size: traced once
         for (path, error), of_image in zip(batch, probabilities, strict=False):
-            top = {} if error else _top_classes(of_image, run.info.class_names)
+            answer: dict[str, Any] = {"error": error} if error else _top_classes(of_image, run.info.class_names)
             if error:
                 failed.append(path)
                 print(f"{_shown(path)} {error}", file=sys.stderr)
             if config.json:
-                print(to_json({"picture": os.fspath(path), **(top or {"error": error})}))
-            elif top:
-                classes = "  ".join(f"{name} {100 * value:.1f} %" for name, value in top["probabilities"].items())
+                print(to_json({"picture": os.fspath(path), **answer}))
+            elif not error:
+                classes = "  ".join(f"{name} {100 * value:.1f} %" for name, value in answer["probabilities"].items())
                 print(f"{_shown(path):{width}}  {printable(classes)}")
         sys.stdout.flush()
     if failed:

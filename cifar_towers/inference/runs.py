@@ -15,7 +15,15 @@ from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.registry import FOLDER
-from cifar_towers.reporting.run_records import RunRecord, compare_groups, group_by_recipe, read_run, shorten
+from cifar_towers.reporting.run_records import (
+    RunRecord,
+    align_columns,
+    compare_groups,
+    format_number,
+    group_by_recipe,
+    read_run,
+    shorten,
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +75,13 @@ def find_runs(root: Path, pattern: str = "*", verify: bool = False) -> list[RunS
 
 def summarize(directory: Path, verify: bool = False) -> RunSummary:
     """Summarize one run. A run with a damaged file is shown with what can be read."""
-    is_damaged = False
-    try:
+    config: dict[str, Any] = {}
+    record = RunRecord(directory.name, directory, config, {}, {}, 0, [], [])
+    is_damaged = True
+    with contextlib.suppress(UsageError, DataError):
+        config.update(files.read_json(directory / files.CONFIG))
         record = read_run(directory, directory.name)
-    except (UsageError, DataError):
-        is_damaged = True
-        config: dict[str, Any] = {}
-        with contextlib.suppress(DataError):
-            config = files.read_json(directory / files.CONFIG)
-        record = RunRecord(directory.name, directory, config, {}, {}, 0, [], [])
+        is_damaged = False
     reported = record.reported_score or {}
     kind = [reported.get(key) for key in ("split", "weights")]
     plain = [s for s in record.scores.values() if [s["split"], s["weights"]] == kind and not s["tta"]]
@@ -83,7 +89,7 @@ def summarize(directory: Path, verify: bool = False) -> RunSummary:
     return RunSummary(
         run=str(directory),
         recipe=record.title,
-        data=_data_name(record),
+        data=record.result.get("dataset") or _requested_data(record),
         seed=record.config.get("seed"),
         towers=len(record.towers) or None,
         state=_state(record, is_damaged, verify),
@@ -99,9 +105,7 @@ def summarize(directory: Path, verify: bool = False) -> RunSummary:
     )
 
 
-def _data_name(record: RunRecord) -> str:
-    if name := record.result.get("dataset"):
-        return name
+def _requested_data(record: RunRecord) -> str:
     requested = record.config.get("dataset") or "-"
     return requested if requested != "auto" else "synthetic" if record.banner else "cifar10"
 
@@ -158,12 +162,9 @@ def format_json(runs: Sequence[RunSummary]) -> str:
 def format_table(runs: Sequence[RunSummary], root: Path) -> str:
     """Return the runs below `root` as text of at most 120 columns, and how groups of seeds differ."""
     heading = ("run", "data", "towers", "state", "accuracy", "TTA", "images/s", "minutes", "revision", "MB")
+    left = [heading.index(name) for name in ("run", "data", "state", "revision")]
     rows = [heading, *((_name(run, root), *_cells(run)) for run in runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    align = ["<" if name in ("run", "data", "state", "revision") else ">" for name in heading]
-    cells = [[f"{cell:{pad}{width}}" for cell, pad, width in zip(row, align, widths, strict=True)] for row in rows]
-    lines = ["  ".join(row).rstrip() for row in cells]
-    return "\n".join([*lines, "", NOTE, *_describe_differences(runs)])
+    return "\n".join([align_columns(rows, left), "", NOTE, *_describe_differences(runs)])
 
 
 def _describe_differences(runs: Sequence[RunSummary]) -> list[str]:
@@ -179,31 +180,27 @@ def _describe_differences(runs: Sequence[RunSummary]) -> list[str]:
 
 def _name(run: RunSummary, root: Path) -> str:
     """Return the path below `root`, and recipe and seed if the path does not say them and there is room."""
-    path = Path(run.run)
-    name = str(path.relative_to(root))
+    name = str(Path(run.run).relative_to(root))
     if len(name) > NAME_WIDTH:
         return f"…{name[1 - NAME_WIDTH :]}"  # the end tells seeds apart
-    says_all = path.name == f"{run.recipe}-seed{run.seed}"
-    return name if says_all else shorten(f"{name} ({run.recipe}, seed {run.seed})", NAME_WIDTH)
+    if Path(name).name != f"{run.recipe}-seed{run.seed}":
+        name += f" ({run.recipe}, seed {run.seed})"
+    return shorten(name, NAME_WIDTH)
 
 
 def _cells(run: RunSummary) -> tuple[str, ...]:
     data = FOLDER + Path(run.data).name if run.data.startswith(FOLDER) else run.data
     return (
         shorten(data, DATA_WIDTH),
-        _number(run.towers, "d"),
+        format_number(run.towers, "d"),
         f"{run.state} at {run.step:,}" if run.state in (RUNNING, STOPPED) and run.step else run.state,
-        _number(run.accuracy and 100 * run.accuracy, ".2f"),
-        _number(run.tta_accuracy and 100 * run.tta_accuracy, ".2f"),
-        _number(run.images_per_sec, ",.0f"),
-        _number(run.minutes, ",.1f"),
+        format_number(run.accuracy, ".2f", 100),
+        format_number(run.tta_accuracy, ".2f", 100),
+        format_number(run.images_per_sec, ",.0f"),
+        format_number(run.minutes, ",.1f"),
         shorten(run.revision.replace("-dirty", "+"), REVISION_WIDTH),
-        _number(run.megabytes, ",.0f"),
+        format_number(run.megabytes, ",.0f"),
     )
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
 
 
 def delete_runs(directories: Sequence[Path], confirm: Callable[[str], bool]) -> str:

@@ -228,6 +228,13 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else "-" if value is None else json.dumps(value)
 
 
+def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Return rows with equally many cells as aligned text; the columns `left` are left-justified."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cell_formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]
+    return "\n".join("  ".join(cell_formats).format(*row).rstrip() for row in rows)
+
+
 def shorten(text: str, length: int) -> str:
     """Return one line of at most `length` characters, without surrogates, which a picture cannot show."""
     text = " ".join(text.encode(errors="replace").decode().split())

@@ -14,6 +14,7 @@ from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.devices import resolve_precision, setup_towers
+from cifar_towers.reporting.run_records import align_columns
 from cifar_towers.towers import Tower
 from cifar_towers.towers.devices import on_gpus
 from cifar_towers.training import build
@@ -49,7 +50,7 @@ def run_prediction(config: ScalingConfig, source: sources.Source) -> None:
         "link_gb_per_s": config.link_gb_per_s,
         "predictions": [prediction._asdict() for prediction in predictions],
     }
-    measured = report.format_table([["towers", *rates.cells()], ["1", *rates.cells().values()]])
+    measured = align_columns([["towers", *rates.cells()], ["1", *rates.cells().values()]])
     links = f"links of {config.link_gb_per_s:g} GB/s each way, no overlap of compute and transfers"
     predicted = f"On devices as fast as one tower here, {links}:\n{format_predictions(predictions)}"
     report.write_report(config.directory, "prediction", metadata, results, [measured, predicted])
@@ -78,4 +79,4 @@ def format_predictions(predictions: Sequence[Prediction]) -> str:
     for exchange, count, batch, *times, rate, efficiency in predictions:
         milliseconds = [f"{1000 * seconds:.2f}" for seconds in times]
         rows.append([exchange, str(count), f"{batch:,}", *milliseconds, f"{rate:,.0f}", f"{efficiency:.1%}"])
-    return report.format_table(rows)
+    return align_columns(rows)

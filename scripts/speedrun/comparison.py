@@ -22,6 +22,7 @@ from cifar_towers.config.settings import split_names
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import RunError
 from cifar_towers.models.speednet import Whitening
+from cifar_towers.reporting.run_records import align_columns
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
 from cifar_towers.training import build
 from scripts.speedrun.settings import PEERS, SpeedrunConfig
@@ -199,7 +200,7 @@ def format_comparison(results: Sequence[FrameworkRates]) -> str:
     for each in sorted(results, key=lambda each: (each.precision, -each.median)):
         ratio = "-" if each.name == OURS else f"{ours[each.precision, each.devices] / each.median:.2f}"
         rows.append([each.name, each.precision, str(each.devices), *each.cells().values(), ratio])
-    return report.format_table(rows)
+    return align_columns(rows)
 
 
 def _published_record(model: str, results: Sequence[FrameworkRates]) -> list[str]:

@@ -19,6 +19,7 @@ from cifar_towers.devices import resolve_precision, setup_towers
 from cifar_towers.errors import UsageError, error_text
 from cifar_towers.hardware import gpu_names
 from cifar_towers.reporting.phase_timer import STEP_PHASES
+from cifar_towers.reporting.run_records import align_columns
 from cifar_towers.reporting.sample import Sample
 from cifar_towers.towers import Tower
 from cifar_towers.training import build
@@ -224,7 +225,7 @@ def format_seeds(metadata: Mapping, summary: Mapping) -> str:
         lines[statistic] = {name: summary[name][statistic] for name in FORMATS}
     for label, values in lines.items():
         rows.append([label, *(form.format(values[name]) for name, form in FORMATS.items())])
-    return report.format_table(rows)
+    return align_columns(rows)
 
 
 def conclude(metadata: Mapping, summary: Mapping) -> str:
