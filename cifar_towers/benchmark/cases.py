@@ -124,7 +124,7 @@ def run_rounds(
     measure: Callable[[Timed], float],
     leave_out: Callable[[Timed, RunError], None],
 ) -> None:
-    """Append `measure(result)`, in images/s, to every result in each round. Remove a result that raises a RunError.
+    """Append `measure(result)`, in images/s, to every result in each round, and remove a result that raises a RunError.
 
     Each round takes another random order, so that all results share the noise of the machine.
     """

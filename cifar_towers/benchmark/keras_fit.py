@@ -32,8 +32,7 @@ def make_array_fit(
 ) -> Callable[[int], Iterator[float]]:
     """Prepare `fit` of a stock copy of `model` on the same images; with several towers, under MirroredStrategy.
 
-    Returns:
-      A function (steps) -> seconds of each, from one batch's end to the next. An additional first step is untimed.
+    Return a function (steps) -> seconds of each, from one batch's end to the next, after an untimed step.
     """
     strategy = tf.distribute.MirroredStrategy([tower.device for tower in towers])
     with strategy.scope() if len(towers) > 1 else tf.device(towers[0].device):

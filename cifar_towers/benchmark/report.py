@@ -51,7 +51,6 @@ def table(results: Sequence[CaseResult]) -> str:
 
 
 def _rows(results: Sequence[CaseResult]) -> list[list[str]]:
-    """Return the table's headings, and its rows below."""
     measured = [*results[0].cells(), "efficiency", *PARTS, "waiting", "compile"]
     rows = [["precision", "strategy", "placement", "towers", "input", *measured]]
     for result in sorted(results, key=lambda result: (result.case.precision, -result.median)):
@@ -145,11 +144,7 @@ def _draw_bars(panel: Axes, results: Sequence[CaseResult]) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Make the directory for the results, before anything is measured.
-
-    Raises:
-      UsageError: the directory cannot be made.
-    """
+    """Make the directory for the results, before anything is measured."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -192,11 +187,7 @@ def write_report(
 ) -> None:
     """Print a report with `conclusion` last, and write it to <name>.txt, and metadata and results to <name>.json.
 
-    Args:
-      extra_files: contents of further files, by name.
-
-    Raises:
-      RunError: the files cannot be written; the report has been printed.
+    `extra_files` are contents of further files, by name. If nothing can be written, the report has been printed.
     """
     names = f"in {directory}: {', '.join((f'{name}.txt', f'{name}.json', *extra_files))}"
     text = "\n\n".join(part for part in (make_title(metadata), *paragraphs, names, conclusion) if part)

@@ -92,7 +92,6 @@ def _prepare(cases: Sequence[BenchmarkCase], workers: Workers) -> list[CaseResul
 
 
 def _require_trainable(results: Sequence[CaseResult]) -> None:
-    """Raise a UsageError if no case is left that could be recommended."""
     if not any(result.case.trains for result in results):
         raise UsageError("nothing could be measured; the lines above say why")
 

@@ -1,7 +1,7 @@
-"""The processes that prepare and time cases on request, each on a fixed number of towers.
+"""The processes that prepare and time cases on request; `open_process` is the end that asks, `serve` the other one.
 
 Threads per operation and logical devices are fixed for a process, so every number of towers has a process of its own.
-All others are idle while one works. `open_process` is the end that asks, `serve` the end that answers.
+All others are idle while one works.
 """
 
 import contextlib
@@ -46,10 +46,8 @@ RunSteps = Callable[[int], Iterator[tuple[float, float]]]  # (steps) -> each ste
 def open_process(command: Sequence[str], stderr: IO[str] | None = None) -> Iterator[Callable[..., Any]]:
     """Start a process that answers in lines of JSON, and yield a function that sends a request and returns the answer.
 
-    The process should end with its standard input, because it receives no Ctrl-C.
-
-    Raises:
-      RunError: the process cannot be started, answers with an error, or has ended.
+    The process should end with its standard input, because it receives no Ctrl-C. A RunError says that it cannot be
+    started, answers with an error, or has ended.
     """
     pipe = subprocess.PIPE
     try:
@@ -155,9 +153,6 @@ def prepare_case(
 
     Returns:
       A function that makes timed steps, and a function that makes one step, for a profile.
-
-    Raises:
-      UsageError: this machine or this recipe does not support the case.
     """
     changes: dict[str, Any]
     if case.strategy == "mirrored":

@@ -1,4 +1,5 @@
 import json
+from unittest.mock import Mock
 
 import matplotlib.image
 import pytest
@@ -39,14 +40,12 @@ METADATA = {
     ],
 )
 def test_conclusion_names_bottleneck_and_flags(medians, expected):
-    assert expected in report.conclude(make_results(**medians), METADATA)
-
-
-def test_conclusion_without_profile_has_no_shares():
-    results = make_results()
+    results = make_results(**medians)
+    assert expected in report.conclude(results, METADATA)
     for result in results:
         result.shares = {}
-    assert "is bound by compute: use --num_gpus=1" in report.conclude(results, METADATA)
+    without_profile = expected.replace(" (90 % of the work is forward and backward)", "")
+    assert without_profile in report.conclude(results, METADATA)
 
 
 def test_efficiency_is_relative_to_the_best_placement_of_one_tower():
@@ -82,22 +81,13 @@ def test_published_files(tmp_path, capsys):
     assert picture.shape[1] > 1000 and picture[..., :3].std() > 0.05
 
 
-def test_unwritable_results_are_printed(tmp_path, capsys):
+def test_unwritable_results_are_printed_and_unprintable_ones_written(tmp_path, capsys, monkeypatch):
     results, file = make_results(cpu=120), tmp_path / "file"
     file.write_text("")
     with pytest.raises(RunError, match="file cannot be written .*the results are only printed above"):
         report.publish(file, METADATA, results)
     assert report.table(results) in capsys.readouterr().out
-
-
-def test_unprintable_results_are_written(tmp_path, monkeypatch):
-    """As with `make bench | head`."""
-
-    def closed(*_, **__):
-        raise BrokenPipeError
-
-    results = make_results(cpu=120)
-    monkeypatch.setattr("builtins.print", closed)
+    monkeypatch.setattr("builtins.print", Mock(side_effect=BrokenPipeError))  # as with `make bench | head`
     with pytest.raises(BrokenPipeError):
         report.publish(tmp_path, METADATA, results)
     assert report.table(results) in (tmp_path / "benchmark.txt").read_text() and (tmp_path / "benchmark.json").exists()

@@ -34,40 +34,29 @@ def test_cases_have_no_duplicates():
         BenchmarkCase("towers", "cpu", 1, "float32"),
         BenchmarkCase("towers", "cpu", 1, "float32", "stream"),
     ]
-
-
-def test_one_tower_on_a_gpu_is_measured_with_variables_on_gpu_and_cpu():
     cases = make_cases((1,), ("float32",), with_keras=False, on_gpus=True)
     assert [case.placement for case in cases if case.input == "constant"] == ["cpu", "round_robin"]
 
 
-def test_case_that_fails_during_a_round_is_left_out(capsys):
-    results = [make_result("towers", placement, 2, []) for placement in ("cpu", "round_robin")]
+def test_first_steps_are_not_timed_and_a_case_that_fails_during_a_round_is_left_out(capsys):
+    """Two batches of a stream are there at once, and each later one makes the step wait for 0.3 s."""
+    stream = CaseResult(case=BenchmarkCase("towers", "cpu", 2, "float32", "stream"), step_seconds=0.4)
+    failing, constant = (make_result("towers", placement, 2, []) for placement in ("cpu", "round_robin"))
+    results = [stream, failing, constant]
 
     def request(message):
         _, case, steps = message
-        if case.placement == "cpu" and results[0].images_per_sec:
+        if case == failing.case and failing.images_per_sec:
             raise UsageError("OOM when allocating")
+        if case.input == "stream":
+            return [(9.0, 0.0), (0.1, 0.0), (0.1, 0.0), *[(0.4, 0.3)] * (steps - 3)]
         return [(9.0, 0.0), *[(0.1, 0.0)] * (steps - 1)]
 
     runner._measure(results, {2: request}, CONFIG, time.monotonic())
-    (left,) = results
-    assert (left.steps, left.case.placement) == (3, "round_robin")
-    assert left.images_per_sec == [pytest.approx(1000)] * 3
+    assert results == [stream, constant] and constant.steps == 3
+    assert constant.images_per_sec == [pytest.approx(1000)] * 3
+    assert stream.images_per_sec == [pytest.approx(250)] * 3 and stream.waiting == pytest.approx(0.75)
     assert "left out: 2 x towers, cpu, float32: OOM when allocating" in capsys.readouterr().out
-
-
-def test_prefetched_batches_are_not_timed():
-    """Two of them are there at once, and each later one makes the step wait for 0.3 s."""
-    case = BenchmarkCase("towers", "cpu", 2, "float32", "stream")
-    results = [CaseResult(case=case, step_seconds=0.4), make_result("towers", "cpu", 2, [])]
-
-    def request(message):
-        _, _, steps = message
-        return [(9.0, 0.0), (0.1, 0.0), (0.1, 0.0), *[(0.4, 0.3)] * (steps - 3)]
-
-    runner._measure(results, {2: request}, CONFIG, time.monotonic())
-    assert results[0].images_per_sec == [pytest.approx(250)] * 3 and results[0].waiting == pytest.approx(0.75)
 
 
 def test_without_a_trainable_case_nothing_is_reported():
