@@ -228,7 +228,7 @@ def make_optimizer(
       is_speednet: the model's layers have roles by their names, see `split_by_role`.
 
     Raises:
-      ValueError: there is no such optimizer.
+      ValueError: there is no such optimizer, or variables have a role without a schedule.
     """
     if name not in RULES:
         raise ValueError(f"optimizer={name} is not one of {', '.join(RULES)}")
@@ -239,6 +239,10 @@ def make_optimizer(
     }
     of_kernels, of_others = RULES[name]
     variables = split_by_role(model, is_speednet, first_group="first_kernels" in schedules)
+    if unscheduled := [role for role, found in variables.items() if found and role not in schedules]:
+        raise ValueError(
+            f"variables of the roles {', '.join(unscheduled)} have no learning rate, and would not be trained"
+        )
     groups = []
     for role, schedule in schedules.items():
         decay = weight_decay * learning_rate / schedule.peak_rate if schedule.peak_rate else 0.0

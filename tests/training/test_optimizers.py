@@ -209,3 +209,5 @@ def test_every_optimizer_has_a_rule_for_every_role():
         assert [group.name for group in groups] == ["biases", "head"]  # the others have no variables
     with pytest.raises(ValueError, match="optimizer=lion .*momentum, muon, adamw"):
         make_optimizer("lion", model, {}, **SETTINGS)
+    with pytest.raises(ValueError, match="head .*not be trained"):
+        make_optimizer("momentum", model, {"biases": RATE}, **SETTINGS)
