@@ -1,17 +1,13 @@
-import gc
-import io
 import math
 import subprocess
 import sys
-import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from matplotlib import colormaps
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
-from PIL import Image, ImageDraw
+from PIL import ImageDraw
 
 from cifar_towers.reporting import figures
 
@@ -197,7 +193,7 @@ def test_half_a_percent_of_errors_is_visible(drawing):
     assert contrast(right, error) > 4.5
 
 
-@pytest.mark.parametrize(("number", "side", "columns"), [(1, 32, 8), (5, 32, 3), (64, 32, 8), (3, 28, 8), (2, 64, 8)])
+@pytest.mark.parametrize(("number", "side", "columns"), [(1, 32, 8), (5, 32, 3), (3, 28, 8), (2, 64, 8)])
 def test_image_grid_enlarges_every_pixel(number, side, columns):
     shown = images(number, side)
     sheet = figures.image_grid(shown, [f"cat 9{i} %\nis dog" for i in range(number)], "mistakes", columns)
@@ -205,14 +201,14 @@ def test_image_grid_enlarges_every_pixel(number, side, columns):
     for image in shown:
         big = image.repeat(factor, 0).repeat(factor, 1)
         starts = np.argwhere((sheet[: 1 - big.shape[0], : 1 - big.shape[1]] == big[0, 0]).all(2))
-        cuts = (sheet[y : y + big.shape[0], x : x + big.shape[1]] for y, x in starts)
-        assert any(np.array_equal(cut, big) for cut in cuts)
+        assert any(np.array_equal(sheet[y:, x:][: len(big), : len(big)], big) for y, x in starts)
     if number > columns:
         assert sheet.shape[0] > 2 * factor * side
 
 
 def test_captions_of_neighbors_stand_apart(drawn):
     """By the width of a few letters, also where a caption is wider than its image."""
+    assert drawn("no images")[1].lines() == ["mistakes: none"]
     boxes = [box for text, box, _ in drawn("images")[1].texts() if text == CAPTION]
     (_, top), (right, _) = boxes[0]
     assert min(left - right for (left, other), _ in boxes if other == top and left > right) >= 24
@@ -224,10 +220,6 @@ def test_single_values_are_dots_beside_their_mean_and_spread(drawing):
     assert drawing.axes.get_ylim() == (0, 5)
     (spread,) = drawing.axes.containers  # one value has none
     assert [list(ends[:, 1]) for ends in spread.lines[2][0].get_segments()] == [[1, 3]]
-
-
-def test_empty_image_grid_says_none(drawn):
-    assert drawn("no images")[1].lines() == ["mistakes: none"]
 
 
 @pytest.mark.parametrize(("number", "columns"), [(0, 1), (1, 1), (2, 2), (4, 2), (5, 3), (9, 3), (10, 4)])
@@ -278,28 +270,6 @@ def test_ticks_of_whole_epochs_are_whole(drawing, epochs):
 )
 def test_percent_takes_at_most_four_characters(share, text):
     assert figures._percent(share) == text
-
-
-def test_png_holds_the_array():
-    array = images(1)[0]
-    assert (np.array(Image.open(io.BytesIO(figures.png(array)))) == array).all()
-
-
-def test_threads_draw_the_same_pictures(drawn):
-    names = ["ten classes", "images", "curves", "three classes"]
-    alone = [drawn(name)[0] for name in names]
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda name: PICTURES[name](), names))
-    assert all(np.array_equal(one, other) for one, other in zip(alone, together, strict=True))
-
-
-def test_figures_are_freed():
-    with Drawing() as drawing:
-        PICTURES["curves"](), PICTURES["three classes"]()
-    references = [weakref.ref(figure) for figure in drawing.figures]
-    drawing.figures.clear()
-    gc.collect()
-    assert [figure() for figure in references] == [None, None]
 
 
 def test_drawing_changes_no_global_state():

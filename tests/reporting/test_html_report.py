@@ -1,6 +1,5 @@
 import base64
 import io
-import itertools
 import os
 import re
 import shlex
@@ -49,24 +48,48 @@ class Page:
 
 
 @pytest.fixture
-def fast_figures(monkeypatch):
-    for name in ("line_plot", "confusion_matrix"):
-        monkeypatch.setattr(figures, name, lambda *_: np.zeros((2, 2, 3), np.uint8))
+def plotted(monkeypatch):
+    """Record the arguments of each plot and confusion matrix by title; draw none of them."""
+    calls = {}
+
+    def record(data, *arguments):
+        title = next(argument for argument in arguments if isinstance(argument, str))
+        calls[title] = (data, *arguments)
+        return np.zeros((2, 2, 3), np.uint8)
+
+    for name in ("line_plot", "dot_plot", "confusion_matrix"):
+        monkeypatch.setattr(figures, name, record)
+    return calls
+
+
+def make_runs(directory, count=3, recipe="speed94", **settings):
+    """Make runs of a recipe that differ in their seed."""
+    return [make_run(directory / f"{recipe}-seed{seed}", recipe, seed, **settings) for seed in range(count)]
+
+
+def groups_of(*directories):
+    return run_records.group_by_recipe(run_records.read_runs(directories))
 
 
 def render(*directories):
     return Page(html_report.render(run_records.read_runs(directories)))
 
 
+def change_scores(path, **values):
+    """Change the scores of a run's result, each value by a function of the score; drop the other evaluations."""
+    scores = [score | {key: make(score) for key, make in values.items()} for score in read_result(path)["evaluations"]]
+    change(path, "result.json", evaluations=scores)
+    write_records(path, read_records(path, "train"))
+
+
 def test_page_is_self_contained(tmp_path):
     """With all pictures drawn: three seeds of a recipe, one of which is not finished, and another recipe."""
-    runs = [make_run(tmp_path / f"speed94-seed{seed}", seed=seed, finished=seed < 2) for seed in range(3)]
-    runs.append(make_run(tmp_path / "resnet20", "resnet20", towers=4))
+    runs = [*make_runs(tmp_path), make_run(tmp_path / "resnet20", "resnet20", towers=4)]
+    (runs[2] / "result.json").unlink()
     out = html_report.write(run_records.read_runs(runs), tmp_path / "report.html")
     page = Page(out.read_bytes().decode("ascii"))
     assert page.html.startswith("<!DOCTYPE html>") and not {"script", "iframe", "object", "base"} & page.tags
     assert ("meta", "charset", "utf-8") in page.attributes
-    assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in page.html
     assert len(page.images) == 8 + 2 + 4
     for image in page.images:
         kind, content = image["src"].split(",", 1)
@@ -77,13 +100,14 @@ def test_page_is_self_contained(tmp_path):
         assert not name.startswith("on") and tag != "a"
         assert name not in ("src", "href") or value.startswith("data:")
     assert not re.search(r"url\(|@import|https?://", page.html)
-    for feature in ("prefers-color-scheme: dark", "@media print", "width=device-width"):
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    for feature in (policy, "prefers-color-scheme: dark", "@media print", "width=device-width"):
         assert feature in page.html
     assert page.row("speed94: mean")
 
 
-def test_results_table(tmp_path, fast_figures):
-    runs = [make_run(tmp_path / f"speed94-seed{seed}", seed=seed) for seed in range(3)]
+def test_results_table(tmp_path, plotted):
+    runs = make_runs(tmp_path)
     page = render(*runs)
     for seed, run in enumerate(runs):
         result, cells = read_result(run), page.results(run.name)
@@ -95,64 +119,43 @@ def test_results_table(tmp_path, fast_figures):
         assert others == ["264", "speed94", str(seed), "2", "bfloat16", "0"]
         assert cells["weights|sha256"] == result["weights_sha256"][:16]
     for heading, tta in ((RAW, 0), (TTA, 2)):
-        values = accuracies(runs, tta)
+        values, shown = accuracies(runs, tta), page.results("speed94: mean")[heading]
         expected = f"{np.mean(values):.2f}|± {np.std(values, ddof=1):.2f}, n=3, "
-        assert page.results("speed94: mean")[heading].startswith(expected)
-        low, high = map(float, page.results("speed94: mean")[heading].removeprefix(expected).split(" to "))
+        assert shown.startswith(expected)
+        low, high = map(float, shown.removeprefix(expected).split(" to "))
         assert 0 < low < np.mean(values) < high < 100
     assert page.row("speed94-seed1", "tower_1", "/CPU:1")[-1] == "12"
     assert "speed94 (seeds 0, 1, 2)" in page.texts
 
 
-def test_mean_is_over_finished_runs_and_a_deviation_needs_two(tmp_path, fast_figures):
-    runs = [
-        make_run(tmp_path / f"s{seed}", seed=seed, finished=seed == 0, last_step=264 - 44 * seed) for seed in range(2)
-    ]
+def test_mean_is_over_finished_runs_and_a_deviation_needs_two(tmp_path, plotted):
+    runs = [make_run(tmp_path / "s0"), make_run(tmp_path / "s1", seed=1, finished=False, last_step=220)]
     page = render(*runs)
     assert page.results("speed94: mean")[RAW] == f"{accuracies(runs[:1], 0)[0]:.2f}|n=1"
-    newest = read_records(runs[1], "eval")[-1]
-    unfinished = page.results("s1")
+    newest, unfinished = read_records(runs[1], "eval")[-1], page.results("s1")
     assert unfinished["steps"] == "220|unfinished" and unfinished[TTA] == "-"
     assert newest["step"] == 198 and unfinished[RAW].startswith(f"{100 * newest['accuracy']:.2f}|")
     assert [row[0] for row in page.rows if row[-1] == "580.7"] == ["s0"]  # total seconds
-    (runs[0] / "result.json").unlink()
-    assert "speed94: mean" not in [row[0] for row in render(*runs).rows]
+    change(runs[0], "result.json", step=132)  # continued after its result
+    page = render(*runs)
+    assert page.results("s0")["steps"] == "264|unfinished" and page.results("s0")["weights|sha256"] == "-"
+    assert "speed94: mean" not in [row[0] for row in page.rows] and not any("total, s" in head for head in page.heads)
 
 
-def test_run_continued_after_its_result_is_not_finished(tmp_path, fast_figures):
-    run = make_run(tmp_path / "run")
-    change(run, "result.json", step=132)
-    page = render(run)
-    assert page.results("run")["steps"] == "264|unfinished" and page.results("run")["weights|sha256"] == "-"
-    assert "total, s" not in itertools.chain(*page.heads)
-
-
-def test_tower_rows_hold_means_and_last_values(tmp_path, fast_figures):
+def test_tower_rows_hold_means_and_last_values(tmp_path, plotted):
     run = make_run(tmp_path / "run", towers=3)
     records = [record["towers"] for record in read_records(run) if "towers" in record]
     values = {key: [record[key][2] for record in records] for key in records[0]}
     expected = [f"{number:.4g}" for column in values.values() for number in (statistics.fmean(column), column[-1])]
     assert render(run).row("run", "tower_2", "/CPU:2") == [*expected, "12"]
-
-
-def test_tower_rows_of_a_run_continued_with_fewer_towers(tmp_path, fast_figures):
-    """A number that was not finite is null."""
-    run = make_run(tmp_path / "run", towers=2)
-    records = [
-        {
-            "kind": "train",
-            "step": step,
-            "epoch": 8.0,
-            "towers": {"loss": [loss], "gradient_norm": [1.5], "cosine": [None]},
-        }
-        for step, loss in ((275, None), (286, 0.25))
-    ]
-    write_records(run, read_records(run) + records)
+    for step, loss in ((275, None), (286, 0.25)):  # continued with a single tower; null is not finite
+        towers = {"loss": [loss], "gradient_norm": [1.5], "cosine": [None]}
+        write_records(run, [*read_records(run), {"kind": "train", "step": step, "epoch": 8.0, "towers": towers}])
     assert render(run).row("run", "tower_0", "-") == ["0.25", "0.25", "1.5", "1.5", "-", "-", "2"]
 
 
 @pytest.mark.parametrize("missing", ["config.json", "environment.json", "result.json", "mistakes.png", "train", "eval"])
-def test_missing_files_and_records_are_left_out(tmp_path, fast_figures, missing):
+def test_missing_files_and_records_are_left_out(tmp_path, plotted, missing):
     run, other = make_run(tmp_path / "run"), make_run(tmp_path / "other", "resnet20")
     if missing in ("train", "eval"):
         write_records(run, [record for record in read_records(run) if record["kind"] != missing])
@@ -167,7 +170,7 @@ def test_missing_files_and_records_are_left_out(tmp_path, fast_figures, missing)
         assert any(part in image["alt"] for image in page.images) == (part != parts.get(missing)), part
 
 
-def test_records_alone_are_enough(tmp_path, fast_figures):
+def test_records_alone_are_enough(tmp_path, plotted):
     write_records(tmp_path / "bare", [{"kind": "train", "step": 3}])
     with (tmp_path / "bare" / "metrics.jsonl").open("a") as file:
         file.write('{"ki')
@@ -207,18 +210,17 @@ def test_all_strings_are_escaped(tmp_path):
     assert shlex.split(command) == [shown, "a b"]
 
 
-def test_differing_settings_and_shared_settings(tmp_path, fast_figures):
+def test_differing_settings_and_shared_settings(tmp_path, plotted):
     runs = [make_run(tmp_path / name, seed=seed, batch_size=1536 - seed) for seed, name in enumerate("ab")]
     change(runs[1], "environment.json", synthetic_data="SYNTHETIC DATA, NOT CIFAR-10")
     page = render(*runs)
     assert "b: SYNTHETIC DATA, NOT CIFAR-10" in page.texts
-    assert page.row("batch_size") == ["1536", "1535"]
+    assert page.row("batch_size") == ["1536", "1535"] and page.row("git_revision") == ["abc1230", "abc1231"]
     assert page.row("epochs") == ["8.0"]  # shared
-    assert page.row("git_revision") == ["abc1230", "abc1231"]
 
 
-def test_commands_and_listings(tmp_path, fast_figures):
-    page = render(*(make_run(tmp_path / f"s{seed}", seed=seed) for seed in range(2)))
+def test_commands_and_listings(tmp_path, plotted):
+    page = render(*make_runs(tmp_path, 2))
     commands = [shlex.split(text) for text in page.texts if text.startswith("python ")]
     assert commands == [
         ["python", "scripts/train.py", "--flagfile=configs/speed94.cfg", f"--seed={seed}", "--data_dir=/a b"]
@@ -230,7 +232,7 @@ def test_commands_and_listings(tmp_path, fast_figures):
     assert page.row("conv_1/kernel") == ["[3, 64]", "55,296", "/CPU:0"]
 
 
-def test_page_that_cannot_be_written(tmp_path, fast_figures):
+def test_page_that_cannot_be_written(tmp_path, plotted):
     run = make_run(tmp_path / "run", last_step=66)
     os.mkfifo(tmp_path / "pipe")
     places = [tmp_path, tmp_path / "none" / "page.html", tmp_path / "pipe", run / "config.json" / "page.html"]
@@ -275,42 +277,17 @@ def test_errors_of_the_program_are_one_line(tmp_path, arguments, code, message):
     assert not list(tmp_path.rglob("*.html"))
 
 
-@pytest.mark.parametrize(("argument", "output"), [("--help", "Exit codes"), ("none", "")])
-def test_help_and_errors_import_nothing_slow(argument, output):
+def test_errors_import_nothing_slow():
     program = (
-        f"import runpy, sys; sys.argv = ['x', {argument!r}]\n"
+        "import runpy, sys; sys.argv = ['x', 'none']\n"
         f"try: runpy.run_path({str(ROOT / 'scripts/report.py')!r}, run_name='__main__')\n"
         "except SystemExit: print({'tensorflow', 'keras', 'matplotlib'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert output in done.stdout and done.stdout.endswith("set()\n"), done
-
-
-def summed_over_groups(*directories):
-    return {name: html_report.sum_confusion(group) for name, group in groups_of(*directories).items()}
-
-
-@pytest.fixture
-def plotted(monkeypatch):
-    """Record the arguments of each line plot and confusion matrix by title; draw none of them."""
-    calls = {}
-
-    def record(data, *arguments):
-        title = next(argument for argument in arguments if isinstance(argument, str))
-        calls[title] = (data, *arguments)
-        return np.zeros((2, 2, 3), np.uint8)
-
-    monkeypatch.setattr(figures, "line_plot", record)
-    monkeypatch.setattr(figures, "confusion_matrix", record)
-    return calls
-
-
-def groups_of(*directories):
-    return run_records.group_by_recipe(run_records.read_runs(directories))
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"
 
 
 def test_curve_is_the_mean_with_a_band_over_the_seeds(tmp_path, plotted):
-    paths = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in range(3)] + [make_run(tmp_path / "r", "resnet20")]
+    paths = [*make_runs(tmp_path), make_run(tmp_path / "r", "resnet20")]
     pictures = html_report.curves(groups_of(*paths))
     curves = {title: arguments[0] for title, arguments in plotted.items()}
     assert len(curves) == 8 and all(list(lines) == ["speed94", "resnet20"] for lines in curves.values())
@@ -320,13 +297,12 @@ def test_curve_is_the_mean_with_a_band_over_the_seeds(tmp_path, plotted):
         ("time waiting for input", "input_wait", 100),
     ):
         values = scale * np.array([[record[key] for record in read_records(path, "train")] for path in paths])
-        x, y, low, high = curves[title]["speed94"]
+        x, *band = curves[title]["speed94"]
         np.testing.assert_allclose(x, np.arange(11, 265, 11) / 33)
         mean, std = values[:3].mean(0), values[:3].std(0, ddof=1)
-        np.testing.assert_allclose([y, low, high], [mean, mean - std, mean + std])
-        np.testing.assert_allclose(curves[title]["resnet20"][1], values[3])
-        assert len(curves[title]["resnet20"]) == 2
-    x, y, low, high = curves["test accuracy, raw weights, no TTA"]["speed94"]
+        np.testing.assert_allclose(band, [mean, mean - std, mean + std])
+        np.testing.assert_allclose(curves[title]["resnet20"][1:], values[3:])
+    x, y, low, _ = curves["test accuracy, raw weights, no TTA"]["speed94"]
     assert x.tolist() == [2, 4, 6, 8]
     final = accuracies(paths[:3], 0)
     assert (y[-1], low[-1]) == pytest.approx((np.mean(final), np.mean(final) - np.std(final, ddof=1)))
@@ -336,10 +312,9 @@ def test_curve_is_the_mean_with_a_band_over_the_seeds(tmp_path, plotted):
 
 
 def test_mean_curve_of_runs_of_different_length():
-    x, y, low, high = html_report.mean_curve([{1.0: 2.0, 2.0: 6.0}, {1.0: 4.0}, {}])
-    assert [list(column) for column in (x, y)] == [[1, 2], [3, 6]]
+    curve = html_report.mean_curve([{1.0: 2.0, 2.0: 6.0}, {1.0: 4.0}, {}])
     std = np.std([2, 4], ddof=1)
-    assert [list(column) for column in (low, high)] == [[3 - std, 6], [3 + std, 6]]
+    assert [list(column) for column in curve] == [[1, 2], [3, 6], [3 - std, 6], [3 + std, 6]]
     assert [len(column) for column in html_report.mean_curve([{}], 3)] == [0, 0]
 
 
@@ -349,8 +324,7 @@ def test_mean_curve_averages_neighbors():
     x, y, low, high = html_report.mean_curve(runs, 5)
     assert x.tolist() == [0.5, 2.5, 4.5, 6.5, 8.5]
     last = np.std([72.5, 73.5, 66.0], ddof=1)  # of the run that has only one of the two
-    np.testing.assert_allclose(y - low, [1, 1, 1, 1, last])
-    np.testing.assert_allclose(high - y, [1, 1, 1, 1, last])
+    np.testing.assert_allclose([y - low, high - y], [[1, 1, 1, 1, last]] * 2)
     assert y[0] == 1.5 and y[-1] == pytest.approx((72.5 + 73.5 + 66) / 3)
 
 
@@ -360,16 +334,16 @@ def test_long_training_is_averaged_and_its_evaluations_are_not(tmp_path, plotted
     groups = groups_of(tmp_path / "run")
     html_report.curves(groups)
     assert [len(arguments[0]["run"][0]) for arguments in plotted.values()] == [999, 111, 111]
-    note = "A point of a long run's training is the mean of several records."
-    assert html_report.describe_curves(groups) == note
+    assert "mean of several records" in html_report.describe_curves(groups)
 
 
-def test_raw_and_averaged_weights_have_a_chart_each_and_recipes_one_color(tmp_path, plotted):
+def test_raw_and_averaged_weights_have_charts_of_one_range_and_recipes_one_color(tmp_path, plotted):
     paths = [make_run(tmp_path / "plain", "plain"), make_run(tmp_path / "averaged", "averaged", ema=True)]
     html_report.curves(groups_of(*paths))
-    assert list(plotted["test accuracy, raw weights, no TTA"][0]) == ["plain", "averaged"]
-    averaged = plotted["test accuracy, ema weights, no TTA"][0]
-    assert [(name, len(line[0])) for name, line in averaged.items()] == [("plain: not recorded", 0), ("averaged", 4)]
+    raw, averaged = (plotted[f"test accuracy, {weights} weights, no TTA"] for weights in ("raw", "ema"))
+    assert list(raw[0]) == ["plain", "averaged"]
+    assert [(name, len(line[0])) for name, line in averaged[0].items()] == [("plain: not recorded", 0), ("averaged", 4)]
+    assert raw[-1] == averaged[-1] and raw[-1][0] < raw[-1][1]
 
 
 def test_more_recipes_than_a_chart_can_distinguish(tmp_path, plotted):
@@ -378,11 +352,24 @@ def test_more_recipes_than_a_chart_can_distinguish(tmp_path, plotted):
     assert losses == {"training loss (batch) (1 of 2)": 8, "training loss (batch) (2 of 2)": 1}
 
 
+def test_single_evaluations_are_dots_with_n_mean_and_spread(tmp_path, plotted):
+    """As with --eval_every_epochs=0, which evaluates after the last step alone."""
+    paths = make_runs(tmp_path)
+    for path in paths:
+        write_records(path, [each for each in read_records(path) if each["kind"] == "train" or each["step"] == 264])
+    picture = html_report.curves(groups_of(*paths))[0]
+    values = accuracies(paths, 0)
+    text = f"n=3, mean {np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}"
+    shown = plotted["test accuracy, raw weights, no TTA"][0]
+    assert shown == {f"speed94\n{text}": pytest.approx(values)} and text in picture.alt
+
+
 def test_confusion_matrices_of_a_group_are_summed_over_its_finished_runs(tmp_path, plotted):
-    paths = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in range(3)]
+    paths = make_runs(tmp_path)
     expected = sum(np.array(read_result(path)["evaluations"][-1]["confusion"]) for path in paths[:2])
     (paths[2] / "result.json").unlink()
-    (picture,) = html_report.confusion_matrices(summed_over_groups(*paths))
+    summed = {name: html_report.sum_confusion(group) for name, group in groups_of(*paths).items()}
+    (picture,) = html_report.confusion_matrices(summed)
     ((counts, names, title),) = plotted.values()
     assert (counts == expected).all()
     assert names == CLASSES and title == "speed94, seeds 0, 1: test, raw weights, TTA 2"
@@ -402,58 +389,26 @@ def test_damaged_picture_of_mistakes_is_left_out(tmp_path):
     assert not html_report.mistakes(runs)
 
 
-def test_run_reports_its_averaged_weights_whatever_their_accuracy(tmp_path, fast_figures):
+def test_run_reports_its_averaged_weights_whatever_their_accuracy(tmp_path, plotted):
     path = make_run(tmp_path / "run", ema=True)
-    result = read_result(path)
-    for score in result["evaluations"]:
-        score["accuracy"] = 0.5 if score["weights"] == "ema" else 0.9
-    change(path, "result.json", evaluations=result["evaluations"])
-    write_records(path, read_records(path, "train"))
+    change_scores(path, accuracy=lambda score: 0.5 if score["weights"] == "ema" else 0.9)
     assert render(path).results("run")["accuracy, %|as reported"] == "50.00|test, ema weights, TTA 2"
 
 
-def test_difference_of_two_groups_has_its_interval(tmp_path, fast_figures):
-    paths = [
-        make_run(tmp_path / f"{name}{seed}", name, seed=seed) for name in ("speed94", "other") for seed in range(3)
-    ]
-    page = render(*paths)
-    (text,) = page.row("speed94", "other")
-    ours, theirs = accuracies(paths[:3], 2), accuracies(paths[3:], 2)
-    assert text.startswith(f"{np.mean(ours) - np.mean(theirs):+.2f} points (95 % interval ")
-    assert "difference of the reported accuracies" not in render(*paths[:4]).html
+def test_difference_of_two_groups_has_its_interval(tmp_path, plotted):
+    paths = [*make_runs(tmp_path, ema=True), *make_runs(tmp_path, recipe="other", ema=True)]
+    for path, accuracy in zip(paths, (0.94, 0.95, 0.96, 0.91, 0.93, 0.95), strict=True):
+        change_scores(path, accuracy=lambda s, x=accuracy: x if (s["weights"], s["tta"]) == ("ema", 2) else 0.5)
+    assert render(*paths).row("speed94", "other") == ["+2.00 points (95 % interval -2.16 to +6.16)"]
+    for path in paths[4:]:
+        (path / "result.json").unlink()
+    assert "difference of the reported accuracies" not in render(*paths).html
 
 
-def test_single_evaluations_are_dots_with_n_mean_and_spread(tmp_path, monkeypatch):
-    """As with --eval_every_epochs=0, which evaluates after the last step alone."""
-    shown = {}
-    monkeypatch.setattr(
-        figures, "dot_plot", lambda groups, *_: (shown.update(groups), np.zeros((2, 2, 3), np.uint8))[1]
-    )
-    monkeypatch.setattr(figures, "line_plot", lambda *_: np.zeros((2, 2, 3), np.uint8))
-    paths = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in range(3)]
-    for path in paths:
-        write_records(
-            path, [record for record in read_records(path) if record["kind"] == "train" or record["step"] == 264]
-        )
-    picture = html_report.curves(groups_of(*paths))[0]
-    values = accuracies(paths, 0)
-    text = f"n=3, mean {np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}"
-    assert shown == {f"speed94\n{text}": pytest.approx(values)} and text in picture.alt
-
-
-def test_raw_and_averaged_charts_have_one_range(tmp_path, plotted):
-    html_report.curves(groups_of(make_run(tmp_path / "run", ema=True)))
-    ranges = [plotted[f"test accuracy, {weights} weights, no TTA"][-1] for weights in ("raw", "ema")]
-    assert ranges[0] == ranges[1] and ranges[0][0] < ranges[0][1]
-
-
-def test_classes_have_wilsons_interval(tmp_path, fast_figures):
+def test_classes_have_wilsons_interval(tmp_path, plotted):
     """Two runs classify the same images, so the interval is for the images of one run."""
-    paths = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in range(2)]
+    paths = make_runs(tmp_path, 2)
     for path, right in zip(paths, (80, 100), strict=True):
-        result = read_result(path)
-        for score in result["evaluations"]:
-            score["confusion"] = (np.eye(10, dtype=int) * right + np.eye(10, k=1, dtype=int) * (100 - right)).tolist()
-        change(path, "result.json", evaluations=result["evaluations"])
-        write_records(path, read_records(path, "train"))
+        counts = np.eye(10, dtype=int) * right + np.eye(10, k=1, dtype=int) * (100 - right)
+        change_scores(path, confusion=lambda _, counts=counts: counts.tolist())
     assert render(*paths).row("cat") == ["90.0", "82.6 to 94.5", "100"]

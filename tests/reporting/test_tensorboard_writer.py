@@ -38,10 +38,10 @@ def write(directory, *summaries):
 
 
 def read(directory, tag):
-    """{step: tensor} of a tag and the plugin it is for."""
+    """Return the only tensor of a tag, and the plugin that it is for."""
     accumulator = EventAccumulator(str(directory), size_guidance={"tensors": 0}).Reload()
-    plugin = accumulator.SummaryMetadata(tag).plugin_data.plugin_name
-    return {event.step: make_ndarray(event.tensor_proto) for event in accumulator.Tensors(tag)}, plugin
+    (event,) = accumulator.Tensors(tag)
+    return make_ndarray(event.tensor_proto), accumulator.SummaryMetadata(tag).plugin_data.plugin_name
 
 
 def tensorboard(logdir):
@@ -57,8 +57,7 @@ def content(summary):
 def test_image_is_read_back(tmp_path):
     shown = np.random.default_rng(0).integers(0, 256, (4, 7, 3), np.uint8)
     write(tmp_path, tensorboard_writer.image("mistakes", shown))
-    (value,), plugin = read(tmp_path, "mistakes")[0].values(), read(tmp_path, "mistakes")[1]
-    width, height, png = value
+    (width, height, png), plugin = read(tmp_path, "mistakes")
     assert plugin == "images" and (width, height) == (b"7", b"4")
     assert np.array_equal(np.array(Image.open(io.BytesIO(png))), shown)
 
@@ -68,7 +67,7 @@ def test_histograms_equal_tensorboards(tmp_path, data):
     low, high = (min(data), max(data)) if data else (np.inf, -np.inf)
     counts = np.histogram(data, 8, (low, high))[0] if data else np.zeros(8, int)
     write(tmp_path, tensorboard_writer.histogram("weights", low, high, counts))
-    (value,), plugin = read(tmp_path, "weights")[0].values(), read(tmp_path, "weights")[1]
+    value, plugin = read(tmp_path, "weights")
     assert plugin == "histograms" and value.dtype == np.float64
     np.testing.assert_allclose(value, content(histogram_pb("weights", data, 8)))
 
@@ -100,7 +99,7 @@ def test_pr_curve_equals_its_definition(tmp_path, dtype):
     probability[:250] = np.resize([0, 1, 0.5], 250)
     right = generator.random(1000) < probability
     write(tmp_path, tensorboard_writer.pr_curve("cat", right, probability))
-    (value,), plugin = read(tmp_path, "cat")[0].values(), read(tmp_path, "cat")[1]
+    value, plugin = read(tmp_path, "cat")
     assert plugin == "pr_curves" and value.shape == (6, 127) and value.dtype == np.float32
     np.testing.assert_allclose(value, pr_curve_by_definition(right, probability), rtol=1e-6)
 
