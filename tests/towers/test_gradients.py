@@ -8,10 +8,10 @@ from cifar_towers.towers import average_gradients
 W, B = tf.Variable([1.0, 2.0], name="w"), tf.Variable([3.0], name="b")
 
 
-def mean_of(*gradients, weights=None, like=None):
+def mean_of(*gradients, like):
     """Average one gradient of each tower."""
-    variable = tf.Variable(tf.zeros_like(like)) if like is not None else W
-    ((mean, _),) = average_gradients([[(gradient, variable)] for gradient in gradients], weights)
+    variable = tf.Variable(tf.zeros_like(like))
+    ((mean, _),) = average_gradients([[(gradient, variable)] for gradient in gradients])
     return mean
 
 
@@ -36,12 +36,7 @@ def test_none_is_zeros_unless_no_tower_has_a_gradient():
     none, (mean, _) = average_gradients([[(None, W), (tf.constant([1.0]), B)]] * 2)
     assert none == (None, W)
     np.testing.assert_allclose(mean, [1.0])
-    np.testing.assert_allclose(mean_of(None, tf.constant([2.0, 4.0])), [1.0, 2.0])
-
-
-def test_weighted_mean():
-    mean = mean_of(tf.constant([1.0, 1.0]), tf.constant([5.0, 9.0]), weights=[3, 1])
-    np.testing.assert_allclose(mean, [2.0, 3.0])
+    np.testing.assert_allclose(mean_of(None, tf.constant([2.0, 4.0]), like=W), [1.0, 2.0])
 
 
 def test_sparse_gradients_stay_sparse_unless_one_is_dense():

@@ -9,15 +9,6 @@ from cifar_towers.towers import placement_report, run_on_towers, variable_placem
 from cifar_towers.towers.placement import PLACEMENTS, pin_to_device
 
 
-def test_cpu_policy_overrides_the_device_scope():
-    with variable_placement("cpu"), tf.device("/CPU:5"):
-        plain = tf.Variable(1.0)
-        layer = keras.layers.Dense(2)
-        layer.build((None, 3))
-    assert plain.device.endswith("CPU:0")
-    assert all(v.value.device.endswith("CPU:0") for v in layer.variables)
-
-
 def device_indices(variables):
     return [int(v.device[-1]) for v in variables]
 
@@ -29,11 +20,11 @@ def two_layers():
     return layers
 
 
-def test_round_robin_uses_the_towers_in_turn(towers):
-    with variable_placement("round_robin", towers(3)):
-        layers = two_layers()
-        variables = [v.value for layer in layers for v in layer.variables] + [tf.Variable(0.0)]
-    assert device_indices(variables) == [0, 1, 2, 0, 1]
+@pytest.mark.parametrize(("policy", "expected"), [("cpu", [0] * 5), ("round_robin", [0, 1, 2, 0, 1])])
+def test_policies_override_the_device_scope(towers, policy, expected):
+    with variable_placement(policy, towers(3) if policy == "round_robin" else ()), tf.device("/CPU:5"):
+        variables = [v.value for layer in two_layers() for v in layer.variables] + [tf.Variable(0.0)]
+    assert device_indices(variables) == expected
 
 
 def test_least_loaded_counts_bytes(towers):
