@@ -33,25 +33,37 @@ def op_types(*arguments):
     return {op.type for op in ops(*arguments)}
 
 
-@pytest.mark.parametrize(("dtype", "channels", "rounding"), [("bfloat16", 128, 0.01), ("float32", 24, 1e-5)])
-@pytest.mark.parametrize(("high", "wide", "size"), [(7, 7, (3, 3)), (3, 4, (3, 3)), (5, 6, (5, 3)), (2, 2, (3, 5))])
+GRADIENT_SIZES = [((4, 7, 7), (3, 3)), ((4, 3, 4), (3, 3)), ((4, 5, 6), (5, 3)), ((4, 2, 2), (3, 5))]
+WINOGRAD_SIZES = [(15, 15), (8, 4), (7, 7), (3, 3), (2, 2), (7, 2), (5, 9)]
+CASES = [  # dtype, channels, filters, the largest error as a part of the largest value
+    *((("bfloat16", 128, 64, 0.01), *sizes) for sizes in GRADIENT_SIZES),
+    *((("float32", 24, 64, 1e-5), *sizes) for sizes in GRADIENT_SIZES),
+    *((("float32", 64, 128, 3e-5), (images, *size), (3, 3)) for size in WINOGRAD_SIZES for images in (1, 3)),
+]
+
+
+@pytest.mark.parametrize(("layer", "shape", "window"), CASES)
 @pytest.mark.parametrize("even", [False, True])
-def test_gradients_equal_tensorflows(monkeypatch, dtype, channels, rounding, high, wide, size, even):
+def test_values_and_gradients_equal_tensorflows(monkeypatch, layer, shape, window, even):
     """The convolution is a SAME one, or one without the last row and column of an odd size."""
     processor(monkeypatch, "avx2")
     random = np.random.default_rng(0)
+    (dtype, channels, filters, rounding), (images, high, wide) = layer, shape
     out_high, out_wide = (high - high % 2, wide - wide % 2) if even else (high, wide)
-    shapes = (4, high, wide, channels), (*size, channels, 64), (4, out_high, out_wide, 64)
-    images, kernel, upstream = (tf.cast(random.normal(size=shape), dtype) for shape in shapes)
-    padding = convolution.even_padding(images.shape, kernel.shape) if even else "SAME"
-    ours = gradients(lambda x, k: convolution.conv2d(x, k, 1, padding), images, kernel, upstream)
+    shapes = (*shape, channels), (*window, channels, filters), (images, out_high, out_wide, filters)
+    exact = [tf.constant(random.normal(size=size)) for size in shapes]
+    padding = convolution.even_padding(exact[0].shape, exact[1].shape) if even else "SAME"
 
     def convolve(x, k):
         return tf.nn.conv2d(x, k, 1, "SAME")[:, :out_high, :out_wide]
 
-    tensorflows = gradients(convolve, images, kernel, upstream)
-    exact = gradients(convolve, *(tf.cast(tensor, tf.float64) for tensor in (images, kernel, upstream)))
-    for actual, theirs, true in zip(ours, tensorflows, exact, strict=True):
+    narrow = [tf.cast(tensor, dtype) for tensor in exact]
+    ours = gradients(lambda x, k: convolution.conv2d(x, k, 1, padding), *narrow)
+    tensorflows, true_values = (
+        gradients(convolve, *narrow),
+        gradients(convolve, *(tf.cast(t, "float64") for t in narrow)),
+    )
+    for actual, theirs, true in zip(ours, tensorflows, true_values, strict=True):
         error, allowed = (np.abs(tf.cast(values, tf.float64) - true).max() for values in (actual, theirs))
         # some processors accumulate in bfloat16, with errors of this size
         assert error <= max(1.5 * allowed, rounding * np.abs(true).max())
@@ -104,10 +116,9 @@ def test_any_other_padding_is_as_in_tensorflow(monkeypatch, padding, strides):
 def test_winograd_transforms_are_exact(tile):
     """Every product of a pixel and a weight comes to exactly one in its output and to zero elsewhere."""
     from_image, from_kernel, to_output = (
-        [[Fraction(value).limit_denominator(10_000) for value in row] for row in matrix]
+        np.vectorize(lambda value: Fraction(value).limit_denominator(10_000), [object])(matrix)
         for matrix in convolution.winograd_transforms(tile)
     )
-    from_image, from_kernel, to_output = (np.array(rows) for rows in (from_image, from_kernel, to_output))
     side = tile + 2
     weights = np.einsum("op,pi,pk->oik", to_output, from_image, from_kernel)
     expected = np.zeros_like(weights)
@@ -119,28 +130,6 @@ def test_winograd_transforms_are_exact(tile):
 def test_winograd_tiles_take_the_fewest_products():
     tiles = {(14, 14): 4, (8, 4): 4, (7, 7): 4, (6, 6): 3, (3, 3): 3, (2, 2): 2, (7, 2): 2, (5, 9): 3}
     assert {size: convolution.winograd_tile(*size) for size in tiles} == tiles
-
-
-@pytest.mark.parametrize("size", [(15, 15), (8, 4), (7, 7), (3, 3), (2, 2), (7, 2), (5, 9)])
-@pytest.mark.parametrize("images", [1, 3])
-@pytest.mark.parametrize("even", [False, True])
-def test_winograd_equals_tensorflow(monkeypatch, size, images, even):
-    """The convolution is a SAME one, or one without the last row and column of an odd size."""
-    processor(monkeypatch, "avx2")
-    random = np.random.default_rng(0)
-    shape = (images, *size, 64)
-    out_high, out_wide = (side - side % 2 * even for side in size)
-    images, kernel = random.normal(size=shape), random.normal(size=(3, 3, 64, 128)) / 24
-    upstream = random.normal(size=(len(images), out_high, out_wide, 128))
-    padding = convolution.even_padding(tf.TensorShape(shape), tf.TensorShape(kernel.shape)) if even else "SAME"
-    narrow = [tf.constant(values, tf.float32) for values in (images, kernel, upstream)]
-    ours = gradients(lambda x, k: convolution.conv2d(x, k, 1, padding), *narrow)
-    exact = gradients(
-        lambda x, k: tf.nn.conv2d(x, k, 1, "SAME")[:, :out_high, :out_wide],
-        *map(tf.constant, (images, kernel, upstream)),
-    )
-    for actual, true in zip(ours, exact, strict=True):
-        assert np.abs(actual.numpy() - true).max() <= 3e-5 * np.abs(true).max()
 
 
 def test_winograd_is_used_only_where_measured(monkeypatch):
