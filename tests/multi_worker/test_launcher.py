@@ -9,14 +9,7 @@ import time
 import pytest
 
 from cifar_towers.cli.shutdown import ShutdownHandler
-from cifar_towers.errors import (
-    DataError,
-    DivergedError,
-    RunError,
-    UsageError,
-    WorkerLostError,
-    interrupt_exit_code,
-)
+from cifar_towers.errors import DataError, DivergedError, RunError, UsageError, WorkerLostError, interrupt_exit_code
 from cifar_towers.multi_worker import launcher
 
 PROGRAM = f"""
@@ -42,19 +35,11 @@ def launch(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    ("code", "num_starts"),
-    [
-        (0, 1),
-        (RunError.exit_code, 3),
-        (UsageError.exit_code, 1),
-        (DataError.exit_code, 1),
-        (DivergedError.exit_code, 1),
-        (WorkerLostError.exit_code, 3),
-        (interrupt_exit_code(signal.SIGKILL), 3),
-        (interrupt_exit_code(signal.SIGTERM), 3),
-    ],
-)
+FINAL = [0, UsageError.exit_code, DataError.exit_code, DivergedError.exit_code]
+RESTARTED = [RunError.exit_code, WorkerLostError.exit_code, *map(interrupt_exit_code, (signal.SIGKILL, signal.SIGTERM))]
+
+
+@pytest.mark.parametrize(("code", "num_starts"), [(code, 1) for code in FINAL] + [(code, 3) for code in RESTARTED])
 def test_restarts_only_after_exit_codes_that_may_not_recur(launch, code, num_starts):
     exit_code, starts, logged = launch(f"sys.exit({code})", max_restarts=2)
     assert exit_code == code and len(starts) == num_starts and len(logged) == num_starts - 1

@@ -64,19 +64,30 @@ def start(script, *arguments, **environment):
     return subprocess.Popen(command, env=os.environ | environment, **pipes)
 
 
-def run(script, *arguments, **environment):
-    """(exit code, output) of a program."""
-    process = start(script, *arguments, **environment)
+def run_all(train_dir, *flags, workers=0):
+    """Run a training that must succeed, in so many processes or in one; return its output."""
+    program = ["launch.py", f"--num_workers={workers}", "--max_restarts=0", "--"] if workers else ["train.py"]
+    process = start(*program, *flags, f"--train_dir={train_dir}")
     output, _ = process.communicate(timeout=300)
-    return process.returncode, output
-
-
-def launch(count, train_dir, *flags):
-    code, output = run(
-        "launch.py", f"--num_workers={count}", "--max_restarts=0", "--", *flags, f"--train_dir={train_dir}"
-    )
-    assert code == 0, output
+    assert process.returncode == 0, output
     return output
+
+
+@pytest.fixture
+def start_worker(flags, tmp_path):
+    """Return a function that starts one of two workers, which train in tmp_path / "run"."""
+    addresses = free_addresses(2)
+
+    def start_one(index, *more):
+        cluster = ["--strategy=multi_worker", f"--workers={','.join(addresses)}", f"--worker_index={index}"]
+        return start("train.py", *flags, *cluster, f"--train_dir={tmp_path / 'run'}", *more)
+
+    start_one.addresses = addresses
+    return start_one
+
+
+def port_of(address):
+    return int(address.rpartition(":")[2])
 
 
 def wait_for(path, process):
@@ -91,20 +102,22 @@ def weights(train_dir):
     return files.read_json(train_dir / "result.json")["weights_sha256"]
 
 
-def last_values(train_dir):
-    return read_variables(latest_checkpoint(train_dir))
+def assert_same_variables(one, other, rtol=0.0, atol=0.0, ignored=()):
+    """Compare all variables in the last checkpoints of two runs."""
+    values, expected = (read_variables(latest_checkpoint(train_dir)) for train_dir in (one, other))
+    assert values.keys() == expected.keys()
+    for name, value in expected.items():
+        if not name.startswith(ignored):
+            np.testing.assert_allclose(values[name], value, rtol, atol, err_msg=name)
 
 
 def test_two_workers_train_as_two_towers(flags, tmp_path):
     """To rounding, as the towers here share the cores differently; bits are compared below."""
-    launch(2, tmp_path / "workers", *flags)
+    run_all(tmp_path / "workers", *flags, workers=2)
     given = ["train.py", *flags, "--num_gpus=2", f"--train_dir={tmp_path / 'towers'}"]
     config = parse_command_line(TrainConfig, given, "")
     trainer.train(config, sources.find(config.dataset), ShutdownHandler())
-    theirs, mine = last_values(tmp_path / "workers"), last_values(tmp_path / "towers")
-    assert theirs.keys() == mine.keys()
-    for name, value in mine.items():
-        np.testing.assert_allclose(theirs[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+    assert_same_variables(tmp_path / "workers", tmp_path / "towers", rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +135,11 @@ def test_missing_gpus_are_refused(options, message):
 
 @pytest.mark.slow
 def test_two_workers_have_the_same_bits_as_two_towers(flags, tmp_path):
-    output = launch(2, tmp_path / "workers", *flags)
+    output = run_all(tmp_path / "workers", *flags, workers=2)
     assert lines_with(output, "2 towers", "12 images", "2 workers") and "written to" in output
-    assert run("train.py", *flags, "--num_gpus=2", f"--train_dir={tmp_path / 'towers'}")[0] == 0
+    run_all(tmp_path / "towers", *flags, "--num_gpus=2")
     assert weights(tmp_path / "workers") == weights(tmp_path / "towers")
-    theirs, mine = last_values(tmp_path / "workers"), last_values(tmp_path / "towers")
-    assert theirs.keys() == mine.keys()
-    for name, value in mine.items():
-        np.testing.assert_array_equal(theirs[name], value, err_msg=name)
+    assert_same_variables(tmp_path / "workers", tmp_path / "towers")
     ours, others = (files.read_json(tmp_path / name / "result.json")["evaluations"] for name in ("workers", "towers"))
     for one, other in zip(ours, others, strict=True):
         assert one.pop("loss") == pytest.approx(other.pop("loss"))
@@ -147,99 +157,86 @@ def test_checkpoint_moves_from_workers_to_towers_and_back(shared, tmp_path):
     """Without batch normalization the number of workers makes no difference but rounding."""
     changing, straight = tmp_path / "changing", tmp_path / "straight"
     flags = [*shared, "--model=cifarnet", "--ema_decay=0.5", "--learning_rate=0.01"]
-    launch(3, changing, *flags, "--max_steps=4")
-    assert run("train.py", *flags, "--num_gpus=2", "--max_steps=8", f"--train_dir={changing}")[0] == 0
-    launch(2, changing, *flags, "--max_steps=12")
-    assert run("train.py", *flags, "--num_gpus=1", "--max_steps=12", f"--train_dir={straight}")[0] == 0
-    there, here = last_values(changing), last_values(straight)
-    assert there.keys() == here.keys() and there["step"] == 12
-    for name, value in here.items():
-        if not name.startswith("loss_average"):  # the final tower's, whose shard differs
-            np.testing.assert_allclose(there[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+    run_all(changing, *flags, "--max_steps=4", workers=3)
+    run_all(changing, *flags, "--max_steps=8", "--num_gpus=2")
+    run_all(changing, *flags, "--max_steps=12", workers=2)
+    run_all(straight, *flags, "--max_steps=12", "--num_gpus=1")
+    assert latest_checkpoint(changing).name == "step-00000012"
+    # the average loss is the final tower's, whose shard differs
+    assert_same_variables(changing, straight, rtol=1e-4, atol=1e-6, ignored="loss_average")
 
 
 @pytest.mark.slow
 def test_rollbacks_are_shared_with_all_workers(flags, tmp_path):
     """A run that was lost between a rollback and the next checkpoint: only the chief has the file."""
     flags = [*flags, "--rollback_on_divergence"]
-    launch(2, tmp_path, *flags)
+    run_all(tmp_path, *flags, workers=2)
     files.write_json(tmp_path / files.ROLLBACKS, {"rollbacks": 1})
-    launch(2, tmp_path, *flags, "--max_steps=6")  # all have the same weights in the end, or it fails
+    run_all(tmp_path, *flags, "--max_steps=6", workers=2)  # all have the same weights in the end, or it fails
     assert files.read_json(tmp_path / "result.json")["rollbacks"] == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["TF_CONFIG", "Slurm", "flags"])
-def test_cluster_from_each_source(flags, tmp_path, source):
-    addresses = free_addresses(2)
-    port = int(addresses[0].rpartition(":")[2])
+def test_cluster_from_each_source(flags, tmp_path, source, start_worker):
+    addresses = start_worker.addresses
 
     def worker(index):
+        if source == "flags":
+            return start_worker(index)
         if source == "TF_CONFIG":
             config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-            return start("train.py", *given, TF_CONFIG=json.dumps(config))
-        if source == "flags":
-            return start("train.py", *given, f"--workers={','.join(addresses)}", f"--worker_index={index}")
-        variables = {"SLURM_NTASKS": 2, "SLURM_PROCID": index, "SLURM_STEP_NODELIST": "localhost"}
-        variables |= {"SLURM_STEP_TASKS_PER_NODE": 2, "SLURM_JOB_ID": port % 20_000}
-        return start("train.py", *given, **{name: str(value) for name, value in variables.items()})
+            variables = {"TF_CONFIG": json.dumps(config)}
+        else:
+            variables = {"SLURM_NTASKS": "2", "SLURM_PROCID": str(index), "SLURM_STEP_NODELIST": "localhost"}
+            variables |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": str(port_of(addresses[0]) % 20_000)}
+        return start("train.py", *flags, "--strategy=multi_worker", f"--train_dir={tmp_path / 'run'}", **variables)
 
-    given = [*flags, "--strategy=multi_worker", f"--train_dir={tmp_path / 'run'}"]
     workers = [worker(index) for index in range(2)]
     outputs = [process.communicate(timeout=300)[0] for process in workers]
     assert [process.returncode for process in workers] == [0, 0], outputs
     assert len(weights(tmp_path / "run")) == 64
 
 
-def bad_clusters(first, second, other):
-    """Name -> (workers and worker_index of each process, exit codes, what each line says)."""
-    two, wrong = f"{first},{second}", f"{first},{other}"
-    silent = rf"lost: worker 1 of 2 \({second}\) did not answer within 8 s; start it"
-    return {
-        "missing": ([(two, 0)], [5], [silent]),
-        "no chief": ([(two, 1)], [5], [rf"lost: worker 0 of 2 \({first}\) did not answer within 8 s; start it"]),
-        "lists": (
-            [(two, 0), (wrong, 1)],
-            [2, 2],
-            [f"worker 1 of 2 .*{wrong}.* worker 0 .*{two}"] * 2,
-        ),
-        "seeds": ([(two, 0), (two, 1)], [2, 2], ["worker 1 of 2 .* seed 1.* worker 0 .* 0"] * 2),
-    }
+LOST = r"lost: worker {} of 2 \({}\) did not answer within 8 s; start it"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["missing", "no chief", "lists", "seeds"])
-def test_bad_cluster_ends_every_worker_with_one_line(flags, tmp_path, name):
-    workers, codes, lines = bad_clusters(*free_addresses(3))[name]
-    given = [*flags, "--strategy=multi_worker", f"--train_dir={tmp_path / 'run'}", "--worker_wait_seconds=8"]
-    started, processes = time.monotonic(), []
-    for place, (addresses, index) in enumerate(workers):
-        own = [f"--workers={addresses}", f"--worker_index={index}", f"--seed={place if name == 'seeds' else 0}"]
-        processes.append(start("train.py", *given, *own))
+@pytest.mark.parametrize(
+    ("started", "codes", "lines"),
+    [
+        ([(0, "--seed=0")], [5], [LOST.format(1, "{1}")]),
+        ([(1, "--seed=0")], [5], [LOST.format(0, "{0}")]),
+        ([(0, "--seed=0"), (1, "--workers={0},{2}")], [2, 2], ["worker 1 of 2 .*{0},{2}.* worker 0 .*{0},{1}"] * 2),
+        ([(0, "--seed=0"), (1, "--seed=1")], [2, 2], ["worker 1 of 2 .* seed 1.* worker 0 .* 0"] * 2),
+    ],
+    ids=["no worker 1", "no chief", "different lists", "different seeds"],
+)
+def test_bad_cluster_ends_every_worker_with_one_line(start_worker, started, codes, lines):
+    addresses, begun = [*start_worker.addresses, *free_addresses(1)], time.monotonic()
+    processes = [start_worker(i, "--worker_wait_seconds=8", flag.format(*addresses)) for i, flag in started]
     outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - begun < 60
     assert [process.returncode for process in processes] == codes, outputs
     for output, line in zip(outputs, lines, strict=True):
-        assert re.search(line, output.splitlines()[-1]) and "Traceback" not in output, output
+        assert re.search(line.format(*addresses), output.splitlines()[-1]) and "Traceback" not in output, output
 
 
 @pytest.mark.slow
-def test_port_in_use_is_named(flags, tmp_path):
+def test_port_in_use_is_named(start_worker):
     """Two processes with one worker_index have the same port."""
-    first, second = free_addresses(2)
-    given = [*flags, "--strategy=multi_worker", f"--workers={first},{second}", f"--train_dir={tmp_path / 'run'}"]
-    port = int(second.rpartition(":")[2])
-    with socket.create_server(("", port)):
-        code, output = run("train.py", *given, "--worker_index=1")
-    assert code == 2 and lines_with(output, f"worker 1 of 2 ({second})", f"port {port}", "in use")
+    address = start_worker.addresses[1]
+    with socket.create_server(("", port_of(address))):
+        worker = start_worker(1)
+        output, _ = worker.communicate(timeout=300)
+    assert worker.returncode == 2
+    assert lines_with(output, f"worker 1 of 2 ({address})", f"port {port_of(address)}", "in use")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_signal_ends_a_worker_that_waits_for_another(flags, tmp_path, number):
-    workers = ",".join(free_addresses(2))
-    given = [*flags, "--strategy=multi_worker", f"--workers={workers}", f"--train_dir={tmp_path / 'run'}"]
-    worker = start("train.py", *given, "--worker_index=0", "--worker_wait_seconds=60")
+def test_signal_ends_a_worker_that_waits_for_another(start_worker, number):
+    worker = start_worker(0, "--worker_wait_seconds=60")
     while not listening_ports(worker.pid):  # TensorFlow's server waits now
         assert worker.poll() is None
         time.sleep(0.05)
@@ -250,20 +247,6 @@ def test_signal_ends_a_worker_that_waits_for_another(flags, tmp_path, number):
     assert time.monotonic() - sent < 5
     assert worker.returncode == 128 + number
     assert output.strip().splitlines()[-1].startswith("interrupted: ")
-
-
-@pytest.mark.slow
-def test_workers_open_no_port_but_tensorflows(flags, tmp_path):
-    workers = free_addresses(2)
-    given = [*flags, "--max_steps=4000", "--strategy=multi_worker", f"--workers={','.join(workers)}"]
-    given += ["--checkpoint_every_steps=10", f"--train_dir={tmp_path / 'run'}"]
-    processes = [start("train.py", *given, f"--worker_index={index}") for index in range(2)]
-    wait_for(tmp_path / "run" / "checkpoints" / "step-00000010", processes[0])
-    ports = [listening_ports(process.pid) for process in processes]
-    for process in processes:
-        process.kill()
-        process.communicate()
-    assert ports == [{int(address.rpartition(":")[2])} for address in workers]
 
 
 def listening_ports(pid):
@@ -279,14 +262,13 @@ def listening_ports(pid):
 
 
 @pytest.mark.slow
-def test_signal_to_one_worker_saves_and_ends_all(flags, tmp_path):
-    addresses = ",".join(free_addresses(2))
-    flags = [*flags, "--max_steps=4000", "--strategy=multi_worker", f"--workers={addresses}"]
-    given = [*flags, "--checkpoint_every_steps=10", f"--train_dir={tmp_path / 'run'}"]
-    workers = [start("train.py", *given, f"--worker_index={index}") for index in range(2)]
+def test_workers_open_one_port_each_and_a_signal_to_one_saves_and_ends_all(start_worker, tmp_path):
+    workers = [start_worker(index, "--max_steps=4000", "--checkpoint_every_steps=10") for index in range(2)]
     wait_for(tmp_path / "run" / "checkpoints" / "step-00000010", workers[0])
+    ports = [listening_ports(worker.pid) for worker in workers]
     workers[1].send_signal(signal.SIGTERM)
     outputs = [process.communicate(timeout=60)[0] for process in workers]
+    assert ports == [{port_of(address)} for address in start_worker.addresses]
     assert [process.returncode for process in workers] == [143, 143], outputs
     last = [output.strip().splitlines()[-1] for output in outputs]
     assert last[0] == last[1] and last[0].startswith("interrupted: "), last
