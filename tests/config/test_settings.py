@@ -2,11 +2,6 @@ from cifar_towers.config import TrainConfig, shared_settings
 from cifar_towers.config.settings import names_with
 
 
-def test_settings_that_change_the_function_only_under_batch_norm():
-    names = names_with(TrainConfig, on_resume="allow_without_batch_norm")
-    assert set(names) == {"batch_statistics", "micro_batches"}
-
-
 def test_settings_of_data_model_and_optimizer_belong_to_the_recipe():
     recipe = set(names_with(TrainConfig, on_resume="refuse"))
     assert {"seed", "epochs"} | set(names_with(TrainConfig, group="Optimizer")) <= recipe
