@@ -3,7 +3,6 @@
 import ast
 import graphlib
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -30,20 +29,6 @@ SAME_LAYER = {  # (folder, imported module or folder of the same layer): the rea
     ("reporting", "training.results"): "plain result types cross folders",
     ("reporting", "evaluation.score"): "plain result types cross folders",
 }
-LATE = {  # (importer, imported module), in a function: the reason
-}
-
-
-class Import(NamedTuple):
-    """One module of the package imports another; names without the package's own."""
-
-    importer: str  # `training.step`
-    imported: str
-    line: int
-    in_function: bool
-
-    def __str__(self) -> str:
-        return f"{self.importer}:{self.line} imports {self.imported}{' in a function' if self.in_function else ''}"
 
 
 def read_modules():
@@ -74,14 +59,14 @@ def imported_modules(node):
 
 
 def read_imports():
+    """Return (importer, imported module, line, whether in a function) of each import; names as `training.step`."""
     imports = []
     for name, tree in TREES.items():
         functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
         late = {id(node) for function in functions for node in ast.walk(function)}
         for node in ast.walk(tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
-                targets = imported_modules(node)
-                imports += [Import(name, target, node.lineno, id(node) in late) for target in targets]
+                imports += [(name, target, node.lineno, id(node) in late) for target in imported_modules(node)]
     return imports
 
 
@@ -92,11 +77,10 @@ def folder(module):
     return module.partition(".")[0]
 
 
-def points_up(one):
-    above, below = LEVELS[folder(one.importer)], LEVELS[folder(one.imported)]
-    same_folder = folder(one.importer) == folder(one.imported)
-    allowed = {(folder(one.importer), one.imported), (folder(one.importer), folder(one.imported))} & set(SAME_LAYER)
-    return above < below or (above == below and not same_folder and not allowed)
+def points_up(importer, imported):
+    above, below = LEVELS[folder(importer)], LEVELS[folder(imported)]
+    allowed = {(folder(importer), imported), (folder(importer), folder(imported))} & set(SAME_LAYER)
+    return above < below or (above == below and folder(importer) != folder(imported) and not allowed)
 
 
 def test_every_folder_is_in_a_layer():
@@ -104,21 +88,20 @@ def test_every_folder_is_in_a_layer():
 
 
 def test_no_import_points_up():
-    assert [str(one) for one in IMPORTS if points_up(one)] == []
+    up = [(importer, line, imported) for importer, imported, line, _ in IMPORTS if points_up(importer, imported)]
+    assert up == []
 
 
 def test_exceptions_are_needed():
-    used = {(folder(one.importer), name) for one in IMPORTS for name in (one.imported, folder(one.imported))}
+    used = {(folder(importer), name) for importer, module, *_ in IMPORTS for name in (module, folder(module))}
     assert set(SAME_LAYER) - used == set()
-    assert set(LATE) - {(one.importer, one.imported) for one in IMPORTS if one.in_function} == set()
 
 
 @pytest.mark.parametrize("name", [folder, str], ids=["folders", "modules"])
 def test_imports_form_no_circle(name):
     graph = {name(module): set() for module in MODULES}
-    for one in IMPORTS:
-        if name(one.importer) != name(one.imported):
-            graph[name(one.importer)].add(name(one.imported))
+    for importer, imported, *_ in IMPORTS:
+        graph[name(importer)] |= {name(imported)} - {name(importer)}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -127,5 +110,5 @@ def test_imports_form_no_circle(name):
 
 def test_no_import_of_the_package_is_inside_a_function():
     """Except in `cli`, where a program loads what it runs after its flags are checked."""
-    late = [one for one in IMPORTS if one.in_function and folder(one.importer) != "cli"]
-    assert [str(one) for one in late if (one.importer, one.imported) not in LATE] == []
+    late = [(importer, line, imported) for importer, imported, line, in_function in IMPORTS if in_function]
+    assert [one for one in late if folder(one[0]) != "cli"] == []

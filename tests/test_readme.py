@@ -9,17 +9,7 @@ from pathlib import Path
 import pytest
 
 from cifar_towers.cli.flags import flag_settings
-from cifar_towers.config import TrainConfig
-from cifar_towers.config.programs import (
-    BenchmarkConfig,
-    CompareConfig,
-    EvaluateConfig,
-    ExportConfig,
-    LaunchConfig,
-    PredictConfig,
-    ReportConfig,
-    RunsConfig,
-)
+from cifar_towers.config import TrainConfig, programs
 from cifar_towers.config.recipe import claimed_accuracy, recipe_names
 from scripts.scaling.settings import ScalingConfig
 from scripts.speedrun.settings import SpeedrunConfig
@@ -32,14 +22,14 @@ README, PAGES = FILES[0].read_text(), "".join(path.read_text() for path in FILES
 OTHERS = {"build", "job", "logdir", "long", "only", "signal"}
 CONFIGS = {
     "train.py": TrainConfig,
-    "benchmark.py": BenchmarkConfig,
-    "evaluate.py": EvaluateConfig,
-    "export.py": ExportConfig,
-    "launch.py": LaunchConfig,
-    "predict.py": PredictConfig,
-    "report.py": ReportConfig,
-    "compare_runs.py": CompareConfig,
-    "runs.py": RunsConfig,
+    "benchmark.py": programs.BenchmarkConfig,
+    "evaluate.py": programs.EvaluateConfig,
+    "export.py": programs.ExportConfig,
+    "launch.py": programs.LaunchConfig,
+    "predict.py": programs.PredictConfig,
+    "report.py": programs.ReportConfig,
+    "compare_runs.py": programs.CompareConfig,
+    "runs.py": programs.RunsConfig,
     "speedrun": SpeedrunConfig,
     "scaling": ScalingConfig,
 }
@@ -72,7 +62,7 @@ def test_readme_is_short():
     assert len(README.splitlines()) <= 170
 
 
-@pytest.mark.parametrize("page", [*FILES, *sorted((ROOT / "docs/log").glob("*.md"))], ids=lambda path: path.name)
+@pytest.mark.parametrize("page", FILES + LOG, ids=lambda path: path.name)
 def test_lines_fit_on_a_screen(page):
     text = re.sub(r"\]\([^)]*\)", "]()", page.read_text())  # without addresses
     assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
@@ -100,14 +90,16 @@ def test_readme_shows_the_step_as_it_is():
     assert "average_gradients(" in shown and all(f" {line}\n" in step for line in shown.splitlines())
 
 
-def flag_names(config_class):
-    return {"flagfile", "help", "helpfull"}.union(field.name for field in flag_settings(config_class))
+def unknown_flags(text, *config_classes):
+    known = {"flagfile", "help", "helpfull"}.union(
+        *({field.name for field in flag_settings(c)} for c in config_classes)
+    )
+    given = set(re.findall(r"--([a-z][a-z0-9_]+)", text))
+    return {flag for flag in given if flag not in known and flag.removeprefix("no") not in known}
 
 
 def test_flags_make_targets_and_files_exist():
-    known = set.union(*map(flag_names, CONFIGS.values()))
-    flags = set(re.findall(r"--([a-z][a-z0-9_]+)", PAGES)) - OTHERS
-    assert {flag for flag in flags if flag not in known and flag.removeprefix("no") not in known} == set()
+    assert unknown_flags(PAGES, *CONFIGS.values()) <= OTHERS
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"(?:`|^)make ([a-z-]+)", PAGES, re.M)) <= targets
     for path in re.findall(r"\b(?:cifar_towers|configs|scripts|docs|tests)/[\w/.-]*\w", PAGES):
@@ -123,16 +115,12 @@ def test_places_to_edit_exist():
 
 
 def test_commands_use_flags_of_their_program():
-    commands = re.findall(
-        r"python (?:scripts/|-m scripts\.)(\w+(?:\.py)?)(?=([^`#\n]*))", PAGES
-    )  # $(...) inside another, too
+    # $(...) inside another, too
+    commands = re.findall(r"python (?:scripts/|-m scripts\.)(\w+(?:\.py)?)(?=([^`#\n]*))", PAGES)
     assert {name for name, _ in commands} == set(CONFIGS)
     for name, arguments in commands:
         own, _, of_train = re.sub(r"\$\([^)]*\)", "", arguments).partition(" -- ")
-        for config, text in ((CONFIGS[name], own), (TrainConfig, of_train)):
-            known = flag_names(config)
-            given = re.findall(r"--([a-z][a-z0-9_]*)", text)
-            assert [flag for flag in given if flag not in known and flag.removeprefix("no") not in known] == [], name
+        assert unknown_flags(own, CONFIGS[name]) | unknown_flags(of_train, TrainConfig) == set(), name
 
 
 @pytest.mark.parametrize("page", FILES + LOG, ids=lambda path: path.name)
@@ -143,9 +131,9 @@ def test_links_resolve(page):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), link
-        titles = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if anchor else []
-        anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
-        assert not anchor or anchor in anchors, link
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.M)
+            assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, link
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
