@@ -27,16 +27,20 @@ def test_number_of_parameters(name):
     assert model.count_params() - moving == PARAMETERS[name]
 
 
-@pytest.mark.parametrize(("name", "size"), [("cifarnet", 24), ("resnet20", 24), ("speednet93", 20), ("speednet96", 32)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("cifarnet", 24), ("resnet20", 24), ("speednet93", None), ("speednet96", None)]
+)
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
 def test_logits_and_a_gradient_for_every_weight(name, size, dtype):
-    """Also on images of another size than a speednet was built for."""
-    model = MODELS[name](image_size=24, dtype=dtype)
+    """A speednet that is built for no size takes images of any."""
+    model = MODELS[name](image_size=size, dtype=dtype)
+    assert model.input_shape == (None, size, size, 3)
+    images = tf.random.normal([4, size or 20, size or 20, 3])
     values = [tf.convert_to_tensor(variable) for variable in model.trainable_variables]
     frozen = [tf.convert_to_tensor(variable) for variable in model.non_trainable_variables]
     with tf.GradientTape() as tape:
         tape.watch(values)
-        logits, _ = model.stateless_call(values, frozen, tf.random.normal([4, size, size, 3]), training=True)
+        logits, _ = model.stateless_call(values, frozen, images, training=True)
     assert logits.shape == (4, 10) and logits.dtype == tf.float32
     assert [gradient.shape for gradient in tape.gradient(logits, values)] == [value.shape for value in values]
 

@@ -1,6 +1,5 @@
 """Real workers on the loopback: they train as towers do, and read and write the same checkpoints."""
 
-import contextlib
 import json
 import os
 import re
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from cifar_towers import files, trainer
@@ -250,15 +250,8 @@ def test_signal_ends_a_worker_that_waits_for_another(start_worker, number):
 
 
 def listening_ports(pid):
-    """TCP ports that a process listens at."""
-    sockets = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            sockets.add(os.readlink(link))
-    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    entries = [line.split() for table in tables for line in table]
-    listening = [entry for entry in entries if entry[3] == "0A" and f"socket:[{entry[9]}]" in sockets]
-    return {int(entry[1].rpartition(":")[2], 16) for entry in listening}
+    connections = psutil.net_connections("tcp")
+    return {one.laddr.port for one in connections if one.pid == pid and one.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.slow
@@ -281,9 +274,7 @@ def test_lost_worker_is_named_and_all_are_restarted(flags, tmp_path):
     flags = [*flags, "--max_steps=300", "--checkpoint_every_steps=10", f"--train_dir={tmp_path / 'run'}"]
     launcher = start("launch.py", "--num_workers=2", "--max_restarts=1", "--", *flags)
     wait_for(tmp_path / "run" / "checkpoints" / "step-00000010", launcher)
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(int(children[1]), signal.SIGKILL)
+    psutil.Process(launcher.pid).children()[1].kill()
     output, _ = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, output
     assert lines_with(output, "worker 1 of 2") and lines_with(output, "restart 1 ", " 1") and "resuming" in output
