@@ -1,4 +1,4 @@
-"""The comparison of two revisions: the first difference, its flags, usage errors."""
+"""The comparison of two revisions: the first difference, and its flags."""
 
 import json
 
@@ -93,19 +93,3 @@ def test_run_without_its_values_is_an_error(tmp_path, record, message):
 def test_every_flag_of_the_runs_is_one_of_train():
     for flags in compare_revisions.RUNS.values():
         parse_command_line(TrainConfig, ["train.py", *compare_revisions.COMMON.split(), *flags.split()], "")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["no-such-revision"], "argument first: 'no-such-revision' is not a revision of"),
-        (["--", "--all"], "argument first: '--all' is not a revision of"),
-        (["HEAD", "--runs=mirrored,tandem"], "there is no run 'tandem'; the runs are cifarnet-1-tower, "),
-    ],
-)
-def test_usage_error_is_one_line_and_exits_2(arguments, message, capsys):
-    with pytest.raises(SystemExit) as exit:
-        compare_revisions.main(arguments)
-    assert exit.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"compare_revisions.py: {message}") and error.count("\n") == 1
