@@ -1,17 +1,16 @@
 """Fixtures of the session: a run, a TensorBoard server on it, and a browser."""
 
 import json
-import queue
 import re
 import shutil
-import subprocess
-import sys
-import threading
+import time
+import urllib.request
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
+from tensorboard import program
 
 from cifar_towers import trainer
 from cifar_towers.cli.flags import parse_command_line
@@ -46,21 +45,12 @@ FLAGS = (
 TIMEOUT_SECONDS = 40.0  # of any wait, on two shared cores
 
 
-class Run(NamedTuple):
-    directory: Path
-    config: dict
-    environment: dict
-    result: dict
-
-
 @pytest.fixture(scope="session")
 def browser():
     """Start a headless browser that caches across pages; the tests fail without one."""
     try:
         from playwright.sync_api import expect, sync_playwright
     except ImportError:
-        sync_playwright = None
-    if not sync_playwright:
         pytest.fail("playwright is missing, which drives the browser: pip install -e '.[browser]'", pytrace=False)
     found = [path for path in map(shutil.which, BROWSERS) if path]
     if not found:
@@ -105,26 +95,26 @@ def run(browser, tmp_path_factory):
         small = synthetic.make(1500, 0, 0), synthetic.make(300, 0, 1)
         patch.setattr(synthetic, "load", lambda seed=0: small)
         trainer.train(config, sources.find("synthetic"), ShutdownHandler())
-    files = "config.json", "environment.json", "result.json"
-    return Run(directory, *(json.loads((directory / file).read_text()) for file in files))
+    names = "config", "environment", "result"
+    contents = {name: json.loads((directory / f"{name}.json").read_text()) for name in names}
+    return SimpleNamespace(directory=directory, **contents)
 
 
 @pytest.fixture(scope="session")
 def tensorboard(browser, run):
-    """Return the address of a TensorBoard server that has loaded the whole run."""
-    logdir = run.directory.parent
-    command = [sys.executable, "-m", "tensorboard.main", f"--logdir={logdir}", "--host=127.0.0.1", "--port=0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        lines = queue.SimpleQueue()
-        reader = threading.Thread(target=_read_lines, args=(server.stderr, lines), daemon=True)
-        reader.start()
-        try:
-            address = _address(lines)
-            _wait_until_read(browser, address, logdir)
-            yield address
-        finally:
-            server.terminate()
-            reader.join(TIMEOUT_SECONDS)
+    """Return the address of a TensorBoard server that lists every directory with event files, and the projector."""
+    logdir, deadline = run.directory.parent, time.monotonic() + 3 * TIMEOUT_SECONDS
+    server = program.TensorBoard()
+    server.configure(argv=["", f"--logdir={logdir}", "--host=127.0.0.1", "--port=0"])
+    address = server.launch()
+    names = {str(path.parent.relative_to(logdir)) for path in logdir.rglob("*tfevents*")}
+    while True:
+        answers = (urllib.request.urlopen(f"{address}data/{what}") for what in ("runs", "plugins_listing"))
+        runs, plugins = map(json.load, answers)
+        if names <= set(runs) and plugins["projector"]["enabled"]:
+            return address
+        assert time.monotonic() < deadline, f"TensorBoard lists {runs}, not {names}"
+        time.sleep(0.5)
 
 
 @pytest.fixture
@@ -140,39 +130,3 @@ def show(page, expect, tensorboard):
 
     yield open_it
     expect(page.locator("paper-spinner-lite, mat-spinner").filter(visible=True)).to_have_count(0)
-
-
-def _read_lines(stream, lines):
-    """Read the output of a process so that it never blocks; put an empty line when it ends."""
-    for line in stream:
-        lines.put(line)
-    lines.put("")
-
-
-def _address(lines):
-    """Return the address that TensorBoard prints once it is ready."""
-    lines_read = []
-    while True:
-        lines_read.append(lines.get(timeout=3 * TIMEOUT_SECONDS))
-        found = re.search(r"at (http://\S+/)", lines_read[-1])
-        if found:
-            return found[1]
-        assert lines_read[-1], "TensorBoard did not start: " + "".join(lines_read)
-
-
-def _wait_until_read(browser, address, logdir):
-    """Wait until TensorBoard lists every directory with event files, and the projector."""
-    names = sorted({str(path.parent.relative_to(logdir)) for path in logdir.rglob("*tfevents*")})
-    page = browser.new_page()
-    page.goto(f"{address}data/environment")
-    page.wait_for_function(
-        """async names => {
-            const read = async what => (await fetch(`/data/${what}`)).json();
-            const [runs, plugins] = [await read('runs'), await read('plugins_listing')];
-            return names.every(name => runs.includes(name)) && plugins.projector.enabled;
-        }""",
-        arg=names,
-        polling=500,
-        timeout=1000 * TIMEOUT_SECONDS,
-    )
-    page.close()

@@ -41,14 +41,8 @@ CHARTS = {  # title of a chart under CUSTOM SCALARS: at least so many curves
     "throughput, images/s": 1,
 }
 IMAGES = {"confusion/test": EVAL, "mistakes/test": EVAL, "input/augmented": TRAIN}
-HISTOGRAMS = [
-    "activations/group1_gelu1",
-    "activations/logits",
-    "weights/group1_conv1/kernel",
-    "weights/head/kernel",
-    "gradients/group1_conv1/kernel",
-    "gradients/head/kernel",
-]
+HISTOGRAMS = ["activations/group1_gelu1", "activations/logits"]
+HISTOGRAMS += [f"{kind}/{layer}/kernel" for kind in ("weights", "gradients") for layer in ("group1_conv1", "head")]
 BOXES = ("variables", "split_batch", "tower_0", "tower_1", "average_gradients", "apply")
 ARROWS = ("split_batch--tower_0", "split_batch--tower_1", "tower_0--average_gradients", "tower_1--average_gradients")
 LAYERS = ("group1_conv1", "group3_conv2")  # inside a tower
