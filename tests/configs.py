@@ -7,7 +7,14 @@ from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-TINY_NET = f"{Path(__file__).parent / 'nets.py'}:tiny"
+
+
+def net(name):
+    """Return the value of `--model` for a function of tests/nets.py."""
+    return f"{Path(__file__).with_name('nets.py')}:{name}"
+
+
+TINY_NET = net("tiny")
 
 
 def recipe(name, **settings):

@@ -1,8 +1,9 @@
 """A small synthetic set for all runs of this folder, and two finished runs for tests that only read one."""
 
+import contextlib
 import functools
+import io
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,16 +25,24 @@ def small_synthetic_set(monkeypatch):
     monkeypatch.setattr(synthetic, "load", lambda seed=0: small_splits())
 
 
+def draw_nothing(*_):
+    return np.zeros([8, 8, 3], np.uint8)
+
+
 @pytest.fixture(autouse=True)
 def cheap_figures(monkeypatch):
     """Draw the figures that take seconds in `one_run` alone."""
-    monkeypatch.setattr(figures, "confusion_matrix", lambda *_: np.zeros([8, 8, 3], np.uint8))
+    monkeypatch.setattr(figures, "confusion_matrix", draw_nothing)
 
 
-def finished_run(directory, config, **settings):
+def finished_run(directory, config, draw=figures.confusion_matrix, **settings):
+    """Return (directory, result, what was printed)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synthetic, "load", lambda seed=0: small_splits())
-        return directory, run(config, num_gpus=2, train_dir=str(directory), checkpoint_every_steps=9, **settings)
+        patch.setattr(figures, "confusion_matrix", draw)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            result = run(config, directory, num_gpus=2, checkpoint_every_steps=9, **settings)
+    return directory, result, output.getvalue()
 
 
 @pytest.fixture(scope="session")
@@ -45,12 +54,12 @@ def one_run(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
     """Train the same with the tiny model, for tests that do not depend on the model."""
-    return finished_run(tmp_path_factory.mktemp("runs") / "tiny", TINY)
+    return finished_run(tmp_path_factory.mktemp("runs") / "tiny", TINY, draw_nothing, profile_steps="1:3")
 
 
 @pytest.fixture
-def saved_run(tmp_path, one_run):
-    """Return a run of 20 steps with checkpoints of steps 9, 18 and 20, and the config that resumes it."""
-    shutil.copytree(one_run[0], tmp_path, dirs_exist_ok=True)
-    assert [path.name[-2:] for path in list_checkpoints(tmp_path)] == ["09", "18", "20"]
-    return tmp_path, replace(QUICK, num_gpus=2, train_dir=str(tmp_path))
+def saved_run(tmp_path, tiny_run):
+    """Return the directory of a run with TINY on two towers, with checkpoints of steps 9, 18 and 20."""
+    directory = shutil.copytree(tiny_run[0], tmp_path / "saved")
+    assert [path.name[-2:] for path in list_checkpoints(directory)] == ["09", "18", "20"]
+    return directory

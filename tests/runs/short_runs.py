@@ -4,14 +4,12 @@ import json
 from dataclasses import replace
 from signal import SIGTERM
 
-import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_towers import trainer
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.data import sources
-from cifar_towers.errors import Interrupted
 from tests.configs import TINY_NET, recipe
 
 QUICK = recipe(
@@ -23,9 +21,9 @@ RATES = {"learning_rate": 0.1, "bias_learning_rate": 0.0, "whitening_learning_ra
 TINY = replace(QUICK, model=TINY_NET, image_size_schedule="", **RATES)  # for tests that do not depend on the model
 
 
-def run(config, stop=None, launch_id="", **settings):
+def run(config, train_dir, stop=None, launch_id="", **settings):
     """Train with `config`, some settings replaced, and return the result."""
-    config = replace(config, **settings)
+    config = replace(config, train_dir=str(train_dir), **settings)
     return trainer.train(config, sources.find(config.dataset), stop or ShutdownHandler(), launch_id=launch_id)
 
 
@@ -41,15 +39,6 @@ class StopAtStep(ShutdownHandler):
             self._left -= 1
             self.signal = 0 if self._left else SIGTERM
         super().check()
-
-
-def resumed_at(step, config, tmp_path):
-    """Return the directories of an uninterrupted and of a resumed run, whose weights are the same."""
-    uninterrupted, resumed = (replace(config, train_dir=str(tmp_path / name)) for name in ("uninterrupted", "resumed"))
-    with pytest.raises(Interrupted):
-        run(resumed, StopAtStep(step))
-    assert run(resumed)["weights_sha256"] == run(uninterrupted)["weights_sha256"]
-    return uninterrupted.directory, resumed.directory
 
 
 def records_of(train_dir, kind):

@@ -47,7 +47,7 @@ def all_finite(train_dir):
 
 def test_nonfinite_batch_skips_only_its_update(tmp_path, inject_nan, capsys):
     inject_nan({4, 5, 20})
-    result = run(WITH_BRIGHTNESS, train_dir=str(tmp_path), checkpoint_every_steps=1, summary_every_steps=1)
+    result = run(WITH_BRIGHTNESS, tmp_path, checkpoint_every_steps=1, summary_every_steps=1)
     assert result["step"] == STEPS and result["skipped_steps"] == 3 and all_finite(tmp_path)
     previous, skipped = (read_variables(checkpoint) for checkpoint in list_checkpoints(tmp_path)[-2:])
     assert (previous.pop("step"), skipped.pop("step")) == (19, 20) and any(name.startswith("ema") for name in previous)
@@ -60,9 +60,6 @@ def test_nonfinite_batch_skips_only_its_update(tmp_path, inject_nan, capsys):
     assert lost == [4, 5, 20]
 
 
-PROXY = {"batch_size": 50, "hard_example_pool": 200}
-
-
 @pytest.mark.parametrize(
     ("settings", "origin"),
     [
@@ -70,9 +67,7 @@ PROXY = {"batch_size": 50, "hard_example_pool": 200}
         ({"micro_batches": 2, "data_on": "device"}, " of tower_1"),
         ({"parallelism": "model", "micro_batches": 4, "model": "cifarnet"}, " of tower_0"),
         pytest.param(
-            PROXY,
-            "proxy: cross_entropy of tower_1",
-            marks=pytest.mark.slow,
+            {"batch_size": 50, "hard_example_pool": 200}, "proxy: cross_entropy of tower_1", marks=pytest.mark.slow
         ),
     ],
 )
@@ -80,7 +75,7 @@ def test_nonfinite_batch_is_located(tmp_path, inject_nan, monkeypatch, capsys, s
     """Select other examples than the one with the NaN where hard ones are selected, so that only the proxy sees it."""
     monkeypatch.setattr(tf.math, "top_k", lambda losses, count, sorted: SimpleNamespace(indices=tf.range(count)))
     inject_nan({2})
-    result = run(WITH_BRIGHTNESS, train_dir=str(tmp_path), max_steps=3, **settings)
+    result = run(WITH_BRIGHTNESS, tmp_path, max_steps=3, **settings)
     assert result["skipped_steps"] == 1 and all_finite(tmp_path)
     assert lines_with(capsys.readouterr().out, "step 2", "1 in a row", "3 ", origin, "not finite", "images")
 
@@ -90,7 +85,7 @@ def test_steps_that_are_read_late_as_on_gpus(tmp_path, inject_nan, monkeypatch, 
     """A tensor of step 2 is looked for only if step 3, which has been applied by then, left the weights alone."""
     monkeypatch.setattr(trainer, "on_gpus", lambda towers: True)
     inject_nan(set(steps))
-    result = run(WITH_BRIGHTNESS, train_dir=str(tmp_path), max_steps=5, checkpoint_every_steps=100)
+    result = run(WITH_BRIGHTNESS, tmp_path, max_steps=5, checkpoint_every_steps=100)
     output = capsys.readouterr().out
     assert result["skipped_steps"] == len(steps) and len(lines_with(output, "in a row", "not finite")) == len(steps)
     assert len(lines_with(output, "step 2", "not finite", "images")) == located
@@ -99,19 +94,18 @@ def test_steps_that_are_read_late_as_on_gpus(tmp_path, inject_nan, monkeypatch, 
 @pytest.mark.slow
 def test_too_many_nonfinite_steps_end_a_run_that_can_be_resumed(tmp_path, inject_nan):
     inject_nan({4, 5, 6})
-    config = replace(WITH_BRIGHTNESS, train_dir=str(tmp_path), checkpoint_every_steps=3)
+    config = replace(WITH_BRIGHTNESS, checkpoint_every_steps=3)
     with pytest.raises(Interrupted, match="step 5"):
-        run(config, StopAtStep(5))
+        run(config, tmp_path, StopAtStep(5))
     with pytest.raises(DivergedError, match=r"step 6 .*3 in a row.*step-00000005 .*--rollback_on_divergence"):
-        run(config)
+        run(config, tmp_path)
     assert all_finite(tmp_path)
-    assert run(config, max_nonfinite_steps=4)["skipped_steps"] == 3
+    assert run(config, tmp_path, max_nonfinite_steps=4)["skipped_steps"] == 3
 
 
 def test_diverged_run_saves_no_nonfinite_values(tmp_path):
-    config = replace(TINY, train_dir=str(tmp_path), learning_rate=1e38, checkpoint_every_steps=1)
     with pytest.raises(DivergedError, match="3 in a row.*--overwrite.* --learning_rate"):
-        run(config)
+        run(TINY, tmp_path, learning_rate=1e38, checkpoint_every_steps=1)
     assert all_finite(tmp_path)
 
 
@@ -121,15 +115,15 @@ def test_rollback_halves_the_learning_rates(tmp_path, inject_nan, monkeypatch, c
     steps = {7, 8}
     inject_nan(steps)
     settings = {"max_nonfinite_steps": 2, "rollback_on_divergence": True, "max_steps": 12, "checkpoint_every_steps": 2}
-    config = replace(WITH_BRIGHTNESS, train_dir=str(tmp_path), summary_every_steps=1, **settings)
+    config = replace(WITH_BRIGHTNESS, summary_every_steps=1, **settings)
     with pytest.raises(DivergedError, match="step 8 .* 2 rollbacks"):
-        run(config)  # meets the same steps after each rollback
+        run(config, tmp_path)  # meets the same steps after each rollback
     rates = [r["learning_rate"] for r in records_of(tmp_path, "train")]
     output = capsys.readouterr().out
     assert lines_with(output, "rolled back", "step 6", " 0.5 ")
     assert lines_with(output, "rolled back", "step 4", " 0.25 ")  # the first did not help
     steps.clear()
-    result = run(config)
+    result = run(config, tmp_path)
     output = capsys.readouterr().out
     assert lines_with(output, "resuming", "step 6") and result["rollbacks"] == 2 and all_finite(tmp_path)
     assert [r["step"] for r in records_of(tmp_path, "train")] == list(range(1, 13))

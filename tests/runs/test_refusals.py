@@ -9,33 +9,17 @@ from cifar_towers import files, trainer
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.inference import evaluate
-from tests.runs.short_runs import (
-    QUICK,
-    TINY,
-    run,
-)
+from tests.runs.short_runs import TINY, run
 
 OOM = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor\nwith shape [1024,64]")
-
-
 NO_KERNEL = tf.errors.UnimplementedError(None, None, "A deterministic GPU implementation of X is not available.")
 
 
 @pytest.mark.parametrize(
     ("error", "settings", "expected", "message"),
     [
-        (
-            OOM,
-            {"micro_batches": 2},
-            UsageError,
-            r"^OOM when allocating tensor with shape \[1024,64\].*--micro_batches=4",
-        ),
-        (
-            NO_KERNEL,
-            {"deterministic": True},
-            UsageError,
-            "^A deterministic GPU implementation of X .*--deterministic",
-        ),
+        (OOM, {"micro_batches": 2}, UsageError, r"^OOM when allocating .* \[1024,64\].*--micro_batches=4"),
+        (NO_KERNEL, {"deterministic": True}, UsageError, "^A deterministic .* implementation of X .*--deterministic"),
         (NO_KERNEL, {}, tf.errors.UnimplementedError, "^A deterministic GPU implementation of X is not available.$"),
     ],
     ids=["out of memory", "no deterministic operation", "other"],
@@ -47,7 +31,7 @@ def test_errors_of_tensorflow_suggest_flags(tmp_path, monkeypatch, error, settin
     monkeypatch.setattr(trainer, "train_from", train)
     monkeypatch.setattr(tf.config.experimental, "enable_op_determinism", lambda: None)
     with pytest.raises(expected, match=message):
-        run(QUICK, train_dir=str(tmp_path / "run"), **settings)
+        run(TINY, tmp_path / "run", **settings)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +39,7 @@ def test_errors_of_tensorflow_suggest_flags(tmp_path, monkeypatch, error, settin
     [
         ({"train_dir": "file/run"}, "Not a directory"),
         ({"profile_steps": "4:6"}, "profile_steps=4:6.* step 4"),
-        (
-            {"strategy": "mirrored", "all_reduce": "nccl"},
-            "all_reduce=nccl.* 2 towers",
-        ),
+        ({"strategy": "mirrored", "all_reduce": "nccl"}, "all_reduce=nccl.* 2 towers"),
     ],
 )
 def test_run_that_cannot_start_leaves_no_directory(tmp_path, monkeypatch, settings, message):
@@ -69,19 +50,15 @@ def test_run_that_cannot_start_leaves_no_directory(tmp_path, monkeypatch, settin
     assert not (tmp_path / "run").exists()
 
 
-def test_resume_with_another_recipe_is_refused(one_run):
-    directory, _ = one_run
+def test_resume_with_another_recipe_is_refused(tiny_run):
     with pytest.raises(UsageError, match="batch_size 200 -> 100.*momentum 0.85 -> 0.5"):
-        run(QUICK, train_dir=str(directory), batch_size=100, momentum=0.5)
+        run(TINY, tiny_run[0], batch_size=100, momentum=0.5)
 
 
 def test_locked_train_dir_is_refused(saved_run):
-    directory, config = saved_run
-    with (
-        files.locked(directory / ".lock"),
-        pytest.raises(UsageError, match=f"another process .*{directory}.*--train_dir"),
-    ):
-        run(config)
+    refused = pytest.raises(UsageError, match=f"another process .*{saved_run}.*--train_dir")
+    with files.locked(saved_run / ".lock"), refused:
+        run(TINY, saved_run, num_gpus=2)
 
 
 @pytest.mark.parametrize(
@@ -92,19 +69,20 @@ def test_locked_train_dir_is_refused(saved_run):
 def test_foreign_files_are_not_overwritten(tmp_path, name, content, overwrite):
     (tmp_path / name).write_text(content)
     with pytest.raises(UsageError, match=f"{name} .*--train_dir"):
-        run(TINY, train_dir=str(tmp_path), max_steps=1, overwrite=overwrite)
+        run(TINY, tmp_path, max_steps=1, overwrite=overwrite)
     assert (tmp_path / name).read_text() == content
 
 
-def test_evaluate_without_a_checkpoint_is_refused(one_run, tmp_path):
+def test_evaluate_without_a_checkpoint_is_refused(tiny_run, tmp_path):
+    directory = tiny_run[0]
     (tmp_path / "empty" / "run").mkdir(parents=True)
-    begun = shutil.copytree(one_run[0], tmp_path / "begun", ignore=lambda *_: ["checkpoints"])
+    begun = shutil.copytree(directory, tmp_path / "begun", ignore=lambda *_: ["checkpoints"])
     for place, why in (
         (tmp_path / "empty" / "run", "not the directory of a run.* runs/"),
-        (one_run[0].parent / "none", f"no such directory.* {one_run[0].name}"),
+        (directory.parent / "none", f"no such directory.* {directory.name}"),
         (begun, "not saved"),
     ):
         with pytest.raises(UsageError, match=f"no checkpoint in {place}.*{why}"):
             evaluate.evaluate_checkpoint(EvaluateConfig(train_dir=str(place)))
     with pytest.raises(UsageError, match="validation"):
-        evaluate.evaluate_checkpoint(EvaluateConfig(train_dir=str(one_run[0]), split="validation"))
+        evaluate.evaluate_checkpoint(EvaluateConfig(train_dir=str(directory), model=TINY.model, split="validation"))

@@ -15,37 +15,29 @@ from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.errors import DataError, Interrupted
 from cifar_towers.inference.compare import compare_runs
 from tests.messages import lines_with
-from tests.runs.short_runs import (
-    QUICK,
-    STEPS,
-    TINY,
-    StopAtStep,
-    events_of,
-    records_of,
-    resumed_at,
-    run,
-    tensors_of,
-)
+from tests.runs.short_runs import QUICK, TINY, StopAtStep, events_of, records_of, run, tensors_of
+
+
+def stop_and_resume(config, train_dir, at):
+    """Stop a run at a step, resume it, and return its result."""
+    with pytest.raises(Interrupted, match=f"step {at}\\b") as caught:
+        run(config, train_dir, StopAtStep(at))
+    assert caught.value.exit_code == 143
+    return run(config, train_dir)
 
 
 @pytest.mark.parametrize(
     ("config", "at", "fixture"),
-    [
-        (TINY, 13, "tiny_run"),
-        *(pytest.param(QUICK, at, "one_run", marks=pytest.mark.slow) for at in (3, 13)),
-    ],
+    [(TINY, 13, "tiny_run"), *(pytest.param(QUICK, at, "one_run", marks=pytest.mark.slow) for at in (3, 13))],
     ids=["tiny", "whitening", "after whitening"],
 )
 def test_resumed_run_equals_uninterrupted_run(tmp_path, request, config, at, fixture):
-    directory, result = request.getfixturevalue(fixture)
-    config = replace(config, num_gpus=2, train_dir=str(tmp_path / "run"))
-    with pytest.raises(Interrupted, match=f"step {at}\\b") as caught:
-        run(config, StopAtStep(at))
-    assert caught.value.exit_code == 143
-    assert run(config)["weights_sha256"] == result["weights_sha256"]
-    steps = [r["step"] for r in records_of(config.directory, "train")]
+    directory, result, _ = request.getfixturevalue(fixture)
+    resumed = stop_and_resume(replace(config, num_gpus=2), tmp_path, at)
+    assert resumed["weights_sha256"] == result["weights_sha256"]
+    steps = [r["step"] for r in records_of(tmp_path, "train")]
     assert steps == sorted(set(steps))
-    same, output = compare_runs(directory, config.directory)
+    same, output = compare_runs(directory, tmp_path)
     assert same and lines_with(output, "losses", "same", "20")
     assert lines_with(output, "weights", "same", "step-00000020") and lines_with(output, "step 20", "same", "sha256")
 
@@ -63,13 +55,13 @@ class KillAtStep(StopAtStep):
 
 
 @pytest.mark.slow
-def test_killed_run_resumes_without_duplicate_events(tmp_path):
+def test_killed_run_resumes_without_duplicate_events(tmp_path, tiny_run):
     """Look for each step in the event files once."""
-    config = replace(QUICK, num_gpus=2, train_dir=str(tmp_path), checkpoint_every_steps=8)
+    config = replace(TINY, num_gpus=2, checkpoint_every_steps=8)
     with pytest.raises(SimulatedKill):
-        run(config, KillAtStep(13))
+        run(config, tmp_path, KillAtStep(13))
     assert list(tensors_of(events_of(tmp_path / "train"), "loss"))[-1] == 12  # the 13th is read with the next
-    run(config)
+    run(config, tmp_path)
     for part, tag, steps in (
         ("train", "loss", list(range(1, 21))),
         ("tower_1", "towers/loss", [5, 10, 15, 20]),
@@ -77,36 +69,30 @@ def test_killed_run_resumes_without_duplicate_events(tmp_path):
         ("result", "final/images_per_sec", [20]),
     ):
         assert [event.step for event in events_of(tmp_path / part).Tensors(tag)] == steps
-    run(config, train_dir=str(tmp_path / "uninterrupted"))
-    scales = [
-        [r.get("gradient_noise_scale") for r in records_of(path, "train")]
-        for path in (tmp_path, tmp_path / "uninterrupted")
-    ]
+    scales = [[r.get("gradient_noise_scale") for r in records_of(path, "train")] for path in (tmp_path, tiny_run[0])]
     assert scales[0] == scales[1] and any(scales[0])  # a moving average that is restored
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"optimizer": "muon", "lookahead": True}, {"optimizer": "adamw"}])
 def test_optimizer_slots_are_restored(tmp_path, settings):
-    resumed_at(3, replace(QUICK, num_gpus=2, max_steps=6, learning_rate=0.01, **settings), tmp_path)
+    config = replace(QUICK, num_gpus=2, max_steps=6, learning_rate=0.01, **settings)
+    resumed = stop_and_resume(config, tmp_path / "resumed", 3)
+    assert resumed["weights_sha256"] == run(config, tmp_path / "uninterrupted")["weights_sha256"]
 
 
-@pytest.mark.slow
-def test_max_steps_can_be_raised(tmp_path, one_run):
-    config = replace(QUICK, num_gpus=2, train_dir=str(tmp_path))
-    assert run(config, max_steps=7)["step"] == 7
-    assert run(config)["weights_sha256"] == one_run[1]["weights_sha256"]
-
-
-def test_evaluations_of_an_earlier_end_are_kept(tmp_path):
-    for last_step in (1, 2):
-        run(TINY, train_dir=str(tmp_path), max_steps=last_step)
-    assert {record["step"] for record in records_of(tmp_path, "eval")} == {1, 2}
+def test_max_steps_can_be_raised(tmp_path, tiny_run):
+    """Look for the evaluation at the earlier end, too."""
+    assert run(TINY, tmp_path, num_gpus=2, max_steps=7)["step"] == 7
+    assert run(TINY, tmp_path, num_gpus=2)["weights_sha256"] == tiny_run[1]["weights_sha256"]
+    assert {record["step"] for record in records_of(tmp_path, "eval")} == {7, 10, 20}
 
 
 def test_hard_examples_with_resume_and_graph(tmp_path, capsys):
     config = replace(TINY, num_gpus=2, max_steps=4, batch_size=50, hard_example_pool=200)
-    directories = resumed_at(2, config, tmp_path)
+    directories = [tmp_path / name for name in ("resumed", "uninterrupted")]
+    results = [stop_and_resume(config, directories[0], 2), run(config, directories[1])]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
     assert lines_with(capsys.readouterr().out, "4 steps", "50", "hardest", "200", "10 ")
     one, other = (read_variables(latest_checkpoint(directory)) for directory in directories)
     for name in ("proxy.model.head.kernel", "proxy.optimizer.kernels.momentum.0", "proxy.step"):
@@ -122,23 +108,14 @@ def test_hard_examples_with_resume_and_graph(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_resume_on_another_number_of_towers(tmp_path, capsys):
-    config = replace(QUICK, train_dir=str(tmp_path))
-    with pytest.raises(Interrupted):
-        run(config, num_gpus=4, stop=StopAtStep(6))
-    assert run(config, num_gpus=1)["step"] == STEPS
-    assert lines_with(capsys.readouterr().out, "resuming", "step 6", "4 towers", "float32")
-
-
-@pytest.mark.slow
 def test_resume_under_other_strategies(tmp_path, one_run, capsys):
     """Train on four towers, then two mirrored replicas, then one tower: step, rate and accuracy continue."""
-    config = replace(QUICK, train_dir=str(tmp_path / "mixed"), summary_every_steps=1, batch_statistics="final")
+    config = replace(QUICK, summary_every_steps=1, batch_statistics="final")
     starts = [{"num_gpus": 4}, {"num_gpus": 2, "strategy": "mirrored"}, {"num_gpus": 1}]
-    results = [run(config, max_steps=steps, **settings) for steps, settings in zip((8, 14, 20), starts, strict=True)]
-    assert lines_with(capsys.readouterr().out, "resuming", "step 8", "4 towers")
+    results = [run(config, tmp_path, max_steps=end, **start) for end, start in zip((8, 14, 20), starts, strict=True)]
+    assert lines_with(capsys.readouterr().out, "resuming", "step 8", "4 towers", "float32")
     assert [result["step"] for result in results] == [8, 14, 20]
-    train = records_of(tmp_path / "mixed", "train")
+    train = records_of(tmp_path, "train")
     assert [r["step"] for r in train] == list(range(1, 21))
     uninterrupted = records_of(one_run[0], "train")
     assert [r["learning_rate"] for r in train] == [r["learning_rate"] for r in uninterrupted]
@@ -150,26 +127,26 @@ def test_resume_under_other_strategies(tmp_path, one_run, capsys):
 @pytest.mark.slow
 def test_checkpoint_restores_the_same_weights_under_every_strategy(tmp_path):
     """Restore without a step in between: the weights are equal to the bit."""
-    config = replace(QUICK, train_dir=str(tmp_path), max_steps=3)
-    saved = run(config, num_gpus=4, variable_placement="least_loaded")
+    config = replace(QUICK, max_steps=3)
+    saved = run(config, tmp_path, num_gpus=4, variable_placement="least_loaded")
     for settings in (
         {"num_gpus": 2, "strategy": "mirrored"},
         {"num_gpus": 2, "parallelism": "model"},
         {"num_gpus": 2, "variable_placement": "round_robin", "gradient_device": "cpu"},
     ):
         (tmp_path / "result.json").unlink()  # otherwise it is complete and nothing is read
-        assert run(config, **settings)["weights_sha256"] == saved["weights_sha256"]
+        assert run(config, tmp_path, **settings)["weights_sha256"] == saved["weights_sha256"]
 
 
-def test_compare_runs_prints_differences(tmp_path, tiny_run, monkeypatch, capsys):
-    changed = shutil.copytree(tiny_run[0], tmp_path / "changed")
+def test_compare_runs_prints_differences(saved_run, tiny_run, monkeypatch, capsys):
+    changed, original = saved_run, tiny_run[0]
     metrics, result = changed / "metrics.jsonl", changed / "result.json"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     next(line for line in lines if line["kind"] == "train" and line["step"] == 7)["loss"] += 1e-6
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     result.write_text(json.dumps(json.loads(result.read_text()) | {"weights_sha256": "0" * 64}))
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # as the program would leave it set
-    monkeypatch.setattr(sys, "argv", ["compare_runs.py", str(tiny_run[0]), str(changed)])
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py", str(original), str(changed)])
     assert main.compare_runs.__wrapped__(ShutdownHandler()) == 1  # the exit code
     output = capsys.readouterr().out
     assert lines_with(output, "losses", "step 7", "step 6")
@@ -177,23 +154,21 @@ def test_compare_runs_prints_differences(tmp_path, tiny_run, monkeypatch, capsys
     environment = json.loads((changed / "environment.json").read_text())
     (changed / "environment.json").write_text(json.dumps(environment | {"variables": environment["variables"][1:]}))
     count = len(environment["variables"])
-    assert lines_with(compare_runs(tiny_run[0], changed)[1], "variables", count, count - 1)
+    assert lines_with(compare_runs(original, changed)[1], "variables", count, count - 1)
     result.write_text("[1, 2]")
     with pytest.raises(DataError, match="result.json cannot be read"):
-        compare_runs(tiny_run[0], changed)
+        compare_runs(original, changed)
     result.unlink()
-    output = compare_runs(tiny_run[0], changed)[1]
-    assert lines_with(output, tiny_run[0], "step 20", changed)
+    assert lines_with(compare_runs(original, changed)[1], original, "step 20", changed)
     metrics.unlink()
     shutil.rmtree(changed / "checkpoints")
-    same, output = compare_runs(tiny_run[0], changed)
+    same, output = compare_runs(original, changed)
     assert not same and lines_with(output, "no step in common")
 
 
 @pytest.mark.slow
-def test_compare_runs_of_two_seeds(tmp_path, one_run):
-    config = replace(QUICK, num_gpus=2, train_dir=str(tmp_path), seed=1, checkpoint_every_steps=9)
-    run(config, max_steps=9)
-    same, output = compare_runs(one_run[0], tmp_path)
-    assert not same and lines_with(output, "max_steps 0 -> 9", "seed 0 -> 1", "tta 2 -> 0")
+def test_compare_runs_of_two_seeds(tmp_path, tiny_run):
+    run(TINY, tmp_path, num_gpus=2, seed=1, checkpoint_every_steps=9, max_steps=9, tta=1)
+    same, output = compare_runs(tiny_run[0], tmp_path)
+    assert not same and lines_with(output, "max_steps 0 -> 9", "seed 0 -> 1", "tta 0 -> 1")
     assert lines_with(output, "losses", "step 1") and lines_with(output, "weights", "step-00000009")

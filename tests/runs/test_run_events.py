@@ -11,7 +11,7 @@ from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
 
 from cifar_towers.reporting import run_logger
 from tests.configs import recipe
-from tests.runs.short_runs import QUICK, TINY, events_of, run, tensors_of
+from tests.runs.short_runs import TINY, events_of, run, tensors_of
 
 TAGS = {"loss", "accuracy", "health/gradient_norm", "health/skipped_steps", "health/rollbacks", "health/loss_scale"}
 TAGS |= {"losses/cross_entropy", "losses/cross_entropy (raw)", "losses/total_loss", "losses/total_loss (raw)"}
@@ -57,9 +57,9 @@ def test_every_chart_of_custom_scalars_has_a_curve(one_run):
     assert losses == {"loss", "losses/cross_entropy", "losses/total_loss"}
 
 
-def test_tensorboard_tags_do_not_depend_on_the_number_of_towers(tmp_path, one_run):
-    run(QUICK, num_gpus=1, max_steps=5, train_dir=str(tmp_path))
-    one, two = (set(events_of(path / "train").Tags()["tensors"]) for path in (tmp_path, one_run[0]))
+def test_tensorboard_tags_do_not_depend_on_the_number_of_towers(tmp_path, tiny_run):
+    run(TINY, tmp_path, num_gpus=1, max_steps=5)
+    one, two = (set(events_of(path / "train").Tags()["tensors"]) for path in (tmp_path, tiny_run[0]))
     assert two - one == {"towers/gradient_noise_scale"}  # which one tower has nothing to estimate from
     assert one <= two
 
@@ -77,7 +77,7 @@ def test_every_tag_of_the_tutorial_has_a_counterpart(tmp_path):
     losses |= {f"{loss} (raw)" for loss in losses}
     assert tutorials == of_layers | losses | {"images", "learning_rate", "Precision @ 1"}
     config = recipe("cifarnet", dataset="synthetic", batch_size=64, max_steps=2, num_gpus=2, precision="float32")
-    run(config, train_dir=str(tmp_path))
+    run(config, tmp_path)
     tags = {tag for part in ("train", "eval") for tag in events_of(tmp_path / part).Tags()["tensors"]}
     assert ours <= tags, ours - tags
 
@@ -93,7 +93,7 @@ def test_smoothed_losses_are_moving_averages_of_the_raw_ones(one_run):
 
 
 def test_tensorboard_evaluation_tags(one_run):
-    directory, result = one_run
+    directory, result, _ = one_run
     evaluated, name = events_of(directory / "eval"), "chequered ring"
     for picture in ("confusion", "mistakes"):
         width, height, png = tensors_of(evaluated, f"{picture}/test")[20]
@@ -111,7 +111,7 @@ def test_tensorboard_evaluation_tags(one_run):
 @pytest.mark.parametrize("share", [1e-9, 1e9])
 def test_figures_of_evaluations_are_limited_to_a_share_of_the_time(tmp_path, monkeypatch, share):
     monkeypatch.setattr(run_logger, "DRAWING_SHARE", share)
-    run(TINY, train_dir=str(tmp_path), max_steps=8, eval_every_epochs=0.2, validation_examples=0)
+    run(TINY, tmp_path, max_steps=8, eval_every_epochs=0.2, validation_examples=0)
     evaluated = events_of(tmp_path / "eval")
     steps = list(tensors_of(evaluated, "class_accuracy/test/chequered ring"))
     assert len(steps) == 4

@@ -1,7 +1,6 @@
 """Full disks, damaged files, foreign files, and checkpoints that are kept."""
 
 import json
-import shutil
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -14,121 +13,105 @@ from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.errors import DataError, RunError
 from cifar_towers.inference import evaluate
 from tests.messages import lines_with
-from tests.runs.short_runs import (
-    QUICK,
-    STEPS,
-    TINY,
-    records_of,
-    run,
-)
+from tests.runs.short_runs import STEPS, TINY, records_of, run
+
+TWO_TOWERS = replace(TINY, num_gpus=2)
+NO_SPACE = OSError(28, "No space left on device")
 
 
-def test_damaged_checkpoint_is_quarantined_and_the_previous_one_restored(saved_run, one_run, capsys, caplog):
-    directory, config = saved_run
-    damaged = directory / "checkpoints/step-00000020/state.data-00000-of-00001"
+def test_damaged_checkpoint_is_quarantined_and_the_previous_one_restored(saved_run, tiny_run, capsys, caplog):
+    damaged = saved_run / "checkpoints/step-00000020/state.data-00000-of-00001"
     content = damaged.read_bytes()
     damaged.write_bytes(content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
-    evaluate.evaluate_checkpoint(EvaluateConfig(train_dir=str(directory)))  # changes nothing, and warns too
+    evaluate.evaluate_checkpoint(
+        EvaluateConfig(train_dir=str(saved_run), model=TINY.model)
+    )  # warns and changes nothing
     assert len(lines_with(caplog.text, "damaged", "step-00000020", "step-00000018")) == 1
     capsys.readouterr()
-    assert run(config)["weights_sha256"] == one_run[1]["weights_sha256"]
+    assert run(TWO_TOWERS, saved_run)["weights_sha256"] == tiny_run[1]["weights_sha256"]
     output = capsys.readouterr().out
     assert len(lines_with(output, " damaged")) == 1 and lines_with(output, "resuming", "step 18")
-    assert (directory / "checkpoints/damaged-step-00000020").is_dir()
+    assert (saved_run / "checkpoints/damaged-step-00000020").is_dir()
 
 
-def test_run_with_only_damaged_checkpoints_is_refused(tmp_path, tiny_run):
-    directory = shutil.copytree(tiny_run[0], tmp_path / "copy")
-    config = replace(TINY, num_gpus=2, train_dir=str(directory))
-    for checkpoint in list_checkpoints(directory):
+def test_run_with_only_damaged_checkpoints_is_refused(saved_run):
+    for checkpoint in list_checkpoints(saved_run):
         (checkpoint / "metadata.json").unlink()
     for _ in range(2):  # the second time they have other names
         with pytest.raises(DataError, match="every checkpoint .*damaged.* --overwrite"):
-            run(config)
-    assert run(config, overwrite=True, max_steps=1)["step"] == 1
-
-
-def test_empty_config_is_replaced(tmp_path):
-    """Start where a power loss has left an empty config.json."""
-    (tmp_path / "config.json").write_text("")
-    assert run(TINY, train_dir=str(tmp_path), max_steps=1)["step"] == 1
+            run(TWO_TOWERS, saved_run)
+    assert run(TWO_TOWERS, saved_run, overwrite=True, max_steps=1)["step"] == 1
 
 
 @pytest.mark.slow
-def test_failed_save_is_logged_and_retried(tmp_path, one_run, monkeypatch, capsys):
+def test_failed_save_is_logged_and_retried(tmp_path, tiny_run, monkeypatch, capsys):
     """Fill the disk for a while: older checkpoints stay and the final weights are the same."""
-    config = replace(QUICK, num_gpus=2, train_dir=str(tmp_path), checkpoint_every_steps=3)
     commit, calls = files.commit, []
 
     def sometimes_full(final, write):
         calls.append(final.name)
         if 2 <= len(calls) <= 4:
-            raise OSError(28, "No space left on device")
+            raise NO_SPACE
         commit(final, write)
 
     monkeypatch.setattr(files, "commit", sometimes_full)
-    result = run(config)
-    assert result["weights_sha256"] == one_run[1]["weights_sha256"] and result["failed_saves"] == 3
+    result = run(TWO_TOWERS, tmp_path, checkpoint_every_steps=3)
+    assert result["weights_sha256"] == tiny_run[1]["weights_sha256"] and result["failed_saves"] == 3
     output = capsys.readouterr().out
     assert lines_with(output, "step 6", "not be saved", "No space left on device", "step-00000003")
     assert lines_with(output, "3 checkpoints", "not be saved")
 
 
 def test_failed_final_save_is_an_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(files, "commit", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(files, "commit", Mock(side_effect=NO_SPACE))
     with pytest.raises(RunError, match="step 2.* not be saved"):
-        run(TINY, train_dir=str(tmp_path), max_steps=2)
+        run(TINY, tmp_path, max_steps=2)
     assert "test " in capsys.readouterr().out  # the score is printed nevertheless
 
 
 def test_unwritable_records_do_not_stop_a_run(tmp_path, caplog):
+    """Train where a power loss has left an empty config.json, too."""
+    (tmp_path / "config.json").write_text("")
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "train").write_text("in the way of the event files")
-    assert run(TINY, train_dir=str(tmp_path), max_steps=2)["step"] == 2
+    assert run(TINY, tmp_path, max_steps=2)["step"] == 2
     assert len(lines_with(caplog.text, "training continues without")) == 2
 
 
 def test_config_that_could_not_be_written_is_written_at_the_end(tmp_path, monkeypatch, capsys):
     """Lose config.json, without which no run can be loaded: the end of the run and a restart write it again."""
-    config, write = replace(TINY, train_dir=str(tmp_path), max_steps=2), files.write_whole
-    full = {tmp_path / "config.json"}
-
-    def on_a_full_disk(path, content):
-        if path in full:
-            raise OSError(28, "No space left on device")
-        write(path, content)
-
+    write, path = files.write_whole, tmp_path / "config.json"
     with monkeypatch.context() as patch:
-        patch.setattr(files, "write_whole", on_a_full_disk)
-        result = run(config)
-    assert (tmp_path / "result.json").exists() and not (tmp_path / "config.json").exists()
-    assert run(config)["weights_sha256"] == result["weights_sha256"]
-    assert json.loads((tmp_path / "config.json").read_text())["max_steps"] == 2
+        full = Mock(side_effect=NO_SPACE)
+        patch.setattr(files, "write_whole", lambda place, text: full() if place == path else write(place, text))
+        result = run(TINY, tmp_path, max_steps=2)
+    assert (tmp_path / "result.json").exists() and not path.exists()
+    assert run(TINY, tmp_path, max_steps=2)["weights_sha256"] == result["weights_sha256"]
+    assert json.loads(path.read_text())["max_steps"] == 2
     capsys.readouterr()
-    run(config)
+    run(TINY, tmp_path, max_steps=2)
     assert lines_with(capsys.readouterr().out, "complete", "step 2")
 
 
 @pytest.mark.slow
 def test_best_checkpoint_is_kept_beside_the_newest(tmp_path):
-    config = replace(QUICK, train_dir=str(tmp_path), checkpoint_every_steps=2, keep_checkpoints=1)
-    run(config, eval_every_epochs=0.2)
+    run(TINY, tmp_path, checkpoint_every_steps=2, keep_checkpoints=1, eval_every_epochs=0.2)
     kept = [read_metadata(path) for path in list_checkpoints(tmp_path)]
     scores = {r["step"]: r["accuracy"] for r in records_of(tmp_path, "eval") if r["weights"] == "ema"}
     best = max((step for step in scores if step < STEPS), key=lambda step: scores[step])
     assert [metadata["step"] for metadata in kept] == [best, STEPS] and kept[0]["accuracy"] == scores[best]
 
 
-@pytest.mark.slow
-def test_overwrite_keeps_foreign_files(tmp_path):
-    config = replace(QUICK, train_dir=str(tmp_path), max_steps=3)
+def test_overwrite_applies_once_per_launch_and_keeps_foreign_files(tmp_path, capsys):
     mine = [tmp_path / name for name in ("notes.txt", "train/cat/1.png", "result/table.csv", "checkpoints/best.h5")]
     for path in mine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
-    first = run(config)
-    again = run(config, overwrite=True)
-    assert again["weights_sha256"] == first["weights_sha256"]
+    weights = set()
+    for launch_id, complete in (("one", False), ("one", True), ("another", False)):
+        weights.add(run(TINY, tmp_path, launch_id=launch_id, max_steps=1, overwrite=True)["weights_sha256"])
+        assert bool(lines_with(capsys.readouterr().out, "complete", "step 1")) == complete
+    assert len(weights) == 1
     assert [path.read_text() for path in mine] == ["mine"] * len(mine)
     (tmp_path / "train" / ".kept.tmp").write_text("left by a kill")
     workdir.clear(tmp_path)
@@ -138,12 +121,3 @@ def test_overwrite_keeps_foreign_files(tmp_path):
     others.write_text("of a program that keeps checkpoints/ and train/ too")
     workdir.clear(tmp_path)
     assert others.exists() and all(path.exists() for path in mine)
-
-
-def test_overwrite_applies_once_per_launch(tmp_path, capsys):
-    config = replace(TINY, max_steps=1, overwrite=True, train_dir=str(tmp_path))
-    (tmp_path / "notes.txt").write_text("mine")
-    for launch_id, complete in (("one", False), ("one", True), ("another", False)):
-        run(config, launch_id=launch_id)
-        assert bool(lines_with(capsys.readouterr().out, "complete", "step 1")) == complete
-    assert (tmp_path / "notes.txt").read_text() == "mine"  # foreign files are kept

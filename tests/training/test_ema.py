@@ -1,10 +1,9 @@
-"""Moving averages of weights and losses, and lookahead, by hand."""
+"""Moving averages of weights, and lookahead, by hand."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.training.losses import SmoothedLosses
 from cifar_towers.training.state import ExponentialMovingAverage, Lookahead
 
 
@@ -45,15 +44,3 @@ def test_lookahead_by_hand(total):
         elif step < total:
             np.testing.assert_allclose(v, [before])
     np.testing.assert_allclose(v, [slow], rtol=1e-5)  # a last step between two pulls takes the slow weights
-
-
-def test_loss_averages_are_debiased_and_ignore_nonfinite_steps():
-    averages = SmoothedLosses(["total_loss"])
-
-    def average(loss, finite=True):
-        return float(averages.update({"total_loss": tf.constant(loss)}, tf.constant(finite))["total_loss"])
-
-    assert average(np.nan, False) == 0.0
-    assert average(4.0) == pytest.approx(4.0)
-    assert average(np.nan, False) == pytest.approx(4.0)
-    assert average(8.0) == pytest.approx((0.9 * 4 + 8) / 1.9)

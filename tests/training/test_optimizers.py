@@ -127,12 +127,7 @@ def test_muon_update_by_numpy(step):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weight_decay_takes_the_same_fraction_of_every_group(towers, examples, optimizer):
     """Without gradients each step takes 0.2 x 0.05 = 1 % of a weight, also in groups with another learning rate."""
-    rates = {
-        "learning_rate": 0.2,
-        "bias_learning_rate": 0.4,
-        "head_learning_rate": 0.05,
-        "whitening_learning_rate": 0.1,
-    }
+    rates = {"learning_rate": 0.2} | {f"{group}_learning_rate": 0.4 for group in ("bias", "head", "whitening")}
     settings = {"weight_decay": 0.05, "learning_rate_schedule": "step:0=1", "whitening_epochs": 1e6}
     settings |= {"model": "speednet94", "batch_size": 8, "whitening_images": 50, "freeze_first_group": 0.5}
     trained = Run(towers(1), examples, TrainConfig(optimizer=optimizer, **settings, **rates))
