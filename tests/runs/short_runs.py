@@ -13,8 +13,8 @@ from cifar_towers.data import sources
 from tests.configs import TINY_NET, recipe
 
 QUICK = recipe(
-    "smoke", image_size=20, image_size_schedule="0=18,50%=20", shift=0, batch_size=200, whitening_images=500, tta=0,
-    precision="float32", summary_every_steps=5, ema_decay=0.5,
+    "smoke", model="speednet_proxy", image_size=20, image_size_schedule="0=18,50%=20", shift=0, batch_size=200, tta=0,
+    whitening_images=500, precision="float32", summary_every_steps=5, ema_decay=0.5,
 )  # fmt: skip
 STEPS = 20
 RATES = {"learning_rate": 0.1, "bias_learning_rate": 0.0, "whitening_learning_rate": 0.0}

@@ -136,7 +136,7 @@ def test_time_left_counts_each_compiled_step_with_its_own_time(tmp_path, monkeyp
         compiling.update([] if compiled else [step])
 
     monkeypatch.setattr(TimeLeft, "end_step", record)
-    run(QUICK, tmp_path, num_gpus=1, image_size_schedule="0=18,40%=20", max_steps=12)
+    run(QUICK, tmp_path, num_gpus=1, image_size_schedule="0=18,40%=20", max_steps=12, eval_every_epochs=0)
     assert list(seconds) == list(range(1, 13))
     assert {1, 9} <= compiling and {step for step, took in seconds.items() if not took} == compiling, seconds
     steps = [took for step, took in seconds.items() if step not in compiling]

@@ -34,7 +34,7 @@ def test_tensorboard_training_tags(one_run):
     assert tf.io.decode_png(shown[2]).shape == (int(shown[1]), int(shown[0]), 3)
     counts = tensors_of(train, "activations/group1_gelu1")
     assert list(counts) == [5, 10, 15, 20]
-    assert counts[20][:, 2].sum() == 64 * 9 * 9 * 64  # 64 images after the first pool
+    assert counts[20][:, 2].sum() == 64 * 9 * 9 * 32  # 64 images after the first pool, 32 channels
     for tower in ("tower_0", "tower_1"):
         cosines = tensors_of(events_of(one_run[0] / tower), "towers/cosine")
         assert list(cosines) == [5, 10, 15, 20] and 0 < cosines[5] <= 1

@@ -28,7 +28,7 @@ def assert_same(one, other):
         np.testing.assert_allclose(value, other[name], 1e-5, 1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize("count, micro_batches", [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("count", "micro_batches"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2)])
 def test_training_uses_the_examples_with_the_highest_proxy_losses(towers, examples, count, micro_batches):
     """Step by step the same as two trainings apart: of the small net on all, of the large one on those alone
     whose losses, by the small net as it is before the step, are the highest."""
@@ -73,7 +73,7 @@ def test_two_towers_select_the_examples_one_selects(towers, examples):
         assert results[0].loss == pytest.approx(results[1].loss, rel=1e-4)
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.slow), "float16"])
 def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples, precision):
     run = Run(towers(2), examples, make_config(), precision)
     kernel = run.state.proxy.weights[1]

@@ -16,7 +16,7 @@ from tensorflow.python.eager import context
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.towers.placement import HOST, short_device
-from tests.configs import recipe
+from tests.configs import TINY_NET, recipe
 from tests.training.runs import Run
 
 pytestmark = pytest.mark.gpu
@@ -45,11 +45,14 @@ def partitions(step, num_towers):
     return devices
 
 
-@pytest.mark.parametrize("policy", ["cpu", "round_robin", "least_loaded"])
+SLOW_POLICIES = [pytest.param(policy, marks=pytest.mark.slow) for policy in ("cpu", "least_loaded")]
+
+
+@pytest.mark.parametrize("policy", ["round_robin", *SLOW_POLICIES])
 def test_a_step_ran_where_the_policy_says(towers, examples, policy):
     """Read from the graphs that ran: each tower's convolutions on its device, each update beside its variable."""
     on_towers = towers(4)
-    settings = {"model": "speednet93", "batch_size": 8, "whitening_images": 20, "whitening_epochs": 1}
+    settings = {"model": "speednet_proxy", "batch_size": 8, "whitening_images": 20, "whitening_epochs": 1}
     run = Run(on_towers, examples, TrainConfig(variable_placement=policy, **settings))
     devices = partitions(lambda: run.step(0), 4)
     work = {device: sum("Conv2D" in node.op for node in nodes) for device, nodes in devices.items()}
@@ -64,7 +67,7 @@ def test_a_step_ran_where_the_policy_says(towers, examples, policy):
 def test_images_kept_on_the_towers_are_gathered_there(towers, examples):
     """The same bits as with images in host memory, of which then none travel."""
     on_towers = towers(2)
-    settings = {"model": "speednet_proxy", "batch_size": 16, "hard_example_pool": 32, "micro_batches": 2, "shift": 2}
+    settings = {"model": TINY_NET, "batch_size": 16, "hard_example_pool": 32, "micro_batches": 2, "shift": 2}
     settings |= {"whitening_images": 60}
     here, there = (Run(on_towers, examples, TrainConfig(data_on=place, **settings)) for place in ("host", "device"))
     devices = partitions(lambda: there.step(0), 2)

@@ -170,22 +170,19 @@ def test_measured_shares_follow_speed_and_are_kept(towers, examples, monkeypatch
     assert tuning.resolve_shares(alone, towers(1), "float32", examples, LENGTH).tower_shares == "1"
 
 
-def test_speeds_are_measured_of_towers_at_work_together(towers, examples):
+def test_speeds_are_measured_of_towers_at_work_together(towers, examples, monkeypatch):
+    monkeypatch.setattr(tuning, "SHARES_SECONDS", 0.2)
     config = TrainConfig(model=TINY_NET, batch_size=40, tower_shares="auto", num_gpus=2)
     speeds = tuning.measure_speeds(config, towers(2), "float32", examples, LENGTH)
     assert len(speeds) == 2 and min(speeds) > 0
-    at_work = threading.Semaphore(2)
-    together = []
+    at_work, together = threading.Semaphore(2), []
 
     def work(seconds):
-        def call():
-            with at_work:
-                together.append(at_work._value)
-                time.sleep(seconds)
+        with at_work:
+            together.append(at_work._value)
+            time.sleep(seconds)
 
-        return call
-
-    fast, slow = tuning.rates_beside_each_other([work(0.005), work(0.02)])
+    fast, slow = tuning.rates_beside_each_other([functools.partial(work, 0.02), functools.partial(work, 0.08)])
     assert 2 < fast / slow < 5 and 0 in together
 
 
