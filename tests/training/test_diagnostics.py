@@ -9,7 +9,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.towers import split_batch
 from cifar_towers.training import build, diagnostics, health
-from cifar_towers.training.results import NUM_BUCKETS, to_numpy
+from cifar_towers.training.results import NUM_BUCKETS, TensorStats, to_numpy
 from tests.training.runs import Run
 
 SETTINGS = {"model": "cifarnet", "crop": 24, "shift": 0, "standardize": "image", "batch_size": 24, "learning_rate": 0.1}
@@ -23,6 +23,11 @@ def make_step(run, number=0, collect=True):
     return run.step(number, image_size=32, collect_diagnostics=tf.constant(collect))
 
 
+def at(stats, index):
+    """Return the statistics of one tensor."""
+    return TensorStats(*(field[index] for field in stats))
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -34,7 +39,7 @@ def make_step(run, number=0, collect=True):
     ],
 )
 def test_tensor_stats_agree_with_numpy(values):
-    spread = to_numpy(diagnostics.tensor_stats([tf.constant(values, tf.float32)])).at(0)
+    spread = at(to_numpy(diagnostics.tensor_stats([tf.constant(values, tf.float32)])), 0)
     finite = np.where(np.isfinite(values), values, 0).astype(np.float32)
     assert (spread.min, spread.max) == (finite.min(), finite.max())
     assert spread.zero_fraction == pytest.approx((finite == 0).mean())
@@ -82,7 +87,7 @@ def test_diagnostics_describe_their_own_step(towers, examples, count, settings):
 
     update = metrics.diagnostics
     for index, moved in enumerate(update.update_norm):
-        weight, gradient = update.weights.at(index), update.gradients.at(index)
+        weight, gradient = at(update.weights, index), at(update.gradients, index)
         assert (weight.min, weight.max) == (before[index].min(), before[index].max())
         assert weight.counts.sum() == gradient.counts.sum() == before[index].size
         assert gradient.norm == pytest.approx(np.linalg.norm(means[index]), rel=1e-3)
@@ -99,7 +104,7 @@ def test_diagnostics_describe_their_own_step(towers, examples, count, settings):
     assert [layer.name for layer in layers] == ["conv1", "conv2", "local3", "local4", "softmax_linear"]
     outputs = keras.Model(model.input, [layer.output for layer in layers])(images[: diagnostics.NUM_EXAMPLES])
     for index, output in enumerate(outputs):
-        spread = forward.activations.at(index)
+        spread = at(forward.activations, index)
         assert spread.max == pytest.approx(output.numpy().max(), rel=1e-4)
         assert spread.zero_fraction == pytest.approx((output.numpy() == 0).mean(), abs=1e-3)
         assert spread.counts.sum() == output.shape.num_elements()
