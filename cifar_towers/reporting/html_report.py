@@ -115,7 +115,11 @@ def render(runs: Sequence[RunRecord]) -> str:
         _seconds(runs),
         _comparison("Settings", {run.name: _flatten(run.config) for run in runs}),
         _comparison("Environment", {run.name: _flatten(run.environment, leave_out=SHOWN_ELSEWHERE) for run in runs}),
-        _commands(runs),
+        Section(
+            "Command",
+            commands=_distinct(runs, [shlex.join(run.environment.get("command", [])) for run in runs]),
+            note="A finished run is not repeated in its own directory: give another --train_dir.",
+        ),
         Section("Model and variables", tables=list(_listings(runs))),
     ]
     banners = [owners + banner for owners, banner in _distinct(runs, [run.banner for run in runs])]
@@ -287,13 +291,10 @@ def mean_curve(histories: Sequence[History], max_points: int = 0) -> tuple[np.nd
     epochs = sorted(set().union(*histories))
     size = math.ceil(len(epochs) / max_points) or 1 if max_points else 1
     chunks = [epochs[start : start + size] for start in range(0, len(epochs), size)]
-    means = [
-        [statistics.fmean(values) for history in histories if (values := [history[e] for e in chunk if e in history])]
-        for chunk in chunks
-    ]
-    samples = [Sample.of(values) for values in means]
-    x, mean = np.array([statistics.fmean(chunk) for chunk in chunks]), np.array([sample.mean for sample in samples])
-    std = np.array([sample.std for sample in samples])
+    found = [[[history[epoch] for epoch in chunk if epoch in history] for history in histories] for chunk in chunks]
+    samples = [Sample.of([statistics.fmean(values) for values in runs if values]) for runs in found]
+    x = np.array([statistics.fmean(chunk) for chunk in chunks])
+    mean, std = (np.array([getattr(sample, name) for sample in samples]) for name in ("mean", "std"))
     return (x, mean, mean - std, mean + std) if len(histories) > 1 else (x, mean)
 
 
@@ -369,38 +370,36 @@ def mistakes(runs: Iterable[RunRecord]) -> list[Picture]:
 
 
 def _towers(runs: Sequence[RunRecord]) -> Section:
-    rows = [row for run in runs for row in _tower_rows(run)]
+    """Show the mean over the records of as many towers as the last one has, and the last value, of each tower."""
+    rows = []
+    for run in runs:
+        records = [record["towers"] for record in run.training if "towers" in record]
+        number = len(records[-1]["loss"]) if records else len(run.towers)
+        records = [record for record in records if len(record["loss"]) == number]
+        for index in range(number):
+            tower = run.towers[index] if len(run.towers) == number else {}
+            name, device = tower.get("name", f"tower_{index}"), tower.get("device", "-")
+            row: dict[Any, Cell] = {"run": run.name, "tower": name, "device": device}
+            for heading, key in (("loss", "loss"), ("gradient norm", "gradient_norm"), ("cosine similarity", "cosine")):
+                values = [value for record in records if (value := record[key][index]) is not None]
+                row[heading, "mean"] = f"{statistics.fmean(values):.4g}" if values else "-"
+                row[heading, "last"] = f"{values[-1]:.4g}" if values else "-"
+            rows.append(row | {"records": str(len(records))})
     note = "Means are over the recorded steps; the cosine similarity is to the mean gradient of all towers."
     return Section("Towers", tables=[Table(rows, text_columns=3)], note=note)
 
 
-def _tower_rows(run: RunRecord) -> Iterator[dict[Any, Cell]]:
-    """Yield a row per tower: the mean over the records of as many towers as the last one has, and the last value."""
-    records = [record["towers"] for record in run.training if "towers" in record]
-    number = len(records[-1]["loss"]) if records else len(run.towers)
-    records = [record for record in records if len(record["loss"]) == number]
-    for index in range(number):
-        tower = run.towers[index] if len(run.towers) == number else {}
-        name, device = tower.get("name", f"tower_{index}"), tower.get("device", "-")
-        row: dict[Any, Cell] = {"run": run.name, "tower": name, "device": device}
-        for heading, key in (("loss", "loss"), ("gradient norm", "gradient_norm"), ("cosine similarity", "cosine")):
-            values = [value for record in records if (value := record[key][index]) is not None]
-            row[heading, "mean"] = f"{statistics.fmean(values):.4g}" if values else "-"
-            row[heading, "last"] = f"{values[-1]:.4g}" if values else "-"
-        yield row | {"records": str(len(records))}
-
-
 def _seconds(runs: Sequence[RunRecord]) -> Section:
-    seconds = {run.name: run.result["seconds"] for run in runs if run.result.get("seconds")}
-    names = list(dict.fromkeys(phase for phases in seconds.values() for phase in phases))
+    phases = list(dict.fromkeys(phase for run in runs for phase in run.result.get("seconds", {})))
     rows = []
-    for run, phases in seconds.items():
-        total = math.fsum(phases.values())
-        row: dict[Any, Cell] = {"run": run}
-        for name in names:
-            value = phases.get(name)
-            row[name] = format_number(value, ",.1f"), f"{format_number(value, '.1f', 100 / (total or 1))} %"
-        rows.append(row | {"total, s": f"{total:,.1f}"})
+    for run in runs:
+        if seconds := run.result.get("seconds"):
+            total = math.fsum(seconds.values())
+            row: dict[Any, Cell] = {"run": run.name}
+            for phase in phases:
+                value = seconds.get(phase)
+                row[phase] = format_number(value, ",.1f"), f"{format_number(value, '.1f', 100 / (total or 1))} %"
+            rows.append(row | {"total, s": f"{total:,.1f}"})
     return Section("Time", tables=[Table(rows)])
 
 
@@ -416,12 +415,6 @@ def _comparison(title: str, columns: Mapping[str, Mapping[str, str]]) -> Section
             common.append({"": key, "value": next(iter(found.values()))})
     summary = f"{len(common)} values" + (" that all runs share" if len(columns) > 1 else "")
     return Section(title, tables=[Table(differing, 1 + len(columns)), Table(common, 2, summary=summary)])
-
-
-def _commands(runs: Sequence[RunRecord]) -> Section:
-    commands = _distinct(runs, [shlex.join(run.environment.get("command", [])) for run in runs])
-    note = "A finished run is not repeated in its own directory: give another --train_dir."
-    return Section("Command", commands=commands, note=note)
 
 
 def _listings(runs: Sequence[RunRecord]) -> Iterator[Table]:

@@ -56,18 +56,13 @@ class PhaseTimer:
             self.images += images
             self._recent.append((images, self._input_wait, self._input_wait + seconds))
 
-    def recent_images_per_sec(self) -> float | None:
-        """Return the images per second of the last 20 steps since this process started; None before the first step.
+    def recent_rates(self) -> tuple[float, float] | tuple[None, None]:
+        """Return the images per second of the last 20 steps, and the fraction of their time spent waiting for batches.
 
-        Compilation, evaluation and saving do not count.
+        Compilation, evaluation and saving do not count. There is None before the first step of this process.
         """
-        seconds = sum(seconds for _, _, seconds in self._recent)
-        return sum(images for images, _, _ in self._recent) / seconds if seconds else None
-
-    def recent_input_wait(self) -> float | None:
-        """Return the fraction of the last steps' time spent waiting for their batches; None before the first step."""
-        seconds = sum(seconds for _, _, seconds in self._recent)
-        return sum(wait for _, wait, _ in self._recent) / seconds if seconds else None
+        images, waits, seconds = map(sum, zip(*self._recent, strict=True)) if self._recent else (0, 0.0, 0.0)
+        return (images / seconds, waits / seconds) if seconds else (None, None)
 
     def images_per_sec(self) -> float | None:
         """Return the rate of all steps that needed no compilation, with their logging; None before the first step."""

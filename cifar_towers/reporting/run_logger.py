@@ -108,35 +108,28 @@ class RunLogger:
           health: numbers of `skipped_steps` and `rollbacks`.
         """
         self._epoch.append(metrics._replace(diagnostics=None))
-        rate, images_per_sec = next(iter(rates.values())), self.timer.recent_images_per_sec()
+        rate, (images_per_sec, input_wait) = next(iter(rates.values())), self.timer.recent_rates()
         self.progress.step(self._status(step, metrics.loss, metrics.accuracy, rate))
         diagnostics = metrics.diagnostics if self.wants_diagnostics(step) else None
         if not diagnostics and not _is_due(step, math.ceil(self.run.config.summary_every_steps / SCALARS_PER_SUMMARY)):
             return
-        input_wait = self.timer.recent_input_wait()
         agreement = self._tower_agreement(metrics, diagnostics) if diagnostics else {}
-        self.metrics.write(
-            kind="train",
-            step=step,
-            epoch=step / self.run.length.steps_per_epoch,
-            loss=metrics.loss,
-            accuracy=metrics.accuracy,
-            images_per_sec=images_per_sec,
-            input_wait=input_wait,
-            learning_rate=rate,
-            gradient_norm=metrics.gradient_norm,
-            image_size=image_size,
-            skipped_steps=health["skipped_steps"],
+        record = {
+            "step": step,
+            "epoch": step / self.run.length.steps_per_epoch,
+            "loss": metrics.loss,
+            "accuracy": metrics.accuracy,
+            "images_per_sec": images_per_sec,
+            "input_wait": input_wait,
+            "learning_rate": rate,
+            "gradient_norm": metrics.gradient_norm,
+            "image_size": image_size,
+            "skipped_steps": health["skipped_steps"],
             **agreement,
-        )
-        scalars = {
-            tags.SKIPPED_STEPS: health["skipped_steps"],
-            tags.ROLLBACKS: health["rollbacks"],
-            tags.IMAGES_PER_SEC: images_per_sec,
-            tags.INPUT_WAIT: input_wait,
-            tags.STEP_SECONDS: self.run.config.batch_size / images_per_sec if images_per_sec else None,
-            tags.NOISE_SCALE: agreement.get("gradient_noise_scale"),
         }
+        self.metrics.write(kind="train", **record)
+        scalars = {tag: record.get(key) for key, tag in tags.RECORDED.items()} | {tags.ROLLBACKS: health["rollbacks"]}
+        scalars[tags.STEP_SECONDS] = self.run.config.batch_size / images_per_sec if images_per_sec else None
         if diagnostics:
             scalars |= {tags.LOSS_SCALE: metrics.loss_scale, **run_info.resource_usage(self.run.local_towers)}
         self.tensorboard.write_step(step, metrics, rates, scalars)
@@ -157,8 +150,8 @@ class RunLogger:
         self._epoch, self._saved_step = [], 0
 
     def _status(self, step: int, loss: float, accuracy: float, rate: float) -> ProgressStatus:
-        images_per_sec, left = self.timer.recent_images_per_sec(), self._time_left.seconds()
-        return ProgressStatus(step, loss, accuracy, rate, images_per_sec, left, self._saved_step)
+        images_per_sec, _ = self.timer.recent_rates()
+        return ProgressStatus(step, loss, accuracy, rate, images_per_sec, self._time_left.seconds(), self._saved_step)
 
     def truncate_after(self, step: int) -> None:
         """Remove what was written of later steps, as on a rollback."""

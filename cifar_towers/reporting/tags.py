@@ -27,6 +27,11 @@ FINAL = "final"
 # Prefixes of statistics over seeds. The mean has the tag of the single runs.
 SEED_MEAN, SEED_STD, SEED_COUNT = "", "std/", "n/"
 SEED_LOW, SEED_HIGH = "mean-std/", "mean+std/"
+# Key of a training record in metrics.jsonl -> tag of the same value.
+RECORDED = {
+    "loss": LOSS, "accuracy": ACCURACY, "gradient_norm": GRADIENT_NORM, "images_per_sec": IMAGES_PER_SEC,
+    "input_wait": INPUT_WAIT, "skipped_steps": SKIPPED_STEPS, "gradient_noise_scale": NOISE_SCALE,
+}  # fmt: skip
 RAW = " (raw)"  # suffix of a loss that is not smoothed
 
 

@@ -71,12 +71,8 @@ class TensorBoardWriter:
     def write_step(
         self, step: int, metrics: StepMetrics, rates: Mapping[str, float], others: Mapping[str, float | None]
     ) -> None:
-        """Write the scalars of a step: its metrics, each parameter group's learning rate, and `others` by tag.
-
-        A value of None is left out.
-        """
-        scalars = {tags.LOSS: metrics.loss, tags.ACCURACY: metrics.accuracy, tags.GRADIENT_NORM: metrics.gradient_norm}
-        scalars |= {tags.raw_loss(term): loss for term, loss in metrics.losses.items()}
+        """Write the loss terms of a step, each parameter group's learning rate, and `others` by tag, except None."""
+        scalars = {tags.raw_loss(term): loss for term, loss in metrics.losses.items()}
         scalars |= {tags.smoothed_loss(term): loss for term, loss in metrics.smoothed_losses.items()}
         scalars |= {f"{tags.LEARNING_RATE}/{group}": rate for group, rate in rates.items()}
         if metrics.hard_examples:

@@ -27,8 +27,7 @@ def test_seconds_by_phase_and_images_per_second(spend):
     timer.end_phase("evaluate")
     assert timer.seconds == {"compile": 52, "input": 2, "train": 7, "evaluate": 7, "save": 1}
     assert timer.images == 500 and timer.images_per_sec() == 500 / 9 and timer.training_seconds == 61
-    assert timer.recent_images_per_sec() == pytest.approx(200 / 6)
-    assert timer.recent_input_wait() == pytest.approx(2 / 6)
+    assert timer.recent_rates() == pytest.approx((200 / 6, 2 / 6))
 
 
 def test_rates_are_unknown_until_a_step_is_timed(spend):
@@ -37,7 +36,7 @@ def test_rates_are_unknown_until_a_step_is_timed(spend):
     timer.resume({"train": 3.0}, images=300)
     spend(2)
     timer.end_step(100, is_traced=False)
-    assert timer.recent_images_per_sec() is None and timer.recent_input_wait() is None
+    assert timer.recent_rates() == (None, None)
     assert timer.images_per_sec() == 100  # of the start before
 
 

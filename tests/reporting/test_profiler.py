@@ -190,28 +190,22 @@ def test_profiler_in_use_is_left_alone(tmp_path, count, caplog):
 def test_kernels_count_where_there_are_gpus_and_host_operations_elsewhere(tmp_path, gpus):
     """One operation begins between the steps: it does not count."""
     space = xplane_pb2.XSpace()
-    host = space.planes.add(name="/host:CPU")
-    names = [["train", "tower_0/a/MatMul:MatMul", "apply/Mul:Mul", "Some::Method", "two words"]]
-    planes = [host]
-    if gpus:
-        planes.append(space.planes.add(name="/device:GPU:0"))
-        names.append(["sgemm_128", "copy"])
-    for plane, events in zip(planes, names, strict=True):
-        for number, name in enumerate(events, start=1):
+    host_names = ["train", "tower_0/a/MatMul:MatMul", "apply/Mul:Mul", "Some::Method", "two words"]
+    steps, kernels = [(1, 1_000, 3_000), (1, 9_000, 3_000)], [(1, start, 2_000) for start in (500, 4_000, 8_500)]
+    operations = [(2, 1_500, 30), (3, 1_600, 10), (3, 5_000, 999), (4, 1_700, 9), (5, 1_800, 9)]
+    host = "/host:CPU", 5, host_names, steps + operations, {"metadata_id": 1, "int64_value": 7}
+    gpu = "/device:GPU:0", 6, ["sgemm_128", "copy"], [*kernels, (2, 600, 10)], {"metadata_id": 2, "ref_value": 3}
+    for name, nanoseconds, event_names, events, stat_of_first in (host, gpu)[: 1 + gpus]:
+        plane = space.planes.add(name=name)
+        for number, name in enumerate(event_names, start=1):
             plane.event_metadata[number].name = name
         for number, name in enumerate(["step_num", "tf_op", "gradient_tape/tower_0/a/MatMul:MatMul"], start=1):
             plane.stat_metadata[number].name = name
-    thread = host.lines.add(timestamp_ns=5)
-    for start in (1_000, 9_000):  # picoseconds
-        thread.events.add(metadata_id=1, offset_ps=start, duration_ps=3_000).stats.add(metadata_id=1, int64_value=7)
-    for metadata_id, start, length in ((2, 1_500, 30), (3, 1_600, 10), (3, 5_000, 999), (4, 1_700, 9), (5, 1_800, 9)):
-        thread.events.add(metadata_id=metadata_id, offset_ps=start, duration_ps=length)
-    if gpus:
-        stream = planes[1].lines.add(timestamp_ns=6)
-        for start in (500, 4_000, 8_500):
-            kernel = stream.events.add(metadata_id=1, offset_ps=start, duration_ps=2_000)
-            kernel.stats.add(metadata_id=2, ref_value=3)
-        stream.events.add(metadata_id=2, offset_ps=600, duration_ps=10)
+        line = plane.lines.add(timestamp_ns=nanoseconds)
+        for number, picoseconds, length in events:
+            event = line.events.add(metadata_id=number, offset_ps=picoseconds, duration_ps=length)
+            if number == 1:
+                event.stats.add(**stat_of_first)
     (tmp_path / "x.xplane.pb").write_bytes(space.SerializeToString())
     seconds_per_step, shares = read_trace(tmp_path / "x.xplane.pb")
     assert seconds_per_step == pytest.approx(3e-9)
