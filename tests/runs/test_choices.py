@@ -69,7 +69,7 @@ def test_micro_batches_follow_the_memory(tmp_path, small_memory, capsys):
     assert given["weights_sha256"] == result["weights_sha256"]
     small_memory(lambda parts, size: False, "trace")
     with pytest.raises(UsageError, match="memory.* --batch_size"):
-        run(config, tmp_path / "never", micro_batches=0, batch_size=4)
+        run(config, tmp_path / "never", micro_batches=0, batch_size=2)
 
 
 @pytest.mark.slow
