@@ -1,5 +1,8 @@
-"""Splits the CPU into eight logical devices before TensorFlow is initialized, so that towers run on any machine; or the
-GPUs into four, for `make test-gpu`."""
+"""Fixtures of all tests.
+
+The CPU is split into eight logical devices before TensorFlow is initialized, so that towers run on any machine; under
+`make test-gpu` the GPUs are split into four.
+"""
 
 import os
 import tempfile
@@ -18,13 +21,12 @@ MAX_TOWERS = 4 if "CIFAR_TOWERS_TEST_ON_GPUS" in os.environ else 8
 
 
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # one cache for all test processes, not the user's
+    is_worker = hasattr(config, "workerinput")  # of pytest-xdist
+    if not is_worker:  # one cache for all test processes, not the user's
         cache = tempfile.TemporaryDirectory(prefix="cifar_towers-tests-")
         os.environ["XDG_CACHE_HOME"] = cache.name
         config.add_cleanup(cache.cleanup)
-    if hasattr(config, "workerinput") or not config.getoption(
-        "numprocesses", None
-    ):  # not in the controller of pytest-xdist
+    if is_worker or not config.getoption("numprocesses", None):  # not in the controller
         import tensorflow as tf
 
         from cifar_towers.towers import make_towers
@@ -35,7 +37,7 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session")
 def towers():
-    """towers(k): k towers on the logical devices."""
+    """Return towers(k), which returns k towers on the logical devices."""
     from cifar_towers.towers import make_towers
 
     return make_towers
@@ -43,7 +45,7 @@ def towers():
 
 @pytest.fixture(scope="session")
 def examples():
-    """480 training examples, in memory."""
+    """Make 480 training examples."""
     return synthetic.make(480, 0, 0)
 
 

