@@ -38,7 +38,8 @@ class Sample(NamedTuple):
         logit = math.log(self.mean / (1 - self.mean))
         standard_error = self.std / math.sqrt(self.n) / (self.mean * (1 - self.mean))
         half = student_t(self.n - 1) * standard_error
-        return _inverse_logit(logit - half), _inverse_logit(logit + half)
+        low, high = (0.5 * (1 + math.tanh(x / 2)) for x in (logit - half, logit + half))  # 1 / (1 + exp(-x))
+        return low, high
 
     def describe_percent(self) -> str:
         """Return mean, standard deviation, n and interval of fractions as percent.
@@ -87,8 +88,3 @@ def student_t(degrees: float) -> float:
     """
     inverse = [1 / each for each in STUDENT_T]
     return float(np.interp(1 / degrees, inverse[::-1], list(STUDENT_T.values())[::-1]))
-
-
-def _inverse_logit(x: float) -> float:
-    """Return 1 / (1 + exp(-x)), also for an x of which the exponential overflows."""
-    return 0.5 * (1 + math.tanh(x / 2))
