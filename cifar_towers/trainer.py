@@ -517,18 +517,14 @@ def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any], has_b
         changes.append(f"it computes in {current['precision']} instead of {saved['precision']}")
         settings.append("precision")
     if has_batch_norm and current["recipe"]["batch_statistics"] != "synchronized":
-        before, now = (
-            [each[name] for name in ("towers", "micro_batches", "tower_shares")] for each in (saved, current)
-        )
-        if before[0] * before[1] != now[0] * now[1]:
-            changes.append(
-                f"batch norm sees 1/{now[0] * now[1]} of a batch at a time instead of 1/{before[0] * before[1]}"
-            )
+        saved_parts, parts = (each["towers"] * each["micro_batches"] for each in (saved, current))
+        saved_shares, shares = saved["tower_shares"], current["tower_shares"]
+        if saved_parts != parts:
+            changes.append(f"batch norm sees 1/{parts} of a batch at a time instead of 1/{saved_parts}")
             settings += [name for name in ("towers", "micro_batches") if saved[name] != current[name]]
-        elif before[2] != now[2]:
-            changes.append(
-                f"batch norm sees tower shares {now[2] or 'of equal size'} instead of {before[2] or 'equal ones'}"
-            )
+        elif saved_shares != shares:
+            equal = "all equal"
+            changes.append(f"batch norm sees tower shares {shares or equal} instead of {saved_shares or equal}")
             settings.append("tower_shares")
     if not changes:
         return ""
