@@ -1,5 +1,6 @@
 """Signals to processes of their own, also while Python cannot run a handler."""
 
+import hashlib
 import signal
 import subprocess
 import sys
@@ -30,10 +31,18 @@ try:
         print("nothing", flush=True)
         INTERRUPTED
 except Interrupted as error:
+    shutdown.ignore_signals()
     print("interrupted", flush=True)
     sys.exit(error.exit_code)
 """
-BUSY = "hashlib.pbkdf2_hmac('sha256', b'', b'', {}_000_000)"  # in C, like a step of TensorFlow; 2 take about a second
+
+
+def busy(seconds):
+    """Return code that stays in C for so many seconds, like a step of TensorFlow, or longer on a busy machine."""
+    started = time.process_time()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+    iterations = int(100_000 * seconds / (time.process_time() - started))
+    return f"hashlib.pbkdf2_hmac('sha256', b'', b'', {iterations})"
 
 
 class Child:
@@ -57,13 +66,13 @@ class Child:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_in_a_step_is_announced_and_waits_for_its_end(number, code):
-    exit_code, out, _ = Child(BUSY.format(2)).send_signals(number, 0.2)
+    exit_code, out, _ = Child(busy(1)).send_signals(number, 0.2)
     assert exit_code == code and lines_with(out, "saving", "again")
     assert out.endswith("interrupted\n") and "nothing" not in out
 
 
 def test_second_signal_exits_at_once():
-    doing = "shutdown.before_exit = lambda: print('others', flush=True)\n    " + BUSY.format(6)
+    doing = "shutdown.before_exit = lambda: print('others', flush=True)\n    " + busy(3)
     exit_code, out, seconds = Child(doing).send_signals(signal.SIGTERM, 0.1, 0.3)
     assert exit_code == 143 and "interrupted" not in out and out.endswith("others\n") and seconds < 1
 
@@ -74,14 +83,14 @@ SLOWLY = "shutdown.announce = lambda line: (time.sleep(0.3), print(line, flush=T
 @pytest.mark.parametrize(("doing", "pause"), [("", 0.002), ("", 0.002), ("", 0.002), (SLOWLY, 0.25)])
 def test_two_signals_at_once_count_once(doing, pause):
     """Send signals as `timeout` does, to a process and then its group; also while the first is announced."""
-    exit_code, out, _ = Child(doing + BUSY.format(2)).send_signals(signal.SIGTERM, 0.1, pause)
+    exit_code, out, _ = Child(doing + busy(1)).send_signals(signal.SIGTERM, 0.1, pause)
     assert exit_code == 143 and "interrupted" in out
 
 
 def test_signal_forwarded_by_a_launcher_counts_once(monkeypatch):
     """After Ctrl-C, which the whole process group receives."""
     monkeypatch.setenv(LAUNCH_VARIABLE, "0")
-    exit_code, out, _ = Child(BUSY.format(2)).send_signals(signal.SIGINT, 0.1, 0.4)
+    exit_code, out, _ = Child(busy(1)).send_signals(signal.SIGINT, 0.1, 0.4)
     assert exit_code == 130 and "interrupted" in out
 
 
