@@ -55,7 +55,7 @@ class Split:
 
 
 class Dataset(NamedTuple):
-    """The splits of one data set; `validation` is empty unless examples were held out of train."""
+    """The splits of one data set; `validation` is empty unless there is one or examples were held out of train."""
 
     name: str
     train: Split

@@ -57,7 +57,7 @@ def scan(root: Path) -> Folder:
     return folder
 
 
-def load(folder: Folder, image_size: int) -> tuple[Split, Split]:
+def load(folder: Folder, image_size: int) -> dict[str, Split]:
     """Return train and test, with each image read by `image_files.read`.
 
     Raises:
@@ -70,7 +70,7 @@ def load(folder: Folder, image_size: int) -> tuple[Split, Split]:
         count = len(train) + len(test)
         raise DataError(f"{len(errors)} of {count} images cannot be read: {_listed(errors)}; repair or remove them")
     info = DatasetInfo(class_names, image_size, *moments(train))
-    return Split(train, train_labels, info), Split(test, test_labels, info)
+    return {"train": Split(train, train_labels, info), "test": Split(test, test_labels, info)}
 
 
 def holds_pictures(root: Path) -> bool:

@@ -1,7 +1,7 @@
 """Data sets by name: CIFAR-10, the synthetic set, a folder of images, or any of TensorFlow Datasets (TFDS)."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class Source(NamedTuple):
     """A data set that has been located, before anything slow starts."""
 
     name: str  # as in `--dataset`, but never "auto"
-    read: Callable[[int], tuple[Split, Split]]  # image size wanted -> train and test, in any size
+    read: Callable[[int], Mapping[str, Split]]  # image size wanted -> train, validation, test or some, in any size
     directory: Path | None = None
     banner: str = ""  # warning for the user about the choice
     folder: Folder | None = None  # the files of a folder of images
@@ -55,42 +55,71 @@ def load(
 ) -> tuple[Source, Dataset]:
     """Return the source that was read, and its data set in images of this size.
 
+    The validation split is `validation_examples` of train if there are to be some, otherwise the source's own.
+
     Args:
       validation_examples: number of examples to hold out of train.
       fall_back: read the synthetic set if CIFAR-10 cannot be downloaded. A damaged copy is still an error.
 
     Raises:
       DataError: the data cannot be read or are damaged.
-      UsageError: too many examples are held out, or the data set cannot be used.
+      UsageError: too many examples are held out, the source lacks train or test, or it cannot be used.
     """
     try:
-        train, test = source.read(image_size)
+        splits = load_splits(source, image_size)
     except DataError as error:
         if not fall_back or source.name != "cifar10" or (source.directory and cifar10.is_prepared(source.directory)):
             raise
         source = _synthetic_fallback(error)
-        train, test = source.read(image_size)
-    if source.name != "cifar10":  # whose module logs this itself
-        for name, split in (("train", train), ("test", test)):
-            summary = f"{len(split.labels)} images of {len(split.info.class_names)} classes, sha256 {split.digest[:16]}"
-            log.info("%s %s: %s", printable(source.name), name, summary)
-    if train.info.image_size != image_size:
-        info = train.info._replace(image_size=image_size)
-        resized = [image_files.resize_all(split.images, image_size) for split in (train, test)]
-        train, test = Split(resized[0], train.labels, info), Split(resized[1], test.labels, info)
+        splits = load_splits(source, image_size)
+    if missing := [name for name in ("train", "test") if name not in splits]:
+        raise UsageError(
+            f"dataset={source.name} has {' and '.join(splits)} examples and no {' or '.join(missing)} examples; "
+            "training needs both train and test"
+        )
+    train, test = splits["train"], splits["test"]
     if validation_examples >= len(train.labels):
         raise UsageError(f"validation_examples={validation_examples} leaves none of {len(train.labels)} to train on")
+    if validation_examples and "validation" in splits:
+        log.info("%s validation: not used, as validation_examples=%d", printable(source.name), validation_examples)
     train, validation = split_validation(train, validation_examples)
+    if not validation_examples:
+        validation = splits.get("validation", validation)
     return source, Dataset(source.name, train, validation, test)
+
+
+def load_test(source: Source, image_size: int = CIFAR10.image_size) -> Split:
+    """Return the test split of a source, which may have no other, in images of this size.
+
+    Raises:
+      DataError: the data cannot be read or are damaged. UsageError: there is no test split, or it cannot be used.
+    """
+    splits = load_splits(source, image_size)
+    if "test" not in splits:
+        raise UsageError(f"dataset={source.name} has {' and '.join(splits)} examples and no test examples to score")
+    return splits["test"]
+
+
+def load_splits(source: Source, image_size: int) -> dict[str, Split]:
+    """Return all splits that a source has, by name, in images of this size, and log a line about each."""
+    splits = dict(source.read(image_size))
+    for name, split in splits.items():
+        if source.name != "cifar10":  # whose module logs this itself
+            summary = f"{len(split.labels)} images of {len(split.info.class_names)} classes, sha256 {split.digest[:16]}"
+            log.info("%s %s: %s", printable(source.name), name, summary)
+        if split.info.image_size != image_size:
+            images = image_files.resize_all(split.images, image_size)
+            splits[name] = Split(images, split.labels, split.info._replace(image_size=image_size))
+    return splits
 
 
 def _locate_cifar10(name: str, data_dir: str) -> Source:
     directory = cifar10.locate(data_dir)
-    return Source(name, lambda image_size: cifar10.load(directory), directory)
+    return Source(name, lambda image_size: _train_and_test(*cifar10.load(directory)), directory)
 
 
 def _locate_synthetic(name: str, data_dir: str, banner: str = "") -> Source:
-    return Source(name, lambda image_size: synthetic.load(), banner=banner)
+    return Source(name, lambda image_size: _train_and_test(*synthetic.load()), banner=banner)
 
 
 def _locate_folder(name: str, data_dir: str) -> Source:
@@ -115,3 +144,7 @@ SOURCES: dict[str, Callable[[str, str], Source]] = {
 def _synthetic_fallback(reason: DataError) -> Source:
     banner = f"SYNTHETIC DATA, NOT CIFAR-10: accuracies of this run say nothing about CIFAR-10. Reason: {reason}"
     return _locate_synthetic("synthetic", "", banner)
+
+
+def _train_and_test(train: Split, test: Split) -> dict[str, Split]:
+    return {"train": train, "test": test}

@@ -51,8 +51,8 @@ def locate(name: str, data_dir: str = "") -> Path:
     return directory
 
 
-def load(name: str, directory: Path, image_size: int) -> tuple[Split, Split]:
-    """Return train and test, with the central square of each image resized to `image_size`.
+def load(name: str, directory: Path, image_size: int) -> dict[str, Split]:
+    """Return train, if there is one, and test, with the central square of each image resized to `image_size`.
 
     The test split is `test`; or `validation`, if there is no test or its images have no labels; or else the last fifth
     of `train`.
@@ -75,13 +75,14 @@ def load(name: str, directory: Path, image_size: int) -> tuple[Split, Split]:
             builder = prepare(lambda: _make_builder(name, directory), name, directory)
         names = _split_names(name, builder, lambda split: next(iter(in_stored_order(builder, split)))[label] >= 0)
         # Test first: it is small, and more likely to lack labels.
-        test, train = (_read(builder, split, image, label, image_size) for split in reversed(names))
+        arrays = {part: _read(builder, split, image, label, image_size) for part, split in reversed(names.items())}
     except RunError:
         raise
     except Exception as error:
         raise DataError(f"{name} in {directory} cannot be read ({error_line(error)}); {REPAIR}") from error
-    info = DatasetInfo(tuple(builder.info.features[label].names), image_size, *moments(train[0]))
-    return Split(*train, info), Split(*test, info)
+    class_names = tuple(builder.info.features[label].names)
+    info = DatasetInfo(class_names, image_size, *moments(arrays["train" if "train" in arrays else "test"][0]))
+    return {part: Split(*arrays[part], info) for part in names}
 
 
 def tfds_directory(data_dir: str = "") -> Path:
@@ -185,15 +186,17 @@ def _find_feature(info: Any, kind: type) -> str | None:
     return next(iter(supervised or names), None) if supervised or len(names) == 1 else None
 
 
-def _split_names(name: str, builder: Builder, is_labeled: Callable[[str], bool]) -> tuple[str, str]:
-    """Return the names of the splits to train and to test on, as `load` chooses them."""
+def _split_names(name: str, builder: Builder, is_labeled: Callable[[str], bool]) -> dict[str, str]:
+    """Return the names of TFDS's splits for `train` and `test`, or for `test` alone, as `load` chooses them."""
     splits = builder.info.splits
-    if "train" not in splits:
-        raise UsageError(f"dataset={name} has no split to train on; its splits are {', '.join(splits)}")
     test = next((split for split in ("test", "validation") if split in splits), None)
     if test == "test" and "validation" in splits and not is_labeled("test"):
         test = "validation"
-    return ("train", test) if test else ("train[:80%]", "train[80%:]")
+    if "train" in splits:
+        return {"train": "train", "test": test} if test else {"train": "train[:80%]", "test": "train[80%:]"}
+    if not test:
+        raise UsageError(f"dataset={name} has no split train, test or validation; its splits are {', '.join(splits)}")
+    return {"test": test}
 
 
 def _check_reachable(name: str, directory: Path, builder: Builder) -> None:

@@ -68,8 +68,36 @@ def test_source_names_are_those_of_the_registry(monkeypatch):
     assert {*sources.SOURCES} == {*BUILT_IN, FOLDER} - {"auto"}
     with pytest.raises(UsageError, match=f"dataset=Other .*{', '.join(BUILT_IN)}, folder:<path>"):
         sources.find("Other")
-    small = synthetic.make(20, 0, 0), synthetic.make(10, 0, 1)
+    small = {"train": synthetic.make(20, 0, 0), "test": synthetic.make(10, 0, 1)}
     monkeypatch.setitem(sources.SOURCES, "new", lambda name, data_dir: sources.Source(name, lambda image_size: small))
-    assert sources.load(sources.find("new"))[1].test.digest == small[1].digest
+    assert sources.load(sources.find("new"))[1].test.digest == small["test"].digest
     with pytest.raises(UsageError, match="leaves none of 20"):
         sources.load(sources.find("new"), 20)
+
+
+def test_validation_split_of_a_source_is_used_unless_examples_are_held_out(caplog):
+    caplog.set_level("INFO", "cifar_towers")
+    splits = {
+        "train": synthetic.make(20, 0, 0),
+        "validation": synthetic.make(8, 0, 2),
+        "test": synthetic.make(10, 0, 1),
+    }
+    source = sources.Source("new", lambda image_size: splits)
+    _, data = sources.load(source)
+    assert data.digests() == {name: split.digest for name, split in splits.items()}
+    _, data = sources.load(source, validation_examples=5)
+    assert (len(data.train.labels), len(data.validation.labels)) == (15, 5)
+    assert caplog.messages[-1] == "new validation: not used, as validation_examples=5"
+
+
+def test_source_with_a_test_split_alone_is_scored_and_not_trained_on():
+    test, train = synthetic.make(10, 0, 1), synthetic.make(20, 0, 0)
+    only_test = sources.Source("new", lambda image_size: {"test": test})
+    assert sources.load_test(only_test).digest == test.digest
+    small = sources.load_test(only_test, 16)
+    assert small.images.shape == (10, 16, 16, 3) and small.info.image_size == 16
+    with pytest.raises(UsageError, match="dataset=new has test examples and no train examples; training needs both"):
+        sources.load(only_test)
+    others = sources.Source("new", lambda image_size: {"train": train, "validation": test})
+    with pytest.raises(UsageError, match="new has train and validation examples and no test examples to score"):
+        sources.load_test(others)

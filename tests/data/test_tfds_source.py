@@ -86,6 +86,16 @@ def test_local_tfds_data_set_is_read(tmp_path, labels, sizes):
     assert "test" not in labels or sorted(data.test.labels) == [1, 2]
 
 
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_tfds_data_set_with_a_test_split_alone(tmp_path, split):
+    prepare(tmp_path, **{split: [2, 0, 1, 1]})
+    source = sources.find("shapes", str(tmp_path))
+    test = sources.load_test(source)
+    assert test.info.class_names == ("x", "y", "z") and sorted(test.labels) == [0, 1, 1, 2]
+    with pytest.raises(UsageError, match="dataset=shapes has test examples and no train examples"):
+        sources.load(source)
+
+
 UNLABELED = r"has images without a class \(label -1\)"
 
 
@@ -96,6 +106,7 @@ UNLABELED = r"has images without a class \(label -1\)"
         ("xyz", {"train": [0, -1], "test": [-1, -1]}, f"its split test {UNLABELED}"),
         ("xyz", {"train": [0, 1], "test": [-1, -1], "validation": [0, -1]}, f"its split validation {UNLABELED}"),
         ("x", {"train": [0, 0, 0]}, "dataset=shapes has one class; at least two are needed"),
+        ("xyz", {"extra": [0, 1]}, "dataset=shapes has no split train, test or validation; its splits are extra"),
     ],
 )
 def test_unusable_tfds_data_set_is_an_error_of_one_line(tmp_path, names, labels, message):
