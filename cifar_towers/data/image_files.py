@@ -13,7 +13,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from cifar_towers.errors import error_text
 
-FORMATS = {"JPEG": (".jpg", ".jpeg"), "PNG": (".png",), "GIF": (".gif",), "BMP": (".bmp",), "WebP": (".webp",)}
+FORMATS = {"JPEG": (".jpg", ".jpeg", ".jfif"), "PNG": (".png",), "GIF": (".gif",), "BMP": (".bmp",), "WebP": (".webp",)}
 SUFFIXES = tuple(suffix for suffixes in FORMATS.values() for suffix in suffixes)
 MAX_PIXELS, MAX_BYTES = 25_000_000, 20_000_000
 MAX_WEBP_PIXELS = 16_000_000  # decoding one takes sixteen bytes a pixel
@@ -85,10 +85,17 @@ def to_levels(image: Image.Image, image_size: int = 0) -> np.ndarray:
       image_size: pixels that the central square is resized to, by antialiased bilinear resampling; 0: the whole image
         in its own size.
     """
-    sixteen_bits = image.mode.startswith("I")  # Pillow clips them when it converts to 8 bits
     transparent = image.has_transparency_data
+    if transparent and any(tile.args == "RGB;16B" for tile in getattr(image, "tile", ())):
+        color = image.info["transparency"]  # in 16 bits, of which Pillow reads the upper 8 of each pixel
+        image.info["transparency"] = tuple(value >> 8 for value in color)
+    turn = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))  # before the pixels are read
+    if transparent and image.mode.startswith("I"):
+        values = np.asarray(image)
+        opaque = np.where(values == image.info["transparency"], 0, 255)
+        image = Image.fromarray(np.stack([values // 257, opaque], -1).astype(np.uint8))
+    sixteen_bits = image.mode.startswith("I")  # Pillow clips them when it converts to 8 bits
     mode = "I" if sixteen_bits else "RGBA" if transparent else "RGB"
-    turn = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     if turn is not None:
         image = image.transpose(turn)
     if image_size:  # `ImageOps.fit` would cut at half pixels, and let pixels outside the square in
@@ -136,7 +143,6 @@ def _decode(file: BinaryIO, image_size: int) -> np.ndarray:
                 kind = " of a WebP image" if limit < MAX_PIXELS else ""
                 size = f"{image.width} x {image.height} pixels"
                 raise PictureError(f"declares {size}; the limit{kind} is {limit // 1_000_000} megapixels")
-            image.getexif()  # before the pixels: some formats cannot read it afterwards
             return to_levels(image, image_size)
     except PictureError:
         raise

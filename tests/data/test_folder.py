@@ -155,7 +155,7 @@ def test_unreadable_images_are_listed_and_other_files_counted(tmp_path, caplog):
         (tmp_path / part / "one" / "bad.png").write_bytes(b"no picture")
     files = folder.scan(tmp_path)
     assert [line.partition(": ")[2] for line in caplog.messages] == [
-        "2 files of other types ignored (images are .jpg, .jpeg, .png, .gif, .bmp, .webp)"
+        "2 files of other types ignored (images are .jpg, .jpeg, .jfif, .png, .gif, .bmp, .webp)"
     ] * 2
     with pytest.raises(DataError, match=r"2 of 6 images cannot be read: .*train/one/bad.png .*test/one/bad.png "):
         folder.load(files, 8)

@@ -30,14 +30,20 @@ def encoded(image, kind, **options):
     return file.getvalue()
 
 
-def png_header(width, height):
-    """Return a PNG that declares a size, with the pixels of a much smaller image."""
+def png(width, height, depth, color, pixels, **chunks):
+    """Return a PNG of this header and these rows of bytes, with more chunks between them."""
 
     def chunk(name, content):
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(30_000_000))) + chunk(b"IEND", b"")
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0))
+    others = b"".join(chunk(name.encode(), content) for name, content in chunks.items())
+    return b"\x89PNG\r\n\x1a\n" + header + others + chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
+
+
+def png_header(width, height):
+    """Return a PNG that declares a size, with the pixels of a much smaller image."""
+    return png(width, height, 8, 2, bytes(30_000_000))
 
 
 def resized(image):
@@ -103,6 +109,40 @@ def test_transparent_pixels_are_white(read):
     palette.putpalette([200, 0, 0, 0, 200, 0])
     assert (read(encoded(palette, "PNG")) == [200, 0, 0]).all()
     assert (read(encoded(palette, "PNG", transparency=0)) == 255).all()
+
+
+GRAY, RGB, PALETTE, GRAY_ALPHA = 0, 2, 3, 4  # color types of PNG
+WHITE = (255, 255, 255)
+
+
+@pytest.mark.parametrize(
+    ("depth", "color", "row", "chunks", "expected"),
+    [
+        (16, GRAY, (0, 25700, 25701, 65535), {"tRNS": (25700,)}, [(0,) * 3, WHITE, (100,) * 3, WHITE]),
+        (16, GRAY, (0, 25700, 51400), {"tRNS": (0,)}, [WHITE, (100,) * 3, (200,) * 3]),
+        (16, RGB, (30000, 200, 65535, 512, 0, 0), {"tRNS": (30000, 200, 65535)}, [WHITE, (2, 0, 0)]),
+        (16, RGB, (5, 6, 7, 300, 2560, 0), {"tRNS": (5, 6, 7)}, [WHITE, (1, 10, 0)]),
+        (16, GRAY_ALPHA, (25700, 0, 25700, 65535), {}, [WHITE, (100,) * 3]),
+        (8, GRAY, (0, 100, 200), {"tRNS": (100,)}, [(0,) * 3, WHITE, (200,) * 3]),
+        (8, RGB, (1, 2, 3, 4, 5, 6), {"tRNS": (1, 2, 3)}, [WHITE, (4, 5, 6)]),
+        (8, PALETTE, (1, 0), {"PLTE": bytes([200, 0, 0, 0, 9, 0]), "tRNS": b"\0"}, [(0, 9, 0), WHITE]),
+    ],
+)
+def test_transparent_color_of_a_png_is_white(read, depth, color, row, chunks, expected):
+    pixels = b"\0" + np.array(row, f">u{depth // 8}").tobytes()
+    chunks = {n: c if isinstance(c, bytes) else np.array(c, ">u2").tobytes() for n, c in chunks.items()}
+    content = png(len(expected), 1, depth, color, pixels, **chunks)
+    np.testing.assert_array_equal(read(content, 0), [expected])
+
+
+def test_transparent_sixteen_bits_are_turned_cropped_and_resized_as_other_images(read):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    rows = b"".join(b"\0" + struct.pack(">3H", 25700, *row) for row in [(0, 25700), (51400, 25700)])
+    content = png(3, 2, 16, GRAY, rows, tRNS=struct.pack(">H", 0), eXIf=exif.tobytes().removeprefix(b"Exif\0\0"))
+    np.testing.assert_array_equal(read(content, 0)[..., 0], [[100, 100], [200, 255], [100, 100]])
+    mean = (100 + 100 + 200 + 255) / 4  # of the central square
+    np.testing.assert_allclose(read(content, 1), [[[mean] * 3]], atol=2)  # Pillow rounds in every pass
 
 
 STORED = {
