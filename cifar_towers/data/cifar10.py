@@ -1,4 +1,4 @@
-"""CIFAR-10 through TensorFlow Datasets (TFDS): located or downloaded, decoded to arrays, verified and cached.
+"""CIFAR-10 from its own files or TensorFlow Datasets (TFDS): located or downloaded, decoded, verified and cached.
 
 The decoded splits are kept in the user's cache directory, so that later starts need neither TFDS nor image decoding.
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from cifar_towers import files
+from cifar_towers.data import cifar10_files
 from cifar_towers.data.dataset import Split
 from cifar_towers.data.tfds_source import import_tfds, in_stored_order, prepare, reachable, tfds_directory
 from cifar_towers.errors import DataError, UsageError, error_line, error_text
@@ -31,14 +32,20 @@ CACHE_ERRORS = (OSError, RuntimeError)  # RuntimeError: the user has no home dir
 
 
 def locate(data_dir: str = "") -> Path:
-    """Return TFDS's directory if CIFAR-10 is there or is cached or can be downloaded. This takes seconds at most.
+    """Return TFDS's directory or that of CIFAR-10's own files, if it is there or is cached or can be downloaded.
+
+    This takes seconds at most.
 
     Raises:
       DataError: no copy, decoded or prepared, no archive to prepare one from, and no connection to download it.
       UsageError: `data_dir` has no copy and would not be used, because CIFAR-10 is cached.
     """
     directory = tfds_directory(data_dir)
-    if data_dir and _is_cached() and not (is_prepared(directory) or _archive(directory).exists()):
+    if is_prepared(directory) or _archive(directory).exists():
+        return directory
+    if copy := cifar10_files.find(data_dir, directory):
+        return copy
+    if data_dir and _is_cached():
         problem = f"has no {BUILDER}" if directory.exists() else "does not exist"
         raise UsageError(
             f"data_dir={data_dir} {problem}, and would not be used: CIFAR-10 is read from {cache_directory()}; leave "
@@ -62,8 +69,11 @@ def read_split(directory: Path, name: str) -> Split:
     if split:
         directory = cache_directory()
     else:
-        split = _from_tfds(_check_available(directory), name)
-        _verify(name, split)
+        if cifar10_files.is_copy(directory):
+            split, hint = cifar10_files.read_split(directory, name), f"replace {directory} by a good copy, or delete it"
+        else:
+            split, hint = _from_tfds(_check_available(directory), name), PREPARE_AGAIN
+        _verify(name, split, hint)
         _save_to_cache(name, split)
     count, per_class, digest = len(split.labels), split.class_counts()[0], split.digest
     log.info("CIFAR-10 %s: %d images, %d per class, sha256 %s, from %s", name, count, per_class, digest[:16], directory)
@@ -75,6 +85,11 @@ def is_prepared(directory: Path) -> bool:
     return (directory / BUILDER / "dataset_info.json").exists()
 
 
+def has_copy(directory: Path) -> bool:
+    """Return whether a path of `locate` has a copy, prepared or in CIFAR-10's own files."""
+    return is_prepared(directory) or cifar10_files.is_copy(directory)
+
+
 def _check_available(directory: Path) -> Path:
     """Return the TFDS directory; raise a DataError if CIFAR-10 is neither there nor elsewhere."""
     archive = _archive(directory)
@@ -82,15 +97,16 @@ def _check_available(directory: Path) -> Path:
         return directory
     raise DataError(
         f"no CIFAR-10 in {directory} and {SOURCE_HOST} does not answer; put {ARCHIVE} into {archive.parent}, "
-        "or give --data_dir=<a directory that holds cifar10/3.0.2>, or train on --dataset=synthetic"
+        "or give --data_dir=<a directory that holds cifar10/3.0.2 or cifar-10-batches-py>, or train on "
+        "--dataset=synthetic"
     )
 
 
-def _verify(name: str, split: Split) -> None:
+def _verify(name: str, split: Split, hint: str) -> None:
     if split.digest != DIGESTS[name]:
         raise DataError(
             f"CIFAR-10's {name} split is damaged: its {len(split.labels)} examples have the digest {split.digest}, it "
-            f"must be {DIGESTS[name]}; {PREPARE_AGAIN}"
+            f"must be {DIGESTS[name]}; {hint}"
         )
 
 

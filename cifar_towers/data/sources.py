@@ -68,7 +68,7 @@ def load(
     try:
         splits = load_splits(source, image_size)
     except DataError as error:
-        if not fall_back or source.name != "cifar10" or (source.directory and cifar10.is_prepared(source.directory)):
+        if not fall_back or source.name != "cifar10" or (source.directory and cifar10.has_copy(source.directory)):
             raise
         source = _synthetic_fallback(error)
         splits = load_splits(source, image_size)

@@ -19,6 +19,7 @@ SMALL = {"train": synthetic.make(200, 0, 0), "test": synthetic.make(100, 0, 1)}
 @pytest.fixture(autouse=True)
 def empty_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
 
 
 @pytest.fixture
