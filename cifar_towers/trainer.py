@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -271,11 +272,14 @@ class Run:
     # The start and the end of a run
 
     def resume(self) -> int:
-        """Log what will be trained, and restore the newest checkpoint, if there is one; return its step, or 0."""
+        """Log what will be trained, and restore the newest checkpoint or start with `init_from`; return the step."""
         self.logger.log_start()
         find = functools.partial(workdir.checkpoint_to_resume, self.requested, self.dataset, self._has_batch_norm)
         metadata = self.checkpoints.restore_latest(find)
         if not metadata:
+            if source := self.requested.init_from:
+                classes = self.dataset.info.class_names
+                self.log(self.checkpoints.initialize(Path(source), self.state.head_names(), classes))
             return 0
         self.timer.resume(metadata["seconds"], metadata["images"])
         self.health.restore(metadata)
@@ -301,8 +305,8 @@ class Run:
         self.shutdown.check()
         self.shutdown.defer_signals(by_consensus=self.workers.size > 1)
         self.timer.end_phase("start")
-        if self.config.rollback_on_divergence and step == 0:
-            self.save_now(0)
+        if step == 0 and (self.config.rollback_on_divergence or self.config.init_from):
+            self.save_now(0)  # to go back to; and from now on the run does not need `init_from`
 
     def end(self) -> None:
         """End the progress display, and a profile that is being taken."""

@@ -15,6 +15,7 @@ from cifar_towers.files import CHECKPOINTS_DIR
 log = logging.getLogger(__name__)
 
 METADATA = "metadata.json"
+MAX_LISTED = 8  # runs in one error message
 EARLIER_METADATA = "facts.json"  # what versions before 2026-11-25 wrote instead
 
 
@@ -51,12 +52,16 @@ def latest_checkpoint(train_dir: Path) -> Path | None:
     return None
 
 
-def checkpoint_at_step(train_dir: Path, step: int) -> Path:
-    """Return the checkpoint of a step.
+def find_checkpoint(train_dir: Path, step: int = 0) -> Path:
+    """Return the checkpoint of a step, or without one the newest undamaged checkpoint.
 
     Raises:
-      UsageError: there is none; the message names the steps that have one. DataError: the checkpoint is damaged.
+      UsageError: there is none; the message names what there is instead. DataError: it is damaged, or all are.
     """
+    if not step:
+        if checkpoint := latest_checkpoint(train_dir):
+            return checkpoint
+        raise UsageError(_explain_missing(train_dir))
     checkpoint = checkpoint_path(train_dir, step)
     if not checkpoint.exists():
         steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in list_checkpoints(train_dir)) or "none"
@@ -64,6 +69,17 @@ def checkpoint_at_step(train_dir: Path, step: int) -> Path:
     if damage := validate_checkpoint(checkpoint):
         raise DataError(f"{checkpoint} is damaged ({damage}); give another --step")
     return checkpoint
+
+
+def _explain_missing(train_dir: Path) -> str:
+    """Return why a directory has no checkpoint, and which directories beside it have some."""
+    if (train_dir / files.CONFIG).exists():
+        return f"no checkpoint in {train_dir}: its run has not saved any yet; train on, then repeat this command"
+    reason = "it is not the directory of a run" if train_dir.is_dir() else "there is no such directory"
+    others = sorted({path.parents[1].name for path in train_dir.parent.glob(f"*/{CHECKPOINTS_DIR}/step-*")})
+    listed = ", ".join(others[:MAX_LISTED]) + ", ..." * (len(others) > MAX_LISTED)
+    hint = f"runs beside it: {listed}" if others else "give the directory of a run, as runs/speed94-seed0"
+    return f"no checkpoint in {train_dir}: {reason}; {hint}"
 
 
 def validate_checkpoint(checkpoint: Path) -> str:

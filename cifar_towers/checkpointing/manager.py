@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,7 +10,13 @@ import tensorflow as tf
 
 from cifar_towers import files
 from cifar_towers.checkpointing import variables as variable_files
-from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoints, read_metadata, validate_checkpoint
+from cifar_towers.checkpointing.checkpoint import (
+    checkpoint_path,
+    find_checkpoint,
+    list_checkpoints,
+    read_metadata,
+    validate_checkpoint,
+)
 from cifar_towers.errors import DataError, RunError
 from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
@@ -119,6 +125,15 @@ class CheckpointManager:
 
         return self._on_all_workers(restore)
 
+    def initialize(self, source: Path, head: Sequence[str], classes: Sequence[str]) -> str:
+        """Start with the newest weights of another run; return the line to log. See `initialize_variables`."""
+
+        def initialize() -> str:
+            variables = self._state.named_variables()
+            return variable_files.initialize_variables(find_checkpoint(source), variables, head, classes)
+
+        return self._on_all_workers(initialize)
+
     def quarantine_damaged(self) -> None:
         """Remove what killed saves left; rename and log damaged checkpoints."""
         files.sweep(self._train_dir / CHECKPOINTS_DIR)
@@ -168,15 +183,15 @@ class CheckpointManager:
                 raise RunError(f"{path} cannot be removed to go back to step {step}: {error.strerror}") from error
         return metadata
 
-    def _on_all_workers(self, restore: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-        """Restore on worker 0, and give all workers its metadata and its values."""
-        metadata = self._workers.broadcast_from_chief(restore)
-        if metadata and self._workers.size > 1:
+    def _on_all_workers(self, restore: Callable[[], Any]) -> Any:
+        """Restore on worker 0, and give all workers what it returns, and its values unless that is None."""
+        result = self._workers.broadcast_from_chief(restore)
+        if result and self._workers.size > 1:
             variables = self._state.named_variables()
             values = self._workers.broadcast_from_chief(lambda: {name: v.numpy() for name, v in variables.items()})
             for name, value in {} if self._workers.is_chief else values.items():
                 variables[name].assign(value)
-        return metadata
+        return result
 
 
 def prune_checkpoints(train_dir: Path, max_to_keep: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import METADATA, checkpoint_path, damaged
+from cifar_towers.checkpointing.checkpoint import METADATA, checkpoint_path, damaged, read_metadata
 from cifar_towers.errors import UsageError
 
 PREFIX = "state"
@@ -61,6 +61,39 @@ def restore_variables(checkpoint: Path, variables: Variables) -> None:
         )
     for name, variable in variables.items():
         variable.assign(values[name])
+
+
+def initialize_variables(checkpoint: Path, variables: Variables, head: Sequence[str], classes: Sequence[str]) -> str:
+    """Start a new run, its averages included, with what another run reports; return the line to log.
+
+    That is the moving average of its weights and batch statistics if it has one. Integers, as seeds, are not taken.
+
+    Args:
+      head: names of the last layer's variables, as `head.kernel`. They stay as they are unless the other run has the
+        same classes in the same order.
+
+    Raises:
+      UsageError: the checkpoint is of another model; the message names the first variable that differs. DataError: the
+        checkpoint is damaged.
+    """
+    metadata, values = read_metadata(checkpoint), read_variables(checkpoint)
+    is_averaged = any(name.startswith("ema.") for name in values)
+    saved, wanted = (
+        {name.removeprefix(prefix): each for name, each in of.items() if name.startswith(prefix)}
+        for prefix, of in (("ema." if is_averaged else "model.", values), ("model.", variables))
+    )
+    new = [] if list(classes) == metadata["dataset_info"]["class_names"] else head
+    source = checkpoint.parents[1]
+    for name in [*wanted, *saved]:
+        there, here = (f"of shape {tuple(each[name].shape)}" if name in each else "absent" for each in (saved, wanted))
+        if there != here and name not in new:
+            raise UsageError(f"init_from={source} is of another model: {name} is {there} there, {here} here")
+    for name, variable in variables.items():
+        owner, _, path = name.partition(".")
+        if owner in ("model", "ema", "lookahead") and variable.dtype.is_floating and path not in new:
+            variable.assign(saved[path])
+    line = f"starting with the {'averaged ' * is_averaged}weights of {source} at step {metadata['step']}"
+    return f"{line}; new, as its classes are others: {', '.join(new)}" if new else line
 
 
 def read_variables(checkpoint: Path, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:

@@ -5,13 +5,14 @@ No function here needs TensorFlow.
 
 import contextlib
 import dataclasses
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import latest_checkpoint, list_checkpoints, read_metadata
+from cifar_towers.checkpointing.checkpoint import find_checkpoint, latest_checkpoint, list_checkpoints, read_metadata
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.recipe import differing_settings, recipe_fields
 from cifar_towers.data.dataset import Dataset
@@ -72,14 +73,29 @@ def choose_directory(config: TrainConfig, banner: str, launch_id: str) -> TrainC
     """Return the config with the directory that the run writes.
 
     Data with a `banner` are not real: they leave the directory of the real run free. `overwrite` is switched off if
-    this launch has cleared the directory before.
+    this launch has cleared the directory before. A resumed run keeps its `init_from`.
+
+    Raises:
+      UsageError: `init_from` is that directory.
     """
     if banner and not config.train_dir:
         config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
     with contextlib.suppress(OSError):  # no launch has cleared it
         if config.overwrite and launch_id and (config.directory / files.LAUNCH).read_text() == launch_id:
             config = dataclasses.replace(config, overwrite=False)
-    return config
+    given, saved = Path(config.init_from), "" if config.overwrite else _saved_init_from(config.directory)
+    if config.init_from and given.resolve() == config.directory.resolve():
+        raise UsageError(f"init_from={given} is the directory of this run itself; give another --train_dir")
+    is_same = not config.init_from or given == Path(saved)
+    return dataclasses.replace(config, init_from=saved) if saved and is_same else config
+
+
+def _saved_init_from(directory: Path) -> str:
+    """Return `init_from` of the run in a directory; empty without a checkpoint."""
+    for checkpoint in list_checkpoints(directory):
+        with contextlib.suppress(DataError, UsageError):  # a damaged one, or of an earlier version
+            return read_metadata(checkpoint)["recipe"].get("init_from", "")
+    return ""
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -88,12 +104,15 @@ def check_settings(config: TrainConfig) -> None:
     `checkpoint_to_resume` repeats the check, with what only the model and the data can tell.
 
     Raises:
-      UsageError: the newest checkpoint was made with other settings, or by an earlier version of this project.
+      UsageError: the newest checkpoint was made with other settings, or by an earlier version of this project; or
+        there is none, and none in `init_from`. DataError: all in `init_from` are damaged.
     """
     checkpoints = [] if config.overwrite else list_checkpoints(config.directory)
     if checkpoints:
         with contextlib.suppress(DataError):  # a damaged one is set aside later
             _check_recipe(checkpoints[-1], read_metadata(checkpoints[-1]), config, has_batch_norm=False)
+    elif config.init_from:
+        find_checkpoint(Path(config.init_from))
 
 
 def prepare(config: TrainConfig, launch_id: str) -> None:
@@ -182,7 +201,8 @@ def _check_recipe(
     if differing:
         raise UsageError(
             f"{checkpoint} was made with other settings ({', '.join(differing)}); "
-            "give those, another --train_dir, or --overwrite to start again in this one"
+            f"give those, another --train_dir, {shlex.quote(f'--init_from={config.directory}')} for a new run that "
+            "starts with these weights, or --overwrite to start again in this one"
         )
 
 

@@ -26,6 +26,7 @@ ELSEWHERE = {  # names that other programs give to a setting
     **dict.fromkeys(("logdir", "log_dir", "output_dir", "save_dir", "workdir", "model_dir", "out"), "train_dir"),
     **dict.fromkeys(("accumulation_steps", "grad_accum"), "micro_batches"),
     **dict.fromkeys(("val_split", "validation_split"), "validation_examples"),
+    **dict.fromkeys(("pretrained", "finetune", "init_checkpoint", "load_from"), "init_from"),
     **{
         "data": "dataset",
         "scheduler": "learning_rate_schedule",

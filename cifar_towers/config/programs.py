@@ -196,6 +196,7 @@ class BenchmarkConfig:
     refused: ClassVar[Mapping[str, str]] = {  # settings of the recipe without a flag here -> why
         **dict.fromkeys(VARIED, f"the benchmark varies {', '.join(VARIED)} itself"),
         **dict.fromkeys(CLUSTER, "the benchmark measures one machine"),
+        "init_from": "a step takes as long with any weights",
         "gpu_memory_growth": "the processes of the benchmark share the GPUs, so it is always on",
     }
 

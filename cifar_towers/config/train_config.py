@@ -209,8 +209,8 @@ class TrainConfig(DeviceConfig):
     )
     train_dir: str = _run.free(
         "",
-        "directory of everything the run writes; default: runs/<recipe>-seed<seed>, or "
-        "runs/<recipe>-<dataset>-seed<seed> for data other than CIFAR-10 and synthetic",
+        "directory of everything the run writes; default: runs/<recipe>-seed<seed>, with -<dataset> for data other "
+        "than CIFAR-10 and synthetic, and -from-<run> for init_from",
         per_worker=True,
         per_run=True,
     )
@@ -224,6 +224,11 @@ class TrainConfig(DeviceConfig):
         "",
         "seeds of several runs, trained one after another, as 0,1,2; their mean and standard deviation are printed",
         per_run=True,
+    )
+    init_from: str = _run.recipe(
+        "",
+        "directory of a trained run whose newest weights this run starts with; the last layer is new if the classes "
+        "are not the same in the same order",
     )
     epochs: float = _run.recipe(8.0, "number of passes over the training set", low=0, high=1e6)
     max_steps: int = _run.free(0, "number of steps after which the run stops and is evaluated; 0: no limit", low=0)
@@ -420,6 +425,7 @@ class TrainConfig(DeviceConfig):
         """`train_dir`, or its default."""
         data = os.path.basename(os.path.abspath(self.dataset.removeprefix(FOLDER)))
         suffix = "" if self.dataset in DEFAULT_DATASETS else "-" + re.sub(r"\W+", "-", data).strip("-")
+        suffix += f"-from-{os.path.basename(os.path.abspath(self.init_from))}" * bool(self.init_from)
         return Path(self.train_dir or f"runs/{self.name}{suffix}-seed{self.seed}")
 
     def check_shares(self, num_devices: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import checkpoint_at_step, latest_checkpoint, read_metadata
+from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_metadata
 from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.augment import Augmentation
@@ -20,7 +20,6 @@ from cifar_towers.errors import DataError, UsageError, error_text
 from cifar_towers.registry import check_dataset, split_user_model
 from cifar_towers.training import build
 
-MAX_LISTED = 8  # runs in one error message
 DEVICE_GROUPS = ("Towers", "Cluster")  # settings of how a run was trained, which its use does not depend on
 
 
@@ -78,9 +77,7 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
       UsageError: there is no such run or checkpoint, or it has another model. DataError: the settings or the
         checkpoint, or all checkpoints, are damaged.
     """
-    checkpoint = checkpoint_at_step(train_dir, step) if step else latest_checkpoint(train_dir)
-    if not checkpoint:
-        raise UsageError(_explain_missing(train_dir))
+    checkpoint = find_checkpoint(train_dir, step)
     config = _read_config(train_dir / files.CONFIG)
     _check_model(config, model, train_dir)
     config = dataclasses.replace(config, model=model or config.model)
@@ -103,17 +100,6 @@ def _read_config(path: Path) -> TrainConfig:
         return TrainConfig(**{name: value for name, value in settings.items() if name in names})
     except (ValueError, TypeError) as error:
         raise DataError(f"{path} does not hold the settings of a run: {error_text(error)}") from None
-
-
-def _explain_missing(train_dir: Path) -> str:
-    """Return why a directory has no checkpoint, and which directories beside it have some."""
-    if (train_dir / files.CONFIG).exists():
-        return f"no checkpoint in {train_dir}: its run has not saved any yet; train on, then repeat this command"
-    reason = "it is not the directory of a run" if train_dir.is_dir() else "there is no such directory"
-    others = sorted({path.parents[1].name for path in train_dir.parent.glob(f"*/{files.CHECKPOINTS_DIR}/step-*")})
-    listed = ", ".join(others[:MAX_LISTED]) + ", ..." * (len(others) > MAX_LISTED)
-    hint = f"runs beside it: {listed}" if others else "give the directory of a run, as runs/speed94-seed0"
-    return f"no checkpoint in {train_dir}: {reason}; {hint}"
 
 
 def _check_model(config: TrainConfig, model: str, train_dir: Path) -> None:

@@ -1,0 +1,180 @@
+"""Runs that start with the weights of another run."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+from cifar_towers.checkpointing.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints, read_metadata
+from cifar_towers.checkpointing.variables import initialize_variables, read_variables, save_checkpoint
+from cifar_towers.config import TrainConfig
+from cifar_towers.config.programs import EvaluateConfig
+from cifar_towers.config.schedules import RunLength
+from cifar_towers.data import synthetic
+from cifar_towers.errors import Interrupted, UsageError
+from cifar_towers.evaluation.score import reported_score
+from cifar_towers.inference.evaluate import evaluate_checkpoint
+from cifar_towers.training import build
+from tests.configs import net
+from tests.messages import lines_with
+from tests.runs.short_runs import QUICK, TINY, StopAtStep, run
+
+ROOT = Path(__file__).parents[2]
+FINETUNE = replace(TINY, max_steps=4, learning_rate=0.02, keep_checkpoints=9, lookahead=True)
+
+
+def values_of(checkpoint, owner, dtype=np.float32):
+    """Return the values of `model`, `ema` or `lookahead` by their names in the model."""
+    values = read_variables(checkpoint)
+    of_owner = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{owner}.")}
+    return {name: value for name, value in of_owner.items() if value.dtype == dtype}
+
+
+def stopped_run(config, directory, **settings):
+    """Train a step and keep the checkpoint from before it alone."""
+    with pytest.raises(Interrupted, match="step 1"):
+        run(config, directory, StopAtStep(1), **settings)
+    shutil.rmtree(checkpoint_path(directory, 1))
+    return checkpoint_path(directory, 0)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_first_evaluation_is_that_of_the_other_run(tmp_path, tiny_run, num_gpus, capsys):
+    """Evaluate the checkpoint from before the first step: raw and averaged weights score as the other run reports."""
+    source, result, _ = tiny_run
+    first = stopped_run(FINETUNE, tmp_path, init_from=str(source), num_gpus=num_gpus, seed=1)
+    assert lines_with(capsys.readouterr().out, "starting with the averaged weights", source, "step 20")
+    for weights in ("raw", "ema"):
+        config = EvaluateConfig(train_dir=str(tmp_path), model=TINY.model, weights=weights, json=True, num_gpus=2)
+        score = json.loads(evaluate_checkpoint(replace(config, precision="float32")))
+        reported = reported_score(result["evaluations"])
+        assert score["step"] == 0 and reported["weights"] == "ema"
+        assert score["accuracy"] == reported["accuracy"] and score["loss"] == pytest.approx(reported["loss"], abs=1e-6)
+    averaged = values_of(latest_checkpoint(source), "ema")
+    assert "batch_normalization.moving_variance" in averaged and "dense.kernel" in averaged
+    for owner in ("model", "ema", "lookahead"):
+        np.testing.assert_equal(values_of(first, owner), averaged)
+    slots = {name: value for name, value in read_variables(first).items() if name.startswith("optimizer.")}
+    assert slots and not any(value.any() for value in slots.values())
+    seeds = [values_of(path, "model", np.int64) for path in (first, latest_checkpoint(source))]
+    assert len(seeds[0]) == 1 and all(seeds[0][name][0] != seeds[1][name][0] for name in seeds[0])  # the new run's own
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_resumed_without_the_other_run_it_ends_with_the_same_bits(tmp_path, tiny_run, num_gpus):
+    source = shutil.copytree(tiny_run[0], tmp_path / "source")
+    config = replace(FINETUNE, num_gpus=num_gpus)
+    uninterrupted = run(config, tmp_path / "one", init_from=str(source))
+    with pytest.raises(Interrupted, match="step 2"):
+        run(config, tmp_path / "two", StopAtStep(2), init_from=str(source))
+    with pytest.raises(UsageError, match=r"init_from .*source -> .*tiny\b"):
+        run(config, tmp_path / "two", init_from=str(tiny_run[0]))
+    shutil.rmtree(source)
+    resumed = run(config, tmp_path / "two")
+    assert resumed["weights_sha256"] == uninterrupted["weights_sha256"]
+    recorded = [json.loads((tmp_path / name / "config.json").read_text())["init_from"] for name in ("one", "two")]
+    recorded += [read_metadata(path)["recipe"]["init_from"] for path in list_checkpoints(tmp_path / "two")]
+    assert set(recorded) == {str(source)}
+    assert run(config, tmp_path / "two", init_from=f"{source}/") == resumed  # complete, with the flag too
+
+
+@pytest.fixture(scope="module")
+def three_classes(tmp_path_factory):
+    """Return a value of `--dataset`: 60 + 60 images of three shapes."""
+    root = tmp_path_factory.mktemp("three")
+    for part, stream in (("train", 0), ("test", 1)):
+        split = synthetic.make(200, 0, stream)
+        for index in np.flatnonzero(split.labels < 3):
+            place = root / part / synthetic.CLASSES[split.labels[index]]
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(split.images[index]).save(place / f"{index}.png")
+    return f"folder:{root}"
+
+
+def test_other_classes_get_a_new_head(tmp_path, tiny_run, three_classes, capsys):
+    config = replace(FINETUNE, dataset=three_classes, batch_size=20, num_gpus=2, rollback_on_divergence=True)
+    first = stopped_run(config, tmp_path / "from", init_from=str(tiny_run[0]))
+    assert lines_with(capsys.readouterr().out, "classes", "dense.kernel", "dense.bias")
+    plain = values_of(stopped_run(config, tmp_path / "plain"), "model")
+    averaged = values_of(latest_checkpoint(tiny_run[0]), "ema")
+    for owner in ("model", "ema", "lookahead"):
+        values = values_of(first, owner)
+        assert values["dense.kernel"].shape == (8, 3)
+        for name, value in values.items():
+            np.testing.assert_array_equal(value, (plain if name.startswith("dense.") else averaged)[name])
+    assert run(config, tmp_path / "from")["step"] == 4
+
+
+def test_whitening_filters_are_the_other_runs(tmp_path):
+    """Start a speednet with Muon and whitening filters of its own, also with the same classes in another order."""
+    train = synthetic.make(400, 0, 0)
+    config = replace(QUICK, optimizer="muon", lookahead=True, whitening_images=400)
+    other, state = (
+        build.make_state(replace(config, **settings), "float32", train, RunLength(2, 20, 20))[0]
+        for settings in ({"whitening_images": 100, "seed": 1, "lookahead": False}, {})
+    )
+    for variable in other.ema.averages:
+        variable.assign_add(tf.ones_like(variable))  # the averages differ from the weights
+    classes = train.info.class_names
+    saved = save_checkpoint(tmp_path, 7, other.named_variables(), {"dataset_info": {"class_names": list(classes)}})
+    values, variables = values_of(saved, "ema"), state.named_variables()
+    own = {name: variable.numpy() for name, variable in variables.items()}
+    head = state.head_names()
+    assert head == ["head.kernel"] and not np.array_equal(own["model.whitening.kernel"], values["whitening.kernel"])
+    for order, new in ((classes[::-1], head), (classes, [])):
+        line = initialize_variables(saved, variables, head, order)
+        assert line.startswith(f"starting with the averaged weights of {tmp_path} at step 7")
+        assert line.endswith("head.kernel") == bool(new)
+        for name, variable in variables.items():
+            owner, _, path = name.partition(".")
+            is_taken = owner in ("model", "ema", "lookahead") and path not in new
+            np.testing.assert_array_equal(variable, values[path] if is_taken else own[name])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (net("dropping"), r"dense.kernel is of shape \(8, 10\) there, of shape \(1200, 10\) here"),
+        ("cifarnet", r"conv1.kernel is absent there, of shape \(5, 5, 3, 64\) here"),
+    ],
+)
+def test_another_model_is_refused_before_training(tmp_path, tiny_run, model, message):
+    with pytest.raises(UsageError, match=f"init_from={tiny_run[0]} is of another model: {message}"):
+        run(FINETUNE, tmp_path, model=model, init_from=str(tiny_run[0]), num_gpus=2)
+    assert not list_checkpoints(tmp_path)
+
+
+def test_a_longer_run_is_refused_with_the_way_on(tiny_run):
+    with pytest.raises(UsageError, match=f"epochs .* -> 30.*--init_from={tiny_run[0]} .*--overwrite"):
+        run(TINY, tiny_run[0], epochs=30.0)
+
+
+def test_a_run_does_not_overwrite_its_own_source(saved_run):
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match="init_from=.* is the directory of this run itself.*--train_dir"):
+            run(FINETUNE, saved_run, init_from=f"{saved_run.parent}/./saved/", overwrite=overwrite)
+    assert len(list_checkpoints(saved_run)) == 3
+
+
+def test_directory_of_a_run_names_the_other():
+    assert (
+        str(TrainConfig(recipe="speed94", init_from="runs/mine/", seed=3).directory) == "runs/speed94-from-mine-seed3"
+    )
+
+
+def test_a_missing_run_is_refused_before_tensorflow_is_imported(tmp_path):
+    (tmp_path / "tensorflow.py").write_text("import os\nos.abort()\n")
+    program = "import sys; sys.path.insert(0, '.'); from cifar_towers.cli.main import train; train()"
+    flags = ["--dataset=synthetic", f"--train_dir={tmp_path}/new"]
+    for source, why in (("none", "there is no such directory"), ("", "it is not the directory of a run")):
+        command = [sys.executable, "-c", program, *flags, f"--init_from={tmp_path / source}"]
+        environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith(f"usage: no checkpoint in {tmp_path / source}: {why}")
