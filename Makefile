@@ -6,13 +6,13 @@ ARGS ?=
 TARGET := $(patsubst speed%,--target=0.%,$(filter speed93 speed94 speed95 speed96,$(CONFIG)))
 BIN := .venv/bin
 NVIDIA := $(wildcard /proc/driver/nvidia/version /usr/lib/wsl/lib/libcuda.so.1)
-INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt -e
 
 # a flag overrides the recipe wherever it stands, and smoke has data of its own
 RECIPE := --recipe=$(CONFIG) $(if $(filter smoke,$(CONFIG)),,--dataset=auto)
 
 .PHONY: help setup train runs evaluate predict export tensorboard bench speedrun scaling
-.PHONY: test test-long test-browser test-gpu lint format compare faults faults-long clean
+.PHONY: test test-long test-browser test-gpu lint format lock compare faults faults-long clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,7 +26,7 @@ help:
 
 setup: .venv/ready  ## install what the programs need into .venv; every other target does so itself
 
-.venv/ready: setup.cfg pyproject.toml
+.venv/ready: setup.cfg pyproject.toml constraints.txt
 	@echo "setting up .venv (a minute or two, once)"
 	@$(BIN)/python -c 'import pip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	$(INSTALL) '.$(if $(NVIDIA),[gpu])'
@@ -90,6 +90,11 @@ lint: .venv/dev-ready  ## check style and docstrings (ruff) and types (mypy)
 format: .venv/dev-ready  ## fix style (ruff)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+lock: .venv/dev-ready .venv/browser-ready  ## install the newest versions that setup.cfg allows, and write constraints.txt
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev,browser]'
+	@sed -i '/^[^#]/d' constraints.txt
+	$(BIN)/python -m pip freeze --exclude-editable >> constraints.txt
 
 compare: .venv/ready  ## train small runs at REV and at HEAD: are losses and weights the same?
 	@$(BIN)/python scripts/compare_revisions.py $(REV) $(ARGS)
