@@ -3,15 +3,11 @@
 This module does not import TensorFlow, so that a wrong name is refused at once.
 """
 
-import ast
-import importlib.util
 import re
-import sys
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 from typing import NamedTuple
 
-from cifar_towers.errors import UsageError, did_you_mean
+from cifar_towers.errors import UsageError
+from cifar_towers.user_code import split_function
 
 
 class ModelSpec(NamedTuple):
@@ -70,12 +66,6 @@ TTA_LEVELS = {  # `--tta`: views whose weights sum to 1, the image itself first.
 }
 
 
-def split_user_model(model: str) -> tuple[str, str] | None:
-    """Split the name of a user's model: `"nets.py:make"` -> ("nets.py", "make"). Return None for other names."""
-    module, _, function = model.rpartition(":")
-    return (module, function) if module and function.isidentifier() else None
-
-
 def model_spec(model: str) -> ModelSpec:
     """Return the properties of a model by name; every model of a user's has the same."""
     return MODELS.get(model, ModelSpec())
@@ -83,58 +73,11 @@ def model_spec(model: str) -> ModelSpec:
 
 def check_model(model: str) -> None:
     """Raise UsageError if the name is neither that of a built-in model nor that of a user's function."""
-    if model not in MODELS and not split_user_model(model):
+    if model not in MODELS and not split_function(model):
         raise UsageError(
             f"model={model} is not one of {', '.join(MODELS)}; give a model of your own as package.module:function or "
             "path/to/file.py:function"
         )
-
-
-def check_user_model(model: str) -> None:
-    """Check, without executing any code, that the file or module of a user's model exists and has the function.
-
-    Raises:
-      UsageError: the file, the module or the function does not exist.
-    """
-    if not (names := split_user_model(model)):
-        return
-    source, function = names
-    path = Path(source).expanduser()
-    if not source.endswith(".py"):
-        spec = _find_module(source)
-        if not spec:
-            raise UsageError(f"model={model}: there is no module {source}; or write path/to/file.py:function")
-        path = Path(spec.origin or "")
-    elif not path.is_file():
-        raise UsageError(f"model={model}: there is no file {path}")
-    if path.suffix != ".py":
-        return
-    try:
-        nodes = [*ast.walk(ast.parse(path.read_bytes()))]
-    except (OSError, ValueError, SyntaxError):  # importing it will tell where
-        return
-    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    bound |= {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
-    if not {function, "*", "__getattr__"} & (defined | bound):
-        has = f"it has {', '.join(sorted(defined)) or 'none'}"
-        raise UsageError(f"model={model}: {source} has no function {function}; {did_you_mean(function, defined)}{has}")
-
-
-def _find_module(name: str) -> ModuleSpec | None:
-    """Find a module as an import would. Only a package's parents' search paths are read; nothing is executed."""
-    top, *inner = name.split(".")
-    sys.path.insert(0, "")  # as for an import of a user's model
-    try:
-        spec = importlib.util.find_spec(top)
-    except ValueError:  # a module without a spec, as __main__
-        return None
-    finally:
-        sys.path.remove("")
-    for part in inner:
-        top = f"{top}.{part}"
-        spec = PathFinder.find_spec(top, spec.submodule_search_locations) if spec else None
-    return spec
 
 
 def check_dataset(dataset: str) -> None:

@@ -17,7 +17,7 @@ from cifar_towers.cli.flags import Config, parse_command_line
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import Interrupted, RunError, UsageError, caused_by_interrupt, error_line, error_text
-from cifar_towers.registry import check_user_model
+from cifar_towers.user_code import check_function
 
 Body = Callable[[ShutdownHandler], int | None]  # of a program; may return an exit code
 
@@ -72,7 +72,7 @@ def parse(config_class: type[Config], program: Callable) -> Config:
     description = re.sub(r"^\w+\.py ", r"  \g<0>", inspect.getdoc(program) or "", flags=re.M)
     config = parse_command_line(config_class, sys.argv, description)
     recipe = getattr(config, "recipe", None)
-    check_user_model(getattr(recipe if isinstance(recipe, TrainConfig) else config, "model", ""))
+    check_function("model", getattr(recipe if isinstance(recipe, TrainConfig) else config, "model", ""))
     return config
 
 

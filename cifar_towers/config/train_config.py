@@ -15,6 +15,7 @@ from cifar_towers.config import schedules
 from cifar_towers.config.settings import Section, check_limits
 from cifar_towers.errors import DataError, DivergedError, UsageError, WorkerLostError, describe_exit_codes
 from cifar_towers.registry import DEFAULT_DATASETS, FOLDER, MODELS, OPTIMIZERS, TTA_LEVELS, model_spec
+from cifar_towers.user_code import split_function
 
 MAX_MICRO_BATCHES = 1024  # of a tower's shard
 MIN_IMAGE_SIZE = 18  # pixels
@@ -413,7 +414,7 @@ class TrainConfig(DeviceConfig):
     @property
     def user_model(self) -> tuple[str, str] | None:
         """The module or file and the function of `model` if it is the user's own; None for a built-in model."""
-        return registry.split_user_model(self.model)
+        return split_function(self.model)
 
     @property
     def name(self) -> str:

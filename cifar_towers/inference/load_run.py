@@ -17,8 +17,9 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import DatasetInfo
 from cifar_towers.errors import DataError, UsageError, error_text
-from cifar_towers.registry import check_dataset, split_user_model
+from cifar_towers.registry import check_dataset
 from cifar_towers.training import build
+from cifar_towers.user_code import split_function
 
 DEVICE_GROUPS = ("Towers", "Cluster")  # settings of how a run was trained, which its use does not depend on
 
@@ -105,7 +106,7 @@ def _read_config(path: Path) -> TrainConfig:
 def _check_model(config: TrainConfig, model: str, train_dir: Path) -> None:
     """Raise unless the user names the function of a model of the user's own, and thereby agrees to executing it."""
     trained = shlex.quote(config.model)
-    if config.user_model and not split_user_model(model):
+    if config.user_model and not split_function(model):
         raise UsageError(
             f"{train_dir} was trained with --model={trained}, code that must be executed to make the model; if you "
             f"trust it, give --model={trained}, or the path where it is now"

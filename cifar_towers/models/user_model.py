@@ -1,20 +1,13 @@
-"""A model of the user's own: load the function that makes it, build it, and check that towers can train it.
+"""A model of the user's own: build it, and check that towers can train it.
 
 Towers call a model several times a step, each time with weights, non-trainable values and seeds passed in. A layer must
 not have other state: no `tf.Variable` besides its weights, no random numbers without a `keras.random.SeedGenerator`.
 """
 
 import contextlib
-import importlib
-import importlib.util
 import inspect
 import re
-import sys
-import sysconfig
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -23,30 +16,12 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from cifar_towers.towers.keras_parallel import first_call, overridden_fit_method
+from cifar_towers.user_code import UserCodeError, as_user_code_errors
 
 SEEDED = "for random numbers use a keras.random.SeedGenerator"
 NUM_IMAGES = 4  # in the batch that a model is checked with
 ROUNDING = 1e-3  # smaller differences between two calls, relative to the largest output, are not random numbers
 PASS_THROUGH = ("Identity", "Cast", "Reshape", "Squeeze")  # operations that may follow the softmax
-
-
-class ModelError(ValueError):
-    """The reason why towers cannot train a user's model, in one line."""
-
-
-def load_function(source: str, name: str) -> Callable[..., keras.Model]:
-    """Import the function `name` from a file (`path/to/file.py`) or from an importable module.
-
-    Raises:
-      ModelError: there is no such file, module or function, or importing it fails.
-    """
-    with _as_model_errors(f"{source} cannot be imported"):
-        module = _import(source)
-    function = getattr(module, name, None)
-    if not callable(function):
-        functions = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value))
-        raise ModelError(f"{source} has no function {name}; it has {functions or 'none'}")
-    return function
 
 
 def build_model(function: Callable[..., keras.Model], image_size: int, num_classes: int, policy: str) -> keras.Model:
@@ -55,21 +30,21 @@ def build_model(function: Callable[..., keras.Model], image_size: int, num_class
     Arguments of `function` that are called `image_size`, `num_classes` or `dtype` get their values.
 
     Raises:
-      ModelError: the function fails, or its model has other input or output shapes, probabilities instead of logits,
+      UserCodeError: the function fails, or its model has other input or output shapes, probabilities instead of logits,
         no weights to train, or two variables of a name. Towers also cannot train a model with variables that are not
         weights, or random numbers without a seed. The message names the layer, if there is one.
     """
     arguments = {"image_size": image_size, "num_classes": num_classes, "dtype": policy}
-    with _as_model_errors("the model cannot be built"), contextlib.ExitStack() as stack:
+    with as_user_code_errors("the model cannot be built"), contextlib.ExitStack() as stack:
         stack.callback(keras.config.set_dtype_policy, keras.config.dtype_policy())
         keras.config.set_dtype_policy(policy)
         parameters = inspect.signature(function).parameters
         model = function(**{name: value for name, value in arguments.items() if name in parameters})
         if not isinstance(model, keras.Model):
-            raise ModelError(f"it returns {type(model).__name__}, not a Keras model")
+            raise UserCodeError(f"it returns {type(model).__name__}, not a Keras model")
         method = overridden_fit_method(model)
         if method:
-            raise ModelError(f"it overrides {method}, which towers would not run; leave it out")
+            raise UserCodeError(f"it overrides {method}, which towers would not run; leave it out")
         model = _as_functional(model, image_size)
     _check_model(model, image_size, num_classes)
     return model
@@ -77,12 +52,12 @@ def build_model(function: Callable[..., keras.Model], image_size: int, num_class
 
 def _check_model(model: keras.Model, image_size: int, num_classes: int) -> None:
     if not model.trainable_variables:
-        raise ModelError("it has no weights to train")
+        raise UserCodeError("it has no weights to train")
     paths = [variable.path for variable in model.variables]
     duplicate = next((path for path in paths if paths.count(path) > 1), "")
     if duplicate:
-        raise ModelError(f"two of its variables are called {duplicate}; give the layers different names")
-    with _as_model_errors(f"two towers cannot call it on {image_size}x{image_size} images"):
+        raise UserCodeError(f"two of its variables are called {duplicate}; give the layers different names")
+    with as_user_code_errors(f"two towers cannot call it on {image_size}x{image_size} images"):
         graph = _trace(model, image_size)
         _check_captures(graph, model)
         _check_repeatable(model, image_size)
@@ -98,37 +73,6 @@ def adds_losses(model: keras.Model, image_size: int) -> bool:
 
     tf.function(call, autograph=False).get_concrete_function(tf.TensorSpec([NUM_IMAGES, image_size, image_size, 3]))
     return bool(losses)
-
-
-@contextlib.contextmanager
-def _as_model_errors(message: str) -> Iterator[None]:
-    """Raise any error inside as a ModelError of one line, with the place in the user's code."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(f"{message}: {_error_line(error)}") from error
-
-
-def _import(source: str) -> ModuleType:
-    path = Path(source).expanduser()
-    is_file = source.endswith(".py")
-    if is_file and not path.is_file():
-        raise ModelError(f"there is no file {path}")
-    directory = str(path.parent) if is_file else ""
-    sys.path.insert(0, directory)  # as Python does for the directory of the script it runs
-    try:
-        if not is_file:
-            return importlib.import_module(source)
-        spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
-        assert spec and spec.loader, "a file that ends in .py has both"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.remove(directory)
 
 
 def _as_functional(model: keras.Model, image_size: int) -> Functional:
@@ -163,7 +107,7 @@ def _trace(model: keras.Model, image_size: int) -> tf.Graph:
 def _check_captures(graph: tf.Graph, model: keras.Model) -> None:
     for _, captured in graph.captures:
         if captured.dtype == tf.resource and captured.consumers():
-            raise ModelError(
+            raise UserCodeError(
                 f"{_layer_of(captured.consumers()[0].name, model)} uses a variable that is not a weight of the model, "
                 f"and towers would share it; create it with add_weight(trainable=False); {SEEDED}"
             )
@@ -182,7 +126,7 @@ def _check_repeatable(model: keras.Model, image_size: int) -> None:
     first, second = (probe.stateless_call(weights, non_trainable, images, training=True)[0] for _ in range(2))
     for layer, *outputs in zip(layers, first, second, strict=True):
         if not _equal_to_rounding(*outputs):
-            raise ModelError(
+            raise UserCodeError(
                 f"layer {layer.name} returns other values in a second call with the same input, weights and seeds: it "
                 f"draws random numbers without a seed; {SEEDED}"
             )
@@ -198,15 +142,15 @@ def _equal_to_rounding(first: Any, second: Any) -> bool:
 
 def _check_output(output: Any, model: keras.Model, num_classes: int) -> None:
     if not isinstance(output, tf.Tensor):
-        raise ModelError(f"it returns {type(output).__name__}, not one tensor of logits")
+        raise UserCodeError(f"it returns {type(output).__name__}, not one tensor of logits")
     if output.shape.rank != 2 or output.shape[1] != num_classes:
         layer = _layer_of(_source_op(output, ("Identity",)).name, model)
-        raise ModelError(
+        raise UserCodeError(
             f"{layer} has an output of shape {output.shape[1:]} per image; {num_classes} classes need ({num_classes},)"
         )
     last = _source_op(output, PASS_THROUGH)
     if last.type in ("Softmax", "Sigmoid"):
-        raise ModelError(
+        raise UserCodeError(
             f"{_layer_of(last.name, model)} ends in {last.type.lower()}, and the loss takes logits; set activation=None"
         )
 
@@ -225,13 +169,3 @@ def _layer_of(op_name: str, model: keras.Model) -> str:
     scopes = [re.sub(r"_\d+$", "", scope) for scope in op_name.split("/")]  # Keras may open a scope twice a call
     layers = [scope for scope in scopes if scope in names]
     return f"layer {layers[-1]}" if layers else "the model"
-
-
-def _error_line(error: Exception) -> str:
-    """Return an error as one line, with the last place in the user's code that it came from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    others = ("<", __file__, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-    users = [frame for frame in frames if not frame.filename.startswith(others)]
-    place = f"{Path(users[-1].filename).name}, line {users[-1].lineno}: " if users else ""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Keras writes in bold
-    return f"{place}{type(error).__name__}: {' '.join(text.split())[:200]}"

@@ -29,6 +29,7 @@ from cifar_towers.training.optimizers import RoleSchedule, make_optimizer
 from cifar_towers.training.results import PROXY
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import Update, make_train_step, make_update, select_hard_examples
+from cifar_towers.user_code import UserCodeError, load_function
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "float64": "float64"}
 MAX_WHITENING_PIXELS = 5000 * 32 * 32  # at once; their patches take a hundred bytes each
@@ -107,11 +108,11 @@ def _user_model(config: TrainConfig, precision: str, info: DatasetInfo) -> keras
     naming.reset_uids()  # layers without a name are called the same in every process, whatever was made before
     keras.utils.set_random_seed(config.seed)
     try:
-        function = user_model.load_function(*config.user_model)
+        function = load_function(*config.user_model)
         return user_model.build_model(
             function, config.crop or info.image_size, len(info.class_names), POLICIES[precision]
         )
-    except user_model.ModelError as error:
+    except UserCodeError as error:
         raise UsageError(f"model={config.model}: {error}") from error
 
 

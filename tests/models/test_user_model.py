@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from cifar_towers.models import user_model
 from cifar_towers.models.layers import BatchNorm, synchronize
-from cifar_towers.models.user_model import ModelError
 from cifar_towers.towers import run_on_towers_synchronized, split_batch
+from cifar_towers.user_code import UserCodeError
 
 L = keras.layers
 
@@ -137,7 +137,7 @@ HEAD_OF_PROBABILITIES = L.Dense(10, "softmax", name="shares")
     ],
 )
 def test_models_that_towers_cannot_train_are_rejected_in_one_line(make, message):
-    with pytest.raises(ModelError, match=message) as caught:
+    with pytest.raises(UserCodeError, match=message) as caught:
         user_model.build_model(make, 24, 10, "float32")
     assert "\n" not in str(caught.value)
 
@@ -158,22 +158,6 @@ def test_a_sequential_model_becomes_a_graph_of_its_layers():
     assert [layer.name for layer in model.layers[1:]] == ["first", "flat", "head"]
     names = [variable.path for variable in sequential.variables]
     assert [variable.path for variable in model.variables] == names  # as in checkpoints
-
-
-def test_functions_are_loaded_from_files_and_modules(tmp_path, monkeypatch):
-    (tmp_path / "mynets.py").write_text("import keras\n\ndef small():\n    return 3\n")
-    (tmp_path / "broken.py").write_text("import keras\n\nraise OSError('no')\n")
-    assert user_model.load_function(str(tmp_path / "mynets.py"), "small")() == 3
-    monkeypatch.chdir(tmp_path)
-    assert user_model.load_function("mynets", "small")() == 3
-    for source, name, message in (
-        ("nowhere.py", "small", "there is no file nowhere.py"),
-        ("nosuchmodule", "small", "nosuchmodule cannot be imported: ModuleNotFoundError"),
-        ("mynets", "large", "mynets has no function large; it has small"),
-        ("broken.py", "small", "broken.py cannot be imported: broken.py, line 3: OSError: no"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            user_model.load_function(source, name)
 
 
 def test_adds_losses():

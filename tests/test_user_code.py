@@ -1,11 +1,11 @@
-"""Names of a user's models are checked without executing any code."""
+"""Names of a user's functions are checked without executing any code; functions are loaded with errors of one line."""
 
 import sys
 
 import pytest
 
 from cifar_towers.errors import UsageError
-from cifar_towers.registry import check_user_model
+from cifar_towers.user_code import UserCodeError, check_function, load_function
 
 NETS = """
 import os; os.abort()
@@ -30,9 +30,11 @@ def nets(tmp_path, monkeypatch):
 @pytest.mark.parametrize("source", ["package/nets.py", "package.nets"])
 @pytest.mark.parametrize("name", ["make", "Net", "assigned", "imported"])
 def test_whatever_a_file_or_module_may_define_is_accepted(nets, source, name):
-    check_user_model(f"{source}:{name}")
-    check_user_model(f"{source.replace('nets', 'star')}:{name}")
-    check_user_model(f"{source.replace('nets', 'broken')}:{name}")  # importing it says in which line it is broken
+    check_function("model", f"{source}:{name}")
+    check_function("model", f"{source.replace('nets', 'star')}:{name}")
+    check_function(
+        "model", f"{source.replace('nets', 'broken')}:{name}"
+    )  # importing it says in which line it is broken
 
 
 @pytest.mark.parametrize(
@@ -47,10 +49,26 @@ def test_whatever_a_file_or_module_may_define_is_accepted(nets, source, name):
 )
 def test_a_missing_file_module_or_function_is_named(nets, model, message):
     with pytest.raises(UsageError) as caught:
-        check_user_model(model)
+        check_function("model", model)
     assert message in str(caught.value)
 
 
 def test_built_in_models_need_no_file():
-    check_user_model("speednet94")
-    check_user_model("")
+    check_function("model", "speednet94")
+    check_function("model", "")
+
+
+def test_functions_are_loaded_from_files_and_modules(tmp_path, monkeypatch):
+    (tmp_path / "mynets.py").write_text("import keras\n\ndef small():\n    return 3\n")
+    (tmp_path / "broken.py").write_text("import keras\n\nraise OSError('no')\n")
+    assert load_function(str(tmp_path / "mynets.py"), "small")() == 3
+    monkeypatch.chdir(tmp_path)
+    assert load_function("mynets", "small")() == 3
+    for source, name, message in (
+        ("nowhere.py", "small", "there is no file nowhere.py"),
+        ("nosuchmodule", "small", "nosuchmodule cannot be imported: ModuleNotFoundError"),
+        ("mynets", "large", "mynets has no function large; it has small"),
+        ("broken.py", "small", "broken.py cannot be imported: broken.py, line 3: OSError: no"),
+    ):
+        with pytest.raises(UserCodeError, match=message):
+            load_function(source, name)

@@ -1,0 +1,146 @@
+"""Functions of the user's own, named as `path/to/file.py:function` or `package.module:function`.
+
+Names are checked without executing anything, and without TensorFlow; loading a function executes its module.
+"""
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cifar_towers.errors import UsageError, did_you_mean
+
+
+class UserCodeError(ValueError):
+    """What is wrong with the user's code, in one line with the place."""
+
+
+def split_function(name: str) -> tuple[str, str] | None:
+    """Split the name of a function: `"nets.py:make"` -> ("nets.py", "make"). Return None for other names."""
+    module, _, function = name.rpartition(":")
+    return (module, function) if module and function.isidentifier() else None
+
+
+def check_function_name(setting: str, name: str) -> None:
+    """Raise UsageError if the name is neither empty nor that of a function."""
+    if name and not split_function(name):
+        raise UsageError(f"{setting}={name} is no function; write path/to/file.py:function or package.module:function")
+
+
+def check_function(setting: str, name: str) -> None:
+    """Check, without executing any code, that the file or module of a function exists and has it.
+
+    Args:
+      setting: the setting that names the function, for the error. Names that `split_function` does not split are not
+        checked.
+
+    Raises:
+      UsageError: the file, the module or the function does not exist.
+    """
+    if not (names := split_function(name)):
+        return
+    source, function = names
+    path = Path(source).expanduser()
+    if not source.endswith(".py"):
+        spec = _find_module(source)
+        if not spec:
+            raise UsageError(f"{setting}={name}: there is no module {source}; or write path/to/file.py:function")
+        path = Path(spec.origin or "")
+    elif not path.is_file():
+        raise UsageError(f"{setting}={name}: there is no file {path}")
+    if path.suffix != ".py":
+        return
+    try:
+        nodes = [*ast.walk(ast.parse(path.read_bytes()))]
+    except (OSError, ValueError, SyntaxError):  # importing it will tell where
+        return
+    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    if not {function, "*", "__getattr__"} & (defined | bound):
+        has = f"it has {', '.join(sorted(defined)) or 'none'}"
+        raise UsageError(
+            f"{setting}={name}: {source} has no function {function}; {did_you_mean(function, defined)}{has}"
+        )
+
+
+def load_function(source: str, name: str) -> Callable[..., Any]:
+    """Import the function `name` from a file (`path/to/file.py`) or from an importable module.
+
+    Raises:
+      UserCodeError: there is no such file, module or function, or importing it fails.
+    """
+    with as_user_code_errors(f"{source} cannot be imported"):
+        module = _import(source)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value))
+        raise UserCodeError(f"{source} has no function {name}; it has {functions or 'none'}")
+    return function
+
+
+@contextlib.contextmanager
+def as_user_code_errors(message: str) -> Iterator[None]:
+    """Raise any error inside as a UserCodeError of one line, with the place in the user's code."""
+    try:
+        yield
+    except UserCodeError:
+        raise
+    except Exception as error:
+        raise UserCodeError(f"{message}: {_error_line(error)}") from error
+
+
+def _find_module(name: str) -> ModuleSpec | None:
+    """Find a module as an import would. Only a package's parents' search paths are read; nothing is executed."""
+    top, *inner = name.split(".")
+    sys.path.insert(0, "")  # as for an import of the user's code
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # a module without a spec, as __main__
+        return None
+    finally:
+        sys.path.remove("")
+    for part in inner:
+        top = f"{top}.{part}"
+        spec = PathFinder.find_spec(top, spec.submodule_search_locations) if spec else None
+    return spec
+
+
+def _import(source: str) -> ModuleType:
+    path = Path(source).expanduser()
+    is_file = source.endswith(".py")
+    if is_file and not path.is_file():
+        raise UserCodeError(f"there is no file {path}")
+    directory = str(path.parent) if is_file else ""
+    sys.path.insert(0, directory)  # as Python does for the directory of the script it runs
+    try:
+        if not is_file:
+            return importlib.import_module(source)
+        spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+        assert spec and spec.loader, "a file that ends in .py has both"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(directory)
+
+
+def _error_line(error: Exception) -> str:
+    """Return an error as one line, with the last place in the user's code that it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = ("<", f"{Path(__file__).parent}/", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    users = [frame for frame in frames if not frame.filename.startswith(others)]
+    place = f"{Path(users[-1].filename).name}, line {users[-1].lineno}: " if users else ""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Keras writes in bold
+    return f"{place}{type(error).__name__}: {' '.join(text.split())[:200]}"
