@@ -7,7 +7,7 @@ Only other exceptions, which are bugs, show a traceback; they exit with 1.
 import difflib
 import enum
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -142,6 +142,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a part of an error's line, `"did you mean mnist? "`, if a name resembles a known one; otherwise empty."""
     similar = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {similar[0]}? " if similar else ""
+
+
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """Return the first names of a list as a part of a message, `"a, b and 7 more"`."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def printable(text: str) -> str:

@@ -73,8 +73,12 @@ class Dataset(NamedTuple):
         return {name: split.digest for name, split in splits.items() if len(split.labels)}
 
     def changed_splits(self, metadata: Mapping[str, Any]) -> list[str]:
-        """Return the names of the splits whose digests differ from those in a checkpoint's metadata."""
-        return [name for name, digest in self.digests().items() if metadata.get(f"{name}_sha256") != digest]
+        """Return the names of the splits whose digests differ from those in a checkpoint's metadata.
+
+        A validation split may have come since then.
+        """
+        known = {"validation_sha256": self.validation.digest, **metadata}
+        return [name for name, digest in self.digests().items() if known.get(f"{name}_sha256") != digest]
 
 
 def split_validation(train: Split, count: int) -> tuple[Split, Split]:

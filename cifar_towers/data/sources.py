@@ -1,17 +1,19 @@
 """Data sets by name: CIFAR-10, the synthetic set, a folder of images, or any of TensorFlow Datasets (TFDS)."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from cifar_towers.data import cifar10, folder, image_files, synthetic, tfds_source
 from cifar_towers.data.dataset import CIFAR10, Dataset, Split, split_validation
 from cifar_towers.data.folder import Folder
-from cifar_towers.errors import DataError, UsageError, printable
+from cifar_towers.errors import DataError, UsageError, listed, printable
 from cifar_towers.registry import FOLDER, check_dataset
 
 log = logging.getLogger(__name__)
+
+TRAINED = ("train", "test")  # the splits that a run needs
 
 
 class Source(NamedTuple):
@@ -66,47 +68,41 @@ def load(
       UsageError: too many examples are held out, the source lacks train or test, or it cannot be used.
     """
     try:
-        splits = load_splits(source, image_size)
+        splits = _load_splits(source, image_size, TRAINED)
     except DataError as error:
         if not fall_back or source.name != "cifar10" or (source.directory and cifar10.has_copy(source.directory)):
             raise
         source = _synthetic_fallback(error)
-        splits = load_splits(source, image_size)
-    if missing := [name for name in ("train", "test") if name not in splits]:
-        raise UsageError(
-            f"dataset={source.name} has {' and '.join(splits)} examples and no {' or '.join(missing)} examples; "
-            "training needs both train and test"
-        )
-    train, test = splits["train"], splits["test"]
+        splits = _load_splits(source, image_size, TRAINED)
+    train, validation = splits["train"], splits.get("validation")
     if validation_examples >= len(train.labels):
         raise UsageError(f"validation_examples={validation_examples} leaves none of {len(train.labels)} to train on")
-    if validation_examples and "validation" in splits:
-        log.info("%s validation: not used, as validation_examples=%d", printable(source.name), validation_examples)
-    train, validation = split_validation(train, validation_examples)
-    if not validation_examples:
-        validation = splits.get("validation", validation)
-    return source, Dataset(source.name, train, validation, test)
+    if validation_examples or not validation:
+        if validation:
+            log.info("%s validation: not used, as validation_examples=%d", printable(source.name), validation_examples)
+        train, validation = split_validation(train, validation_examples)
+    return source, Dataset(source.name, train, validation, splits["test"])
 
 
 def load_test(source: Source, image_size: int = CIFAR10.image_size) -> Split:
-    """Return the test split of a source, which may have no other, in images of this size.
-
-    Raises:
-      DataError: the data cannot be read or are damaged. UsageError: there is no test split, or it cannot be used.
-    """
-    splits = load_splits(source, image_size)
-    if "test" not in splits:
-        raise UsageError(f"dataset={source.name} has {' and '.join(splits)} examples and no test examples to score")
-    return splits["test"]
+    """Return the test split of a source, which may have no other, as `load` does."""
+    return _load_splits(source, image_size, ("test",))["test"]
 
 
-def load_splits(source: Source, image_size: int) -> dict[str, Split]:
-    """Return all splits that a source has, by name, in images of this size, and log a line about each."""
+def _load_splits(source: Source, image_size: int, needed: Sequence[str]) -> dict[str, Split]:
+    """Return all splits of a source by name, in images of this size. Log a line about each."""
     splits = dict(source.read(image_size))
+    if missing := [name for name in needed if name not in splits]:
+        raise UsageError(
+            f"dataset={source.name} has {' and '.join(splits)} examples and no {' or '.join(missing)} examples; "
+            f"give a data set that has {' and '.join(needed)}"
+        )
     for name, split in splits.items():
         if source.name != "cifar10":  # whose module logs this itself
-            summary = f"{len(split.labels)} images of {len(split.info.class_names)} classes, sha256 {split.digest[:16]}"
-            log.info("%s %s: %s", printable(source.name), name, summary)
+            classes = zip(split.info.class_names, split.class_counts(), strict=True)
+            by_class = listed([f"{class_name} {count}" for class_name, count in classes], 10)
+            summary = f"{len(split.labels)} images ({by_class}), sha256 {split.digest[:16]}"
+            log.info("%s", printable(f"{source.name} {name}: {summary}"))
         if split.info.image_size != image_size:
             images = image_files.resize_all(split.images, image_size)
             splits[name] = Split(images, split.labels, split.info._replace(image_size=image_size))
@@ -115,11 +111,11 @@ def load_splits(source: Source, image_size: int) -> dict[str, Split]:
 
 def _locate_cifar10(name: str, data_dir: str) -> Source:
     directory = cifar10.locate(data_dir)
-    return Source(name, lambda image_size: _train_and_test(*cifar10.load(directory)), directory)
+    return Source(name, lambda image_size: dict(zip(TRAINED, cifar10.load(directory), strict=True)), directory)
 
 
 def _locate_synthetic(name: str, data_dir: str, banner: str = "") -> Source:
-    return Source(name, lambda image_size: _train_and_test(*synthetic.load()), banner=banner)
+    return Source(name, lambda image_size: dict(zip(TRAINED, synthetic.load(), strict=True)), banner=banner)
 
 
 def _locate_folder(name: str, data_dir: str) -> Source:
@@ -144,7 +140,3 @@ SOURCES: dict[str, Callable[[str, str], Source]] = {
 def _synthetic_fallback(reason: DataError) -> Source:
     banner = f"SYNTHETIC DATA, NOT CIFAR-10: accuracies of this run say nothing about CIFAR-10. Reason: {reason}"
     return _locate_synthetic("synthetic", "", banner)
-
-
-def _train_and_test(train: Split, test: Split) -> dict[str, Split]:
-    return {"train": train, "test": test}

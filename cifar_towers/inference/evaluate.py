@@ -1,13 +1,18 @@
 """Evaluation of a run's checkpoint, as a table or as JSON."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from unicodedata import normalize
+
+import numpy as np
 
 from cifar_towers import devices, files
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import sources
-from cifar_towers.data.dataset import Dataset
-from cifar_towers.errors import DataError, UsageError, printable
+from cifar_towers.data.dataset import Split
+from cifar_towers.data.sources import Source
+from cifar_towers.errors import DataError, UsageError, listed, printable
 from cifar_towers.evaluation.evaluator import make_evaluate_fn
 from cifar_towers.evaluation.score import Score
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
@@ -25,41 +30,60 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
     run = open_run(Path(config.train_dir), config.model, config.step)
     source = sources.find(config.dataset or run.metadata["dataset"], config.data_dir)
     towers = devices.setup_towers(config)  # before anything else that uses TensorFlow
-    _, dataset = sources.load(source, run.config.validation_examples, run.info.image_size)
-    is_changed = _check_data(config, run, dataset)
+    if config.dataset and config.split == "test":
+        split = sources.load_test(source, run.info.image_size)
+    else:
+        _, dataset = sources.load(source, run.config.validation_examples, run.info.image_size)
+        split = getattr(dataset, config.split)
+    split, is_changed = _check_data(config, run, source, split)
     weights = run.choose_weights(config.weights)
     model = run.load(weights, devices.choose_precision(config.precision, towers))
     with progress_bar("evaluating") as show:
         evaluate = make_evaluate_fn(model, towers, run.augmentation, on_progress=show)
-        score = evaluate(getattr(dataset, config.split), *model_variables(model), config.tta)[config.tta]
+        score = evaluate(split, *model_variables(model), config.tta)[config.tta]
     settings = {
         "train_dir": str(run.directory),
         "step": run.metadata["step"],
-        "dataset": dataset.name,
+        "dataset": source.name,
         "split": config.split,
         "changed_data": is_changed,
         "weights": weights,
         "tta": config.tta,
     }
-    return (_as_json if config.json else _as_table)(settings, score, dataset.info.class_names)
+    return (_as_json if config.json else _as_table)(settings, score, run.info.class_names)
 
 
-def _check_data(config: EvaluateConfig, run: TrainedRun, dataset: Dataset) -> bool:
-    """Raise unless the split can be evaluated; return whether its images differ from those of the run."""
-    if dataset.info.class_names != run.info.class_names:
+def _check_data(config: EvaluateConfig, run: TrainedRun, source: Source, split: Split) -> tuple[Split, bool]:
+    """Return the split with the run's labels, and whether its images differ from those of the run.
+
+    Raises:
+      DataError, UsageError: the split cannot be evaluated. A data set that the user named may be another than the run's
+        if its classes are among those of the run, in any order.
+    """
+    known, classes = ([normalize("NFC", name) for name in info.class_names] for info in (run.info, split.info))
+    unknown = [name for name in classes if name not in known]
+    if unknown or (classes != known and not config.dataset):
         raise DataError(
-            f"{run.directory} was trained on {', '.join(run.info.class_names)}, and {dataset.name} now has "
-            f"{', '.join(dataset.info.class_names)}; restore the data, or give their place by --dataset"
+            f"{run.directory} was trained on {listed(known)}, and {source.name} now has {listed(unknown or classes)}; "
+            "restore the data, or give a data set with classes of the run only by --dataset"
         )
-    if not len(getattr(dataset, config.split).labels):
+    if not len(split.labels):
         raise UsageError(f"{run.directory} held out no validation examples; give --split=test")
-    is_changed = config.split in dataset.changed_splits(run.metadata)
-    if is_changed and not config.allow_changed_data:
+    split = dataclasses.replace(split, labels=np.array([known.index(name) for name in classes])[split.labels])
+    is_changed = run.metadata.get(f"{config.split}_sha256") != split.digest
+    is_refused = is_changed and not config.allow_changed_data
+    if is_refused and not config.dataset:
         raise DataError(
-            f"{run.directory} was made with other {config.split} images than {dataset.name} has now; restore them, "
+            f"{run.directory} was made with other {config.split} images than {source.name} has now; restore them, "
             "or give --allow_changed_data to evaluate on these"
         )
-    return is_changed
+    is_undivided = source.folder and source.folder.class_roots == (source.folder.root,)
+    if is_refused and is_undivided and source.name != run.metadata["dataset"]:
+        raise DataError(
+            f"{source.name} has no test folder and is not the data of {run.directory}; to score all of its images, "
+            "move its folders into a folder test in it; to score a fifth of them, give --allow_changed_data"
+        )
+    return split, is_changed
 
 
 def _as_json(settings: dict, score: Score, class_names: Sequence[str]) -> str:

@@ -49,3 +49,5 @@ def test_changed_splits_are_found_by_a_checkpoints_digests():
     assert metadata.keys() == {"train_sha256", "validation_sha256", "test_sha256"} and not data.changed_splits(metadata)
     assert data._replace(test=other).changed_splits(metadata) == ["test"]
     assert data._replace(train=other, validation=other).changed_splits(metadata) == ["train", "validation"]
+    del metadata["validation_sha256"]  # of a run from before there was a validation split
+    assert data.changed_splits(metadata) == []

@@ -1,6 +1,7 @@
 """Data sets of the user's own: folders of images, and those of TensorFlow Datasets."""
 
 import os
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,18 @@ def fill(root, labels=range(4), split=SET):
             directory.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(directory / f"{index}.png")
     return tuple(f"class {label}" for label in labels)
+
+
+def put(path, level=0):
+    """Write a small gray image."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = {".jfif": "JPEG"}.get(path.suffix.lower())
+    Image.new("RGB", (8, 8), (level,) * 3).save(path, kind)
+
+
+def load(root, image_size=32):
+    """Return the data set in a folder."""
+    return sources.load(sources.find(f"folder:{root}"), image_size=image_size)[1]
 
 
 def test_train_and_test_folders_are_read_as_they_are(tmp_path):
@@ -56,6 +69,159 @@ def test_folder_without_a_test_is_split_by_file_names(tmp_path):
         assert len(one.test[name]) == round(0.2 * 6) and len(one.train[name]) == 5
         assert not {*one.train[name]} & {*one.test[name]}
         assert [path.name for path in one.test[name]] == [path.name for path in other.test[name]]
+
+
+def test_order_and_division_stay_those_of_earlier_runs(tmp_path):
+    fill(tmp_path / "split/train", [0, 1])
+    fill(tmp_path / "split/val", [0, 1], synthetic.make(40, 0, 1))
+    fill(tmp_path / "flat", [0, 1])
+    (tmp_path / "flat/class 0/.DS_Store").touch()
+    digests = {
+        place: {name: digest[:16] for name, digest in load(tmp_path / place).digests().items()}
+        for place in ("split", "flat")
+    }
+    assert digests == {
+        "split": {"train": "9912d58f4ad61717", "test": "73ab70b0c940fc04"},
+        "flat": {"train": "8bfbfa72518553e0", "test": "d28d946b5c7d59d3"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("train", "test"), [("training_set", "test_set"), ("TRAIN", "Dev"), ("Training", "valid"), ("train", "Test")]
+)
+def test_common_names_of_splits_are_known(tmp_path, caplog, train, test):
+    caplog.set_level("INFO", "cifar_towers")
+    names = fill(tmp_path / train)
+    fill(tmp_path / test, split=synthetic.make(40, 0, 1))
+    data = load(tmp_path)
+    assert data.info.class_names == names and not len(data.validation.labels)
+    assert data.train.class_counts().tolist() == [6] * 4 and data.test.class_counts().tolist() == [4] * 4
+    said = f"dataset=folder:{tmp_path}: {test} is used as the test split"
+    assert (said in caplog.messages) == (test in ("Dev", "valid"))
+
+
+def test_validation_folder_beside_a_test_is_the_validation_split(tmp_path):
+    for stream, name in enumerate(("train", "Valid", "test")):
+        fill(tmp_path / name, [0, 1, 2][: 2 if name == "Valid" else 3], synthetic.make(20 + 10 * stream, 0, stream))
+    data = load(tmp_path)
+    counts = {name: getattr(data, name).class_counts().tolist() for name in ("train", "validation", "test")}
+    assert counts == {"train": [2] * 3, "validation": [3, 3, 0], "test": [4] * 3}
+    before = {"train_sha256": data.train.digest, "test_sha256": data.test.digest}
+    assert not data.changed_splits(before)  # a run resumes that ignored the validation folder
+    config = TrainConfig(dataset=f"folder:{tmp_path}", train_dir=str(tmp_path / "Valid" / "run"))
+    with pytest.raises(UsageError, match="is among the pictures of"):
+        build.load_data(config, sources.find(config.dataset))
+
+
+def test_folder_with_a_test_alone_is_scored_and_not_trained_on(tmp_path):
+    fill(tmp_path / "test", [2])
+    source = sources.find(f"folder:{tmp_path}")
+    assert sources.load_test(source).info.class_names == ("class 2",)
+    assert sources.load_test(source).class_counts().tolist() == [6]
+    with pytest.raises(UsageError, match=r"dataset=folder:.* has test examples and no train examples"):
+        sources.load(source)
+
+
+def test_what_programs_leave_among_pictures_is_left_out_and_named(tmp_path, caplog):
+    caplog.set_level("INFO", "cifar_towers")
+    fill(tmp_path / "train", [0, 1])
+    fill(tmp_path / "test", [0, 1], synthetic.make(40, 0, 1))
+    expected = load(tmp_path).digests()
+    caplog.clear()
+    train = tmp_path / "train"
+    for place in ("class 0/.ipynb_checkpoints", "class 0/@eaDir/SYNO", "@eaDir", "__MACOSX/class 0", ".cache"):
+        put(train / place / "0-checkpoint.png")
+    for file in ("class 0/._0.png", "class 1/Thumbs.db", ".DS_Store"):
+        (train / file).write_bytes(b"no picture")
+    (train / "class 1/labels.txt").touch()
+    put(train / "cover.PNG")
+    put(tmp_path / "annotated/one.png")
+    assert load(tmp_path).digests() == expected
+    assert [line.partition(": ")[2] for line in caplog.messages[:4]] == [
+        "left out, as not in train, test: annotated",
+        "1 file of other types ignored (images are .jpg, .jpeg, .jfif, .png, .gif, .bmp, .webp)",
+        "left out, as in no class's folder: cover.PNG",
+        "left out, as hidden, or of file managers, notebooks or archives: .DS_Store, ._0.png, .cache, "
+        ".ipynb_checkpoints, @eaDir and 2 more",
+    ]
+    assert [line.partition(", ")[0] for line in caplog.messages[4:]] == [
+        f"folder:{tmp_path} train: 12 images (class 0 6",
+        f"folder:{tmp_path} test: 8 images (class 0 4",
+    ]
+
+
+def test_links_are_followed_and_circles_end(tmp_path, caplog):
+    caplog.set_level("INFO", "cifar_towers")
+    for place in ("cat/1.png", "cat/deep/2.png", "dog/3.png", "dog/6.png", "../pool/4.png", "../pool/more/5.png"):
+        put(tmp_path / "set" / place)
+    links = {"cat/a pool": "../../pool", "cat/circle": "../..", "dog/cats": "../cat", "dog/deep": "../cat/deep"}
+    for link, target in links.items():
+        (tmp_path / "set" / link).symlink_to(target)
+    (tmp_path / "pool/again").symlink_to("../pool")
+    files = folder.scan(tmp_path / "set")
+    names = {name: sorted(path.name for path in files.train[name] + files.test[name]) for name in files.train}
+    assert names == {"cat": ["1.png", "2.png", "4.png", "5.png"], "dog": ["3.png", "6.png"]}
+    (line,) = caplog.messages
+    repeated = "cat/a pool/again, cat/circle, dog/cats, dog/deep"
+    assert line.endswith(f": left out, as links to folders that are read anyway: {repeated}")
+
+
+@pytest.mark.parametrize(
+    ("pictures", "message"),
+    [
+        (("train/1", "test1/2"), r"train is no class, but named as a split \(as test1\); call it train and put test"),
+        (("train/a/1", "train/b/2", "test-data/a/3"), r"train is no class, .* \(as test-data\); call it train and"),
+        (("cat/1", "dog/2", "test/cat/3"), "test is no class, but named as a split; call it test and put train"),
+        (("cat/1", "dog/2", "Testing/3"), "Testing is no class, .* give --dataset=folder:.*/Testing, of which"),
+        (("cat/1", "dog/2", "dev/cat/3"), "dev is no class"),
+        (("train/a/1", "val/a/2", "valid/a/3"), "of train, val, valid, two are the same split; leave one"),
+        (("data/train/a/1", "data/test/a/2"), r"only data; give --dataset=folder:.*/data, or move the folders in it"),
+        (("train/1", "test/2"), "there is none; it needs a subfolder of images for each class"),
+        (("1", "2"), "there is none; it needs a subfolder of images for each class"),
+        (("train/Cat/1", "train/dog/2", "test/cat/3", "test/dog/4"), "cat in test, and not in train; did you mean Cat"),
+        (("train/a/1", "train/b/2", "test/a/3", "test/b/4", "val/c/5"), "c in validation, and not in train"),
+    ],
+)
+def test_layouts_that_are_refused(tmp_path, pictures, message):
+    for picture in pictures:
+        put(tmp_path / f"{picture}.png")
+    with pytest.raises(DataError, match=message) as caught:
+        folder.scan(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_class_may_have_the_name_of_a_validation_split(tmp_path):
+    for picture in ("valid/1", "valid/2", "invalid/3", "invalid/4", "test tube/5", "test tube/6"):
+        put(tmp_path / f"{picture}.png")
+    assert [*folder.scan(tmp_path).train] == ["invalid", "test tube", "valid"]
+
+
+def test_accents_are_compared_by_their_letters(tmp_path):
+    """macOS stores an accent after its letter; Linux and Windows store both as one character."""
+    for split, form in (("train", "NFC"), ("test", "NFD")):
+        for name in ("Möwe", "Storch"):
+            put(tmp_path / split / unicodedata.normalize(form, name) / "1.png")
+    data = load(tmp_path)
+    assert data.info.class_names == ("Möwe", "Storch") and data.test.class_counts().tolist() == [1, 1]
+
+
+def test_files_of_one_name_and_of_any_case_are_all_read(tmp_path):
+    for level, place in enumerate(("a/x/1.PNG", "b/x/1.PNG", "1.Png")):
+        put(tmp_path / "train/cat" / place, level)
+    for level, place in enumerate(("train/dog/1.png", "test/cat/1.png", "test/dog/1.JFIF"), 3):
+        put(tmp_path / place, level)
+    data = load(tmp_path, 8)
+    levels = dict(zip(data.train.images[:, 0, 0, 0].tolist(), data.train.labels.tolist(), strict=True))
+    assert levels == {0: 0, 1: 0, 2: 0, 3: 1} and len(data.test.labels) == 2
+
+
+def test_copies_of_training_images_in_the_test_are_counted(tmp_path, caplog):
+    caplog.set_level("INFO", "cifar_towers")
+    places = ("train/cat/1", "train/dog/2", "test/cat/3", "test/dog/4", "test/dog/5")
+    for place, level in zip(places, (10, 20, 30, 10, 20), strict=True):
+        put(tmp_path / f"{place}.png", level)
+    load(tmp_path)
+    assert caplog.messages[0].endswith(": 2 of 3 test images are copies of training images")
 
 
 def test_train_dir_inside_the_data_is_refused(tmp_path, monkeypatch):

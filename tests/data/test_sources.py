@@ -96,8 +96,10 @@ def test_source_with_a_test_split_alone_is_scored_and_not_trained_on():
     assert sources.load_test(only_test).digest == test.digest
     small = sources.load_test(only_test, 16)
     assert small.images.shape == (10, 16, 16, 3) and small.info.image_size == 16
-    with pytest.raises(UsageError, match="dataset=new has test examples and no train examples; training needs both"):
+    with pytest.raises(UsageError, match="dataset=new has test examples and no train examples; give a data set that"):
         sources.load(only_test)
     others = sources.Source("new", lambda image_size: {"train": train, "validation": test})
-    with pytest.raises(UsageError, match="new has train and validation examples and no test examples to score"):
+    with pytest.raises(
+        UsageError, match="new has train and validation examples and no test examples; give a data set that has test"
+    ):
         sources.load_test(others)

@@ -486,3 +486,56 @@ def test_own_folder_is_trained_on_evaluated_and_predicted(tmp_path, folder, caps
     (tmp_path / "set" / "test" / opened.info.class_names[0]).rename(tmp_path / "set" / "test" / "other")
     with pytest.raises(DataError, match="no images of|in test, and not in train"):
         evaluate_checkpoint(EvaluateConfig(train_dir=config.train_dir))
+
+
+# Another test set -----------------------------------------------------------------------------------------------------
+
+
+def test_tfds_set_with_a_test_alone_and_its_classes_in_another_order_is_scored(run, tmp_path):
+    import tensorflow_datasets as tfds
+
+    names = ["chequered ring", "striped disc", "chequered disc"]
+    labels = np.array([names.index(synthetic.CLASSES[label]) if synthetic.CLASSES[label] in names else -1
+                       for label in SMALL[1].labels])  # fmt: skip
+    pixels, labels = SMALL[1].images[labels >= 0], labels[labels >= 0]
+    features = {"image": tfds.features.Image(shape=(32, 32, 3)), "label": tfds.features.ClassLabel(names=names)}
+    tfds.dataset_builders.store_as_tfds_dataset(
+        "shapes",
+        "1.0.0",
+        features=tfds.features.FeaturesDict(features),
+        split_datasets={"test": tf.data.Dataset.from_tensor_slices({"image": pixels, "label": labels})},
+        data_dir=tmp_path,
+    )
+    score = evaluate_as_json(run, dataset="shapes", data_dir=str(tmp_path), precision="float32")
+    own = np.array(evaluate_as_json(run, precision="float32")["confusion"])
+    expected = np.zeros_like(own)
+    for name in names:
+        expected[synthetic.CLASSES.index(name)] = own[synthetic.CLASSES.index(name)]
+    np.testing.assert_array_equal(score["confusion"], expected)
+    assert score["count"] == len(labels) == 60
+    assert (score["dataset"], score["split"], score["changed_data"]) == ("shapes", "test", True)
+    evaluation = EvaluateConfig(train_dir=str(run), dataset="shapes", data_dir=str(tmp_path), precision="float32")
+    assert ": shapes test (other images than it was made with), ema" in evaluate_checkpoint(evaluation).splitlines()[0]
+    with pytest.raises(UsageError, match="shapes has test examples and no train examples"):
+        evaluate_checkpoint(replace(evaluation, split="train"))
+
+
+def test_folder_is_scored_if_it_has_a_test_and_classes_of_the_run(run, tmp_path):
+    for index, label in enumerate(SMALL[1].labels[:80]):
+        place = tmp_path / "set" / "test" / synthetic.CLASSES[label]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(SMALL[1].images[index]).save(place / f"{index}.png")
+    data = f"folder:{tmp_path / 'set'}"
+    score = evaluate_as_json(run, dataset=data, precision="float32")
+    assert score["count"] == 80
+    correct = expected_probabilities(run, 80).argmax(1) == SMALL[1].labels[:80]
+    assert score["correct"] == correct.sum()
+    with pytest.raises(
+        DataError, match=r"has no test folder and is not the data of .*; to score all of its images, move"
+    ):
+        evaluate_as_json(run, dataset=f"{data}/test", precision="float32")
+    (tmp_path / "set/test/chequered disc").rename(tmp_path / "set/test/disc")
+    with pytest.raises(
+        DataError, match=r"was trained on striped disc, .* and 5 more, and folder:.*/set now has disc; "
+    ):
+        evaluate_as_json(run, dataset=data)
