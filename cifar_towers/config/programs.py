@@ -64,7 +64,9 @@ class RunDataConfig(TrainedRunConfig):
     """The present place of a run's data."""
 
     dataset: str = _data(
-        "", "place of the run's data, as folder:<path>; default: where they were in training", check=check_dataset
+        "",
+        "place of the run's data, as folder:<path>, or another test set; default: the data of the training",
+        check=check_dataset,
     )
     data_dir: str = _data("", "directory of the prepared data sets")
 
