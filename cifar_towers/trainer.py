@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from cifar_towers.evaluation.score import reported_score
 from cifar_towers.models.layers import has_batch_norm
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec, Workers
+from cifar_towers.reporting.callbacks import CallbackError, Callbacks, load_callbacks
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.profiler import StepProfiler
 from cifar_towers.reporting.run_info import RunInfo, describe_score
@@ -45,6 +47,8 @@ def train(
     shutdown: Shutdown,
     cluster: ClusterSpec | None = None,
     launch_id: str = "",
+    callbacks: Sequence[Any] = (),
+    open_run: Callable[[Path], Any] = Path,
 ) -> dict:
     """Train, resume, or return the stored result of a finished run. On a cluster only worker 0 writes `train_dir`.
 
@@ -52,6 +56,7 @@ def train(
       cluster: the workers to train with; None: this process alone.
       launch_id: name of the launcher that started this process, if any. A process that the launcher starts again
         resumes, also with `overwrite`.
+      callbacks, open_run: as `Callbacks` takes them, besides the callback that the config names. Worker 0 calls them.
 
     Returns:
       The content of result.json. `reached` is the accuracy that met the target, or 0. `images_per_sec` is None if every
@@ -69,8 +74,12 @@ def train(
         coordination.assert_workers_agree(workers, config, dataset, precision, len(hardware.local_towers))
         config = workdir.choose_directory(config, source.banner, launch_id)
         with coordination.worker_train_dir(workers, config) as config, explained_errors(config, hardware.towers):
-            set_up = functools.partial(Run, dataset, source.banner, hardware, precision, shutdown, workers, timer)
-            return train_run(config, set_up, launch_id)
+            callbacks = [*callbacks, *load_callbacks(config.callback)] if workers.is_chief else []
+            with Callbacks(callbacks, open_run).until_end(config.directory) as told:
+                set_up = functools.partial(
+                    Run, dataset, source.banner, hardware, precision, shutdown, workers, timer, told
+                )
+                return train_run(config, set_up, launch_id)
 
 
 def train_run(config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str) -> dict:
@@ -184,6 +193,7 @@ class Run:
         shutdown: Shutdown,
         workers: Workers,
         timer: PhaseTimer,
+        callbacks: Callbacks,
         config: TrainConfig,
         micro_batches: int = 0,
     ):
@@ -196,7 +206,7 @@ class Run:
           UsageError: this machine, this model or this data set cannot be trained so.
         """
         self.dataset, self.precision, self.requested = dataset, precision, config
-        self.shutdown, self.workers, self.timer = shutdown, workers, timer
+        self.shutdown, self.workers, self.timer, self.callbacks = shutdown, workers, timer, callbacks
         strategy, towers, self.local_towers = hardware
 
         rows = config.examples_drawn * len(self.local_towers) // len(towers)
@@ -238,7 +248,7 @@ class Run:
             variables=variables,
             activation_layers=[layer.name for layer in activation_layers(self.state.model)],
         )
-        self.logger = RunLogger(info, timer, quiet=not workers.is_chief)
+        self.logger = RunLogger(info, timer, callbacks, quiet=not workers.is_chief)
         self.log = self.logger.log
         self.evaluator = Evaluator(
             make_evaluate_fn(
@@ -263,6 +273,7 @@ class Run:
             self.end_epoch,
             self.save_if_due,
             self.note_target,
+            self.stop_after_callback_error,
         ]
         self._has_batch_norm = has_batch_norm(self.state.model)
         self.evaluations: list[dict] = []
@@ -301,6 +312,8 @@ class Run:
     def begin(self, step: int) -> None:
         """Open the files of the run. From now on a signal ends it after the step, when it is saved."""
         self.logger.open(step, functools.partial(self.evaluator.passes_left, tta=self.config.tta))
+        if self.callbacks.error:
+            raise self.callbacks.error
         self.shutdown.announce = self.log
         self.shutdown.check()
         self.shutdown.defer_signals(by_consensus=self.workers.size > 1)
@@ -417,6 +430,13 @@ class Run:
                 f"{step}, after {self.timer.training_seconds:.1f} s of training"
             )
 
+    def stop_after_callback_error(self, step: int, finished: Sequence[FinishedStep]) -> None:
+        """Stop as after a signal if a callback has raised an exception."""
+        if self.callbacks.error:
+            self.shutdown.received_signal = signal.SIGTERM  # the workers of a cluster agree on it in the next step
+            if self.workers.size == 1:
+                self.shutdown.set_agreed_signal(signal.SIGTERM)
+
     # Evaluating, saving, going back
 
     def complete_evaluation(self, step: int) -> None:
@@ -447,7 +467,7 @@ class Run:
             self.logger.log_save(step)
         return saved
 
-    def save_on_interrupt(self, step: int) -> Interrupted:
+    def save_on_interrupt(self, step: int) -> Interrupted | CallbackError:
         """Save the last finished step, if there is one; return the error to raise."""
         self.shutdown.defer_signals()
         self.check_and_log(step, self.step_runner.finish())
@@ -456,6 +476,8 @@ class Run:
             return Interrupted(self.shutdown.signal, NOTHING_TO_SAVE)
         saved = self.save_now(step, wait=True)
         outcome = f"saved step {step}" if saved else self.checkpoints.describe_latest()
+        if self.callbacks.error:
+            return CallbackError(f"{self.callbacks.error}; {outcome}: the same command resumes")
         return Interrupted(self.shutdown.signal, f"{outcome}: the same command resumes")
 
     def roll_back(self, error: DivergedError) -> int:

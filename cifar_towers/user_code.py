@@ -80,13 +80,24 @@ def load_function(source: str, name: str) -> Callable[..., Any]:
     Raises:
       UserCodeError: there is no such file, module or function, or importing it fails.
     """
+    function = load_object(source, name)
+    if not callable(function):
+        raise UserCodeError(f"{name} of {source} is no function")
+    return function
+
+
+def load_object(source: str, name: str) -> Any:
+    """Import what is called `name` from a file (`path/to/file.py`) or from an importable module.
+
+    Raises:
+      UserCodeError: there is no such file, module or name, or importing it fails.
+    """
     with as_user_code_errors(f"{source} cannot be imported"):
         module = _import(source)
-    function = getattr(module, name, None)
-    if not callable(function):
+    if not hasattr(module, name):
         functions = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value))
         raise UserCodeError(f"{source} has no function {name}; it has {functions or 'none'}")
-    return function
+    return getattr(module, name)
 
 
 @contextlib.contextmanager

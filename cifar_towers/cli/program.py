@@ -72,7 +72,8 @@ def parse(config_class: type[Config], program: Callable) -> Config:
     description = re.sub(r"^\w+\.py ", r"  \g<0>", inspect.getdoc(program) or "", flags=re.M)
     config = parse_command_line(config_class, sys.argv, description)
     recipe = getattr(config, "recipe", None)
-    check_function("model", getattr(recipe if isinstance(recipe, TrainConfig) else config, "model", ""))
+    for setting in ("model", "callback"):
+        check_function(setting, getattr(recipe if isinstance(recipe, TrainConfig) else config, setting, ""))
     return config
 
 

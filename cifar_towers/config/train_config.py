@@ -4,6 +4,7 @@ This module, and all that runs before training starts, must not import TensorFlo
 """
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -15,7 +16,7 @@ from cifar_towers.config import schedules
 from cifar_towers.config.settings import Section, check_limits
 from cifar_towers.errors import DataError, DivergedError, UsageError, WorkerLostError, describe_exit_codes
 from cifar_towers.registry import DEFAULT_DATASETS, FOLDER, MODELS, OPTIMIZERS, TTA_LEVELS, model_spec
-from cifar_towers.user_code import split_function
+from cifar_towers.user_code import check_function_name, split_function
 
 MAX_MICRO_BATCHES = 1024  # of a tower's shard
 MIN_IMAGE_SIZE = 18  # pixels
@@ -376,6 +377,12 @@ class TrainConfig(DeviceConfig):
         100,
         "number of steps between full summaries; scalars are written ten times as often; 0: only at the last step",
         low=0,
+    )
+    callback: str = _reporting.free(
+        "",
+        "your own function (step, metrics), or object with on_start, on_step, on_evaluation and on_end, that is told "
+        "what the run does, as path/to/file.py:name",
+        check=functools.partial(check_function_name, "callback"),
     )
     profile_steps: str = _reporting.free("", "steps to profile, as 100:110 for the ten after step 100; empty: none")
     checkpoint_every_steps: int = _reporting.free(

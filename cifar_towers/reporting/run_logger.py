@@ -14,6 +14,7 @@ from cifar_towers.config.recipe import recipe_fields
 from cifar_towers.data.dataset import DatasetInfo, Split
 from cifar_towers.evaluation.score import Evaluation, Score, reported_score
 from cifar_towers.reporting import figures, run_info, tags
+from cifar_towers.reporting.callbacks import Callbacks
 from cifar_towers.reporting.console import Progress, ProgressStatus, approximate_duration, format_seconds
 from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft
 from cifar_towers.reporting.run_info import RunInfo, count, describe_score
@@ -30,8 +31,8 @@ NOISE_DECAY = 0.9  # of the running averages of signal and noise, whose ratio is
 class RunLogger:
     """The log of one run. With `quiet`, where another process reports the run, nothing is printed or drawn."""
 
-    def __init__(self, run: RunInfo, timer: PhaseTimer, quiet: bool = False):
-        self.run, self.timer, self.quiet = run, timer, quiet
+    def __init__(self, run: RunInfo, timer: PhaseTimer, callbacks: Callbacks, quiet: bool = False):
+        self.run, self.timer, self.callbacks, self.quiet = run, timer, callbacks, quiet
         self.directory = run.config.directory
         self.progress = Progress(run.length, quiet=quiet)
         self.log = self.progress.log
@@ -80,6 +81,7 @@ class RunLogger:
         hparams = recipe_fields(run.config) | {"seed": run.config.seed, "towers": len(run.towers)}
         hparams |= {"strategy": run.config.strategy, "precision": run.precision, "dataset": run.dataset.name}
         self.tensorboard.write_run(step, hparams, settings, environment)
+        self.callbacks.start(self.directory)
 
     def log_graph(self, function: tf.types.experimental.ConcreteFunction) -> None:
         """Draw the traced step in TensorBoard, and print its devices with --log_device_placement."""
@@ -128,6 +130,7 @@ class RunLogger:
             **agreement,
         }
         self.metrics.write(kind="train", **record)
+        self.callbacks.step(step, record)
         scalars = {tag: record.get(key) for key, tag in tags.RECORDED.items()} | {tags.ROLLBACKS: health["rollbacks"]}
         scalars[tags.STEP_SECONDS] = self.run.config.batch_size / images_per_sec if images_per_sec else None
         if diagnostics:
@@ -174,6 +177,7 @@ class RunLogger:
         records = [run_info.evaluation_record(evaluation) for evaluation in evaluations]
         for record in records:
             self.metrics.write(kind="eval", step=step, epoch=step / self.run.length.steps_per_epoch, **record)
+            self.callbacks.evaluation(step, record)
             tag = run_info.score_tag(**record)
             scalars = {f"{tags.ACCURACY}/{tag}": record["accuracy"], f"{tags.LOSS}/{tag}": record["loss"]}
             self.tensorboard.write(EVAL, step, scalars)

@@ -10,6 +10,7 @@ from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import DatasetInfo, Split
 from cifar_towers.evaluation.score import Evaluation, score_logits
 from cifar_towers.reporting import figures
+from cifar_towers.reporting.callbacks import Callbacks
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.run_logger import RunLogger, signal_and_noise
 from cifar_towers.towers import Tower
@@ -33,7 +34,7 @@ def logger_of(directory, num_classes=3, num_images=50):
         model=SimpleNamespace(trainable_variables=[keras.Variable([1.0])]),
         describe_parallelism=lambda: "1 tower",
     )
-    return RunLogger(info, PhaseTimer()), split
+    return RunLogger(info, PhaseTimer(), Callbacks()), split
 
 
 def evaluate(split, num_classes, *kinds):

@@ -21,10 +21,10 @@ RATES = {"learning_rate": 0.1, "bias_learning_rate": 0.0, "whitening_learning_ra
 TINY = replace(QUICK, model=TINY_NET, image_size_schedule="", **RATES)  # for tests that do not depend on the model
 
 
-def run(config, train_dir, stop=None, launch_id="", **settings):
+def run(config, train_dir, stop=None, launch_id="", callbacks=(), **settings):
     """Train with `config`, some settings replaced, and return the result."""
-    config = replace(config, train_dir=str(train_dir), **settings)
-    return trainer.train(config, sources.find(config.dataset), stop or ShutdownHandler(), launch_id=launch_id)
+    config, shutdown = replace(config, train_dir=str(train_dir), **settings), stop or ShutdownHandler()
+    return trainer.train(config, sources.find(config.dataset), shutdown, launch_id=launch_id, callbacks=callbacks)
 
 
 class StopAtStep(ShutdownHandler):

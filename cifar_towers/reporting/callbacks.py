@@ -1,0 +1,99 @@
+"""Callbacks: functions and objects of the user's that are told what a run does, such as a metrics tracker."""
+
+import contextlib
+import inspect
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cifar_towers.errors import RunError, UsageError
+from cifar_towers.user_code import UserCodeError, as_user_code_errors, load_object
+
+METHODS = ("on_start", "on_step", "on_evaluation", "on_end")
+
+
+class CallbackError(RunError):
+    """A callback raised an exception; the message has the place in the user's code."""
+
+
+def load_callbacks(name: str) -> list[Any]:
+    """Import the callback that a setting names, as `path/to/file.py:name` or `package.module:name`; none if empty.
+
+    Raises:
+      UsageError: there is none of this name, or its module cannot be imported.
+    """
+    source, _, attribute = name.rpartition(":")
+    try:
+        return [load_object(source, attribute)] if name else []
+    except UserCodeError as error:
+        raise UsageError(f"callback={name}: {error}") from error
+
+
+class Callbacks:
+    """The callbacks of one training. After the first error in one of them none is called any more.
+
+    Args:
+      callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`, `on_evaluation(step, evaluation)` and
+        `on_end(run)`; classes are instantiated. A plain function is an `on_step`.
+      open_run: makes the argument of `on_start` and `on_end` from the run's directory.
+
+    Attributes:
+      error: the first error in a callback.
+
+    Raises:
+      CallbackError: an object is no function and has none of the methods.
+    """
+
+    def __init__(self, callbacks: Sequence[Any] = (), open_run: Callable[[Path], Any] = Path):
+        self.error: CallbackError | None = None
+        self._open_run, self._started = open_run, False
+        self._callbacks = [each() if inspect.isclass(each) else each for each in callbacks]
+        for each in self._callbacks:
+            if not (inspect.isroutine(each) or any(hasattr(each, method) for method in METHODS)):
+                raise CallbackError(f"callback {each!r} is no function and has none of {', '.join(METHODS)}")
+
+    def start(self, directory: Path) -> None:
+        """Tell the callbacks that the run in this directory starts or resumes; a second call does nothing."""
+        if not self._started:
+            self._started = True
+            self._call("on_start", directory)
+
+    def step(self, step: int, record: Mapping[str, Any]) -> None:
+        """Pass on a step's record of metrics.jsonl, as floats by name; a tower's values as `tower_0/loss`."""
+        metrics = {name: float(value) for name, value in record.items() if isinstance(value, numbers.Real)}
+        for name, values in record.get("towers", {}).items():
+            metrics |= {f"tower_{tower}/{name}": value for tower, value in enumerate(values) if value is not None}
+        self._call("on_step", step, metrics)
+
+    def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
+        """Pass on an evaluation's record of metrics.jsonl."""
+        self._call("on_evaluation", step, record)
+
+    @contextlib.contextmanager
+    def until_end(self, directory: Path) -> Iterator["Callbacks"]:
+        """Tell the callbacks at the end of the context that the training has ended, if it has started.
+
+        Raises:
+          CallbackError: a callback has failed in the last evaluation or at the end.
+        """
+        try:
+            yield self
+        finally:
+            if self._started:
+                self._call("on_end", directory)
+        if self.error:
+            raise CallbackError(f"{self.error}; the run in {directory} is complete")
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            method = callback if inspect.isroutine(callback) and name == "on_step" else getattr(callback, name, None)
+            if not method or self.error:
+                continue
+            if isinstance(arguments[0], Path):
+                arguments = (self._open_run(arguments[0]),)
+            try:
+                with as_user_code_errors(f"callback {getattr(callback, '__name__', type(callback).__name__)}, {name}"):
+                    method(*arguments)
+            except UserCodeError as error:
+                self.error = CallbackError(str(error))

@@ -1,0 +1,91 @@
+"""What callbacks are told, that they change nothing, and that a run is saved when one of them fails."""
+
+import json
+
+import pytest
+
+from cifar_towers.errors import Interrupted, UsageError
+from cifar_towers.reporting.callbacks import CallbackError, Callbacks
+from tests.runs.short_runs import STEPS, TINY, StopAtStep, records_of, run
+
+
+class Recorder:
+    def __init__(self):
+        self.calls = []
+
+    def on_start(self, run):
+        self.calls.append(("start", run))
+
+    def on_step(self, step, metrics):
+        self.calls.append((step, metrics))
+
+    def on_evaluation(self, step, evaluation):
+        self.calls.append((step, evaluation["split"], evaluation["accuracy"]))
+
+    def on_end(self, run):
+        self.calls.append(("end", run, (run / "result.json").exists()))
+
+
+def fail_at(step):
+    def callback(at, metrics):
+        if at == step:
+            raise ValueError("no more")
+
+    return callback
+
+
+def test_a_callback_is_told_all_that_is_recorded_and_changes_nothing(tmp_path, tiny_run):
+    recorder, plain = Recorder(), []
+    directory = tmp_path / "run"
+    result = run(TINY, directory, num_gpus=2, callbacks=[recorder, lambda step, metrics: plain.append(step)])
+    assert result["weights_sha256"] == tiny_run[1]["weights_sha256"]
+    assert recorder.calls[0] == ("start", directory) and recorder.calls[-1] == ("end", directory, True)
+    steps = {step: rest[0] for step, *rest in recorder.calls if isinstance(rest[0], dict)}
+    assert list(steps) == plain == list(range(1, STEPS + 1))
+    for record in records_of(directory, "train"):
+        metrics = steps[record["step"]]
+        assert all(type(value) is float for value in metrics.values())
+        assert metrics["loss"] == record["loss"] and metrics["learning_rate"] == record["learning_rate"]
+        assert ("tower_1/loss" in metrics) == ("towers" in record)
+    assert steps[5]["tower_1/loss"] == records_of(directory, "train")[4]["towers"]["loss"][1]
+    told = [call for call in recorder.calls if call[1:2] == ("test",)]
+    assert told == [(r["step"], "test", r["accuracy"]) for r in records_of(directory, "eval")]
+
+
+def test_a_failing_callback_ends_the_run_saved_and_it_resumes_to_the_same_bits(tmp_path, tiny_run):
+    recorder = Recorder()
+    with pytest.raises(CallbackError) as caught:
+        run(TINY, tmp_path, num_gpus=2, callbacks=[fail_at(7), recorder])
+    for part in ("callback, on_step", "test_callbacks.py, line ", "ValueError: no more", "saved step ", "resumes"):
+        assert part in str(caught.value)
+    assert recorder.calls[-1][0] < 7 or recorder.calls[-1] == (6, recorder.calls[-1][1])
+    result = run(TINY, tmp_path, num_gpus=2)
+    assert result["weights_sha256"] == tiny_run[1]["weights_sha256"]
+
+
+def test_a_callback_that_fails_at_the_end_leaves_a_complete_run(tmp_path):
+    class Failing:
+        def on_end(self, run):
+            raise OSError("no network")
+
+    with pytest.raises(CallbackError, match=r"on_end: .*OSError: no network; the run in .* is complete"):
+        run(TINY, tmp_path, max_steps=2, callbacks=[Failing])
+    assert json.loads((tmp_path / "result.json").read_text())["step"] == 2
+
+
+def test_an_interrupted_run_tells_its_callbacks_that_it_ends(tmp_path):
+    recorder = Recorder()
+    with pytest.raises(Interrupted):
+        run(TINY, tmp_path, StopAtStep(3), callbacks=[recorder])
+    assert recorder.calls[-1] == ("end", tmp_path, False)
+
+
+def test_callbacks_are_loaded_by_name_and_checked(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("steps = []\n\n\ndef follow(step, metrics):\n    open(__file__ + '.out', 'a').write(f'{step} ')\n")
+    run(TINY, tmp_path / "run", max_steps=3, callback=f"{file}:follow")
+    assert (tmp_path / "mine.py.out").read_text() == "1 2 3 "
+    with pytest.raises(UsageError, match="has no function folow"):
+        run(TINY, tmp_path / "other", callback=f"{file}:folow")
+    with pytest.raises(CallbackError, match=r"\[\] is no function and has none of on_start, on_step"):
+        Callbacks([[]])
