@@ -65,7 +65,7 @@ class RunDataConfig(TrainedRunConfig):
 
     dataset: str = _data(
         "",
-        "place of the run's data, as folder:<path>, or another test set; default: the data of the training",
+        "place of the run's data, as folder:<path>, or another test set; default: as in training",
         check=check_dataset,
     )
     data_dir: str = _data("", "directory of the prepared data sets")

@@ -73,10 +73,7 @@ class Dataset(NamedTuple):
         return {name: split.digest for name, split in splits.items() if len(split.labels)}
 
     def changed_splits(self, metadata: Mapping[str, Any]) -> list[str]:
-        """Return the names of the splits whose digests differ from those in a checkpoint's metadata.
-
-        A validation split may have come since then.
-        """
+        """Return the splits whose digests differ from those in a checkpoint's metadata; one may have no validation."""
         known = {"validation_sha256": self.validation.digest, **metadata}
         return [name for name, digest in self.digests().items() if known.get(f"{name}_sha256") != digest]
 

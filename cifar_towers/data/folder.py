@@ -4,10 +4,10 @@ import hashlib
 import logging
 import os
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 
@@ -80,7 +80,8 @@ def load(folder: Folder, image_size: int) -> dict[str, Split]:
     info = DatasetInfo(class_names, image_size, *moments(next(iter(arrays.values()))[0]))
     trained_on = {hash(image.tobytes()) for image in arrays["train"][0]} if "train" in arrays else set()
     if copies := sum(hash(image.tobytes()) in trained_on for image in arrays["test"][0]):
-        _log(folder.root, f"{copies} of {len(arrays['test'][0])} test images are copies of training images")
+        share = f"{copies} of {len(arrays['test'][0])} test images"
+        log.info("%s", printable(f"dataset=folder:{folder.root}: {share} are copies of training images"))
     return {name: Split(images, labels, info) for name, (images, labels, _) in arrays.items()}
 
 
@@ -104,9 +105,14 @@ def _scan(root: Path) -> Folder:
         _log_left_out(root, others, f"not in {listed([*split_of])}")
         if "test" not in splits:
             splits["test"] = splits.pop("validation")
-            _log(root, f"{splits['test'].name} is used as the test split")
+            log.info("%s", printable(f"dataset=folder:{root}: {splits['test'].name} is used as the test split"))
         train, validation, test = (_list_classes(splits[s]) if s in splits else {} for s in SPLIT_NAMES)
-        return Folder(root, train, _as_in(train, test), tuple(splits.values()), _as_in(train, validation))
+        spelled = {normalize("NFC", name): name for name in train}  # systems encode accents in different ways
+        test, validation = (
+            {spelled.get(normalize("NFC", name), name): files for name, files in classes.items()}
+            for classes in (test, validation)
+        )
+        return Folder(root, train, test, tuple(splits.values()), validation)
     classes = _list_classes(root)
     _check_not_splits(root, classes)
     halves = {name: _split(files) for name, files in classes.items()}
@@ -125,12 +131,6 @@ def _check_not_splits(root: Path, classes: Mapping[str, list[Path]]) -> None:
             f"{other} beside it, both with a subfolder of images for each class, or rename it, or give "
             f"--dataset=folder:{root / names[0]}, of which a fifth is used for the test"
         )
-
-
-def _as_in(train: Iterable[str], classes: dict[str, list[Path]]) -> dict[str, list[Path]]:
-    """Return classes by the names that `train` has for them; systems differ in how a file name encodes accents."""
-    names = {unicodedata.normalize("NFC", name): name for name in train}
-    return {names.get(unicodedata.normalize("NFC", name), name): files for name, files in classes.items()}
 
 
 def _subfolders(root: Path) -> list[Path]:
@@ -170,7 +170,7 @@ def _list_classes(root: Path) -> dict[str, list[Path]]:
         places = listed([f"{error.filename} ({error.strerror})" for error in errors])
         raise DataError(f"dataset=folder:{root}: cannot be read: {places}; make these folders readable or remove them")
     if num_ignored:
-        _log(root, image_files.describe_ignored(num_ignored))
+        log.info("%s", printable(f"dataset=folder:{root}: {image_files.describe_ignored(num_ignored)}"))
     _log_left_out(root, loose, "in no class's folder")
     _log_left_out(root, clutter, "hidden, or of file managers, notebooks or archives")
     _log_left_out(root, repeated, "links to folders that are read anyway")
@@ -179,11 +179,7 @@ def _list_classes(root: Path) -> dict[str, list[Path]]:
 
 def _log_left_out(root: Path, names: Iterable[str], reason: str) -> None:
     if names := sorted(set(names)):
-        _log(root, f"left out, as {reason}: {listed(names)}")
-
-
-def _log(root: Path, line: str) -> None:
-    log.info("%s", printable(f"dataset=folder:{root}: {line}"))
+        log.info("%s", printable(f"dataset=folder:{root}: left out, as {reason}: {listed(names)}"))
 
 
 def _split(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:

@@ -87,8 +87,8 @@ def to_levels(image: Image.Image, image_size: int = 0) -> np.ndarray:
     """
     transparent = image.has_transparency_data
     if transparent and any(tile.args == "RGB;16B" for tile in getattr(image, "tile", ())):
-        color = image.info["transparency"]  # in 16 bits, of which Pillow reads the upper 8 of each pixel
-        image.info["transparency"] = tuple(value >> 8 for value in color)
+        # Pillow reads the upper 8 bits of pixels, and all 16 of the transparent color.
+        image.info["transparency"] = tuple(value >> 8 for value in image.info["transparency"])
     turn = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))  # before the pixels are read
     if transparent and image.mode.startswith("I"):
         values = np.asarray(image)
