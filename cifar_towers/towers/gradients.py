@@ -13,7 +13,7 @@ Variable: TypeAlias = tf.Variable | keras.Variable
 
 def average_gradients(
     tower_grads: Sequence[Iterable[tuple[Gradient, Variable]]],
-    weights: Sequence[float] | None = None,
+    weights: Sequence[float | tf.Tensor] | None = None,
     device: str = "",
 ) -> list[tuple[Gradient, Variable]]:
     """Average each variable's gradient over the towers, on the variable's device unless another is given.
@@ -21,7 +21,8 @@ def average_gradients(
     Args:
       tower_grads: K x N x (gradient, variable): for each tower, the pairs of all N variables in one order, as
         `zip(tape.gradient(loss, variables), variables)` gives them.
-      weights: [K], the weight of each tower, usually its number of examples; equal if not given.
+      weights: [K] numbers or scalar tensors, the weight of each tower, usually its number of examples; equal if not
+        given. The graph checks values that are unknown until it runs.
       device: computes all means, as `/CPU:0`; the device of each variable if empty.
 
     Returns:
@@ -46,7 +47,7 @@ def average_gradients(
         ]
 
 
-def _fractions(num_towers: int, weights: Sequence[float] | None) -> list[float]:
+def _fractions(num_towers: int, weights: Sequence[float | tf.Tensor] | None) -> list[float | tf.Tensor]:
     """Return each tower's weight as a fraction of their sum."""
     if not num_towers:
         raise ValueError(
@@ -54,23 +55,29 @@ def _fractions(num_towers: int, weights: Sequence[float] | None) -> list[float]:
         )
     if weights is None:
         return [1 / num_towers] * num_towers
-    if len(weights) != num_towers or min(weights) < 0 or sum(weights) <= 0:
-        raise ValueError(
-            f"weights={list(weights)} must be {num_towers} numbers, one a tower, none negative, not all zero"
-        )
-    return [weight / sum(weights) for weight in weights]
+    values = [tf.get_static_value(weight) for weight in weights]
+    rule = f"must be {num_towers} numbers, one a tower, none negative, not all zero"
+    if len(weights) == num_towers and None in values:
+        tensor = tf.stack([tf.cast(weight, tf.float64) for weight in weights])
+        fractions = tensor / tf.abs(tf.reduce_sum(tensor))  # NaN if all are zero
+        tf.debugging.assert_non_negative(fractions, f"weights {rule}")
+        return tf.unstack(fractions)
+    if len(weights) != num_towers or min(values) < 0 or sum(values) <= 0:
+        raise ValueError(f"weights={list(weights)} {rule}")
+    return [float(value / sum(values)) for value in values]
 
 
-def _mean(gradients: Sequence[Gradient], fractions: Sequence[float], device: str) -> Gradient:
+def _mean(gradients: Sequence[Gradient], fractions: Sequence[float | tf.Tensor], device: str) -> Gradient:
     """Return sum(fraction_k * gradient_k) over the towers that have a gradient, or None if none has."""
     present = [(g, fraction) for g, fraction in zip(gradients, fractions, strict=True) if g is not None]
     if not present:
         return None
     with tf.device(device):
+        present = [(g, tf.cast(f, g.dtype) if tf.is_tensor(f) else tf.constant(f, g.dtype)) for g, f in present]
         if all(isinstance(g, tf.IndexedSlices) for g, _ in present):
-            values = tf.concat([g.values * tf.constant(fraction, g.dtype) for g, fraction in present], 0)
+            values = tf.concat([g.values * fraction for g, fraction in present], 0)
             return tf.IndexedSlices(values, tf.concat([g.indices for g, _ in present], 0), present[0][0].dense_shape)
-        return tf.add_n([tf.convert_to_tensor(g) * tf.constant(fraction, g.dtype) for g, fraction in present])
+        return tf.add_n([tf.convert_to_tensor(g) * fraction for g, fraction in present])
 
 
 def _device(variable: Variable) -> str:

@@ -47,6 +47,26 @@ def test_sparse_gradients_stay_sparse_unless_one_is_dense():
     np.testing.assert_allclose(mean_of(first, table + 4, like=table), [[2, 2], [3, 3], [2, 2], [2, 2]])
 
 
+def test_weights_may_be_tensors():
+    """(3 * [1, 2] + 1 * [5, 6]) / 4 = [2, 3], with weights that are known, and known when the graph runs only."""
+    first, second = tf.constant([1.0, 2.0]), tf.constant([5.0, 6.0])
+
+    @tf.function(input_signature=[tf.TensorSpec([2], tf.int32)])
+    def in_graph(weights):
+        ((mean, _),) = average_gradients([[(first, W)], [(second, W)]], weights=tf.unstack(weights))
+        return mean
+
+    for weights in ([tf.constant(3), tf.constant(1)], [tf.constant(1.5), 0.5]):
+        ((mean, _),) = average_gradients([[(first, W)], [(second, W)]], weights=weights)
+        np.testing.assert_allclose(mean, [2.0, 3.0], rtol=1e-6)
+    np.testing.assert_allclose(in_graph([3, 1]), [2.0, 3.0], rtol=1e-6)
+    with pytest.raises(ValueError, match="must be 2 numbers, one a tower"):
+        average_gradients([[(first, W)], [(second, W)]], weights=[tf.constant(-1.0), 2.0])
+    for weights in ([-1, 2], [0, 0]):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="must be 2 numbers, one a tower"):
+            in_graph(weights)
+
+
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float64])
 def test_dtype_is_preserved(dtype):
     one = tf.constant([1.0], dtype)
