@@ -15,11 +15,11 @@ import numpy as np
 import tensorflow as tf
 from keras.src.models.functional import Functional
 
-from cifar_towers.towers.keras_parallel import first_call, overridden_fit_method
+from cifar_towers.towers.keras_parallel import check_split, first_call, nearly_equal, overridden_fit_method
 from cifar_towers.user_code import UserCodeError, as_user_code_errors
 
 SEEDED = "for random numbers use a keras.random.SeedGenerator"
-NUM_IMAGES = 4  # in the batch that a model is checked with
+NUM_IMAGES = 3  # in the batch that a model is checked with
 ROUNDING = 1e-3  # smaller differences between two calls, relative to the largest output, are not random numbers
 PASS_THROUGH = ("Identity", "Cast", "Reshape", "Squeeze")  # operations that may follow the softmax
 
@@ -32,7 +32,8 @@ def build_model(function: Callable[..., keras.Model], image_size: int, num_class
     Raises:
       UserCodeError: the function fails, or its model has other input or output shapes, probabilities instead of logits,
         no weights to train, or two variables of a name. Towers also cannot train a model with variables that are not
-        weights, or random numbers without a seed. The message names the layer, if there is one.
+        weights, whose layers write weights or mix images, or random numbers without a seed. The message names the
+        layer, if there is one.
     """
     arguments = {"image_size": image_size, "num_classes": num_classes, "dtype": policy}
     with as_user_code_errors("the model cannot be built"), contextlib.ExitStack() as stack:
@@ -98,7 +99,15 @@ def _trace(model: keras.Model, image_size: int) -> tf.Graph:
 
     @tf.function(autograph=False)
     def call(weights: list[tf.Tensor], non_trainable: list[tf.Tensor], images: tf.Tensor) -> tf.Tensor:
-        return model.stateless_call(weights, non_trainable, images, training=True)[0]
+        variables = [*model.trainable_variables, *model.non_trainable_variables]
+        with keras.StatelessScope(zip(variables, [*weights, *non_trainable], strict=True)) as scope:
+            logits = model(images, training=True)
+        for variable, value in zip(model.trainable_variables, weights, strict=True):
+            if scope.get_current_value(variable) is not value:
+                raise UserCodeError(
+                    f"{variable.path} is trainable and also written by its layer's call, which is not kept"
+                )
+        return logits
 
     specs = tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), _values(model))
     return call.get_concrete_function(*specs, tf.TensorSpec([NUM_IMAGES, image_size, image_size, 3])).graph
@@ -114,7 +123,7 @@ def _check_captures(graph: tf.Graph, model: keras.Model) -> None:
 
 
 def _check_repeatable(model: keras.Model, image_size: int) -> None:
-    """Raise if a layer's outputs differ between two calls with equal images, weights and seeds."""
+    """Raise if a layer's outputs differ between two calls with equal images, weights and seeds, or mix images."""
     layers = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
     outputs = [first_call(model, layer).output_tensors for layer in layers]
     probe = keras.Model(model.inputs, outputs, name="probe")
@@ -122,22 +131,25 @@ def _check_repeatable(model: keras.Model, image_size: int) -> None:
     weights, non_trainable = _values(probe)
     # initial weights may be zeros, which would hide what a layer inside a layer draws
     weights = [weight + tf.cast(random.normal(0, 0.1, weight.shape), weight.dtype) for weight in weights]
-    images = tf.constant(random.normal(size=(NUM_IMAGES, image_size, image_size, 3)), tf.float32)
+    scales = np.reshape([1, 2, 4], (NUM_IMAGES, 1, 1, 1))
+    images = tf.constant(random.normal(1, scales, (NUM_IMAGES, image_size, image_size, 3)), tf.float32)
     first, second = (probe.stateless_call(weights, non_trainable, images, training=True)[0] for _ in range(2))
     for layer, *outputs in zip(layers, first, second, strict=True):
-        if not _equal_to_rounding(*outputs):
+        pairs = zip(*map(tf.nest.flatten, outputs), strict=True)
+        if not all(nearly_equal(a, b, ROUNDING) for a, b in pairs):
             raise UserCodeError(
                 f"layer {layer.name} returns other values in a second call with the same input, weights and seeds: it "
                 f"draws random numbers without a seed; {SEEDED}"
             )
 
+    def infer(images: tf.Tensor) -> list[tf.Tensor]:
+        outputs, _, losses = probe.stateless_call(weights, non_trainable, images, training=False, return_losses=True)
+        return tf.nest.flatten(outputs) + losses
 
-def _equal_to_rounding(first: Any, second: Any) -> bool:
-    for a, b in zip(tf.nest.flatten(first), tf.nest.flatten(second), strict=True):
-        a, b = (np.asarray(tf.cast(tensor, tf.float32)) for tensor in (a, b))
-        if not np.allclose(a, b, rtol=0, atol=ROUNDING * np.abs(a).max(initial=0), equal_nan=True):
-            return False
-    return True
+    names = [
+        f"layer {layer.name}" for layer, output in zip(layers, first, strict=True) for _ in tf.nest.flatten(output)
+    ]
+    check_split(infer, images, names)
 
 
 def _check_output(output: Any, model: keras.Model, num_classes: int) -> None:

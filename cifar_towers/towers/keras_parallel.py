@@ -1,17 +1,21 @@
 """A Keras model on several towers, behind its own `fit`, `evaluate` and `predict`; and questions about Keras models."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from cifar_towers.towers.devices import Tower
-from cifar_towers.towers.make_parallel import as_towers, join_outputs, run_on_any_batch
+from cifar_towers.towers.make_parallel import as_towers, check_outputs, join_outputs, output_paths, run_on_any_batch
 
 # Distance between the seeds of neighboring towers. Keras draws its default seeds below it.
 TOWER_SEED_STRIDE = 1_000_000_007
+UNKNOWN_SIZE = 32  # in made-up inputs, of an axis that a model leaves open
+NOT_OF_FIT = ("loss", "get_compile_config", "compile_from_config")  # methods of saving, and one of former versions
+SPLIT_TOLERANCE = 0.05  # smaller differences between a batch and its parts, relative to the largest value, are rounding
 
 
 def make_parallel_model(keras_model: keras.Model, num_towers: int | Sequence[Tower]) -> "ParallelModel":
@@ -26,17 +30,16 @@ def make_parallel_model(keras_model: keras.Model, num_towers: int | Sequence[Tow
     tower's, and each tower draws different numbers.
 
     Raises:
-      ValueError: the model is not built, overrides a training step, or takes batches of one fixed length only; or the
-        towers cannot share its state, such as a stateful layer or an integer counter.
+      ValueError: the model is not built, overrides what `fit`, `evaluate` or `predict` call, or takes sparse or ragged
+        inputs or batches of one fixed length; its outputs are not joined from those of a batch's parts, or a loss that
+        a layer adds is not a mean over examples; or the towers cannot share its state, such as a stateful layer, an
+        integer counter or a synchronized norm. A model without `inputs` is checked in full at its first batch.
     """
     towers = as_towers(num_towers)
-    _check_model(keras_model)
+    _check_model(keras_model, len(towers))
     parallel = ParallelModel(keras_model, towers)
-    if getattr(keras_model, "inputs", None):  # trace one tower: raises here, not in `fit`, for state that is not shared
-        inputs = keras_model.inputs[0] if isinstance(keras_model, keras.Sequential) else keras_model.input
-        specs = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), inputs)
-        trial = tf.function(lambda x: parallel.on_tower(True, towers[0], x)[0], autograph=False)
-        trial.get_concrete_function(specs)
+    if getattr(keras_model, "inputs", None):
+        parallel.check(keras_model.inputs[0] if isinstance(keras_model, keras.Sequential) else keras_model.input)
     return parallel
 
 
@@ -47,13 +50,18 @@ class ParallelModel(keras.Model):
         # float32 without autocast: the original casts its inputs and variables itself, inside each tower
         super().__init__(name=model.name, dtype="float32", autocast=False)
         self.model = model
-        self._towers = tuple(towers)
+        self._towers, self._checked = tuple(towers), False
         self.supports_jit = False  # XLA compiles for one device
         self.built = True
         if hasattr(model, "output_names"):
             self.output_names = model.output_names
         for name in ("save", "save_weights", "load_weights", "export", "summary", "get_layer"):
             setattr(self, name, getattr(model, name))
+
+    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._checked:  # here, as Keras would explain an error in `call` by many lines
+            self.check(inputs)
+        return super().__call__(inputs, *args, **kwargs)
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Run the forward pass on all towers, then update the model's non-trainable state once."""
@@ -71,6 +79,23 @@ class ParallelModel(keras.Model):
         for position, mask in masks.items():
             tf.nest.flatten(outputs)[position]._keras_mask = mask
         return outputs
+
+    def check(self, inputs: Any) -> None:
+        """Raise if towers cannot run the model on inputs like these, or if in inference it mixes their rows."""
+        tower, batch = self._towers[0], tf.TensorShape([None])
+        specs = tf.nest.map_structure(lambda x: tf.TensorSpec(batch.concatenate(x.shape[1:]), x.dtype), inputs)
+
+        def run(rows: Any) -> list[tf.Tensor]:
+            outputs, _, losses, state = self.on_tower(False, tower, rows)
+            return [] if state else tf.nest.flatten(outputs) + losses  # random numbers may explain any difference
+
+        with tf.init_scope():
+            trial = tf.function(lambda x: check_outputs(self.on_tower(True, tower, x)[0], x, tower), autograph=False)
+            outputs = trial.get_concrete_function(specs).structured_outputs
+            if len(self._towers) > 1:
+                names = output_paths(outputs, f"model {self.name!r}: output")
+                check_split(run, tf.nest.map_structure(_made_up_rows, specs), names)
+        self._checked = True
 
     def on_tower(self, training: bool | None, tower: Tower, inputs: Any) -> tuple[Any, dict, list, dict]:
         """Run the forward pass of one tower, which reads the model's variables and writes none.
@@ -102,12 +127,24 @@ def _mean(values: Sequence[tf.Tensor], fractions: Sequence[Any]) -> tf.Tensor:
     return tf.add_n([value * tf.cast(fraction, value.dtype) for value, fraction in zip(values, fractions, strict=True)])
 
 
-def _check_model(model: keras.Model) -> None:
+def _made_up_rows(spec: tf.TensorSpec) -> tf.Tensor:
+    """Return three rows with numbers from 0 to 2, which may also be ids 0 and 1; each row is smaller than the last."""
+    shape = [3, *(size or UNKNOWN_SIZE for size in (spec.shape[1:] if spec.shape.rank else ()))]
+    values = np.sort(np.random.default_rng(0).uniform(0, 2, shape), axis=0)[::-1]
+    return tf.as_string(values.astype("i4")) if spec.dtype == "string" else tf.cast(values, spec.dtype)
+
+
+def _check_model(model: keras.Model, num_towers: int) -> None:
     if not model.built:
         raise ValueError(f"model {model.name!r} has no variables yet; build it or call it on a batch first")
     method = overridden_fit_method(model)
     if method:
         raise ValueError(f"model {model.name!r} overrides {method}, which towers would not run; use make_parallel")
+    norm = synchronized_norm(model)
+    if norm and num_towers > 1:
+        raise ValueError(
+            f"layer {norm!r} is synchronized, and here towers normalize by shards; make it synchronized=False"
+        )
     for layer in model._flatten_layers():
         if getattr(layer, "stateful", False):
             raise ValueError(
@@ -115,6 +152,10 @@ def _check_model(model: keras.Model) -> None:
                 "side by side; make it with stateful=False"
             )
     for tensor in getattr(model, "inputs", None) or []:
+        if tensor.sparse or tensor.ragged:
+            raise ValueError(
+                f"input {tensor.name!r} is sparse or ragged, and towers split dense tensors; make it dense"
+            )
         if tensor.shape[0] is not None:
             raise ValueError(
                 f"input {tensor.name!r} takes batches of {tensor.shape[0]} only, and towers get shards; "
@@ -150,9 +191,54 @@ def is_seed_generator_state(variable: keras.Variable) -> bool:
 
 
 def overridden_fit_method(model: keras.Model) -> str:
-    """Return the name of a method that `fit` would call and towers do not, if the model's class overrides one."""
-    methods = ("train_step", "test_step", "predict_step", "compute_loss")
-    return next((name for name in methods if getattr(type(model), name) is not getattr(keras.Model, name)), "")
+    """Return the name of a method or property behind `fit`, `evaluate` and `predict` that a model overrides, or ""."""
+    trainers = [kind for kind in keras.Model.__mro__ if kind.__name__.endswith("Trainer")]
+    names = [name for kind in trainers for name in vars(kind) if not name.startswith("__") and name not in NOT_OF_FIT]
+    names += ["losses", "trainable_variables", "trainable_weights", "non_trainable_variables"]
+    own, kind = vars(model), type(model)
+    return next((name for name in names if name in own or getattr(kind, name) is not getattr(keras.Model, name)), "")
+
+
+def synchronized_norm(model: keras.Model) -> str:
+    """Return the name of a layer that is made with `synchronized=True`, or "" if there is none."""
+    return next((layer.name for layer in model._flatten_layers() if getattr(layer, "synchronized", False)), "")
+
+
+def nearly_equal(first: tf.Tensor, second: tf.Tensor, tolerance: float) -> bool:
+    """Return whether tensors have one shape and differ by at most `tolerance` times the largest absolute value."""
+    a, b = (np.asarray(tf.cast(tensor, tf.float32)) for tensor in (first, second))
+    atol = tolerance * np.abs(a[np.isfinite(a)]).max(initial=0)
+    return a.shape == b.shape and np.allclose(a, b, rtol=0, atol=atol, equal_nan=True)
+
+
+def check_split(run: Callable[[Any], Sequence[tf.Tensor]], inputs: Any, names: Sequence[str]) -> None:
+    """Raise a ValueError if a tensor of `run` depends on how a batch of three examples is split.
+
+    Constants, lists of rows that depend on one example each, and scalars that are means over examples do not.
+
+    Args:
+      run: returns tensors with these names, and then losses. The check ends without a verdict if it raises an error.
+    """
+    parts = slice(None), slice(2), slice(2, None)
+    try:
+        results = [run(tf.nest.map_structure(lambda tensor, part=part: tensor[part], inputs)) for part in parts]
+        results = [[tf.cast(tensor, tf.float32) for tensor in tensors] for tensors in results]
+    except Exception:
+        return
+    for index, (whole, two, one) in enumerate(zip(*results, strict=True)):
+        expected = [two]
+        if whole.shape.rank == 0:
+            expected.append(two + (one - two) / 3)
+        elif two.shape[1:] == one.shape[1:]:
+            expected.append(tf.concat([two, one], 0))
+        if any(nearly_equal(whole, tensor, SPLIT_TOLERANCE) for tensor in expected):
+            continue
+        if nearly_equal(whole, run(inputs)[index], SPLIT_TOLERANCE):  # it is not random
+            name = names[index] if index < len(names) else "a loss that a layer adds"
+            raise ValueError(
+                f"{name} depends on how a batch is split, so towers would not compute what one device does; make each "
+                "row of an output depend on its own example, and each loss a mean over examples"
+            )
 
 
 def first_call(model: keras.Model, layer: keras.layers.Layer) -> Any:

@@ -15,6 +15,9 @@ from cifar_towers.towers.sharding import run_on_towers, split_batch, with_pinned
 def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **tensors: Any) -> Any:
     """Compute `fn(**tensors)` on K towers: split the tensors, call `fn(**shard)` on each tower and join the outputs.
 
+    The result equals `fn(**tensors)` if each row of an output depends on the same row of the tensors only. A function
+    that mixes rows, as a mean over axis 0 does, sees one shard's rows.
+
     Call it inside one `tf.function`: there the towers run side by side, but eagerly one after another. Gradients with
     respect to `tensors` and to the variables that `fn` reads are computed on the tower that ran the forward pass.
     Tensors that `fn` only closes over get none.
@@ -35,7 +38,7 @@ def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **t
     towers = as_towers(num_towers)
     tensors = tf.nest.map_structure(tf.convert_to_tensor, tensors)
     _check_batch(tensors, towers)
-    outputs, sizes = run_on_any_batch(lambda tower, shard: _check_outputs(fn(**shard), shard, tower), towers, tensors)
+    outputs, sizes = run_on_any_batch(lambda tower, shard: check_outputs(fn(**shard), shard, tower), towers, tensors)
     return join_outputs(outputs, sizes)
 
 
@@ -97,17 +100,19 @@ def run_on_any_batch(
 
 
 def join_outputs(structures: Sequence[Any], sizes: Sequence[int | tf.Tensor]) -> Any:
-    """Concatenate the tensors of K equal structures, K x [B/K, ...] -> [B, ...], without the rows of empty shards."""
-    first = _paths(structures[0])
+    """Concatenate the tensors of K equal structures, K x [R/K, ...] -> [R, ...], without the rows of empty shards."""
+    first = output_paths(structures[0])
     for tower, structure in enumerate(structures):
-        if _paths(structure) != first:
+        if output_paths(structure) != first:
             raise ValueError(
-                f"tower_{tower} returned {', '.join(_paths(structure))} and tower_0 {', '.join(first)}; "
+                f"tower_{tower} returned {', '.join(output_paths(structure))} and tower_0 {', '.join(first)}; "
                 "the function must return the same structure for every shard"
             )
     with tf.name_scope("join_batch"):
         counted = [
-            tf.nest.map_structure(lambda t, n=size: t if isinstance(n, int) else t[:n], structure)
+            structure
+            if isinstance(size, int)
+            else tf.nest.map_structure(lambda t, n=size: t[: tf.shape(t)[0] * tf.minimum(n, 1)], structure)
             for structure, size in zip(structures, sizes, strict=True)
         ]
         return tf.nest.map_structure(lambda *parts: tf.concat(parts, axis=0), *counted)
@@ -125,7 +130,7 @@ def as_towers(towers: int | Sequence[Tower]) -> list[Tower]:
     return towers
 
 
-def _paths(structure: Any, name: str = "output") -> list[str]:
+def output_paths(structure: Any, name: str = "output") -> list[str]:
     """Return the path of each tensor of a structure: "output['logits']", "output[0]" or "output"."""
     return [name + "".join(f"[{key!r}]" for key in path) for path, _ in keras.tree.flatten_with_path(structure)]
 
@@ -133,7 +138,7 @@ def _paths(structure: Any, name: str = "output") -> list[str]:
 def _check_batch(tensors: dict[str, Any], towers: Sequence[Tower]) -> None:
     if not tf.nest.flatten(tensors):
         raise ValueError("no tensors to split over the towers; pass them by keyword, as in x=images")
-    by_path = list(zip(_paths(tensors, ""), tf.nest.flatten(tensors), strict=True))
+    by_path = list(zip(output_paths(tensors, ""), tf.nest.flatten(tensors), strict=True))
     for path, tensor in by_path:
         if tensor.shape.rank == 0:
             raise ValueError(f"{path} is a scalar and cannot be split; let the function close over it instead")
@@ -149,12 +154,14 @@ def _check_batch(tensors: dict[str, Any], towers: Sequence[Tower]) -> None:
         )
 
 
-def _check_outputs(structure: Any, shard: dict[str, Any], tower: Tower) -> Any:
+def check_outputs(structure: Any, shard: dict[str, Any], tower: Tower) -> Any:
     """Return `structure` if each of its tensors has one row per example; the graph checks an unknown length."""
     first = tf.nest.flatten(shard)[0]
     examples = first.shape[0]
-    for path, output in zip(_paths(structure), tf.nest.flatten(structure), strict=True):
+    for path, output in zip(output_paths(structure), tf.nest.flatten(structure), strict=True):
         name = f"{path} of {tower.name}"
+        if isinstance(output, tf.SparseTensor | tf.RaggedTensor):
+            raise ValueError(f"{name} is a {type(output).__name__} and cannot be joined; return a dense tensor")
         shape = getattr(output, "shape", None)
         if shape is None:
             raise ValueError(f"{name} is {output!r}, not a tensor; the function must return tensors")
@@ -164,7 +171,5 @@ def _check_outputs(structure: Any, shard: dict[str, Any], tower: Tower) -> Any:
             tf.debugging.assert_equal(tf.shape(output)[0], tf.shape(first)[0], f"{name} has not one row per example")
         elif shape[0] != examples:
             expected = f"{examples} examples" if examples is not None else "any number of examples"
-            raise ValueError(
-                f"{name} has {shape[0]} on axis 0 for {expected}; the function must return one row for each"
-            )
+            raise ValueError(f"{name} has {shape[0]} on axis 0 for {expected}; one row for each is needed")
     return structure

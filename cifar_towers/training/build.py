@@ -20,6 +20,7 @@ from cifar_towers.models.layers import synchronize
 from cifar_towers.models.speednet import whitening_kernel
 from cifar_towers.registry import model_spec
 from cifar_towers.towers import Tower, variable_placement
+from cifar_towers.towers.keras_parallel import synchronized_norm
 from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.diagnostics import activation_layers
@@ -237,6 +238,12 @@ def make_state(
 ) -> tuple[TrainState, Callable]:
     """Return (state, loss function): everything with variables, in the placement of the surrounding scope."""
     model = make_model(config, precision, train.info, train)
+    norm = synchronized_norm(model)
+    if norm and config.batch_statistics != "synchronized":
+        raise UsageError(
+            f"layer {norm} is made with synchronized=True, and batch_statistics={config.batch_statistics} would ignore "
+            "it; give --batch_statistics=synchronized, or make it with synchronized=False"
+        )
     loss_fn, terms = make_loss_fn(config, model)
     optimizer = make_optimizer(
         config.optimizer,

@@ -92,11 +92,34 @@ class Trained(Subclassed):
         return {}
 
 
+class Measured(Subclassed):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return {}
+
+
+class Penalized(L.Layer):
+    """A layer that adds the sum of its input as a loss, not the mean over images."""
+
+    def call(self, x):
+        self.add_loss(tf.reduce_sum(x))
+        return x
+
+
+def with_positions():
+    """Return a model with a layer whose output is a table, not a row for each image."""
+    images = L.Input((24, 24, 3))
+    table = Computes(lambda x: tf.ones([5, 24, 24, 3]))(images)
+    pooled = Computes(lambda pair: pair[0] + tf.reduce_mean(pair[1], 0))([images, table])
+    return keras.Model(images, L.Dense(10)(L.Flatten()(pooled)))
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: net(L.Conv2D(4, 3), L.BatchNormalization(), L.ReLU(), L.Dropout(0.5), Scaled()),
         lambda: net(L.GaussianNoise(0.1), L.RandomFlip(), L.RandomRotation(0.1), L.Conv2D(4, 3)),
+        lambda: net(Computes(lambda x: x + tf.ones([1, 24, 1, 1])), L.GroupNormalization(3), L.UnitNormalization()),
+        lambda: with_positions(),
         Subclassed,
     ],
 )
@@ -129,6 +152,13 @@ HEAD_OF_PROBABILITIES = L.Dense(10, "softmax", name="shares")
             r"layer last has an output of shape \(22, 22, 9\) per image",
         ),
         (lambda: net(L.Flatten(), HEAD_OF_PROBABILITIES, head=False), "layer shares ends in softmax"),
+        (
+            lambda: net(Computes(lambda x: x - tf.reduce_mean(x, 0), name="center")),
+            "layer center depends on how a batch",
+        ),
+        (lambda: net(Penalized()), "a loss that a layer adds depends on how a batch is split"),
+        (lambda: net(L.SpectralNormalization(L.Conv2D(2, 3))), "conv2d.*/kernel is trainable and also written"),
+        (lambda: Measured(), "it overrides compute_metrics, which towers would not run"),
         (lambda: Trained(), "it overrides train_step, which towers would not run; leave it out"),
         (lambda: net(image_size=32), r"expected shape=\(None, 32, 32, 3\)"),
         (lambda: net(L.Flatten(), L.Lambda(lambda x: x[:, :10]), head=False), "it has no weights to train"),
@@ -169,7 +199,9 @@ class Narrow(L.BatchNormalization):
     """A user's subclass of Keras's norm."""
 
 
-@pytest.mark.parametrize("kind", [L.BatchNormalization, Narrow, BatchNorm])
+@pytest.mark.parametrize(
+    "kind", [L.BatchNormalization, partial(L.BatchNormalization, synchronized=True), Narrow, BatchNorm]
+)
 def test_all_kinds_of_batch_norms_are_synchronized(towers, kind):
     """Two towers, on halves with different moments, compute what one tower computes on the whole batch."""
     images = np.random.default_rng(0).normal(size=(8, 6, 6, 3)).astype("f4") * np.repeat([1, 3], 4)[:, None, None, None]

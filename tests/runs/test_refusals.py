@@ -9,8 +9,10 @@ from cifar_towers import files, trainer
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.inference import evaluate
+from tests.configs import net
 from tests.runs.short_runs import TINY, run
 
+SYNCHRONIZED = "layer norm is made with synchronized=True, .*give --batch_statistics=synchronized"
 OOM = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor\nwith shape [1024,64]")
 NO_KERNEL = tf.errors.UnimplementedError(None, None, "A deterministic GPU implementation of X is not available.")
 
@@ -40,6 +42,8 @@ def test_errors_of_tensorflow_suggest_flags(tmp_path, monkeypatch, error, settin
         ({"train_dir": "file/run"}, "Not a directory"),
         ({"profile_steps": "4:6"}, "profile_steps=4:6.* step 4"),
         ({"strategy": "mirrored", "all_reduce": "nccl"}, "all_reduce=nccl.* 2 towers"),
+        ({"model": net("synchronized")}, SYNCHRONIZED),
+        ({"model": net("synchronized"), "strategy": "mirrored"}, SYNCHRONIZED),
     ],
 )
 def test_run_that_cannot_start_leaves_no_directory(tmp_path, monkeypatch, settings, message):

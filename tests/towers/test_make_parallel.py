@@ -281,6 +281,70 @@ class WritesState(keras.layers.Layer):
         return x + keras.random.normal((1,)) if self.kind == "foreign" else x
 
 
+class Applies(keras.layers.Layer):
+    """A layer that returns a function of its input, or adds it as a loss."""
+
+    def __init__(self, function, loss=False):
+        super().__init__()
+        self.function, self.loss = function, loss
+
+    def call(self, x):
+        if not self.loss:
+            return self.function(x)
+        self.add_loss(self.function(x))
+        return x
+
+
+def applies(function, **options):
+    return keras.Sequential([keras.Input((6, 4)), keras.layers.Dense(3), Applies(function, **options)])
+
+
+def two_outputs(function):
+    x = keras.Input((6, 4))
+    return keras.Model(x, {"y": keras.layers.Dense(3)(x), "extra": Applies(function)(x)})
+
+
+def pairwise(x):
+    return tf.tensordot(x, x, [[1, 2], [1, 2]])
+
+
+def wants(**options):
+    return keras.Sequential([keras.Input((4,), name="ids", **options), keras.layers.Dense(2)])
+
+
+class Counts(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.metrics.Mean()
+
+    def call(self, x):
+        self.mean.update_state(x)
+        return x
+
+
+class WithTable(keras.Model):
+    """A model without `inputs`, which returns a table of as many rows as a shard of its test."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return {"y": self.dense(x), "table": tf.ones([2, 4])}
+
+
+def overrides(name, value=None):
+    """Return a model whose class overrides a method or property of Keras."""
+    kind = type("Own", (keras.Sequential,), {name: value or (lambda self, *args, **kwargs: {})})
+    return kind([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+def compute_loss_of_instance():
+    model = mlp()
+    model.compute_loss = lambda **arrays: 0.0
+    return model
+
+
 def stateful():
     return keras.Sequential([keras.Input(batch_shape=(2, 3, 4)), keras.layers.LSTM(2, stateful=True, name="memory")])
 
@@ -300,12 +364,105 @@ class CustomStep(keras.Sequential):
         (lambda: mlp(WritesState("foreign")), "not its own.* random generator"),
         (lambda: CustomStep([keras.Input((2,)), keras.layers.Dense(1)]), "model 'custom_step.*' overrides train_step"),
         (lambda: keras.Sequential([keras.Input((2,), batch_size=4), keras.layers.Dense(1)]), "batches of 4"),
+        (lambda: two_outputs(lambda x: tf.ones([5, 4])), r"output\['extra'\] of tower_0 has 5 on axis 0"),
+        (lambda: two_outputs(lambda x: tf.ones([3, 4])), r"output\['extra'\] of tower_0 has 3 on axis 0"),
+        (lambda: two_outputs(lambda x: tf.reshape(tf.reduce_sum(x), [1])), r"output\['extra'\] .* has 1 on axis 0"),
+        (lambda: two_outputs(tf.reduce_sum), r"output\['extra'\] of tower_0 is a scalar"),
+        (lambda: applies(tf.sparse.from_dense), "output of tower_0 is a SparseTensor"),
+        (lambda: two_outputs(lambda x: x - tf.reduce_mean(x, 0)), r"output\['extra'\] depends on how a batch is split"),
+        (lambda: applies(pairwise), "model 'sequential.*': output depends on how a batch is split"),
+        (lambda: applies(lambda x: tf.reverse(x, [0])), "output depends on how a batch is split"),
+        (lambda: applies(tf.cumsum), "output depends on how a batch is split"),
+        (lambda: applies(tf.reduce_sum, loss=True), "a loss that a layer adds depends on .* each loss a mean"),
+        (lambda: mlp(keras.layers.BatchNormalization(synchronized=True, name="norm")), "layer 'norm' is synchronized"),
+        (
+            lambda: mlp(keras.layers.SpectralNormalization(keras.layers.Dense(4))),
+            "kernel is trainable and also written",
+        ),
+        (lambda: mlp(Counts()), "not its own, such as a metric"),
+        (lambda: wants(sparse=True), "input 'ids' is sparse or ragged"),
+        (lambda: overrides("compute_metrics"), "model 'own.*' overrides compute_metrics"),
+        (lambda: overrides("make_train_function"), "model 'own.*' overrides make_train_function"),
+        (lambda: overrides("get_metrics_result"), "model 'own.*' overrides get_metrics_result"),
+        (lambda: overrides("metrics", property(lambda self: [])), "model 'own.*' overrides metrics"),
+        (lambda: overrides("losses", property(lambda self: [])), "model 'own.*' overrides losses"),
+        (compute_loss_of_instance, "model 'sequential.*' overrides compute_loss"),
     ],
 )
 def test_make_parallel_model_rejects_in_one_line(towers, make, message):
     with pytest.raises(ValueError, match=message) as error:
         make_parallel_model(make(), towers(2))
     assert "\n" not in str(error.value)
+
+
+def test_a_model_without_inputs_is_checked_before_its_first_step(towers, data):
+    model = WithTable()
+    model(data[0])
+    parallel, before = make_parallel_model(model, towers(2)), model.get_weights()
+    parallel.compile("sgd", {"y": "mse", "table": None})
+    for use in (lambda: parallel.fit(data[0], {"y": data[1]}, batch_size=4, verbose=0), lambda: parallel(data[0][:4])):
+        with pytest.raises(ValueError, match=r"^output\['table'\] of tower_0 has 2 on axis 0 .*$"):
+            use()
+    assert_close(model.get_weights(), before, 0, 0)
+
+
+def test_outputs_of_several_rows_per_example(towers):
+    """Seven examples in batches of four and three; then one, which leaves an empty shard."""
+    model = applies(lambda x: tf.reshape(x, [-1, 3]))
+    parallel, x = make_parallel_model(model, towers(2)), numbers(7, 6, 4)
+    expected = (x @ model.layers[0].kernel.numpy()).reshape(-1, 3)
+    assert expected.shape == (42, 3)
+    assert_close(parallel.predict(x, batch_size=4, verbose=0), expected, 1e-5)
+    assert_close(parallel.predict(x[:1], verbose=0), expected[:6], 1e-5)
+
+
+def draws_in_inference():
+    seeds = keras.random.SeedGenerator(0)
+    layer = Applies(lambda x: x + keras.random.normal(tf.shape(x), seed=seeds))
+    layer.seeds = seeds
+    return mlp(layer)
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (lambda: applies(lambda x: x - tf.reduce_mean(x, 0)), 1),
+        (lambda: applies(lambda x: tf.reduce_mean(x**2), loss=True), 2),
+        (lambda: keras.Sequential([keras.Input((None,)), keras.layers.Embedding(2, 3), keras.layers.LSTM(2)]), 2),
+        (draws_in_inference, 2),
+        (lambda: mlp(keras.layers.UnitNormalization(), keras.layers.Activation("softmax")), 2),
+    ],
+    ids=["one tower", "mean as a loss", "ids of any length", "random numbers in inference", "norms of rows"],
+)
+def test_models_that_are_functions_of_rows_are_accepted(towers, make, count):
+    make_parallel_model(make(), towers(count))
+
+
+def test_options_of_compile_and_fit_equal_the_original(towers, data):
+    x, y = data
+    weights = np.arange(10.0)
+    for compile_options, fit_options in (
+        ({"steps_per_execution": 2, "weighted_metrics": ["mae"]}, {"sample_weight": weights, "y": y}),
+        ({"run_eagerly": True, "metrics": ["mae"]}, {"class_weight": {0: 1.0, 1: 3.0}, "y": (y > 0).astype("i4")}),
+    ):
+        results = []
+        for wrap in (lambda model: model, lambda model: make_parallel_model(model, towers(2))):
+            model = wrap(mlp(kernel_constraint="unit_norm"))
+            optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
+            model.compile(keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64), "mse", **compile_options)
+            history = model.fit(x, batch_size=4, epochs=2, shuffle=False, verbose=0, **fit_options).history
+            results.append([history, model.evaluate(x, y, 4, verbose=0)])
+        assert len(results[0][0]) == 2
+        assert_close(results[1], results[0], 1e-5, 0)
+
+
+def test_strings_and_numbers_as_inputs(towers):
+    inputs = {"word": keras.Input((1,), dtype="string", name="word"), "x": keras.Input((1,), name="x")}
+    rows = keras.layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")(inputs["word"])
+    model = keras.Model(inputs, keras.layers.Concatenate()([rows, inputs["x"]]))
+    batch = {"word": tf.constant([["b"], ["?"], ["a"]]), "x": tf.constant([[5.0], [6.0], [7.0]])}
+    result = make_parallel_model(model, towers(2)).predict(batch, verbose=0)
+    np.testing.assert_array_equal(result, [[0, 0, 1, 5], [1, 0, 0, 6], [0, 1, 0, 7]])
 
 
 def test_xla_cannot_span_towers(towers):

@@ -58,6 +58,14 @@ def test_towers_equal_one_tower_in_float64(towers, examples, one_tower, count):
     assert difference < 1e-11
 
 
+def test_synchronized_norms_of_keras_equal_one_tower(towers, examples):
+    settings = {"model": net("synchronized"), "batch_statistics": "synchronized"}
+    one = trained(towers(1), examples, "float32", 2, **settings)[0]
+    for strategy in ("towers", "mirrored"):
+        two = trained(towers(2), examples, "float32", 2, strategy=strategy, **settings)[0]
+        assert largest_difference(one, two) < 1e-4
+
+
 def test_an_independent_witness(towers, examples):
     """Two towers against one plain GradientTape and hand-written SGD, no code of towers or optimizers in it."""
     settings = {"momentum": 0.0, "brightness": 0.0, "contrast": 0.0, "ema_decay": 0.0}
