@@ -53,10 +53,25 @@ class ParallelModel(keras.Model):
         self._towers, self._checked = tuple(towers), False
         self.supports_jit = False  # XLA compiles for one device
         self.built = True
-        if hasattr(model, "output_names"):
-            self.output_names = model.output_names
-        for name in ("save", "save_weights", "load_weights", "export", "summary", "get_layer"):
+        names = "save save_weights save_own_variables load_weights load_own_variables export summary get_layer "
+        names += "get_config get_build_config get_compile_config _obj_type"
+        for name in names.split():
             setattr(self, name, getattr(model, name))
+
+    # functions of `keras.saving` look at a model's class, layers and attributes, and find those of the original
+    __class__ = property(lambda self: type(vars(self).get("model", self)))
+    layers = property(lambda self: self.model.layers)
+    # nothing is trained while `trainable` of the original is false
+    trainable_variables = property(lambda self: self.model.trainable_variables)
+    trainable_weights = property(lambda self: self.model.trainable_weights)
+
+    def __dir__(self) -> list[str]:
+        return dir(self.model)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "model":  # not assigned yet
+            raise AttributeError(name)
+        return getattr(self.model, name)
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._checked:  # here, as Keras would explain an error in `call` by many lines

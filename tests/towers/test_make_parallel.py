@@ -198,6 +198,51 @@ def test_saved_model_is_the_original_and_trains_further(towers, data, tmp_path):
         np.testing.assert_allclose(model(data[0]), expected, rtol=1e-5, atol=1e-6)
 
 
+class Coder(keras.Model):
+    """A subclassed model, whose layers are attributes."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.encoder, self.decoder = keras.layers.Dense(3), [keras.layers.Dense(1)]
+
+    def call(self, x):
+        return self.decoder[0](self.encoder(x))
+
+
+def functional():
+    x = keras.Input((8,))
+    return keras.Model(x, keras.layers.Dense(1)(keras.layers.BatchNormalization()(x)))
+
+
+def subclassed():
+    model = Coder()
+    model(np.zeros((1, 8), "f4"))
+    return model
+
+
+@pytest.mark.parametrize("make", [mlp, functional, subclassed])
+def test_functions_of_keras_saving_write_and_read_files_of_the_original(towers, data, tmp_path, make):
+    parallel, last = make_parallel_model(make(), towers(2)), tmp_path / "last.keras"
+    parallel.compile("adam", "mse")
+    parallel.fit(*data, batch_size=5, verbose=0, callbacks=[keras.callbacks.ModelCheckpoint(last)])
+    keras.saving.save_model(parallel, tmp_path / "a.keras")
+    keras.saving.save_weights(parallel, tmp_path / "a.weights.h5")
+    original, expected = type(parallel.model), parallel.model.get_weights()
+    for path in (last, tmp_path / "a.keras"):
+        loaded = keras.saving.load_model(path, {"Coder": Coder})
+        assert type(loaded) is original
+        assert int(loaded.optimizer.iterations) == 2
+        assert_close(loaded.get_weights(), expected, 0, 0)
+    fresh = make()
+    fresh.load_weights(tmp_path / "a.weights.h5")
+    assert_close(fresh.get_weights(), expected, 0, 0)
+    fresh = make()
+    keras.saving.load_weights(make_parallel_model(fresh, towers(2)), tmp_path / "a.weights.h5")
+    assert_close(fresh.get_weights(), expected, 0, 0)
+    clone = keras.models.clone_model(parallel)
+    assert type(clone) is original
+
+
 def test_structured_inputs_and_outputs(towers, data):
     x = {"a": data[0], "b": numbers(10, 3)}
     y = {"sum": data[1], "kind": np.arange(10) % 2}
@@ -463,6 +508,14 @@ def test_strings_and_numbers_as_inputs(towers):
     batch = {"word": tf.constant([["b"], ["?"], ["a"]]), "x": tf.constant([[5.0], [6.0], [7.0]])}
     result = make_parallel_model(model, towers(2)).predict(batch, verbose=0)
     np.testing.assert_array_equal(result, [[0, 0, 1, 5], [1, 0, 0, 6], [0, 1, 0, 7]])
+
+
+def test_a_frozen_model_stays_frozen(towers, data):
+    """Keras trains no layer of a model with trainable=False, even if the layer's own is true."""
+    for model in (frozen := mlp(), make_parallel_model(frozen, towers(2))):
+        frozen.trainable = False
+        frozen.layers[-1].trainable = True
+        assert model.trainable_variables == model.trainable_weights == []
 
 
 def test_xla_cannot_span_towers(towers):
