@@ -41,7 +41,7 @@ OPTIMIZERS = ("momentum", "muon", "adamw")  # `training.optimizers.RULES` has th
 OPTIMIZERS_BY_LENGTH = ("muon",)  # optimizers whose update depends on the number of steps in the run
 BUILT_IN = ("cifar10", "synthetic", "auto")
 DEFAULT_DATASETS = BUILT_IN  # the directories of runs on them carry no data set's name
-FOLDER = "folder:"  # prefix of the name of a data set in a folder
+FOLDER, CSV, NPY = "folder:", "csv:", "npy:"  # prefixes of the names of data sets at a path
 
 
 class TtaView(NamedTuple):
@@ -80,14 +80,20 @@ def check_model(model: str) -> None:
         )
 
 
+def split_path(dataset: str) -> tuple[str, str]:
+    """Split the name of a data set at a path: `"csv:a.csv"` -> ("csv:", "a.csv"). Return ("", name) for other names."""
+    prefix = next((prefix for prefix in (FOLDER, CSV, NPY) if dataset.startswith(prefix)), "")
+    return prefix, dataset.removeprefix(prefix)
+
+
 def check_dataset(dataset: str) -> None:
     """Raise UsageError if the name cannot be that of a data set."""
-    known = dataset.startswith(FOLDER) and dataset != FOLDER
-    named = dataset != FOLDER.rstrip(":") and re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", dataset)
-    if not (known or named):
+    prefix, path = split_path(dataset)
+    named = f"{dataset}:" not in (FOLDER, CSV, NPY) and re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", dataset)
+    if not ((prefix and path) or named):
         raise UsageError(
             f"dataset={dataset} is not {', '.join(BUILT_IN)}, {FOLDER}<path> or the name of a "
-            "TensorFlow Datasets builder, as svhn_cropped"
+            f"TensorFlow Datasets builder, as svhn_cropped, nor {CSV}<table> or {NPY}<folder or file of arrays>"
         )
 
 

@@ -18,7 +18,7 @@ from cifar_towers.config.recipe import differing_settings, recipe_fields
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.files import CHECKPOINTS_DIR
-from cifar_towers.registry import FOLDER
+from cifar_towers.registry import split_path
 
 CHOSEN = ("variable_placement", "tower_shares", "micro_batches")  # settings that measuring or memory may choose
 CHECKPOINTS = tuple(f"{CHECKPOINTS_DIR}/{prefix}*" for prefix in ("step-", files.DAMAGED, files.TEMPORARY, files.TRASH))
@@ -196,7 +196,7 @@ def _check_recipe(
     """Raise if a checkpoint was made with other settings, or on another data set if the name of one is given."""
     differing = differing_settings(config, metadata["recipe"], has_batch_norm)
     names = metadata["dataset"], dataset or metadata["dataset"]
-    if names[0] != names[1] and not all(name.startswith(FOLDER) for name in names):  # a folder may have moved
+    if names[0] != names[1] and not all(split_path(name)[0] for name in names):  # files may have moved
         differing.append("dataset {} -> {}".format(*names))
     if differing:
         raise UsageError(

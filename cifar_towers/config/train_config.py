@@ -15,7 +15,7 @@ from cifar_towers import registry
 from cifar_towers.config import schedules
 from cifar_towers.config.settings import Section, check_limits
 from cifar_towers.errors import DataError, DivergedError, UsageError, WorkerLostError, describe_exit_codes
-from cifar_towers.registry import DEFAULT_DATASETS, FOLDER, MODELS, OPTIMIZERS, TTA_LEVELS, model_spec
+from cifar_towers.registry import DEFAULT_DATASETS, MODELS, OPTIMIZERS, TTA_LEVELS, model_spec, split_path
 from cifar_towers.user_code import check_function_name, split_function
 
 MAX_MICRO_BATCHES = 1024  # of a tower's shard
@@ -254,7 +254,8 @@ class TrainConfig(DeviceConfig):
     dataset: str = _data.free(
         "cifar10",
         "data set: cifar10, synthetic, auto (CIFAR-10 if available, otherwise synthetic), folder:<path> with a "
-        "subfolder of images for each class, or any TensorFlow Datasets builder with images and labels",
+        "subfolder of images for each class, csv:<table> of files and classes, npy:<path> of NumPy arrays, or any "
+        "TensorFlow Datasets builder with images and labels",
         check=registry.check_dataset,
         per_run=True,
     )
@@ -431,7 +432,7 @@ class TrainConfig(DeviceConfig):
     @property
     def directory(self) -> Path:
         """`train_dir`, or its default."""
-        data = os.path.basename(os.path.abspath(self.dataset.removeprefix(FOLDER)))
+        data = os.path.basename(os.path.abspath(split_path(self.dataset)[1]))
         suffix = "" if self.dataset in DEFAULT_DATASETS else "-" + re.sub(r"\W+", "-", data).strip("-")
         suffix += f"-from-{os.path.basename(os.path.abspath(self.init_from))}" * bool(self.init_from)
         return Path(self.train_dir or f"runs/{self.name}{suffix}-seed{self.seed}")

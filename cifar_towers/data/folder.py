@@ -4,9 +4,9 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from unicodedata import normalize
 
 import numpy as np
@@ -16,6 +16,7 @@ from cifar_towers.data.dataset import DatasetInfo, Split, moments
 from cifar_towers.errors import DataError, did_you_mean, listed, printable
 
 log = logging.getLogger(__name__)
+Item = TypeVar("Item", Path, int)
 
 SPLIT_NAMES = {  # of folders, in upper or lower case
     "train": ("train", "training", "training_set"),
@@ -36,6 +37,11 @@ class Folder(NamedTuple):
     test: dict[str, list[Path]]
     class_roots: tuple[Path, ...]  # the folders whose subfolders are classes
     validation: Mapping[str, list[Path]] = {}
+
+    @property
+    def is_undivided(self) -> bool:
+        """Whether there are no splits, so that a fifth of each class is the test split."""
+        return self.class_roots == (self.root,)
 
     def contains(self, path: Path) -> bool:
         """Return whether files written to `path` would be among the pictures or taken for a class."""
@@ -81,8 +87,15 @@ def load(folder: Folder, image_size: int) -> dict[str, Split]:
     trained_on = {hash(image.tobytes()) for image in arrays["train"][0]} if "train" in arrays else set()
     if copies := sum(hash(image.tobytes()) in trained_on for image in arrays["test"][0]):
         share = f"{copies} of {len(arrays['test'][0])} test images"
-        log.info("%s", printable(f"dataset=folder:{folder.root}: {share} are copies of training images"))
+        log.info("%s", printable(f"{folder.root}: {share} are copies of training images"))
     return {name: Split(images, labels, info) for name, (images, labels, _) in arrays.items()}
+
+
+def hold_out(images: Sequence[Item], hash_of: Callable[[Item], bytes]) -> tuple[list[Item], list[Item]]:
+    """Divide a class's images into (train, test), by their hashes alone."""
+    by_hash = sorted(images, key=hash_of)
+    count = max(1, round(TEST_FRACTION * len(images)))
+    return sorted(by_hash[count:]), sorted(by_hash[:count])
 
 
 def holds_pictures(root: Path) -> bool:
@@ -115,7 +128,7 @@ def _scan(root: Path) -> Folder:
         return Folder(root, train, test, tuple(splits.values()), validation)
     classes = _list_classes(root)
     _check_not_splits(root, classes)
-    halves = {name: _split(files) for name, files in classes.items()}
+    halves = {name: hold_out(files, hash_name) for name, files in classes.items()}
     train, test = ({name: half[index] for name, half in halves.items()} for index in (0, 1))
     return Folder(root, train, test, (root,))
 
@@ -182,14 +195,7 @@ def _log_left_out(root: Path, names: Iterable[str], reason: str) -> None:
         log.info("%s", printable(f"dataset=folder:{root}: left out, as {reason}: {listed(names)}"))
 
 
-def _split(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Divide a class's images into (train, test), by the hashes of their names alone."""
-    by_hash = sorted(files, key=_hash)
-    count = max(1, round(TEST_FRACTION * len(files)))
-    return sorted(by_hash[count:]), sorted(by_hash[:count])
-
-
-def _hash(path: Path) -> bytes:
+def hash_name(path: Path) -> bytes:
     return hashlib.sha256(os.fsencode(f"{path.parent.name}/{path.name}")).digest()
 
 
@@ -220,7 +226,7 @@ def _read(
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return images, labels in the order of `names`, and a message for each file that cannot be read."""
     examples = [(path, label) for label, name in enumerate(names) for path in classes.get(name, ())]
-    examples.sort(key=lambda example: _hash(example[0]))  # mixed, as some uses take the first examples
+    examples.sort(key=lambda example: hash_name(example[0]))  # mixed, as some uses take the first examples
     paths, labels = zip(*examples, strict=True)
     levels, errors = image_files.read_all(paths, size)
     return levels, np.array(labels, np.int64), [f"{paths[index]} {error}" for index, error in errors.items()]

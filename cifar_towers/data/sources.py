@@ -1,15 +1,16 @@
-"""Data sets by name: CIFAR-10, the synthetic set, a folder of images, or any of TensorFlow Datasets (TFDS)."""
+"""Data sets by name: CIFAR-10, the synthetic set, images in files of your own, or any of TensorFlow Datasets (TFDS)."""
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cifar_towers.data import cifar10, folder, image_files, synthetic, tfds_source
+from cifar_towers.data import arrays, cifar10, folder, image_files, synthetic, table, tfds_source
 from cifar_towers.data.dataset import CIFAR10, Dataset, Split, split_validation
 from cifar_towers.data.folder import Folder
 from cifar_towers.errors import DataError, UsageError, listed, printable
-from cifar_towers.registry import FOLDER, check_dataset
+from cifar_towers.registry import CSV, FOLDER, NPY, check_dataset, split_path
 
 log = logging.getLogger(__name__)
 
@@ -24,17 +25,18 @@ class Source(NamedTuple):
     directory: Path | None = None
     banner: str = ""  # warning for the user about the choice
     folder: Folder | None = None  # the files of a folder of images
+    undivided: tuple[str, str] = ("", "")  # what data without a test split lack, and how all of them become one
 
 
 def find(dataset: str, data_dir: str = "") -> Source:
     """Locate a data set, within seconds and without TensorFlow.
 
     Args:
-      dataset: a name in `SOURCES`, `auto`, `folder:<path>`, or the name of a TFDS data set.
+      dataset: a name in `SOURCES`, after a prefix in `SOURCES` a path, `auto`, or the name of a TFDS data set.
       data_dir: directory of TFDS's data sets.
 
     Raises:
-      DataError: CIFAR-10 or the folder cannot be read.
+      DataError: CIFAR-10, or what is at the path, cannot be read.
       UsageError: there is no such data set, or `data_dir` is no place for one.
     """
     check_dataset(dataset)
@@ -44,7 +46,7 @@ def find(dataset: str, data_dir: str = "") -> Source:
             f"--dataset={FOLDER}{data_dir} instead"
         )
     if dataset != "auto":
-        locate = SOURCES.get(FOLDER if dataset.startswith(FOLDER) else dataset, _locate_tfds)
+        locate = SOURCES.get(split_path(dataset)[0] or dataset, _locate_tfds)
         return locate(dataset, data_dir)
     try:
         return _locate_cifar10("cifar10", data_dir)
@@ -120,7 +122,26 @@ def _locate_synthetic(name: str, data_dir: str, banner: str = "") -> Source:
 
 def _locate_folder(name: str, data_dir: str) -> Source:
     files = folder.scan(Path(name.removeprefix(FOLDER)))
-    return Source(f"{FOLDER}{files.root}", lambda image_size: folder.load(files, image_size), files.root, folder=files)
+    missing = ("no test folder", "move its folders into a folder test in it") if files.is_undivided else ("", "")
+    name = f"{FOLDER}{files.root}"
+    return Source(name, lambda image_size: folder.load(files, image_size), files.root, "", files, missing)
+
+
+def _locate_table(name: str, data_dir: str) -> Source:
+    files = table.scan(_absolute(name))
+    missing = ("no column split", "add one with test in each row") if files.is_undivided else ("", "")
+    return Source(f"{CSV}{files.root}", lambda image_size: folder.load(files, image_size), None, "", files, missing)
+
+
+def _locate_arrays(name: str, data_dir: str) -> Source:
+    path = _absolute(name)
+    class_names, splits = arrays.scan(path)
+    missing = ("no test arrays", "call its arrays x_test and y_test") if arrays.ALL in splits else ("", "")
+    return Source(f"{NPY}{path}", lambda image_size: arrays.load(class_names, splits, image_size), undivided=missing)
+
+
+def _absolute(name: str) -> Path:
+    return Path(os.path.expanduser(split_path(name)[1])).absolute()
 
 
 def _locate_tfds(name: str, data_dir: str) -> Source:
@@ -134,6 +155,8 @@ SOURCES: dict[str, Callable[[str, str], Source]] = {
     "cifar10": _locate_cifar10,
     "synthetic": _locate_synthetic,
     FOLDER: _locate_folder,
+    CSV: _locate_table,
+    NPY: _locate_arrays,
 }
 
 

@@ -77,11 +77,11 @@ def _check_data(config: EvaluateConfig, run: TrainedRun, source: Source, split: 
             f"{run.directory} was made with other {config.split} images than {source.name} has now; restore them, "
             "or give --allow_changed_data to evaluate on these"
         )
-    is_undivided = source.folder and source.folder.class_roots == (source.folder.root,)
-    if is_refused and is_undivided and source.name != run.metadata["dataset"]:
+    missing, remedy = source.undivided
+    if is_refused and missing and source.name != run.metadata["dataset"]:
         raise DataError(
-            f"{source.name} has no test folder and is not the data of {run.directory}; to score all of its images, "
-            "move its folders into a folder test in it; to score a fifth of them, give --allow_changed_data"
+            f"{source.name} has {missing} and is not the data of {run.directory}; to score all of its images, "
+            f"{remedy}; to score a fifth of them, give --allow_changed_data"
         )
     return split, is_changed
 

@@ -14,7 +14,7 @@ from cifar_towers import files
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.errors import DataError, UsageError
-from cifar_towers.registry import FOLDER
+from cifar_towers.registry import split_path
 from cifar_towers.reporting.run_records import (
     RunRecord,
     align_columns,
@@ -189,7 +189,8 @@ def _name(run: RunSummary, root: Path) -> str:
 
 
 def _cells(run: RunSummary) -> tuple[str, ...]:
-    data = FOLDER + Path(run.data).name if run.data.startswith(FOLDER) else run.data
+    prefix, path = split_path(run.data)
+    data = prefix + Path(path).name if prefix else run.data
     return (
         shorten(data, DATA_WIDTH),
         format_number(run.towers, "d"),

@@ -52,6 +52,7 @@ USAGE_ERRORS = {
         (["--crop=24", "--image_size_schedule=0=24"], "both set the image size"),
         (["--image_size_schedule=0=nan"], "image_size_schedule: '0=nan' is not a list of place=value, none negative"),
         (["--dataset=folder"], "dataset=folder is not cifar10, synthetic, auto, folder:<path> or the name of a"),
+        (["--dataset=csv:"], "svhn_cropped, nor csv:<table> or npy:<folder or file of arrays>"),
         (["--flagfile=configs/resnet21.cfg"], "configs/ has the recipes"),
         (["--recipe=", "--crop=24", "--cutout=28"], "cutout=28 is larger than the 24 pixels"),
         (["--target_accuracy=0.9", "--eval_every_epochs=0"], "checked at evaluations"),
@@ -258,4 +259,6 @@ def test_default_directory_names_the_image_folder(tmp_path, monkeypatch):
     for dataset in ("folder:photos", "folder:/data/photos/", "folder:.."):
         assert TrainConfig(dataset=dataset).directory == Path("runs/speednet94-photos-seed0")
     assert TrainConfig(dataset="folder:.").directory == Path("runs/speednet94-new-seed0")
+    assert TrainConfig(dataset="csv:photos/labels.csv").directory == Path("runs/speednet94-labels-csv-seed0")
+    assert TrainConfig(dataset="npy:photos").directory == Path("runs/speednet94-photos-seed0")
     assert TrainConfig(dataset="svhn_cropped").directory == Path("runs/speednet94-svhn_cropped-seed0")

@@ -8,7 +8,7 @@ import pytest
 from cifar_towers.data import cifar10, sources, synthetic
 from cifar_towers.data.tfds_source import reachable
 from cifar_towers.errors import UsageError
-from cifar_towers.registry import BUILT_IN, FOLDER
+from cifar_towers.registry import BUILT_IN, CSV, FOLDER, NPY
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_synthetic_is_balanced_seeded_and_disjoint():
 
 
 def test_source_names_are_those_of_the_registry(monkeypatch):
-    assert {*sources.SOURCES} == {*BUILT_IN, FOLDER} - {"auto"}
+    assert {*sources.SOURCES} == {*BUILT_IN, FOLDER, CSV, NPY} - {"auto"}
     with pytest.raises(UsageError, match=f"dataset=Other .*{', '.join(BUILT_IN)}, folder:<path>"):
         sources.find("Other")
     small = {"train": synthetic.make(20, 0, 0), "test": synthetic.make(10, 0, 1)}

@@ -539,3 +539,38 @@ def test_folder_is_scored_if_it_has_a_test_and_classes_of_the_run(run, tmp_path)
         DataError, match=r"was trained on striped disc, .* and 5 more, and folder:.*/set now has disc; "
     ):
         evaluate_as_json(run, dataset=data)
+
+
+def test_table_is_trained_on_and_evaluated_as_arrays(tmp_path):
+    train_split, test_split = (split.take(split.labels < 3) for split in SMALL)
+    train_split, test_split = train_split.take(slice(60)), test_split.take(slice(30))
+    names = [synthetic.CLASSES[label] for label in range(3)]
+    rows = ["path;category;split"]
+    for name, split in (("train", train_split), ("test", test_split)):
+        for index, (image, label) in enumerate(zip(split.images, split.labels, strict=True)):
+            Image.fromarray(image).save(tmp_path / f"{name}-{index}.png")
+            rows.append(f"{name}-{index};{names[label]};{name}")
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    data = f"csv:{tmp_path / 'labels.csv'}"
+    config = replace(CONFIG, dataset=data, batch_size=20, epochs=1, train_dir=str(tmp_path / "run"))
+    result = train(config)
+    trained = load_run.open_run(tmp_path / "run")
+    assert trained.info.class_names == tuple(sorted(names)) and trained.metadata["dataset"] == data
+    assert (tmp_path / "run/mistakes.png").exists()
+    own = evaluate_as_json(config.train_dir, precision="float32")
+    assert own["accuracy"] == result["evaluations"][-1]["accuracy"] and own["count"] == 30
+    (tmp_path / "labels.csv").rename(tmp_path / "moved.csv")
+    assert train(config, dataset=f"csv:{tmp_path / 'moved.csv'}")["step"] == result["step"] == 3
+    (tmp_path / "arrays").mkdir()
+    np.save(tmp_path / "arrays/x_test.npy", test_split.images)
+    np.save(tmp_path / "arrays/y_test.npy", test_split.labels)
+    (tmp_path / "arrays/classes.txt").write_text("\n".join(names))
+    arrays = evaluate_as_json(config.train_dir, dataset=f"npy:{tmp_path / 'arrays'}", precision="float32")
+    assert (arrays["confusion"], arrays["count"]) == (own["confusion"], 30)
+    for name, of in (("images", "x_test"), ("labels", "y_test")):
+        (tmp_path / f"arrays/{of}.npy").rename(tmp_path / f"arrays/{name}.npy")
+    (tmp_path / "others.csv").write_text("\n".join(row.rpartition(";")[0] for row in rows))
+    others = {"npy:arrays": "no test arrays .*call its arrays x_test", "csv:others.csv": "no column split .*add one"}
+    for dataset, message in others.items():
+        with pytest.raises(DataError, match=message):
+            evaluate_as_json(config.train_dir, dataset=dataset.replace(":", f":{tmp_path}/"))

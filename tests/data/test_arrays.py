@@ -1,0 +1,164 @@
+"""Data sets of the user's own: NumPy arrays in files."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+from cifar_towers.data import image_files, sources, synthetic
+from cifar_towers.errors import DataError
+
+TRAIN, TEST = synthetic.make(30, 0, 0), synthetic.make(20, 0, 1)
+ARRAYS = {"x_train": TRAIN.images, "y_train": TRAIN.labels, "x_test": TEST.images, "y_test": TEST.labels}
+
+
+def save(root, arrays):
+    root.mkdir(exist_ok=True)
+    for name, array in arrays.items():
+        np.save(root / f"{name}.npy", array)
+    return f"npy:{root}"
+
+
+def load(name, image_size=32):
+    return sources.load(sources.find(name), image_size=image_size)[1]
+
+
+def examples(split):
+    """Return (bytes of the image, name of the class) of each example, sorted."""
+    images, labels = split.images, split.labels
+    return sorted((i.tobytes(), split.info.class_names[n]) for i, n in zip(images, labels, strict=True))
+
+
+def expected(split, names=None):
+    names = names or [str(number) for number in range(10)]
+    return sorted((i.tobytes(), names[n]) for i, n in zip(split.images, split.labels, strict=True))
+
+
+def test_arrays_of_a_folder_or_a_file_are_the_same_data_set(tmp_path):
+    data = load(save(tmp_path / "set", ARRAYS | {"other": np.array(["any", None])}))
+    assert data.name == f"npy:{tmp_path / 'set'}" and data.info.class_names == tuple("0123456789")
+    assert examples(data.train) == expected(TRAIN) and examples(data.test) == expected(TEST)
+    assert data.train.labels.dtype == np.int64
+    np.testing.assert_allclose(data.info.mean, TRAIN.images.mean((0, 1, 2)))
+    medmnist = {"train_images": TRAIN.images, "train_labels": TRAIN.labels[:, None].astype(np.uint8)}
+    medmnist |= {"test_images": TEST.images, "test_labels": TEST.labels[:, None].astype(np.uint8)}
+    medmnist |= {"val_images": TEST.images[:7], "val_labels": TEST.labels[:7, None]}
+    np.savez_compressed(tmp_path / "set.npz", **medmnist)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "set.npz").rename(tmp_path / "one/set.npz")
+    for path in ("one/set.npz", "one"):
+        other = load(f"npy:{tmp_path / path}")
+        assert other.info == data.info and examples(other.validation) == expected(TEST.take(slice(7)))
+        assert other.digests() | {"validation": ""} == data.digests() | {"validation": ""}
+
+
+def test_names_of_the_classes_are_text_labels_or_in_a_file(tmp_path):
+    text = np.array(synthetic.CLASSES)
+    data = load(save(tmp_path / "text", ARRAYS | {"y_train": text[TRAIN.labels], "y_test": text[TEST.labels]}))
+    assert data.info.class_names == tuple(sorted(synthetic.CLASSES))
+    assert examples(data.test) == expected(TEST, synthetic.CLASSES)
+    name = save(tmp_path / "file", ARRAYS)
+    (tmp_path / "file/classes.txt").write_text("\n".join(synthetic.CLASSES) + "\n")
+    data = load(name)
+    assert data.info.class_names == tuple(synthetic.CLASSES)
+    np.testing.assert_array_equal(np.sort(data.train.labels), np.sort(TRAIN.labels))
+    assert examples(data.train) == expected(TRAIN, synthetic.CLASSES)
+
+
+def test_fifth_of_each_class_is_the_test_split_by_hashes_of_the_images(tmp_path):
+    images = np.concatenate([TRAIN.images, TEST.images])
+    labels = np.concatenate([TRAIN.labels, TEST.labels])  # five images of each class
+    data = load(save(tmp_path / "one", {"images": images, "labels": labels}))
+    assert data.train.class_counts().tolist() == [4] * 10 and data.test.class_counts().tolist() == [1] * 10
+    assert sorted(examples(data.train) + examples(data.test)) == sorted(expected(TRAIN) + expected(TEST))
+    order = np.random.default_rng(0).permutation(len(labels))
+    shuffled = load(save(tmp_path / "other", {"images": images[order], "labels": labels[order]}))
+    assert shuffled.digests() == data.digests()
+
+
+@pytest.mark.parametrize("shape", [(28, 28), (28, 28, 1), (40, 28)])
+def test_grey_images_get_three_channels_and_their_square_is_resized(tmp_path, shape):
+    grey = np.random.default_rng(0).integers(0, 256, (30, *shape), np.uint8)
+    data = load(save(tmp_path, {"images": grey, "labels": np.arange(30) % 3}), image_size=20)
+    square = grey.reshape(30, *shape[:2])[:, (shape[0] - 28) // 2 :][:, :28, :, None]
+    resized = image_files.resize_all(np.repeat(square, 3, axis=3), 20)
+    assert {image.tobytes() for image in resized} == {i.tobytes() for s in (data.train, data.test) for i in s.images}
+
+
+def test_test_arrays_alone_are_scored(tmp_path):
+    name = save(tmp_path, {"x_test": TEST.images[:4], "y_test": np.array(["cat", "dog", "cat", "cat"])})
+    split = sources.load_test(sources.find(name))
+    assert split.info.class_names == ("cat", "dog") and sorted(split.labels) == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"x_train": TRAIN.images / 255},
+            r"x_train is float64, .* save \(255 \* x_train\).round\(\).astype\('uint8'\)",
+        ),
+        ({"x_train": TRAIN.images.astype(int)}, r"x_train is int64, .* save x_train.astype\('uint8'\)"),
+        (
+            {"x_test": TEST.images.transpose(0, 3, 1, 2)},
+            r"x_test .*\(20, 3, 32, 32\), .*; save x_test.transpose\(0, 2, 3, 1\)",
+        ),
+        (
+            {"x_test": TEST.images[..., :2]},
+            r"x_test has the shape \(20, 32, 32, 2\), and must have \(n, size, size, 3\)",
+        ),
+        ({"y_train": TRAIN.labels[1:]}, r"y_train has the shape \(29,\), and must have \(30,\)"),
+        ({"y_train": np.eye(10)[TRAIN.labels]}, r"y_train has the shape \(30, 10\), .*; save y_train.argmax\(1\)"),
+        ({"y_train": TRAIN.labels.astype(float)}, r"y_train is float64, .* save y_train.astype\('int64'\)"),
+        ({"y_test": TEST.labels + 1}, "labels of test that train has not: 10"),
+        ({"y_train": TRAIN.labels * 0}, "at least two classes with images are needed; there is 0"),
+        (
+            {"x_train": None, "x_test": None},
+            "its arrays are y_test, y_train; call images and labels x_train and y_train or",
+        ),
+    ],
+)
+def test_unusable_arrays_are_an_error_of_one_line(tmp_path, change, message):
+    name = save(tmp_path, {key: array for key, array in (ARRAYS | change).items() if array is not None})
+    with pytest.raises(DataError, match=message) as caught:
+        sources.find(name)
+    assert str(caught.value).startswith(f"dataset={name}") and "\n" not in str(caught.value)
+
+
+def test_names_of_the_classes_must_fit_the_labels(tmp_path):
+    name = save(tmp_path, ARRAYS)
+    for names, message in (
+        ("abcdefghi", "labels of train that classes.txt has not: 9"),
+        ("abcdefghijk", "no images of k"),
+    ):
+        (tmp_path / "classes.txt").write_text("\n".join(names))
+        with pytest.raises(DataError, match=message):
+            sources.find(name)
+
+
+class Canary:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+@pytest.mark.parametrize("damage", ["pickle", "objects", "truncated", "missing", "no zip"])
+def test_damaged_or_pickled_files_are_named_and_nothing_is_executed(tmp_path, monkeypatch, damage):
+    monkeypatch.chdir(tmp_path)
+    name = save(tmp_path / "set", ARRAYS)
+    path = tmp_path / "set/x_train.npy"
+    if damage == "pickle":
+        path.write_bytes(pickle.dumps(Canary()))
+    elif damage == "objects":
+        np.save(path, np.array([Canary()]), allow_pickle=True)
+    elif damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif damage == "missing":
+        name = f"npy:{tmp_path / 'nothing.npz'}"
+    else:
+        (tmp_path / "set.npz").write_bytes(b"PK\3\4 no zip")
+        name = f"npy:{tmp_path / 'set.npz'}"
+    file = {"missing": "nothing.npz", "no zip": "set.npz"}.get(damage, "x_train.npy")
+    with pytest.raises(DataError, match=f"^dataset={name}: {file} cannot be read") as caught:
+        sources.find(name)
+    assert "\n" not in str(caught.value) and not (tmp_path / "executed").exists()
