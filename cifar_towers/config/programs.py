@@ -14,7 +14,7 @@ RUN_FIELDS = (
     *("run", "recipe", "data", "seed", "towers", "state", "step", "weights", "accuracy", "tta_accuracy"),
     *("images_per_sec", "minutes", "revision", "megabytes"),
 )
-EXPORT_FORMATS = ("saved_model", "keras", "litert", "onnx")
+EXPORT_FORMATS = ("saved_model", "keras", "litert", "tflite", "onnx")
 VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus", "tower_shares")  # by the benchmark
 CLUSTER = names_with(TrainConfig, group="Cluster")
 _run, _data, _evaluation = settings_of("Run"), settings_of("Data"), settings_of("Evaluation")
@@ -99,13 +99,30 @@ class ExportConfig(RunDataConfig):
 
     exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, a failed check, or nothing could be written"
 
-    format: str = _export("saved_model", "format of the export", choices=EXPORT_FORMATS)
+    format: str = _export(
+        "saved_model", "format of the export; tflite is another name of litert", choices=EXPORT_FORMATS
+    )
+    quantize: str = _export(
+        "",
+        "number format of a litert export: float16 weights, or int8 weights and activations, calibrated on training "
+        "images; default: float32",
+        choices=("", "float16", "int8"),
+    )
     out: str = _export(
-        "", "path of the export; default: saved_model, model.keras, model.tflite or model.onnx in train_dir's export/"
+        "",
+        "path of the export; default: saved_model, model.keras, model.tflite, model-int8.tflite, model-float16.tflite "
+        "or model.onnx in train_dir's export/",
     )
     check: int = _export(
         1000, "number of test images on which the export must agree with the checkpoint; 0: none", low=0, high=10_000
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.quantize and self.format not in ("litert", "tflite"):
+            raise UsageError(
+                f"format={self.format} cannot be quantized; write --format=litert --quantize={self.quantize}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ import itertools
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 from PIL import Image
-from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
 from cifar_towers import devices, files
 from cifar_towers.config.programs import ExportConfig
@@ -28,9 +28,13 @@ from cifar_towers.models.stock_layers import to_stock_layers
 from cifar_towers.towers import Tower
 
 PROBABILITY_ATOL = 1e-4  # largest difference between probabilities that rounding explains
+MEAN_ATOL = {"float16": 0.01, "int8": 0.1}  # quantized: mean over the images of the largest difference
+MAX_ACCURACY_LOSS = 5  # percentage points that a quantized export may lose
 BATCH_SIZE = 250  # images of the check
 OTHER_SIZES = ((0.75, 1.0), (1.5, 2.0), (3.0, 2.5), (12.0, 15.0))  # of the check: height and width in image sizes
 NUM_RESIZED = 20  # test images that are checked in each of these sizes
+NUM_CALIBRATION = 300  # training images that an int8 export is calibrated on
+PREPROCESSING = "preprocessing"  # name scope of the operations that an int8 export computes in float32
 ONNX_OPSET = 17
 DISK_ERRORS = (OSError, tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError)
 
@@ -42,7 +46,7 @@ class Format(NamedTuple):
 
     name: str  # of the file or directory
     packages: tuple[str, ...]  # needed besides the project's own
-    write: Callable[["ServingModule", Path], None]
+    write: Callable[..., None]  # (module, path)
     open: Callable[[Path], Run]  # by the format's own library
     is_directory: bool = False
 
@@ -57,6 +61,8 @@ def export_model(config: ExportConfig) -> bool:
       RunError: the export cannot be written, or the model cannot be converted.
     """
     file_format = FORMATS[config.format]
+    if config.quantize:
+        file_format = file_format._replace(name=f"model-{config.quantize}.tflite")
     if missing := [name for name in file_format.packages if not importlib.util.find_spec(name)]:
         raise UsageError(
             f"format={config.format} needs {missing[0].replace('_', '-')}, which is not installed; to install it: "
@@ -65,23 +71,26 @@ def export_model(config: ExportConfig) -> bool:
     run = open_run(Path(config.train_dir), config.model, config.step)
     path = Path(config.out) if config.out else run.directory / "export" / file_format.name
     _check_path(path, file_format)
-    source = _find_source(config, run) if config.check else None
+    source = _find_source(config, run) if config.check or config.quantize == "int8" else None
     towers = devices.setup_towers(config)
     tf.config.experimental.enable_tensor_float_32_execution(False)  # its ten bits are too few to compare with
     weights = run.choose_weights(config.weights)
     model = run.load(weights, "float32")
-    samples, labels = [], np.zeros(0, np.int64)
+    samples, labels, examples = [], np.zeros(0, np.int64), np.zeros(0, np.uint8)
     if source:
         _, dataset = sources.load(source, run.config.validation_examples, run.info.image_size)
-        test = dataset.test.take(slice(config.check))
-        samples, labels = _make_samples(test.images, model, towers, run), test.labels
+        test, train = dataset.test.take(slice(config.check)), dataset.train.images
+        if config.check:
+            samples, labels = _make_samples(test.images, model, towers, run), test.labels
+        examples = train[np.linspace(0, len(train) - 1, NUM_CALIBRATION, dtype=int)]  # of all classes
+    options = {"quantize": config.quantize, "examples": examples} if config.quantize else {}
     module = ServingModule(to_stock_layers(model), run.augmentation, run.info.image_size, run.info.class_names)
     own_layers = _own_layers(model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.temporary_beside(path) as temporary, keras.saving.custom_object_scope(own_layers):
-            file_format.write(module, temporary)
-            problem = _check(file_format, temporary, samples, labels) if samples else ""
+            file_format.write(module, temporary, **options)
+            problem = _check(file_format, temporary, samples, labels, config.quantize) if samples else ""
             failed = (path.with_name(f"failed-{number}-{path.name}") for number in itertools.count(1))
             written = next(place for place in failed if not place.exists()) if problem else path
             files.replace(temporary, written)
@@ -96,7 +105,7 @@ def export_model(config: ExportConfig) -> bool:
         ) from error
     origin = f"{run.directory} at step {run.metadata['step']}, {weights} weights"
     size = files.size_in_bytes(written) / 1e6
-    print(f"{written}: {origin}, {size:.1f} MB{'' if samples else ', not checked'}")
+    print(f"{written}: {origin}, {size:.2f} MB{'' if samples else ', not checked'}")
     if problem:
         earlier = f"; {path} is the earlier export" if path.exists() else ""
         print(f"{written} {problem}: do not use it{earlier}", file=sys.stderr)
@@ -105,7 +114,7 @@ def export_model(config: ExportConfig) -> bool:
     return not problem
 
 
-class ServingModule(tf.Module):
+class ServingModule:
     """A model with its preprocessing and postprocessing: uint8 images -> probabilities and names.
 
     The preprocessing consists of operations that every format supports.
@@ -116,15 +125,15 @@ class ServingModule(tf.Module):
     """
 
     def __init__(self, model: keras.Model, augmentation: Augmentation, image_size: int, class_names: tuple[str, ...]):
-        super().__init__(name="deployed")
         self.model, self.augmentation = model, augmentation
         self.image_size, self.class_names = image_size, class_names
 
     @tf.function(input_signature=[tf.TensorSpec([None, None, None, 3], tf.uint8, name="images")], autograph=False)
     def serve(self, images: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return probabilities [B, C] float32, and as strings class_name [B] and class_names [C]."""
-        levels = resize_square(images, self.image_size)
-        probabilities = tf.nn.softmax(self.model(self.augmentation.evaluate(levels), training=False))
+        with tf.name_scope(PREPROCESSING):
+            inputs = self.augmentation.evaluate(resize_square(images, self.image_size))
+        probabilities = tf.nn.softmax(self.model(inputs, training=False))
         names = tf.constant(self.class_names)
         class_name = tf.gather(names, tf.argmax(probabilities, 1))
         return {"probabilities": probabilities, "class_name": class_name, "class_names": names}
@@ -157,7 +166,10 @@ def _find_source(config: ExportConfig, run: TrainedRun) -> sources.Source:
     try:
         return sources.find(config.dataset or run.metadata["dataset"], config.data_dir)
     except DataError as error:
-        raise DataError(f"the export is checked on test images, and {error}; --check=0 skips the check") from None
+        use, without = "the export is checked on test images", "--check=0 skips the check"
+        if config.quantize == "int8":
+            use, without = "int8 is calibrated on training images", "--quantize=float16 --check=0 needs none"
+        raise DataError(f"{use}, and {error}; {without}") from None
 
 
 def _make_samples(
@@ -180,7 +192,11 @@ def _own_layers(model: keras.Model) -> dict[str, type]:
 
 
 def _check(
-    file_format: Format, path: Path, samples: Sequence[tuple[np.ndarray, np.ndarray]], labels: np.ndarray
+    file_format: Format,
+    path: Path,
+    samples: Sequence[tuple[np.ndarray, np.ndarray]],
+    labels: np.ndarray,
+    quantize: str,
 ) -> str:
     """Print how an export's probabilities differ from the expected ones; return the problem, or an empty string.
 
@@ -194,23 +210,38 @@ def _check(
         ]
     except Exception as error:  # interpreters raise errors of all kinds
         return f"cannot be run here ({error_line(error)})"
-    differences = [float(np.abs(ours - theirs).max()) for ours, (_, theirs) in zip(exported, samples, strict=True)]
+    measure, tolerance, cause = "largest difference of a probability", PROBABILITY_ATOL, "rounding"
+    if quantize:
+        measure, tolerance, cause = f"mean of each image's {measure}", MEAN_ATOL[quantize], quantize
+    reduce: Callable[[np.ndarray], float] = np.mean if quantize else np.max
+    by_image = [np.abs(ours - theirs).max(1) for ours, (_, theirs) in zip(exported, samples, strict=True)]
+    differences = [float(reduce(of_images)) for of_images in by_image]
     accuracy, expected = (100 * float((p.argmax(1) == labels).mean()) for p in (exported[0], samples[0][1]))
     print(
         f"checked on {len(labels):,} test images: accuracy {accuracy:.2f} %, the checkpoint's {expected:.2f} %; "
-        f"largest difference of a probability {differences[0]:.1e}, in other sizes {max(differences[1:]):.1e}"
+        f"{measure} {differences[0]:.1e}, in other sizes {max(differences[1:]):.1e}"
     )
-    if all(difference <= PROBABILITY_ATOL for difference in differences):  # false for NaN
+    if quantize and expected - accuracy > MAX_ACCURACY_LOSS:
+        return f"loses more than the {MAX_ACCURACY_LOSS} percentage points of accuracy that {quantize} explains"
+    if all(difference <= tolerance for difference in differences):  # false for NaN
         return ""
-    return f"differs by more than the {PROBABILITY_ATOL:.0e} that rounding explains"
+    return f"differs by more than the {tolerance:.0e} that {cause} explains"
 
 
 # The formats ----------------------------------------------------------------------------------------------------------
 
 
-def _write_saved_model(module: tf.Module, path: Path) -> None:
-    options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)  # for inference only
-    tf.saved_model.save(module, str(path), signatures={"serving_default": module.serve}, options=options)
+def _write_saved_model(module: ServingModule, path: Path) -> None:
+    def serve(images: tf.Tensor) -> dict[str, tf.Tensor]:
+        outputs = module.serve(images)
+        return {name: outputs[name] for name in ("probabilities", "class_name")}
+
+    archive = keras.export.ExportArchive()
+    archive.add_endpoint("serving_default", module.serve, module.serve.input_signature)
+    archive.add_endpoint("serve", serve, module.serve.input_signature)  # TensorFlow Serving needs [B, ...] to batch
+    for name in ("variables", "trainable_variables"):  # not by track(model), which would write them twice
+        archive.add_variable_collection(name, [variable.value for variable in getattr(module.model, name)])
+    archive.write_out(str(path), verbose=False)
 
 
 def _open_saved_model(path: Path) -> Run:
@@ -238,7 +269,7 @@ def _write_keras(module: ServingModule, path: Path) -> None:
     to_name = keras.layers.StringLookup(
         vocabulary=list(module.class_names), num_oov_indices=0, invert=True, name="class_name"
     )
-    class_name = to_name(keras.ops.argmax(probabilities, 1))
+    class_name = to_name(keras.ops.top_k(probabilities, 1)[1][:, 0])  # argmax uses bits, which LiteRT cannot
     outputs = {"probabilities": probabilities, "class_name": class_name}
     keras.Model(images, outputs, name="deployed").save(path)
 
@@ -248,25 +279,33 @@ def _open_keras(path: Path) -> Run:
     return lambda images: model(tf.constant(images))["probabilities"].numpy()
 
 
-def _write_litert(module: ServingModule, path: Path) -> None:
+def _write_litert(module: ServingModule, path: Path, quantize: str = "", examples: Sequence[np.ndarray] = ()) -> None:
+    """Write the module with float32, float16 or int8 weights; int8 activations are calibrated on `examples`."""
     with tempfile.TemporaryDirectory() as directory:  # the converter keeps the signature of saved models only
-        _write_saved_model(_frozen(module), Path(directory))
-        converter = tf.lite.TFLiteConverter.from_saved_model(directory, signature_keys=["serving_default"])
+        _write_saved_model(module, Path(directory))
+        converter = tf.lite.TFLiteConverter.from_saved_model(directory)
+        if quantize == "int8":
+            path.write_bytes(_convert_to_int8(converter, examples))
+            return
+        if quantize == "float16":
+            converter.optimizations = [tf.lite.Optimize.DEFAULT]
+            converter.target_spec.supported_types = [tf.float16]
         path.write_bytes(converter.convert())
 
 
-def _frozen(module: ServingModule) -> tf.Module:
-    """Return the module with its weights as constants, because the LiteRT converter loses variables."""
-    concrete = module.serve.get_concrete_function()
-    constant = convert_variables_to_constants_v2(concrete)
+def _convert_to_int8(converter: tf.lite.TFLiteConverter, examples: Sequence[np.ndarray]) -> bytes:
+    """Quantize weights and activations, except in the preprocessing, whose range depends on the size of the images."""
+    from ai_edge_litert.interpreter import Interpreter
 
-    @tf.function(input_signature=module.serve.input_signature, autograph=False)
-    def serve(images: tf.Tensor) -> dict[str, tf.Tensor]:
-        return dict(zip(sorted(concrete.structured_outputs), constant(images), strict=True))
-
-    frozen = tf.Module()
-    frozen.serve = serve
-    return frozen
+    tensors = Interpreter(model_content=converter.convert()).get_tensor_details()
+    in_float32 = [tensor["name"] for tensor in tensors if tensor["name"].startswith(PREPROCESSING)]
+    converter.optimizations = [tf.lite.Optimize.DEFAULT]
+    converter.representative_dataset = lambda: ([image[None]] for image in examples)
+    options = tf.lite.experimental.QuantizationDebugOptions(denylisted_nodes=in_float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of functions that TensorFlow calls itself
+        debugger = tf.lite.experimental.QuantizationDebugger(converter=converter, debug_options=options)
+        return debugger.get_nondebug_quantized_model()
 
 
 def _open_litert(path: Path) -> Run:
@@ -311,5 +350,6 @@ FORMATS = {
     "saved_model": Format("saved_model", (), _write_saved_model, _open_saved_model, is_directory=True),
     "keras": Format("model.keras", (), _write_keras, _open_keras),
     "litert": Format("model.tflite", ("ai_edge_litert",), _write_litert, _open_litert),
+    "tflite": Format("model.tflite", ("ai_edge_litert",), _write_litert, _open_litert),
     "onnx": Format("model.onnx", ("tf2onnx", "onnxruntime"), _write_onnx, _open_onnx),
 }
