@@ -134,11 +134,15 @@ def _scan(root: Path) -> Folder:
 
 
 def _check_not_splits(root: Path, classes: Mapping[str, list[Path]]) -> None:
-    names = sorted(filter(LIKE_A_SPLIT.fullmatch, classes), key=lambda name: not name.lower().startswith("train"))
-    nested = any(all(path.parent != root / name for path in classes[name]) for name in names)
-    if nested or len(names) > 1 or any(name.lower().startswith("test") for name in names):
+    """Raise if the classes of a folder without splits are named as splits, as `test1`, `seg_train` or `Testing`."""
+    nested = {name for name, files in classes.items() if all(path.parent != root / name for path in files)}
+    names = [name for name in classes if LIKE_A_SPLIT.fullmatch(name)]
+    is_split = any(name in nested or name.lower().startswith("test") for name in names)
+    names += [name for name in nested if LIKE_A_SPLIT.fullmatch(name.partition("_")[2])]
+    if is_split or len(names) > 1:
+        names.sort(key=lambda name: ("train" not in name.lower(), name))
         also = f" (as {listed(names[1:])})" if names[1:] else ""
-        split, other = ("train", "test") if names[0].lower().startswith("train") else ("test", "train")
+        split, other = ("train", "test") if "train" in names[0].lower() else ("test", "train")
         raise DataError(
             f"dataset=folder:{root}: {names[0]} is no class, but named as a split{also}; call it {split} and put "
             f"{other} beside it, both with a subfolder of images for each class, or rename it, or give "

@@ -116,5 +116,5 @@ def _as_table(settings: dict, score: Score, class_names: Sequence[str]) -> str:
         row = score.confusion[index].copy()
         total, row[index] = row.sum(), 0
         taken_for = f"{class_names[row.argmax()]} ({row.max()})" if row.any() else "-"
-        rows.append([printable(name), f"{100 * accuracy:.2f} %", f"{total:,}", printable(taken_for)])
+        rows.append([printable(name), f"{100 * accuracy:.2f} %" if total else "-", f"{total:,}", printable(taken_for)])
     return "\n".join([*map(printable, lines), align_columns(rows, left=(0, 3))])

@@ -176,6 +176,10 @@ def test_links_are_followed_and_circles_end(tmp_path, caplog):
         (("cat/1", "dog/2", "dev/cat/3"), "dev is no class"),
         (("train/a/1", "val/a/2", "valid/a/3"), "of train, val, valid, two are the same split; leave one"),
         (("data/train/a/1", "data/test/a/2"), r"only data; give --dataset=folder:.*/data, or move the folders in it"),
+        (
+            ("seg_train/seg_train/a/1", "seg_test/seg_test/a/2", "seg_pred/3"),
+            r"seg_train is no class, .*\(as seg_test\)",
+        ),
         (("train/1", "test/2"), "there is none; it needs a subfolder of images for each class"),
         (("1", "2"), "there is none; it needs a subfolder of images for each class"),
         (("train/Cat/1", "train/dog/2", "test/cat/3", "test/dog/4"), "cat in test, and not in train; did you mean Cat"),
@@ -190,10 +194,14 @@ def test_layouts_that_are_refused(tmp_path, pictures, message):
     assert "\n" not in str(caught.value)
 
 
-def test_class_may_have_the_name_of_a_validation_split(tmp_path):
-    for picture in ("valid/1", "valid/2", "invalid/3", "invalid/4", "test tube/5", "test tube/6"):
-        put(tmp_path / f"{picture}.png")
-    assert [*folder.scan(tmp_path).train] == ["invalid", "test tube", "valid"]
+def test_classes_may_be_named_almost_as_splits(tmp_path):
+    names = ["bullet_train", "crash_test", "invalid", "test tube", "train", "wagon"]
+    for name in names:
+        put(tmp_path / name / "1.png")
+        put(tmp_path / name / "2.png")
+    assert [*folder.scan(tmp_path).train] == names
+    (tmp_path / "train").rename(tmp_path / "valid")
+    assert "valid" in folder.scan(tmp_path).train
 
 
 def test_accents_are_compared_by_their_letters(tmp_path):

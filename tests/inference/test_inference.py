@@ -515,7 +515,9 @@ def test_tfds_set_with_a_test_alone_and_its_classes_in_another_order_is_scored(r
     assert score["count"] == len(labels) == 60
     assert (score["dataset"], score["split"], score["changed_data"]) == ("shapes", "test", True)
     evaluation = EvaluateConfig(train_dir=str(run), dataset="shapes", data_dir=str(tmp_path), precision="float32")
-    assert ": shapes test (other images than it was made with), ema" in evaluate_checkpoint(evaluation).splitlines()[0]
+    title, *_, cross, _ = evaluate_checkpoint(evaluation).splitlines()
+    assert ": shapes test (other images than it was made with), ema" in title
+    assert score["per_class"]["chequered cross"] is None and cross.split() == ["chequered", "cross", "-", "0", "-"]
     with pytest.raises(UsageError, match="shapes has test examples and no train examples"):
         evaluate_checkpoint(replace(evaluation, split="train"))
 
