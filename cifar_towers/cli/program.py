@@ -72,7 +72,7 @@ def parse(config_class: type[Config], program: Callable) -> Config:
     description = re.sub(r"^\w+\.py ", r"  \g<0>", inspect.getdoc(program) or "", flags=re.M)
     config = parse_command_line(config_class, sys.argv, description)
     recipe = getattr(config, "recipe", None)
-    for setting in ("model", "callback"):
+    for setting in ("model", "augment", "loss", "callback"):
         check_function(setting, getattr(recipe if isinstance(recipe, TrainConfig) else config, setting, ""))
     return config
 

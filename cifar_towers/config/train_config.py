@@ -300,6 +300,12 @@ class TrainConfig(DeviceConfig):
         0, "height and width in pixels of a random square that is blanked in each training image; 0: none", low=0
     )
     brightness: float = _data.recipe(0.0, "largest random change of brightness, in levels of 255", low=0, high=255)
+    augment: str = _data.recipe(
+        "",
+        "your own function (images, draws) that augments normalized training images further, or (images, labels, "
+        "draws), as path/to/file.py:function",
+        check=functools.partial(check_function_name, "augment"),
+    )
     contrast: float = _data.recipe(0.0, "largest random change of contrast, as a fraction", low=0, high=1)
     standardize: str = _data.recipe(
         "dataset",
@@ -358,6 +364,12 @@ class TrainConfig(DeviceConfig):
     )
     label_smoothing: float = _optimizer.recipe(
         0.0, "probability that is spread over all classes in training labels", low=0, high=0.9999
+    )
+    loss: str = _optimizer.recipe(
+        "",
+        "your own function (labels, logits) that returns the loss of each example, in place of the cross entropy, as "
+        "path/to/file.py:function",
+        check=functools.partial(check_function_name, "loss"),
     )
     ema_decay: float = _optimizer.recipe(
         0.0, "decay factor of the weights' exponential moving average; 0: no average", low=0, high=0.999999

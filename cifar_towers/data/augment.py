@@ -4,6 +4,7 @@ Images are float32 levels 0..255 until `normalize`. The random numbers are argum
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ class Augmentation(NamedTuple):
     standardize: str = "dataset"
     mean: tuple[float, ...] = CIFAR10.mean
     std: tuple[float, ...] = CIFAR10.std
+    own: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None = None  # the user's, as `load_augmentation` returns it
 
     def augment(self, images: tf.Tensor, draws: RandomDraws, image_size: int = 0) -> tf.Tensor:
         """Augment and normalize training images: [B, S, S, 3] uint8 -> [B, T, T, 3] float32.
@@ -45,6 +47,13 @@ class Augmentation(NamedTuple):
         if self.cutout:
             images = cutout(images, draws.cutout, self.cutout)
         return downsample(images, image_size) if image_size and not self.crop else images
+
+    def augment_with_labels(
+        self, images: tf.Tensor, labels: tf.Tensor, draws: RandomDraws, image_size: int = 0
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Augment images as `augment` does, then by the user's function; return them with labels [B] or [B, C]."""
+        images = self.augment(images, draws, image_size)
+        return self.own(images, labels, draws.own) if self.own else (images, labels)
 
     def evaluate(self, images: tf.Tensor) -> tf.Tensor:
         """Normalize test images, or their central crop if `crop` is set: [B, S, S, 3] uint8 -> [B, T, T, 3] float32."""

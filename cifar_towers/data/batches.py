@@ -10,11 +10,12 @@ import tensorflow as tf
 from cifar_towers.data.dataset import Split
 from cifar_towers.towers.placement import HOST
 
+NUM_OWN_DRAWS = 8  # of each example, for an augmentation of the user's own
 NUM_PREFETCHED = 2  # batches prepared ahead of the step, in other threads
 
 
 class RandomDraws(NamedTuple):
-    """The random numbers of B examples, one row each, that `Augmentation.augment` uses."""
+    """The random numbers of B examples, one row each, that `Augmentation.augment` and a function of the user's use."""
 
     flip: tf.Tensor  # [B] bool
     window: tf.Tensor  # [B, 2] in [0, 1): position of the crop or shift
@@ -22,6 +23,7 @@ class RandomDraws(NamedTuple):
     brightness: tf.Tensor  # [B] in [-1, 1)
     contrast: tf.Tensor  # [B] in [-1, 1)
     example_index: tf.Tensor  # [B] int64: number of examples drawn before; seeds layers that draw random numbers
+    own: tf.Tensor  # [B, 8] in [0, 1) for an augmentation of the user's own; [B, 0] without one
 
 
 class Batch(NamedTuple):
@@ -42,6 +44,7 @@ class Batches:
       rows: (first, count) of the rows that this worker makes of every batch; by default all.
       flip: `none`; `random`, drawn for each image and epoch; `alternating`, drawn once for each image and inverted in
         every odd epoch (K. Jordan, arXiv 2404.00498).
+      own_augmentation: whether the examples have draws for an augmentation of the user's own.
       devices: where to keep all images. A batch then has their indices, and `load_images` gathers them there. By
         default a batch has its images, in host memory.
 
@@ -57,6 +60,7 @@ class Batches:
         flip: str = "alternating",
         rows: tuple[int, int] | None = None,
         devices: Sequence[str] = (),
+        own_augmentation: bool = False,
     ):
         if batch_size > len(split.labels):
             raise ValueError(
@@ -66,6 +70,7 @@ class Batches:
         self.steps_per_epoch = len(split.labels) // batch_size
         self._num_examples, (self._first_row, self._num_rows) = len(split.labels), rows or (0, batch_size)
         self._has_indices = bool(devices)
+        self._own_draws = NUM_OWN_DRAWS if own_augmentation else 0
         self._images_on: dict[str, tf.Tensor] = {}
         for device in devices or [HOST]:
             with tf.device(device):
@@ -93,14 +98,17 @@ class Batches:
         chosen = tf.ensure_shape(order[start : start + self._num_rows], [self._num_rows])
         # Drawn for the whole batch, so that an example's numbers do not depend on the worker. A further column would
         # change every number, so a new augmentation draws its own with another seed.
-        uniform = tf.random.stateless_uniform([self.batch_size, 7], tf.stack([tf.cast(self.seed, tf.int64), step]))
-        uniform = uniform[self._first_row : self._first_row + self._num_rows]
+        seed = tf.cast(self.seed, tf.int64)
+        uniform = self._rows(tf.random.stateless_uniform([self.batch_size, 7], tf.stack([seed, step])))
         draws = RandomDraws(
             flip=self._flips(chosen, epoch, uniform[:, 6]),
             window=uniform[:, 0:2],
             cutout=uniform[:, 2:4],
             brightness=2 * uniform[:, 4] - 1,
             contrast=2 * uniform[:, 5] - 1,
+            own=self._rows(
+                tf.random.stateless_uniform([self.batch_size, self._own_draws], tf.stack([-1 - seed, step]))
+            ),
             example_index=step * self.batch_size + self._first_row + tf.range(self._num_rows, dtype=tf.int64),
         )
         images = chosen if self._has_indices else tf.gather(self._images_on[HOST], chosen)
@@ -112,6 +120,10 @@ class Batches:
             return batch
         with tf.device(device):
             return batch._replace(images=tf.gather(self._images_on[device], batch.images))
+
+    def _rows(self, of_batch: tf.Tensor) -> tf.Tensor:
+        """Return the rows of this worker."""
+        return of_batch[self._first_row : self._first_row + self._num_rows]
 
     def _flips(self, chosen: tf.Tensor, epoch: tf.Tensor, uniform: tf.Tensor) -> tf.Tensor:
         if self.flip == "none":

@@ -23,6 +23,7 @@ from cifar_towers.towers import Tower, variable_placement
 from cifar_towers.towers.keras_parallel import synchronized_norm
 from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
 from cifar_towers.towers.placement import HOST
+from cifar_towers.training import user_functions
 from cifar_towers.training.diagnostics import activation_layers
 from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
 from cifar_towers.training.losses import OWN, cross_entropy, make_loss
@@ -65,15 +66,25 @@ def make_batches(
         )
     try:
         devices = [tower.device for tower in towers] if config.data_on == "device" else []
-        return Batches(train, config.examples_drawn, config.seed, config.flip, rows, devices)
+        return Batches(train, config.examples_drawn, config.seed, config.flip, rows, devices, bool(config.augment))
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
 def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
-    """Return the augmentation that the data settings ask for, with the moments of `info` for normalization."""
-    settings = {name: getattr(config, name) for name in Augmentation._fields if name not in info._fields}
+    """Return the augmentation that the data settings ask for, with the moments of `info` for normalization.
+
+    It is without the user's function: that is loaded for training alone.
+    """
+    settings = {name: getattr(config, name) for name in Augmentation._fields if hasattr(config, name)}
     return Augmentation(**settings, mean=info.mean, std=info.std)
+
+
+def make_example_loss(config: TrainConfig, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """Return the loss (labels, logits) -> [B] of each example: the user's, or the cross entropy."""
+    if config.loss:
+        return user_functions.load_loss(config.loss, num_classes)
+    return functools.partial(cross_entropy, smoothing=config.label_smoothing)
 
 
 def make_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Split | None = None) -> keras.Model:
@@ -125,7 +136,7 @@ def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, lis
     terms = ["cross_entropy", *(f"{layer}/weight_loss" for layer in weight_losses)]
     if config.user_model and user_model.adds_losses(model, config.crop or config.image_size):
         terms.append(OWN)
-    return make_loss(config.label_smoothing, weight_losses), [*terms, "total_loss"]
+    return make_loss(make_example_loss(config, model.output.shape[-1]), weight_losses), [*terms, "total_loss"]
 
 
 def make_training(
@@ -150,7 +161,11 @@ def make_training(
       UsageError: this machine or this model cannot be trained so.
     """
     make_state_fn = functools.partial(make_state, config, precision, train, length)
-    augmentation = make_augmentation(config, train.info)
+    num_classes, augmentation = len(train.info.class_names), make_augmentation(config, train.info)
+    if config.augment:
+        image_size = config.crop or config.image_size
+        own = user_functions.load_augmentation(config.augment, image_size, num_classes)
+        augmentation = augmentation._replace(own=own)
     micro_batches, batch_statistics = config.micro_batches, config.batch_statistics
     try:
         if config.strategy == "mirrored":
@@ -186,7 +201,7 @@ def make_training(
             if config.hard_example_pool:
                 with tf.name_scope(PROXY):
                     state.proxy, proxy_loss = make_state(proxy_config(config), precision, train, length)
-                example_loss = functools.partial(cross_entropy, smoothing=config.label_smoothing)
+                example_loss = make_example_loss(config, num_classes)
                 proxy_update = make_update_fn(state.proxy, loss_fn=proxy_loss, example_loss=example_loss)
                 update = select_hard_examples(update, proxy_update, config.batch_size)
         return state, make_train_step(update), towers

@@ -14,21 +14,35 @@ DECAY = 0.9  # of the moving averages
 
 
 def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
-    """Return the softmax cross entropy [B] of logits [B, C] against labels [B], with label smoothing over C classes."""
+    """Return the softmax cross entropy [B] of logits [B, C], with label smoothing over C classes.
+
+    Args:
+      labels: [B] classes, or [B, C] probabilities.
+    """
     if logits.dtype.size == 2:  # a user's model may end in a 16-bit type
         logits = tf.cast(logits, tf.float32)
     classes = logits.shape[-1]
-    targets = (1 - smoothing) * tf.one_hot(labels, classes, dtype=logits.dtype) + smoothing / classes
+    if labels.shape.rank == 1:
+        labels = tf.one_hot(labels, classes, dtype=logits.dtype)
+    targets = (1 - smoothing) * labels + smoothing / classes
     return tf.nn.softmax_cross_entropy_with_logits(targets, logits)
 
 
-def make_loss(smoothing: float = 0.0, weight_losses: Mapping[str, tuple[int, float]] | None = None) -> Callable:
+def most_likely(labels: tf.Tensor) -> tf.Tensor:
+    """Return the classes [B] of labels, which are [B] classes or [B, C] probabilities."""
+    return labels if labels.shape.rank == 1 else tf.argmax(labels, -1)
+
+
+def make_loss(
+    example_loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = cross_entropy,
+    weight_losses: Mapping[str, tuple[int, float]] | None = None,
+) -> Callable:
     """Return a function (labels, logits, weights, model_losses) -> {term: scalar}, with their sum as `total_loss`.
 
     The term `model_losses` is the sum of the losses that the model itself adds, as regularizers do.
 
     Args:
-      smoothing: label smoothing of the cross entropy.
+      example_loss: (labels, logits) -> [B]; its mean is the term `cross_entropy`.
       weight_losses: layer name -> (index among the weights, factor): adds factor * sum(w ** 2) / 2 as
         `<layer>/weight_loss`.
     """
@@ -36,7 +50,7 @@ def make_loss(smoothing: float = 0.0, weight_losses: Mapping[str, tuple[int, flo
     def loss(
         labels: tf.Tensor, logits: tf.Tensor, weights: Sequence[tf.Tensor], model_losses: Sequence[tf.Tensor] = ()
     ) -> dict[str, tf.Tensor]:
-        terms = {"cross_entropy": tf.reduce_mean(cross_entropy(labels, logits, smoothing))}
+        terms = {"cross_entropy": tf.reduce_mean(example_loss(labels, logits))}
         for layer, (index, factor) in (weight_losses or {}).items():
             terms[f"{layer}/weight_loss"] = factor * tf.nn.l2_loss(weights[index])
         if model_losses:

@@ -22,6 +22,7 @@ from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
 from cifar_towers.towers.sharding import share_out
 from cifar_towers.training.diagnostics import forward_diagnostics, stateless_call_with_activations, tower_gradient_stats
+from cifar_towers.training.losses import most_likely
 from cifar_towers.training.results import PROXY, HardExamples, StepDiagnostics, StepMetrics
 from cifar_towers.training.state import TrainState, UpdateResult, first_nonfinite_index
 
@@ -133,13 +134,13 @@ def make_tower_fn(
     ) -> TowerResult:
         """Compute losses, gradients and new values from a micro-batch."""
         non_trainable = state.with_layer_seeds(non_trainable, part.draws)
-        images = augmentation.augment(part.images, part.draws, image_size)
+        images, labels = augmentation.augment_with_labels(part.images, part.labels, part.draws, image_size)
         active = {id(variable) for variable in state.optimizer.active_variables(active_groups)}
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             pairs = zip(weights, state.weights, strict=True)
             tape.watch([weight for weight, variable in pairs if id(variable) in active])
             logits, new_values, model_losses, activations = forward(weights, non_trainable, images)
-            losses = loss_fn(part.labels, logits, weights, model_losses)
+            losses = loss_fn(labels, logits, weights, model_losses)
             scaled_loss = state.loss_scale.scale_loss(losses["total_loss"])
         with tf.name_scope("backward"):
             gradients = tape.gradient(scaled_loss, weights)
@@ -149,9 +150,9 @@ def make_tower_fn(
             losses=losses,
             gradients=gradients,
             non_trainable=[None if seed or new is old else new for new, old, seed in changes],
-            num_correct=tf.reduce_sum(tf.cast(tf.equal(part.labels, tf.argmax(logits, -1)), tf.float32)),
+            num_correct=tf.reduce_sum(tf.cast(tf.equal(most_likely(labels), tf.argmax(logits, -1)), tf.float32)),
             diagnostics=diagnostics,
-            example_losses=example_loss(part.labels, logits) if example_loss else None,
+            example_losses=example_loss(labels, logits) if example_loss else None,
         )
 
     def tower_fn(

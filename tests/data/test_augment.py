@@ -17,6 +17,7 @@ def draws(count, **given):
     """Random draws that change nothing, except those given."""
     zeros, centers = np.zeros(count), np.full((count, 2), 0.5)
     neutral = {"flip": zeros, "window": centers, "cutout": centers, "brightness": zeros, "contrast": zeros}
+    neutral |= {"own": np.zeros((count, 0))}
     types = {"flip": tf.bool, "example_index": tf.int64}
     values = neutral | {"example_index": np.arange(count)} | given
     return RandomDraws(**{name: tf.cast(value, types.get(name, tf.float32)) for name, value in values.items()})
