@@ -81,7 +81,7 @@ def make_towers(
                 f"TensorFlow already runs with {available} {kind} devices, too few for {count} towers: "
                 "call make_towers before any other TensorFlow operation"
             )
-        _log_devices(count, len(gpus))
+    _log_devices(count, len(gpus))
     return [Tower(index, f"/{kind}:{index}") for index in range(count)]
 
 
