@@ -7,8 +7,6 @@ The CPU is split into eight logical devices before TensorFlow is initialized, so
 import os
 import tempfile
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as the programs do
 if "CIFAR_TOWERS_TEST_ON_GPUS" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # here, and in the programs that tests start
 

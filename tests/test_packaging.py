@@ -56,7 +56,10 @@ def run(tmp_path_factory):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    run.folder = folder
+    def paste(line):
+        subprocess.run(line, shell=True, cwd=folder, env=variables, check=True, timeout=300)
+
+    run.folder, run.paste = folder, paste
     return run
 
 
@@ -78,7 +81,8 @@ COMMANDS = {  # in this order: the first two train what the others read
 @pytest.mark.slow
 def test_every_console_script_runs_from_a_wheel_in_an_empty_folder(run):
     assert {*COMMANDS} == {*SCRIPTS}
-    Image.new("RGB", (32, 32)).save(run.folder / "picture.png")
+    for name in ("picture.png", "picture.jpg"):
+        Image.new("RGB", (32, 32)).save(run.folder / name)
     printed = {program: run(program, *flags) for program, flags in COMMANDS.items()}
     place = run("python", "-c", "import cifar_towers; print(cifar_towers.__file__)")
     assert place.startswith(str(run.folder.parent))
@@ -92,4 +96,9 @@ def test_every_console_script_runs_from_a_wheel_in_an_empty_folder(run):
     assert command[0].endswith("bin/cifar-towers-train")
     assert "picture.png" in printed["cifar-towers-predict"] and "smoke" in printed["cifar-towers-runs"]
     assert (run.folder / "report.html").exists()
+    _, *next_lines = printed["cifar-towers-train"].partition("next:\n")[2].splitlines()
+    assert [Path(line.split()[0]).name for line in next_lines] == ["cifar-towers-evaluate", "cifar-towers-predict"]
+    for line in next_lines:
+        run.paste(line)
+    assert "\n  cifar-towers-evaluate --train_dir=" in run("cifar-towers-evaluate", "--help")
     assert all(path.stem in run("cifar-towers-train", "--help") for path in (ROOT / "configs").glob("*.cfg"))

@@ -10,6 +10,7 @@ from pathlib import Path
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import checked_output, confirm, find_data, import_tensorflow, parse, program, start_tool
 from cifar_towers.cli.shutdown import ShutdownHandler
+from cifar_towers.commands import command
 from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.config.programs import (
     BenchmarkConfig,
@@ -105,7 +106,7 @@ def check_weights(result: dict, expected: str) -> None:
         raise RunError(
             f"the weights after step {result['step']} have sha256 {result['weights_sha256'][:16]}, not "
             f"expect_sha256={expected[:16]}: other settings, data, processor or versions train other bits; "
-            "compare_runs.py tells where two runs part"
+            f"{command('compare_runs.py')} tells where two runs part"
         )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from cifar_towers import hardware
 from cifar_towers.cli.flags import Config, parse_command_line
 from cifar_towers.cli.shutdown import ShutdownHandler
+from cifar_towers.commands import name_programs
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import Interrupted, RunError, UsageError, caused_by_interrupt, error_line, error_text
 from cifar_towers.user_code import check_function
@@ -47,7 +48,7 @@ def run(body: Body) -> int:
             raise
     except (RunError, Interrupted) as error:
         shutdown.ignore_signals()
-        print(error_line(error), file=sys.stderr)
+        print(name_programs(error_line(error)), file=sys.stderr)
         code = error.exit_code
     except MemoryError as error:
         reason = f"the memory of this machine is too small ({error_text(error) or 'no more to be had'})"
@@ -70,7 +71,7 @@ def run(body: Body) -> int:
 def parse(config_class: type[Config], program: Callable) -> Config:
     """Read the config from the command line; the program's docstring is its help text, with its examples indented."""
     description = re.sub(r"^\w+\.py ", r"  \g<0>", inspect.getdoc(program) or "", flags=re.M)
-    config = parse_command_line(config_class, sys.argv, description)
+    config = parse_command_line(config_class, sys.argv, name_programs(description))
     recipe = getattr(config, "recipe", None)
     for setting in ("model", "augment", "loss", "callback"):
         check_function(setting, getattr(recipe if isinstance(recipe, TrainConfig) else config, setting, ""))
@@ -124,7 +125,7 @@ def confirm(question: str) -> bool:
 
 
 def import_tensorflow() -> None:
-    """Import TensorFlow with the settings that the towers need.
+    """Import TensorFlow, with the environment that `cifar_towers` sets, and the settings of Keras that towers need.
 
     Its startup messages are printed only if the import fails or ends the process, or if TF_CPP_MIN_LOG_LEVEL is 0 or 1.
     By default it prints no errors later either, as it raises those that matter.
@@ -133,17 +134,12 @@ def import_tensorflow() -> None:
       UsageError: KERAS_BACKEND is set to another backend.
       RunError: the processor lacks the instructions that TensorFlow is compiled for.
     """
-    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    if os.environ["KERAS_BACKEND"] != "tensorflow":
-        raise UsageError(f"KERAS_BACKEND={os.environ['KERAS_BACKEND']} is set; towers need KERAS_BACKEND=tensorflow")
+    if (backend := os.environ.get("KERAS_BACKEND", "tensorflow")) != "tensorflow":
+        raise UsageError(f"KERAS_BACKEND={backend} is set; towers need KERAS_BACKEND=tensorflow")
     features = hardware.processor_features()
     if features and platform.machine() == "x86_64" and "avx" not in features:
         raise RunError("this processor has no AVX, which TensorFlow's packages are compiled for; use another machine")
     verbose = os.environ.get("TF_CPP_MIN_LOG_LEVEL") in ("0", "1")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    # TensorFlow enables oneDNN by default only on CPUs with AVX-512 VNNI; with AVX2 it gains as much
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPUs are numbered as in nvidia-smi
     with _announced("importing TensorFlow"), contextlib.nullcontext() if verbose else _messages_only_of_a_failure():
         import keras
         import tensorflow as tf

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def recipe_flagfile(name: str) -> Path:
     if name in known:
         return DIRECTORY / f"{name}.cfg"
     if Path(name).is_file():
-        raise UsageError(f"recipe={name} is a file, and no name of a recipe; write --flagfile={name}")
+        raise UsageError(f"recipe={name} is a file, and no name of a recipe; write {shlex.quote(f'--flagfile={name}')}")
     raise UsageError(f"there is no recipe {name}; {did_you_mean(name, known)}the recipes are {', '.join(known)}")
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +44,7 @@ def find(dataset: str, data_dir: str = "") -> Source:
     if data_dir and folder.holds_pictures(tfds_source.tfds_directory(data_dir)):
         raise UsageError(
             f"data_dir={data_dir} holds pictures, not prepared data sets; to train on them write "
-            f"--dataset={FOLDER}{data_dir} instead"
+            f"{shlex.quote(f'--dataset={FOLDER}{data_dir}')} instead"
         )
     if dataset != "auto":
         locate = SOURCES.get(split_path(dataset)[0] or dataset, _locate_tfds)

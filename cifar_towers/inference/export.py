@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import shlex
 import sys
 import tempfile
 import traceback
@@ -147,13 +148,14 @@ def _check_path(path: Path, file_format: Format) -> None:
     suffix = Path(file_format.name).suffix
     if file_format.is_directory:
         if path.name in ("", ".."):
-            raise UsageError(f"--out={path} may hold other files; write --out={path / file_format.name}")
+            inside = shlex.quote(str(path / file_format.name))
+            raise UsageError(f"--out={path} may hold other files; write --out={inside}")
         is_earlier = (path / tf.saved_model.SAVED_MODEL_FILENAME_PB).exists()
         may_replace = is_earlier or (path.is_dir() and not any(path.iterdir()))
     else:
         if path.suffix != suffix:
             better = path / file_format.name if path.is_dir() else path.with_suffix(suffix)
-            raise UsageError(f"--out={path} does not end in {suffix}; write --out={better}")
+            raise UsageError(f"--out={path} does not end in {suffix}; write --out={shlex.quote(str(better))}")
         may_replace = path.is_file()
     if path.exists() and not may_replace:
         raise UsageError(f"{path} exists and is no {file_format.name}; give another --out, or remove it")

@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from cifar_towers.commands import command
 from cifar_towers.files import BestEffortWrites
 
 PARTS = ("forward", "backward", "average", "apply", "other")
@@ -95,7 +96,7 @@ class StepProfiler:
         first, last = self._steps[0], self._steps[-1]
         steps = f"step {first}" if len(self._steps) == 1 else f"steps {first} to {last}"
         parts = ", ".join(f"{part} {100 * share:.1f} %" for part, share in shares.items())
-        view = f"tensorboard --logdir={self._logdir.parent}"
+        view = command("tensorboard", f"--logdir={self._logdir.parent}")
         if not importlib.util.find_spec(PLUGIN):
             view = f"pip install {PLUGIN}; {view}"
         return f"profile of {steps}: {1e3 * seconds_per_step:.1f} ms per step: {parts}; trace under Profile: {view}"

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +15,13 @@ import keras
 import psutil
 import tensorflow as tf
 
+from cifar_towers.commands import command
 from cifar_towers.config import TrainConfig, parse_shares
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.evaluation.score import Evaluation
 from cifar_towers.hardware import cpuinfo, gpu_names
+from cifar_towers.registry import FOLDER
 from cifar_towers.reporting import figures, tags
 from cifar_towers.towers import Tower
 from cifar_towers.towers.pipeline import layer_costs
@@ -134,18 +135,15 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def next_commands(train_dir: Path) -> list[str]:
-    """Return what to type after a training in this directory, with the programs of this installation."""
-    script, python = Path(_from_here(sys.argv[0])), _from_here(sys.executable)
-    tensorboard = _from_here(Path(sys.executable).with_name("tensorboard"))
-
-    def program(name: str) -> str:
-        return f"{python} {script.with_name(name)}.py" if script.suffix == ".py" else f"cifar-towers-{name}"
-
+def next_commands(config: TrainConfig) -> list[str]:
+    """Return what to type after a training."""
+    run = [f"--train_dir={config.directory}", *([f"--model={config.model}"] if config.user_model else [])]
+    data = [f"--dataset={config.dataset}"] if config.dataset.startswith(FOLDER) else []  # where it is now
+    data += [f"--data_dir={config.data_dir}"] if config.data_dir else []
     return [
-        f"{tensorboard} --logdir={train_dir}",
-        f"{program('evaluate')} --train_dir={train_dir}",
-        f"{program('predict')} --train_dir={train_dir} picture.jpg",
+        command("tensorboard", f"--logdir={config.directory}"),
+        command("evaluate.py", *run, *data),
+        command("predict.py", *run, "picture.jpg"),
     ]
 
 
@@ -175,14 +173,6 @@ def _gpu_utilization() -> dict[str, float]:
             rates = pynvml.nvmlDeviceGetUtilizationRates(pynvml.nvmlDeviceGetHandleByIndex(index))
             values[f"{tags.GPU_UTILIZATION}/{index}"] = float(rates.gpu)
     return values
-
-
-def _from_here(program: str | Path) -> str:
-    """Return a program's path as one would type it."""
-    path = Path(program)
-    if shutil.which(path.name) == str(program):
-        return path.name
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _version(package: str) -> str:

@@ -246,7 +246,7 @@ class RunLogger:
         final |= {"images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
         self.tensorboard.write_result(result["step"], final)
         self.log(f"written to {self.directory}; next:")
-        for line in run_info.next_commands(self.directory):
+        for line in run_info.next_commands(self.run.config):
             self.log(f"  {line}")
 
     def _write_unwritten(self) -> None:
