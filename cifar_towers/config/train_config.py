@@ -261,7 +261,8 @@ class TrainConfig(DeviceConfig):
     )
     data_dir: str = _data.free(
         "",
-        "directory of prepared data sets, created for a download; default: TFDS_DATA_DIR, or TensorFlow Datasets' own",
+        "directory of prepared data sets or CIFAR-10's own files, created for a download; default: TFDS_DATA_DIR, or "
+        "TensorFlow Datasets' own",
         per_worker=True,
         per_run=True,
     )

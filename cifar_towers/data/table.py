@@ -1,7 +1,10 @@
 """A data set of the user's own: a table (CSV) of image files and their classes."""
 
+import contextlib
 import csv
+import functools
 import os
+from collections.abc import Callable, Set
 from pathlib import Path
 
 from cifar_towers.data import image_files
@@ -31,9 +34,10 @@ def scan(table: Path) -> Folder:
             columns, delimiter = _read_header(lines.readline())
             rows = csv.reader(lines, delimiter=delimiter)
             files: set[Path | None] = set()
+            list_names = functools.cache(_list_names)  # to look a file up costs much on some file systems
             for row in filter(any, rows):
                 cells = {name: row[index].strip() if index < len(row) else "" for name, index in columns.items()}
-                path, split = _find_image(table.parent, cells["file"]), cells.get("split", "train")
+                path, split = _find_image(table.parent, cells["file"], list_names), cells.get("split", "train")
                 names = [name for name, spellings in SPLIT_NAMES.items() if split.lower() in spellings]
                 problems = {
                     f"no file {cells['file']}": not path,
@@ -50,7 +54,7 @@ def scan(table: Path) -> Folder:
         raise DataError(f"dataset=csv:{table} cannot be read: {error_text(error, 300)}") from error
     if wrong:
         hint = f"correct or remove them; files are looked for in {table.parent}"
-        raise DataError(f"dataset=csv:{table}: {len(wrong)} wrong rows: {listed(wrong, MAX_LISTED)}; {hint}")
+        raise DataError(f"dataset=csv:{table}: wrong rows ({len(wrong)}): {listed(wrong, MAX_LISTED)}; {hint}")
     if "split" not in columns:
         halves = {name: hold_out(paths, hash_name) for name, paths in splits.get("train", {}).items()}
         splits = {split: {name: half[i] for name, half in halves.items()} for i, split in enumerate(("train", "test"))}
@@ -69,11 +73,21 @@ def _read_header(line: str) -> tuple[dict[str, int], str]:
     raise ValueError(f"its first line, {line.strip()[:40]}, must name {needed}; put file,label above the rows")
 
 
-def _find_image(root: Path, name: str) -> Path | None:
+def _find_image(root: Path, name: str, list_names: Callable[[str], Set[str]]) -> Path | None:
     """Return the path of a file that a table names, with or without its suffix; None if there is no such file."""
     suffixes = ("",) if name.lower().endswith(image_files.SUFFIXES) else image_files.SUFFIXES
-    paths = (root / place / (name.replace("\\", "/") + suffix) for place in PLACES for suffix in suffixes)
-    return next((path for path in paths if os.path.isfile(path)), None)
+    for place in PLACES:
+        folder, stem = os.path.split(os.path.join(root, place, name.replace("\\", "/")))
+        if suffix := [suffix for suffix in suffixes if stem + suffix in list_names(folder)]:
+            return Path(folder, stem + suffix[0])
+    return None
+
+
+def _list_names(folder: str) -> Set[str]:
+    """Return the names in a folder, or none if it cannot be listed."""
+    with contextlib.suppress(OSError, ValueError):
+        return {*os.listdir(folder)}
+    return set()
 
 
 def _sort_classes(table: Path, splits: dict[str, dict[str, list[Path]]], is_undivided: bool) -> Folder:

@@ -101,9 +101,9 @@ GOOD = ["a/1.png,dog,train", "a/2.jpg,cat,train", "3.png,cat,test", "b/4.gif,dog
                 "a/1.png,dog,test",
                 "x,cat,test",
             ],
-            r"5 wrong rows: line 2 \(no file a/9.png\), line 3 \(no class\), line 6 \(no split late\) and 2 more",
+            r"wrong rows \(5\): line 2 \(no file a/9.png\), line 3 \(no class\), line 6 \(no split late\) and 2 more",
         ),
-        ([HEADER, *GOOD, "3.png,cat,test"], r"1 wrong rows: line 6 \(3.png is listed twice\); "),
+        ([HEADER, *GOOD, "3.png,cat,test"], r"wrong rows \(1\): line 6 \(3.png is listed twice\); "),
         (
             [HEADER, "", '"a/1.png","d', 'og",train', "a/9.png,dog"],
             r"line 5 \(no file a/9.png\); correct or remove them",
