@@ -1,6 +1,7 @@
 """A data set of the user's own: NumPy arrays of images and labels, in a folder of .npy files or in one .npz file."""
 
 import hashlib
+from collections import Counter
 from pathlib import Path
 from typing import TypeAlias
 
@@ -76,6 +77,8 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 def _check_images(name: str, images: np.ndarray) -> np.ndarray:
     """Return images as [n, H, W, 1 or 3]."""
+    if not images.size:
+        raise ValueError(f"{name} is empty; save some images")
     if images.dtype != np.uint8:
         levels = f"(255 * {name}).round()" if images.dtype.kind == "f" else name
         raise ValueError(f"{name} is {images.dtype}, and must be uint8, 0 to 255; save {levels}.astype('uint8')")
@@ -109,14 +112,15 @@ def _number_classes(directory: Path, splits: Arrays) -> tuple[str, ...]:
         first, values = CLASSES_FILE, class_names if is_text else [*range(len(class_names))]
     numbers = {value: number for number, value in enumerate(values)}
     for split, (images, labels) in splits.items():
-        present = set(labels.tolist())
-        if unknown := sorted(present - numbers.keys()):
+        counts = Counter(labels.tolist())
+        if unknown := sorted(counts.keys() - numbers.keys()):
             raise ValueError(f"labels of {split} that {first} has not: {listed([*map(str, unknown)])}")
         if split in ("train", ALL):
             if len(values) < 2:
                 raise ValueError(f"at least two classes with images are needed; there is {listed(class_names)}")
-            if empty := [name for name, value in zip(class_names, values, strict=True) if value not in present]:
-                raise ValueError(f"no images of {listed(empty)} to train on")
+            needed = 2 if split == ALL else 1  # the first one is tested on
+            if few := [name for name, value in zip(class_names, values, strict=True) if counts[value] < needed]:
+                raise ValueError(f"no images of {listed(few)} to train on")
         splits[split] = images, np.array([numbers[label] for label in labels.tolist()], np.int64)
     return tuple(class_names)
 

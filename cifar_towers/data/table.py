@@ -51,7 +51,9 @@ def scan(table: Path) -> Folder:
                     files.add(path)
                     splits.setdefault(names[0], {}).setdefault(cells["label"], []).append(path)
     except (OSError, ValueError, csv.Error) as error:
-        raise DataError(f"dataset=csv:{table} cannot be read: {error_text(error, 300)}") from error
+        is_encoding = isinstance(error, UnicodeDecodeError)
+        reason = "it is not in UTF-8; save it as UTF-8" if is_encoding else error_text(error, 300)
+        raise DataError(f"dataset=csv:{table} cannot be read: {reason}") from error
     if wrong:
         hint = f"correct or remove them; files are looked for in {table.parent}"
         raise DataError(f"dataset=csv:{table}: wrong rows ({len(wrong)}): {listed(wrong, MAX_LISTED)}; {hint}")

@@ -114,6 +114,11 @@ def test_test_arrays_alone_are_scored(tmp_path):
         ({"y_test": TEST.labels + 1}, "labels of test that train has not: 10"),
         ({"y_train": TRAIN.labels * 0}, "at least two classes with images are needed; there is 0"),
         (
+            dict.fromkeys(ARRAYS) | {"images": TEST.images[:3], "labels": np.array([0, 1, 1])},
+            "no images of 0 to train on",
+        ),
+        ({"x_test": TEST.images[:0]}, "x_test is empty"),
+        (
             {"x_train": None, "x_test": None},
             "its arrays are y_test, y_train; call images and labels x_train and y_train or",
         ),
