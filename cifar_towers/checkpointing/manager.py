@@ -10,13 +10,7 @@ import tensorflow as tf
 
 from cifar_towers import files
 from cifar_towers.checkpointing import variables as variable_files
-from cifar_towers.checkpointing.checkpoint import (
-    checkpoint_path,
-    find_checkpoint,
-    list_checkpoints,
-    read_metadata,
-    validate_checkpoint,
-)
+from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoints, read_metadata, validate_checkpoint
 from cifar_towers.errors import DataError, RunError
 from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
@@ -127,12 +121,8 @@ class CheckpointManager:
 
     def initialize(self, source: Path, head: Sequence[str], classes: Sequence[str]) -> str:
         """Start with the newest weights of another run; return the line to log. See `initialize_variables`."""
-
-        def initialize() -> str:
-            variables = self._state.named_variables()
-            return variable_files.initialize_variables(find_checkpoint(source), variables, head, classes)
-
-        return self._on_all_workers(initialize)
+        variables = self._state.named_variables()
+        return self._on_all_workers(lambda: variable_files.initialize_variables(source, variables, head, classes))
 
     def quarantine_damaged(self) -> None:
         """Remove what killed saves left; rename and log damaged checkpoints."""

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import METADATA, checkpoint_path, damaged, read_metadata
+from cifar_towers.checkpointing.checkpoint import METADATA, checkpoint_path, damaged, find_checkpoint, read_metadata
 from cifar_towers.errors import UsageError
 
 PREFIX = "state"
@@ -63,19 +63,21 @@ def restore_variables(checkpoint: Path, variables: Variables) -> None:
         variable.assign(values[name])
 
 
-def initialize_variables(checkpoint: Path, variables: Variables, head: Sequence[str], classes: Sequence[str]) -> str:
-    """Start a new run, its averages included, with what another run reports; return the line to log.
+def initialize_variables(source: Path, variables: Variables, head: Sequence[str], classes: Sequence[str]) -> str:
+    """Start a new run, its averages included, with the newest weights that another reports; return the line to log.
 
-    That is the moving average of its weights and batch statistics if it has one. Integers, as seeds, are not taken.
+    They are moving averages if it keeps some. Batch statistics are taken over too, and integers, as seeds, are not.
 
     Args:
+      source: directory of the other run.
       head: names of the last layer's variables, as `head.kernel`. They stay as they are unless the other run has the
         same classes in the same order.
 
     Raises:
-      UsageError: the checkpoint is of another model; the message names the first variable that differs. DataError: the
-        checkpoint is damaged.
+      UsageError: the other run has no checkpoint, or another model; the message names the first variable that differs.
+      DataError: its checkpoints are damaged.
     """
+    checkpoint = find_checkpoint(source)
     metadata, values = read_metadata(checkpoint), read_variables(checkpoint)
     is_averaged = any(name.startswith("ema.") for name in values)
     saved, wanted = (
@@ -83,7 +85,6 @@ def initialize_variables(checkpoint: Path, variables: Variables, head: Sequence[
         for prefix, of in (("ema." if is_averaged else "model.", values), ("model.", variables))
     )
     new = [] if list(classes) == metadata["dataset_info"]["class_names"] else head
-    source = checkpoint.parents[1]
     for name in [*wanted, *saved]:
         there, here = (f"of shape {tuple(each[name].shape)}" if name in each else "absent" for each in (saved, wanted))
         if there != here and name not in new:

@@ -21,7 +21,7 @@ from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.evaluation.score import Evaluation
 from cifar_towers.hardware import cpuinfo, gpu_names
-from cifar_towers.registry import FOLDER
+from cifar_towers.registry import split_path
 from cifar_towers.reporting import figures, tags
 from cifar_towers.towers import Tower
 from cifar_towers.towers.pipeline import layer_costs
@@ -138,7 +138,7 @@ def describe_machine() -> dict[str, Any]:
 def next_commands(config: TrainConfig) -> list[str]:
     """Return what to type after a training."""
     run = [f"--train_dir={config.directory}", *([f"--model={config.model}"] if config.user_model else [])]
-    data = [f"--dataset={config.dataset}"] if config.dataset.startswith(FOLDER) else []  # where it is now
+    data = [f"--dataset={config.dataset}"] if split_path(config.dataset)[0] else []  # where it is now
     data += [f"--data_dir={config.data_dir}"] if config.data_dir else []
     return [
         command("tensorboard", f"--logdir={config.directory}"),

@@ -129,7 +129,7 @@ def test_whitening_filters_are_the_other_runs(tmp_path):
     head = state.head_names()
     assert head == ["head.kernel"] and not np.array_equal(own["model.whitening.kernel"], values["whitening.kernel"])
     for order, new in ((classes[::-1], head), (classes, [])):
-        line = initialize_variables(saved, variables, head, order)
+        line = initialize_variables(tmp_path, variables, head, order)
         assert line.startswith(f"starting with the averaged weights of {tmp_path} at step 7")
         assert line.endswith("head.kernel") == bool(new)
         for name, variable in variables.items():
