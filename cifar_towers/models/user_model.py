@@ -104,9 +104,7 @@ def _trace(model: keras.Model, image_size: int) -> tf.Graph:
             logits = model(images, training=True)
         for variable, value in zip(model.trainable_variables, weights, strict=True):
             if scope.get_current_value(variable) is not value:
-                raise UserCodeError(
-                    f"{variable.path} is trainable and also written by its layer's call, which is not kept"
-                )
+                raise UserCodeError(f"{variable.path} is trainable and also written by its layer, which is not kept")
         return logits
 
     specs = tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), _values(model))

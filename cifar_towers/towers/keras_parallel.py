@@ -106,9 +106,13 @@ class ParallelModel(keras.Model):
 
         with tf.init_scope():
             trial = tf.function(lambda x: check_outputs(self.on_tower(True, tower, x)[0], x, tower), autograph=False)
-            outputs = trial.get_concrete_function(specs).structured_outputs
+            traced = trial.get_concrete_function(specs)
+            if writes := [op.name for op in traced.graph.get_operations() if op.type.startswith("Assign")]:
+                raise ValueError(
+                    f"{writes[0]} writes a tf.Variable, as every tower would; make it by add_weight instead"
+                )
             if len(self._towers) > 1:
-                names = output_paths(outputs, f"model {self.name!r}: output")
+                names = output_paths(traced.structured_outputs, f"model {self.name!r}: output")
                 check_split(run, tf.nest.map_structure(_made_up_rows, specs), names)
         self._checked = True
 

@@ -367,6 +367,16 @@ class Counts(keras.layers.Layer):
         return x
 
 
+class CountsInTensorFlow(keras.layers.Layer):
+    def __init__(self):
+        super().__init__(name="counter")
+        self.calls = tf.Variable(0, trainable=False)
+
+    def call(self, x):
+        self.calls.assign_add(1)
+        return x
+
+
 class WithTable(keras.Model):
     """A model without `inputs`, which returns a table of as many rows as a shard of its test."""
 
@@ -424,6 +434,7 @@ class CustomStep(keras.Sequential):
             lambda: mlp(keras.layers.SpectralNormalization(keras.layers.Dense(4))),
             "kernel is trainable and also written",
         ),
+        (lambda: mlp(CountsInTensorFlow()), "counter.*AssignAddVariableOp writes a tf.Variable, as every tower would"),
         (lambda: mlp(Counts()), "not its own, such as a metric"),
         (lambda: wants(sparse=True), "input 'ids' is sparse or ragged"),
         (lambda: overrides("compute_metrics"), "model 'own.*' overrides compute_metrics"),
