@@ -104,6 +104,12 @@ def test_help_imports_nothing_slow(name):
         pytest.param("train.py", ["--batch_size=20000", "--dataset=synthetic"], 2, "more than the 10000", marks=SLOW),
         ("predict.py", ["picture.png"], 2, "which run? give --train_dir"),
         ("export.py", ["--train_dir=x", "--format=tensorrt"], 2, "format=tensorrt is not one of saved_model, keras"),
+        (
+            "export.py",
+            ["--train_dir=x", "--quantize=int8"],
+            2,
+            "saved_model cannot be quantized; write --format=litert",
+        ),
         ("train.py", ["--dataset=folder:nowhere"], 3, "nowhere cannot be read: No such file or directory"),
         ("train.py", ["--dataset=mnits"], 2, "dataset=mnits: did you mean mnist?"),
         ("benchmark.py", ["--batch_size=1536", "--towers=5"], 2, "1535 and 1540 can"),

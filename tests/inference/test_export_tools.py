@@ -190,7 +190,7 @@ def test_litert_interpreters_take_any_batch_and_only_levels(exported, predicted)
             interpreter.set_tensor(entry["index"], np.float32(images))
 
 
-def test_quantizing_is_refused_for_other_formats_and_without_training_images(run, monkeypatch):
+def test_quantizing_is_refused_for_other_formats_and_without_training_images(run, tmp_path, capsys, monkeypatch):
     for kind in ("saved_model", "keras", "onnx"):
         with pytest.raises(
             UsageError, match=f"format={kind} cannot be quantized; write --format=litert --quantize=int8"
@@ -204,6 +204,8 @@ def test_quantizing_is_refused_for_other_formats_and_without_training_images(run
         DataError, match="^int8 is calibrated on training images, and no CIFAR-10 here; --quantize=float16"
     ):
         export_model(config)
+    config = dataclasses.replace(config, quantize="float16", out=str(tmp_path / "net.tflite"))
+    assert export_model(config) and "not checked" in capsys.readouterr().out
 
 
 def test_int8_that_reads_wrongly_is_kept_apart(run, tmp_path, capsys, monkeypatch):
@@ -278,14 +280,16 @@ def test_saved_model_is_a_layer_of_keras(exported, predicted):
 # Keras ----------------------------------------------------------------------------------------------------------------
 
 
-def test_keras_file_is_loaded_in_half_precision_saved_and_exported_again(exported, predicted, tmp_path):
+def test_keras_file_is_loaded_under_other_settings_saved_and_exported_again(exported, predicted, tmp_path):
     images, answers = predicted()
     keras.config.set_dtype_policy("mixed_bfloat16")
+    keras.config.set_image_data_format("channels_first")
     try:
         model = keras.models.load_model(exported("keras")[0])
         check(answers, model.predict(images, batch_size=3, verbose=0))
     finally:
         keras.config.set_dtype_policy("float32")
+        keras.config.set_image_data_format("channels_last")
     model.save(tmp_path / "again.keras")
     check(answers, keras.models.load_model(tmp_path / "again.keras")(images))
     model.export(str(tmp_path / "net"), verbose=False)
