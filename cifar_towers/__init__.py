@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 
+__all__ = ["Run", "evaluate", "load_run", "predict", "train"]
 __version__ = "0.1.0"
 
 if "tensorflow" not in sys.modules:
@@ -20,3 +21,5 @@ elif "TF_ENABLE_ONEDNN_OPTS" not in os.environ:
         "TensorFlow was imported before cifar_towers: on a CPU without AVX-512 VNNI it is half as fast and gives other "
         "weights; import cifar_towers first, or set TF_ENABLE_ONEDNN_OPTS=1"
     )
+
+from cifar_towers.api import Run, evaluate, load_run, predict, train  # after the environment is set

@@ -56,7 +56,8 @@ def train(
       cluster: the workers to train with; None: this process alone.
       launch_id: name of the launcher that started this process, if any. A process that the launcher starts again
         resumes, also with `overwrite`.
-      callbacks, open_run: as `Callbacks` takes them, besides the callback that the config names. Worker 0 calls them.
+      callbacks: told what the run does, by worker 0, besides the callback that the config names; see `Callbacks`.
+      open_run: makes the run that callbacks get, from its directory.
 
     Returns:
       The content of result.json. `reached` is the accuracy that met the target, or 0. `images_per_sec` is None if every
@@ -75,7 +76,7 @@ def train(
         config = workdir.choose_directory(config, source.banner, launch_id)
         with coordination.worker_train_dir(workers, config) as config, explained_errors(config, hardware.towers):
             callbacks = [*callbacks, *load_callbacks(config.callback)] if workers.is_chief else []
-            with Callbacks(callbacks, open_run).until_end(config.directory) as told:
+            with Callbacks(callbacks, open_run(config.directory)).until_end() as told:
                 set_up = functools.partial(
                     Run, dataset, source.banner, hardware, precision, shutdown, workers, timer, told
                 )

@@ -57,8 +57,7 @@ def test_tensorflow_itself_has_onednn_on():
     assert "oneDNN custom operations are on" in messages
 
 
-def test_the_import_takes_no_time():
-    code = "import sys, time; before = {*sys.modules}; start = time.perf_counter(); import cifar_towers; "
-    out, _ = run(code + "print(time.perf_counter() - start, *{*sys.modules} - before)")
-    seconds, *modules = out.split()
-    assert float(seconds) < 0.2 and not {"numpy", "keras", "tensorflow"} & {*modules}
+def test_the_import_is_quick():
+    """Nothing that takes long is imported."""
+    out, _ = run("import sys, cifar_towers; print(*sys.modules)")
+    assert not {"numpy", "keras", "tensorflow", "rich", "matplotlib"} & {*out.split()}

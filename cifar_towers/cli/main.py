@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cifar_towers.cli.flags import parse_command_line
@@ -23,7 +23,7 @@ from cifar_towers.config.programs import (
     RunsConfig,
 )
 from cifar_towers.config.recipe import claimed_accuracy, recipe_fields, recipe_names
-from cifar_towers.errors import RunError, UsageError
+from cifar_towers.errors import RunError, Shutdown, UsageError
 from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 
@@ -45,10 +45,27 @@ def train(shutdown: ShutdownHandler) -> None:
     cluster = join_cluster(config)
     if measured := measured_accuracy(config):
         log.info(f"recipe {config.recipe}, measured to reach {measured}")
+    result = start_training(config, shutdown, cluster, os.environ.get(launcher.LAUNCH_VARIABLE, ""))
+    if result:
+        check_weights(result, config.expect_sha256)
+
+
+def start_training(
+    config: TrainConfig,
+    shutdown: Shutdown,
+    cluster: ClusterSpec | None = None,
+    launch_id: str = "",
+    callbacks: Sequence = (),
+    open_run: Callable[[Path], object] = Path,
+) -> dict | None:
+    """Refuse what can be refused without TensorFlow, then train a run, or one for each of the config's seeds.
+
+    Returns:
+      The content of result.json, as `trainer.train` does, which has the arguments; None for several seeds.
+    """
     from cifar_towers.checkpointing import workdir
     from cifar_towers.data import sources
 
-    launch_id = os.environ.get(launcher.LAUNCH_VARIABLE, "")
     source = sources.find(config.dataset, config.data_dir)
     if not (config.seeds or (cluster and cluster.index)):  # only worker 0 has a directory
         workdir.check_settings(workdir.choose_directory(config, source.banner, launch_id))
@@ -58,8 +75,8 @@ def train(shutdown: ShutdownHandler) -> None:
 
     if config.seeds:
         seeds.train_seeds(config, parse_seeds(config.seeds), source, shutdown, launch_id)
-    else:
-        check_weights(trainer.train(config, source, shutdown, cluster, launch_id), config.expect_sha256)
+        return None
+    return trainer.train(config, source, shutdown, cluster, launch_id, callbacks, open_run)
 
 
 def join_cluster(config: TrainConfig) -> ClusterSpec | None:

@@ -72,10 +72,15 @@ def parse(config_class: type[Config], program: Callable) -> Config:
     """Read the config from the command line; the program's docstring is its help text, with its examples indented."""
     description = re.sub(r"^\w+\.py ", r"  \g<0>", inspect.getdoc(program) or "", flags=re.M)
     config = parse_command_line(config_class, sys.argv, name_programs(description))
+    check_functions(config)
+    return config
+
+
+def check_functions(config: object) -> None:
+    """Check that the user's functions that a config names exist; see `check_function`."""
     recipe = getattr(config, "recipe", None)
     for setting in ("model", "augment", "loss", "callback"):
         check_function(setting, getattr(recipe if isinstance(recipe, TrainConfig) else config, setting, ""))
-    return config
 
 
 def start_tool(config_class: type[Config], program: Callable, shutdown: ShutdownHandler, on_interrupt: str) -> Config:

@@ -6,16 +6,16 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
+from cifar_towers.errors import Shutdown
 from cifar_towers.reporting.sample import Sample
 from cifar_towers.reporting.seed_statistics import SeedStatistics
 from cifar_towers.trainer import train
 
 
 def train_seeds(
-    config: TrainConfig, seeds: tuple[int, ...], source: sources.Source, shutdown: ShutdownHandler, launch_id: str = ""
+    config: TrainConfig, seeds: tuple[int, ...], source: sources.Source, shutdown: Shutdown, launch_id: str = ""
 ) -> None:
     """Train one run for each seed; print mean, standard deviation and n of the final accuracies.
 

@@ -43,6 +43,29 @@ class ShutdownHandler:
         threading.Thread(target=self._watch, args=(read_end,), daemon=True).start()
         return self
 
+    @contextlib.contextmanager
+    def handling_interrupts(self) -> Iterator[None]:
+        """Handle SIGINT inside, in a process that goes on afterwards; a second one raises KeyboardInterrupt at once.
+
+        Outside of the main thread, where Python handles no signals, this does nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def on_interrupt(number, frame):
+            if self.received_signal:
+                raise KeyboardInterrupt
+            if self._deferred:
+                self.announce("interrupt: saving after this step; interrupt again to stop at once")
+            self._on_signal(number, frame)
+
+        previous = signal.signal(signal.SIGINT, on_interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
     def reinstall_handlers(self) -> None:
         """Install the handlers again after a library has replaced them."""
         for number in STOP_SIGNALS:

@@ -1,8 +1,8 @@
 """Evaluation of a run's checkpoint, as a table or as JSON."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unicodedata import normalize
 
 import numpy as np
@@ -14,14 +14,19 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.data.sources import Source
 from cifar_towers.errors import DataError, UsageError, listed, printable
 from cifar_towers.evaluation.evaluator import make_evaluate_fn
-from cifar_towers.evaluation.score import Score
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
 from cifar_towers.reporting.console import progress_bar
 from cifar_towers.reporting.run_records import align_columns
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> str:
-    """Evaluate a checkpoint and return the output of `evaluate.py`: a table, or one object with `--json`.
+    """Evaluate a checkpoint and return the output of `evaluate.py`: a table, or one object with `--json`."""
+    record = score_checkpoint(config)
+    return files.to_json(record) if config.json else _as_table(record)
+
+
+def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
+    """Evaluate a checkpoint; return what was evaluated, and the score, as `--json` prints them.
 
     Raises:
       UsageError: there is no such run, split or set of weights. DataError: the run's data cannot be read, or
@@ -41,7 +46,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
     with progress_bar("evaluating") as show:
         evaluate = make_evaluate_fn(model, towers, run.augmentation, on_progress=show)
         score = evaluate(split, *model_variables(model), config.tta)[config.tta]
-    settings = {
+    return {
         "train_dir": str(run.directory),
         "step": run.metadata["step"],
         "dataset": source.name,
@@ -49,8 +54,14 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
         "changed_data": is_changed,
         "weights": weights,
         "tta": config.tta,
+        "count": score.count,
+        "correct": score.correct,
+        "accuracy": score.accuracy,
+        "interval95": list(score.interval()),
+        "loss": score.loss,
+        "per_class": dict(zip(run.info.class_names, score.per_class().tolist(), strict=True)),
+        "confusion": score.confusion.tolist(),
     }
-    return (_as_json if config.json else _as_table)(settings, score, run.info.class_names)
 
 
 def _check_data(config: EvaluateConfig, run: TrainedRun, source: Source, split: Split) -> tuple[Split, bool]:
@@ -86,35 +97,21 @@ def _check_data(config: EvaluateConfig, run: TrainedRun, source: Source, split: 
     return split, is_changed
 
 
-def _as_json(settings: dict, score: Score, class_names: Sequence[str]) -> str:
-    return files.to_json(
-        settings
-        | {
-            "count": score.count,
-            "correct": score.correct,
-            "accuracy": score.accuracy,
-            "interval95": list(score.interval()),
-            "loss": score.loss,
-            "per_class": dict(zip(class_names, score.per_class().tolist(), strict=True)),
-            "confusion": score.confusion.tolist(),
-        }
-    )
-
-
-def _as_table(settings: dict, score: Score, class_names: Sequence[str]) -> str:
-    low, high = score.interval()
-    changed = " (other images than it was made with)" if settings["changed_data"] else ""
+def _as_table(record: dict[str, Any]) -> str:
+    low, high = record["interval95"]
+    changed = " (other images than it was made with)" if record["changed_data"] else ""
     lines = [
-        f"{settings['train_dir']} at step {settings['step']}: {settings['dataset']} {settings['split']}{changed}, "
-        f"{settings['weights']} weights, TTA {settings['tta']}",
-        f"accuracy {100 * score.accuracy:.2f} % ({score.correct:,} of {score.count:,}; 95 % interval {100 * low:.2f} "
-        f"to {100 * high:.2f} %), loss {score.loss:.4f}",
+        f"{record['train_dir']} at step {record['step']}: {record['dataset']} {record['split']}{changed}, "
+        f"{record['weights']} weights, TTA {record['tta']}",
+        f"accuracy {100 * record['accuracy']:.2f} % ({record['correct']:,} of {record['count']:,}; 95 % interval "
+        f"{100 * low:.2f} to {100 * high:.2f} %), loss {record['loss']:.4f}",
         "",
     ]
+    class_names, confusion = list(record["per_class"]), np.array(record["confusion"])
     rows = [["class", "accuracy", "examples", "most often taken for"]]
-    for index, (name, accuracy) in enumerate(zip(class_names, score.per_class(), strict=True)):
-        row = score.confusion[index].copy()
-        total, row[index] = row.sum(), 0
+    for index, (name, accuracy) in enumerate(record["per_class"].items()):
+        total, row = confusion[index].sum(), confusion[index]
+        row[index] = 0
         taken_for = f"{class_names[row.argmax()]} ({row.max()})" if row.any() else "-"
         rows.append([printable(name), f"{100 * accuracy:.2f} %" if total else "-", f"{total:,}", printable(taken_for)])
     return "\n".join([*map(printable, lines), align_columns(rows, left=(0, 3))])

@@ -17,7 +17,7 @@ import tensorflow as tf
 from PIL import Image
 
 from cifar_towers import devices, files
-from cifar_towers.config.programs import ExportConfig
+from cifar_towers.config.programs import ExportConfig, TrainedRunConfig
 from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.errors import DataError, RunError, UsageError, error_line, error_text
@@ -85,7 +85,7 @@ def export_model(config: ExportConfig) -> bool:
             samples, labels = _make_samples(test.images, model, towers, run), test.labels
         examples = train[np.linspace(0, len(train) - 1, NUM_CALIBRATION, dtype=int)]  # of all classes
     options = {"quantize": config.quantize, "examples": examples} if config.quantize else {}
-    module = ServingModule(to_stock_layers(model), run.augmentation, run.info.image_size, run.info.class_names)
+    module = _make_module(run, model)
     own_layers = _own_layers(model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,6 +113,21 @@ def export_model(config: ExportConfig) -> bool:
         if config.format == "keras" and own_layers:
             print("Keras needs get_config and **kwargs in layers of your own; saved_model does not", file=sys.stderr)
     return not problem
+
+
+def load_portable_model(config: TrainedRunConfig) -> keras.Model:
+    """Return the model of a checkpoint with its preprocessing: uint8 images [B, H, W, 3] -> probabilities [B, C].
+
+    Raises:
+      UsageError: there is no such run. DataError: the checkpoint is damaged.
+    """
+    run = open_run(Path(config.train_dir), config.model, config.step)
+    model = to_keras(_make_module(run, run.load(run.choose_weights(config.weights), "float32")))
+    return keras.Model(model.inputs, model.output["probabilities"], name=model.name)
+
+
+def _make_module(run: TrainedRun, model: keras.Model) -> "ServingModule":
+    return ServingModule(to_stock_layers(model), run.augmentation, run.info.image_size, run.info.class_names)
 
 
 class ServingModule:
@@ -252,7 +267,11 @@ def _open_saved_model(path: Path) -> Run:
 
 
 def _write_keras(module: ServingModule, path: Path) -> None:
-    """Write the module as one Keras model of stock layers."""
+    to_keras(module).save(path)
+
+
+def to_keras(module: ServingModule) -> keras.Model:
+    """Return the module as one Keras model of stock layers: uint8 images -> {probabilities, class_name}."""
     augmentation, image_size = module.augmentation, module.image_size
     images = keras.Input((None, None, 3), dtype="uint8", name="images")
     x = resize_square(images, image_size)
@@ -273,7 +292,7 @@ def _write_keras(module: ServingModule, path: Path) -> None:
     )
     class_name = to_name(keras.ops.top_k(probabilities, 1)[1][:, 0])  # argmax uses bits, which LiteRT cannot
     outputs = {"probabilities": probabilities, "class_name": class_name}
-    keras.Model(images, outputs, name="deployed").save(path)
+    return keras.Model(images, outputs, name="deployed")
 
 
 def _open_keras(path: Path) -> Run:

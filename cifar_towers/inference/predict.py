@@ -15,11 +15,11 @@ from cifar_towers import devices
 from cifar_towers.config.programs import PredictConfig
 from cifar_towers.data import image_files
 from cifar_towers.data.image_files import PictureError
-from cifar_towers.errors import DataError, printable
+from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
-from cifar_towers.inference.load_run import model_variables, open_run
+from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
 from cifar_towers.towers.placement import HOST
 
 BATCH_SIZE = 256
@@ -36,9 +36,7 @@ def predict_images(config: PredictConfig) -> None:
     """
     run = open_run(Path(config.train_dir), config.model, config.step)
     pictures = list(_expand(config.pictures))
-    towers = devices.setup_towers(config)
-    model = run.load(run.choose_weights(config.weights), devices.choose_precision(config.precision, towers))
-    classify, read = make_classify_fn(model, towers, run.augmentation), make_read_fn(run.info.image_size)
+    classify, read = _make_probabilities_fn(config, run), make_read_fn(run.info.image_size)
     batch_size = min(BATCH_SIZE, len(pictures))
     width = max(len(_shown(path)) for path, _ in pictures)
     images = np.zeros([batch_size, run.info.image_size, run.info.image_size, 3], np.float32)
@@ -51,7 +49,7 @@ def predict_images(config: PredictConfig) -> None:
                     images[index] = read(path)
                 except PictureError as unreadable:
                     batch[index] = path, str(unreadable)
-        probabilities = softmax(classify(images, *model_variables(model), config.tta)[1])  # one size: traced once
+        probabilities = classify(images)  # one size: traced once
         for (path, error), of_image in zip(batch, probabilities, strict=False):
             answer: dict[str, Any] = {"error": error} if error else _top_classes(of_image, run.info.class_names)
             if error:
@@ -66,6 +64,38 @@ def predict_images(config: PredictConfig) -> None:
     if failed:
         names = ", ".join(map(os.fspath, failed))
         raise DataError(f"{len(failed)} of {len(pictures)} images could not be read: {names}")
+
+
+def predict_probabilities(config: PredictConfig, images: np.ndarray | Sequence[Path | str]) -> np.ndarray:
+    """Return the probabilities [n, C] of uint8 images [n, H, W, 3], or of image files.
+
+    Raises:
+      UsageError: there is no such run, or the array is no such images. DataError: a file cannot be read.
+    """
+    run = open_run(Path(config.train_dir), config.model, config.step)
+    classify, image_size = _make_probabilities_fn(config, run), run.info.image_size
+    if isinstance(images, np.ndarray):
+        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
+            raise UsageError(f"images are {images.shape} {images.dtype}; give uint8 [n, h, w, 3], or a list of paths")
+        chunks = (images[start : start + BATCH_SIZE] for start in range(0, len(images), BATCH_SIZE))
+        levels = [resize_square(tf.constant(chunk), image_size).numpy() for chunk in chunks]
+    else:
+        read = make_read_fn(image_size)
+        levels = []
+        for path in map(Path, images):
+            try:
+                levels.append(read(path)[None])
+            except PictureError as error:
+                raise DataError(f"{_shown(path)} {error}") from error
+    return classify(np.concatenate(levels)) if levels else np.zeros([0, len(run.info.class_names)])
+
+
+def _make_probabilities_fn(config: PredictConfig, run: TrainedRun) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the function [n, S, S, 3] float32 levels -> probabilities [n, C]."""
+    towers = devices.setup_towers(config)
+    model = run.load(run.choose_weights(config.weights), devices.choose_precision(config.precision, towers))
+    classify = make_classify_fn(model, towers, run.augmentation)
+    return lambda levels: softmax(classify(levels, *model_variables(model), config.tta)[1])
 
 
 def make_read_fn(image_size: int) -> Callable[[Path], np.ndarray]:

@@ -3,8 +3,7 @@
 import contextlib
 import inspect
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cifar_towers.errors import RunError, UsageError
@@ -36,7 +35,7 @@ class Callbacks:
     Args:
       callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`, `on_evaluation(step, evaluation)` and
         `on_end(run)`; classes are instantiated. A plain function is an `on_step`.
-      open_run: makes the argument of `on_start` and `on_end` from the run's directory.
+      run: the argument of `on_start` and `on_end`.
 
     Attributes:
       error: the first error in a callback.
@@ -45,19 +44,19 @@ class Callbacks:
       CallbackError: an object is no function and has none of the methods.
     """
 
-    def __init__(self, callbacks: Sequence[Any] = (), open_run: Callable[[Path], Any] = Path):
+    def __init__(self, callbacks: Sequence[Any] = (), run: Any = None):
         self.error: CallbackError | None = None
-        self._open_run, self._started = open_run, False
+        self._run, self._started = run, False
         self._callbacks = [each() if inspect.isclass(each) else each for each in callbacks]
         for each in self._callbacks:
             if not (inspect.isroutine(each) or any(hasattr(each, method) for method in METHODS)):
                 raise CallbackError(f"callback {each!r} is no function and has none of {', '.join(METHODS)}")
 
-    def start(self, directory: Path) -> None:
-        """Tell the callbacks that the run in this directory starts or resumes; a second call does nothing."""
+    def start(self) -> None:
+        """Tell the callbacks that the run starts or resumes; a second call does nothing."""
         if not self._started:
             self._started = True
-            self._call("on_start", directory)
+            self._call("on_start", self._run)
 
     def step(self, step: int, record: Mapping[str, Any]) -> None:
         """Pass on a step's record of metrics.jsonl, as floats by name; a tower's values as `tower_0/loss`."""
@@ -71,7 +70,7 @@ class Callbacks:
         self._call("on_evaluation", step, record)
 
     @contextlib.contextmanager
-    def until_end(self, directory: Path) -> Iterator["Callbacks"]:
+    def until_end(self) -> Iterator["Callbacks"]:
         """Tell the callbacks at the end of the context that the training has ended, if it has started.
 
         Raises:
@@ -81,17 +80,15 @@ class Callbacks:
             yield self
         finally:
             if self._started:
-                self._call("on_end", directory)
+                self._call("on_end", self._run)
         if self.error:
-            raise CallbackError(f"{self.error}; the run in {directory} is complete")
+            raise CallbackError(f"{self.error}; the run is complete")
 
     def _call(self, name: str, *arguments: Any) -> None:
         for callback in self._callbacks:
             method = callback if inspect.isroutine(callback) and name == "on_step" else getattr(callback, name, None)
             if not method or self.error:
                 continue
-            if isinstance(arguments[0], Path):
-                arguments = (self._open_run(arguments[0]),)
             try:
                 with as_user_code_errors(f"callback {getattr(callback, '__name__', type(callback).__name__)}, {name}"):
                     method(*arguments)

@@ -1,6 +1,7 @@
 """Progress in the terminal: a live line for a person, one plain line per epoch for a pipe."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from cifar_towers.config.schedules import RunLength
 
+NOTEBOOK_SECONDS = 0.5  # between two texts on the line of a notebook
 MIN_BAR, MAX_BAR = 5, 20  # characters
 EPOCH_FIELDS = ("epoch", "loss", "accuracy", "speed", "left", "saved")  # of a line that stays: 100 characters
 OPTIONAL_FIELDS = ("rate", "saved", "step", "accuracy", "speed")  # left out in this order where a terminal is narrow
@@ -44,8 +46,10 @@ class Progress:
 
     def __init__(self, length: RunLength, console: Console | None = None, quiet: bool = False):
         self.console = console or _TolerantConsole(
-            highlight=False, soft_wrap=True, quiet=quiet, force_terminal=False if quiet else None
+            highlight=False, soft_wrap=True, quiet=quiet, force_terminal=False if quiet else None, force_jupyter=False
         )
+        self._in_notebook = "ipykernel" in sys.modules and not quiet
+        self._last_shown = 0.0  # in a notebook
         self._length = length
         self._live: Live | None = None
         self._live_text: Callable[[], str] = str
@@ -75,10 +79,16 @@ class Progress:
         if self._live:
             self._live.stop()
             self._live = None
+        if self._last_shown:
+            self._overwrite("")
+            self._last_shown = 0.0
 
     def _show(self, text: Callable[[], str]) -> None:
         """Put a text, made anew at each refresh, on the live line, if there is a terminal."""
         self._live_text = text
+        if self._in_notebook and time.monotonic() - self._last_shown > NOTEBOOK_SECONDS:
+            self._last_shown = time.monotonic()
+            self._overwrite(text())
         if self._live is None and self.console.is_terminal:
             self._live = Live(
                 console=self.console,
@@ -87,6 +97,11 @@ class Progress:
                 get_renderable=lambda: Text(self._live_text(), overflow="ellipsis", no_wrap=True),
             )
             self._live.start()
+
+    def _overwrite(self, text: str) -> None:
+        """Write a text over the line of a notebook's output, which moves the cursor to the line's beginning alone."""
+        width = self.console.width
+        print(f"\r{text[:width]:<{width}}\r", end="", flush=True)
 
     def _step_line(self, status: ProgressStatus) -> str:
         """Return the fields and the bar that fit the width of the terminal."""

@@ -81,7 +81,7 @@ class RunLogger:
         hparams = recipe_fields(run.config) | {"seed": run.config.seed, "towers": len(run.towers)}
         hparams |= {"strategy": run.config.strategy, "precision": run.precision, "dataset": run.dataset.name}
         self.tensorboard.write_run(step, hparams, settings, environment)
-        self.callbacks.start(self.directory)
+        self.callbacks.start()
 
     def log_graph(self, function: tf.types.experimental.ConcreteFunction) -> None:
         """Draw the traced step in TensorBoard, and print its devices with --log_device_placement."""

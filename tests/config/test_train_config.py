@@ -126,7 +126,14 @@ def test_benchmark_takes_its_recipe_from_the_flagfile():
         *{"lr": "learning_rate", "bs": "batch_size", "batch": "batch_size", "wd": "weight_decay"}.items(),
         *{"gpus": "num_gpus", "ngpu": "num_gpus", "device": "num_gpus", "optim": "optimizer"}.items(),
         *{"num_epochs": "epochs", "lr_schedule": "learning_rate_schedule", "ema": "ema_decay"}.items(),
-        *{"augment": "", "steps": "max_steps", "output_dir": "train_dir", "data": "dataset", "x": ""}.items(),
+        *{
+            "augmentation": "augment",
+            "quux": "",
+            "steps": "max_steps",
+            "output_dir": "train_dir",
+            "data": "dataset",
+            "x": "",
+        }.items(),
         ("amp", "precision"),
     ],
 )

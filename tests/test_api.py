@@ -1,0 +1,110 @@
+"""The package from Python: runs, their records and models, interrupts, and the sentences of the command line."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import cifar_towers
+from cifar_towers.data import synthetic
+from cifar_towers.errors import DataError, UsageError
+from tests.configs import TINY_NET
+
+SETTINGS = {
+    "model": TINY_NET, "dataset": "synthetic", "shift": 0, "batch_size": 50, "epochs": 1,
+    "learning_rate": 0.1, "precision": "float32", "num_gpus": 2, "summary_every_steps": 10, "optimizer": "momentum",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_set():
+    with pytest.MonkeyPatch.context() as patch:
+        small = synthetic.make(400, 0, 0), synthetic.make(100, 0, 1)
+        patch.setattr(synthetic, "load", lambda seed=0: small)
+        yield small
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return cifar_towers.train(train_dir=tmp_path_factory.mktemp("runs") / "one", **SETTINGS)
+
+
+def test_a_run_has_its_records_and_is_evaluated_and_loaded(run):
+    assert [record["step"] for record in run.history] == list(range(1, 9)) and run.result["step"] == 8
+    assert run.config["batch_size"] == 50 and run.evaluations[-1]["split"] == "test"
+    score = cifar_towers.evaluate(run, model=TINY_NET, precision="float32")
+    assert score["count"] == 100 and score["accuracy"] == run.result["evaluations"][-1]["accuracy"]
+    loaded = cifar_towers.load_run(str(run.directory))
+    assert loaded.history == run.history and loaded.result == run.result
+    with pytest.raises(UsageError, match=r"nowhere is not the directory of a run"):
+        cifar_towers.load_run("nowhere")
+
+
+def test_the_model_takes_levels_and_gives_the_probabilities_that_predict_gives(run, small_set, tmp_path):
+    images, labels = small_set[1].images[:30], small_set[1].labels
+    probabilities = cifar_towers.predict(run, images, model=TINY_NET, precision="float32")
+    model = run.model(model=TINY_NET)
+    np.testing.assert_allclose(model.predict(images, verbose=0), probabilities, atol=1e-5)
+    whole = cifar_towers.predict(run, small_set[1].images, model=TINY_NET, precision="float32")
+    assert (whole.argmax(1) == labels).mean() == pytest.approx(run.result["evaluations"][-1]["accuracy"])
+    paths = [tmp_path / f"{index}.png" for index in range(3)]
+    for path, image in zip(paths, images, strict=False):
+        Image.fromarray(image).save(path)
+    of_files = cifar_towers.predict(run, paths, model=TINY_NET, precision="float32")
+    np.testing.assert_allclose(of_files, probabilities[:3], atol=1e-6)
+    with pytest.raises(UsageError, match=r"float64; give uint8 \[n, h, w, 3\]"):
+        cifar_towers.predict(run, images / 255, model=TINY_NET)
+    with pytest.raises(DataError, match="nowhere.png"):
+        cifar_towers.predict(run, ["nowhere.png"], model=TINY_NET)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": 1}, "--lr is not a flag; did you mean --learning_rate"),
+        ({"epochs": -1}, "epochs=-1.0 is too small"),
+        ({"recipe": "sped94"}, "did you mean speed94"),
+        ({"seeds": "0,1"}, "seeds is for the programs"),
+        ({"callback": "nowhere.py:f"}, "callback=nowhere.py:f: there is no file nowhere.py"),
+    ],
+)
+def test_settings_are_refused_with_the_sentence_of_the_command_line(settings, message):
+    with pytest.raises(UsageError, match=message):
+        cifar_towers.train(**settings)
+
+
+def test_an_interrupt_saves_and_the_same_call_resumes_to_the_same_bits(run, tmp_path, capsys):
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt(step, metrics):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stopped = cifar_towers.train(train_dir=tmp_path, callbacks=[interrupt], **SETTINGS)
+    assert stopped.result is None and 3 <= stopped.history[-1]["step"] < 8
+    assert signal.getsignal(signal.SIGINT) is before and "saved step" in capsys.readouterr().out
+    resumed = cifar_towers.train(train_dir=tmp_path, **SETTINGS)
+    assert resumed.result["weights_sha256"] == run.result["weights_sha256"]
+
+
+def test_training_in_another_thread(run, tmp_path):
+    """Python handles signals in the main thread alone."""
+    runs = []
+    thread = threading.Thread(target=lambda: runs.append(cifar_towers.train(train_dir=tmp_path, **SETTINGS)))
+    thread.start()
+    thread.join()
+    assert runs[0].result["weights_sha256"] == run.result["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_the_documented_example(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[1] / "docs/python.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    scope = {}
+    exec(page.split("```")[1], scope)
+    last = scope["run"].history[-1]
+    assert scope["losses"][last["step"]] == last["loss"] and 0 <= float(capsys.readouterr().out.split()[-1]) <= 1
