@@ -116,7 +116,9 @@ class ParallelModel(keras.Model):
                 check_split(run, tf.nest.map_structure(_made_up_rows, specs), names)
         self._checked = True
 
-    def on_tower(self, training: bool | None, tower: Tower, inputs: Any) -> tuple[Any, dict, list, dict]:
+    def on_tower(
+        self, training: bool | None, tower: Tower, inputs: Any
+    ) -> tuple[Any, dict[int, Any], list[Any], dict[int, Any]]:
         """Run the forward pass of one tower, which reads the model's variables and writes none.
 
         Returns:

@@ -80,7 +80,7 @@ def cut_in_stages(
     ]
 
 
-def staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, Any, tf.Tensor], tuple]:
+def staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, Any, tf.Tensor], tuple[Any, ...]]:
     """Return `model.stateless_call` for training, with each stage's forward and backward pass on the stage's device.
 
     Operations are named `stage_0/...`, `stage_1/...`. They are ordered by data only, so that a stage need not wait for
@@ -96,7 +96,7 @@ def staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, A
     weights_of = [[position[id(v)] for v in stage.model.trainable_variables] for stage in stages]
     non_trainable_of = [[position[id(v)] for v in stage.model.non_trainable_variables] for stage in stages]
 
-    def call(weights: Sequence[tf.Tensor], non_trainable: Sequence[tf.Tensor], images: tf.Tensor) -> tuple:
+    def call(weights: Sequence[tf.Tensor], non_trainable: Sequence[tf.Tensor], images: tf.Tensor) -> tuple[Any, ...]:
         tensors, non_trainable, activations = {stages[0].inputs[0]: images}, list(non_trainable), []
         for index, stage in enumerate(stages):
             forward = with_pinned_backward(stage.device, f"stage_{index}", functools.partial(_forward, stage))

@@ -120,7 +120,7 @@ def with_pinned_backward(device: str, scope: str, fn: Callable[..., Any]) -> Cal
         output_structure = None
 
         @tf.custom_gradient
-        def run(*inputs):
+        def run(*inputs: tf.Tensor) -> Any:
             nonlocal output_structure
             with tf.device(device), tf.name_scope(scope), tf.GradientTape(persistent=True) as tape:
                 watched = [tensor for tensor in inputs if tensor.dtype.is_floating]
@@ -128,7 +128,7 @@ def with_pinned_backward(device: str, scope: str, fn: Callable[..., Any]) -> Cal
                 output_structure = fn(*tf.nest.pack_sequence_as(structures, inputs))
                 outputs = [tf.convert_to_tensor(output) for output in tf.nest.flatten(output_structure)]
 
-            def gradient(*upstream, variables=()):
+            def gradient(*upstream: tf.Tensor, variables: Sequence[Any] = ()) -> Any:
                 pairs = [(y, dy) for y, dy in zip(outputs, upstream, strict=True) if y.dtype.is_floating]
                 targets, output_gradients = [y for y, _ in pairs], [dy for _, dy in pairs]
                 with tf.device(device), tf.name_scope(f"{scope}/gradient"):
