@@ -22,7 +22,7 @@ from cifar_towers.errors import UsageError, did_you_mean
 
 
 class UserCodeError(ValueError):
-    """What is wrong with the user's code, in one line with the place."""
+    """A fault in the user's code; the message is one line with the place."""
 
 
 def split_function(name: str) -> tuple[str, str] | None:
