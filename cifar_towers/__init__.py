@@ -22,4 +22,5 @@ elif "TF_ENABLE_ONEDNN_OPTS" not in os.environ:
         "weights; import cifar_towers first, or set TF_ENABLE_ONEDNN_OPTS=1"
     )
 
-from cifar_towers.api import Run, evaluate, load_run, predict, train  # after the environment is set
+from cifar_towers.api import evaluate, load_run, predict, train  # after the environment is set
+from cifar_towers.cli.run import Run

@@ -11,77 +11,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cifar_towers.cli.flags import Config, parse_command_line
-from cifar_towers.cli.program import check_functions, import_tensorflow
+from cifar_towers.cli.program import import_tensorflow
+from cifar_towers.cli.run import Run, parse_settings
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.programs import EvaluateConfig, PredictConfig, TrainedRunConfig
+from cifar_towers.config.programs import EvaluateConfig, PredictConfig
 from cifar_towers.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
-    import keras
     import numpy as np
-
-
-class Run:
-    """A run in a directory, finished or not. Its files are read when they are asked for.
-
-    Attributes:
-      directory: of the run.
-    """
-
-    def __init__(self, directory: Path | str):
-        self.directory = Path(directory)
-
-    def __repr__(self) -> str:
-        return f"Run({str(self.directory)!r})"
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The settings that the run was trained with, by name."""
-        from cifar_towers import files
-
-        return files.read_json(self.directory / files.CONFIG)
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """The records of training steps, in order; `pandas.DataFrame(run.history)` makes a table of them."""
-        return self._records("train")
-
-    @property
-    def evaluations(self) -> list[dict[str, Any]]:
-        """The records of evaluations, in order, each with `step`, `split`, `weights`, `tta`, `accuracy` and `loss`."""
-        return self._records("eval")
-
-    @property
-    def result(self) -> dict[str, Any] | None:
-        """The content of result.json; None if the run is not finished."""
-        from cifar_towers import files
-
-        path = self.directory / files.RESULT
-        return files.read_json(path) if path.exists() else None
-
-    def model(self, **settings: Any) -> "keras.Model":
-        """Return the model with its preprocessing: uint8 images [B, H, W, 3] of any size -> probabilities [B, C].
-
-        Args:
-          **settings: `step` of the checkpoint (default: the newest), `weights` (`raw` or `ema`), and `model`, which a
-            net of the user's own needs.
-
-        Raises:
-          RunError: there is no such checkpoint, or it is damaged.
-        """
-        config = _parse(TrainedRunConfig, {"train_dir": self.directory, **settings})
-        import_tensorflow()
-        from cifar_towers.inference.export import load_portable_model
-
-        return load_portable_model(config)
-
-    def _records(self, kind: str) -> list[dict[str, Any]]:
-        from cifar_towers import files
-        from cifar_towers.reporting.run_records import read_records
-
-        return [record for record in read_records(self.directory / files.METRICS) if record["kind"] == kind]
 
 
 def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **settings: Any) -> Run:
@@ -102,7 +40,7 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
       RunError: a setting is wrong, the data cannot be read, the training diverges, or a callback raises an exception.
       KeyboardInterrupt: there was nothing to save yet.
     """
-    config = _parse(TrainConfig, ({} if recipe is None else {"recipe": recipe}) | settings)
+    config = parse_settings(TrainConfig, ({} if recipe is None else {"recipe": recipe}) | settings)
     if config.seeds or config.strategy == "multi_worker":
         name = "seeds" if config.seeds else "strategy=multi_worker"
         raise UsageError(f"{name} is for the programs; call train once for each seed, and start workers by launch.py")
@@ -138,7 +76,7 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
     Raises:
       RunError: there is no such run or split, or its data cannot be read.
     """
-    config = _parse(EvaluateConfig, {"train_dir": _directory(run), **settings})
+    config = parse_settings(EvaluateConfig, {"train_dir": _directory(run), **settings})
     import_tensorflow()
     from cifar_towers.inference.evaluate import score_checkpoint
 
@@ -158,7 +96,7 @@ def predict(run: Run | Path | str, images: "np.ndarray | Sequence[Path | str]", 
     Raises:
       RunError: there is no such run, the array has another shape or type, or a file cannot be read.
     """
-    config = _parse(PredictConfig, {"train_dir": _directory(run), **settings}, arguments=("images",))
+    config = parse_settings(PredictConfig, {"train_dir": _directory(run), **settings}, arguments=("images",))
     import_tensorflow()
     from cifar_towers.inference.predict import predict_probabilities
 
@@ -176,16 +114,6 @@ def load_run(path: Path | str) -> Run:
     if not (Path(path) / files.CONFIG).exists():
         raise UsageError(f"{path} is not the directory of a run: it has no {files.CONFIG}")
     return Run(path)
-
-
-def _parse(config_class: type[Config], settings: dict[str, Any], arguments: Sequence[str] = ()) -> Config:
-    """Make a config of settings by name, checked as the flags of a program; None means the default."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    config = parse_command_line(
-        config_class, ["", *(f"--{name}={value}" for name, value in given.items()), *arguments], ""
-    )
-    check_functions(config)
-    return config
 
 
 def _directory(run: Run | Path | str) -> Path | str:

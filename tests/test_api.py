@@ -1,6 +1,7 @@
 """The package from Python: runs, their records and models, interrupts, and the sentences of the command line."""
 
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -42,6 +43,14 @@ def test_a_run_has_its_records_and_is_evaluated_and_loaded(run):
     assert loaded.history == run.history and loaded.result == run.result
     with pytest.raises(UsageError, match=r"nowhere is not the directory of a run"):
         cifar_towers.load_run("nowhere")
+
+
+def test_a_run_that_goes_on_after_its_result_has_none(run, tmp_path):
+    continued = cifar_towers.load_run(shutil.copytree(run.directory, tmp_path / "continued"))
+    assert continued.result == run.result
+    with (continued.directory / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 9}\n')
+    assert continued.result is None
 
 
 def test_the_model_takes_levels_and_gives_the_probabilities_that_predict_gives(run, small_set, tmp_path):

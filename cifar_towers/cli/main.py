@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import checked_output, confirm, find_data, import_tensorflow, parse, program, start_tool
+from cifar_towers.cli.run import Run
 from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.commands import command
 from cifar_towers.config import TrainConfig, parse_seeds
@@ -56,7 +57,7 @@ def start_training(
     cluster: ClusterSpec | None = None,
     launch_id: str = "",
     callbacks: Sequence = (),
-    open_run: Callable[[Path], object] = Path,
+    open_run: Callable[[Path], Run] = Run,
 ) -> dict | None:
     """Refuse what can be refused without TensorFlow, then train a run, or one for each of the config's seeds.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
+from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
 from cifar_towers.errors import Shutdown
@@ -26,7 +27,7 @@ def train_seeds(
     runs = [_run_of_seed(config, seed) for seed in seeds]
     with SeedStatistics(seeds_directory(config), [run.directory for run in runs]).updated_in_background():
         for run in runs:
-            result = train(run, source, shutdown, launch_id=launch_id)
+            result = train(run, source, shutdown, launch_id=launch_id, open_run=Run)
             if result["images_per_sec"]:  # else no step was timed
                 speeds.append(result["images_per_sec"])
             for score in result["evaluations"]:

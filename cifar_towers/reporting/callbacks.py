@@ -30,7 +30,7 @@ def load_callbacks(name: str) -> list[Any]:
 
 
 class Callbacks:
-    """The callbacks of one training. After the first error in one of them none is called any more.
+    """The callbacks of one training. After the first error in one of them only `on_end` is called.
 
     Args:
       callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`, `on_evaluation(step, evaluation)` and
@@ -46,7 +46,8 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Any] = (), run: Any = None):
         self.error: CallbackError | None = None
-        self._run, self._started = run, False
+        self._run = run
+        self._started: list[Any] = []  # callbacks that have been told of the start
         self._callbacks = [each() if inspect.isclass(each) else each for each in callbacks]
         for each in self._callbacks:
             if not (inspect.isroutine(each) or any(hasattr(each, method) for method in METHODS)):
@@ -54,24 +55,27 @@ class Callbacks:
 
     def start(self) -> None:
         """Tell the callbacks that the run starts or resumes; a second call does nothing."""
-        if not self._started:
-            self._started = True
-            self._call("on_start", self._run)
+        for callback in [] if self._started else self._callbacks:
+            if not self.error:
+                self._started.append(callback)
+                self._call(callback, "on_start", self._run)
 
     def step(self, step: int, record: Mapping[str, Any]) -> None:
         """Pass on a step's record of metrics.jsonl, as floats by name; a tower's values as `tower_0/loss`."""
         metrics = {name: float(value) for name, value in record.items() if isinstance(value, numbers.Real)}
         for name, values in record.get("towers", {}).items():
             metrics |= {f"tower_{tower}/{name}": value for tower, value in enumerate(values) if value is not None}
-        self._call("on_step", step, metrics)
+        self._call_each("on_step", step, metrics)
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
         """Pass on an evaluation's record of metrics.jsonl."""
-        self._call("on_evaluation", step, record)
+        self._call_each("on_evaluation", step, record)
 
     @contextlib.contextmanager
     def until_end(self) -> Iterator["Callbacks"]:
-        """Tell the callbacks at the end of the context that the training has ended, if it has started.
+        """Tell the callbacks that were told of the start, at the end of the context, that the training has ended.
+
+        An error, of a callback too, does not keep any of them from being told.
 
         Raises:
           CallbackError: a callback has failed in the last evaluation or at the end.
@@ -79,18 +83,22 @@ class Callbacks:
         try:
             yield self
         finally:
-            if self._started:
-                self._call("on_end", self._run)
+            for callback in self._started:
+                self._call(callback, "on_end", self._run)
         if self.error:
             raise CallbackError(f"{self.error}; the run is complete")
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call_each(self, name: str, *arguments: Any) -> None:
         for callback in self._callbacks:
-            method = callback if inspect.isroutine(callback) and name == "on_step" else getattr(callback, name, None)
-            if not method or self.error:
-                continue
-            try:
-                with as_user_code_errors(f"callback {getattr(callback, '__name__', type(callback).__name__)}, {name}"):
-                    method(*arguments)
-            except UserCodeError as error:
-                self.error = CallbackError(str(error))
+            if not self.error:
+                self._call(callback, name, *arguments)
+
+    def _call(self, callback: Any, name: str, *arguments: Any) -> None:
+        method = callback if inspect.isroutine(callback) and name == "on_step" else getattr(callback, name, None)
+        if not method:
+            return
+        try:
+            with as_user_code_errors(f"callback {getattr(callback, '__name__', type(callback).__name__)}, {name}"):
+                method(*arguments)
+        except UserCodeError as error:
+            self.error = self.error or CallbackError(str(error))

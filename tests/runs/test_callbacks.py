@@ -1,9 +1,13 @@
 """What callbacks are told, that they change nothing, and that a run is saved when one of them fails."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from cifar_towers.cli.main import start_training
+from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.errors import Interrupted, UsageError
 from cifar_towers.reporting.callbacks import CallbackError, Callbacks
 from tests.runs.short_runs import STEPS, TINY, StopAtStep, records_of, run
@@ -58,7 +62,7 @@ def test_a_failing_callback_ends_the_run_saved_and_it_resumes_to_the_same_bits(t
         run(TINY, tmp_path, num_gpus=2, callbacks=[fail_at(7), recorder])
     for part in ("callback, on_step", "test_callbacks.py, line ", "ValueError: no more", "saved step ", "resumes"):
         assert part in str(caught.value)
-    assert recorder.calls[-1][0] < 7 or recorder.calls[-1] == (6, recorder.calls[-1][1])
+    assert recorder.calls[-2][0] <= 6 and recorder.calls[-1] == ("end", tmp_path, False)
     result = run(TINY, tmp_path, num_gpus=2)
     assert result["weights_sha256"] == tiny_run[1]["weights_sha256"]
 
@@ -78,6 +82,43 @@ def test_an_interrupted_run_tells_its_callbacks_that_it_ends(tmp_path):
     with pytest.raises(Interrupted):
         run(TINY, tmp_path, StopAtStep(3), callbacks=[recorder])
     assert recorder.calls[-1] == ("end", tmp_path, False)
+
+
+def test_after_an_error_those_that_were_started_are_told_of_the_end():
+    class Failing(Recorder):
+        def on_start(self, run):
+            super().on_start(run)
+            raise ValueError("the first error")
+
+        def on_end(self, run):
+            self.calls.append(("end", run))
+            raise ValueError("not the first")
+
+    told, failing, untold = Recorder(), Failing(), Recorder()
+    callbacks = Callbacks([told, failing, untold], Path("run"))
+    with pytest.raises(CallbackError, match="on_start: .*the first error"), callbacks.until_end():
+        callbacks.start()
+        callbacks.step(1, {"loss": 1})
+    assert told.calls == [("start", Path("run")), ("end", Path("run"), False)]
+    assert failing.calls == [("start", Path("run")), ("end", Path("run"))] and untold.calls == []
+
+
+def test_programs_hand_callbacks_the_run_for_each_seed_too(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("""
+class Note:
+    def on_start(self, run):
+        (run.directory / "start").write_text(f"{run.config['batch_size']} {run.config['seed']} {run.result}")
+
+    def on_end(self, run):
+        (run.directory / "end").write_text(str(run.result["step"]))
+""")
+    config = replace(TINY, train_dir=str(tmp_path / "run"), max_steps=1, seeds="3", callback=f"{file}:Note")
+    start_training(config, ShutdownHandler())
+    start_training(replace(config, seeds=""), ShutdownHandler())
+    for directory, seed in (("run/seed3", 3), ("run", TINY.seed)):
+        noted = [(tmp_path / directory / name).read_text() for name in ("start", "end")]
+        assert noted == [f"200 {seed} None", "1"]
 
 
 def test_callbacks_are_loaded_by_name_and_checked(tmp_path):

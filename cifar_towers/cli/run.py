@@ -1,0 +1,82 @@
+"""A run in a directory, as callbacks and `cifar_towers.train` have it; and settings by name."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cifar_towers.cli.flags import Config, parse_command_line
+from cifar_towers.cli.program import check_functions, import_tensorflow
+from cifar_towers.config.programs import TrainedRunConfig
+
+if TYPE_CHECKING:
+    import keras
+
+
+class Run:
+    """A run in a directory, finished or not. Its files are read when they are asked for.
+
+    Attributes:
+      directory: of the run.
+    """
+
+    def __init__(self, directory: Path | str):
+        self.directory = Path(directory)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory)!r})"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings that the run was trained with, by name."""
+        from cifar_towers import files
+
+        return files.read_json(self.directory / files.CONFIG)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The records of training steps, in order; `pandas.DataFrame(run.history)` makes a table of them."""
+        return self._records("train")
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The records of evaluations, in order, each with `step`, `split`, `weights`, `tta`, `accuracy` and `loss`."""
+        return self._records("eval")
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The content of result.json; None if the run is not finished, or was continued."""
+        from cifar_towers.reporting.run_records import read_run
+
+        return read_run(self.directory, self.directory.name).result or None
+
+    def model(self, **settings: Any) -> "keras.Model":
+        """Return the model with its preprocessing: uint8 images [B, H, W, 3] of any size -> probabilities [B, C].
+
+        Args:
+          **settings: `step` of the checkpoint (default: the newest), `weights` (`raw` or `ema`), and `model`, which a
+            net of the user's own needs.
+
+        Raises:
+          RunError: there is no such checkpoint, or it is damaged.
+        """
+        config = parse_settings(TrainedRunConfig, {"train_dir": self.directory, **settings})
+        import_tensorflow()
+        from cifar_towers.inference.export import load_portable_model
+
+        return load_portable_model(config)
+
+    def _records(self, kind: str) -> list[dict[str, Any]]:
+        from cifar_towers import files
+        from cifar_towers.reporting.run_records import read_records
+
+        return [record for record in read_records(self.directory / files.METRICS) if record["kind"] == kind]
+
+
+def parse_settings(config_class: type[Config], settings: dict[str, Any], arguments: Sequence[str] = ()) -> Config:
+    """Make a config of settings by name, checked as the flags of a program; None means the default."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    config = parse_command_line(
+        config_class, ["", *(f"--{name}={value}" for name, value in given.items()), *arguments], ""
+    )
+    check_functions(config)
+    return config
