@@ -1,18 +1,15 @@
 """A data set of the user's own: NumPy arrays of images and labels, in a folder of .npy files or in one .npz file."""
 
 import hashlib
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
 from cifar_towers.data import image_files
-from cifar_towers.data.dataset import DatasetInfo, Split, moments
-from cifar_towers.data.folder import hold_out
-from cifar_towers.errors import DataError, error_line, listed
+from cifar_towers.data.own_data import ALL, OwnData, number_classes
+from cifar_towers.errors import error_line
 
-ALL = "all"  # the arrays of data without splits: a fifth of each class becomes the test split
 NAMES = {  # split -> usual names of its images and labels
     "train": (("x_train", "y_train"), ("train_images", "train_labels")),
     "validation": (("x_val", "y_val"), ("val_images", "val_labels")),
@@ -20,43 +17,34 @@ NAMES = {  # split -> usual names of its images and labels
     ALL: (("images", "labels"),),
 }
 CLASSES_FILE = "classes.txt"  # beside the arrays, with the name of a class in each line
-Arrays: TypeAlias = dict[str, tuple[np.ndarray, np.ndarray]]  # split -> images [n, H, W, 1 or 3] uint8 and labels [n]
 
 
-def scan(path: Path) -> tuple[tuple[str, ...], Arrays]:
-    """Return the names of the classes, and the images and int64 labels of each split.
+def scan(path: Path) -> OwnData:
+    """List the images and labels in a folder or file of arrays.
+
+    An image is cut to its central square, and a grey one gets three channels.
 
     Raises:
-      DataError: arrays are missing, cannot be read, or have a type, shape or label that cannot be used.
+      OSError, ValueError: arrays are missing, cannot be read, or have a type, shape or label that cannot be used.
     """
-    try:
-        arrays = _read_arrays(path)
-        pairs = {split: pair for split, names in NAMES.items() for pair in names if {*pair} <= {*arrays}}
-        if not pairs:
-            wanted = " or ".join(" and ".join(names[0]) for names in NAMES.values())
-            raise ValueError(f"its arrays are {', '.join(arrays) or 'none'}; call images and labels {wanted}")
-        splits = {
-            split: (_check_images(images, arrays[images]), _check_labels(labels, arrays[labels], len(arrays[images])))
-            for split, (images, labels) in pairs.items()
-        }
-        class_names = _number_classes(path if path.is_dir() else path.parent, splits)
-    except (OSError, ValueError) as error:
-        raise DataError(f"dataset=npy:{path}: {error}") from error
-    return class_names, splits
-
-
-def load(class_names: tuple[str, ...], arrays: Arrays, image_size: int) -> dict[str, Split]:
-    """Return the splits, with the central square of each image resized to `image_size` and grey as three channels.
-
-    Examples are sorted by the hashes of their images, as some uses take the first ones.
-    """
-    splits = {}
-    for name, (images, labels) in (_divide(*arrays[ALL]) if ALL in arrays else arrays).items():
-        order = sorted(range(len(labels)), key=_hashes(images).__getitem__)
-        colored = np.broadcast_to(images, (*images.shape[:3], 3))[order]
-        splits[name] = image_files.resize_all(colored, image_size), labels[order]
-    info = DatasetInfo(class_names, image_size, *moments(next(iter(splits.values()))[0]))
-    return {name: Split(*split, info) for name, split in splits.items()}
+    arrays = _read_arrays(path)
+    pairs = {split: pair for split, names in NAMES.items() for pair in names if {*pair} <= {*arrays}}
+    if not pairs:
+        wanted = " or ".join(" and ".join(names[0]) for names in NAMES.values())
+        raise ValueError(f"its arrays are {', '.join(arrays) or 'none'}; call images and labels {wanted}")
+    if ALL in pairs:
+        pairs = {ALL: pairs[ALL]}
+    splits = {
+        split: (_check_images(images, arrays[images]), _check_labels(labels, arrays[labels], len(arrays[images])))
+        for split, (images, labels) in pairs.items()
+    }
+    values = sorted({*next(iter(splits.values()))[1]})
+    classes = {value: str(value) for value in values}
+    file = (path if path.is_dir() else path.parent) / CLASSES_FILE
+    if file.is_file():
+        names = [line.strip() for line in file.read_text("utf-8-sig").splitlines() if line.strip()]
+        classes = dict(zip(names, names, strict=True) if isinstance(values[0], str) else enumerate(names))
+    return OwnData(tuple(classes.values()), number_classes(splits, classes, complete=["train"]), _hash, _read)
 
 
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -90,49 +78,20 @@ def _check_images(name: str, images: np.ndarray) -> np.ndarray:
     return images
 
 
-def _check_labels(name: str, labels: np.ndarray, count: int) -> np.ndarray:
-    """Return labels as [n], whole numbers or text."""
+def _check_labels(name: str, labels: np.ndarray, count: int) -> list[int | str]:
+    """Return labels as a list."""
     if labels.shape not in ((count,), (count, 1)):
         hint = f"; save {name}.argmax(1)" if labels.ndim == 2 and len(labels) == count else ""
         raise ValueError(f"{name} has the shape {labels.shape}, and must have ({count},), a label for each image{hint}")
     if labels.dtype.kind not in "iuU":
         raise ValueError(f"{name} is {labels.dtype}, and must be whole numbers or text; save {name}.astype('int64')")
-    return labels.reshape(count)
+    return labels.reshape(count).tolist()
 
 
-def _number_classes(directory: Path, splits: Arrays) -> tuple[str, ...]:
-    """Return the names of the classes. Replace the labels by the numbers of their classes."""
-    first = next(iter(splits))
-    values = np.unique(splits[first][1]).tolist()
-    class_names = [str(value) for value in values]
-    if (directory / CLASSES_FILE).is_file():
-        lines = (directory / CLASSES_FILE).read_text("utf-8-sig").splitlines()
-        class_names = [line.strip() for line in lines if line.strip()]
-        is_text = splits[first][1].dtype.kind == "U"
-        first, values = CLASSES_FILE, class_names if is_text else [*range(len(class_names))]
-    numbers = {value: number for number, value in enumerate(values)}
-    for split, (images, labels) in splits.items():
-        counts = Counter(labels.tolist())
-        if unknown := sorted(counts.keys() - numbers.keys()):
-            raise ValueError(f"labels of {split} that {first} has not: {listed([*map(str, unknown)])}")
-        if split in ("train", ALL):
-            if len(values) < 2:
-                raise ValueError(f"at least two classes with images are needed; there is {listed(class_names)}")
-            needed = 2 if split == ALL else 1  # the first one is tested on
-            if few := [name for name, value in zip(class_names, values, strict=True) if counts[value] < needed]:
-                raise ValueError(f"no images of {listed(few)} to train on")
-        splits[split] = images, np.array([numbers[label] for label in labels.tolist()], np.int64)
-    return tuple(class_names)
+def _hash(image: np.ndarray) -> bytes:
+    return hashlib.sha256(image.tobytes()).digest()
 
 
-def _divide(images: np.ndarray, labels: np.ndarray) -> Arrays:
-    """Return train and test: a fifth of each class, by the hashes of the images."""
-    hashes = _hashes(images)
-    halves = [hold_out(np.flatnonzero(labels == label).tolist(), hashes.__getitem__) for label in np.unique(labels)]
-    parts = {"train": [half[0] for half in halves], "test": [half[1] for half in halves]}
-    chosen = {split: np.concatenate(indices).astype(int) for split, indices in parts.items()}
-    return {split: (images[indices], labels[indices]) for split, indices in chosen.items()}
-
-
-def _hashes(images: np.ndarray) -> list[bytes]:
-    return [hashlib.sha256(image.tobytes()).digest() for image in images]
+def _read(images: Sequence[np.ndarray], image_size: int) -> tuple[np.ndarray, dict[int, str]]:
+    colored = np.stack([np.broadcast_to(image, (*image.shape[:2], 3)) for image in images])
+    return image_files.resize_all(colored, image_size), {}

@@ -8,6 +8,7 @@ Source of the images: A. Krizhevsky, "Learning Multiple Layers of Features from 
 import contextlib
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -54,17 +55,16 @@ def locate(data_dir: str = "") -> Path:
     return _check_available(directory)
 
 
-def load(directory: Path) -> tuple[Split, Split]:
-    """Return train and test, verified, from the cache or else from the prepared copy.
+def load(directory: Path, names: Iterable[str] = tuple(DIGESTS)) -> dict[str, Split]:
+    """Return `train`, `test` or both, verified, from the cache or else from the prepared copy.
 
     Raises:
       DataError: the copy cannot be prepared or read, or differs from CIFAR-10.
     """
-    return read_split(directory, "train"), read_split(directory, "test")
+    return {name: _read_split(directory, name) for name in names if name in DIGESTS}
 
 
-def read_split(directory: Path, name: str) -> Split:
-    """Return `train` or `test` as `load` does."""
+def _read_split(directory: Path, name: str) -> Split:
     split = _load_cached(name)
     if split:
         directory = cache_directory()

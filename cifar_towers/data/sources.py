@@ -1,5 +1,7 @@
 """Data sets by name: CIFAR-10, the synthetic set, images in files of your own, or any of TensorFlow Datasets (TFDS)."""
 
+import csv
+import functools
 import logging
 import os
 import shlex
@@ -7,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cifar_towers.data import arrays, cifar10, folder, image_files, synthetic, table, tfds_source
+from cifar_towers.data import arrays, cifar10, folder, image_files, own_data, synthetic, table, tfds_source
 from cifar_towers.data.dataset import CIFAR10, Dataset, Split, split_validation
-from cifar_towers.data.folder import Folder
-from cifar_towers.errors import DataError, UsageError, listed, printable
+from cifar_towers.data.own_data import ALL, SPLITS, OwnData
+from cifar_towers.errors import DataError, UsageError, error_text, listed, printable
 from cifar_towers.registry import CSV, FOLDER, NPY, check_dataset, split_path
 
 log = logging.getLogger(__name__)
@@ -22,11 +24,17 @@ class Source(NamedTuple):
     """A data set that has been located, before anything slow starts."""
 
     name: str  # as in `--dataset`, but never "auto"
-    read: Callable[[int], Mapping[str, Split]]  # image size wanted -> train, validation, test or some, in any size
+    read: Callable[[int, Sequence[str]], Mapping[str, Split]]  # image size and splits wanted -> these, in any size
     directory: Path | None = None
     banner: str = ""  # warning for the user about the choice
-    folder: Folder | None = None  # the files of a folder of images
-    undivided: tuple[str, str] = ("", "")  # what data without a test split lack, and how all of them become one
+    class_roots: tuple[Path, ...] = ()  # folders in `directory` whose subfolders are classes
+    how_to_score_all: str = ""  # of data without splits: what to change, so that all images are the test split
+
+    def is_among_pictures(self, path: Path) -> bool:
+        """Return whether files written to `path` would be among the pictures or taken for a class."""
+        path = path.expanduser().resolve()
+        is_inside = any(path.is_relative_to(root.resolve()) for root in self.class_roots)
+        return is_inside or bool(self.class_roots and self.directory and path == self.directory.resolve())
 
 
 def find(dataset: str, data_dir: str = "") -> Source:
@@ -88,18 +96,21 @@ def load(
 
 
 def load_test(source: Source, image_size: int = CIFAR10.image_size) -> Split:
-    """Return the test split of a source, which may have no other, as `load` does."""
-    return _load_splits(source, image_size, ("test",))["test"]
+    """Return the test split of a source, which may have no other, as `load` does. Nothing else is read."""
+    return _load_splits(source, image_size, ("test",), ("test",))["test"]
 
 
-def _load_splits(source: Source, image_size: int, needed: Sequence[str]) -> dict[str, Split]:
-    """Return all splits of a source by name, in images of this size. Log a line about each."""
-    splits = dict(source.read(image_size))
+def _load_splits(
+    source: Source, image_size: int, needed: Sequence[str], wanted: Sequence[str] = SPLITS
+) -> dict[str, Split]:
+    """Return the splits of a source by name, in images of this size. Log a line about each."""
+    splits = dict(source.read(image_size, wanted))
     if missing := [name for name in needed if name not in splits]:
         raise UsageError(
-            f"dataset={source.name} has {' and '.join(splits)} examples and no {' or '.join(missing)} examples; "
-            f"give a data set that has {' and '.join(needed)}"
+            f"dataset={source.name} has no {' or '.join(missing)} examples; give a data set that has "
+            f"{' and '.join(needed)}"
         )
+    _log_copies(source.name, splits)
     for name, split in splits.items():
         if source.name != "cifar10":  # whose module logs this itself
             classes = zip(split.info.class_names, split.class_counts(), strict=True)
@@ -112,52 +123,63 @@ def _load_splits(source: Source, image_size: int, needed: Sequence[str]) -> dict
     return splits
 
 
+def _log_copies(name: str, splits: Mapping[str, Split]) -> None:
+    if "train" in splits and name != "cifar10":
+        trained_on = {hash(image.tobytes()) for image in splits["train"].images}
+        images = splits["test"].images
+        if copies := sum(hash(image.tobytes()) in trained_on for image in images):
+            log.info("%s", printable(f"{name}: {copies} of {len(images)} test images are copies of training images"))
+
+
 def _locate_cifar10(name: str, data_dir: str) -> Source:
     directory = cifar10.locate(data_dir)
-    return Source(name, lambda image_size: dict(zip(TRAINED, cifar10.load(directory), strict=True)), directory)
+    return Source(name, lambda image_size, names: cifar10.load(directory, names), directory)
 
 
 def _locate_synthetic(name: str, data_dir: str, banner: str = "") -> Source:
-    return Source(name, lambda image_size: dict(zip(TRAINED, synthetic.load(), strict=True)), banner=banner)
+    return Source(name, lambda image_size, names: dict(zip(TRAINED, synthetic.load(), strict=True)), banner=banner)
 
 
-def _locate_folder(name: str, data_dir: str) -> Source:
-    files = folder.scan(Path(name.removeprefix(FOLDER)))
-    missing = ("no test folder", "move its folders into a folder test in it") if files.is_undivided else ("", "")
-    name = f"{FOLDER}{files.root}"
-    return Source(name, lambda image_size: folder.load(files, image_size), files.root, "", files, missing)
-
-
-def _locate_table(name: str, data_dir: str) -> Source:
-    files = table.scan(_absolute(name))
-    missing = ("no column split", "add one with test in each row") if files.is_undivided else ("", "")
-    return Source(f"{CSV}{files.root}", lambda image_size: folder.load(files, image_size), None, "", files, missing)
-
-
-def _locate_arrays(name: str, data_dir: str) -> Source:
-    path = _absolute(name)
-    class_names, splits = arrays.scan(path)
-    missing = ("no test arrays", "call its arrays x_test and y_test") if arrays.ALL in splits else ("", "")
-    return Source(f"{NPY}{path}", lambda image_size: arrays.load(class_names, splits, image_size), undivided=missing)
-
-
-def _absolute(name: str) -> Path:
-    return Path(os.path.expanduser(split_path(name)[1])).absolute()
+def _locate_own(name: str, data_dir: str) -> Source:
+    prefix, path = split_path(name)
+    scan, how_to_score_all = OWN_DATA[prefix]
+    root = Path(os.path.expanduser(path)).absolute()
+    name = f"{prefix}{root}"
+    try:
+        data = scan(root)
+        if not_utf8 := [text for text in (*data.class_names, name) if text != text.encode(errors="ignore").decode()]:
+            raise ValueError(f"{listed(not_utf8)} is not valid UTF-8, which config.json needs; rename it")
+    except UnicodeDecodeError as error:
+        raise DataError(f"dataset={name} is not in UTF-8; save it as UTF-8") from error
+    except OSError as error:
+        hint = f"if it was moved, give its place by --dataset={prefix}<path>"
+        raise DataError(
+            f"dataset={name}: {error.filename or root} cannot be read: {error_text(error)}; {hint}"
+        ) from error
+    except (ValueError, csv.Error) as error:
+        raise DataError(f"dataset={name}: {error}") from error
+    undivided = how_to_score_all if ALL in data.splits else ""
+    return Source(name, functools.partial(own_data.load, data), root, "", data.class_roots, undivided)
 
 
 def _locate_tfds(name: str, data_dir: str) -> Source:
     directory = tfds_source.locate(name, data_dir)
-    return Source(name, lambda image_size: tfds_source.load(name, directory, image_size), directory)
+    return Source(name, functools.partial(tfds_source.load, name, directory), directory)
 
+
+# prefix before a path -> how to list the examples there, and `Source.how_to_score_all`
+OWN_DATA: dict[str, tuple[Callable[[Path], OwnData], str]] = {
+    FOLDER: (folder.scan, "move its folders into a folder test in it"),
+    CSV: (table.scan, "add a column split with test in each row"),
+    NPY: (arrays.scan, "call its arrays x_test and y_test"),
+}
 
 # How to locate a data set, by its name or by the prefix before a path: (name, data_dir) -> source. Every other name is
 # one of TFDS. `registry.BUILT_IN` lists the same names for error messages.
 SOURCES: dict[str, Callable[[str, str], Source]] = {
     "cifar10": _locate_cifar10,
     "synthetic": _locate_synthetic,
-    FOLDER: _locate_folder,
-    CSV: _locate_table,
-    NPY: _locate_arrays,
+    **dict.fromkeys(OWN_DATA, _locate_own),
 }
 
 

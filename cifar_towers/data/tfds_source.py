@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -51,8 +51,8 @@ def locate(name: str, data_dir: str = "") -> Path:
     return directory
 
 
-def load(name: str, directory: Path, image_size: int) -> dict[str, Split]:
-    """Return train, if there is one, and test, with the central square of each image resized to `image_size`.
+def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> dict[str, Split]:
+    """Return train, if there is one, and test if wanted, with each image's central square resized to `image_size`.
 
     The test split is `test`; or `validation`, if there is no test or its images have no labels; or else the last fifth
     of `train`.
@@ -74,6 +74,7 @@ def load(name: str, directory: Path, image_size: int) -> dict[str, Split]:
             _check_reachable(name, directory, builder)
             builder = prepare(lambda: _make_builder(name, directory), name, directory)
         names = _split_names(name, builder, lambda split: next(iter(in_stored_order(builder, split)))[label] >= 0)
+        names = {part: split for part, split in names.items() if part in wanted}
         # Test first: it is small, and more likely to lack labels.
         arrays = {part: _read(builder, split, image, label, image_size) for part, split in reversed(names.items())}
     except RunError:
@@ -81,7 +82,7 @@ def load(name: str, directory: Path, image_size: int) -> dict[str, Split]:
     except Exception as error:
         raise DataError(f"{name} in {directory} cannot be read ({error_line(error)}); {REPAIR}") from error
     class_names = tuple(builder.info.features[label].names)
-    info = DatasetInfo(class_names, image_size, *moments(arrays["train" if "train" in arrays else "test"][0]))
+    info = DatasetInfo(class_names, image_size, *moments(arrays[next(iter(names))][0]))
     return {part: Split(*arrays[part], info) for part in names}
 
 

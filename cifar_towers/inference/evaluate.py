@@ -88,11 +88,10 @@ def _check_data(config: EvaluateConfig, run: TrainedRun, source: Source, split: 
             f"{run.directory} was made with other {config.split} images than {source.name} has now; restore them, "
             "or give --allow_changed_data to evaluate on these"
         )
-    missing, remedy = source.undivided
-    if is_refused and missing and source.name != run.metadata["dataset"]:
+    if is_refused and source.how_to_score_all and source.name != run.metadata["dataset"]:
         raise DataError(
-            f"{source.name} has {missing} and is not the data of {run.directory}; to score all of its images, "
-            f"{remedy}; to score a fifth of them, give --allow_changed_data"
+            f"{source.name} has no test split and is not the data of {run.directory}; to score all of its images, "
+            f"{source.how_to_score_all}; to score a fifth of them, give --allow_changed_data"
         )
     return split, is_changed
 

@@ -43,7 +43,7 @@ def load_data(config: TrainConfig, source: sources.Source) -> tuple[sources.Sour
     Raises:
       DataError, UsageError: as `sources.load` does. UsageError: the run would write among the data.
     """
-    if source.folder and source.folder.contains(config.directory):
+    if source.is_among_pictures(config.directory):
         raise UsageError(f"train_dir={config.directory} is among the pictures of {source.name}; give one outside of it")
     return sources.load(source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto")
 

@@ -111,8 +111,8 @@ def test_test_arrays_alone_are_scored(tmp_path):
         ({"y_train": TRAIN.labels[1:]}, r"y_train has the shape \(29,\), and must have \(30,\)"),
         ({"y_train": np.eye(10)[TRAIN.labels]}, r"y_train has the shape \(30, 10\), .*; save y_train.argmax\(1\)"),
         ({"y_train": TRAIN.labels.astype(float)}, r"y_train is float64, .* save y_train.astype\('int64'\)"),
-        ({"y_test": TEST.labels + 1}, "labels of test that train has not: 10"),
-        ({"y_train": TRAIN.labels * 0}, "at least two classes with images are needed; there is 0"),
+        ({"y_test": TEST.labels + 1}, "10 in test is no class"),
+        ({"y_train": TRAIN.labels * 0}, "at least two classes are needed, and there is 0"),
         (
             dict.fromkeys(ARRAYS) | {"images": TEST.images[:3], "labels": np.array([0, 1, 1])},
             "no images of 0 to train on",
@@ -134,7 +134,7 @@ def test_unusable_arrays_are_an_error_of_one_line(tmp_path, change, message):
 def test_names_of_the_classes_must_fit_the_labels(tmp_path):
     name = save(tmp_path, ARRAYS)
     for names, message in (
-        ("abcdefghi", "labels of train that classes.txt has not: 9"),
+        ("abcdefghi", "9 in train is no class"),
         ("abcdefghijk", "no images of k"),
     ):
         (tmp_path / "classes.txt").write_text("\n".join(names))

@@ -59,7 +59,7 @@ def files():
 
 
 def are_verified(splits):
-    return [split.digest for split in splits] == list(cifar10.DIGESTS.values())
+    return [split.digest for split in splits.values()] == list(cifar10.DIGESTS.values())
 
 
 def test_missing_cifar10_is_an_error_and_auto_falls_back_to_synthetic(offline, tmp_path):
@@ -101,7 +101,7 @@ def test_second_start_reads_the_cache_and_needs_no_prepared_copy(decoded, prepar
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "nowhere"))
     for dataset in ("cifar10", "auto"):
         source, data = sources.load(sources.find(dataset))
-        assert source.name == "cifar10" and are_verified((data.train, data.test))
+        assert source.name == "cifar10" and are_verified({"train": data.train, "test": data.test})
         np.testing.assert_array_equal(data.train.images, SMALL["train"].images)
         np.testing.assert_array_equal(data.test.labels, SMALL["test"].labels)
     assert decoded == ["train", "test"]
@@ -214,7 +214,7 @@ needs_data = pytest.mark.skipif(
 
 @needs_data
 def test_real_test_split_has_the_published_counts_and_moments():
-    test = cifar10.read_split(tfds_source.tfds_directory(), "test")
+    test = cifar10.load(tfds_source.tfds_directory(), ["test"])["test"]
     assert test.digest == cifar10.DIGESTS["test"] and (test.class_counts() == 1000).all()
     np.testing.assert_allclose(test.images.mean((0, 1, 2)) / 255, [0.4942, 0.4851, 0.4504], atol=1e-3)
 

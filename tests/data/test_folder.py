@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.data import folder, sources, synthetic
+from cifar_towers.data import folder, own_data, sources, synthetic
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.training import build
 
@@ -58,17 +58,18 @@ def test_folder_is_scanned_once_and_may_have_a_class_train(tmp_path):
     (tmp_path / "class 1").rename(tmp_path / "train")
     source = sources.find(f"folder:{tmp_path}")
     (tmp_path / "class 9").mkdir()  # after the scan
-    assert sources.load(source)[1].info.class_names == tuple(source.folder.train) == ("class 0", "train")
+    assert sources.load(source)[1].info.class_names == ("class 0", "train")
 
 
 def test_folder_without_a_test_is_split_by_file_names(tmp_path):
     for place in ("one", "other"):
         fill(tmp_path / place)
-    one, other = (folder.scan(tmp_path / place) for place in ("one", "other"))
-    for name in one.train:
-        assert len(one.test[name]) == round(0.2 * 6) and len(one.train[name]) == 5
-        assert not {*one.train[name]} & {*one.test[name]}
-        assert [path.name for path in one.test[name]] == [path.name for path in other.test[name]]
+    one, other = (own_data.divided(folder.scan(tmp_path / place)) for place in ("one", "other"))
+    for (split, paths, labels), (_, others, other_labels) in zip(one, other, strict=True):
+        assert np.bincount(labels).tolist() == [{"train": 5, "test": round(0.2 * 6)}[split]] * 4
+        assert [(path.name, label) for path, label in zip(paths, labels, strict=True)] == [
+            (path.name, label) for path, label in zip(others, other_labels, strict=True)
+        ]
 
 
 def test_order_and_division_stay_those_of_earlier_runs(tmp_path):
@@ -118,7 +119,7 @@ def test_folder_with_a_test_alone_is_scored_and_not_trained_on(tmp_path):
     source = sources.find(f"folder:{tmp_path}")
     assert sources.load_test(source).info.class_names == ("class 2",)
     assert sources.load_test(source).class_counts().tolist() == [6]
-    with pytest.raises(UsageError, match=r"dataset=folder:.* has test examples and no train examples"):
+    with pytest.raises(UsageError, match=r"dataset=folder:.* has no train examples"):
         sources.load(source)
 
 
@@ -158,9 +159,9 @@ def test_links_are_followed_and_circles_end(tmp_path, caplog):
     for link, target in links.items():
         (tmp_path / "set" / link).symlink_to(target)
     (tmp_path / "pool/again").symlink_to("../pool")
-    files = folder.scan(tmp_path / "set")
-    names = {name: sorted(path.name for path in files.train[name] + files.test[name]) for name in files.train}
-    assert names == {"cat": ["1.png", "2.png", "4.png", "5.png"], "dog": ["3.png", "6.png"]}
+    paths, labels = folder.scan(tmp_path / "set").splits[own_data.ALL]
+    names = sorted((label, path.name) for path, label in zip(paths, labels, strict=True))
+    assert names == [(0, "1.png"), (0, "2.png"), (0, "4.png"), (0, "5.png"), (1, "3.png"), (1, "6.png")]
     (line,) = caplog.messages
     repeated = "cat/a pool/again, cat/circle, dog/cats, dog/deep"
     assert line.endswith(f": left out, as links to folders that are read anyway: {repeated}")
@@ -175,22 +176,22 @@ def test_links_are_followed_and_circles_end(tmp_path, caplog):
         (("cat/1", "dog/2", "Testing/3"), "Testing is no class, .* give --dataset=folder:.*/Testing, of which"),
         (("cat/1", "dog/2", "dev/cat/3"), "dev is no class"),
         (("train/a/1", "val/a/2", "valid/a/3"), "of train, val, valid, two are the same split; leave one"),
-        (("data/train/a/1", "data/test/a/2"), r"only data; give --dataset=folder:.*/data, or move the folders in it"),
+        (("data/train/a/1", "data/test/a/2"), r"is data; give --dataset=folder:.*/data, or move the folders in it"),
         (
             ("seg_train/seg_train/a/1", "seg_test/seg_test/a/2", "seg_pred/3"),
             r"seg_train is no class, .*\(as seg_test\)",
         ),
         (("train/1", "test/2"), "there is none; it needs a subfolder of images for each class"),
         (("1", "2"), "there is none; it needs a subfolder of images for each class"),
-        (("train/Cat/1", "train/dog/2", "test/cat/3", "test/dog/4"), "cat in test, and not in train; did you mean Cat"),
-        (("train/a/1", "train/b/2", "test/a/3", "test/b/4", "val/c/5"), "c in validation, and not in train"),
+        (("train/Cat/1", "train/dog/2", "test/cat/3", "test/dog/4"), "cat in test is no class; did you mean Cat"),
+        (("train/a/1", "train/b/2", "test/a/3", "test/b/4", "val/c/5"), "c in validation is no class"),
     ],
 )
 def test_layouts_that_are_refused(tmp_path, pictures, message):
     for picture in pictures:
         put(tmp_path / f"{picture}.png")
     with pytest.raises(DataError, match=message) as caught:
-        folder.scan(tmp_path)
+        sources.find(f"folder:{tmp_path}")
     assert "\n" not in str(caught.value)
 
 
@@ -199,9 +200,9 @@ def test_classes_may_be_named_almost_as_splits(tmp_path):
     for name in names:
         put(tmp_path / name / "1.png")
         put(tmp_path / name / "2.png")
-    assert [*folder.scan(tmp_path).train] == names
+    assert [*folder.scan(tmp_path).class_names] == names
     (tmp_path / "train").rename(tmp_path / "valid")
-    assert "valid" in folder.scan(tmp_path).train
+    assert "valid" in folder.scan(tmp_path).class_names
 
 
 def test_accents_are_compared_by_their_letters(tmp_path):
@@ -247,8 +248,8 @@ def test_train_dir_inside_the_data_is_refused(tmp_path, monkeypatch):
         message = f"train_dir={Path(place)} is among the pictures of folder:.*/{name}; give"
         with pytest.raises(UsageError, match=message):
             build.load_data(config, sources.find(config.dataset))
-    assert not folder.scan(tmp_path / "flat").contains(tmp_path / "flat-run")
-    assert not folder.scan(tmp_path / "split").contains(tmp_path / "split" / "runs" / "one")
+    assert not sources.find(f"folder:{tmp_path}/flat").is_among_pictures(tmp_path / "flat-run")
+    assert not sources.find(f"folder:{tmp_path}/split").is_among_pictures(tmp_path / "split" / "runs" / "one")
 
 
 def test_images_of_other_sizes_are_resized(tmp_path):
@@ -268,9 +269,9 @@ GULL = os.fsdecode("Möwe".encode("latin1"))
     ("folders", "message"),
     [
         ({".": []}, "at least two classes are needed, and there is none"),
-        ({".": [3]}, "at least two classes are needed, and there is only class 3"),
+        ({".": [3]}, "at least two classes are needed, and there is class 3"),
         ({"train": ALL, "test": [0, 1, 3]}, "no images of class 2 to test on"),
-        ({"train": [0, 1], "test": [0, 1, 2]}, "class 2 in test, and not in train"),
+        ({"train": [0, 1], "test": [0, 1, 2]}, "class 2 in test is no class"),
         ({".": ALL, "zebra": []}, "no images of zebra to train on"),
         ({"train": ALL, "held out": ALL}, "train is no class, .*; call it train and put test beside it"),
         ({"Training": ALL, "Testing": ALL}, "Training is no class, .* --dataset=folder:.*/set/Training, of which"),
@@ -300,7 +301,7 @@ def test_unreadable_folders_are_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", refused)  # root can read every folder
     with pytest.raises(DataError, match=r"cannot be read: .*class 2/closed \(Permission denied\)"):
-        folder.scan(tmp_path)
+        sources.find(f"folder:{tmp_path}")
 
 
 @pytest.mark.parametrize("data_dir", ["", "~nobody-of-this-name/data"])
@@ -332,4 +333,4 @@ def test_unreadable_images_are_listed_and_other_files_counted(tmp_path, caplog):
         "2 files of other types ignored (images are .jpg, .jpeg, .jfif, .png, .gif, .bmp, .webp)"
     ] * 2
     with pytest.raises(DataError, match=r"2 of 6 images cannot be read: .*train/one/bad.png .*test/one/bad.png "):
-        folder.load(files, 8)
+        own_data.load(files, 8, own_data.SPLITS)

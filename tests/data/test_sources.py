@@ -69,7 +69,9 @@ def test_source_names_are_those_of_the_registry(monkeypatch):
     with pytest.raises(UsageError, match=f"dataset=Other .*{', '.join(BUILT_IN)}, folder:<path>"):
         sources.find("Other")
     small = {"train": synthetic.make(20, 0, 0), "test": synthetic.make(10, 0, 1)}
-    monkeypatch.setitem(sources.SOURCES, "new", lambda name, data_dir: sources.Source(name, lambda image_size: small))
+    monkeypatch.setitem(
+        sources.SOURCES, "new", lambda name, data_dir: sources.Source(name, lambda image_size, names: small)
+    )
     assert sources.load(sources.find("new"))[1].test.digest == small["test"].digest
     with pytest.raises(UsageError, match="leaves none of 20"):
         sources.load(sources.find("new"), 20)
@@ -82,7 +84,7 @@ def test_validation_split_of_a_source_is_used_unless_examples_are_held_out(caplo
         "validation": synthetic.make(8, 0, 2),
         "test": synthetic.make(10, 0, 1),
     }
-    source = sources.Source("new", lambda image_size: splits)
+    source = sources.Source("new", lambda image_size, names: splits)
     _, data = sources.load(source)
     assert data.digests() == {name: split.digest for name, split in splits.items()}
     _, data = sources.load(source, validation_examples=5)
@@ -92,14 +94,13 @@ def test_validation_split_of_a_source_is_used_unless_examples_are_held_out(caplo
 
 def test_source_with_a_test_split_alone_is_scored_and_not_trained_on():
     test, train = synthetic.make(10, 0, 1), synthetic.make(20, 0, 0)
-    only_test = sources.Source("new", lambda image_size: {"test": test})
-    assert sources.load_test(only_test).digest == test.digest
+    read = []
+    only_test = sources.Source("new", lambda image_size, names: read.append(names) or {"test": test})
+    assert sources.load_test(only_test).digest == test.digest and read == [("test",)]
     small = sources.load_test(only_test, 16)
     assert small.images.shape == (10, 16, 16, 3) and small.info.image_size == 16
-    with pytest.raises(UsageError, match="dataset=new has test examples and no train examples; give a data set that"):
+    with pytest.raises(UsageError, match="dataset=new has no train examples; give a data set that"):
         sources.load(only_test)
-    others = sources.Source("new", lambda image_size: {"train": train, "validation": test})
-    with pytest.raises(
-        UsageError, match="new has train and validation examples and no test examples; give a data set that has test"
-    ):
+    others = sources.Source("new", lambda image_size, names: {"train": train, "validation": test})
+    with pytest.raises(UsageError, match="new has no test examples; give a data set that has test"):
         sources.load_test(others)

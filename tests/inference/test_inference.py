@@ -518,7 +518,7 @@ def test_tfds_set_with_a_test_alone_and_its_classes_in_another_order_is_scored(r
     title, *_, cross, _ = evaluate_checkpoint(evaluation).splitlines()
     assert ": shapes test (other images than it was made with), ema" in title
     assert score["per_class"]["chequered cross"] is None and cross.split() == ["chequered", "cross", "-", "0", "-"]
-    with pytest.raises(UsageError, match="shapes has test examples and no train examples"):
+    with pytest.raises(UsageError, match="shapes has no train examples"):
         evaluate_checkpoint(replace(evaluation, split="train"))
 
 
@@ -533,7 +533,7 @@ def test_folder_is_scored_if_it_has_a_test_and_classes_of_the_run(run, tmp_path)
     correct = expected_probabilities(run, 80).argmax(1) == SMALL[1].labels[:80]
     assert score["correct"] == correct.sum()
     with pytest.raises(
-        DataError, match=r"has no test folder and is not the data of .*; to score all of its images, move"
+        DataError, match=r"has no test split and is not the data of .*; to score all of its images, move"
     ):
         evaluate_as_json(run, dataset=f"{data}/test", precision="float32")
     (tmp_path / "set/test/chequered disc").rename(tmp_path / "set/test/disc")
@@ -572,7 +572,7 @@ def test_table_is_trained_on_and_evaluated_as_arrays(tmp_path):
     for name, of in (("images", "x_test"), ("labels", "y_test")):
         (tmp_path / f"arrays/{of}.npy").rename(tmp_path / f"arrays/{name}.npy")
     (tmp_path / "others.csv").write_text("\n".join(row.rpartition(";")[0] for row in rows))
-    others = {"npy:arrays": "no test arrays .*call its arrays x_test", "csv:others.csv": "no column split .*add one"}
+    others = {"npy:arrays": "no test split .*call its arrays x_test", "csv:others.csv": "no test split .*add a column"}
     for dataset, message in others.items():
         with pytest.raises(DataError, match=message):
             evaluate_as_json(config.train_dir, dataset=dataset.replace(":", f":{tmp_path}/"))

@@ -1,0 +1,103 @@
+"""The common part of a user's own data sets, from folders, tables or arrays: classes, splits, and how they are read."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cifar_towers.data.dataset import DatasetInfo, Split, moments
+from cifar_towers.errors import DataError, did_you_mean, listed
+
+SPLITS = ("train", "validation", "test")
+ALL = "all"  # the split of data without splits: a fifth of each class becomes the test split
+TEST_FRACTION = 0.2
+
+
+class OwnData(NamedTuple):
+    """The examples of a data set of the user's own, located but not read."""
+
+    class_names: tuple[str, ...]
+    splits: dict[str, tuple[Any, np.ndarray]]  # items and class numbers [n] int64: of train first, or of all
+    hash_of: Callable[[Any], bytes]  # of an item; examples are in the order of their hashes
+    read: Callable[[Sequence[Any], int], tuple[np.ndarray, dict[int, str]]]  # as `image_files.read_all` does
+    class_roots: tuple[Path, ...] = ()  # folders whose subfolders are classes
+
+
+def number_classes(
+    splits: Mapping[str, tuple[Any, Sequence[Any]]],
+    classes: Mapping[Any, str],
+    complete: Sequence[str] = ("train", "test"),
+    hint: str = "add another",
+) -> dict[str, tuple[Any, np.ndarray]]:
+    """Check the examples, and return them with the numbers of their classes [n] int64 in place of labels.
+
+    Args:
+      splits: split -> items and their labels. Without a test, `validation` becomes the test split.
+      classes: label -> name of the class, in the order of their numbers.
+      complete: splits that need an example of every class.
+      hint: end of the message about too few classes.
+
+    Raises:
+      ValueError: there are too few classes, or a label or an example is missing.
+    """
+    names, numbers = [*classes.values()], {label: number for number, label in enumerate(classes)}
+    if len(names) < (2 if splits.keys() & {"train", ALL} else 1):
+        raise ValueError(f"at least two classes are needed, and there is {listed(names) or 'none'}; {hint}")
+    if not splits.keys() & {"test", ALL}:
+        splits = {("test" if name == "validation" else name): split for name, split in splits.items()}
+    for name, (_, labels) in splits.items():
+        counts = Counter(labels)
+        if unknown := [str(label) for label in counts if label not in numbers]:
+            suggestion = did_you_mean(unknown[0], names) or f"the classes are {listed(names)}; "
+            raise ValueError(f"{listed(sorted(unknown))} in {name} is no class; {suggestion}give all splits the same")
+        needed = {ALL: 2, **dict.fromkeys(complete, 1)}.get(name, 0)  # of two, one is tested on
+        if few := [classes[label] for label in classes if counts[label] < needed]:
+            use = "test" if name == "test" else "train"
+            raise ValueError(f"no images of {listed(few)} to {use} on; every class needs some")
+    return {
+        name: (items, np.array([numbers[label] for label in labels], np.int64))
+        for name, (items, labels) in splits.items()
+    }
+
+
+def load(data: OwnData, image_size: int, names: Sequence[str]) -> dict[str, Split]:
+    """Return the splits of these names that have examples, in the order of the examples' hashes.
+
+    Raises:
+      DataError: some images cannot be read; the message names them.
+    """
+    splits = {name: (items, labels) for name, items, labels in divided(data, names) if len(labels)}
+    arrays, errors = {}, []
+    for name, (items, _) in splits.items():
+        arrays[name], failed = data.read(items, image_size)
+        errors += [f"{items[index]} {error}" for index, error in failed.items()]
+    if errors:
+        count = sum(len(labels) for _, labels in splits.values())
+        raise DataError(f"{len(errors)} of {count} images cannot be read: {listed(errors)}; repair or remove them")
+    info = DatasetInfo(data.class_names, image_size, *moments(next(iter(arrays.values()))))
+    return {name: Split(images, splits[name][1], info) for name, images in arrays.items()}
+
+
+def divided(data: OwnData, names: Sequence[str] = SPLITS) -> Iterator[tuple[str, list[Any], np.ndarray]]:
+    """Yield (split, items, class numbers) of these splits, in the order of the items' hashes.
+
+    Some uses take the first examples. Of data without splits, the first fifth of each class is the test split.
+    """
+    for name, (items, labels) in data.splits.items():
+        if name not in (*names, ALL):
+            continue
+        hashes = [data.hash_of(item) for item in items]
+        by_class = np.argsort(labels, kind="stable") if name == ALL else range(len(labels))  # where hashes are equal
+        order = np.array(sorted(by_class, key=hashes.__getitem__), int)
+        parts = {name: order}
+        if name == ALL:
+            held_out = np.zeros(len(order), bool)
+            for number in range(len(data.class_names)):
+                places = np.flatnonzero(labels[order] == number)
+                held_out[places[: max(1, round(TEST_FRACTION * len(places)))]] = True
+            parts = {"train": order[~held_out], "test": order[held_out]}
+        for part, chosen in parts.items():
+            if part in names:
+                yield part, [items[index] for index in chosen], labels[chosen]
