@@ -15,10 +15,9 @@ import math
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -38,7 +37,7 @@ LOCK = ".lock"  # locked by the process that writes the run
 CHECKPOINTS_DIR = "checkpoints"
 FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, REPORT, MISTAKES, CONFUSION)
 MANIFEST = "MANIFEST.json"
-TEMPORARY, TRASH, DAMAGED = ".tmp-", ".trash-", "damaged-"
+TEMPORARY, DAMAGED = ".tmp-", "damaged-"
 LOCK_PATIENCE_SECONDS = 0.5  # a look at a lock holds it for far less
 
 
@@ -52,8 +51,7 @@ def commit(final: Path, write: Callable[[Path], None]) -> None:
       OSError: it could not be written, for example on a full disk; what was there before stays. Nothing is left of the
         new directory unless only the last sync failed: then it stands, but may not survive a power loss.
     """
-    temporary = final.with_name(f"{TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}")
-    try:
+    with temporary_beside(final) as temporary:
         temporary.mkdir(parents=True)
         write(temporary)
         manifest = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in temporary.iterdir()}
@@ -63,9 +61,6 @@ def commit(final: Path, write: Callable[[Path], None]) -> None:
         os.rename(temporary, final)
         for directory in (final.parent, final.parent.parent):  # the second, in case the first is new
             sync(directory)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def validate(directory: Path, hashes: bool = True) -> str:
@@ -84,16 +79,13 @@ def validate(directory: Path, hashes: bool = True) -> str:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     if not wanted:
         return f"{MANIFEST} names no file"
-    for name in sorted(wanted.keys() | found):
-        path = directory / name
-        if name not in found:
-            return f"{name} is missing"
-        if name not in wanted:
-            return f"{name} does not belong there"
+    if strangers := found - wanted.keys():
+        return f"{min(strangers)} does not belong there"
+    for name, (num_bytes, digest) in sorted(wanted.items()):
         try:
-            if path.stat().st_size != wanted[name][0]:
-                return f"{name} has {path.stat().st_size:,} bytes, not {wanted[name][0]:,}"
-            if hashes and sha256(path) != wanted[name][1]:
+            if (size := (directory / name).stat().st_size) != num_bytes:
+                return f"{name} has {size:,} bytes, not {num_bytes:,}"
+            if hashes and sha256(directory / name) != digest:
                 return f"{name} has other content than was written"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
@@ -102,9 +94,8 @@ def validate(directory: Path, hashes: bool = True) -> str:
 
 def quarantine(directory: Path) -> Path:
     """Rename a damaged directory, so that nobody takes it for a good one; return its new path."""
-    suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
-    paths = (directory.with_name(f"{DAMAGED}{directory.name}{suffix}") for suffix in suffixes)
-    aside = next(path for path in paths if not path.exists())
+    names = (f"{DAMAGED}{directory.name}" + (f"-{number}" if number else "") for number in itertools.count())
+    aside = next(path for path in map(directory.with_name, names) if not path.exists())
     os.rename(directory, aside)
     sync(directory.parent)
     return aside
@@ -112,16 +103,14 @@ def quarantine(directory: Path) -> Path:
 
 def remove(directory: Path) -> None:
     """Remove a directory. While it is half removed it has another name."""
-    trash = directory.with_name(f"{TRASH}{directory.name}-{uuid.uuid4().hex[:8]}")
-    os.rename(directory, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    with temporary_beside(directory) as temporary:
+        os.rename(directory, temporary)
 
 
 def sweep(parent: Path) -> None:
     """Remove what killed processes left half written or half removed."""
-    for prefix in (TEMPORARY, TRASH):
-        for leftover in parent.glob(f"{prefix}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in parent.glob(f"{TEMPORARY}*"):
+        _remove_any(leftover)
 
 
 def make(directory: Path) -> None:
@@ -225,11 +214,9 @@ def locked(path: Path, wait: bool = False) -> Iterator[bool]:
 
     The lock ends with the process, however that ends, so a lock left by a dead process does not count.
     """
+    deadline = math.inf if wait else time.monotonic() + LOCK_PATIENCE_SECONDS  # `is_locked` may be looking
     with path.open("a") as file:
-        deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
-        while not (is_ours := _try_lock(file.fileno(), fcntl.LOCK_EX)):
-            if not wait and time.monotonic() > deadline:  # not at once: `is_locked` may be looking
-                break
+        while not (is_ours := _try_lock(file, fcntl.LOCK_EX)) and time.monotonic() < deadline:
             time.sleep(0.02)
         yield is_ours
 
@@ -238,14 +225,14 @@ def is_locked(path: Path) -> bool:
     """Return whether a process has the lock file. The look shares it for an instant, in which `locked` tries again."""
     try:
         with path.open("rb") as file:
-            return not _try_lock(file.fileno(), fcntl.LOCK_SH)
+            return not _try_lock(file, fcntl.LOCK_SH)
     except OSError:
         return False
 
 
-def _try_lock(descriptor: int, operation: int) -> bool:
+def _try_lock(file: IO, operation: int) -> bool:
     try:
-        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

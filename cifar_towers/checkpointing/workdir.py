@@ -21,7 +21,7 @@ from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.registry import split_path
 
 CHOSEN = ("variable_placement", "tower_shares", "micro_batches")  # settings that measuring or memory may choose
-CHECKPOINTS = tuple(f"{CHECKPOINTS_DIR}/{prefix}*" for prefix in ("step-", files.DAMAGED, files.TEMPORARY, files.TRASH))
+CHECKPOINTS = tuple(f"{CHECKPOINTS_DIR}/{prefix}*" for prefix in ("step-", files.DAMAGED, files.TEMPORARY))
 EVENTS = ("train", "eval", "result", "tower_*", files.PROJECTOR)  # directories that TensorBoard reads
 # Others may use these names of directories too: only a run's files in them are removed, and empty directories.
 SHARED = (CHECKPOINTS_DIR, "train/plugins", *EVENTS)
