@@ -41,6 +41,10 @@ CURVES = (  # key of a training record in metrics.jsonl, title, y axis, factor f
     ("input_wait", "time waiting for input", "share of the time, %", 100),
     ("gradient_noise_scale", "gradient noise scale", "examples", 1),
 )
+CURVES_NOTE = (
+    "A line is the mean of a group's runs, the band one standard deviation to either side; where runs have ended, both "
+    "are of the others. A point of a long run's training is the mean of several records."
+)
 MAX_POINTS = 120  # of a curve of training records
 MAX_CURVES = 8  # that can be distinguished in one picture
 
@@ -109,7 +113,7 @@ def render(runs: Sequence[RunRecord]) -> str:
     title = "; ".join(f"{name} ({run_records.format_seeds(group)})" for name, group in groups.items())
     sections = [
         _results(groups),
-        Section("Curves", describe_curves(groups), [curves(groups)]),
+        Section("Curves", CURVES_NOTE, [curves(groups)]),
         _errors(groups, runs),
         _towers(runs),
         _seconds(runs),
@@ -128,15 +132,16 @@ def render(runs: Sequence[RunRecord]) -> str:
 
 def _results(groups: Groups) -> Section:
     """Make a row per run, a row with the mean over the finished runs of each group of several, and the differences."""
-    scores = list(dict.fromkeys(score for group in groups.values() for run in group for score in run.scores))
+    names = dict.fromkeys(score for group in groups.values() for run in group for score in run.scores)
+    not_scored: dict[Any, Cell] = {("accuracy, %", score): "-" for score in names}
     rows: list[Row] = []
     means = []
     for name, group in groups.items():
-        rows += [_result_row(run, scores) for run in group]
+        rows += [_result_row(run, not_scored) for run in group]
         finished = [run for run in group if run.finished]
         if len(group) > 1 and finished:
             means.append(len(rows))
-            spreads = {_score_heading(score): _spread([run.scores.get(score) for run in finished]) for score in scores}
+            spreads = {("accuracy, %", score): _spread([run.scores.get(score) for run in finished]) for score in names}
             rows.append({"run": f"{name}: mean", REPORTED: _spread([run.reported_score for run in finished])} | spreads)
     headings = "group", "less the group", "difference of the reported accuracies"
     differences = [dict(zip(headings, row, strict=True)) for row in run_records.compare_groups(groups)]
@@ -153,12 +158,7 @@ def _results(groups: Groups) -> Section:
     return Section("Results", tables=tables, note=note)
 
 
-def _score_heading(score: str) -> Cell:
-    split, _, kind = score.partition(", ")
-    return f"{split} accuracy, %", kind
-
-
-def _result_row(run: RunRecord, scores: Iterable[str]) -> dict[Any, Cell]:
+def _result_row(run: RunRecord, not_scored: Row) -> Row:
     result, last, reported = run.result, run.training[-1] if run.training else {}, run.reported_score
     seconds = result.get("seconds", {})
     training = math.fsum(seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
@@ -166,14 +166,15 @@ def _result_row(run: RunRecord, scores: Iterable[str]) -> dict[Any, Cell]:
     if result.get("reached"):
         state = f"reached {100 * result['reached']:.2f} %"
     skipped, rollbacks = result.get("skipped_steps", last.get("skipped_steps")), result.get("rollbacks")
-    cells: dict[str, Cell] = {
-        name: (f"{100 * score['accuracy']:.2f}", f"loss {format_number(score['loss'], '.4f')}")
+    cells: Row = {
+        ("accuracy, %", name): (f"{100 * score['accuracy']:.2f}", f"loss {format_number(score['loss'], '.4f')}")
         for name, score in run.scores.items()
     }
     return {
         "run": run.name,
         REPORTED: (f"{100 * reported['accuracy']:.2f}", run_records.score_name(reported)) if reported else "-",
-        **{_score_heading(name): cells.get(name, "-") for name in scores},
+        **not_scored,
+        **cells,
         ("training loss", "last record"): format_number(last.get("loss"), ".4f"),
         "images/s": format_number(result.get("images_per_sec", last.get("images_per_sec")), ",.0f"),
         ("training, s", "with input, compilation"): f"{training:,.1f}" if seconds else "-",
@@ -221,21 +222,8 @@ def curves(groups: Groups) -> list[Picture]:
         pictures += draw(_histories(scores, "accuracy", 100), title, "accuracy, %", limits)
     training = {name: [run.training for run in group] for name, group in groups.items()}
     for key, title, y_label, scale in CURVES:
-        pictures += _lines(_histories(training, key, scale), title, y_label, None, MAX_POINTS)
+        pictures += _lines(_histories(training, key, scale), title, y_label, max_points=MAX_POINTS)
     return pictures
-
-
-def describe_curves(groups: Groups) -> str:
-    """Return the meaning of lines, bands and points of the curves."""
-    runs = [run for group in groups.values() for run in group]
-    notes = []
-    if len(runs) > len(groups):
-        notes.append("A line is the mean of a group's runs, the band one standard deviation to either side.")
-        if not all(run.finished for run in runs):
-            notes.append("After the end of an unfinished run both are of the others.")
-    if any(len(run.training) > MAX_POINTS for run in runs):
-        notes.append("A point of a long run's training is the mean of several records.")
-    return " ".join(notes)
 
 
 History = Mapping[float, float]  # epoch -> value
@@ -250,11 +238,12 @@ def _histories(records: Mapping[str, Sequence[Sequence[Mapping]]], key: str, sca
     }
 
 
-Limits = tuple[float, float]  # of the y axis
-
-
 def _lines(
-    histories: Histories, title: str, y_label: str, limits: Limits | None, max_points: int = 0
+    histories: Histories,
+    title: str,
+    y_label: str,
+    limits: tuple[float, float] | None = None,
+    max_points: float = math.inf,
 ) -> Iterator[Picture]:
     """Draw a curve per group, in pictures of up to `MAX_CURVES`; none if there is nothing to plot."""
     lines = {name: mean_curve(runs, max_points) for name, runs in histories.items()}
@@ -269,7 +258,7 @@ def _lines(
         yield Picture(png, f"{numbered}, by epoch; at the end: {'; '.join(ends)}")
 
 
-def _dots(histories: Histories, title: str, y_label: str, limits: Limits) -> Iterator[Picture]:
+def _dots(histories: Histories, title: str, y_label: str, limits: tuple[float, float]) -> Iterator[Picture]:
     """Draw the values of runs that have one each: a dot per run, with n, mean and spread of each group."""
     labeled, texts = {}, []
     for name, runs in histories.items():
@@ -282,14 +271,14 @@ def _dots(histories: Histories, title: str, y_label: str, limits: Limits) -> Ite
     yield Picture(png, f"{title}, a dot per run; {'; '.join(texts)}")
 
 
-def mean_curve(histories: Sequence[History], max_points: int = 0) -> tuple[np.ndarray, ...]:
+def mean_curve(histories: Sequence[History], max_points: float = math.inf) -> tuple[np.ndarray, ...]:
     """Return epochs [n] and mean [n] of several runs.
 
     Of more than one run also return the mean less and plus one standard deviation (of the sample) [n]. If there are
-    more than `max_points`, and that is not 0, neighbors are averaged first.
+    more than `max_points`, neighbors are averaged first.
     """
     epochs = sorted(set().union(*histories))
-    size = math.ceil(len(epochs) / max_points) or 1 if max_points else 1
+    size = max(1, math.ceil(len(epochs) / max_points))
     chunks = [epochs[start : start + size] for start in range(0, len(epochs), size)]
     found = [[[history[epoch] for epoch in chunk if epoch in history] for history in histories] for chunk in chunks]
     samples = [Sample.of([statistics.fmean(values) for values in runs if values]) for runs in found]
@@ -300,20 +289,17 @@ def mean_curve(histories: Sequence[History], max_points: int = 0) -> tuple[np.nd
 
 def _errors(groups: Groups, runs: Iterable[RunRecord]) -> Section:
     """Show each group's confusion matrix and the accuracy of each class, and each run's most confident mistakes."""
-    summed = {name: found for name, group in groups.items() if (found := sum_confusion(group))}
-    tables = [_class_table(name, *found) for name, found in summed.items()]
-    note = "The interval of a class is Wilson's, over the choice of its images." if tables else ""
-    return Section("Errors", pictures=[confusion_matrices(summed), mistakes(runs)], tables=tables, note=note)
+    found = [errors for name, group in groups.items() if (errors := group_errors(name, group))]
+    matrices, tables = [picture for picture, _ in found], [table for _, table in found]
+    note = "The interval of a class is Wilson's, over the choice of its images." if found else ""
+    return Section("Errors", pictures=[matrices, mistakes(runs)], tables=tables, note=note)
 
 
-# Some runs of a group, the name of their score, its confusion matrix [C, C] summed over them, class names.
-Confusion = tuple[Sequence[RunRecord], str, np.ndarray, Sequence[str]]
+def group_errors(name: str, group: Sequence[RunRecord]) -> tuple[Picture, Table] | None:
+    """Draw the confusion matrix of a group and make the table of its classes; None if there is no matrix.
 
-
-def sum_confusion(group: Sequence[RunRecord]) -> Confusion | None:
-    """Sum the reported confusion matrices over a group's finished runs, or take that of the run with the most steps.
-
-    Runs with another kind of score than the first one do not count. None if there is no matrix.
+    The reported matrices of the finished runs are summed, or that of the run with the most steps is taken. Runs with
+    another kind of score than the first one do not count.
     """
     runs = [run for run in group if run.finished] or [max(group, key=lambda run: run.step)]
     found = [(run, score) for run in runs if (score := run.reported_score) and "confusion" in score]
@@ -322,36 +308,25 @@ def sum_confusion(group: Sequence[RunRecord]) -> Confusion | None:
     kind = run_records.score_name(found[0][1])
     found = [(run, score) for run, score in found if run_records.score_name(score) == kind]
     counts = np.sum([score["confusion"] for _, score in found], 0)
-    names = [shorten(name, 20) for name in found[0][0].environment.get("class_names", [])]
-    return [run for run, _ in found], kind, counts, names or list(map(str, range(len(counts))))
+    names = [shorten(str(each), 20) for each in found[0][0].environment.get("class_names", range(len(counts)))]
+    title = shorten(f"{name}, {run_records.format_seeds([run for run, _ in found])}: {kind}", 160)
+    errors = np.where(np.eye(len(counts), dtype=bool), -1, counts)
+    true, predicted = divmod(int(errors.argmax()), len(counts))
+    alt = (
+        f"confusion matrix of {title}: {np.trace(counts):,} of {counts.sum():,} right; most often, "
+        f"{counts[true, predicted]:,} times, {names[true]} is taken for {names[predicted]}"
+    )
+    picture = Picture(figures.png(figures.confusion_matrix(counts, names, title)), alt)
+    rows = [_class_row(*each, len(found)) for each in zip(names, counts.sum(1), np.diag(counts), strict=True)]
+    return picture, Table(rows, summary=f"{name}: accuracy of each class ({kind})")
 
 
-def confusion_matrices(summed: Mapping[str, Confusion]) -> list[Picture]:
-    """Draw the confusion matrix of each group."""
-    pictures = []
-    for name, (runs, kind, counts, names) in summed.items():
-        title = shorten(f"{name}, {run_records.format_seeds(runs)}: {kind}", 160)
-        errors = np.where(np.eye(len(counts), dtype=bool), -1, counts)
-        true, predicted = divmod(int(errors.argmax()), len(counts))
-        alt = (
-            f"confusion matrix of {title}: {np.trace(counts):,} of {counts.sum():,} right; most often, "
-            f"{counts[true, predicted]:,} times, {names[true]} is taken for {names[predicted]}"
-        )
-        pictures.append(Picture(figures.png(figures.confusion_matrix(counts, names, title)), alt))
-    return pictures
-
-
-def _class_table(name: str, runs: Sequence[RunRecord], kind: str, counts: np.ndarray, names: Sequence[str]) -> Table:
-    """Make the table of each class's accuracy with its interval, for the number of images that one run classified."""
-    rows: list[Row] = []
-    for class_name, row, right in zip(names, counts, np.diag(counts), strict=True):
-        seen = int(row.sum())
-        images, accuracy = seen // len(runs), right / seen if seen else 0.0
-        low, high = wilson_interval(accuracy, images) if images else (0.0, 1.0)
-        interval = f"{100 * low:.1f} to {100 * high:.1f}"
-        percent = f"{100 * accuracy:.1f}"
-        rows.append({"class": class_name, "accuracy, %": percent, "95 % interval": interval, "images": f"{images:,}"})
-    return Table(rows, summary=f"{name}: accuracy of each class ({kind})")
+def _class_row(name: str, seen: int, right: int, num_runs: int) -> Row:
+    """Return a class's accuracy with its interval, for the number of images that one run classified."""
+    images, accuracy = seen // num_runs, right / seen if seen else 0.0
+    low, high = wilson_interval(accuracy, images) if images else (0.0, 1.0)
+    interval = f"{100 * low:.1f} to {100 * high:.1f}"
+    return {"class": name, "accuracy, %": f"{100 * accuracy:.1f}", "95 % interval": interval, "images": f"{images:,}"}
 
 
 def mistakes(runs: Iterable[RunRecord]) -> list[Picture]:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 HOSTILE = "<script>alert('1')</script><img src=http://evil.example/x.png onerror=\"x()\">&amp;\"'\ud800\n"
 SCORE = {"split": "test", "weights": "raw", "tta": 0}
 LAYER = {"output": [1], "parameters": 1, "flops": 1}
-RAW, TTA = "test accuracy, %|raw weights, no TTA", "test accuracy, %|raw weights, TTA 2"
+RAW, TTA = "accuracy, %|test, raw weights, no TTA", "accuracy, %|test, raw weights, TTA 2"
 
 
 class Page:
@@ -331,10 +331,9 @@ def test_mean_curve_averages_neighbors():
 def test_long_training_is_averaged_and_its_evaluations_are_not(tmp_path, plotted):
     values = [{"step": step, "epoch": step, "loss": 1, "accuracy": 0.5} | SCORE for step in range(999)]
     write_records(tmp_path / "run", [{"kind": kind, **record} for record in values for kind in ("train", "eval")])
-    groups = groups_of(tmp_path / "run")
-    html_report.curves(groups)
+    page = render(tmp_path / "run")
     assert [len(arguments[0]["run"][0]) for arguments in plotted.values()] == [999, 111, 111]
-    assert "mean of several records" in html_report.describe_curves(groups)
+    assert any("mean of several records" in text for text in page.texts)
 
 
 def test_raw_and_averaged_weights_have_charts_of_one_range_and_recipes_one_color(tmp_path, plotted):
@@ -368,8 +367,8 @@ def test_confusion_matrices_of_a_group_are_summed_over_its_finished_runs(tmp_pat
     paths = make_runs(tmp_path)
     expected = sum(np.array(read_result(path)["evaluations"][-1]["confusion"]) for path in paths[:2])
     (paths[2] / "result.json").unlink()
-    summed = {name: html_report.sum_confusion(group) for name, group in groups_of(*paths).items()}
-    (picture,) = html_report.confusion_matrices(summed)
+    ((name, group),) = groups_of(*paths).items()
+    picture, _ = html_report.group_errors(name, group)
     ((counts, names, title),) = plotted.values()
     assert (counts == expected).all()
     assert names == CLASSES and title == "speed94, seeds 0, 1: test, raw weights, TTA 2"
