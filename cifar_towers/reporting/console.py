@@ -45,10 +45,11 @@ class Progress:
     """The progress of a run of this length, printed unless `quiet`; the live line needs a terminal."""
 
     def __init__(self, length: RunLength, console: Console | None = None, quiet: bool = False):
-        self.console = console or _TolerantConsole(
-            highlight=False, soft_wrap=True, quiet=quiet, force_terminal=False if quiet else None, force_jupyter=False
-        )
         self._in_notebook = "ipykernel" in sys.modules and not quiet
+        force_terminal = False if quiet or self._in_notebook else None  # Jupyter sets FORCE_COLOR, which rich obeys
+        self.console = console or _TolerantConsole(
+            highlight=False, soft_wrap=True, quiet=quiet, force_terminal=force_terminal, force_jupyter=False
+        )
         self._last_shown = 0.0  # in a notebook
         self._length = length
         self._live: Live | None = None

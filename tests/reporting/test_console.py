@@ -1,9 +1,12 @@
 import io
+import re
+import sys
 
 import pytest
 from rich.console import Console
 
 from cifar_towers.config.schedules import RunLength
+from cifar_towers.reporting import console
 from cifar_towers.reporting.console import Progress, ProgressStatus, progress_bar
 
 STATUS = ProgressStatus(10, 1.5, 0.5, 0.1, 1234.5, 65.4, 8)
@@ -61,6 +64,21 @@ def test_live_line_shows_what_is_done_between_steps():
     progress.activity("evaluating", 0.5)
     assert progress._live_text() == "━" * 10 + "╺" * 10 + " evaluating"
     progress.pause()
+
+
+def test_a_notebook_has_one_line_that_each_step_overwrites(monkeypatch, capsys):
+    """Its kernel sets FORCE_COLOR, with which rich writes as to a terminal."""
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(console, "NOTEBOOK_SECONDS", -1)
+    progress = Progress(RunLength(10, 20, 20))
+    for step in range(1, 11):
+        progress.step(ProgressStatus(step, 2.0, 0.25, 0.1, 1234.5))
+    progress.epoch(STATUS)
+    written = capsys.readouterr().out
+    assert "\x1b" not in written and written.count("step 10/20") == 1
+    shown = re.sub(r"[^\n]*\r(?=[^\n])", "", written)
+    assert shown.startswith("epoch 1.00/2.00  loss 1.5000") and shown.count("\n") == 1
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
