@@ -2,12 +2,13 @@
 
 import dataclasses
 import ipaddress
+import itertools
 import json
 import re
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from cifar_towers.errors import UsageError, WorkerLostError
 
@@ -18,7 +19,7 @@ HOW_TO_NAME_WORKERS = "give --workers=host:port,... and --worker_index, or set T
 
 @dataclasses.dataclass(frozen=True)
 class ClusterSpec:
-    """All workers of a cluster. Worker 0 is the chief: only it reads and writes `train_dir`."""
+    """All workers of a cluster. Worker 0 is the chief."""
 
     addresses: tuple[str, ...]  # host:port of each worker's TensorFlow server
     index: int  # of this process
@@ -33,51 +34,45 @@ class ClusterSpec:
         return f"worker {index} of {self.size} ({self.addresses[index]})"
 
 
-class Workers(Protocol):
-    """This worker's place among the others: `Alone`, or a `coordination.Coordinator`.
+class Workers:
+    """The workers of a run, as one of them sees them: a process alone, or those of a `coordination.Coordinator`.
 
     All workers call the same methods in the same order, and each method waits for all of them.
-
-    Attributes:
-      index: the index of this worker.
-      size: the number of workers.
     """
 
-    index: int
-    size: int
+    def __init__(self, cluster: ClusterSpec = ClusterSpec(("",), 0)):
+        self.cluster, self.index, self.size = cluster, cluster.index, cluster.size
 
     @property
     def is_chief(self) -> bool:
         """True on worker 0, the only one that reads and writes `train_dir`."""
+        return self.index == 0
 
     def gather(self, value: Any) -> list:
         """Return the values of all workers, by worker."""
-
-    def broadcast_from_chief(self, make: Callable[[], Any]) -> Any:
-        """Return the result of `make` on the chief, on all workers."""
-
-    def assert_equal(self, values: Mapping[str, Any]) -> None:
-        """Raise UsageError on all workers unless all have the chief's values."""
-
-
-class Alone:
-    """A process that trains by itself, as the only one of its `Workers`."""
-
-    index, size, is_chief = 0, 1, True
-
-    def gather(self, value: Any) -> list:
-        """Return this process's value alone."""
         return [value]
 
     def broadcast_from_chief(self, make: Callable[[], Any]) -> Any:
-        """Return the result of `make`."""
-        return make()
+        """Return the result of `make` on the chief, on all workers."""
+        return self.gather(make() if self.is_chief else None)[0]
 
     def assert_equal(self, values: Mapping[str, Any]) -> None:
-        """Return at once: there are no others."""
+        """Check that all workers have the chief's values.
+
+        Raises:
+          UsageError: naming the first worker and the first value that differ; the same on all workers.
+        """
+        expected, *others = self.gather(dict(values))
+        for worker, theirs in enumerate(others, 1):
+            for name, value in expected.items():
+                if theirs.get(name) != value:
+                    raise UsageError(
+                        f"{self.cluster.name(worker)} has {name} {theirs.get(name)}, worker 0 has {value}; "
+                        "give all workers the same"
+                    )
 
 
-ALONE = Alone()
+ALONE = Workers()
 
 
 def resolve_cluster(workers: str, worker_index: int, environment: Mapping[str, str]) -> ClusterSpec:
@@ -212,12 +207,11 @@ def _expand_counts(tasks_per_node: str) -> list[int]:
 
 def _expand_nodelist(nodes: str) -> list[str]:
     """Expand names: `"gpu[1-2,7],login"` -> gpu1, gpu2, gpu7, login; numbers keep their leading zeros."""
-    expanded = []
+    expanded: list[str] = []
     for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
-        names = [""]
-        for plain, choices in re.findall(r"([^\[]+)|\[([^\]]*)\]", name):
-            names = [start + end for start in names for end in ([plain] if plain else _expand_range(choices))]
-        expanded += names
+        parts = re.findall(r"([^\[]+)|\[([^\]]*)\]", name)
+        choices = [[plain] if plain else _expand_range(ranges) for plain, ranges in parts]
+        expanded += map("".join, itertools.product(*choices))
     return expanded
 
 

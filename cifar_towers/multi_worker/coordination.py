@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,8 @@ SERVICE = "/tensorflow.CoordinationService/"  # in errors of workers that no lon
 END = re.compile(r"exit code (\d+): ([^\n]*)")
 
 
-class Coordinator:
-    """This worker's place among the others of a cluster.
+class Coordinator(Workers):
+    """The workers of a cluster.
 
     Args:
       cluster: all workers.
@@ -54,14 +54,8 @@ class Coordinator:
     """
 
     def __init__(self, cluster: ClusterSpec, strategy: tf.distribute.Strategy, shutdown: Shutdown):
-        self.cluster, self._shutdown = cluster, shutdown
-        self.index, self.size = cluster.index, cluster.size
-        self._gather_words = _make_gather(strategy)
-
-    @property
-    def is_chief(self) -> bool:
-        """True on worker 0, the only one that reads and writes `train_dir`."""
-        return self.index == 0
+        super().__init__(cluster)
+        self._shutdown, self._gather_words = shutdown, _make_gather(strategy)
 
     def gather(self, value: Any) -> list:
         """Return the values of all workers, by worker.
@@ -71,25 +65,6 @@ class Coordinator:
         """
         gathered = run_interruptibly(lambda: self._gather_words(_encode(value)), self._shutdown)
         return [_decode(words.numpy()) for words in gathered]
-
-    def broadcast_from_chief(self, make: Callable[[], Any]) -> Any:
-        """Return the result of `make` on the chief, on all workers."""
-        return self.gather(make() if self.is_chief else None)[0]
-
-    def assert_equal(self, values: Mapping[str, Any]) -> None:
-        """Check that all workers have the chief's values.
-
-        Raises:
-          UsageError: naming the first worker and the first value that differ; the same on all workers.
-        """
-        expected, *others = self.gather(dict(values))
-        for worker, theirs in enumerate(others, 1):
-            for name, value in expected.items():
-                if theirs.get(name) != value:
-                    raise UsageError(
-                        f"{self.cluster.name(worker)} has {name} {theirs.get(name)}, worker 0 has {value}; "
-                        "give all workers the same"
-                    )
 
 
 @contextlib.contextmanager

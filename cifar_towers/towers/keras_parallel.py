@@ -1,6 +1,7 @@
 """A Keras model on several towers, behind its own `fit`, `evaluate` and `predict`; and questions about Keras models."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,11 @@ from cifar_towers.towers.make_parallel import as_towers, check_outputs, join_out
 TOWER_SEED_STRIDE = 1_000_000_007
 UNKNOWN_SIZE = 32  # in made-up inputs, of an axis that a model leaves open
 NOT_OF_FIT = ("loss", "get_compile_config", "compile_from_config")  # methods of saving, and one of former versions
+OF_ORIGINAL = (  # what a parallel model takes from the original: files, and which variables are trained
+    *("save", "save_weights", "save_own_variables", "load_weights", "load_own_variables", "export", "summary"),
+    *("get_layer", "get_config", "get_build_config", "get_compile_config", "_obj_type", "layers"),
+    *("trainable_variables", "trainable_weights"),
+)
 SPLIT_TOLERANCE = 0.05  # smaller differences between a batch and its parts, relative to the largest value, are rounding
 
 
@@ -53,17 +59,9 @@ class ParallelModel(keras.Model):
         self._towers, self._checked = tuple(towers), False
         self.supports_jit = False  # XLA compiles for one device
         self.built = True
-        names = "save save_weights save_own_variables load_weights load_own_variables export summary get_layer "
-        names += "get_config get_build_config get_compile_config _obj_type"
-        for name in names.split():
-            setattr(self, name, getattr(model, name))
 
-    # functions of `keras.saving` look at a model's class, layers and attributes, and find those of the original
+    # functions of `keras.saving` look at a model's class and attributes, and find those of the original
     __class__ = property(lambda self: type(vars(self).get("model", self)))
-    layers = property(lambda self: self.model.layers)
-    # nothing is trained while `trainable` of the original is false
-    trainable_variables = property(lambda self: self.model.trainable_variables)
-    trainable_weights = property(lambda self: self.model.trainable_weights)
 
     def __dir__(self) -> list[str]:
         return dir(self.model)
@@ -142,6 +140,10 @@ class ParallelModel(keras.Model):
             raise ValueError("jit_compile=True: XLA compiles for one device and cannot span towers; leave it out")
         self.model.compile(optimizer, *args, **kwargs)
         super().compile(self.model.optimizer, *args, **kwargs)
+
+
+for name in OF_ORIGINAL:
+    setattr(ParallelModel, name, property(operator.attrgetter(f"model.{name}")))
 
 
 def _mean(values: Sequence[tf.Tensor], fractions: Sequence[Any]) -> tf.Tensor:
