@@ -86,40 +86,43 @@ def train(
 def train_run(config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str) -> dict:
     """Train a run to its end, and write its result.
 
-    After divergence the run goes back to a checkpoint. After running out of memory it is set up again with more
-    micro-batches, and resumes.
+    After running out of memory the run is set up again with more micro-batches, and resumes.
     """
-    run: Run | None = None
     micro_batches = 0  # as the config says
     with contextlib.ExitStack() as held:
-        try:
-            while True:
-                if not run:
-                    run = set_up(config, micro_batches=micro_batches)
-                    if not micro_batches:  # the first time; a restart holds the lock already
-                        held.enter_context(workdir.exclusive(config.directory))
-                        workdir.prepare(config, launch_id)
-                        config = dataclasses.replace(config, overwrite=False)
-                    step = run.resume()
-                    if result := run.stored_result(step):
-                        return result
-                    run.begin(step)
+        while True:
+            run = set_up(config, micro_batches=micro_batches)
+            try:
+                if not micro_batches:  # the first time; a restart holds the lock already
+                    held.enter_context(workdir.exclusive(config.directory))
+                    workdir.check_is_own(config.directory)
+                step = run.resume()
+                if config.overwrite:  # now that nothing is refused any more
+                    workdir.clear(config.directory, launch_id)
+                    config = dataclasses.replace(config, overwrite=False)
+                if result := run.stored_result(step):
+                    return result
+                run.begin(step)
                 try:
-                    step = train_from(step, run)
-                except DivergedError as error:
-                    step = run.roll_back(error)
+                    step = train_with_rollbacks(step, run)
                 except tf.errors.OpError as error:
                     micro_batches = run.choose_more_micro_batches(error)
-                    run.end()
-                    run = None
                 else:
                     return finish(step, run)
-                if not run:  # its variables have to go; until here, the error held on to them
-                    keras.backend.clear_session()
-                    gc.collect()
-        finally:
-            if run:
+            finally:
                 run.end()
+            del run  # its variables have to go; until here, the error held on to them
+            keras.backend.clear_session()
+            gc.collect()
+
+
+def train_with_rollbacks(step: int, run: "Run") -> int:
+    """Train as `train_from` does, and go back to a checkpoint after divergence, if the run may."""
+    while True:
+        try:
+            return train_from(step, run)
+        except DivergedError as error:
+            step = run.roll_back(error)
 
 
 def train_from(step: int, run: "Run") -> int:
@@ -218,16 +221,9 @@ class Run:
             raise UsageError(
                 f"profile_steps={config.profile_steps}: this run ends with step {length.last}; give earlier steps"
             )
-
-        previous = workdir.previous_choices(config, len(towers))
-        if not config.micro_batches:  # auto
-            chosen = micro_batches or previous.get("micro_batches") or 1
-            config = dataclasses.replace(config, micro_batches=chosen)
         arguments = towers, precision, dataset.train, length
-        config = tuning.resolve_placement(config, *arguments, previous.get("variable_placement") or "")
-        config = tuning.resolve_shares(config, *arguments, previous.get("tower_shares") or "")
-        self.config = config
-
+        previous = workdir.previous_choices(config, len(towers))
+        self.config = config = tuning.resolve_settings(config, *arguments, previous, micro_batches)
         self.state, train_step, self.towers = build.make_training(
             config, *arguments, strategy, self.batches.load_images
         )

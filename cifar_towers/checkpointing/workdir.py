@@ -115,19 +115,12 @@ def check_settings(config: TrainConfig) -> None:
         find_checkpoint(Path(config.init_from))
 
 
-def prepare(config: TrainConfig, launch_id: str) -> None:
-    """Make sure that the directory is the run's to write, and clear it if the config says `overwrite`.
-
-    Raises:
-      UsageError: the directory has a config.json or result.json and holds no run, or it cannot be cleared.
-    """
-    directory = config.directory
+def check_is_own(directory: Path) -> None:
+    """Raise UsageError if the directory has a config.json or result.json and holds no run."""
     if not is_run(directory) and not _find(directory, CHECKPOINTS):
         for path in (directory / files.CONFIG, directory / files.RESULT):
             if path.is_file() and path.stat().st_size:
                 raise UsageError(f"{path} is of no run and would be replaced; give another --train_dir")
-    if config.overwrite:
-        clear(directory, launch_id)
 
 
 def clear(directory: Path, launch: str = "") -> None:
@@ -171,13 +164,13 @@ def previous_choices(config: TrainConfig, num_towers: int) -> dict[str, Any]:
 def checkpoint_to_resume(
     config: TrainConfig, dataset: Dataset, has_batch_norm: bool
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest undamaged checkpoint of a run and its metadata, or None if there is none.
+    """Return the newest undamaged checkpoint of a run and its metadata; None without one, and with `overwrite`.
 
     Raises:
       UsageError: the checkpoint was made with another recipe or data set; the message names what differs.
       DataError: there are checkpoints, and all are damaged; or the data set now has other images.
     """
-    checkpoint = latest_checkpoint(config.directory)
+    checkpoint = None if config.overwrite else latest_checkpoint(config.directory)
     if not checkpoint:
         return None
     metadata = read_metadata(checkpoint)

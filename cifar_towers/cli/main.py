@@ -68,14 +68,15 @@ def start_training(
     from cifar_towers.data import sources
 
     source = sources.find(config.dataset, config.data_dir)
-    if not (config.seeds or (cluster and cluster.index)):  # only worker 0 has a directory
-        workdir.check_settings(workdir.choose_directory(config, source.banner, launch_id))
+    if not (cluster and cluster.index):  # only worker 0 has a directory
+        for run in [config.of_seed(seed) for seed in parse_seeds(config.seeds)] or [config]:
+            workdir.check_settings(workdir.choose_directory(run, source.banner, launch_id))
     import_tensorflow()
     from cifar_towers import trainer
     from cifar_towers.cli import seeds
 
     if config.seeds:
-        seeds.train_seeds(config, parse_seeds(config.seeds), source, shutdown, launch_id)
+        seeds.train_seeds(config, source, shutdown, launch_id)
         return None
     return trainer.train(config, source, shutdown, cluster, launch_id, callbacks, open_run)
 

@@ -1,13 +1,12 @@
 """Several runs of a recipe, one for each seed, and their statistics."""
 
-import dataclasses
 from pathlib import Path
 
 import keras
 import numpy as np
 
 from cifar_towers.cli.run import Run
-from cifar_towers.config import TrainConfig
+from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.data import sources
 from cifar_towers.errors import Shutdown
 from cifar_towers.reporting.sample import Sample
@@ -15,16 +14,14 @@ from cifar_towers.reporting.seed_statistics import SeedStatistics
 from cifar_towers.trainer import train
 
 
-def train_seeds(
-    config: TrainConfig, seeds: tuple[int, ...], source: sources.Source, shutdown: Shutdown, launch_id: str = ""
-) -> None:
+def train_seeds(config: TrainConfig, source: sources.Source, shutdown: Shutdown, launch_id: str = "") -> None:
     """Train one run for each seed; print mean, standard deviation and n of the final accuracies.
 
     The same statistics of every scalar are written for TensorBoard, see `seeds_directory`.
     """
     accuracies: dict[str, list[float]] = {}
     speeds = []
-    runs = [_run_of_seed(config, seed) for seed in seeds]
+    runs = [config.of_seed(seed) for seed in parse_seeds(config.seeds)]
     with SeedStatistics(seeds_directory(config), [run.directory for run in runs]).updated_in_background():
         for run in runs:
             result = train(run, source, shutdown, launch_id=launch_id, open_run=Run)
@@ -35,17 +32,12 @@ def train_seeds(
                 accuracies.setdefault(name, []).append(score["accuracy"])
             keras.backend.clear_session()
     speed = f": {np.mean(speeds):,.0f} images/s" if speeds else ""
-    print(f"{config.name}, seeds {', '.join(map(str, seeds))}{speed}")
+    print(f"{config.name}, seeds {', '.join(str(run.seed) for run in runs)}{speed}")
     for name, values in accuracies.items():
         print(f"{name}: {Sample.of(values).describe_percent()}")
 
 
 def seeds_directory(config: TrainConfig) -> Path:
     """Return the directory of the statistics: `<recipe>-seeds` beside the runs, or `seeds` within `train_dir`."""
-    first = _run_of_seed(config, 0).directory
+    first = config.of_seed(0).directory
     return first.with_name(first.name.removesuffix("0") + "s")
-
-
-def _run_of_seed(config: TrainConfig, seed: int) -> TrainConfig:
-    train_dir = f"{config.train_dir}/seed{seed}" if config.train_dir else ""
-    return dataclasses.replace(config, seed=seed, seeds="", train_dir=train_dir)

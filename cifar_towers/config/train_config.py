@@ -450,6 +450,11 @@ class TrainConfig(DeviceConfig):
         suffix += f"-from-{os.path.basename(os.path.abspath(self.init_from))}" * bool(self.init_from)
         return Path(self.train_dir or f"runs/{self.name}{suffix}-seed{self.seed}")
 
+    def of_seed(self, seed: int) -> "TrainConfig":
+        """Return the config of one of the runs that `seeds` stands for."""
+        train_dir = f"{self.train_dir}/seed{seed}" if self.train_dir else ""
+        return dataclasses.replace(self, seed=seed, seeds="", train_dir=train_dir)
+
     def check_shares(self, num_devices: int) -> None:
         """Check that the towers on this many devices, and their micro-batches, can share a batch.
 

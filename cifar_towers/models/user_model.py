@@ -24,8 +24,10 @@ ROUNDING = 1e-3  # smaller differences between two calls, relative to the larges
 PASS_THROUGH = ("Identity", "Cast", "Reshape", "Squeeze")  # operations that may follow the softmax
 
 
-def build_model(function: Callable[..., keras.Model], image_size: int, num_classes: int, policy: str) -> keras.Model:
-    """Build the model that `function` returns for [B, image_size, image_size, 3], and check it.
+def build_model(
+    function: Callable[..., keras.Model], image_size: int, num_classes: int, policy: str, to_train: bool = True
+) -> keras.Model:
+    """Build the model that `function` returns for [B, image_size, image_size, 3], and check it if it is `to_train`.
 
     Arguments of `function` that are called `image_size`, `num_classes` or `dtype` get their values.
 
@@ -44,10 +46,11 @@ def build_model(function: Callable[..., keras.Model], image_size: int, num_class
         if not isinstance(model, keras.Model):
             raise UserCodeError(f"it returns {type(model).__name__}, not a Keras model")
         method = overridden_fit_method(model)
-        if method:
+        if method and to_train:
             raise UserCodeError(f"it overrides {method}, which towers would not run; leave it out")
         model = _as_functional(model, image_size)
-    _check_model(model, image_size, num_classes)
+    if to_train:
+        _check_model(model, image_size, num_classes)
     return model
 
 

@@ -90,11 +90,13 @@ def make_example_loss(config: TrainConfig, num_classes: int) -> Callable[[tf.Ten
 def make_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Split | None = None) -> keras.Model:
     """Return the model with initial weights from the seed, and with whitening filters from `train` if it has some.
 
+    Without `train` it is not checked whether towers can train a user's model.
+
     Raises:
       UsageError: a user's model cannot be built, or towers cannot train it.
     """
     if config.user_model:
-        model = _user_model(config, precision, info)
+        model = _user_model(config, precision, info, to_train=train is not None)
     else:
         model = _registered_model(config, precision, info, train)
     if config.batch_statistics == "synchronized":
@@ -115,15 +117,13 @@ def _registered_model(config: TrainConfig, precision: str, info: DatasetInfo, tr
     return MODELS[config.model](**options)
 
 
-def _user_model(config: TrainConfig, precision: str, info: DatasetInfo) -> keras.Model:
+def _user_model(config: TrainConfig, precision: str, info: DatasetInfo, to_train: bool) -> keras.Model:
     assert config.user_model
     naming.reset_uids()  # layers without a name are called the same in every process, whatever was made before
     keras.utils.set_random_seed(config.seed)
     try:
-        function = load_function(*config.user_model)
-        return user_model.build_model(
-            function, config.crop or info.image_size, len(info.class_names), POLICIES[precision]
-        )
+        function, image_size = load_function(*config.user_model), config.crop or info.image_size
+        return user_model.build_model(function, image_size, len(info.class_names), POLICIES[precision], to_train)
     except UserCodeError as error:
         raise UsageError(f"model={config.model}: {error}") from error
 

@@ -32,6 +32,30 @@ from cifar_towers.training.step import make_tower_fn
 
 log = logging.getLogger(__name__)
 
+
+def resolve_settings(
+    config: TrainConfig,
+    towers: Sequence[Tower],
+    precision: str,
+    train: Split,
+    length: RunLength,
+    previous: Mapping[str, Any],
+    micro_batches: int = 0,
+) -> TrainConfig:
+    """Return `config` with a value in place of every `auto` and every empty choice.
+
+    Args:
+      previous: what the run chose when it was last trained, by setting.
+      micro_batches: number of micro-batches if the config says `auto`; 0: the previous number, or else 1.
+    """
+    if not config.micro_batches:  # auto
+        chosen = micro_batches or previous.get("micro_batches") or 1
+        config = dataclasses.replace(config, micro_batches=chosen)
+    arguments = towers, precision, train, length
+    config = resolve_placement(config, *arguments, previous.get("variable_placement") or "")
+    return resolve_shares(config, *arguments, previous.get("tower_shares") or "")
+
+
 # Variable placement ---------------------------------------------------------------------------------------------------
 
 PLACEMENT_IMAGES = 4  # a tower: few, so that what is exchanged weighs most

@@ -172,6 +172,13 @@ def test_models_that_towers_cannot_train_are_rejected_in_one_line(make, message)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("make", [lambda: net(Computes(noisy)), lambda: net(Stateful(False)), Trained])
+def test_a_model_that_is_not_to_be_trained_is_not_checked(make):
+    """Load a run of a model that was accepted when it was trained."""
+    model = user_model.build_model(make, 24, 10, "float32", to_train=False)
+    assert model(np.zeros((2, 24, 24, 3), "f4")).shape == (2, 10)
+
+
 def test_arguments_are_passed_by_name():
     def make(num_classes, image_size, width=3):
         return net(L.Conv2D(width, 3), image_size=image_size, classes=num_classes)

@@ -151,6 +151,14 @@ def test_another_model_is_refused_before_training(tmp_path, tiny_run, model, mes
     assert not list_checkpoints(tmp_path)
 
 
+def test_a_run_is_not_overwritten_if_the_other_run_is_refused(saved_run, tiny_run):
+    with pytest.raises(UsageError, match="is of another model"):
+        run(FINETUNE, saved_run, model="cifarnet", init_from=str(tiny_run[0]), overwrite=True)
+    assert len(list_checkpoints(saved_run)) == 3 and (saved_run / "result.json").exists()
+    assert run(FINETUNE, saved_run, init_from=str(tiny_run[0]), overwrite=True, max_steps=1)["step"] == 1
+    assert [checkpoint.name for checkpoint in list_checkpoints(saved_run)] == ["step-00000000", "step-00000001"]
+
+
 def test_a_longer_run_is_refused_with_the_way_on(tiny_run):
     with pytest.raises(UsageError, match=f"epochs .* -> 30.*--init_from={tiny_run[0]} .*--overwrite"):
         run(TINY, tiny_run[0], epochs=30.0)
@@ -173,8 +181,8 @@ def test_a_missing_run_is_refused_before_tensorflow_is_imported(tmp_path):
     (tmp_path / "tensorflow.py").write_text("import os\nos.abort()\n")
     program = "import sys; sys.path.insert(0, '.'); from cifar_towers.cli.main import train; train()"
     flags = ["--dataset=synthetic", f"--train_dir={tmp_path}/new"]
-    for source, why in (("none", "there is no such directory"), ("", "it is not the directory of a run")):
-        command = [sys.executable, "-c", program, *flags, f"--init_from={tmp_path / source}"]
+    for source, seeds, why in (("none", "0,1", "there is no such directory"), ("", "", "it is not the directory of a")):
+        command = [sys.executable, "-c", program, *flags, f"--init_from={tmp_path / source}", f"--seeds={seeds}"]
         environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 2 and done.stderr.startswith(f"usage: no checkpoint in {tmp_path / source}: {why}")
