@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from cifar_towers.cli.program import import_tensorflow
 from cifar_towers.cli.run import Run, parse_settings
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig, PredictConfig
 from cifar_towers.errors import Interrupted, UsageError
+from cifar_towers.shutdown import ShutdownHandler
 
 if TYPE_CHECKING:
     import numpy as np

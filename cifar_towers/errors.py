@@ -1,4 +1,4 @@
-"""Exceptions that end a run, the exit code of each, and signals as a run sees them.
+"""Exceptions that end a run, and the exit code of each.
 
 Every error here carries one line for the user: what is wrong, why, what to type.
 Only other exceptions, which are bugs, show a traceback; they exit with 1.
@@ -7,9 +7,7 @@ Only other exceptions, which are bugs, show a traceback; they exit with 1.
 import difflib
 import enum
 import signal
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 NOTHING_TO_SAVE = "before the first step; nothing to save"  # message of an interrupt that early
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: what Slurm sends before the time is up
@@ -78,40 +76,6 @@ class Interrupted(BaseException):
     def __init__(self, signal_number: int, message: str):
         super().__init__(message)
         self.exit_code = interrupt_exit_code(signal_number)
-
-
-class Shutdown(Protocol):
-    """Signals as a run sees them; `cli.shutdown.ShutdownHandler` implements it.
-
-    Attributes:
-      announce: called with a line for the user when a signal has to wait.
-      before_exit: called before a second signal ends the process.
-      received_signal: the signal that this process received, or 0.
-      signal: the signal to act on, or 0.
-    """
-
-    announce: Callable[[str], None]
-    before_exit: Callable[[], None]
-    received_signal: int
-    signal: int
-
-    def check(self) -> None:
-        """Raise `Interrupted` if there is a signal to act on."""
-
-    def defer_signals(self, by_consensus: bool = False) -> None:
-        """Only record signals from now on; `check` raises."""
-
-    def set_agreed_signal(self, number: int) -> None:
-        """Record the signal that any of the processes received, or 0."""
-
-    def exit_immediately_from_now(self, message: str) -> None:
-        """Let signals raise at once from now on, with this message."""
-
-    def interruptible(self) -> AbstractContextManager[None]:
-        """Return a context that a signal may interrupt anywhere."""
-
-    def reinstall_handlers(self) -> None:
-        """Install the signal handlers again after a library has replaced them."""
 
 
 def interrupt_exit_code(signal_number: int) -> int:

@@ -20,7 +20,7 @@ from cifar_towers.config.schedules import ImageSizeSchedule
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
-from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError, Shutdown, UsageError, error_text
+from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError, UsageError, error_text
 from cifar_towers.evaluation.evaluator import Evaluator, make_evaluate_fn
 from cifar_towers.evaluation.score import reported_score
 from cifar_towers.models.layers import has_batch_norm
@@ -31,6 +31,7 @@ from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.profiler import StepProfiler
 from cifar_towers.reporting.run_info import RunInfo, describe_score
 from cifar_towers.reporting.run_logger import RunLogger
+from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.devices import on_gpus
 from cifar_towers.training import build, tuning
@@ -44,7 +45,7 @@ from cifar_towers.training.step_runner import FinishedStep, StepRunner, was_skip
 def train(
     config: TrainConfig,
     source: sources.Source,
-    shutdown: Shutdown,
+    shutdown: ShutdownHandler,
     cluster: ClusterSpec | None = None,
     launch_id: str = "",
     callbacks: Sequence[Any] = (),
@@ -194,7 +195,7 @@ class Run:
         banner: str,
         hardware: devices.Devices,
         precision: str,
-        shutdown: Shutdown,
+        shutdown: ShutdownHandler,
         workers: Workers,
         timer: PhaseTimer,
         callbacks: Callbacks,

@@ -21,10 +21,6 @@ from typing import Any
 from cifar_towers.errors import UsageError, did_you_mean
 
 
-class UserCodeError(ValueError):
-    """A fault in the user's code; the message is one line with the place."""
-
-
 def split_function(name: str) -> tuple[str, str] | None:
     """Split the name of a function: `"nets.py:make"` -> ("nets.py", "make"). Return None for other names."""
     module, _, function = name.rpartition(":")
@@ -74,41 +70,52 @@ def check_function(setting: str, name: str) -> None:
         )
 
 
-def load_function(source: str, name: str) -> Callable[..., Any]:
-    """Import the function `name` from a file (`path/to/file.py`) or from an importable module.
+def load_function(setting: str, name: str) -> Callable[..., Any]:
+    """Import the function that a setting names.
 
     Raises:
-      UserCodeError: there is no such file, module or function, or importing it fails.
+      UsageError: as `load_object` does; or the object cannot be called.
     """
-    function = load_object(source, name)
+    function = load_object(setting, name)
     if not callable(function):
-        raise UserCodeError(f"{name} of {source} is no function")
+        raise UsageError(f"{setting}={name} is no function")
     return function
 
 
-def load_object(source: str, name: str) -> Any:
-    """Import what is called `name` from a file (`path/to/file.py`) or from an importable module.
+def load_object(setting: str, name: str) -> Any:
+    """Import the object that a setting names, as `path/to/file.py:name` or `package.module:name`.
 
     Raises:
-      UserCodeError: there is no such file, module or name, or importing it fails.
+      UsageError: there is no such file, module or name, or importing it fails.
     """
-    with as_user_code_errors(f"{source} cannot be imported"):
-        module = _import(source)
-    if not hasattr(module, name):
-        functions = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value))
-        raise UserCodeError(f"{source} has no function {name}; it has {functions or 'none'}")
-    return getattr(module, name)
+    source, _, attribute = name.rpartition(":")
+    with of_setting(setting, name):
+        with as_usage_errors(f"{source} cannot be imported"):
+            module = _import(source)
+        if not hasattr(module, attribute):
+            functions = ", ".join(each for each, value in vars(module).items() if inspect.isfunction(value))
+            raise UsageError(f"{source} has no function {attribute}; it has {functions or 'none'}")
+    return getattr(module, attribute)
 
 
 @contextlib.contextmanager
-def as_user_code_errors(message: str) -> Iterator[None]:
-    """Raise any error inside as a UserCodeError of one line, with the place in the user's code."""
+def of_setting(setting: str, name: str) -> Iterator[None]:
+    """Begin the message of a UsageError inside with the setting that names the user's code."""
     try:
         yield
-    except UserCodeError:
+    except UsageError as error:
+        raise UsageError(f"{setting}={name}: {error}") from error
+
+
+@contextlib.contextmanager
+def as_usage_errors(message: str) -> Iterator[None]:
+    """Raise an error of the user's code inside as a UsageError of one line, with the place in that code."""
+    try:
+        yield
+    except UsageError:
         raise
     except Exception as error:
-        raise UserCodeError(f"{message}: {_error_line(error)}") from error
+        raise UsageError(f"{message}: {_error_line(error)}") from error
 
 
 def _find_module(name: str) -> ModuleSpec | None:
@@ -131,7 +138,7 @@ def _import(source: str) -> ModuleType:
     path = Path(source).expanduser()
     is_file = source.endswith(".py")
     if is_file and not path.is_file():
-        raise UserCodeError(f"there is no file {path}")
+        raise UsageError(f"there is no file {path}")
     directory = str(path.parent) if is_file else ""
     sys.path.insert(0, directory)  # as Python does for the directory of the script it runs
     try:

@@ -7,9 +7,9 @@ import pytest
 
 from cifar_towers import trainer
 from cifar_towers.cli.flags import parse_command_line
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import cifar10, sources
+from cifar_towers.shutdown import ShutdownHandler
 
 pytestmark = pytest.mark.slow
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from cifar_towers.errors import UsageError
-from cifar_towers.user_code import UserCodeError, check_function, load_function
+from cifar_towers.user_code import check_function, load_function
 
 NETS = """
 import os; os.abort()
@@ -61,14 +61,14 @@ def test_built_in_models_need_no_file():
 def test_functions_are_loaded_from_files_and_modules(tmp_path, monkeypatch):
     (tmp_path / "mynets.py").write_text("import keras\n\ndef small():\n    return 3\n")
     (tmp_path / "broken.py").write_text("import keras\n\nraise OSError('no')\n")
-    assert load_function(str(tmp_path / "mynets.py"), "small")() == 3
+    assert load_function("model", f"{tmp_path}/mynets.py:small")() == 3
     monkeypatch.chdir(tmp_path)
-    assert load_function("mynets", "small")() == 3
-    for source, name, message in (
-        ("nowhere.py", "small", "there is no file nowhere.py"),
-        ("nosuchmodule", "small", "nosuchmodule cannot be imported: ModuleNotFoundError"),
-        ("mynets", "large", "mynets has no function large; it has small"),
-        ("broken.py", "small", "broken.py cannot be imported: broken.py, line 3: OSError: no"),
+    assert load_function("model", "mynets:small")() == 3
+    for name, message in (
+        ("nowhere.py:small", "there is no file nowhere.py"),
+        ("nosuchmodule:small", "nosuchmodule cannot be imported: ModuleNotFoundError"),
+        ("mynets:large", "mynets has no function large; it has small"),
+        ("broken.py:small", "broken.py cannot be imported: broken.py, line 3: OSError: no"),
     ):
-        with pytest.raises(UserCodeError, match=message):
-            load_function(source, name)
+        with pytest.raises(UsageError, match=f"^model={name}: {message}"):
+            load_function("model", name)

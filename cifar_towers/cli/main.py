@@ -10,7 +10,6 @@ from pathlib import Path
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import checked_output, confirm, find_data, import_tensorflow, parse, program, start_tool
 from cifar_towers.cli.run import Run
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.commands import command
 from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.config.programs import (
@@ -24,9 +23,10 @@ from cifar_towers.config.programs import (
     RunsConfig,
 )
 from cifar_towers.config.recipe import claimed_accuracy, recipe_fields, recipe_names
-from cifar_towers.errors import RunError, Shutdown, UsageError
+from cifar_towers.errors import RunError, UsageError
 from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
+from cifar_towers.shutdown import ShutdownHandler
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def train(shutdown: ShutdownHandler) -> None:
 
 def start_training(
     config: TrainConfig,
-    shutdown: Shutdown,
+    shutdown: ShutdownHandler,
     cluster: ClusterSpec | None = None,
     launch_id: str = "",
     callbacks: Sequence = (),

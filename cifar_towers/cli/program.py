@@ -7,17 +7,17 @@ import logging
 import os
 import platform
 import re
-import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 
 from cifar_towers import hardware
 from cifar_towers.cli.flags import Config, parse_command_line
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.commands import name_programs
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import Interrupted, RunError, UsageError, caused_by_interrupt, error_line, error_text
+from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.user_code import check_function
 
 Body = Callable[[ShutdownHandler], int | None]  # of a program; may return an exit code
@@ -175,14 +175,12 @@ def _messages_only_of_a_failure() -> Iterator[None]:
 
     A child process holds the messages, because an abort in native code ends this process without a chance to write.
     """
-    read_end, write_end = os.pipe()
+    command = ["sh", "-c", 'messages=$(cat); if [ "$messages" ]; then printf "%s\\n" "$messages" >&2; fi']
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # so that no Ctrl-C reaches it
     stderr = os.dup(2)
-    child = os.fork()
-    if child == 0:
-        _hold_back(read_end, write_end, stderr)
-    os.close(read_end)
-    os.dup2(write_end, 2)
-    os.close(write_end)
+    assert child.stdin
+    os.dup2(child.stdin.fileno(), 2)
+    child.stdin.close()
     discard = True
     try:
         yield
@@ -191,19 +189,7 @@ def _messages_only_of_a_failure() -> Iterator[None]:
         raise
     finally:
         if discard:
-            os.kill(child, signal.SIGKILL)
+            child.kill()
         os.dup2(stderr, 2)  # closes this process's end of the pipe, which lets the child write
         os.close(stderr)
-        os.waitpid(child, 0)
-
-
-def _hold_back(read_end: int, write_end: int, stderr: int) -> None:
-    """Read messages until every process has closed the pipe, then write them and exit."""
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        os.close(write_end)
-        with open(read_end, "rb") as messages, open(stderr, "wb") as out:
-            out.write(messages.read())
-    finally:
-        os._exit(0)
+        child.wait()

@@ -8,13 +8,13 @@ import numpy as np
 from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.data import sources
-from cifar_towers.errors import Shutdown
 from cifar_towers.reporting.sample import Sample
 from cifar_towers.reporting.seed_statistics import SeedStatistics
+from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.trainer import train
 
 
-def train_seeds(config: TrainConfig, source: sources.Source, shutdown: Shutdown, launch_id: str = "") -> None:
+def train_seeds(config: TrainConfig, source: sources.Source, shutdown: ShutdownHandler, launch_id: str = "") -> None:
     """Train one run for each seed; print mean, standard deviation and n of the final accuracies.
 
     The same statistics of every scalar are written for TensorBoard, see `seeds_directory`.

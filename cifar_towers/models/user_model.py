@@ -15,8 +15,9 @@ import numpy as np
 import tensorflow as tf
 from keras.src.models.functional import Functional
 
+from cifar_towers.errors import UsageError
 from cifar_towers.towers.keras_parallel import check_split, first_call, nearly_equal, overridden_fit_method
-from cifar_towers.user_code import UserCodeError, as_user_code_errors
+from cifar_towers.user_code import as_usage_errors
 
 SEEDED = "for random numbers use a keras.random.SeedGenerator"
 NUM_IMAGES = 3  # in the batch that a model is checked with
@@ -32,22 +33,22 @@ def build_model(
     Arguments of `function` that are called `image_size`, `num_classes` or `dtype` get their values.
 
     Raises:
-      UserCodeError: the function fails, or its model has other input or output shapes, probabilities instead of logits,
+      UsageError: the function fails, or its model has other input or output shapes, probabilities instead of logits,
         no weights to train, or two variables of a name. Towers also cannot train a model with variables that are not
         weights, whose layers write weights or mix images, or random numbers without a seed. The message names the
         layer, if there is one.
     """
     arguments = {"image_size": image_size, "num_classes": num_classes, "dtype": policy}
-    with as_user_code_errors("the model cannot be built"), contextlib.ExitStack() as stack:
+    with as_usage_errors("the model cannot be built"), contextlib.ExitStack() as stack:
         stack.callback(keras.config.set_dtype_policy, keras.config.dtype_policy())
         keras.config.set_dtype_policy(policy)
         parameters = inspect.signature(function).parameters
         model = function(**{name: value for name, value in arguments.items() if name in parameters})
         if not isinstance(model, keras.Model):
-            raise UserCodeError(f"it returns {type(model).__name__}, not a Keras model")
+            raise UsageError(f"it returns {type(model).__name__}, not a Keras model")
         method = overridden_fit_method(model)
         if method and to_train:
-            raise UserCodeError(f"it overrides {method}, which towers would not run; leave it out")
+            raise UsageError(f"it overrides {method}, which towers would not run; leave it out")
         model = _as_functional(model, image_size)
     if to_train:
         _check_model(model, image_size, num_classes)
@@ -56,12 +57,12 @@ def build_model(
 
 def _check_model(model: keras.Model, image_size: int, num_classes: int) -> None:
     if not model.trainable_variables:
-        raise UserCodeError("it has no weights to train")
+        raise UsageError("it has no weights to train")
     paths = [variable.path for variable in model.variables]
     duplicate = next((path for path in paths if paths.count(path) > 1), "")
     if duplicate:
-        raise UserCodeError(f"two of its variables are called {duplicate}; give the layers different names")
-    with as_user_code_errors(f"two towers cannot call it on {image_size}x{image_size} images"):
+        raise UsageError(f"two of its variables are called {duplicate}; give the layers different names")
+    with as_usage_errors(f"two towers cannot call it on {image_size}x{image_size} images"):
         graph = _trace(model, image_size)
         _check_captures(graph, model)
         _check_repeatable(model, image_size)
@@ -107,7 +108,7 @@ def _trace(model: keras.Model, image_size: int) -> tf.Graph:
             logits = model(images, training=True)
         for variable, value in zip(model.trainable_variables, weights, strict=True):
             if scope.get_current_value(variable) is not value:
-                raise UserCodeError(f"{variable.path} is trainable and also written by its layer, which is not kept")
+                raise UsageError(f"{variable.path} is trainable and also written by its layer, which is not kept")
         return logits
 
     specs = tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), _values(model))
@@ -117,7 +118,7 @@ def _trace(model: keras.Model, image_size: int) -> tf.Graph:
 def _check_captures(graph: tf.Graph, model: keras.Model) -> None:
     for _, captured in graph.captures:
         if captured.dtype == tf.resource and captured.consumers():
-            raise UserCodeError(
+            raise UsageError(
                 f"{_layer_of(captured.consumers()[0].name, model)} uses a variable that is not a weight of the model, "
                 f"and towers would share it; create it with add_weight(trainable=False); {SEEDED}"
             )
@@ -138,7 +139,7 @@ def _check_repeatable(model: keras.Model, image_size: int) -> None:
     for layer, *outputs in zip(layers, first, second, strict=True):
         pairs = zip(*map(tf.nest.flatten, outputs), strict=True)
         if not all(nearly_equal(a, b, ROUNDING) for a, b in pairs):
-            raise UserCodeError(
+            raise UsageError(
                 f"layer {layer.name} returns other values in a second call with the same input, weights and seeds: it "
                 f"draws random numbers without a seed; {SEEDED}"
             )
@@ -155,15 +156,15 @@ def _check_repeatable(model: keras.Model, image_size: int) -> None:
 
 def _check_output(output: Any, model: keras.Model, num_classes: int) -> None:
     if not isinstance(output, tf.Tensor):
-        raise UserCodeError(f"it returns {type(output).__name__}, not one tensor of logits")
+        raise UsageError(f"it returns {type(output).__name__}, not one tensor of logits")
     if output.shape.rank != 2 or output.shape[1] != num_classes:
         layer = _layer_of(_source_op(output, ("Identity",)).name, model)
-        raise UserCodeError(
+        raise UsageError(
             f"{layer} has an output of shape {output.shape[1:]} per image; {num_classes} classes need ({num_classes},)"
         )
     last = _source_op(output, PASS_THROUGH)
     if last.type in ("Softmax", "Sigmoid"):
-        raise UserCodeError(
+        raise UsageError(
             f"{_layer_of(last.name, model)} ends in {last.type.lower()}, and the loss takes logits; set activation=None"
         )
 

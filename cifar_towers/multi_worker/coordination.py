@@ -25,7 +25,6 @@ from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import (
     Interrupted,
     RunError,
-    Shutdown,
     UsageError,
     WorkerLostError,
     error_line,
@@ -35,6 +34,7 @@ from cifar_towers.errors import (
 from cifar_towers.multi_worker import coordination_service
 from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers, split_address
 from cifar_towers.multi_worker.coordination_service import HEARTBEAT_TIMEOUT_SECONDS
+from cifar_towers.shutdown import ShutdownHandler
 
 POLL_SECONDS = 0.1  # between checks for signals while this worker waits for others
 PROBE_SECONDS = 2.0  # for a worker's port to answer
@@ -53,7 +53,7 @@ class Coordinator(Workers):
       shutdown: handles signals while this worker waits for others.
     """
 
-    def __init__(self, cluster: ClusterSpec, strategy: tf.distribute.Strategy, shutdown: Shutdown):
+    def __init__(self, cluster: ClusterSpec, strategy: tf.distribute.Strategy, shutdown: ShutdownHandler):
         super().__init__(cluster)
         self._shutdown, self._gather_words = shutdown, _make_gather(strategy)
 
@@ -69,7 +69,7 @@ class Coordinator(Workers):
 
 @contextlib.contextmanager
 def connect(
-    cluster: ClusterSpec | None, make_devices: Callable[[], Any], timeout_seconds: float, shutdown: Shutdown
+    cluster: ClusterSpec | None, make_devices: Callable[[], Any], timeout_seconds: float, shutdown: ShutdownHandler
 ) -> Iterator[tuple[Workers, Any]]:
     """Join the workers of a cluster. An error of one worker ends all workers with the same line.
 
@@ -101,7 +101,7 @@ def connect(
         raise
 
 
-def run_interruptibly(function: Callable[[], Any], shutdown: Shutdown, deadline: float = float("inf")) -> Any:
+def run_interruptibly(function: Callable[[], Any], shutdown: ShutdownHandler, deadline: float = float("inf")) -> Any:
     """Run `function` in another thread and return its result, while this thread handles signals.
 
     Raises:
@@ -156,7 +156,7 @@ def assert_workers_agree(
 # The start and the end ------------------------------------------------------------------------------------------------
 
 
-def _start(cluster: ClusterSpec, make_devices: Callable[[], Any], seconds: float, shutdown: Shutdown) -> Any:
+def _start(cluster: ClusterSpec, make_devices: Callable[[], Any], seconds: float, shutdown: ShutdownHandler) -> Any:
     """Make the devices, which waits for all workers."""
     name, (_, port) = cluster.name(cluster.index), split_address(cluster.addresses[cluster.index])
     try:

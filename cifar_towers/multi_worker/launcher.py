@@ -11,9 +11,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from cifar_towers.errors import ExitCode, Shutdown, interrupt_exit_code
+from cifar_towers.errors import ExitCode, interrupt_exit_code
+from cifar_towers.shutdown import LAUNCH_VARIABLE, ShutdownHandler
 
-LAUNCH_VARIABLE = "CIFAR_TOWERS_LAUNCH"  # environment variable with an id that all processes of one launch share
 FINAL = (ExitCode.SUCCESS, ExitCode.USAGE, ExitCode.DATA, ExitCode.DIVERGED)  # a restart would not help
 EXIT_TIMEOUT_SECONDS = 15.0  # for the other workers to exit once one has failed; then they are killed
 Started = tuple[subprocess.Popen, threading.Thread | None]  # a process, and the thread that prints its output
@@ -24,7 +24,7 @@ def launch(
     num_workers: int,
     max_restarts: int,
     log: Callable[[str], None],
-    shutdown: Shutdown,
+    shutdown: ShutdownHandler,
 ) -> int:
     """Run a training in several local workers or in one process; return its exit code.
 
@@ -54,7 +54,7 @@ def free_addresses(count: int) -> tuple[str, ...]:
         return tuple(f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners)
 
 
-def _run(command: Sequence[str], num_workers: int, shutdown: Shutdown) -> dict[int, int]:
+def _run(command: Sequence[str], num_workers: int, shutdown: ShutdownHandler) -> dict[int, int]:
     """Start all workers, wait, and return worker -> exit code, in the order in which the workers ended."""
     workers = _start_all(command, num_workers) if num_workers else [_start(command)]
     processes = [process for process, _ in workers]

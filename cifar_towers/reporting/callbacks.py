@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.user_code import UserCodeError, as_user_code_errors, load_object
+from cifar_towers.user_code import as_usage_errors, load_object
 
 METHODS = ("on_start", "on_step", "on_evaluation", "on_end")
 
@@ -17,16 +17,8 @@ class CallbackError(RunError):
 
 
 def load_callbacks(name: str) -> list[Any]:
-    """Import the callback that a setting names, as `path/to/file.py:name` or `package.module:name`; none if empty.
-
-    Raises:
-      UsageError: there is none of this name, or its module cannot be imported.
-    """
-    source, _, attribute = name.rpartition(":")
-    try:
-        return [load_object(source, attribute)] if name else []
-    except UserCodeError as error:
-        raise UsageError(f"callback={name}: {error}") from error
+    """Import the callback that a setting names, see `load_object`; none if the name is empty."""
+    return [load_object("callback", name)] if name else []
 
 
 class Callbacks:
@@ -98,7 +90,7 @@ class Callbacks:
         if not method:
             return
         try:
-            with as_user_code_errors(f"callback {getattr(callback, '__name__', type(callback).__name__)}, {name}"):
+            with as_usage_errors(f"callback {getattr(callback, '__name__', type(callback).__name__)}, {name}"):
                 method(*arguments)
-        except UserCodeError as error:
+        except UsageError as error:
             self.error = self.error or CallbackError(str(error))

@@ -31,7 +31,7 @@ from cifar_towers.training.optimizers import RoleSchedule, make_optimizer
 from cifar_towers.training.results import PROXY
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import Update, make_train_step, make_update, select_hard_examples
-from cifar_towers.user_code import UserCodeError, load_function
+from cifar_towers.user_code import load_function, of_setting
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "float64": "float64"}
 MAX_WHITENING_PIXELS = 5000 * 32 * 32  # at once; their patches take a hundred bytes each
@@ -118,14 +118,11 @@ def _registered_model(config: TrainConfig, precision: str, info: DatasetInfo, tr
 
 
 def _user_model(config: TrainConfig, precision: str, info: DatasetInfo, to_train: bool) -> keras.Model:
-    assert config.user_model
     naming.reset_uids()  # layers without a name are called the same in every process, whatever was made before
     keras.utils.set_random_seed(config.seed)
-    try:
-        function, image_size = load_function(*config.user_model), config.crop or info.image_size
+    function, image_size = load_function("model", config.model), config.crop or info.image_size
+    with of_setting("model", config.model):
         return user_model.build_model(function, image_size, len(info.class_names), POLICIES[precision], to_train)
-    except UserCodeError as error:
-        raise UsageError(f"model={config.model}: {error}") from error
 
 
 def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, list[str]]:

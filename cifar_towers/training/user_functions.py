@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from cifar_towers.data.batches import NUM_OWN_DRAWS
 from cifar_towers.errors import UsageError
-from cifar_towers.user_code import UserCodeError, as_user_code_errors, load_function, split_function
+from cifar_towers.user_code import as_usage_errors, load_function
 
 NUM_EXAMPLES = 4  # of the call that checks a function
 
@@ -28,7 +28,7 @@ def load_augmentation(name: str, image_size: int, num_classes: int) -> Callable[
       UsageError: there is no such function, it fails, it returns another shape or type, or other values in a second
         call with the same arguments.
     """
-    function = _load("augment", name)
+    function = load_function("augment", name)
     takes_labels = "labels" in inspect.signature(function).parameters
 
     def augment(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -37,7 +37,8 @@ def load_augmentation(name: str, image_size: int, num_classes: int) -> Callable[
         if takes_labels:
             arguments["labels"] = tf.one_hot(labels, num_classes)
             expected.append(arguments["labels"])
-        results = _call("augment", name, function, arguments)
+        with as_usage_errors(f"augment={name}: it fails"):
+            results = function(**arguments)
         results = tuple(results) if takes_labels and isinstance(results, (tuple, list)) else (results,)
         _check_shapes("augment", name, results, expected)
         return (results[0], results[1]) if takes_labels else (results[0], labels)
@@ -58,35 +59,19 @@ def load_loss(name: str, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], t
     Raises:
       UsageError: as `load_augmentation` does.
     """
-    function = _load("loss", name)
+    function = load_function("loss", name)
 
     def loss(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
         labels = labels if labels.shape.rank == 2 else tf.one_hot(labels, num_classes)
         logits = tf.cast(logits, tf.float32)
-        losses = _call("loss", name, function, {"labels": labels, "logits": logits})
+        with as_usage_errors(f"loss={name}: it fails"):
+            losses = function(labels=labels, logits=logits)
         _check_shapes("loss", name, (losses,), [logits[:, 0]])
         return losses
 
     logits = tf.constant(np.random.default_rng(0).normal(size=[NUM_EXAMPLES, num_classes]), tf.float32)
     _check_repeatable("loss", name, lambda: loss(tf.range(NUM_EXAMPLES) % num_classes, logits))
     return loss
-
-
-def _load(setting: str, name: str) -> Callable[..., Any]:
-    names = split_function(name)
-    assert names, "the config has checked the form of the name"
-    try:
-        return load_function(*names)
-    except UserCodeError as error:
-        raise UsageError(f"{setting}={name}: {error}") from error
-
-
-def _call(setting: str, name: str, function: Callable[..., Any], arguments: dict[str, tf.Tensor]) -> Any:
-    try:
-        with as_user_code_errors("it fails"):
-            return function(**arguments)
-    except UserCodeError as error:
-        raise UsageError(f"{setting}={name}: {error}") from error
 
 
 def _check_shapes(setting: str, name: str, results: tuple, expected: list[tf.Tensor]) -> None:

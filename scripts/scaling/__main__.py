@@ -3,7 +3,7 @@
 import dataclasses
 
 from cifar_towers.cli.program import find_data, parse, program
-from cifar_towers.cli.shutdown import ShutdownHandler
+from cifar_towers.shutdown import ShutdownHandler
 from scripts.scaling.settings import ScalingConfig
 
 

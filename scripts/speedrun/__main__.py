@@ -1,7 +1,7 @@
 """The program: `python -m scripts.speedrun --help`, in the root of a checkout."""
 
 from cifar_towers.cli.program import find_data, parse, program
-from cifar_towers.cli.shutdown import ShutdownHandler
+from cifar_towers.shutdown import ShutdownHandler
 from scripts.speedrun.settings import SpeedrunConfig
 
 

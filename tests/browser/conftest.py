@@ -14,9 +14,9 @@ from tensorboard import program
 
 from cifar_towers import trainer
 from cifar_towers.cli.flags import parse_command_line
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources, synthetic
+from cifar_towers.shutdown import ShutdownHandler
 
 RECIPE = Path(__file__).parents[2] / "configs/smoke.cfg"
 SMALL = (

@@ -15,9 +15,9 @@ import pytest
 from cifar_towers import hardware
 from cifar_towers.cli import main, program
 from cifar_towers.cli.flags import parse_command_line
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError, WorkerLostError, error_line
+from cifar_towers.shutdown import ShutdownHandler
 from tests.configs import TINY_NET
 from tests.messages import lines_with
 

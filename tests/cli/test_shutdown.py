@@ -17,7 +17,7 @@ CHILD = """
 import hashlib, sys, time, threading
 sys.path.insert(0, ROOT)
 from cifar_towers.errors import Interrupted
-from cifar_towers.cli.shutdown import ShutdownHandler
+from cifar_towers.shutdown import ShutdownHandler
 shutdown = ShutdownHandler().install()
 shutdown.announce = lambda line: print(line, flush=True)
 shutdown.defer_signals()

@@ -25,7 +25,6 @@ from PIL import Image
 from tensorflow.python.tools import saved_model_cli
 
 from cifar_towers import trainer
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EXPORT_FORMATS, ExportConfig, PredictConfig
 from cifar_towers.data import sources, synthetic
@@ -34,6 +33,7 @@ from cifar_towers.inference import export
 from cifar_towers.inference.export import export_model
 from cifar_towers.inference.predict import predict_images
 from cifar_towers.reporting import figures
+from cifar_towers.shutdown import ShutdownHandler
 
 SMALL = synthetic.make(400, 0, 0), synthetic.make(200, 0, 1)
 IMAGES = SMALL[1].images[:7]

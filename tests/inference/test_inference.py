@@ -17,7 +17,6 @@ from PIL import Image
 from cifar_towers import trainer
 from cifar_towers.checkpointing.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints
 from cifar_towers.checkpointing.variables import read_variables
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig, ExportConfig, PredictConfig
 from cifar_towers.data import image_files, sources, synthetic
@@ -27,6 +26,7 @@ from cifar_towers.inference.evaluate import evaluate_checkpoint
 from cifar_towers.inference.export import export_model
 from cifar_towers.inference.predict import predict_images
 from cifar_towers.reporting import figures
+from cifar_towers.shutdown import ShutdownHandler
 
 SMALL = synthetic.make(400, 0, 0), synthetic.make(200, 0, 1)
 CONFIG = TrainConfig(

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cifar_towers.errors import UsageError
 from cifar_towers.models import user_model
 from cifar_towers.models.layers import BatchNorm, synchronize
 from cifar_towers.towers import run_on_towers_synchronized, split_batch
-from cifar_towers.user_code import UserCodeError
 
 L = keras.layers
 
@@ -167,7 +167,7 @@ HEAD_OF_PROBABILITIES = L.Dense(10, "softmax", name="shares")
     ],
 )
 def test_models_that_towers_cannot_train_are_rejected_in_one_line(make, message):
-    with pytest.raises(UserCodeError, match=message) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         user_model.build_model(make, 24, 10, "float32")
     assert "\n" not in str(caught.value)
 

@@ -14,11 +14,11 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.errors import RunError, WorkerLostError
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec
 from cifar_towers.multi_worker.coordination import run_interruptibly
+from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.training.distributed_step import make_strategy
 
 FROM_TASK = "from remote target /job:worker/replica:0/task:{}"

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.errors import DataError, DivergedError, RunError, UsageError, WorkerLostError, interrupt_exit_code
 from cifar_towers.multi_worker import launcher
+from cifar_towers.shutdown import ShutdownHandler
 
 PROGRAM = f"""
 import os, sys, time

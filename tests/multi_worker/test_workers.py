@@ -18,10 +18,10 @@ from cifar_towers import files, trainer
 from cifar_towers.checkpointing.checkpoint import latest_checkpoint
 from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.cli.flags import parse_command_line
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
 from cifar_towers.multi_worker.launcher import free_addresses
+from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.training.distributed_step import make_multi_worker_strategy
 from tests.messages import lines_with
 

@@ -8,8 +8,8 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_towers import trainer
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.data import sources
+from cifar_towers.shutdown import ShutdownHandler
 from tests.configs import TINY_NET, recipe
 
 QUICK = recipe(

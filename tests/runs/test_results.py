@@ -10,13 +10,13 @@ import pytest
 
 from cifar_towers import trainer
 from cifar_towers.cli import seeds
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import cifar10, sources
 from cifar_towers.errors import Interrupted
 from cifar_towers.inference import evaluate
 from cifar_towers.reporting.phase_timer import TimeLeft
 from cifar_towers.reporting.seed_statistics import read_scalars
+from cifar_towers.shutdown import ShutdownHandler
 from tests.messages import lines_with
 from tests.runs.short_runs import QUICK, STEPS, TINY, StopAtStep, records_of, run
 

@@ -11,9 +11,9 @@ import pytest
 from cifar_towers.checkpointing.checkpoint import latest_checkpoint
 from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.cli import main
-from cifar_towers.cli.shutdown import ShutdownHandler
 from cifar_towers.errors import DataError, Interrupted
 from cifar_towers.inference.compare import compare_runs
+from cifar_towers.shutdown import ShutdownHandler
 from tests.messages import lines_with
 from tests.runs.short_runs import QUICK, TINY, StopAtStep, events_of, records_of, run, tensors_of
 

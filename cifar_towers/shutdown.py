@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from cifar_towers.errors import NOTHING_TO_SAVE, STOP_SIGNALS, Interrupted, interrupt_exit_code
-from cifar_towers.multi_worker.launcher import LAUNCH_VARIABLE
 
+LAUNCH_VARIABLE = "CIFAR_TOWERS_LAUNCH"  # environment variable with an id that all processes of one launch share
 SIGNAL_DEBOUNCE_SECONDS = 0.1  # repeated signals within it count once: `timeout` signals a process, then its group
 LAUNCHER_DEBOUNCE_SECONDS = 1.0  # a launcher forwards a signal that its whole process group may have received
 
