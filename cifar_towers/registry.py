@@ -37,7 +37,7 @@ MODELS = {
 }
 
 
-OPTIMIZERS = ("momentum", "muon", "adamw")  # `training.optimizers.RULES` has the update rules of each
+OPTIMIZERS = ("momentum", "muon", "adamw")  # `training.optimizers.make_optimizer` has the update rules of each
 OPTIMIZERS_BY_LENGTH = ("muon",)  # optimizers whose update depends on the number of steps in the run
 BUILT_IN = ("cifar10", "synthetic", "auto")
 DEFAULT_DATASETS = BUILT_IN  # the directories of runs on them carry no data set's name

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -21,7 +22,7 @@ from cifar_towers.models.speednet import whitening_kernel
 from cifar_towers.registry import model_spec
 from cifar_towers.towers import Tower, variable_placement
 from cifar_towers.towers.keras_parallel import synchronized_norm
-from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
+from cifar_towers.towers.pipeline import Stage, cut_in_stages, stage_placement
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training import user_functions
 from cifar_towers.training.diagnostics import activation_layers
@@ -159,78 +160,47 @@ def make_training(
     """
     make_state_fn = functools.partial(make_state, config, precision, train, length)
     num_classes, augmentation = len(train.info.class_names), make_augmentation(config, train.info)
+    image_size = config.crop or train.info.image_size
     if config.augment:
-        image_size = config.crop or config.image_size
         own = user_functions.load_augmentation(config.augment, image_size, num_classes)
         augmentation = augmentation._replace(own=own)
-    micro_batches, batch_statistics = config.micro_batches, config.batch_statistics
+    parts: dict[str, Any] = {"micro_batches": config.micro_batches, "batch_statistics": config.batch_statistics}
     try:
         if config.strategy == "mirrored":
             strategy = make_strategy(towers, config.all_reduce)
         if strategy:
             with strategy.scope():
                 state, loss_fn = make_state_fn()
-            step = make_mirrored_step(
-                strategy,
-                state,
-                towers,
-                loss_fn,
-                augmentation,
-                micro_batches=micro_batches,
-                batch_statistics=batch_statistics,
-            )
-            return state, step, towers
+            return state, make_mirrored_step(strategy, state, towers, loss_fn, augmentation, **parts), towers
         if config.parallelism == "model":
-            return _make_pipeline(config, towers, precision, train.info, make_state_fn, augmentation)
-        make_update_fn = functools.partial(
-            make_update,
-            towers=towers,
-            augmentation=augmentation,
-            micro_batches=micro_batches,
-            batch_statistics=batch_statistics,
-            gradient_device=HOST if config.gradient_device == "cpu" else "",
-            load_images=load_images,
-            shares=parse_shares(config.tower_shares),
-        )
+            devices = [tower.device for tower in towers]
+            with stage_placement(lambda: make_model(config, precision, train.info), devices, open_size=image_size):
+                state, loss_fn = make_state_fn()
+            stages = _cut_in_stages(state, devices, image_size)
+            update = make_update(state, towers[:1], loss_fn, augmentation, stages=stages, **parts)
+            return state, make_train_step(update), towers[:1]
+        options = parts | {"load_images": load_images, "shares": parse_shares(config.tower_shares)}
+        options["gradient_device"] = HOST if config.gradient_device == "cpu" else ""
         with variable_placement(config.variable_placement or "cpu", towers):
             state, loss_fn = make_state_fn()
-            update = make_update_fn(state, loss_fn=loss_fn)
+            update = make_update(state, towers, loss_fn, augmentation, **options)
             if config.hard_example_pool:
                 with tf.name_scope(PROXY):
                     state.proxy, proxy_loss = make_state(proxy_config(config), precision, train, length)
-                example_loss = make_example_loss(config, num_classes)
-                proxy_update = make_update_fn(state.proxy, loss_fn=proxy_loss, example_loss=example_loss)
+                options["example_loss"] = make_example_loss(config, num_classes)
+                proxy_update = make_update(state.proxy, towers, proxy_loss, augmentation, **options)
                 update = select_hard_examples(update, proxy_update, config.batch_size)
         return state, make_train_step(update), towers
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
-def _make_pipeline(
-    config: TrainConfig,
-    towers: Sequence[Tower],
-    precision: str,
-    info: DatasetInfo,
-    make_state_fn: Callable[[], tuple[TrainState, Callable]],
-    augmentation: Augmentation,
-) -> tuple[TrainState, Update, Sequence[Tower]]:
-    """Cut the model into stages, one on each tower's device; return state, step, and the single tower of the step."""
-    devices, image_size = [tower.device for tower in towers], config.crop or info.image_size
-    with stage_placement(lambda: make_model(config, precision, info), devices, open_size=image_size):
-        state, loss_fn = make_state_fn()
+def _cut_in_stages(state: TrainState, devices: Sequence[str], image_size: int) -> Sequence[Stage]:
+    """Cut the model into stages, one on each device."""
     if OWN in state.loss_averages.sums:
         raise ValueError("parallelism=model cannot train a net that adds losses of its own, as regularizers do")
     layers = [layer.name for layer in activation_layers(state.model)]
-    update = make_update(
-        state,
-        towers[:1],
-        loss_fn,
-        augmentation,
-        micro_batches=config.micro_batches,
-        batch_statistics=config.batch_statistics,
-        stages=cut_in_stages(state.model, devices, open_size=image_size, activation_layers=layers),
-    )
-    return state, make_train_step(update), towers[:1]
+    return cut_in_stages(state.model, devices, open_size=image_size, activation_layers=layers)
 
 
 def proxy_config(config: TrainConfig) -> TrainConfig:

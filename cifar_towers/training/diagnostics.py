@@ -40,8 +40,8 @@ def activation_layers(model: keras.Model) -> list[keras.layers.Layer]:
 def stateless_call_with_activations(model: keras.Model) -> Callable:
     """Return a training call of the model that also returns the outputs of its `activation_layers`.
 
-    The call is (weights, non_trainable, images) -> (logits, new non-trainable values, losses added by the model,
-    outputs), the last two as lists of tensors.
+    The call is (weights, non_trainable, images) -> (logits, new non-trainable values, list of outputs, *losses), with
+    the losses that the model adds.
     """
     measured = activation_layers(model)
     outputs = [first_call(model, layer).output_tensors[0] for layer in measured]
@@ -52,7 +52,7 @@ def stateless_call_with_activations(model: keras.Model) -> Callable:
             weights, non_trainable, images, training=True, return_losses=True
         )
         logits, *activations = outputs if measured else [outputs]
-        return logits, new_values, losses, activations
+        return logits, new_values, activations, *losses
 
     return call
 

@@ -1,7 +1,7 @@
 """Optimizers: update rules over parameter groups, from mean gradients to new values, which the caller assigns.
 
-An optimizer is an entry of `RULES`, and its name one of `registry.OPTIMIZERS`. A parameter group has a role: kernels,
-biases, the head, whitening filters, or the kernels and biases of the first group of convolutions.
+An optimizer is a pair of update rules, and its name one of `registry.OPTIMIZERS`. A parameter group has a role:
+kernels, biases, the head, whitening filters, or the kernels and biases of the first group of convolutions.
 """
 
 import math
@@ -198,13 +198,6 @@ class Optimizer:
         }
 
 
-RULES = {  # optimizer, as in `registry.OPTIMIZERS` -> (rule of convolution kernels, rule of all other variables)
-    "momentum": ("momentum", "momentum"),
-    "muon": ("muon", "momentum"),
-    "adamw": ("adamw", "adamw"),
-}
-
-
 def make_optimizer(
     name: str,
     model: keras.Model,
@@ -230,14 +223,19 @@ def make_optimizer(
     Raises:
       ValueError: there is no such optimizer, or variables have a role without a schedule.
     """
-    if name not in RULES:
-        raise ValueError(f"optimizer={name} is not one of {', '.join(RULES)}")
-    make_rule: dict[str, Callable[[list[tf.Variable], float], UpdateRule]] = {
-        "momentum": lambda variables, decay: Momentum(variables, momentum, nesterov, decay),
-        "muon": lambda variables, decay: Muon(variables, muon_momentum, total_steps, decay),
-        "adamw": AdamW,
-    }
-    of_kernels, of_others = RULES[name]
+
+    def sgd(variables: list[tf.Variable], decay: float) -> Momentum:
+        return Momentum(variables, momentum, nesterov, decay)
+
+    def muon(variables: list[tf.Variable], decay: float) -> Muon:
+        return Muon(variables, muon_momentum, total_steps, decay)
+
+    # optimizer -> (rule of convolution kernels, rule of all other variables)
+    rules: dict[str, tuple[Callable[..., UpdateRule], Callable[..., UpdateRule]]]
+    rules = {"momentum": (sgd, sgd), "muon": (muon, sgd), "adamw": (AdamW, AdamW)}
+    if name not in rules:
+        raise ValueError(f"optimizer={name} is not one of {', '.join(rules)}")
+    of_kernels, of_others = rules[name]
     variables = split_by_role(model, is_speednet, first_group="first_kernels" in schedules)
     if unscheduled := [role for role, found in variables.items() if found and role not in schedules]:
         raise ValueError(
@@ -246,8 +244,8 @@ def make_optimizer(
     groups = []
     for role, schedule in schedules.items():
         decay = weight_decay * learning_rate / schedule.peak_rate if schedule.peak_rate else 0.0
-        rule = of_kernels if role.removeprefix("first_") == "kernels" else of_others
-        groups.append(ParamGroup(role, make_rule[rule](variables[role], decay), schedule))
+        make_rule = of_kernels if role.removeprefix("first_") == "kernels" else of_others
+        groups.append(ParamGroup(role, make_rule(variables[role], decay), schedule))
     return Optimizer(groups)
 
 

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from cifar_towers.data.augment import Augmentation
@@ -36,9 +35,7 @@ class TowerResult(NamedTuple):
     gradients: list[tf.Tensor | None]  # N, of the scaled loss, in the order of `TrainState.weights`
     non_trainable: list[tf.Tensor | None]  # new values; None for an unchanged one
     num_correct: tf.Tensor
-    nonfinite_index: tf.Tensor | None = (
-        None  # of a shard: first non-finite loss or, from last to first, gradient; or -1
-    )
+    nonfinite_index: tf.Tensor | None = None  # of a shard: first non-finite loss or, from last on, gradient; or -1
     diagnostics: Any = None  # as `forward_diagnostics` returns them
     example_losses: tf.Tensor | None = None  # one for each example, if there is an `example_loss`
 
@@ -127,7 +124,7 @@ def make_tower_fn(
 
     The function takes the gradients of the parameter groups in `active_groups`. It only reads variables.
     """
-    forward = _staged(stages, state.model) if stages else stateless_call_with_activations(state.model)
+    forward = staged_call(stages, state.model) if stages else stateless_call_with_activations(state.model)
 
     def on_part(
         part: Batch, weights: list, non_trainable: list, active_groups: Collection[str], image_size: int, collect
@@ -139,7 +136,7 @@ def make_tower_fn(
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             pairs = zip(weights, state.weights, strict=True)
             tape.watch([weight for weight, variable in pairs if id(variable) in active])
-            logits, new_values, model_losses, activations = forward(weights, non_trainable, images)
+            logits, new_values, activations, *model_losses = forward(weights, non_trainable, images)
             losses = loss_fn(labels, logits, weights, model_losses)
             scaled_loss = state.loss_scale.scale_loss(losses["total_loss"])
         with tf.name_scope("backward"):
@@ -168,17 +165,6 @@ def make_tower_fn(
         return _combine_micro_batches(results, state.weights, tower.device, pipelined=bool(stages))
 
     return tower_fn
-
-
-def _staged(stages: Sequence[Stage], model: keras.Model) -> Callable:
-    """Return `stateless_call_with_activations` for a model cut in stages, which has no losses of its own."""
-    call = staged_call(stages, model)
-
-    def forward(weights, non_trainable, images):
-        logits, new_values, activations = call(weights, non_trainable, images)
-        return logits, new_values, [], activations
-
-    return forward
 
 
 def _combine_micro_batches(
@@ -217,12 +203,7 @@ def reduce_batch_stats(
 
     A float value becomes the mean, by `weights` if they are given. An integer value becomes the final tower's, as does
     every value with `batch_statistics="final"`. If `devices` are given, mean i is computed on `devices[i]`.
-
-    Raises:
-      ValueError: another `batch_statistics`.
     """
-    if batch_statistics not in ("mean", "final", "synchronized"):
-        raise ValueError(f"batch_statistics={batch_statistics} is not one of mean, final, synchronized")
     if batch_statistics == "final":
         return list(tower_values[-1])
     reduced = []

@@ -135,7 +135,7 @@ def test_layers_of_a_reused_backbone_are_measured_in_the_calling_model():
     model = keras.Model(images, keras.layers.Dense(10, name="head")(keras.layers.GlobalAveragePooling2D()(x)))
     given = tf.random.stateless_uniform([2, 18, 18, 3], (0, 1)) - 0.5
     variables = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
-    logits, _, _, seen = diagnostics.stateless_call_with_activations(model)(*variables, given)
+    logits, _, seen = diagnostics.stateless_call_with_activations(model)(*variables, given)
     assert [layer.name for layer in diagnostics.activation_layers(model)] == ["relu", "head"]
     np.testing.assert_allclose(seen[0], tf.nn.relu(model.get_layer("convolution")(given)), rtol=1e-6)
     np.testing.assert_array_equal(seen[1], logits)

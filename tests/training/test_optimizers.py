@@ -8,7 +8,6 @@ from cifar_towers.config.schedules import RunLength
 from cifar_towers.registry import OPTIMIZERS
 from cifar_towers.training.build import role_schedules
 from cifar_towers.training.optimizers import (
-    RULES,
     AdamW,
     Momentum,
     Muon,
@@ -184,11 +183,10 @@ def test_roles_by_name_belong_to_the_speednets():
 
 def test_every_optimizer_has_a_rule_for_every_role():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    assert list(RULES) == list(OPTIMIZERS)
-    for name in RULES:
+    for name in OPTIMIZERS:
         groups = make_optimizer(name, model, dict.fromkeys(split_by_role(model), RATE), **SETTINGS).groups
         assert [group.name for group in groups] == ["biases", "head"]  # the others have no variables
-    with pytest.raises(ValueError, match="optimizer=lion .*momentum, muon, adamw"):
+    with pytest.raises(ValueError, match=f"optimizer=lion .*{', '.join(OPTIMIZERS)}$"):
         make_optimizer("lion", model, {}, **SETTINGS)
     with pytest.raises(ValueError, match="head .*not be trained"):
         make_optimizer("momentum", model, {"biases": RATE}, **SETTINGS)
