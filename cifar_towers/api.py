@@ -15,13 +15,14 @@ from cifar_towers.cli.program import import_tensorflow
 from cifar_towers.cli.run import Run, parse_settings
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig, PredictConfig
-from cifar_towers.errors import Interrupted, UsageError
+from cifar_towers.errors import Interrupted, UsageError, with_short_traceback
 from cifar_towers.shutdown import ShutdownHandler
 
 if TYPE_CHECKING:
     import numpy as np
 
 
+@with_short_traceback
 def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **settings: Any) -> Run:
     """Train or resume a run, as `train.py` does, and return it.
 
@@ -44,6 +45,8 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
     if config.seeds or config.strategy == "multi_worker":
         name = "seeds" if config.seeds else "strategy=multi_worker"
         raise UsageError(f"{name} is for the programs; call train once for each seed, and start workers by launch.py")
+    if not isinstance(callbacks, Sequence):
+        raise UsageError(f"callbacks={callbacks!r} is no list; write callbacks=[...]")
     from cifar_towers.checkpointing.checkpoint import latest_checkpoint
     from cifar_towers.cli.main import start_training
 
@@ -64,6 +67,7 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
     return opened[-1]
 
 
+@with_short_traceback
 def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
     """Evaluate a checkpoint of a run, as `evaluate.py --json` does, and return what that prints.
 
@@ -83,11 +87,14 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
     return score_checkpoint(config)
 
 
-def predict(run: Run | Path | str, images: "np.ndarray | Sequence[Path | str]", **settings: Any) -> "np.ndarray":
+@with_short_traceback
+def predict(
+    run: Run | Path | str, images: "np.ndarray | Sequence[Path | str] | Path | str", **settings: Any
+) -> "np.ndarray":
     """Classify images by a checkpoint of a run.
 
     Args:
-      images: uint8 [n, h, w, 3], or paths of image files.
+      images: uint8 [n, h, w, 3], or paths of image files, or one path.
       **settings: those of `predict.py`, such as `tta=2`, `weights` or `step`.
 
     Returns:
@@ -103,6 +110,7 @@ def predict(run: Run | Path | str, images: "np.ndarray | Sequence[Path | str]", 
     return predict_probabilities(config, images)
 
 
+@with_short_traceback
 def load_run(path: Path | str) -> Run:
     """Return the run in a directory.
 

@@ -70,7 +70,7 @@ def setup_towers(config: DeviceConfig) -> list[Tower]:
             log.info(f"{fitting} of {devices} towers: {why}")
     try:
         return make_towers(count, **options)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from error
 
 

@@ -6,10 +6,14 @@ Only other exceptions, which are bugs, show a traceback; they exit with 1.
 
 import difflib
 import enum
+import functools
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
 
 NOTHING_TO_SAVE = "before the first step; nothing to save"  # message of an interrupt that early
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: what Slurm sends before the time is up
 
 
@@ -88,6 +92,19 @@ def describe_exit_codes(*errors: type[RunError], success: str = "done", failure:
     codes = [f"{ExitCode.SUCCESS} {success}", *(f"{error.exit_code} {error.meaning}" for error in errors)]
     interrupts = "/".join(str(code) for code in sorted(map(interrupt_exit_code, STOP_SIGNALS)))
     return ", ".join([*codes, f"{interrupts} interrupted", f"{RunError.exit_code} {failure}"])
+
+
+def with_short_traceback(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make a function raise each RunError without the frames and the causes inside, as the message says what to do."""
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except RunError as error:
+            raise error.with_traceback(None) from None
+
+    return call
 
 
 def error_line(error: BaseException) -> str:

@@ -159,6 +159,8 @@ def _error_line(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     others = ("<", f"{Path(__file__).parent}/", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     users = [frame for frame in frames if not frame.filename.startswith(others)]
-    place = f"{Path(users[-1].filename).name}, line {users[-1].lineno}: " if users else ""
+    path = Path(users[-1].filename if users else "")
+    name = "notebook cell" if path.parent.name.startswith("ipykernel_") else path.name
+    place = f"{name}, line {users[-1].lineno}: " if users else ""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Keras writes in bold
     return f"{place}{type(error).__name__}: {' '.join(text.split())[:200]}"

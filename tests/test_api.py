@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import threading
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image
 import cifar_towers
 from cifar_towers.data import synthetic
 from cifar_towers.errors import DataError, UsageError
+from cifar_towers.reporting.callbacks import CallbackError
 from tests.configs import TINY_NET
 
 SETTINGS = {
@@ -67,8 +69,12 @@ def test_the_model_takes_levels_and_gives_the_probabilities_that_predict_gives(r
     np.testing.assert_allclose(of_files, probabilities[:3], atol=1e-6)
     with pytest.raises(UsageError, match=r"float64; give uint8 \[n, h, w, 3\]"):
         cifar_towers.predict(run, images / 255, model=TINY_NET)
+    of_one_file = cifar_towers.predict(run, paths[0], model=TINY_NET, precision="float32")
+    np.testing.assert_allclose(of_one_file, probabilities[:1], atol=1e-6)
     with pytest.raises(DataError, match="nowhere.png"):
         cifar_towers.predict(run, ["nowhere.png"], model=TINY_NET)
+    with pytest.raises(UsageError, match=r"images are \(1, 2\) int64; give uint8"):
+        cifar_towers.predict(run, [[1, 2]], model=TINY_NET)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +85,25 @@ def test_the_model_takes_levels_and_gives_the_probabilities_that_predict_gives(r
         ({"recipe": "sped94"}, "did you mean speed94"),
         ({"seeds": "0,1"}, "seeds is for the programs"),
         ({"callback": "nowhere.py:f"}, "callback=nowhere.py:f: there is no file nowhere.py"),
+        ({"callbacks": 3}, r"callbacks=3 is no list; write callbacks=\[...\]"),
     ],
 )
 def test_settings_are_refused_with_the_sentence_of_the_command_line(settings, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as caught:
         cifar_towers.train(**settings)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert len(frames) == 2 and frames[0].filename == __file__  # and one of the package
+
+
+def test_an_error_in_a_callback_is_one_sentence_with_its_place(tmp_path):
+    def fail(step, metrics):
+        raise OSError("no")
+
+    with pytest.raises(CallbackError) as caught:
+        cifar_towers.train(train_dir=tmp_path, callbacks=[fail], **SETTINGS)
+    line = fail.__code__.co_firstlineno + 1
+    assert f"callback fail, on_step: test_api.py, line {line}: OSError: no; saved step" in str(caught.value)
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
 
 
 def test_an_interrupt_saves_and_the_same_call_resumes_to_the_same_bits(run, tmp_path, capsys):

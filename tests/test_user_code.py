@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from cifar_towers.errors import UsageError
-from cifar_towers.user_code import check_function, load_function
+from cifar_towers.user_code import as_usage_errors, check_function, load_function
 
 NETS = """
 import os; os.abort()
@@ -56,6 +56,14 @@ def test_a_missing_file_module_or_function_is_named(nets, model, message):
 def test_built_in_models_need_no_file():
     check_function("model", "speednet94")
     check_function("model", "")
+
+
+def test_an_error_in_a_notebook_has_the_line_of_its_cell():
+    code = compile("def f():\n    raise OSError('no')", "/tmp/ipykernel_12/3059.py", "exec")
+    exec(code, names := {})
+    with pytest.raises(UsageError, match="^callback f: notebook cell, line 2: OSError: no$"):  # noqa: SIM117
+        with as_usage_errors("callback f"):
+            names["f"]()
 
 
 def test_functions_are_loaded_from_files_and_modules(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cifar_towers.cli.flags import Config, parse_command_line
 from cifar_towers.cli.program import check_functions, import_tensorflow
 from cifar_towers.config.programs import TrainedRunConfig
+from cifar_towers.errors import with_short_traceback
 
 if TYPE_CHECKING:
     import keras
@@ -49,6 +50,7 @@ class Run:
 
         return read_run(self.directory, self.directory.name).result or None
 
+    @with_short_traceback
     def model(self, **settings: Any) -> "keras.Model":
         """Return the model with its preprocessing: uint8 images [B, H, W, 3] of any size -> probabilities [B, C].
 

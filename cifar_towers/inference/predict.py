@@ -66,15 +66,17 @@ def predict_images(config: PredictConfig) -> None:
         raise DataError(f"{len(failed)} of {len(pictures)} images could not be read: {names}")
 
 
-def predict_probabilities(config: PredictConfig, images: np.ndarray | Sequence[Path | str]) -> np.ndarray:
-    """Return the probabilities [n, C] of uint8 images [n, H, W, 3], or of image files.
+def predict_probabilities(config: PredictConfig, images: np.ndarray | Sequence[Path | str] | Path | str) -> np.ndarray:
+    """Return the probabilities [n, C] of uint8 images [n, H, W, 3], or of image files, or of one.
 
     Raises:
       UsageError: there is no such run, or the array is no such images. DataError: a file cannot be read.
     """
     run = open_run(Path(config.train_dir), config.model, config.step)
     classify, image_size = _make_probabilities_fn(config, run), run.info.image_size
-    if isinstance(images, np.ndarray):
+    paths = [images] if isinstance(images, (str, Path)) else images
+    if not all(isinstance(path, (str, Path)) for path in paths):
+        images = np.asarray(images)
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
             raise UsageError(f"images are {images.shape} {images.dtype}; give uint8 [n, h, w, 3], or a list of paths")
         chunks = (images[start : start + BATCH_SIZE] for start in range(0, len(images), BATCH_SIZE))
@@ -82,7 +84,7 @@ def predict_probabilities(config: PredictConfig, images: np.ndarray | Sequence[P
     else:
         read = make_read_fn(image_size)
         levels = []
-        for path in map(Path, images):
+        for path in map(Path, paths):
             try:
                 levels.append(read(path)[None])
             except PictureError as error:

@@ -44,7 +44,7 @@ def make_towers(
     """Configure and initialize TensorFlow's devices for `num_towers` towers, and return the towers.
 
     Args:
-      num_towers: 0 means one for each GPU, or two on a machine without GPUs.
+      num_towers: 0 means one for each GPU, or two on a machine without GPUs, or as many as TensorFlow already has.
       soft_placement: let logical devices stand in for missing GPUs, and let TensorFlow move an operation that has no
         kernel for its device. If false, either is an error.
       gpu_memory_growth: allocate GPU memory as it is needed, not all at once.
@@ -76,11 +76,12 @@ def make_towers(
     kind = "GPU" if gpus else "CPU"
     if not multi_worker:
         available = len(tf.config.list_logical_devices(kind))  # initializes the devices
-        if available < count:
+        if available < num_towers:
             raise RuntimeError(
                 f"TensorFlow already runs with {available} {kind} devices, too few for {count} towers: "
-                "call make_towers before any other TensorFlow operation"
+                "call make_towers before any other TensorFlow operation, in a new process or a restarted notebook"
             )
+        count = min(count, available)
     _log_devices(count, len(gpus))
     return [Tower(index, f"/{kind}:{index}") for index in range(count)]
 

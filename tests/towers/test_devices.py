@@ -97,6 +97,11 @@ def test_more_towers_than_initialized_devices_are_an_error():
         make_towers(9)
 
 
+def test_no_number_of_towers_means_no_more_than_initialized_devices(monkeypatch):
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: ["/CPU:0"])
+    assert make_towers() == [Tower(0, "/CPU:0")]
+
+
 @pytest.fixture
 def configured(monkeypatch):
     """Record the calls of `_divide_gpus` to TensorFlow, so that its GPUs need not exist."""
