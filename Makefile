@@ -12,11 +12,11 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-versi
 RECIPE := --recipe=$(CONFIG) $(if $(filter smoke,$(CONFIG)),,--dataset=auto)
 
 .PHONY: help setup train runs evaluate predict export tensorboard bench speedrun scaling
-.PHONY: test test-long test-browser test-gpu lint format lock compare faults faults-long clean
+.PHONY: test test-long test-browser test-trackers test-gpu lint format lock compare faults faults-long clean
 .DEFAULT_GOAL := help
 
 help:
-	@awk -F': .*## ' '/^##@ / {print "\n" substr($$0, 5)} /^[a-z-]+: .*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F': .*## ' '/^##@ / {print "\n" substr($$0, 5)} /^[a-z-]+: .*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "ARGS takes any flag of a program, which --helpfull lists:"
 	@echo "  make train CONFIG=resnet56 NUM_GPUS=4 ARGS='--seed=3'"
@@ -37,6 +37,11 @@ setup: .venv/ready  ## install what the programs need into .venv; every other ta
 # what only tests and exports need is installed when it is needed: it takes half as long again
 .venv/dev-ready .venv/export-ready .venv/browser-ready: .venv/%-ready: .venv/ready
 	$(INSTALL) '.[$*]'
+	@touch $@
+
+# trackers need older versions of pillow, pyarrow and python-dateutil than those pinned
+.venv/trackers-ready: .venv/dev-ready
+	$(filter-out --constraint constraints.txt,$(INSTALL)) '.[trackers]'
 	@touch $@
 
 train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers, on CIFAR-10 or else synthetic data
@@ -65,19 +70,22 @@ bench: .venv/ready  ## compare placements, strategies and numbers of towers for 
 speedrun: .venv/ready  ## time CONFIG over five seeds, beside the steps of other frameworks (hours)
 	@$(BIN)/python -m scripts.speedrun $(RECIPE) --num_gpus=$(NUM_GPUS) $(TARGET) $(ARGS)
 
-scaling: .venv/ready  ## measure one tower, and predict CONFIG's step on 1 to 64 devices, in two minutes
+scaling: .venv/ready  ## measure one tower, and predict CONFIG's step on 1 to 64 devices, in 2 minutes
 	@$(BIN)/python -m scripts.scaling $(RECIPE) $(ARGS)
 
 ##@ Develop
 
 test: .venv/dev-ready  ## run the tests, in ten minutes or less on two cores; some: ARGS='-s -k ...'
-	@$(BIN)/python -m pytest -m 'not slow and not browser and not needs_gpu' $(or $(ARGS),-n 2 --dist worksteal)
+	@$(BIN)/python -m pytest -m 'not slow and not browser and not trackers and not needs_gpu' $(or $(ARGS),-n 2 --dist worksteal)
 
 test-long: .venv/dev-ready  ## run all tests, with whole recipes
-	@$(BIN)/python -m pytest -m 'not browser and not needs_gpu' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not browser and not trackers and not needs_gpu' $(ARGS)
 
 test-browser: .venv/dev-ready .venv/browser-ready  ## test TensorBoard and the report in a browser (chromium), with screenshots
 	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
+
+test-trackers: .venv/dev-ready .venv/trackers-ready  ## test docs/tracking.md with W&B, MLflow and trackio, without network
+	@$(BIN)/python -m pytest -m trackers tests/runs/test_tracking.py $(ARGS)
 
 test-gpu: .venv/dev-ready  ## on GPUs: some tests, make bench and speed94; writes the table of docs/gpus.md
 	@$(BIN)/python -m tests.on_gpus $(ARGS)
