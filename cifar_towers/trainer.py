@@ -21,7 +21,7 @@ from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError, UsageError, error_text
-from cifar_towers.evaluation.evaluator import Evaluator, make_evaluate_fn
+from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, make_evaluate_fn
 from cifar_towers.evaluation.score import reported_score
 from cifar_towers.models.layers import has_batch_norm
 from cifar_towers.multi_worker import coordination
@@ -248,10 +248,10 @@ class Run:
         )
         self.logger = RunLogger(info, timer, callbacks, quiet=not workers.is_chief)
         self.log = self.logger.log
+        show = self.logger.show_evaluation
+        classify = make_classify_fn(self.state.model, self.local_towers, self.augmentation, workers, show)
         self.evaluator = Evaluator(
-            make_evaluate_fn(
-                self.state.model, self.local_towers, self.augmentation, workers, self.logger.show_evaluation
-            ),
+            make_evaluate_fn(classify),
             {"validation": dataset.validation, "test": dataset.test},
             self.state.evaluation_weights,
             config.evaluate_every_steps(length),

@@ -1,5 +1,6 @@
 """Evaluation of whole splits on the towers, every example exactly once."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,35 +22,26 @@ MAX_BATCH_PIXELS = 2000 * 32 * 32
 MAX_FEATURES = 1000  # examples whose features are returned
 
 Values = Sequence[Any]  # of variables: tensors, arrays or the variables
-EvaluateFn = Callable[..., dict[int, Score]]  # (split, weights, non_trainable, tta) -> score by level of TTA
+ClassifyFn = Callable[..., list[np.ndarray]]  # see `make_classify_fn`
+EvaluateFn = Callable[..., dict[int, Score]]  # see `make_evaluate_fn`
 
 
+@dataclasses.dataclass
 class Evaluator:
-    """The evaluations of one run: when, on which splits, with which weights.
+    """The evaluations of one run: when, on which splits, with which weights."""
 
-    Args:
-      evaluate: the function that `make_evaluate_fn` returns.
-      splits: the splits by name, in the order of the reports. Before the end of the run only the first is evaluated.
-      weight_sets: returns name -> (weights, non-trainable values) to evaluate with.
-      every_steps: steps between evaluations before the end; 0: only at the end.
-      last_step: last step of the run.
-    """
+    evaluate: EvaluateFn
+    splits: Mapping[str, Split]  # in the order of the reports; only the first is evaluated before the end of the run
+    weight_sets: Callable[[], Mapping[str, tuple]]  # returns name -> (weights, non-trainable values)
+    every_steps: int  # steps between evaluations before the end; 0: only at the end
+    last_step: int
 
-    def __init__(
-        self,
-        evaluate: EvaluateFn,
-        splits: Mapping[str, Split],
-        weight_sets: Callable[[], Mapping[str, tuple]],
-        every_steps: int,
-        last_step: int,
-    ):
-        self.splits = {name: split for name, split in splits.items() if len(split.labels)}
-        self._evaluate, self._weight_sets = evaluate, weight_sets
-        self._every_steps, self._last_step = every_steps, last_step
+    def __post_init__(self) -> None:
+        self.splits = {name: split for name, split in self.splits.items() if len(split.labels)}
 
     def is_due(self, step: int) -> bool:
         """Return whether the run is evaluated after `step`, before its end."""
-        return bool(self._every_steps) and step % self._every_steps == 0 and 0 < step < self._last_step
+        return bool(self.every_steps) and step % self.every_steps == 0 and 0 < step < self.last_step
 
     def passes_left(self, step: int, tta: int) -> int:
         """Return the number of images that all evaluations from `step` on will classify, with each view counted.
@@ -59,9 +51,9 @@ class Evaluator:
         """
         sizes = [len(split.labels) for split in self.splits.values()]
         num_due = 0
-        if self._every_steps:
-            num_due = (self._last_step - 1) // self._every_steps - (max(step, 1) - 1) // self._every_steps
-        return len(self._weight_sets()) * (num_due * sizes[0] + sum(sizes) * len(TTA_LEVELS[tta]))
+        if self.every_steps:
+            num_due = (self.last_step - 1) // self.every_steps - (max(step, 1) - 1) // self.every_steps
+        return len(self.weight_sets()) * (num_due * sizes[0] + sum(sizes) * len(TTA_LEVELS[tta]))
 
     def run(self, tta: int = 0, final: bool = False) -> list[Evaluation]:
         """Score the first split, or all splits if `final`, with every set of weights."""
@@ -69,28 +61,21 @@ class Evaluator:
         return [
             Evaluation(name, weights, level, score)
             for name in names
-            for weights, values in self._weight_sets().items()
-            for level, score in self._evaluate(self.splits[name], *values, tta).items()
+            for weights, values in self.weight_sets().items()
+            for level, score in self.evaluate(self.splits[name], *values, tta).items()
         ]
 
 
-def make_evaluate_fn(
-    model: keras.Model,
-    towers: Sequence[Tower],
-    augmentation: Augmentation,
-    workers: Workers = ALONE,
-    on_progress: Callable[[float], None] | None = None,
-) -> EvaluateFn:
-    """Return a function that scores a split without TTA and at a level of TTA, in one pass; see `make_classify_fn`.
+def make_evaluate_fn(classify: ClassifyFn) -> EvaluateFn:
+    """Return a function that scores a split without TTA and at a level of TTA, in one pass of `classify`.
 
     The function is (split, weights, non_trainable, tta) -> {0: score, tta: score}.
     """
-    classify = make_classify_fn(model, towers, augmentation, workers, on_progress)
 
     def evaluate(split: Split, weights: Values, non_trainable: Values, tta: int = 0) -> dict[int, Score]:
         plain, augmented, features = classify(split.images, weights, non_trainable, tta)
-        by_level = {0: plain, tta: augmented}
         known = features if features.shape[1] else None
+        by_level = {0: plain, tta: augmented}
         return {level: score_logits(split.labels, logits, known) for level, logits in by_level.items()}
 
     return evaluate
@@ -102,7 +87,7 @@ def make_classify_fn(
     augmentation: Augmentation,
     workers: Workers = ALONE,
     on_progress: Callable[[float], None] | None = None,
-) -> Callable[..., list[np.ndarray]]:
+) -> ClassifyFn:
     """Return a function that classifies any number of images on the towers.
 
     The function is (images, weights, non_trainable, tta) -> [logits, logits with TTA, features]. The images are

@@ -13,7 +13,7 @@ from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.data.sources import Source
 from cifar_towers.errors import DataError, UsageError, listed, printable
-from cifar_towers.evaluation.evaluator import make_evaluate_fn
+from cifar_towers.evaluation.evaluator import make_classify_fn, make_evaluate_fn
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
 from cifar_towers.reporting.console import progress_bar
 from cifar_towers.reporting.run_records import align_columns
@@ -44,7 +44,7 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
     weights = run.choose_weights(config.weights)
     model = run.load(weights, devices.choose_precision(config.precision, towers))
     with progress_bar("evaluating") as show:
-        evaluate = make_evaluate_fn(model, towers, run.augmentation, on_progress=show)
+        evaluate = make_evaluate_fn(make_classify_fn(model, towers, run.augmentation, on_progress=show))
         score = evaluate(split, *model_variables(model), config.tta)[config.tta]
     return {
         "train_dir": str(run.directory),

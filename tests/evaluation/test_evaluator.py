@@ -119,7 +119,7 @@ def test_every_example_counts_once_on_any_number_of_towers(towers, reader, count
     red = labels == np.arange(examples) % 2  # right for a part of them
     images = np.zeros((examples, 32, 32, 3), np.uint8)
     images[:, 0, 0, 0] = 255 * red
-    evaluate = make_evaluate_fn(reader, towers(count), Augmentation())
+    evaluate = make_evaluate_fn(make_classify_fn(reader, towers(count), Augmentation()))
     found = evaluate(Split(images, labels), [tf.one_hot([1], 10)], [])[0]
     # below the mean level the logit of class 1 is negative, and class 0 is the first of the others
     assert (found.count, found.correct, found.confusion.sum()) == (examples, (red == labels).sum(), examples)
@@ -134,7 +134,8 @@ def test_larger_images_come_in_smaller_batches(towers, monkeypatch, image_size, 
     x = keras.layers.Lambda(lambda x: seen.append(x.shape[0]) or x)(images)
     model = keras.Model(images, keras.layers.GlobalMaxPooling2D()(keras.layers.Dense(2, use_bias=False)(x)))
     split = Split(np.zeros((10, image_size, image_size, 3), np.uint8), np.arange(10) % 2)
-    found = make_evaluate_fn(model, towers(1), Augmentation())(split, [tf.zeros([3, 2])], [])[0]
+    evaluate = make_evaluate_fn(make_classify_fn(model, towers(1), Augmentation()))
+    found = evaluate(split, [tf.zeros([3, 2])], [])[0]
     assert {*seen} - {None} == {at_once} and found.count == 10 and found.confusion.sum() == 10
 
 
@@ -153,7 +154,7 @@ def test_one_pass_gives_both_levels(towers, reader):
     images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8)
     kernel = np.random.default_rng(1).normal(size=(1, 10)).astype("f4")
     split = Split(images, np.arange(6))
-    evaluate = make_evaluate_fn(reader, towers(2), Augmentation())
+    evaluate = make_evaluate_fn(make_classify_fn(reader, towers(2), Augmentation()))
     plain = evaluate(split, [tf.constant(kernel)], [], 0)[0]
     both = evaluate(split, [tf.constant(kernel)], [], 2)
     assert set(both) == {0, 2} and both[0].loss == pytest.approx(plain.loss) != both[2].loss
