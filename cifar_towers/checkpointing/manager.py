@@ -1,6 +1,7 @@
 """The checkpoints of a run: when to save, which to keep, what to restore, and how far to roll back."""
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,40 +30,29 @@ class State(Protocol):
         """Return the name of a variable with a non-finite value, or an empty string."""
 
 
+@dataclasses.dataclass
 class CheckpointManager:
-    """The checkpoints of one run. Worker 0 reads and writes them, and all workers get what it restores.
+    """The checkpoints of one run. Worker 0 reads and writes them, and all workers get what it restores."""
 
-    Args:
-      every_steps: steps between checkpoints; 0: by the clock.
-      max_to_keep: number of the newest to keep; the best is kept besides.
-      log: called with lines for the user.
+    train_dir: Path
+    state: State
+    every_steps: int  # between checkpoints; 0: by the clock
+    max_to_keep: int  # number of the newest to keep; the best is kept besides
+    log: Callable[[str], None]  # called with lines for the user
+    workers: Workers = ALONE
+    failed_saves: int = 0  # number of checkpoints that were due and could not be written
 
-    Attributes:
-      failed_saves: number of checkpoints that were due and could not be written.
-    """
-
-    def __init__(
-        self,
-        train_dir: Path,
-        state: State,
-        every_steps: int,
-        max_to_keep: int,
-        log: Callable[[str], None],
-        workers: Workers = ALONE,
-    ):
-        self.failed_saves = 0
-        self._train_dir, self._state, self._log, self._workers = train_dir, state, log, workers
-        self._every_steps, self._max_to_keep = every_steps, max_to_keep
+    def __post_init__(self) -> None:
         self._saved_step: int | None = None
         self._rolled_back_to: int | None = None
         self._save_seconds, self._last_save = 0.0, time.monotonic()
 
     def should_save(self, step: int, evaluated: bool) -> bool:
         """Return whether worker 0 is to save after `step`. An `evaluated` step is saved early, for its accuracy."""
-        if not self._workers.is_chief:
+        if not self.workers.is_chief:
             return False
-        if self._every_steps:
-            return step % self._every_steps == 0
+        if self.every_steps:
+            return step % self.every_steps == 0
         interval = max(self._save_seconds / MAX_TIME_FRACTION, 0.0 if evaluated else DEFAULT_INTERVAL_SECONDS)
         return time.monotonic() - self._last_save >= interval
 
@@ -73,37 +63,33 @@ class CheckpointManager:
           wait: all workers wait for worker 0 and return what it returns. Otherwise the others return True at once.
         """
         if wait:
-            return self._workers.broadcast_from_chief(lambda: self._save(step, metadata))
-        return not self._workers.is_chief or self._save(step, metadata)
+            return self.workers.broadcast_from_chief(lambda: self._save(step, metadata))
+        return not self.workers.is_chief or self._save(step, metadata)
 
     def _save(self, step: int, metadata: Mapping[str, Any]) -> bool:
         if step == self._saved_step:
             return True
         start = time.monotonic()
-        error = ""
-        if nonfinite := self._state.first_nonfinite_variable():
-            error = f"{nonfinite} is not finite"
-        else:
-            try:
-                variable_files.save_checkpoint(self._train_dir, step, self._state.named_variables(), metadata)
-                prune_checkpoints(self._train_dir, self._max_to_keep)
-            except OSError as failure:
-                error = failure.strerror or str(failure)
+        try:
+            if nonfinite := self.state.first_nonfinite_variable():
+                raise OSError(f"{nonfinite} is not finite")
+            variable_files.save_checkpoint(self.train_dir, step, self.state.named_variables(), metadata)
+            prune_checkpoints(self.train_dir, self.max_to_keep)
+            self._saved_step = step
+        except OSError as error:
+            self.failed_saves += 1
+            reason = error.strerror or error
+            self.log(f"step {step} could not be saved ({reason}); {self._describe_latest()}")
         self._last_save = time.monotonic()
         self._save_seconds = self._last_save - start
-        if error:
-            self.failed_saves += 1
-            self._log(f"step {step} could not be saved ({error}); {self._describe_latest()}")
-            return False
-        self._saved_step = step
-        return True
+        return step == self._saved_step
 
     def describe_latest(self) -> str:
         """Return what is left of the run: the name of its newest checkpoint, if there is one."""
-        return self._workers.broadcast_from_chief(self._describe_latest)
+        return self.workers.broadcast_from_chief(self._describe_latest)
 
     def _describe_latest(self) -> str:
-        checkpoints = list_checkpoints(self._train_dir)
+        checkpoints = list_checkpoints(self.train_dir)
         return f"{checkpoints[-1].name} is kept" if checkpoints else "no checkpoint was written"
 
     def restore_latest(self, find: Callable[[], tuple[Path, dict[str, Any]] | None]) -> dict[str, Any] | None:
@@ -121,23 +107,23 @@ class CheckpointManager:
 
     def initialize(self, source: Path, head: Sequence[str], classes: Sequence[str]) -> str:
         """Start with the newest weights of another run; return the line to log. See `initialize_variables`."""
-        variables = self._state.named_variables()
+        variables = self.state.named_variables()
         return self._on_all_workers(lambda: variable_files.initialize_variables(source, variables, head, classes))
 
     def quarantine_damaged(self) -> None:
         """Remove what killed saves left; rename and log damaged checkpoints."""
-        files.sweep(self._train_dir / CHECKPOINTS_DIR)
-        for checkpoint in list_checkpoints(self._train_dir):
+        files.sweep(self.train_dir / CHECKPOINTS_DIR)
+        for checkpoint in list_checkpoints(self.train_dir):
             if damage := validate_checkpoint(checkpoint):
                 renamed = files.quarantine(checkpoint).name
-                self._log(f"{checkpoint} is damaged ({damage}): set aside as {renamed}")
+                self.log(f"{checkpoint} is damaged ({damage}): set aside as {renamed}")
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Restore this worker's state from a checkpoint and return its metadata."""
-        variable_files.restore_variables(checkpoint, self._state.named_variables())
+        variable_files.restore_variables(checkpoint, self.state.named_variables())
         metadata = read_metadata(checkpoint)
         self._saved_step = metadata["step"]
-        rollbacks = files.read_json_if_any(self._train_dir / files.ROLLBACKS).get("rollbacks", 0)
+        rollbacks = files.read_json_if_any(self.train_dir / files.ROLLBACKS).get("rollbacks", 0)
         return metadata | {"rollbacks": max(metadata.get("rollbacks", 0), rollbacks)}
 
     def roll_back(self, last_good_step: int, rollbacks: int) -> dict[str, Any] | None:
@@ -155,18 +141,18 @@ class CheckpointManager:
         return self._on_all_workers(lambda: self._roll_back(last_good_step, rollbacks))
 
     def _roll_back(self, last_good_step: int, rollbacks: int) -> dict[str, Any] | None:
-        path = self._train_dir / files.ROLLBACKS
+        path = self.train_dir / files.ROLLBACKS
         with files.BestEffortWrites(path):
             files.write_json(path, {"rollbacks": rollbacks})
-        undamaged = [path for path in list_checkpoints(self._train_dir) if not validate_checkpoint(path)]
+        undamaged = [path for path in list_checkpoints(self.train_dir) if not validate_checkpoint(path)]
         steps = [step for path in undamaged if (step := read_metadata(path)["step"]) <= last_good_step]
         if not steps:
             return None
         go_further = steps[-1] == last_good_step == self._rolled_back_to and len(steps) > 1
         self._rolled_back_to = step = steps[-2 if go_further else -1]
-        checkpoint = checkpoint_path(self._train_dir, step)
+        checkpoint = checkpoint_path(self.train_dir, step)
         metadata = self.restore(checkpoint)
-        for path in (path for path in list_checkpoints(self._train_dir) if path > checkpoint):
+        for path in (path for path in list_checkpoints(self.train_dir) if path > checkpoint):
             try:
                 files.remove(path)
             except OSError as error:
@@ -175,11 +161,11 @@ class CheckpointManager:
 
     def _on_all_workers(self, restore: Callable[[], Any]) -> Any:
         """Restore on worker 0, and give all workers what it returns, and its values unless that is None."""
-        result = self._workers.broadcast_from_chief(restore)
-        if result and self._workers.size > 1:
-            variables = self._state.named_variables()
-            values = self._workers.broadcast_from_chief(lambda: {name: v.numpy() for name, v in variables.items()})
-            for name, value in {} if self._workers.is_chief else values.items():
+        result = self.workers.broadcast_from_chief(restore)
+        if result and self.workers.size > 1:
+            variables = self.state.named_variables()
+            values = self.workers.broadcast_from_chief(lambda: {name: v.numpy() for name, v in variables.items()})
+            for name, value in {} if self.workers.is_chief else values.items():
                 variables[name].assign(value)
         return result
 
