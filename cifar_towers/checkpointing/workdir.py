@@ -27,7 +27,7 @@ EVENTS = ("train", "eval", "result", "tower_*", files.PROJECTOR)  # directories 
 SHARED = (CHECKPOINTS_DIR, "train/plugins", *EVENTS)
 WRITTEN = (
     *CHECKPOINTS,
-    *(f"{name}/{written}" for name in EVENTS for written in (files.EVENT_FILES, files.TRUNCATED_EVENTS)),
+    *(f"{name}/{written}" for name in EVENTS for written in (files.EVENT_FILES, f"{files.TEMPORARY}*")),
     *(f"{files.PROJECTOR}/{name}" for name in files.PROJECTOR_FILES),
     "train/plugins/profile",
     files.LAUNCH,

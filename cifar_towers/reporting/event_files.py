@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from cifar_towers.files import EVENT_FILES, TRUNCATED_EVENTS, BestEffortWrites
+from cifar_towers.files import EVENT_FILES, BestEffortWrites, temporary_beside
 
 ERRORS = (OSError, tf.errors.OpError)
 _file_numbers = itertools.count()
@@ -86,11 +86,8 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def _replace(path: Path, events: Sequence[Event]) -> None:
-    temporary = path.with_name(TRUNCATED_EVENTS)
-    try:
+    with temporary_beside(path.with_name("kept")) as temporary:  # TensorBoard reads names with `tfevents`
         with tf.io.TFRecordWriter(str(temporary)) as writer:
             for event in events:
                 writer.write(event.SerializeToString())
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -113,7 +113,7 @@ def test_overwrite_applies_once_per_launch_and_keeps_foreign_files(tmp_path, cap
         assert bool(lines_with(capsys.readouterr().out, "complete", "step 1")) == complete
     assert len(weights) == 1
     assert [path.read_text() for path in mine] == ["mine"] * len(mine)
-    (tmp_path / "train" / ".kept.tmp").write_text("left by a kill")
+    (tmp_path / "train" / ".tmp-kept").write_text("left by a kill")
     workdir.clear(tmp_path)
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted([*mine, tmp_path / ".lock"])
     assert not (tmp_path / "eval").exists()
