@@ -159,8 +159,8 @@ def image(tag: str, pixels: np.ndarray) -> Summary:
     return _summary(tag, image_metadata.create_summary_metadata(None, None), content)
 
 
-def pr_curve(tag: str, labels: np.ndarray, probabilities: np.ndarray):
-    """Make the summary of precision and recall of one class from n labels of bool and predicted probabilities."""
+def pr_curve(tag: str, labels: np.ndarray, probabilities: np.ndarray) -> Summary:
+    """Make the summary of one class's precision and recall from n labels of bool and n probabilities."""
     summary = pr_curve_summary.pb(tag, labels, probabilities, num_thresholds=NUM_THRESHOLDS)
     summary.value[0].tag = tag  # the builder adds `/pr_curves`
     return summary
@@ -245,45 +245,36 @@ def _tsv(rows: Iterable[Iterable[str]]) -> str:
 def run_texts(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of a run in Markdown by tag, from the contents of config.json and environment.json."""
     elsewhere = ("variables", "model", "command")
-    short = [(name, _one_line(value)) for name, value in environment.items() if value and name not in elsewhere]
-    variables = (variable.values() for variable in environment["variables"])
+    properties = [(name, value) for name, value in environment.items() if value and name not in elsewhere]
+    layers, counted = environment["model"], ("parameters", "flops")
+    total = {"name": "total", "kind": "", "output": "", **{key: sum(layer[key] for layer in layers) for key in counted}}
+    model = [layer | {key: f"{layer[key]:,}" for key in counted} for layer in (*layers, total)]
     texts = {
-        "run/recipe": _markdown_table(("setting", "value"), settings.items()),
+        "run/recipe": _markdown_table([{"setting": name, "value": value} for name, value in settings.items()]),
         "run/command": f"```\n{shlex.join(environment['command'])}\n```",
-        "run/environment": _markdown_table(("property", "value"), short),
-        "run/model": _model_table(environment["model"]),
-        "run/variables": _markdown_table(("variable", "shape", "bytes", "device"), variables),
+        "run/environment": _markdown_table([{"property": name, "value": value} for name, value in properties]),
+        "run/model": _markdown_table(model) if layers else "the model is not a graph of layers",
+        "run/variables": _markdown_table(environment["variables"]),
     }
     if environment["synthetic_data"]:
         texts["run/data"] = environment["synthetic_data"]
     return texts
 
 
-def _model_table(layers: Sequence[Mapping[str, Any]]) -> str:
-    if not layers:
-        return "the model is not a graph of layers"
-    total: dict[str, Any] = {"name": "**total**", "kind": "", "output": ()}
-    total |= {key: sum(layer[key] for layer in layers) for key in ("parameters", "flops")}
-    rows = []
-    for each in (*layers, total):
-        bold = "**" if each is total else ""
-        numbers = (f"{bold}{each[key]:,}{bold}" for key in ("parameters", "flops"))
-        rows.append((each["name"], each["kind"], " x ".join(map(str, each["output"])), *numbers))
-    return _markdown_table(("layer", "kind", "output", "parameters", "FLOPs per image, forward"), rows)
+def _markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of one or more rows with the same keys, which are the headings."""
+    headings = list(rows[0])
+    lines = [headings, ["---"] * len(headings), *(map(_one_line, row.values()) for row in rows)]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _one_line(value: Any) -> str:
-    """Return an entry of environment.json as the text of a table's cell."""
+    """Return a value of a JSON file as the text of a table's cell."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {item}" for key, item in value.items())
     if isinstance(value, list):
         return ", ".join(" on ".join(item.values()) if isinstance(item, dict) else str(item) for item in value)
     return str(value)
-
-
-def _markdown_table(headings: Sequence[str], rows: Iterable[Iterable]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 # Names of operations -> names to draw in GRAPHS: towers side by side between the batch and the mean gradient. A tower's

@@ -13,8 +13,6 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
-from tensorboard.plugins.hparams.summary import session_end_pb
-from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.pr_curve.pr_curves_plugin import PrCurvesPlugin
 from tensorboard.plugins.projector.projector_plugin import ProjectorPlugin
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
@@ -25,9 +23,18 @@ from cifar_towers import files
 from cifar_towers.data.dataset import Split
 from cifar_towers.reporting import figures, tensorboard_writer
 from cifar_towers.reporting.event_files import EventWriter
+from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter
 from cifar_towers.towers import average_gradients, run_on_towers, split_batch
 
 SETTINGS = {"recipe": "speed94", "lr": 0.25, "batch_size": np.int64(512), "ema": True}
+ENVIRONMENT = {
+    "command": ["train.py", "--seed=3"], "cores": 2, "synthetic_data": "",
+    "variables": [{"name": "head/kernel", "shape": [64, 10], "bytes": 2560, "device": "/CPU:0"}],
+    "model": [
+        {"name": "conv", "kind": "Conv2D", "output": [32, 32, 64], "parameters": 1728, "flops": 2_000_000},
+        {"name": "head", "kind": "Dense", "output": [10], "parameters": 640, "flops": 1280},
+    ],
+}  # fmt: skip
 
 
 def write(directory, *summaries):
@@ -72,12 +79,9 @@ def test_histograms_equal_tensorboards(tmp_path, data):
     np.testing.assert_allclose(value, content(histogram_pb("weights", data, 8)))
 
 
-def test_equal_values_may_be_counted_in_any_bucket():
+def test_histograms_of_equal_values_and_of_a_range_that_overflows_float32():
     first, last = (tensorboard_writer.histogram("weights", 3, 3, counts) for counts in ([7, 0, 0], [0, 0, 7]))
     assert first == last and content(last).tolist() == [[3, 3, 0], [3, 3, 0], [3, 3, 7]]
-
-
-def test_histogram_of_values_whose_range_overflows_float32():
     most = np.finfo(np.float32).max
     assert np.isfinite(content(tensorboard_writer.histogram("weights", -most, most, [1, 2]))).all()
 
@@ -92,10 +96,9 @@ def pr_curve_by_definition(right, probability):
     return np.transpose(curve)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_pr_curve_equals_its_definition(tmp_path, dtype):
+def test_pr_curve_equals_its_definition(tmp_path):
     generator = np.random.default_rng(1000)
-    probability = generator.beta(0.5, 0.5, 1000).astype(dtype)
+    probability = generator.beta(0.5, 0.5, 1000).astype(np.float32)
     probability[:250] = np.resize([0, 1, 0.5], 250)
     right = generator.random(1000) < probability
     write(tmp_path, tensorboard_writer.pr_curve("cat", right, probability))
@@ -104,7 +107,7 @@ def test_pr_curve_equals_its_definition(tmp_path, dtype):
     np.testing.assert_allclose(value, pr_curve_by_definition(right, probability), rtol=1e-6)
 
 
-@pytest.mark.parametrize("right", [[], [True], [False], [False] * 5, [True] * 5])
+@pytest.mark.parametrize("right", [[], [False] * 5, [True] * 5])
 def test_pr_curves_of_few_examples_and_of_one_kind(tmp_path, right):
     probability = np.linspace(0.2, 0.9, len(right))
     right = np.array(right, bool)
@@ -116,31 +119,27 @@ def test_pr_curves_of_few_examples_and_of_one_kind(tmp_path, right):
     assert len(shown["precision"]) == 1 + int(126 * probability.max(initial=0))
 
 
-def test_probability_above_1_by_rounding():
-    above = np.nextafter(np.ones(1, np.float32), np.float32(2))
-    assert content(tensorboard_writer.pr_curve("cat", np.array([True]), above))[0, -1] == 1
-
-
-def session_groups(logdir):
+def test_a_run_has_its_texts_and_its_settings_beside_its_result(tmp_path):
+    for name, accuracy in (("stopped", None), ("done", 0.75)):
+        writer = TensorBoardWriter(tmp_path / name)
+        writer.write_run(0, SETTINGS, SETTINGS, ENVIRONMENT)
+        if accuracy:
+            writer.write_result(9, {"accuracy": accuracy})
+    text, plugin = read(tmp_path / "done/train", "run/model")
+    assert plugin == "text" and text.item().decode().splitlines()[2:] == [
+        "| conv | Conv2D | 32, 32, 64 | 1,728 | 2,000,000 |",
+        "| head | Dense | 10 | 640 | 1,280 |",
+        "| total |  |  | 2,368 | 2,001,280 |",
+    ]
     request = api_pb2.ListSessionGroupsRequest(slice_size=9, allowed_statuses=api_pb2.Status.values())
-    context = backend_context.Context(tensorboard(logdir))
-    return list_session_groups.Handler(RequestContext(), context, "", request).run().session_groups
-
-
-@pytest.mark.parametrize("logdir", ["", "second"])
-def test_settings_are_listed_with_the_scalars_of_their_run(tmp_path, logdir):
-    for run, accuracy in (("first", 0.5), ("second", 0.75)):
-        ended = [session_end_pb(api_pb2.STATUS_SUCCESS)] if run == "second" else []
-        write(tmp_path / run / "train", scalar_pb("rate", 1))
-        write(tmp_path / run / "eval", hparams_pb(SETTINGS, trial_id=""), scalar_pb("accuracy", accuracy), *ended)
-    shown = session_groups(tmp_path / logdir)
-    assert [group.name for group in shown] == (["eval"] if logdir else ["first/eval", "second/eval"])
-    assert [(metric.name.tag, metric.value) for metric in shown[-1].metric_values] == [("accuracy", 0.75)]
-    assert dict(shown[-1].hparams.items()).keys() == SETTINGS.keys()
-    assert shown[-1].hparams["ema"].bool_value is True and shown[-1].hparams["batch_size"].number_value == 512
-    assert shown[-1].hparams["recipe"].string_value == "speed94"
-    status = api_pb2.STATUS_UNKNOWN if not logdir else api_pb2.STATUS_SUCCESS
-    assert shown[0].sessions[0].status == status
+    context = backend_context.Context(tensorboard(tmp_path))
+    shown = list_session_groups.Handler(RequestContext(), context, "", request).run().session_groups
+    assert [group.name for group in shown] == ["done/result", "stopped/result"]
+    assert [(metric.name.tag, metric.value) for metric in shown[0].metric_values] == [("final/accuracy", 0.75)]
+    assert [group.sessions[0].status for group in shown] == [api_pb2.STATUS_SUCCESS, api_pb2.STATUS_UNKNOWN]
+    hparams = shown[0].hparams
+    assert hparams.keys() == SETTINGS.keys() and hparams["recipe"].string_value == "speed94"
+    assert hparams["ema"].bool_value is True and hparams["batch_size"].number_value == 512
 
 
 def test_custom_scalars_have_their_charts(tmp_path):
