@@ -12,7 +12,7 @@ from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import names_with
 from cifar_towers.errors import UsageError
-from cifar_towers.reporting.run_records import read_records
+from cifar_towers.reporting.run_records import flatten, read_records
 
 # Settings that differ between any two runs and do not change what is trained.
 INCIDENTAL = {"command", "recipe", "seeds", *names_with(TrainConfig, per_run=True, per_worker=True)}
@@ -109,16 +109,11 @@ def _last_weights(one: Path, other: Path) -> Finding | None:
     return ours == theirs, f"weights after step {steps[0]}: {summary}"
 
 
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> str:
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return `name a -> b` of every value that differs, with the path of nested ones."""
-    parts = []
-    for name in sorted((one.keys() | other.keys()) - INCIDENTAL):
-        ours, theirs = one.get(name), other.get(name)
-        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-            parts.append(_differences(ours, theirs, f"{prefix}{name}."))
-        elif ours != theirs:
-            parts.append(f"{prefix}{name} {_describe_difference(ours, theirs)}")
-    return ", ".join(part for part in parts if part)
+    ours, theirs = flatten(one, INCIDENTAL), flatten(other, INCIDENTAL)
+    pairs = {name: (ours.get(name), theirs.get(name)) for name in sorted(ours.keys() | theirs.keys())}
+    return ", ".join(f"{name} {_describe_difference(*pair)}" for name, pair in pairs.items() if pair[0] != pair[1])
 
 
 def _describe_difference(one: Any, other: Any) -> str:

@@ -161,10 +161,9 @@ def format_json(runs: Sequence[RunSummary]) -> str:
 
 def format_table(runs: Sequence[RunSummary], root: Path) -> str:
     """Return the runs below `root` as text of at most 120 columns, and how groups of seeds differ."""
-    heading = ("run", "data", "towers", "state", "accuracy", "TTA", "images/s", "minutes", "revision", "MB")
-    left = [heading.index(name) for name in ("run", "data", "state", "revision")]
-    rows = [heading, *((_name(run, root), *_cells(run)) for run in runs)]
-    return "\n".join([align_columns(rows, left), "", NOTE, *_describe_differences(runs)])
+    rows = [_cells(run, root) for run in runs]
+    table = align_columns([list(rows[0]), *(list(row.values()) for row in rows)], left=(0, 1, 3, 8))
+    return "\n".join([table, "", NOTE, *_describe_differences(runs)])
 
 
 def _describe_differences(runs: Sequence[RunSummary]) -> list[str]:
@@ -188,20 +187,20 @@ def _name(run: RunSummary, root: Path) -> str:
     return shorten(name, NAME_WIDTH)
 
 
-def _cells(run: RunSummary) -> tuple[str, ...]:
+def _cells(run: RunSummary, root: Path) -> dict[str, str]:
     prefix, path = split_path(run.data)
-    data = prefix + Path(path).name if prefix else run.data
-    return (
-        shorten(data, DATA_WIDTH),
-        format_number(run.towers, "d"),
-        f"{run.state} at {run.step:,}" if run.state in (RUNNING, STOPPED) and run.step else run.state,
-        format_number(run.accuracy, ".2f", 100),
-        format_number(run.tta_accuracy, ".2f", 100),
-        format_number(run.images_per_sec, ",.0f"),
-        format_number(run.minutes, ",.1f"),
-        shorten(run.revision.replace("-dirty", "+"), REVISION_WIDTH),
-        format_number(run.megabytes, ",.0f"),
-    )
+    return {
+        "run": _name(run, root),
+        "data": shorten(prefix + Path(path).name if prefix else run.data, DATA_WIDTH),
+        "towers": format_number(run.towers, "d"),
+        "state": f"{run.state} at {run.step:,}" if run.state in (RUNNING, STOPPED) and run.step else run.state,
+        "accuracy": format_number(run.accuracy, ".2f", 100),
+        "TTA": format_number(run.tta_accuracy, ".2f", 100),
+        "images/s": format_number(run.images_per_sec, ",.0f"),
+        "minutes": format_number(run.minutes, ",.1f"),
+        "revision": shorten(run.revision.replace("-dirty", "+"), REVISION_WIDTH),
+        "MB": format_number(run.megabytes, ",.0f"),
+    }
 
 
 def delete_runs(directories: Sequence[Path], confirm: Callable[[str], bool]) -> str:

@@ -10,7 +10,7 @@ import math
 import os
 import shlex
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from cifar_towers.errors import RunError
 from cifar_towers.evaluation.score import wilson_interval
 from cifar_towers.reporting import figures, run_records
 from cifar_towers.reporting.phase_timer import TRAINING_PHASES
-from cifar_towers.reporting.run_records import Groups, RunRecord, as_text, format_number, shorten
+from cifar_towers.reporting.run_records import Groups, RunRecord, as_text, flatten, format_number, shorten
 from cifar_towers.reporting.sample import Sample
 
 Cell = str | tuple[str, str]  # a text, or a text and a smaller line below it
@@ -99,9 +99,8 @@ def write(runs: Sequence[RunRecord], out: Path) -> Path:
     if os.path.exists(out) and not os.path.isfile(out):
         raise RunError(f"{out} cannot be written: it exists and is not a file; name one with --out=FILE")
     html = render(runs).encode(errors="replace").decode()  # a name may hold surrogates
-    html = html.encode("ascii", "xmlcharrefreplace").decode()  # readable in any locale
     try:
-        files.write_whole(out, html)
+        files.write_whole(out, html.encode("ascii", "xmlcharrefreplace"))  # readable in any locale
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}; name another place with --out=FILE") from None
     return out
@@ -117,8 +116,8 @@ def render(runs: Sequence[RunRecord]) -> str:
         _errors(groups, runs),
         _towers(runs),
         _seconds(runs),
-        _comparison("Settings", {run.name: _flatten(run.config) for run in runs}),
-        _comparison("Environment", {run.name: _flatten(run.environment, leave_out=SHOWN_ELSEWHERE) for run in runs}),
+        _comparison("Settings", {run.name: flatten(run.config) for run in runs}),
+        _comparison("Environment", {run.name: flatten(run.environment, SHOWN_ELSEWHERE) for run in runs}),
         Section(
             "Command",
             commands=_distinct(runs, [shlex.join(run.environment.get("command", [])) for run in runs]),
@@ -366,24 +365,21 @@ def _towers(runs: Sequence[RunRecord]) -> Section:
 
 def _seconds(runs: Sequence[RunRecord]) -> Section:
     phases = list(dict.fromkeys(phase for run in runs for phase in run.result.get("seconds", {})))
-    rows = []
+    rows: list[Row] = []
     for run in runs:
         if seconds := run.result.get("seconds"):
             total = math.fsum(seconds.values())
-            row: dict[Any, Cell] = {"run": run.name}
-            for phase in phases:
-                value = seconds.get(phase)
-                row[phase] = format_number(value, ",.1f"), f"{format_number(value, '.1f', 100 / (total or 1))} %"
-            rows.append(row | {"total, s": f"{total:,.1f}"})
+            cells = {key: (f"{value:,.1f}", f"{100 * value / (total or 1):.1f} %") for key, value in seconds.items()}
+            rows.append({"run": run.name, **dict.fromkeys(phases, "-"), **cells, "total, s": f"{total:,.1f}"})
     return Section("Time", tables=[Table(rows)])
 
 
-def _comparison(title: str, columns: Mapping[str, Mapping[str, str]]) -> Section:
+def _comparison(title: str, columns: Mapping[str, Mapping[str, Any]]) -> Section:
     """Make a table of the values that differ between runs, and a folded one of those that all share."""
     differing: list[Row] = []
     common: list[Row] = []
     for key in dict.fromkeys(key for values in columns.values() for key in values):
-        found = {name: values.get(key, "-") for name, values in columns.items()}
+        found = {name: as_text(values.get(key)) for name, values in columns.items()}
         if len(set(found.values())) > 1:
             differing.append({"": key} | found)
         else:
@@ -409,16 +405,3 @@ def _distinct(runs: Sequence[RunRecord], values: Iterable[Any]) -> list[tuple[st
         owners.setdefault(json.dumps(value), []).append(run.name)
     named = [(", ".join(names) + ": " if len(names) < len(runs) else "", text) for text, names in owners.items()]
     return [(owner, value) for owner, text in named if (value := json.loads(text))]
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "", leave_out: Collection[str] = ()) -> dict[str, str]:
-    """Return nested objects by their path, all values as text.
-
-    >>> _flatten({"a": {"b": 1}, "c": "x"})
-    {'a.b': '1', 'c': 'x'}
-    """
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if key not in leave_out:
-            flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: as_text(value)}
-    return flat

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +226,19 @@ def format_number(value: float | None, spec: str, scale: float = 1) -> str:
 def as_text(value: Any) -> str:
     """Return any value of a JSON file as text, `-` for None."""
     return value if isinstance(value, str) else "-" if value is None else json.dumps(value)
+
+
+def flatten(values: Mapping[str, Any], leave_out: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested objects by their path.
+
+    >>> flatten({"a": {"b": 1}, "c": "x"})
+    {'a.b': 1, 'c': 'x'}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in leave_out:
+            flat |= flatten(value, leave_out, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:

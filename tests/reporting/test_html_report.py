@@ -264,7 +264,6 @@ def test_program(tmp_path):
         ([], 2, "usage: .*report.py"),
         (["run", "--output=x"], 2, "usage: .*--output.*--out"),
         (["none"], 2, "usage: .*none"),
-        (["."], 2, r"usage: \. .*no records"),
         (["run", "--out=none/page.html"], 1, "run: none/page.html cannot be written.* none"),
         (["damaged"], DataError.exit_code, "data: damaged/result.json cannot be read"),
     ],
