@@ -162,18 +162,6 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def approximate_duration(seconds: float) -> str:
-    """Return a duration to two digits or to the minute.
-
-    >>> approximate_duration(7690), approximate_duration(2047), approximate_duration(65)
-    ('2 h 8 min', '34 min', '65 s')
-    """
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
-
-
 def _bar(done: float, width: int) -> str:
     filled = min(width, round(width * done))
     return "━" * filled + "╺" * (width - filled)

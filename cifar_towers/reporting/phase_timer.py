@@ -1,5 +1,6 @@
 """Wall-clock seconds of a run by phase, images per second, and the time that a run will still take."""
 
+import dataclasses
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -75,24 +76,21 @@ class PhaseTimer:
         return sum(self.seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
 
 
+@dataclasses.dataclass
 class TimeLeft:
     """The estimate of the time that a run will still take.
 
     A step of an image size that has not been seen takes the time of the largest seen, in proportion to the pixels.
-    `passes_left` maps a step to the number of images that the remaining evaluations will classify, each view counted.
     """
 
-    def __init__(
-        self,
-        length: RunLength,
-        batch_size: int,
-        timer: PhaseTimer,
-        image_size_at: Callable[[int], int],
-        passes_left: Callable[[int], int],
-    ):
-        self._length, self._batch_size, self._timer = length, batch_size, timer
-        self._image_size_at, self._passes_left = image_size_at, passes_left
-        self._booked = dict(timer.seconds)
+    length: RunLength
+    batch_size: int
+    timer: PhaseTimer
+    image_size_at: Callable[[int], int]
+    passes_left: Callable[[int], int]  # step -> images that evaluations will still classify, each view counted
+
+    def __post_init__(self) -> None:
+        self._booked = dict(self.timer.seconds)
         self._steps: Counter[int] = Counter()  # timed, by image size
         self._seconds: defaultdict[int, float] = defaultdict(float)  # of these steps
         self._steps_left: Counter[int] = Counter()
@@ -105,9 +103,9 @@ class TimeLeft:
 
         Return whether this step gives the first estimate, of a run that has more to do than it has done.
         """
-        new = {phase: seconds - self._booked.get(phase, 0.0) for phase, seconds in self._timer.seconds.items()}
-        self._booked = dict(self._timer.seconds)
-        size = self._image_size_at(step - 1)
+        new = {phase: seconds - self._booked.get(phase, 0.0) for phase, seconds in self.timer.seconds.items()}
+        self._booked = dict(self.timer.seconds)
+        size = self.image_size_at(step - 1)
         self._compile_seconds += new.get("compile", 0.0)
         if is_traced:
             self._steps[size] += 1
@@ -115,9 +113,9 @@ class TimeLeft:
         if step - 1 == self._last_step:
             self._steps_left[size] -= 1
             self._evaluate_seconds += new.get("evaluate", 0.0)
-            self._passes += self._passes_left(step - 1) - self._passes_left(step)
+            self._passes += self.passes_left(step - 1) - self.passes_left(step)
         else:  # the first, or the first after a rollback
-            self._steps_left = Counter(map(self._image_size_at, range(step, self._length.last)))
+            self._steps_left = Counter(map(self.image_size_at, range(step, self.length.last)))
         self._last_step = step
         return is_traced and self._steps.total() == MIN_STEPS < self._steps_left.total()
 
@@ -128,7 +126,7 @@ class TimeLeft:
         training = sum(count * self._step_seconds(size) for size, count in self._steps_left.items())
         unseen = [size for size, count in self._steps_left.items() if count and not self._steps[size]]
         compilation = len(unseen) * self._compile_seconds / len(self._steps)
-        return training + compilation + self._passes_left(self._last_step) * self._pass_seconds()
+        return training + compilation + self.passes_left(self._last_step) * self._pass_seconds()
 
     def _step_seconds(self, size: int) -> float:
         seen = size if self._steps[size] else max(self._steps)
@@ -137,4 +135,4 @@ class TimeLeft:
     def _pass_seconds(self) -> float:
         if self._passes:
             return self._evaluate_seconds / self._passes
-        return FORWARD_SHARE * self._step_seconds(self._image_size_at(self._length.last)) / self._batch_size
+        return FORWARD_SHARE * self._step_seconds(self.image_size_at(self.length.last)) / self.batch_size

@@ -15,7 +15,7 @@ from cifar_towers.data.dataset import DatasetInfo, Split
 from cifar_towers.evaluation.score import Evaluation, Score, reported_score
 from cifar_towers.reporting import figures, run_info, tags
 from cifar_towers.reporting.callbacks import Callbacks
-from cifar_towers.reporting.console import Progress, ProgressStatus, approximate_duration, format_seconds
+from cifar_towers.reporting.console import Progress, ProgressStatus, format_seconds
 from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft
 from cifar_towers.reporting.run_info import RunInfo, count, describe_score
 from cifar_towers.reporting.run_records import JsonlWriter
@@ -98,7 +98,7 @@ class RunLogger:
         self.timer.end_step(self.run.config.batch_size, is_traced)
         if self._time_left.end_step(step, is_traced) and (seconds := self._time_left.seconds()) is not None:
             self.progress.pause()
-            self.log(f"about {approximate_duration(seconds)} to go, at the rate of the first steps here")
+            self.log(f"about {format_seconds(seconds)} to go, at the rate of the first steps here")
 
     def log_step(
         self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_size: int, health: Mapping[str, int]
