@@ -232,21 +232,28 @@ class Run:
         image_size_at = ImageSizeSchedule(config.image_size_schedule, config.image_size).at(length)
         self.step_runner = StepRunner(train_step, self.state.optimizer, image_size_at)
 
-        variables = self.state.named_variables()
+        self._make_observers(banner)
+        self.evaluations: list[dict] = []
+        self.reached = 0.0
+        self._compiled = False  # whether the last step was compiled
+
+    def _make_observers(self, banner: str) -> None:
+        """Build what logs, evaluates, saves, checks and profiles the steps; list what happens after each step."""
+        config, dataset, workers, length = self.config, self.dataset, self.workers, self.length
         info = RunInfo(
             config=config,
             dataset=dataset,
             banner=banner,
             local_towers=self.local_towers,
             towers=self.towers,
-            precision=precision,
+            precision=self.precision,
             length=length,
-            image_size_at=image_size_at,
+            image_size_at=self.step_runner.image_size_at,
             model=self.state.model,
-            variables=variables,
+            variables=self.state.named_variables(),
             activation_layers=[layer.name for layer in activation_layers(self.state.model)],
         )
-        self.logger = RunLogger(info, timer, callbacks, quiet=not workers.is_chief)
+        self.logger = RunLogger(info, self.timer, self.callbacks, quiet=not workers.is_chief)
         self.log = self.logger.log
         show = self.logger.show_evaluation
         classify = make_classify_fn(self.state.model, self.local_towers, self.augmentation, workers, show)
@@ -261,10 +268,10 @@ class Run:
             config.directory, self.state, config.checkpoint_every_steps, config.keep_checkpoints, self.log, workers
         )
         self.health = Health(config.max_nonfinite_steps, self.state, self.towers, self._locate_nonfinite, self.log)
-        traced = profiled_steps if workers.is_chief else None
+        traced = parse_profile_steps(config.profile_steps) if workers.is_chief else None
         self.profiler = StepProfiler(config.directory, *traced) if traced else None
-        self.metadata = workdir.run_metadata(self.requested, config, dataset, precision, len(self.towers))
-
+        self.metadata = workdir.run_metadata(self.requested, config, dataset, self.precision, len(self.towers))
+        self._has_batch_norm = has_batch_norm(self.state.model)
         self.hooks: list[Callable[[int, Sequence[FinishedStep]], None]] = [
             self.check_and_log,
             self.evaluate_if_due,
@@ -273,10 +280,6 @@ class Run:
             self.note_target,
             self.stop_after_callback_error,
         ]
-        self._has_batch_norm = has_batch_norm(self.state.model)
-        self.evaluations: list[dict] = []
-        self.reached = 0.0
-        self._compiled = False  # whether the last step was compiled
 
     # The start and the end of a run
 

@@ -11,7 +11,7 @@ PACKAGE = "cifar_towers"
 
 # The folders, and the modules at the package's root, bottom first. Each may import those of the layers below it.
 LAYERS = (
-    ("config", "registry", "user_code", "errors", "files", "hardware", "commands", "shutdown"),
+    ("config", "registry", "user_code", "errors", "files", "hardware", "shutdown"),
     ("towers",),
     ("models", "data"),
     ("multi_worker",),

@@ -10,7 +10,6 @@ from pathlib import Path
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import checked_output, confirm, find_data, import_tensorflow, parse, program, start_tool
 from cifar_towers.cli.run import Run
-from cifar_towers.commands import command
 from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.config.programs import (
     BenchmarkConfig,
@@ -26,6 +25,7 @@ from cifar_towers.config.recipe import claimed_accuracy, recipe_fields, recipe_n
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
+from cifar_towers.reporting.commands import command
 from cifar_towers.shutdown import ShutdownHandler
 
 log = logging.getLogger(__name__)
@@ -268,10 +268,8 @@ def runs(shutdown: ShutdownHandler) -> None:
 
 def own_data(recipe: str) -> str:
     """Return the data set that a recipe names; empty for a name that is no recipe of `configs/`."""
-    if recipe not in recipe_names():
-        return ""
-    dataset = parse_command_line(TrainConfig, ["train.py", f"--recipe={recipe}"], "").dataset
-    return "cifar10" if dataset == "auto" else dataset
+    config = read_recipe(recipe)
+    return config.dataset.replace("auto", "cifar10") if config else ""
 
 
 @program
@@ -311,11 +309,16 @@ def command_for(function: Callable[[], None]) -> list[str]:
     return [sys.executable, "-c", f"{setup}; from {__name__} import {function.__name__} as run; run()"]
 
 
+def read_recipe(name: str) -> TrainConfig | None:
+    """Return a recipe of `configs/`; None if there is none of this name."""
+    return parse_command_line(TrainConfig, ["", f"--recipe={name}"], "") if name in recipe_names() else None
+
+
 def measured_accuracy(config: TrainConfig) -> str:
     """Return the accuracy that the recipe was measured to reach; empty if unknown, or if flags change the training."""
-    if config.recipe not in recipe_names():
+    recipe = read_recipe(config.recipe)
+    if not recipe:
         return ""
-    recipe = parse_command_line(TrainConfig, ["train.py", f"--recipe={config.recipe}"], "")
     whole = config.max_steps == recipe.max_steps and not config.target_accuracy
     same_data = config.dataset in (recipe.dataset, "auto")  # a fallback to other data says so itself
     same = recipe_fields(dataclasses.replace(config, seed=recipe.seed)) == recipe_fields(recipe)

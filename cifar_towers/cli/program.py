@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 from cifar_towers import hardware
 from cifar_towers.cli.flags import Config, parse_command_line
-from cifar_towers.commands import name_programs
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import Interrupted, RunError, UsageError, caused_by_interrupt, error_line, error_text
+from cifar_towers.reporting.commands import name_programs
 from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.user_code import check_function
 

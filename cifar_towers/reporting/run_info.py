@@ -15,7 +15,6 @@ import keras
 import psutil
 import tensorflow as tf
 
-from cifar_towers.commands import command
 from cifar_towers.config import TrainConfig, parse_shares
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import Dataset
@@ -23,6 +22,7 @@ from cifar_towers.evaluation.score import Evaluation
 from cifar_towers.hardware import cpuinfo, gpu_names
 from cifar_towers.registry import split_path
 from cifar_towers.reporting import figures, tags
+from cifar_towers.reporting.commands import command
 from cifar_towers.towers import Tower
 from cifar_towers.towers.pipeline import layer_costs
 from cifar_towers.towers.placement import short_device

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from cifar_towers.multi_worker.cluster_spec import Workers
 
@@ -60,14 +61,8 @@ class HardExamples(NamedTuple):
 
 
 def to_numpy(values: Any) -> Any:
-    """Return the same structure of named tuples, lists and dicts with NumPy arrays for tensors."""
-    if isinstance(values, dict):
-        return {name: to_numpy(value) for name, value in values.items()}
-    if isinstance(values, list):
-        return [to_numpy(value) for value in values]
-    if isinstance(values, tuple):
-        return type(values)(*map(to_numpy, values))
-    return None if values is None else values.numpy()
+    """Return the same structure with NumPy arrays for tensors; None stays None."""
+    return tf.nest.map_structure(lambda value: None if value is None else value.numpy(), values)
 
 
 def gather_diagnostics(workers: Workers, metrics: StepMetrics) -> StepMetrics:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cifar_towers.commands import command, name_programs
+from cifar_towers.reporting.commands import command, name_programs
 
 ROOT = Path(__file__).parents[2]
 NET = """

@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"  # in a checkout
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"  # in a checkout
 PROGRAM = re.compile(
     r"(?<![\w/=.])(train|launch|benchmark|predict|export|evaluate|compare_runs|report|runs)\.py(?![\w/:])"
 )
