@@ -488,7 +488,11 @@ class Run:
           DivergedError: rollbacks are off, there were too many, or there is no checkpoint.
         """
         if not self.config.rollback_on_divergence:
-            raise self.health.without_rollback(error, self.checkpoints.describe_latest()) from error
+            raise DivergedError(
+                f"{error}; {self.checkpoints.describe_latest()}: give --rollback_on_divergence to go back to the "
+                "last good checkpoint at half the rates, or --overwrite with a smaller --learning_rate or "
+                "--precision=float32"
+            ) from error
         self.step_runner.discard()
         self.health.roll_back(error)
         metadata = self.checkpoints.roll_back(self.health.last_good_step, self.health.rollbacks)

@@ -198,9 +198,10 @@ def _join_help(
     config_class: type[Any], description: str, groups: Mapping[str, Sequence[dataclasses.Field]], more: str = ""
 ) -> str:
     has_recipe = "recipe" in (field.name for field in flag_settings(config_class))
-    of_recipe = _recipe_values(config_class) if has_recipe else {}
+    default_recipe = [f"--flagfile={recipe_flagfile(DEFAULT_RECIPE)}"] if has_recipe else []
+    of_recipe = _parse_flags(config_class, ["", *default_recipe])[0].flag_values_dict()
     blocks = [
-        f"{group}:\n" + "\n".join(_describe_flag(field, of_recipe.get(field.name, field.default)) for field in fields)
+        f"{group}:\n" + "\n".join(_describe_flag(field, of_recipe[field.name]) for field in fields)
         for group, fields in groups.items()
         if fields
     ]
@@ -209,12 +210,6 @@ def _join_help(
         blocks.append(_wrap(f"Recipes: {', '.join(recipe_names())}."))
     exit_codes = f"Exit codes: {config_class.exit_codes}."
     return "\n\n".join(filter(None, [description, *blocks, more, exit_codes]))
-
-
-def _recipe_values(config_class: type) -> Mapping[str, Any]:
-    """Return the values of all flags under the recipe that is trained if none is named."""
-    values, _ = _parse_flags(config_class, ["", f"--flagfile={recipe_flagfile(DEFAULT_RECIPE)}"])
-    return values.flag_values_dict()
 
 
 def _describe_flag(field: dataclasses.Field, of_recipe: Any) -> str:

@@ -82,11 +82,7 @@ def start_training(
 
 
 def join_cluster(config: TrainConfig) -> ClusterSpec | None:
-    """Return the workers that this process will train with, and warn of the port that it opens; None for one process.
-
-    Raises:
-      UsageError: see `resolve_cluster`; or this worker's address is public.
-    """
+    """Return the workers of `resolve_cluster`. Warn of the port that this process opens; refuse a public address."""
     cluster = resolve_cluster(config, os.environ)
     if not cluster:
         return None
@@ -116,11 +112,7 @@ def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> Clus
 
 
 def check_weights(result: dict, expected: str) -> None:
-    """Compare the weights of a run's result with the SHA-256 that is expected, if any.
-
-    Raises:
-      RunError: the weights have another SHA-256.
-    """
+    """Raise RunError if the weights of a run's result have another SHA-256 than is expected, if any is."""
     if not result["weights_sha256"].startswith(expected):
         raise RunError(
             f"the weights after step {result['step']} have sha256 {result['weights_sha256'][:16]}, not "

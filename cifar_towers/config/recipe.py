@@ -24,11 +24,7 @@ def recipe_names() -> list[str]:
 
 
 def recipe_flagfile(name: str) -> Path:
-    """Return the file of a recipe.
-
-    Raises:
-      UsageError: there is no recipe of this name.
-    """
+    """Return the file of a recipe."""
     known = recipe_names()
     if name in known:
         return DIRECTORY / f"{name}.cfg"

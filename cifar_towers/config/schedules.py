@@ -27,11 +27,7 @@ class ScheduleKnots(NamedTuple):
     values: tuple[float, ...]
 
     def steps(self, length: RunLength) -> list[float]:
-        """Return the places in steps.
-
-        Raises:
-          UsageError: the steps are not in ascending order for a run of this length.
-        """
+        """Return the places in steps."""
         units = [length.total if relative else length.steps_per_epoch for relative in self.relative]
         steps = [to_steps(place, unit) for place, unit in zip(self.places, units, strict=True)]
         if steps != sorted(steps):
@@ -79,11 +75,7 @@ RATE_SHAPES = {"linear": piecewise_linear, "step": piecewise_constant}  # (step,
 
 
 def parse_rate(text: str) -> tuple[str, ScheduleKnots]:
-    """Return the shape and the points of a learning rate schedule: `"linear:0=1,100%=0"` -> ("linear", points).
-
-    Raises:
-      UsageError: the text does not begin with one of `RATE_SHAPES`, or its points have another form.
-    """
+    """Return the shape and the points of a learning rate schedule: `"linear:0=1,100%=0"` -> ("linear", points)."""
     kind, _, points = text.partition(":")
     if kind not in RATE_SHAPES:
         shapes = " or ".join(f"{name}:" for name in RATE_SHAPES)
@@ -95,11 +87,7 @@ class ImageSizeSchedule:
     """The height and width of training images in pixels over a run."""
 
     def __init__(self, text: str, full: int):
-        """Parse a text as `"0=24,45%=32"`. Before its first place, or if it is empty, images have the `full` size.
-
-        Raises:
-          UsageError: see `parse_points`.
-        """
+        """Parse a text as `"0=24,45%=32"`. Before its first place, or if it is empty, images have the `full` size."""
         self.points = parse_points("image_size_schedule", text or f"0={full}", "0=24,45%=32")
         self._full = full
 
@@ -109,21 +97,13 @@ class ImageSizeSchedule:
         return int(max([*self.points.values, *before]))
 
     def at(self, length: RunLength) -> Callable[[int], int]:
-        """Return the function step -> size for a run of this length.
-
-        Raises:
-          UsageError: see `ScheduleKnots.steps`.
-        """
+        """Return the function step -> size for a run of this length."""
         places = self.points.steps(length)
         return lambda step: int(piecewise_constant(step, places, self.points.values, before=self._full))
 
 
 def parse_points(setting: str, text: str, example: str) -> ScheduleKnots:
-    """Return the points in a text: `"0=24,45%=32"` -> points at epoch 0 and at 0.45 of the run.
-
-    Raises:
-      UsageError: naming `setting`, if the text has another form or its places are not in ascending order.
-    """
+    """Return the points in a text: `"0=24,45%=32"` -> points at epoch 0 and at 0.45 of the run."""
     places: list[float] = []
     relative: list[bool] = []
     values: list[float] = []

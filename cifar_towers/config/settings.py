@@ -61,11 +61,7 @@ def names_with(config_class: type, **properties: Any) -> tuple[str, ...]:
 
 
 def check_limits(config: Any) -> None:
-    """Check every field of a config against its `low`, `high`, `choices` and `check`.
-
-    Raises:
-      UsageError: naming the first value that is not allowed.
-    """
+    """Check every field of a config against its `low`, `high`, `choices` and `check`."""
     for field in dataclasses.fields(config):
         value, limits = getattr(config, field.name), field.metadata
         if limits["check"] and value != field.default:
@@ -86,11 +82,7 @@ def split_names(text: str) -> list[str]:
 
 
 def parse_names(setting: str, text: str, known: Sequence[str]) -> list[str]:
-    """Return the names in a text, each once.
-
-    Raises:
-      UsageError: a name is not one of `known`.
-    """
+    """Return the names in a text, each once."""
     names = split_names(text)
     for name in names:
         if name not in known:

@@ -1,6 +1,7 @@
 """Every setting of a training run: its name, default, help and limits; the flags of `train.py` are made from here.
 
 This module, and all that runs before training starts, must not import TensorFlow, so that a usage error is immediate.
+What cannot be used raises a UsageError here and in the modules beside this one; the message names the setting.
 """
 
 import dataclasses
@@ -26,11 +27,7 @@ ERRORS = (UsageError, DataError)  # of every program that reads data
 
 
 def parse_shares(text: str) -> list[float]:
-    """Return the towers' shares of a batch: `"3,1"` -> [3.0, 1.0]; empty for an empty text and for `auto`.
-
-    Raises:
-      UsageError: the text is not a list of positive numbers.
-    """
+    """Return the towers' shares of a batch: `"3,1"` -> [3.0, 1.0]; empty for an empty text and for `auto`."""
     if text in ("", "auto"):
         return []
     try:
@@ -43,11 +40,7 @@ def parse_shares(text: str) -> list[float]:
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """Return the seeds in a text: `"0,1,2"` -> (0, 1, 2).
-
-    Raises:
-      UsageError: naming what is wrong with the text.
-    """
+    """Return the seeds in a text: `"0,1,2"` -> (0, 1, 2)."""
     try:
         seeds = tuple(int(part) for part in text.split(",")) if text else ()
     except ValueError:
@@ -58,11 +51,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def parse_profile_steps(text: str) -> tuple[int, int] | None:
-    """Return the first and last step of a profile: `"100:110"` -> (100, 110), the steps after 100 to 109 updates.
-
-    Raises:
-      UsageError: naming what is wrong with the text.
-    """
+    """Return the first and last step of a profile: `"100:110"` -> (100, 110), the steps after 100 to 109 updates."""
     if not text:
         return None
     first, colon, last = text.partition(":")
@@ -456,11 +445,7 @@ class TrainConfig(DeviceConfig):
         return dataclasses.replace(self, seed=seed, seeds="", train_dir=train_dir)
 
     def check_shares(self, num_devices: int) -> None:
-        """Check that the towers on this many devices, and their micro-batches, can share a batch.
-
-        Raises:
-          UsageError: the batch cannot be divided equally, or as `tower_shares` says.
-        """
+        """Check that the towers on this many devices, and their micro-batches, can share a batch."""
         num_towers = num_devices if self.parallelism == "data" else 1
         if self.tower_shares == "auto":
             return

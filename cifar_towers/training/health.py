@@ -110,13 +110,6 @@ class Health:
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.last_good_step = step - self.in_a_row
 
-    def without_rollback(self, error: DivergedError, latest: str) -> DivergedError:
-        """Return the error of a run that does not go back by itself; `latest` describes its newest checkpoint."""
-        return DivergedError(
-            f"{error}; {latest}: give --rollback_on_divergence to go back to the last good checkpoint at half the "
-            "rates, or --overwrite with a smaller --learning_rate or --precision=float32"
-        )
-
     def roll_back(self, error: DivergedError) -> None:
         """Halve the learning rates after `error`.
 

@@ -122,7 +122,12 @@ def recommend_placement(
             batch_size=min(config.batch_size, PLACEMENT_IMAGES * len(towers) * config.micro_batches),
         )
         steps[placement] = make_trial_step(small, towers, precision, train, length)
-    seconds = time_steps(steps)
+    seconds: dict[str, list[float]] = {placement: [] for placement in steps}
+    for _ in range(PLACEMENT_STEPS):
+        for placement, step in steps.items():
+            began = time.perf_counter()
+            step()
+            seconds[placement].append(time.perf_counter() - began)
     times = ", ".join(f"{placement} {1000 * np.median(taken):.1f} ms" for placement, taken in seconds.items())
     ratios = {placement: np.divide(taken, seconds["cpu"]) for placement, taken in seconds.items()}
     faster = {placement: np.median(r) for placement, r in ratios.items() if np.quantile(r, 0.75) < 1 - PLACEMENT_GAIN}
@@ -151,17 +156,6 @@ def make_trial_step(
         step = partial(train_step, batches.at(0), rates)
     step()  # traces
     return lambda: step().loss.numpy()
-
-
-def time_steps(steps: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Return the seconds of `PLACEMENT_STEPS` interleaved calls of each function."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(PLACEMENT_STEPS):
-        for name, step in steps.items():
-            began = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - began)
-    return seconds
 
 
 # Tower shares ---------------------------------------------------------------------------------------------------------
