@@ -98,6 +98,10 @@ USAGE_ERRORS = {
         (["--train_dir=runs/one", "--model=mynets.py"], " path/to/file.py:function"),
         (["--train_dir=runs/one", "--dataset=../photos"], "dataset=../photos is not cifar10"),
     ],
+    ExportConfig: [
+        (["--train_dir=x", "--format=tensorrt"], "format=tensorrt is not one of saved_model, keras"),
+        (["--train_dir=x", "--quantize=int8"], "saved_model cannot be quantized; write --format=litert"),
+    ],
     CompareConfig: [(runs, "which two runs") for runs in ([], ["one"], ["one", "other", "third"])],
 }
 
