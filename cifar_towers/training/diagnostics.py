@@ -66,7 +66,8 @@ def cond_or_zeros(condition: tf.Tensor, compute: Callable[[], Any], specs: Any) 
     def zeros():
         return tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), specs)
 
-    return tf.cond(condition, computed, zeros)
+    with tf.name_scope("diagnostics"):
+        return tf.cond(condition, computed, zeros)
 
 
 def forward_diagnostics(
@@ -78,10 +79,9 @@ def forward_diagnostics(
     def compute():
         return tf.cast(images[:count], tf.float32), tensor_stats([a[:NUM_EXAMPLES] for a in activations])
 
-    with tf.name_scope("diagnostics"):
-        specs = tf.TensorSpec([count, *images.shape[1:]]), _stats_specs(len(activations))
-        inputs, stats = cond_or_zeros(collect, compute, specs)
-        return inputs, labels[:count], stats
+    specs = tf.TensorSpec([count, *images.shape[1:]]), _stats_specs(len(activations))
+    inputs, stats = cond_or_zeros(collect, compute, specs)
+    return inputs, labels[:count], stats
 
 
 def update_diagnostics(
@@ -106,9 +106,8 @@ def update_diagnostics(
                 norms.append(tf.cast(tf.norm(new_values.get(id(variable), value) - value), tf.float32))
         return tensor_stats(values, devices), tensor_stats(dense, devices), tf.stack(norms)
 
-    with tf.name_scope("diagnostics"):
-        count = len(gradients)
-        return cond_or_zeros(collect, compute, (_stats_specs(count), _stats_specs(count), tf.TensorSpec([count])))
+    stats = _stats_specs(len(gradients))
+    return cond_or_zeros(collect, compute, (stats, stats, tf.TensorSpec([len(gradients)])))
 
 
 def tower_gradient_stats(
@@ -124,9 +123,8 @@ def tower_gradient_stats(
         stats = [_norm_and_cosine(gradients, mean_gradients) for gradients in tower_gradients]
         return tuple(map(tf.stack, zip(*stats, strict=True)))
 
-    with tf.name_scope("diagnostics"):
-        spec = tf.TensorSpec([len(tower_gradients)])
-        return cond_or_zeros(collect, compute, (spec, spec))
+    spec = tf.TensorSpec([len(tower_gradients)])
+    return cond_or_zeros(collect, compute, (spec, spec))
 
 
 def _norm_and_cosine(
