@@ -64,9 +64,7 @@ class RunDataConfig(TrainedRunConfig):
     """The present place of a run's data."""
 
     dataset: str = _data(
-        "",
-        "place of the run's data, as folder:<path>, or another test set; default: as in training",
-        check=check_dataset,
+        "", "the run's data, as folder:<path>, or another test set; default: as in training", check=check_dataset
     )
     data_dir: str = _data("", "directory of the prepared data sets")
 
@@ -99,9 +97,7 @@ class ExportConfig(RunDataConfig):
 
     exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, a failed check, or nothing could be written"
 
-    format: str = _export(
-        "saved_model", "format of the export; tflite is another name of litert", choices=EXPORT_FORMATS
-    )
+    format: str = _export("saved_model", "format; tflite is another name of litert", choices=EXPORT_FORMATS)
     quantize: str = _export(
         "",
         "number format of a litert export: float16 weights, or int8 weights and activations, calibrated on training "
@@ -151,8 +147,7 @@ class RunsConfig:
     json: bool = _table(False, "output as one JSON object per run and nothing else")
     best: str = _table("", "recipe whose most accurate finished run is printed as a directory, and nothing else")
     verify: bool = _table(
-        False,
-        "comparison of each run's last checkpoint with its SHA-256, which takes seconds per run; default: sizes only",
+        False, "comparison of each run's last checkpoint with its SHA-256, in seconds per run; default: sizes only"
     )
     delete: bool = _table(False, "deletion of the runs whose directories are given, after a question")
     arguments: tuple[str, ...] = setting((), REST, "a pattern of names, as 'speed94*'; or the directories to delete")
@@ -188,10 +183,7 @@ class LaunchConfig:
     exit_codes: ClassVar[str] = TrainConfig.exit_codes
 
     num_workers: int = _launch(
-        0,
-        "number of workers to start on this machine; 0: one process, which may be a worker of a cluster",
-        low=0,
-        high=1024,
+        0, "number of workers on this machine; 0: one process, which may be a worker of a cluster", low=0, high=1024
     )
     max_restarts: int = _launch(3, "maximum number of restarts after a worker was lost or received a signal", low=0)
     command: tuple[str, ...] = setting((), REST, "flags of train.py")

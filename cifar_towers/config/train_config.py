@@ -88,19 +88,13 @@ class DeviceConfig:
         high=1024,
     )
     soft_placement: bool = _towers.free(True, "logical devices in place of missing GPUs")
-    log_device_placement: bool = _towers.free(
-        False, "log lines with the device of each variable and each tower", per_worker=True
-    )
+    log_device_placement: bool = _towers.free(False, "logged device of each variable and tower", per_worker=True)
     gpu_memory_growth: bool = _towers.free(
         True, "allocation of GPU memory as it is needed, instead of all at the start", per_worker=True
     )
     gpu_memory_limit_mb: int = _towers.free(0, "maximum memory on each GPU in MB; 0: no limit", low=0, per_worker=True)
     intra_op_threads: int = _towers.free(
-        0,
-        "number of threads inside one operation; 0: the cores divided among the CPU towers",
-        low=0,
-        high=1024,
-        per_worker=True,
+        0, "threads inside one operation; 0: the cores divided among the CPU towers", low=0, high=1024, per_worker=True
     )
     deterministic: bool = _towers.free(
         False, "bit-identical results guaranteed by TensorFlow, which fails where an operation cannot give them"
@@ -175,14 +169,12 @@ class TrainConfig(DeviceConfig):
     )
     parallelism: str = _towers.free(
         "data",
-        "work that is split over the devices: data, the batch; model, the net as pipeline stages",
+        "work split over the devices: data, the batch; model, pipeline stages of the net",
         choices=("data", "model"),
     )
 
     workers: str = _cluster.free(
-        "",
-        "host:port of every worker of strategy=multi_worker, as a:5000,b:5000; empty: from TF_CONFIG or Slurm's "
-        "variables",
+        "", "host:port of every worker of strategy=multi_worker, as a:5000,b:5000; empty: from TF_CONFIG or Slurm"
     )
     worker_index: int = _cluster.free(
         -1,
@@ -195,9 +187,7 @@ class TrainConfig(DeviceConfig):
         False, "permission for worker addresses that the internet reaches; TensorFlow's port has no authentication"
     )
 
-    recipe: str = _run.free(
-        "", "name of the recipe to train, a file in configs/; default: speed94, unless --model is given"
-    )
+    recipe: str = _run.free("", "recipe to train, a file in configs/; default: speed94, unless --model is given")
     train_dir: str = _run.free(
         "",
         "directory of everything the run writes; default: runs/<recipe>-seed<seed>, with -<dataset> for data other "
@@ -205,12 +195,8 @@ class TrainConfig(DeviceConfig):
         per_worker=True,
         per_run=True,
     )
-    overwrite: bool = _run.free(
-        False, "fresh start, which deletes an earlier run in train_dir", per_worker=True, per_run=True
-    )
-    seed: int = _run.recipe(
-        0, "random seed of data order, augmentation and initial weights", low=0, high=2**31 - 1, per_run=True
-    )
+    overwrite: bool = _run.free(False, "fresh start that deletes the run in train_dir", per_worker=True, per_run=True)
+    seed: int = _run.recipe(0, "seed of data order, augmentation and weights", low=0, high=2**31 - 1, per_run=True)
     seeds: str = _run.free(
         "",
         "seeds of several runs, trained one after another, as 0,1,2; their mean and standard deviation are printed",
@@ -232,12 +218,9 @@ class TrainConfig(DeviceConfig):
         check=_check_sha256,
         per_run=True,
     )
-    max_nonfinite_steps: int = _run.free(
-        3, "number of consecutive skipped steps (NaN or infinity) that ends the run", low=1
-    )
+    max_nonfinite_steps: int = _run.free(3, "number of skipped steps (NaN or infinity) in a row that ends a run", low=1)
     rollback_on_divergence: bool = _run.free(
-        False,
-        "return to the last good checkpoint at half the learning rates, instead of the end after max_nonfinite_steps",
+        False, "return to the last good checkpoint at half the rates, instead of the end after max_nonfinite_steps"
     )
 
     dataset: str = _data.free(
@@ -282,9 +265,7 @@ class TrainConfig(DeviceConfig):
         0, "height and width of the crop in pixels, random in training and central in evaluation; 0: no crop", low=0
     )
     image_size_schedule: str = _data.recipe(
-        "",
-        "height and width of training images in pixels, from an epoch or percentage on, as 0=24,45%=32; empty: "
-        "image_size",
+        "", "size of training images in pixels from an epoch or percentage on, as 0=24,45%=32; empty: image_size"
     )
     cutout: int = _data.recipe(
         0, "height and width in pixels of a random square that is blanked in each training image; 0: none", low=0
@@ -314,9 +295,7 @@ class TrainConfig(DeviceConfig):
         "number format the net computes in; auto: bfloat16 if the hardware computes it faster, otherwise float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    whitening_images: int = _model.recipe(
-        5000, "number of training images from which whitening filters are computed", low=12
-    )
+    whitening_images: int = _model.recipe(5000, "number of images from which whitening filters are computed", low=12)
 
     optimizer: str = _optimizer.recipe(
         "momentum",
@@ -348,9 +327,7 @@ class TrainConfig(DeviceConfig):
     nesterov: bool = _optimizer.recipe(False, "Nesterov momentum in SGD")
     muon_momentum: float = _optimizer.recipe(0.655, "momentum coefficient of Muon", low=0, high=0.9999)
     weight_decay: float = _optimizer.recipe(
-        0.0,
-        "weight decay coefficient at learning_rate; groups with other rates decay by the same fraction per step",
-        low=0,
+        0.0, "weight decay at learning_rate; groups with other rates decay by the same fraction per step", low=0
     )
     label_smoothing: float = _optimizer.recipe(
         0.0, "probability that is spread over all classes in training labels", low=0, high=0.9999
@@ -366,9 +343,7 @@ class TrainConfig(DeviceConfig):
     )
     lookahead: bool = _optimizer.recipe(False, "pull of the weights toward their moving average every five steps")
 
-    eval_every_epochs: float = _reporting.free(
-        1.0, "number of epochs between evaluations; 0: only after the last step", low=0
-    )
+    eval_every_epochs: float = _reporting.free(1.0, "epochs between evaluations; 0: only after the last step", low=0)
     tta: int = _reporting.free(
         0,
         f"level of test-time augmentation in the final evaluation: {registry.describe_tta_levels()}",
@@ -377,9 +352,7 @@ class TrainConfig(DeviceConfig):
         per_run=False,
     )
     summary_every_steps: int = _reporting.free(
-        100,
-        "number of steps between full summaries; scalars are written ten times as often; 0: only at the last step",
-        low=0,
+        100, "steps between full summaries; scalars are written ten times as often; 0: only at the last step", low=0
     )
     callback: str = _reporting.free(
         "",
@@ -389,9 +362,7 @@ class TrainConfig(DeviceConfig):
     )
     profile_steps: str = _reporting.free("", "steps to profile, as 100:110 for the ten after step 100; empty: none")
     checkpoint_every_steps: int = _reporting.free(
-        0,
-        "number of steps between checkpoints; 0: every half minute and after evaluations, in at most 1 % of the time",
-        low=0,
+        0, "steps between checkpoints; 0: every half minute and after evaluations, in at most 1 % of the time", low=0
     )
     keep_checkpoints: int = _reporting.free(3, "number of newest checkpoints to keep", low=1)
 
