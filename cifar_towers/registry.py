@@ -13,9 +13,7 @@ from cifar_towers.user_code import split_function
 class ModelSpec(NamedTuple):
     """The properties of a model that settings depend on."""
 
-    any_image_size: bool = (
-        False  # the same weights take images of any size, so that `image_size_schedule` can change it
-    )
+    any_image_size: bool = False  # the same weights take images of any size, as `image_size_schedule` needs
     whitening: bool = False  # the first layer's filters are whitening filters, computed from training images
     muon: bool = False  # Muon has been tried on the model's kernels
 

@@ -44,10 +44,8 @@ def recipe_fields(config: TrainConfig) -> dict[str, Any]:
 
     `max_steps` belongs to the recipe if a schedule depends on the length of the run.
     """
-    by_length = "%" in config.learning_rate_schedule + config.image_size_schedule
-    by_length = (
-        by_length or config.optimizer in OPTIMIZERS_BY_LENGTH or config.lookahead or config.freeze_first_group > 0
-    )
+    by_length = "%" in config.learning_rate_schedule + config.image_size_schedule or config.lookahead
+    by_length |= config.optimizer in OPTIMIZERS_BY_LENGTH or config.freeze_first_group > 0
     left_out = set(names_with(TrainConfig, on_resume="allow"))
     if config.epochs == 0 and by_length:
         left_out -= {"max_steps"}
