@@ -41,43 +41,28 @@ def speednet(
       residual: add each group's first activation to the output of its last norm.
       whitening: [2, 2, 3, 24] kernel from `whitening_kernel`; zeros if not given, to be restored from a checkpoint.
     """
-    options = {"dtype": dtype}
+    options: dict[str, Any] = {"dtype": dtype}
     images = keras.Input((image_size, image_size, 3))
     frozen = keras.initializers.Constant(0.0 if whitening is None else whitening)
     x = Whitening(frozen, name="whitening", **options)(images)
     x = Activation("gelu", name="whitening_gelu", **options)(x)
-    for group, width in enumerate(widths, 1):
-        x = _group(x, width, convs, later_activation, momentum, residual, f"group{group}", options)
+    conv_options = {"padding": "same", "use_bias": False, "kernel_initializer": IdentityFirst(), **options}
+    for number, width in enumerate(widths, 1):
+        group, first = f"group{number}", x
+        for index in range(1, convs + 1):
+            x = Conv2D(width, 3, even_output=index == 1, name=f"{group}_conv{index}", **conv_options)(x)
+            if index == 1:
+                x = keras.layers.MaxPooling2D(2, name=f"{group}_pool", **options)(x)
+            x = BatchNorm(momentum, scale=False, name=f"{group}_norm{index}", **options)(x)
+            if index == convs and residual:
+                x = keras.layers.Add(name=f"{group}_add", **options)([x, first])
+            x = Activation(later_activation, name=f"{group}_{later_activation}{index}", **options)(x)
+            first = x if index == 1 else first
     x = keras.layers.GlobalMaxPooling2D(name="pool", **options)(x)
     initializer = _uniform() if head_std is None else ScaledUniform(head_std)
     x = keras.layers.Dense(num_classes, use_bias=False, kernel_initializer=initializer, name="head", **options)(x)
     logits = keras.layers.Rescaling(1 / logit_divisor, dtype=logits_dtype(dtype), name="logits")(x)
     return keras.Model(images, logits, name="speednet")
-
-
-def _group(
-    x: keras.KerasTensor,
-    width: int,
-    convs: int,
-    activation: str,
-    momentum: float,
-    residual: bool,
-    name: str,
-    options: dict,
-) -> keras.KerasTensor:
-    """Apply convolution and pooling, then `convs` times norm and activation with a convolution between each two."""
-    first = x
-    conv_options = {"padding": "same", "use_bias": False, "kernel_initializer": IdentityFirst(), **options}
-    for index in range(1, convs + 1):
-        x = Conv2D(width, 3, even_output=index == 1, name=f"{name}_conv{index}", **conv_options)(x)
-        if index == 1:
-            x = keras.layers.MaxPooling2D(2, name=f"{name}_pool", **options)(x)
-        x = BatchNorm(momentum, scale=False, name=f"{name}_norm{index}", **options)(x)
-        if index == convs and residual:
-            x = keras.layers.Add(name=f"{name}_add", **options)([x, first])
-        x = Activation(activation, name=f"{name}_{activation}{index}", **options)(x)
-        first = x if index == 1 else first
-    return x
 
 
 @keras.saving.register_keras_serializable("cifar_towers")

@@ -55,7 +55,7 @@ class Coordinator(Workers):
 
     def __init__(self, cluster: ClusterSpec, strategy: tf.distribute.Strategy, shutdown: ShutdownHandler):
         super().__init__(cluster)
-        self._shutdown, self._gather_words = shutdown, _make_gather(strategy)
+        self._shutdown, self._gather_values = shutdown, _make_gather(strategy)
 
     def gather(self, value: Any) -> list:
         """Return the values of all workers, by worker.
@@ -63,8 +63,7 @@ class Coordinator(Workers):
         Raises:
           WorkerLostError, RunError: another worker was lost, or ended with an error.
         """
-        gathered = run_interruptibly(lambda: self._gather_words(_encode(value)), self._shutdown)
-        return [_decode(words.numpy()) for words in gathered]
+        return run_interruptibly(lambda: self._gather_values(value), self._shutdown)
 
 
 @contextlib.contextmanager
@@ -211,7 +210,9 @@ def _explain(cluster: ClusterSpec, error: BaseException) -> RunError | None:
     """Return how another worker ended, if an error of TensorFlow's is about that; otherwise None."""
     text = str(error) if isinstance(error, tf.errors.OpError) else ""
     if end := END.search(text):
-        return _ended(int(end[1]), end[2])
+        ended = WorkerLostError(end[2]) if int(end[1]) == WorkerLostError.exit_code else RunError(end[2])
+        ended.exit_code = int(end[1])
+        return ended
     task = TASK.search(text)
     unreachable = "failed to connect" in text  # then the text may be about this worker, as others see it
     index = int(task[1]) if task else 0 if SERVICE in text else cluster.size
@@ -223,19 +224,16 @@ def _explain(cluster: ClusterSpec, error: BaseException) -> RunError | None:
     return WorkerLostError(f"{cluster.name(index)} {reason}; {advice}")
 
 
-def _ended(code: int, line: str) -> RunError:
-    error = WorkerLostError(line) if code == WorkerLostError.exit_code else RunError(line)
-    error.exit_code = code
-    return error
-
-
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-def _make_gather(strategy: tf.distribute.Strategy) -> Callable[[np.ndarray], list[tf.Tensor]]:
-    """Return the function [n] of int64 -> the arrays of all workers, of any length: an all-gather of first replicas."""
+def _make_gather(strategy: tf.distribute.Strategy) -> Callable[[Any], list]:
+    """Return a function from a value to the values of all workers: an all-gather of first replicas.
+
+    Values travel pickled, in words of 64 bits, because GPUs exchange no bytes. Pickle adds no danger: who can send to
+    these ports can run code there anyway.
+    """
     num_local = len(strategy.extended.worker_devices)
-    num_workers = strategy.num_replicas_in_sync // num_local
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)], autograph=False)
     def gather(words):
@@ -247,22 +245,10 @@ def _make_gather(strategy: tf.distribute.Strategy) -> Callable[[np.ndarray], lis
 
         return strategy.run(on_replica)
 
-    def gather_words(words: np.ndarray) -> list[tf.Tensor]:
+    def gather_values(value: Any) -> list:
+        content = pickle.dumps(value)
+        words = np.frombuffer(content + bytes(-len(content) % 8), np.int64)
         joined, sizes = (strategy.experimental_local_results(result)[0] for result in gather(words))
-        parts = tf.split(joined, sizes)
-        return [parts[worker * num_local] for worker in range(num_workers)]
+        return [pickle.loads(part.numpy().tobytes()) for part in tf.split(joined, sizes)[::num_local]]
 
-    return gather_words
-
-
-def _encode(value: Any) -> np.ndarray:
-    """Encode a value in words of 64 bits, because GPUs exchange no bytes.
-
-    Pickle adds no danger: who can send to these ports can run code there anyway.
-    """
-    content = pickle.dumps(value)
-    return np.frombuffer(content + bytes(-len(content) % 8), np.int64)
-
-
-def _decode(words: np.ndarray) -> Any:
-    return pickle.loads(words.tobytes())
+    return gather_values

@@ -86,15 +86,6 @@ def make_towers(
     return [Tower(index, f"/{kind}:{index}") for index in range(count)]
 
 
-def assign_gpus(num_towers: int, num_gpus: int) -> list[int]:
-    """Return the index of each tower's GPU; neighboring towers share one where there are too few.
-
-    >>> assign_gpus(2, 4), assign_gpus(4, 2)
-    ([0, 1], [0, 0, 1, 1])
-    """
-    return [tower * num_gpus // max(num_towers, num_gpus) for tower in range(num_towers)]
-
-
 def on_gpus(towers: Sequence[Tower]) -> bool:
     """Return whether towers compute on GPUs."""
     return any("GPU" in tower.device for tower in towers)
@@ -115,9 +106,10 @@ def _divide_gpus(gpus: Sequence[tf.config.PhysicalDevice], num_towers: int, grow
     used = gpus[:num_towers]
     tf.config.set_visible_devices(used, "GPU")
     divide = limit_mb or num_towers > len(used)
+    gpu_of_tower = [tower * len(used) // num_towers for tower in range(num_towers)]  # neighbors share
     for index, gpu in enumerate(used):
         if divide:
-            shares = assign_gpus(num_towers, len(used)).count(index)
+            shares = gpu_of_tower.count(index)
             share = tf.config.LogicalDeviceConfiguration((limit_mb or _gpu_memory_mb(index)) // shares)
             tf.config.set_logical_device_configuration(gpu, [share] * shares)
         else:  # TensorFlow does not allow growth where any GPU is divided

@@ -5,20 +5,11 @@ import tensorflow as tf
 
 from cifar_towers import hardware
 from cifar_towers.towers import Tower, devices, make_towers
-from cifar_towers.towers.devices import assign_gpus
 
 
 def test_towers_have_names_and_devices_two_by_default():
     assert make_towers() == [Tower(0, "/CPU:0"), Tower(1, "/CPU:1")]
     assert make_towers(3)[2] == Tower(2, "/CPU:2") and make_towers(3)[2].name == "tower_2"
-
-
-@pytest.mark.parametrize(
-    ("towers", "gpus", "expected"),
-    [(4, 4, [0, 1, 2, 3]), (2, 4, [0, 1]), (4, 2, [0, 0, 1, 1]), (3, 2, [0, 0, 1]), (8, 1, [0] * 8)],
-)
-def test_gpus_are_shared_evenly(towers, gpus, expected):
-    assert assign_gpus(towers, gpus) == expected
 
 
 @pytest.mark.parametrize(
@@ -123,8 +114,9 @@ def configured(monkeypatch):
         (1, False, 0, ("GPU a",), [("GPU a", False)]),
         (3, True, 0, ("GPU a", "GPU b"), [("GPU a", [4500, 4500]), ("GPU b", [9000])]),
         (4, True, 6000, ("GPU a", "GPU b"), [("GPU a", [3000, 3000]), ("GPU b", [3000, 3000])]),
+        (8, True, 0, ("GPU a", "GPU b"), [("GPU a", [2250] * 4), ("GPU b", [2250] * 4)]),
     ],
-    ids=["memory growth", "unused GPUs are invisible", "shared equally", "limit of each GPU"],
+    ids=["memory growth", "unused GPUs are invisible", "shared equally", "limit of each GPU", "four each"],
 )
 def test_gpu_memory(configured, monkeypatch, towers, growth, limit_mb, visible, expected):
     monkeypatch.setattr(devices, "_gpu_memory_mb", lambda index: 9000)
