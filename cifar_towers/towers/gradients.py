@@ -36,8 +36,7 @@ def average_gradients(
     """
     towers = [list(pairs) for pairs in tower_grads]
     fractions = _fractions(len(towers), weights)
-    _check_gradients_first(towers)
-    _check_same_variables(towers)
+    _check_pairs(towers)
     if len(towers) == 1:
         return towers[0]
     with tf.name_scope("average_gradients"):
@@ -85,41 +84,26 @@ def _device(variable: Variable) -> str:
     return getattr(variable, "device", None) or getattr(getattr(variable, "value", None), "device", "") or ""
 
 
-def _check_gradients_first(towers: Sequence[Sequence[tuple[Gradient, Variable]]]) -> None:
+def _check_pairs(towers: Sequence[Sequence[tuple[Gradient, Variable]]]) -> None:
+    """Raise unless all towers have pairs of (gradient, variable), with the same variables in the same order."""
     for tower, pairs in enumerate(towers):
         for position, (gradient, _) in enumerate(pairs):
             if isinstance(gradient, tf.Variable | keras.Variable):
                 raise ValueError(
-                    f"pair {position} of tower_{tower} begins with a variable, {_name(gradient)} of shape "
-                    f"{_shape(gradient)}; write (gradient, variable), as zip(gradients, variables) does"
+                    f"pair {position} of tower_{tower} begins with a variable, {_name(gradient)}; write (gradient, "
+                    "variable), as zip(gradients, variables) does"
                 )
-
-
-def _check_same_variables(towers: Sequence[Sequence[tuple[Gradient, Variable]]]) -> None:
-    first = [variable for _, variable in towers[0]]
     for tower, pairs in enumerate(towers):
-        variables = [variable for _, variable in pairs]
-        for position, (expected, actual) in enumerate(itertools.zip_longest(first, variables)):
-            if expected is actual:
-                continue
-            if sorted(map(id, variables)) == sorted(map(id, first)):
-                in_first = next(index for index, variable in enumerate(first) if variable is actual)
+        for position, (expected, actual) in enumerate(itertools.zip_longest(towers[0], pairs, fillvalue=(None, None))):
+            if expected[1] is not actual[1]:
                 raise ValueError(
-                    f"tower_{tower} has the same variables as tower_0 in another order: its pair {position} has "
-                    f"{_name(actual)} of shape {_shape(actual)}, which is in pair {in_first} of tower_0"
+                    f"tower_{tower} and tower_0 disagree on variable {position}: tower_{tower} has {_name(actual[1])}, "
+                    f"tower_0 has {_name(expected[1])}; all towers need the same variables in the same order"
                 )
-            raise ValueError(
-                f"tower_{tower} and tower_0 disagree on variable {position}: "
-                f"tower_{tower} has {_name(actual)}, tower_0 has {_name(expected)} "
-                f"(pair {position} of each; shapes {_shape(actual)} and {_shape(expected)})"
-            )
 
 
 def _name(variable: Variable | None) -> str:
     if variable is None:
         return "none"
-    return repr(getattr(variable, "path", None) or getattr(variable, "name", None) or str(variable))
-
-
-def _shape(variable: Variable | None) -> str:
-    return str(getattr(variable, "shape", "none"))
+    name = getattr(variable, "path", None) or getattr(variable, "name", None) or str(variable)
+    return f"{name!r} of shape {getattr(variable, 'shape', 'none')}"

@@ -80,7 +80,7 @@ def test_dtype_is_preserved(dtype):
     [
         ([], None, "at least one tower"),
         *(([[(None, W)]] * 2, weights, "2 numbers, one a tower") for weights in ([1], [1, -1], [0, 0])),
-        ([[(None, W)], [(None, B)]], None, r"tower_1 .* variable 0: tower_1 has 'b:0', tower_0 has 'w:0'"),
+        ([[(None, W)], [(None, B)]], None, r"tower_1 .* variable 0: tower_1 has 'b:0' of .*, tower_0 has 'w:0'"),
         ([[(None, W), (None, B)], [(None, W)]], None, "variable 1: tower_1 has none, tower_0 has 'b:0'"),
     ],
 )
@@ -91,11 +91,10 @@ def test_average_gradients_rejects(towers, weights, message):
 
 def test_unnamed_variables_in_another_order_are_named_by_place_and_shape():
     one, two = tf.Variable([1.0, 2.0, 3.0]), tf.Variable([1.0])
-    message = r"tower_1 .*tower_0 .*order.* pair 0 .*'Variable:0' of shape \(1,\).* pair 1 of tower_0$"
-    with pytest.raises(ValueError, match=message):
+    shapes = r"tower_1 has 'Variable:0' of shape \(1,\), tower_0 has 'Variable:0' of shape \(3,\); .* same order$"
+    with pytest.raises(ValueError, match=f"variable 0: {shapes}"):
         average_gradients([[(None, one), (None, two)], [(None, two), (None, one)]])
-    message = r"disagree on variable 1: .*'Variable:0'.*'Variable:0' \(pair 1 of each; shapes \(1,\) and \(3,\)\)$"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"variable 1: {shapes}"):
         average_gradients([[(None, two), (None, one)], [(None, two), (None, tf.Variable([2.0]))]])
 
 
