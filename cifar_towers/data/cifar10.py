@@ -73,7 +73,11 @@ def _read_split(directory: Path, name: str) -> Split:
             split, hint = cifar10_files.read_split(directory, name), f"replace {directory} by a good copy, or delete it"
         else:
             split, hint = _from_tfds(_check_available(directory), name), PREPARE_AGAIN
-        _verify(name, split, hint)
+        if split.digest != DIGESTS[name]:
+            raise DataError(
+                f"CIFAR-10's {name} split is damaged: its {len(split.labels)} examples have the digest {split.digest}, "
+                f"it must be {DIGESTS[name]}; {hint}"
+            )
         _save_to_cache(name, split)
     count, per_class, digest = len(split.labels), split.class_counts()[0], split.digest
     log.info("CIFAR-10 %s: %d images, %d per class, sha256 %s, from %s", name, count, per_class, digest[:16], directory)
@@ -100,14 +104,6 @@ def _check_available(directory: Path) -> Path:
         "or give --data_dir=<a directory that holds cifar10/3.0.2 or cifar-10-batches-py>, or train on "
         "--dataset=synthetic"
     )
-
-
-def _verify(name: str, split: Split, hint: str) -> None:
-    if split.digest != DIGESTS[name]:
-        raise DataError(
-            f"CIFAR-10's {name} split is damaged: its {len(split.labels)} examples have the digest {split.digest}, it "
-            f"must be {DIGESTS[name]}; {hint}"
-        )
 
 
 def _archive(directory: Path) -> Path:

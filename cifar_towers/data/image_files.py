@@ -65,8 +65,6 @@ def read(path: Path, image_size: int = 0) -> np.ndarray:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             _check_file(os.fstat(file.fileno()))  # what was opened, in case the path has another file now
             return _decode(file, image_size)
-    except PictureError:
-        raise
     except OSError as error:
         raise PictureError(f"cannot be read: {error_text(error)}") from error
 

@@ -149,18 +149,16 @@ def cheapest_cuts(costs: Sequence[int], stages: int) -> list[int]:
     [0, 1, 4]
     """
     before = list(accumulate(costs, initial=0))
-    best: list[tuple[float, tuple[int, ...]]] = [
-        (cost, (0,)) for cost in before
-    ]  # best[n]: largest sum and starts of the first n costs in one run
-    for used in range(1, stages):
-        best = [
-            min(
-                ((max(best[n][0], before[end] - before[n]), (*best[n][1], n)) for n in range(used, end)),
-                default=(math.inf, ()),
-            )
-            for end in range(len(before))
-        ]
-    return list(best[-1][1])
+
+    @functools.cache
+    def best(end: int, runs: int) -> tuple[int, tuple[int, ...]]:
+        """Return the smallest largest sum, and the starts, of the first `end` costs in so many runs."""
+        if runs == 1:
+            return before[end], (0,)
+        cuts = ((start, best(start, runs - 1)) for start in range(runs - 1, end))
+        return min((max(largest, before[end] - before[start]), (*starts, start)) for start, (largest, starts) in cuts)
+
+    return list(best(len(costs), stages)[1])
 
 
 def layer_costs(model: keras.Model, *, open_size: int = 32) -> list[dict[str, Any]]:
