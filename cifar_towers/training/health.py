@@ -1,6 +1,7 @@
 """Health of a run: steps that are skipped because a number is not finite, the reason, and when they end the run."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,33 +22,19 @@ from cifar_towers.training.step_runner import FinishedStep
 MAX_ROLLBACKS = 8  # then the learning rates are 1/256 of the recipe's, and smaller ones will not help
 
 
+@dataclasses.dataclass
 class Health:
-    """Counts skipped steps and names what was not finite; ends a run after too many skipped steps in a row.
+    """Counts skipped steps and names what was not finite; ends a run after too many skipped steps in a row."""
 
-    Args:
-      max_in_a_row: number of consecutive skipped steps that ends the run.
-      state, towers: of the run.
-      locate: (state, tower, batch, image_size) -> the first non-finite tensor of a tower's forward pass, as text.
-      log: called with a line for each skipped step.
-
-    Attributes:
-      skipped_steps: number of skipped steps, except those in which the loss scale of float16 was still being sought.
-      in_a_row: number of skipped steps since the last good one.
-      rollbacks: number of times that the run went back to a checkpoint.
-      last_good_step: number of the last step before the current row of skipped steps.
-    """
-
-    def __init__(
-        self,
-        max_in_a_row: int,
-        state: TrainState,
-        towers: Sequence[Tower],
-        locate: Callable[[TrainState, Tower, Batch, int], str],
-        log: Callable[[str], None],
-    ):
-        self.max_in_a_row, self.skipped_steps, self.in_a_row, self.rollbacks = max_in_a_row, 0, 0, 0
-        self.last_good_step = 0
-        self._state, self._towers, self._locate, self._log = state, towers, locate, log
+    max_in_a_row: int  # number of consecutive skipped steps that ends the run
+    state: TrainState
+    towers: Sequence[Tower]
+    locate: Callable[[TrainState, Tower, Batch, int], str]  # -> first non-finite tensor of a tower's forward pass
+    log: Callable[[str], None]  # called with a line for each skipped step
+    skipped_steps: int = 0  # except those in which the loss scale of float16 was still being sought
+    in_a_row: int = 0  # number of skipped steps since the last good one
+    rollbacks: int = 0  # number of times that the run went back to a checkpoint
+    last_good_step: int = 0  # the last step before the current row of skipped steps
 
     @property
     def rate_factor(self) -> float:
@@ -86,7 +73,7 @@ class Health:
         else:
             self._record(finished.step, skipped=False)
             return
-        state = self._state.proxy if of_proxy else self._state
+        state = self.state.proxy if of_proxy else self.state
         assert state
         overflowed = np.isfinite(metrics.tower_losses).all() and (metrics.nonfinite_towers >= 0).any()
         if overflowed and state.loss_scale.can_shrink(float(metrics.loss_scale)):
@@ -94,16 +81,16 @@ class Health:
                 self._record(finished.step, skipped=False)
             self.last_good_step = finished.step - self.in_a_row
             return
-        reason = describe_nonfinite(metrics, self._towers, state.weight_names, state.update_names)
+        reason = describe_nonfinite(metrics, self.towers, state.weight_names, state.update_names)
         if not any(_updated(step.metrics, of_proxy) for step in later):
-            nonfinite = [tower for tower, i in zip(self._towers, metrics.nonfinite_towers, strict=True) if i >= 0]
-            reason += self._locate(state, nonfinite[0], batch, finished.image_size) if nonfinite else ""
+            nonfinite = [tower for tower, i in zip(self.towers, metrics.nonfinite_towers, strict=True) if i >= 0]
+            reason += self.locate(state, nonfinite[0], batch, finished.image_size) if nonfinite else ""
         self._record(finished.step, skipped=True)
         line = f"step {finished.step} was skipped ({self.in_a_row} in a row, {self.max_in_a_row} end the run): "
         line += f"{PROXY}: {reason}" if of_proxy else reason
         if self.in_a_row >= self.max_in_a_row:
             raise DivergedError(line)
-        self._log(line)
+        self.log(line)
 
     def _record(self, step: int, skipped: bool) -> None:
         self.skipped_steps += skipped

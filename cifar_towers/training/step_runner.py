@@ -1,5 +1,6 @@
 """The steps of a run: each is called with the learning rates and the image size of its number, and read a step late."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,21 +22,16 @@ class FinishedStep(NamedTuple):
     metrics: StepMetrics  # NumPy values; tensors until `StepRunner` has read them
 
 
+@dataclasses.dataclass
 class StepRunner:
-    """Runs steps. The metrics of a step are read after the next step has started, so that a GPU is never idle.
+    """Runs steps. The metrics of a step are read after the next step has started, so that a GPU is never idle."""
 
-    Args:
-      train_step: from `build.make_training`.
-      image_size_at: step -> image size in pixels.
-
-    Attributes:
-      traced: kinds of steps that have run, each compiled once: (image size, active parameter groups).
-    """
-
-    def __init__(self, train_step: Any, optimizer: Optimizer, image_size_at: Callable[[int], int]):
-        self._train_step, self._optimizer, self.image_size_at = train_step, optimizer, image_size_at
-        self.traced: set[tuple] = set()
-        self._unread: list[FinishedStep] = []  # the last step, its metrics still tensors
+    train_step: Any  # from `build.make_training`
+    optimizer: Optimizer
+    image_size_at: Callable[[int], int]  # step -> image size in pixels
+    # kinds of steps that have run, each compiled once: (image size, active parameter groups)
+    traced: set[tuple] = dataclasses.field(default_factory=set)
+    _unread: list[FinishedStep] = dataclasses.field(default_factory=list)  # the last step, its metrics still tensors
 
     @property
     def is_up_to_date(self) -> bool:
@@ -48,7 +44,7 @@ class StepRunner:
 
     def trace(self, step: int, batch: Batch, **options: Any) -> tf.types.experimental.ConcreteFunction:
         """Trace and compile a step without running it. Options are those of `start`."""
-        return self._train_step.get_concrete_function(*self._arguments(step, batch, **options))
+        return self.train_step.get_concrete_function(*self._arguments(step, batch, **options))
 
     def start(self, step: int, batch: Batch, **options: Any) -> list[FinishedStep]:
         """Start the step that makes `step` into `step + 1`; return the one before, unless it has been returned.
@@ -58,11 +54,11 @@ class StepRunner:
           collect_diagnostics: whether the metrics have diagnostics.
           stop_signal: in a cluster, the number of the signal that this process has received, or 0.
         """
-        metrics = self._train_step(*self._arguments(step, batch, **options))
+        metrics = self.train_step(*self._arguments(step, batch, **options))
         if not options["collect_diagnostics"]:
             metrics = metrics._replace(diagnostics=None)
         self.traced.add(self._kind(step))
-        rates = self._optimizer.learning_rates(step, options["rate_factor"])
+        rates = self.optimizer.learning_rates(step, options["rate_factor"])
         return self._read([FinishedStep(step + 1, batch, rates, self.image_size_at(step), metrics)])
 
     def finish(self) -> list[FinishedStep]:
@@ -82,12 +78,12 @@ class StepRunner:
         return [each._replace(metrics=to_numpy(each.metrics)) for each in finished]
 
     def _kind(self, step: int) -> tuple:
-        return (self.image_size_at(step), *self._optimizer.learning_rates(step))
+        return (self.image_size_at(step), *self.optimizer.learning_rates(step))
 
     def _arguments(
         self, step: int, batch: Batch, rate_factor: float, collect_diagnostics: bool, stop_signal: int | None = None
     ) -> list:
-        rates = self._optimizer.learning_rates(step, rate_factor)
+        rates = self.optimizer.learning_rates(step, rate_factor)
         with tf.device(HOST):
             tensors = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
             arguments = [batch, tensors, self.image_size_at(step), tf.constant(collect_diagnostics)]
