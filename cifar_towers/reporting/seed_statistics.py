@@ -15,9 +15,8 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from cifar_towers.files import EVENT_FILES
 from cifar_towers.reporting import tags
-from cifar_towers.reporting.event_files import EventWriter, read_events
 from cifar_towers.reporting.sample import Sample
-from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, charts_summary
+from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, EventWriter, charts_summary, read_events
 
 SECONDS_BETWEEN_UPDATES, SHARE_OF_TIME = 20.0, 0.01
 

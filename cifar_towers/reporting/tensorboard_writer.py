@@ -1,15 +1,25 @@
-"""The event files of a run: training, evaluations, one directory per tower, and the result."""
+"""The event files of a run: training, evaluations, one directory per tower, and the result.
 
+They are appended to, truncated after a step, and never a reason for a run to end.
+"""
+
+import contextlib
 import functools
+import itertools
+import os
+import platform
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 from google.protobuf import text_format
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import summary as custom_scalar_summary
@@ -29,13 +39,90 @@ from cifar_towers import files
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation.score import Score
 from cifar_towers.reporting import figures, tags
-from cifar_towers.reporting.event_files import EventWriter
+from cifar_towers.reporting.run_records import as_text, flatten
 from cifar_towers.training.results import StepDiagnostics, StepMetrics
 
 TRAIN, EVAL, RESULT, PROJECTOR = "train", "eval", "result", "projector"  # beside one directory per tower
 NUM_THRESHOLDS = 127  # of a precision-recall curve
 FEATURES, METADATA, SPRITE, PROJECTOR_CONFIG = files.PROJECTOR_FILES
 MAX_SPRITE_PIXELS = 8192  # of height and width, in TensorBoard
+ERRORS = (OSError, tf.errors.OpError)  # of writing
+_file_numbers = itertools.count()
+
+
+class EventWriter:
+    """The event files of one directory, which TensorBoard shows as one run.
+
+    The first event begins a file. An event after a failure, or after the file was removed, begins another, so that only
+    what a full disk truncated is lost. A failure is logged once.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory, self._best_effort = directory, files.BestEffortWrites(directory, ERRORS)
+        self._path = directory
+        self._writer: tf.io.TFRecordWriter | None = None
+
+    def write(self, step: int, summaries: Sequence = (), **fields) -> None:
+        """Append one event: `Summary` protos of a step, or another field of `Event`, such as graph_def."""
+        if summaries:  # protos of TensorBoard's class or of TensorFlow's
+            fields["summary"] = Summary.FromString(b"".join(summary.SerializeToString() for summary in summaries))
+        with self._best_effort:
+            try:
+                writer = self._writer if self._writer and self._path.exists() else self._open()
+                _append(writer, Event(step=step, **fields))
+            except ERRORS:
+                self.close()
+                raise
+
+    def truncate_after(self, step: int) -> None:
+        """Remove all events after `step`. Each file is replaced atomically."""
+        self.close()
+        with self._best_effort:
+            for path in sorted(self._directory.glob(files.EVENT_FILES)):
+                events = list(read_events(path))
+                remaining = [event for event in events if event.step <= step]
+                if len(remaining) < len(events):
+                    _replace(path, remaining)
+
+    def close(self) -> None:
+        """End the file; the next event begins a new one."""
+        writer, self._writer = self._writer, None
+        with contextlib.suppress(*ERRORS):  # every event was flushed when it was written
+            if writer:
+                writer.close()
+
+    def _open(self) -> tf.io.TFRecordWriter:
+        self.close()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads files in the order of their names, so those of one second are numbered.
+        name = f"{time.time():.0f}.{platform.node()}.{os.getpid()}.{next(_file_numbers):06d}"
+        self._path = self._directory / files.EVENT_FILES.replace("*", name)
+        self._writer = tf.io.TFRecordWriter(str(self._path))
+        _append(self._writer, Event(file_version="brain.Event:2"))
+        return self._writer
+
+
+def _append(writer: tf.io.TFRecordWriter, event: Event) -> None:
+    event.wall_time = time.time()
+    writer.write(event.SerializeToString())
+    writer.flush()
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Yield the events of a file, up to a truncated one."""
+    try:
+        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+            yield Event.FromString(record)
+    except tf.errors.DataLossError:
+        return
+
+
+def _replace(path: Path, events: Sequence[Event]) -> None:
+    with files.temporary_beside(path.with_name("kept")) as temporary:  # TensorBoard reads names with `tfevents`
+        with tf.io.TFRecordWriter(str(temporary)) as writer:
+            for event in events:
+                writer.write(event.SerializeToString())
+        os.replace(temporary, path)
 
 
 class TensorBoardWriter:
@@ -245,14 +332,14 @@ def _tsv(rows: Iterable[Iterable[str]]) -> str:
 def run_texts(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of a run in Markdown by tag, from the contents of config.json and environment.json."""
     elsewhere = ("variables", "model", "command")
-    properties = [(name, value) for name, value in environment.items() if value and name not in elsewhere]
+    properties = flatten(environment, elsewhere)
     layers, counted = environment["model"], ("parameters", "flops")
     total = {"name": "total", "kind": "", "output": "", **{key: sum(layer[key] for layer in layers) for key in counted}}
     model = [layer | {key: f"{layer[key]:,}" for key in counted} for layer in (*layers, total)]
     texts = {
         "run/recipe": _markdown_table([{"setting": name, "value": value} for name, value in settings.items()]),
         "run/command": f"```\n{shlex.join(environment['command'])}\n```",
-        "run/environment": _markdown_table([{"property": name, "value": value} for name, value in properties]),
+        "run/environment": _markdown_table([{"property": name, "value": value} for name, value in properties.items()]),
         "run/model": _markdown_table(model) if layers else "the model is not a graph of layers",
         "run/variables": _markdown_table(environment["variables"]),
     }
@@ -264,17 +351,8 @@ def run_texts(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> di
 def _markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of one or more rows with the same keys, which are the headings."""
     headings = list(rows[0])
-    lines = [headings, ["---"] * len(headings), *(map(_one_line, row.values()) for row in rows)]
+    lines = [headings, ["---"] * len(headings), *(map(as_text, row.values()) for row in rows)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def _one_line(value: Any) -> str:
-    """Return a value of a JSON file as the text of a table's cell."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(" on ".join(item.values()) if isinstance(item, dict) else str(item) for item in value)
-    return str(value)
 
 
 # Names of operations -> names to draw in GRAPHS: towers side by side between the batch and the mean gradient. A tower's

@@ -8,8 +8,8 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.util.tensor_util import make_ndarray
 
-from cifar_towers.reporting.event_files import EventWriter
 from cifar_towers.reporting.seed_statistics import SeedStatistics, read_scalars
+from cifar_towers.reporting.tensorboard_writer import EventWriter
 
 PREFIXES = ("", "std/", "mean-std/", "mean+std/", "n/")
 

@@ -1,12 +1,13 @@
 import io
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from PIL import Image
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
@@ -22,9 +23,9 @@ from werkzeug.test import Client
 from cifar_towers import files
 from cifar_towers.data.dataset import Split
 from cifar_towers.reporting import figures, tensorboard_writer
-from cifar_towers.reporting.event_files import EventWriter
-from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter
+from cifar_towers.reporting.tensorboard_writer import EventWriter, TensorBoardWriter, read_events
 from cifar_towers.towers import average_gradients, run_on_towers, split_batch
+from tests.runs.short_runs import events_of, tensors_of
 
 SETTINGS = {"recipe": "speed94", "lr": 0.25, "batch_size": np.int64(512), "ema": True}
 ENVIRONMENT = {
@@ -46,9 +47,9 @@ def write(directory, *summaries):
 
 def read(directory, tag):
     """Return the only tensor of a tag, and the plugin that it is for."""
-    accumulator = EventAccumulator(str(directory), size_guidance={"tensors": 0}).Reload()
-    (event,) = accumulator.Tensors(tag)
-    return make_ndarray(event.tensor_proto), accumulator.SummaryMetadata(tag).plugin_data.plugin_name
+    events = events_of(directory)
+    (value,) = tensors_of(events, tag).values()
+    return value, events.SummaryMetadata(tag).plugin_data.plugin_name
 
 
 def tensorboard(logdir):
@@ -122,13 +123,13 @@ def test_pr_curves_of_few_examples_and_of_one_kind(tmp_path, right):
 def test_a_run_has_its_texts_and_its_settings_beside_its_result(tmp_path):
     for name, accuracy in (("stopped", None), ("done", 0.75)):
         writer = TensorBoardWriter(tmp_path / name)
-        writer.write_run(0, SETTINGS, SETTINGS, ENVIRONMENT)
+        writer.write_run(0, SETTINGS, {"batch_size": 512}, ENVIRONMENT)
         if accuracy:
             writer.write_result(9, {"accuracy": accuracy})
     text, plugin = read(tmp_path / "done/train", "run/model")
     assert plugin == "text" and text.item().decode().splitlines()[2:] == [
-        "| conv | Conv2D | 32, 32, 64 | 1,728 | 2,000,000 |",
-        "| head | Dense | 10 | 640 | 1,280 |",
+        "| conv | Conv2D | [32, 32, 64] | 1,728 | 2,000,000 |",
+        "| head | Dense | [10] | 640 | 1,280 |",
         "| total |  |  | 2,368 | 2,001,280 |",
     ]
     request = api_pb2.ListSessionGroupsRequest(slice_size=9, allowed_statuses=api_pb2.Status.values())
@@ -251,3 +252,73 @@ def test_projector_gets_as_many_examples_as_images_fit_a_sprite(tmp_path, monkey
     lines = {name: len((tmp_path / name).read_text().splitlines()) for name in ("features.tsv", "metadata.tsv")}
     assert lines == {"features.tsv": 1, "metadata.tsv": 2}
     assert Image.open(tmp_path / "sprite.png").size == (32, 32)
+
+
+def scalars_in(directory, tag="loss"):
+    """{step: value} of a tag, which has one value a step."""
+    events = events_of(directory)
+    found = tensors_of(events, tag)
+    assert len(found) == len(events.Tensors(tag))
+    return found
+
+
+def write_steps(events, steps):
+    for step in steps:
+        events.write(step, [scalar_pb("loss", 1 / (step + 1))])
+
+
+def test_truncated_run_has_one_curve(tmp_path):
+    write_steps(EventWriter(tmp_path), [1, 2])
+    assert scalars_in(tmp_path) == {1: 0.5, 2: pytest.approx(1 / 3)}
+    write_steps(EventWriter(tmp_path), [3, 4, 5])  # killed
+    again = EventWriter(tmp_path)
+    again.truncate_after(3)
+    write_steps(again, [4, 5, 6])
+    assert list(scalars_in(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    again.truncate_after(5)  # as on a rollback, in the same process
+    write_steps(again, [6, 7])
+    assert list(scalars_in(tmp_path)) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_towers_have_one_curve_after_a_rollback(tmp_path):
+    writer = TensorBoardWriter(tmp_path)
+    for last_good_step in (2, 0):
+        for step in (1, 2, 3, 4):
+            writer.write_tower_scalars(step, {"towers/loss": [0.5, 0.25]})
+        writer.truncate_after(last_good_step, 0)
+    for step in (1, 2):
+        writer.write_tower_scalars(step, {"towers/loss": [0.5, 0.25]})
+    for name in ("tower_0", "tower_1"):
+        assert list(scalars_in(tmp_path / name, "towers/loss")) == [1, 2]
+        assert not list((tmp_path / name).glob(".*"))
+
+
+def test_truncated_file_is_read_up_to_there(tmp_path):
+    events = EventWriter(tmp_path)
+    write_steps(events, [1, 2, 3])
+    events.close()
+    (path,) = tmp_path.glob(files.EVENT_FILES)
+    os.truncate(path, path.stat().st_size - 5)
+    assert [event.step for event in read_events(path)] == [0, 1, 2]
+    again = EventWriter(tmp_path)
+    again.truncate_after(1)
+    write_steps(again, [2, 3])
+    assert list(scalars_in(tmp_path)) == [1, 2, 3]
+
+
+def test_removed_directory_is_made_again(tmp_path):
+    events = EventWriter(tmp_path / "run" / "train")
+    write_steps(events, [1, 2])
+    shutil.rmtree(tmp_path / "run")
+    write_steps(events, [3, 4, 5])
+    assert list(scalars_in(tmp_path / "run" / "train")) == [3, 4, 5]
+
+
+def test_failed_write_is_logged_once_and_retried(tmp_path, caplog):
+    (tmp_path / "train").write_text("in the way")
+    events = EventWriter(tmp_path / "train")
+    write_steps(events, [1, 2, 3])
+    assert len(caplog.records) == 1 and "train cannot be written" in caplog.text
+    (tmp_path / "train").unlink()
+    write_steps(events, [4, 5])
+    assert list(scalars_in(tmp_path / "train")) == [4, 5]
