@@ -37,9 +37,7 @@ class RunLogger:
         self.progress = Progress(run.length, quiet=quiet)
         self.log = self.progress.log
         self.metrics = JsonlWriter(self.directory)
-        self.tensorboard: TensorBoardWriter | _NullWriter = (
-            _NullWriter() if quiet else TensorBoardWriter(self.directory)
-        )
+        self.tensorboard = TensorBoardWriter(self.directory)
         self._weight_names = [variable.path for variable in run.model.trainable_variables]
         self._noise_scale = NoiseScale(run.config.batch_size)
         self._epoch: list[StepMetrics] = []
@@ -351,13 +349,6 @@ def signal_and_noise(tower_norms: Sequence[float], mean_norm: float, batch_size:
     signal = (batch_size * of_large - small * of_small) / (batch_size - small)
     trace = (of_small - of_large) / (1 / small - 1 / batch_size)
     return float(signal), float(trace)
-
-
-class _NullWriter:
-    """A stand-in for a `TensorBoardWriter` where another process writes the event files."""
-
-    def __getattr__(self, name):
-        return lambda *_, **__: None
 
 
 def _is_due(step: int, period: int) -> bool:
