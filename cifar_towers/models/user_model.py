@@ -63,10 +63,9 @@ def _check_model(model: keras.Model, image_size: int, num_classes: int) -> None:
     if duplicate:
         raise UsageError(f"two of its variables are called {duplicate}; give the layers different names")
     with as_usage_errors(f"two towers cannot call it on {image_size}x{image_size} images"):
-        graph = _trace(model, image_size)
-        _check_captures(graph, model)
+        output = _trace(model, image_size)
         _check_repeatable(model, image_size)
-    _check_output(graph.structured_outputs, model, num_classes)
+    _check_output(output, model, num_classes)
 
 
 def adds_losses(model: keras.Model, image_size: int) -> bool:
@@ -98,8 +97,8 @@ def _values(model: keras.Model) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     return weights, non_trainable
 
 
-def _trace(model: keras.Model, image_size: int) -> tf.Graph:
-    """Return the graph of one call in training with all variables passed in."""
+def _trace(model: keras.Model, image_size: int) -> Any:
+    """Trace one call in training with all variables passed in; return its output, and raise if it needs another one."""
 
     @tf.function(autograph=False)
     def call(weights: list[tf.Tensor], non_trainable: list[tf.Tensor], images: tf.Tensor) -> tf.Tensor:
@@ -112,16 +111,14 @@ def _trace(model: keras.Model, image_size: int) -> tf.Graph:
         return logits
 
     specs = tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), _values(model))
-    return call.get_concrete_function(*specs, tf.TensorSpec([NUM_IMAGES, image_size, image_size, 3])).graph
-
-
-def _check_captures(graph: tf.Graph, model: keras.Model) -> None:
+    graph = call.get_concrete_function(*specs, tf.TensorSpec([NUM_IMAGES, image_size, image_size, 3])).graph
     for _, captured in graph.captures:
         if captured.dtype == tf.resource and captured.consumers():
             raise UsageError(
                 f"{_layer_of(captured.consumers()[0].name, model)} uses a variable that is not a weight of the model, "
                 f"and towers would share it; create it with add_weight(trainable=False); {SEEDED}"
             )
+    return graph.structured_outputs
 
 
 def _check_repeatable(model: keras.Model, image_size: int) -> None:
