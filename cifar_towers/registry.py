@@ -40,6 +40,11 @@ OPTIMIZERS_BY_LENGTH = ("muon",)  # optimizers whose update depends on the numbe
 BUILT_IN = ("cifar10", "synthetic", "auto")
 DEFAULT_DATASETS = BUILT_IN  # the directories of runs on them carry no data set's name
 FOLDER, CSV, NPY = "folder:", "csv:", "npy:"  # prefixes of the names of data sets at a path
+SPLIT_NAMES = {  # of folders and in tables, in upper or lower case
+    "train": ("train", "training", "training_set"),
+    "validation": ("val", "valid", "validation", "dev"),
+    "test": ("test", "test_set"),
+}
 
 
 class TtaView(NamedTuple):

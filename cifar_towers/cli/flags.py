@@ -2,6 +2,8 @@
 
 import dataclasses
 import difflib
+import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,21 +44,22 @@ Config = TypeVar("Config")
 def parse_command_line(config_class: type[Config], argv: Sequence[str], description: str) -> Config:
     """Make a config from a recipe, flags and flagfiles, of which later ones override earlier ones.
 
-    Print the help and exit if the command line asks for it.
+    Print the help and exit if the command line asks for it: --help, --helpfull, or --help=part of flags' names.
 
     Raises:
       UsageError: stray arguments, unknown flags, or values of a wrong type, out of range or in conflict.
     """
-    if {"-h", "-help", "--help", "-helpfull", "--helpfull"}.intersection(argv[1:]):
-        full = {"-helpfull", "--helpfull"}.intersection(argv[1:])
-        print((help_text if full else short_help)(config_class, description))
+    asked = dict(argument.lstrip("-").partition("=")[::2] for argument in argv[1:] if argument.startswith("-"))
+    if {"h", "help", "helpfull"} & asked.keys():
+        part, is_full = asked.get("help", "").lstrip("-"), "helpfull" in asked
+        print(help_text(config_class, description, part) if part or is_full else short_help(config_class, description))
         sys.exit(0)
     values, stray = _parse_flags(config_class, argv)
     if recipe := _choose_recipe(values, argv):  # it stands first, so that every flag overrides it
         values, stray = _parse_flags(config_class, [argv[0], f"--flagfile={recipe_flagfile(recipe)}", *argv[1:]])
     rest = names_with(config_class, group=REST)
     if stray and not rest:
-        raise UsageError(f"{stray[0]!r} is not a flag; settings are given as --name=value, and --help lists them")
+        raise UsageError(f"{stray[0]!r} is not a flag; {_advice_on_word(stray[0], config_class)}")
     settings: dict[str, Any] = {field.name: getattr(values, field.name) for field in flag_settings(config_class)}
     settings |= {name: tuple(stray) for name in rest}
     if "recipe" in settings:
@@ -75,12 +78,13 @@ def short_help(config_class: type[Any], description: str) -> str:
     return _join_help(config_class, description, {"Flags": shown}, f"{more} more flags: --helpfull" if more else "")
 
 
-def help_text(config_class: type[Any], description: str) -> str:
-    """Return the help of all flags, by group."""
+def help_text(config_class: type[Any], description: str, part: str = "") -> str:
+    """Return the help of all flags, or of those with `part` in their names, by group."""
     groups: dict[str, list[dataclasses.Field]] = {}
     for field in flag_settings(config_class):
-        groups.setdefault(field.metadata["group"], []).append(field)
-    return _join_help(config_class, description, groups)
+        if part in field.name:
+            groups.setdefault(field.metadata["group"], []).append(field)
+    return _join_help(config_class, description, groups, "" if groups else f"No flag has {part} in its name.")
 
 
 def flag_settings(config_class: type) -> list[dataclasses.Field]:
@@ -114,6 +118,16 @@ def _parse_flags(config_class: type, argv: Sequence[str]) -> tuple[flags.FlagVal
         return values, values(argv)[1:]
     except (flags.Error, UnicodeDecodeError) as error:
         raise UsageError(_describe_flag_error(error, config_class)) from None
+
+
+def _advice_on_word(word: str, config_class: type) -> str:
+    """Return what to type instead of an argument that is not a flag."""
+    known = [field.name for field in flag_settings(config_class)]
+    if "recipe" in known and word in recipe_names():
+        return f"a recipe is given as --recipe={word}"
+    if "train_dir" in known and os.path.isdir(word):
+        return f"the directory of a run is given as --train_dir={shlex.quote(word)}"
+    return "settings are given as --name=value, with quotes around a value with spaces; --help lists them"
 
 
 def _choose_recipe(values: flags.FlagValues, argv: Sequence[str]) -> str:

@@ -130,12 +130,12 @@ def launch(shutdown: ShutdownHandler) -> int:
     """
     try:
         config = parse(LaunchConfig, launch)
+        strategy = ["--strategy=multi_worker"] if config.num_workers else []
+        training = parse_command_line(TrainConfig, [sys.argv[0], *config.command, *strategy], "")
     except UsageError as error:
         if "--" in sys.argv:
             raise
         raise UsageError(f"{error}; flags of train.py stand after --") from None
-    strategy = ["--strategy=multi_worker"] if config.num_workers else []
-    training = parse_command_line(TrainConfig, [sys.argv[0], *config.command, *strategy], "")
     if config.num_workers:
         training.check_shares(max(training.num_gpus, 1) * config.num_workers)
     else:

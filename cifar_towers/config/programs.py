@@ -8,7 +8,7 @@ from typing import ClassVar
 from cifar_towers.config.settings import RECIPE, REST, check_limits, names_with, parse_names, setting, settings_of
 from cifar_towers.config.train_config import DeviceConfig, TrainConfig
 from cifar_towers.errors import DataError, UsageError, describe_exit_codes
-from cifar_towers.registry import TTA_LEVELS, check_dataset, check_model, describe_tta_levels
+from cifar_towers.registry import SPLIT_NAMES, TTA_LEVELS, check_dataset, check_model, describe_tta_levels
 
 RUN_FIELDS = (
     *("run", "recipe", "data", "seed", "towers", "state", "step", "weights", "accuracy", "tta_accuracy"),
@@ -17,6 +17,7 @@ RUN_FIELDS = (
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "tflite", "onnx")
 VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus", "tower_shares")  # by the benchmark
 CLUSTER = names_with(TrainConfig, group="Cluster")
+NO_TRAIN_DIR = {"train_dir": "directories of runs are given as they are, as runs/one"}
 _run, _data, _evaluation = settings_of("Run"), settings_of("Data"), settings_of("Evaluation")
 _export, _table, _launch, _benchmark = map(settings_of, ("Export", "Table", "Launch", "Benchmark"))
 
@@ -77,6 +78,11 @@ class EvaluateConfig(ComputeConfig, RunDataConfig):
     allow_changed_data: bool = _evaluation(False, "permission to evaluate on images other than those of the run")
     json: bool = _evaluation(False, "output as one JSON object and nothing else")
 
+    def __post_init__(self):
+        split = next((split for split, names in SPLIT_NAMES.items() if self.split in names), self.split)
+        object.__setattr__(self, "split", split)  # before it is checked
+        super().__post_init__()
+
 
 @dataclasses.dataclass(frozen=True)
 class PredictConfig(ComputeConfig):
@@ -128,6 +134,7 @@ class CompareConfig:
     exit_codes: ClassVar[str] = describe_exit_codes(
         UsageError, DataError, success="everything in both runs is equal", failure="something differs, or a bug"
     )
+    refused: ClassVar[Mapping[str, str]] = NO_TRAIN_DIR
 
     runs: tuple[str, ...] = setting((), REST, "two runs' directories")
 
@@ -141,6 +148,7 @@ class RunsConfig:
     """Settings of `runs.py`."""
 
     exit_codes: ClassVar[str] = describe_exit_codes(UsageError, failure="a bug or the output cannot be written")
+    refused: ClassVar[Mapping[str, str]] = NO_TRAIN_DIR
 
     runs_dir: str = _run("runs", "directory below which runs are looked for")
     sort: str = _table("", "column to sort by; default: the directory", choices=("", *RUN_FIELDS))
@@ -167,6 +175,7 @@ class ReportConfig:
     """Settings of `report.py`."""
 
     exit_codes: ClassVar[str] = describe_exit_codes(UsageError, failure="a bug or the page cannot be written")
+    refused: ClassVar[Mapping[str, str]] = NO_TRAIN_DIR
 
     out: str = setting("", "Report", "path of the page; default: report.html in the run's directory or in this one")
     runs: tuple[str, ...] = setting((), REST, "runs' directories")
@@ -194,9 +203,6 @@ class LaunchConfig:
             raise UsageError("num_workers=1 is no cluster; give 2 or more, or 0 for one process")
         if not self.command and not self.num_workers:
             raise UsageError("launch what? write: launch.py --num_workers=2 -- --recipe=speed94")
-        words = [argument for argument in self.command if not argument.startswith("-")]
-        if words:
-            raise UsageError(f"{words[0]!r} is not a flag of train.py; write --name=value")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,14 +12,10 @@ from unicodedata import normalize
 from cifar_towers.data import image_files
 from cifar_towers.data.own_data import ALL, SPLITS, OwnData, number_classes
 from cifar_towers.errors import listed, printable
+from cifar_towers.registry import SPLIT_NAMES
 
 log = logging.getLogger(__name__)
 
-SPLIT_NAMES = {  # of folders, in upper or lower case
-    "train": ("train", "training", "training_set"),
-    "validation": ("val", "valid", "validation", "dev"),
-    "test": ("test", "test_set"),
-}
 LIKE_A_SPLIT = re.compile(r"(train|test|val|dev)(ing|id|idation)?[\W_]*(set|data|images)?[\W\d_]*", re.IGNORECASE)
 CLUTTER = ("@eadir", "__macosx", "thumbs.db", "desktop.ini", "$recycle.bin", "#recycle", "lost+found")
 LAYOUT = "it needs a subfolder of images for each class, or train/ and test/ with these"

@@ -8,9 +8,10 @@ from collections.abc import Callable, Set
 from pathlib import Path
 
 from cifar_towers.data import image_files
-from cifar_towers.data.folder import SPLIT_NAMES, of_files
+from cifar_towers.data.folder import of_files
 from cifar_towers.data.own_data import ALL, OwnData
 from cifar_towers.errors import listed
+from cifar_towers.registry import SPLIT_NAMES
 
 COLUMNS = {  # names of columns in the first line, in upper or lower case
     "file": ("file", "path", "filename", "file_name", "filepath", "image", "image_path", "image_id", "id"),

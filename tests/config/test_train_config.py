@@ -21,7 +21,12 @@ def parse(*arguments, config_class=TrainConfig):
 USAGE_ERRORS = {
     TrainConfig: [
         (["stray"], "'stray' is not a flag"),
-        (["--batch_size=8", "more", "--seed=1"], "'more' is not a flag"),
+        (
+            ["--batch_size=8", "more", "--seed=1"],
+            "'more' is not a flag; settings are given as --name=value, with quotes",
+        ),
+        (["smoke"], "'smoke' is not a flag; a recipe is given as --recipe=smoke"),
+        ([str(ROOT)], f"the directory of a run is given as --train_dir={ROOT}"),
         (["--batch_sise=8"], "did you mean --batch_size?"),
         (["--batch_size=many"], "--batch_size=many"),
         (["--batch_size"], "Missing value for flag --batch_size"),
@@ -97,11 +102,15 @@ USAGE_ERRORS = {
         (["--train_dir=runs/one", "--model=mynets.py"], "model=mynets.py is not one of cifarnet, "),
         (["--train_dir=runs/one", "--model=mynets.py"], " path/to/file.py:function"),
         (["--train_dir=runs/one", "--dataset=../photos"], "dataset=../photos is not cifar10"),
+        (["--train_dir=runs/one", "--split=vall"], "split=vall is not one of test, validation, train"),
+        ([str(ROOT)], f"the directory of a run is given as --train_dir={ROOT}"),
+        (["smoke"], "'smoke' is not a flag; settings are given as --name=value"),
     ],
     ExportConfig: [
         (["--train_dir=x", "--format=tensorrt"], "format=tensorrt is not one of saved_model, keras"),
         (["--train_dir=x", "--quantize=int8"], "saved_model cannot be quantized; write --format=litert"),
     ],
+    ReportConfig: [(["--train_dir=x"], "train_dir is not a flag of this program: directories of runs are given as")],
     CompareConfig: [(runs, "which two runs") for runs in ([], ["one"], ["one", "other", "third"])],
 }
 
@@ -224,6 +233,23 @@ def test_help_of_training_lists_twelve_flags_and_helpfull_all(capsys):
     assert len(listed[0]) == 12 and {"recipe", "num_gpus", "dataset", "model", "flagfile"} <= {*listed[0]}
     assert f"[{TrainConfig.epochs}; speed94: {parse().epochs}]" in text[0]  # the second holds where no recipe is named
     assert {*listed[1]} == {"flagfile", *(field.name for field in flag_settings(TrainConfig))}
+
+
+@pytest.mark.parametrize(
+    ("part", "listed"),
+    [("batch_size", ["batch_size"]), ("rollback", ["rollback_on_divergence"]), ("--crop", ["crop"]), ("quux", [])],
+)
+def test_help_with_a_value_lists_the_flags_that_have_it_in_their_name(capsys, part, listed):
+    with pytest.raises(SystemExit):
+        parse(f"--help={part}")
+    text = capsys.readouterr().out
+    assert re.findall(r"^  --(?:\[no\])?(\w+)", text, re.M) == [*listed, "flagfile"]
+    assert ("No flag has quux in its name." in text) == (not listed)
+
+
+@pytest.mark.parametrize(("split", "meant"), [("val", "validation"), ("dev", "validation"), ("training", "train")])
+def test_splits_have_the_names_that_folders_and_tables_have(split, meant):
+    assert parse("--train_dir=runs/one", f"--split={split}", config_class=EvaluateConfig).split == meant
 
 
 @pytest.mark.parametrize("config_class", [TrainConfig, BenchmarkConfig, EvaluateConfig, ReportConfig])
