@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import shlex
+import shutil
 import sys
 import tempfile
 import traceback
@@ -24,6 +25,7 @@ from cifar_towers.errors import DataError, RunError, UsageError, error_line, err
 from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
+from cifar_towers.inference.model_card import write_card
 from cifar_towers.inference.predict import resize_square
 from cifar_towers.models.stock_layers import to_stock_layers
 from cifar_towers.towers import Tower
@@ -94,6 +96,8 @@ def export_model(config: ExportConfig) -> bool:
             problem = _check(file_format, temporary, samples, labels, config.quantize) if samples else ""
             failed = (path.with_name(f"failed-{number}-{path.name}") for number in itertools.count(1))
             written = next(place for place in failed if not place.exists()) if problem else path
+            if (written / "README.md").is_file():  # of the earlier export, perhaps the user's own
+                shutil.copy(written / "README.md", temporary)
             files.replace(temporary, written)
     except DISK_ERRORS as error:
         reason = error_text(error) or type(error).__name__
@@ -112,7 +116,13 @@ def export_model(config: ExportConfig) -> bool:
         print(f"{written} {problem}: do not use it{earlier}", file=sys.stderr)
         if config.format == "keras" and own_layers:
             print("Keras needs get_config and **kwargs in layers of your own; saved_model does not", file=sys.stderr)
-    return not problem
+        return False
+    card = (path if config.out and file_format.is_directory else path.parent) / "README.md"
+    try:
+        print(write_card(card, path, Path(file_format.name).suffix, run, weights))
+    except (OSError, DataError, UsageError) as error:
+        print(f"there is no new model card: {error_text(error)}", file=sys.stderr)
+    return True
 
 
 def load_portable_model(config: TrainedRunConfig) -> keras.Model:

@@ -108,6 +108,46 @@ def open_litert(content):
     return Interpreter(model_content=content).get_signature_runner("serving_default")
 
 
+# The model card -------------------------------------------------------------------------------------------------------
+
+
+def test_card_has_the_results_of_the_run_and_examples_that_compute_its_probabilities(
+    run, exported, monkeypatch, capsys
+):
+    for kind in ("saved_model", "keras", "tflite", "onnx"):
+        assert f"{run}/export/README.md: the model card" in exported(kind)[1]
+    _, metadata, text = (run / "export/README.md").read_text().split("---\n", 2)
+    scores = json.loads((run / "result.json").read_text())["evaluations"]
+    (plain,) = (score for score in scores if score["tta"] == 0)
+    assert metadata == (
+        "library_name: keras\npipeline_tag: image-classification\ndatasets: []\nmetrics: [accuracy]\n"
+        'model-index:\n- name: "run"\n  results:\n  - task: {type: image-classification}\n'
+        '    dataset: {type: "synthetic", name: "synthetic", split: test}\n'
+        f'    metrics: [{{"type": "accuracy", "value": {plain["accuracy"]}}}]\n'
+    )
+    for score in scores:  # the ends of Wilson's interval are the roots of (accuracy - p)^2 = z^2 p (1 - p) / n
+        accuracy, z2_n = score["accuracy"], 1.959964**2 / score["count"]
+        low, high = 100 * np.sort(np.roots([1 + z2_n, -2 * accuracy - z2_n, accuracy**2]))
+        kind = f"({score['weights']} weights, TTA {score['tta']}, 200 images)"
+        assert f"- test {100 * accuracy:.2f} % {kind}, 95 % interval {low:.2f} to {high:.2f} %\n" in text
+    environment = json.loads((run / "environment.json").read_text())
+    version = f"cifar_towers {environment['packages']['cifar-towers']}, revision {environment['git_revision']}"
+    shown = " ".join(text.split())
+    assert version in shown and ", ".join(synthetic.CLASSES) in shown and "SYNTHETIC DATA" in shown
+
+    monkeypatch.chdir(run / "export")
+    Image.fromarray(IMAGES[0]).resize((48, 64)).save("picture.jpg")
+    predict_images(PredictConfig(train_dir=str(run), pictures=("picture.jpg",), precision="float32", json=True))
+    answer = json.loads(capsys.readouterr().out)
+    (read,) = re.findall(r"\n\n```python\n(import numpy.*?)```", text, re.S)
+    examples = dict(re.findall(r"`(\S+)`:\n\n```python\n(.*?)```", text, re.S))
+    assert {"saved_model", "model.keras", "model.tflite", "model.onnx"} <= examples.keys()
+    for name, example in examples.items():
+        names = {}
+        exec(compile(read + example, "README.md", "exec"), names)
+        check([answer], names, next((ATOL[kind] for kind in ("int8", "float16") if kind in name), ATOL[""]))
+
+
 # LiteRT ---------------------------------------------------------------------------------------------------------------
 
 

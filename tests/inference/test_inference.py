@@ -334,6 +334,58 @@ def test_export_without_data_can_skip_the_check(run, tmp_path, capsys, monkeypat
     assert export_with(run, out=str(tmp_path / "net"), check=0) and "not checked" in capsys.readouterr().out
 
 
+def test_model_card_lists_exports_of_one_checkpoint_and_says_what_was_not_evaluated(run, tmp_path):
+    step, *_, last = (int(path.name.removeprefix("step-")) for path in list_checkpoints(run))
+
+    def card_after(name, **settings):
+        assert export_with(run, format="keras", out=str(tmp_path / name), check=0, **settings)
+        card = (tmp_path / "README.md").read_text()
+        return card, re.findall(r"load_model\(\'(.*)\'\)", card)
+
+    card, listed = card_after("early.keras", step=step)
+    assert f"\n\nStep {step} was not evaluated on the test images.\n" in card and "    metrics: []\n" in card
+    assert listed == ["early.keras"] and f"the ema weights of step {step}, checkpoint " in card
+    (accuracy,) = (
+        score["accuracy"]
+        for score in json.loads((run / "result.json").read_text())["evaluations"]
+        if (score["weights"], score["tta"]) == ("ema", 0)
+    )
+    card, listed = card_after("one.keras")
+    assert f'    metrics: [{{"type": "accuracy", "value": {accuracy}}}]\n' in card and "was not evaluated" not in card
+    assert listed == ["one.keras"] and f"the ema weights of step {last}, checkpoint " in card
+    assert card_after("two.keras")[1] == ["one.keras", "two.keras"]
+    (tmp_path / "one.keras").unlink()
+    assert card_after("two.keras")[1] == ["two.keras"]
+    assert card_after("raw.keras", weights="raw")[1] == ["raw.keras"]
+
+
+def test_model_card_replaces_only_unchanged_cards(run, tmp_path, capsys):
+    def export_to(name, kind="keras"):
+        assert export_with(run, format=kind, out=str(tmp_path / name), check=0)
+        return capsys.readouterr()
+
+    card = tmp_path / "README.md"
+    card.write_text("# My nets\n")
+    assert f"{card} is kept: it is no model card, or was edited; " in export_to("net.keras").out
+    assert card.read_text() == "# My nets\n"
+    card.unlink()
+    export_to("net.keras")
+    card.write_text(edited := card.read_text().replace("---\n", "---\nlicense: mit\n", 1))
+    assert "is kept" in export_to("net.keras").out and card.read_text() == edited
+
+    inside = tmp_path / "net" / "README.md"  # a saved model at a place of its own holds its card
+    assert f"{inside}: the model card" in export_to("net", "saved_model").out
+    assert "tf.saved_model.load('.')" in inside.read_text()
+    inside.write_text("# My net\n")
+    assert f"{inside} is kept" in export_to("net", "saved_model").out and inside.read_text() == "# My net\n"
+    assert card.read_text() == edited
+
+    damaged = copy_of(run, tmp_path / "damaged")
+    (damaged / "result.json").write_text("{")
+    assert export_with(damaged, format="keras", check=0)
+    assert "there is no new model card: " in capsys.readouterr().err
+
+
 def test_missing_package_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "tf2onnx", None)
     with pytest.raises(UsageError, match=r"format=onnx needs tf2onnx, which is not installed; to install .*\[export\]"):
