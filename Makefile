@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-versi
 RECIPE := --recipe=$(CONFIG) $(if $(filter smoke,$(CONFIG)),,--dataset=auto)
 
 .PHONY: help setup train runs evaluate predict export tensorboard bench speedrun scaling
-.PHONY: test test-long test-browser test-trackers test-gpu lint format lock compare faults faults-long clean
+.PHONY: test test-long test-browser test-trackers test-gpu lint format docs lock compare faults faults-long clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,8 +34,8 @@ setup: .venv/ready  ## install what the programs need into .venv; every other ta
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import keras.src.backend.tensorflow, tensorflow, tensorflow_datasets, tensorboard.main' 2>/dev/null || true
 	@touch $@
 
-# what only tests and exports need is installed when it is needed: it takes half as long again
-.venv/dev-ready .venv/export-ready .venv/browser-ready: .venv/%-ready: .venv/ready
+# what only tests, exports and API pages need is installed when it is needed: it takes half as long again
+.venv/dev-ready .venv/export-ready .venv/browser-ready .venv/docs-ready: .venv/%-ready: .venv/ready
 	$(INSTALL) '.[$*]'
 	@touch $@
 
@@ -99,8 +99,14 @@ format: .venv/dev-ready  ## fix style (ruff)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-lock: .venv/dev-ready .venv/browser-ready  ## install the newest versions that setup.cfg allows, and write constraints.txt
-	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev,browser]'
+docs: .venv/docs-ready  ## write the pages of the Python interface, from its docstrings, to build/api/
+	@# a module that has the name of a public function gets no page
+	@PDOC_ALLOW_EXEC=1 $(BIN)/python -m pdoc --docformat google --output-directory build/api \
+		cifar_towers cifar_towers.towers '!cifar_towers.towers.make_parallel'
+	@echo "written to build/api/; open build/api/index.html"
+
+lock: .venv/dev-ready .venv/browser-ready .venv/docs-ready  ## install the newest versions that setup.cfg allows, and write constraints.txt
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev,browser,docs]'
 	@sed -i '/^[^#]/d' constraints.txt
 	$(BIN)/python -m pip freeze --exclude-editable >> constraints.txt
 

@@ -1,5 +1,6 @@
 """The Makefile: its menu, and the commands behind its targets."""
 
+import importlib
 import os
 import re
 import shlex
@@ -60,6 +61,7 @@ def test_targets_take_their_recipe_from_config(target, config_class, recipe):
         *(("train", []), ("predict", []), ("test", ["dev"]), ("lint", ["dev"]), ("test-browser", ["dev", "browser"])),
         *(("export", []), ("export --format=keras", []), ("export --format=onnx", ["export"])),
         *(("export --format=tflite --quantize=int8", ["export"]), ("test-trackers", ["dev", "trackers"])),
+        ("docs", ["docs"]),
     ],
 )
 def test_targets_install_no_more_than_they_need(target, extras):
@@ -68,6 +70,15 @@ def test_targets_install_no_more_than_they_need(target, extras):
     assert re.findall(r"pip install .* -e '\.(.*)'", commands) == ["", *(f"[{extra}]" for extra in extras)]
     with_gpus = make("--dry-run", "--always-make", target, "NVIDIA=driver")
     assert "pip install" in with_gpus and "-e '.[gpu]'" in with_gpus
+
+
+def test_api_pages_are_of_packages_with_public_names():
+    (command,) = (line for line in make("-n", "docs").replace("\\\n", "").splitlines() if " -m pdoc " in line)
+    *_, output, package, towers, excluded = shlex.split(command)
+    assert [importlib.import_module(name).__all__ != [] for name in (package, towers)] == [True, True]
+    assert importlib.import_module(towers).make_parallel.__module__ == excluded.removeprefix("!")
+    ignored = subprocess.run(["git", "check-ignore", output], cwd=ROOT, capture_output=True, text=True)
+    assert ignored.stdout.strip() == output
 
 
 def test_exit_code_of_a_program_is_in_the_last_line_as_the_menu_says():
