@@ -4,13 +4,13 @@ import contextlib
 import csv
 import functools
 import os
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cifar_towers.data import image_files
 from cifar_towers.data.folder import of_files
 from cifar_towers.data.own_data import ALL, OwnData
-from cifar_towers.errors import listed
+from cifar_towers.errors import did_you_mean, listed
 from cifar_towers.registry import SPLIT_NAMES
 
 COLUMNS = {  # names of columns in the first line, in upper or lower case
@@ -18,6 +18,7 @@ COLUMNS = {  # names of columns in the first line, in upper or lower case
     "label": ("label", "class", "category", "target", "class_name"),
     "split": ("split", "subset", "set"),
 }
+SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
 PLACES = ("", "train", "images", "train_images")  # folders beside the table where its files may be
 MAX_LISTED = 3  # wrong rows in one error message
 
@@ -27,64 +28,98 @@ def scan(table: Path) -> OwnData:
 
     Raises:
       OSError, ValueError: the table cannot be read or has no header, has rows without an image, a class or a split, has
-        fewer than two classes, or has a class without images to train or test on.
+        rows of more or fewer fields than the header, has fewer than two classes, or has a class without images to train
+        or test on.
     """
     examples: dict[str, dict[Path, str]] = {}
     splits = SPLIT_NAMES | {ALL: (ALL,)}
+    split_names = [name for names in SPLIT_NAMES.values() for name in names]
+    seen: dict[Path, tuple[str, str]] = {}  # file -> its line and class
     wrong: list[str] = []
+    hints: list[str] = []
     with table.open(encoding="utf-8-sig", newline="") as lines:
-        columns, delimiter = _read_header(lines.readline())
-        rows = csv.reader(lines, delimiter=delimiter)
-        files: set[Path | None] = set()
+        columns, width, separator = _read_header(lines.readline())
+        rows = csv.reader(lines, delimiter=separator)
         list_names = functools.cache(_list_names)  # to look a file up costs much on some file systems
         for row in filter(any, rows):
+            line = f"line {rows.line_num + 1}"
             cells = {name: row[index].strip() if index < len(row) else "" for name, index in columns.items()}
-            path = _find_image(table.parent, cells["file"], list_names)
-            name = cells.get("split", ALL)
+            file, label, name = cells["file"], cells["label"], cells.get("split", ALL)
+            path = _find_image(table.parent, file, list_names)
             split = next((split for split, known in splits.items() if name.lower() in known), "")
-            problems = {
-                f"no file {cells['file']}": not path,
-                f"{cells['file']} is listed twice": path in files,
-                "no class": not cells["label"],
-                f"no split {name}": not split,
-            }
-            if problem := next((text for text, is_wrong in problems.items() if is_wrong), ""):
-                wrong.append(f"line {rows.line_num + 1} ({problem})")
-            elif path:
-                files.add(path)
-                examples.setdefault(split, {})[path] = cells["label"]
+            hint = ""
+            if "".join(row[width:]).strip() or (path and len(row) < width):
+                problem = f"{len(row)} instead of {width} fields"
+                hint = f"put a field that contains a {SEPARATORS[separator]} in quotes" if len(row) > width else ""
+            elif not path:
+                problem = f"no file {file}"
+                if similar := _find_image(table.parent, file, list_names, str.lower):
+                    hint = f"{similar.name} is there"
+            elif path in seen:
+                problem, (first_line, first_label) = f"{file} is listed twice", seen[path]
+                hint = f"{first_line} says {first_label}, {line} {label}"
+            elif not label:
+                problem = "no class"
+            elif not split:
+                problem = f"no split {name}"
+                hint = f"{did_you_mean(name.lower(), split_names)}splits are {', '.join(split_names)}"
+            else:
+                seen[path] = line, label
+                examples.setdefault(split, {})[path] = label
+                continue
+            wrong.append(f"{line} ({problem})")
+            hints.append(hint)
     if wrong:
-        hint = f"correct or remove them; files are looked for in {table.parent}"
-        raise ValueError(f"wrong rows ({len(wrong)}): {listed(wrong, MAX_LISTED)}; {hint}")
-    found = {label for labels in examples.values() for label in labels.values()}
+        shown = dict.fromkeys(filter(None, hints[:MAX_LISTED]))
+        where = f"correct or remove them; files are looked for in {table.parent}"
+        raise ValueError("; ".join([f"wrong rows ({len(wrong)}): {listed(wrong, MAX_LISTED)}", *shown, where]))
+    found = {label for _, label in seen.values()}
     are_numbers = all(name.isdecimal() for name in found)
-    return of_files(examples, sorted(found, key=lambda name: (int(name) if are_numbers else 0, name)))
+    class_names = sorted(found, key=lambda name: (int(name) if are_numbers else 0, name))
+    return of_files(examples, class_names, places={path: line for path, (line, _) in seen.items()})
 
 
-def _read_header(line: str) -> tuple[dict[str, int], str]:
-    """Return the indices of the columns, by the names in `COLUMNS`, and the character between columns."""
-    for delimiter in ",;\t":
-        names = [name.strip().lower() for name in next(csv.reader([line], delimiter=delimiter), [])]
+def _read_header(line: str) -> tuple[dict[str, int], int, str]:
+    """Return the indices of the columns, by the names in `COLUMNS`, their number, and the character between columns."""
+    headers = []
+    for separator in [separator for separator in SEPARATORS if separator in line] or "|: ":
+        header = line.rstrip().rstrip(separator)
+        names = [name.strip().lower() for name in next(csv.reader([header], delimiter=separator), [])]
         known = {column: [name for name in spellings if name in names] for column, spellings in COLUMNS.items()}
         columns = {column: names.index(found[0]) for column, found in known.items() if found}
         if {"file", "label"} <= columns.keys():
-            return columns, delimiter
-    needed = " and ".join(f"a column {' or '.join(COLUMNS[column])}" for column in ("file", "label"))
-    raise ValueError(f"its first line, {line.strip()[:40]}, must name {needed}; put file,label above the rows")
+            if separator not in SEPARATORS:
+                raise ValueError(f"its columns are separated by {separator!r}; use a comma, semicolon or tab")
+            return columns, len(names), separator
+        headers.append((names, columns))
+    names, columns = max(headers, key=lambda header: len(header[0]))
+    missing = [column for column in ("file", "label") if column not in columns]
+    needed = " and ".join(f"a column {' or '.join(COLUMNS[column])}" for column in missing)
+    advice = "put file,label above the rows, or in the place of other names"
+    if columns and (others := [name for index, name in enumerate(names) if index not in columns.values()]):
+        advice = f"rename {' or '.join(others)} to {missing[0]}"
+    raise ValueError(f"its first line, {line.strip()[:40]}, must name {needed}; {advice}")
 
 
-def _find_image(root: Path, name: str, list_names: Callable[[str], Set[str]]) -> Path | None:
-    """Return the path of a file that a table names, with or without its suffix; None if there is no such file."""
+def _find_image(
+    root: Path, name: str, list_names: Callable[..., Mapping[str, str]], fold: Callable[[str], str] = str
+) -> Path | None:
+    """Return the path of a file that a table names, with or without its suffix; None if there is no such file.
+
+    Args:
+      fold: what names are compared after, as `str.lower`.
+    """
     suffixes = ("",) if name.lower().endswith(image_files.SUFFIXES) else image_files.SUFFIXES
     for place in PLACES:
         folder, stem = os.path.split(os.path.join(root, place, name.replace("\\", "/")))
-        if suffix := [suffix for suffix in suffixes if stem + suffix in list_names(folder)]:
-            return Path(folder, stem + suffix[0])
+        names = list_names(folder, fold)
+        if found := [names[key] for suffix in suffixes if (key := fold(stem + suffix)) in names]:
+            return Path(folder, found[0])
     return None
 
 
-def _list_names(folder: str) -> Set[str]:
-    """Return the names in a folder, or none if it cannot be listed."""
+def _list_names(folder: str, fold: Callable[[str], str]) -> Mapping[str, str]:
+    """Return the names in a folder by their folded form, or none if it cannot be listed."""
     with contextlib.suppress(OSError, ValueError):
-        return {*os.listdir(folder)}
-    return set()
+        return {fold(name): name for name in os.listdir(folder)}
+    return {}

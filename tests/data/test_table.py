@@ -1,12 +1,13 @@
 """Data sets of the user's own: tables of image files and their classes."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from cifar_towers.data import sources
+from cifar_towers.data import sources, table
 from cifar_towers.errors import DataError
 
 NAMES = ["a/1.png", "a/2.jpg", "3.png", "b/4.gif"]
@@ -117,6 +118,41 @@ GOOD = ["a/1.png,dog,train", "a/2.jpg,cat,train", "3.png,cat,test", "b/4.gif,dog
         ([HEADER, GOOD[0], *GOOD[2:]], "no images of cat to train on"),
         (["path,label", *(line[: line.rindex(",")] for line in GOOD[:2])], "no images of cat, dog to train on"),
         ([HEADER, "a" * 200_000], "field larger than field limit"),
+        (
+            ["file,label", "3.png,Lucanus cervus, male", "b/4.gif,cat,", "a/1.png", "a/2.jpg,dog"],
+            r"line 2 \(3 instead of 2 fields\), line 4 \(1 instead of .*that contains a comma in quotes; correct",
+        ),
+        (
+            ["file,label", *["3.png,cat"] * 2, "a/1.png,dog", "a/1.png,owl"],
+            r"line 3 \(3.png is listed twice\), line 5 .*; line 2 says cat, line 3 cat; line 4 says dog, line 5 owl; ",
+        ),
+        (["file,label", "B/4.GIF,cat", "A/1.PNG,dog", "3.PNG,dog"], r"line 4 \(no file 3.PNG\); 3.png is there; "),
+        (
+            [HEADER, *GOOD, "x.png,cat,tarin", "a/1.png,dog,tarin"],
+            r"line 6 \(no file x.png\), line 7 \(a/1.png is listed twice\); line 2 says dog, line 7 dog; correct",
+        ),
+        (
+            [HEADER, "a/1.png,dog,tarin"],
+            r"\(no split tarin\); did you mean train\? splits are train, training, .*, test_set;",
+        ),
+        (
+            ["file,label", "a/1.png,dog", "a/2.jpg,dog", "3.png,Dog", "b/4.gif,NA"],
+            r"of Dog, NA to train on, only Dog in line 4 \(.*/3.png\), NA in line 5 .*; did you mean dog\? every",
+        ),
+        ([HEADER, *GOOD[:3]], r"no images of dog to test on, only dog in line 2 \(.*/a/1.png\); every class"),
+        (
+            ["file,species", "a/1.png,dog"],
+            "file,species, must name a column label or class or .*; rename species to label$",
+        ),
+        (
+            ["picture,species,sex"],
+            "must name a column file or .* and a column label .*; put file,label above the rows, or in",
+        ),
+        (
+            ["file;sex;label;;", "a/1.png;male;dog", "a/2.jpg;male"],
+            r"line 3 \(2 instead of 3 fields\); correct",
+        ),
+        (["file|label", "a/1.png|dog"], r"its columns are separated by '\|'; use a comma, semicolon or tab$"),
     ],
 )
 def test_unusable_table_is_an_error_of_one_line(tmp_path, lines, message):
@@ -137,3 +173,8 @@ def test_unreadable_table_and_images_are_named(tmp_path):
     os.remove(tmp_path / "labels.csv")
     with pytest.raises(DataError, match=r"labels.csv cannot be read: No such file or directory"):
         sources.find(name)
+
+
+def test_docs_name_every_column():
+    page = (Path(__file__).parents[2] / "docs/your-own.md").read_text()
+    assert [name for names in table.COLUMNS.values() for name in names if f"`{name}`" not in page] == []
