@@ -89,7 +89,10 @@ class TrackedRun(NamedTuple):
 
 def read_wandb(place, name):
     """Read W&B's offline files: blocks of 32 KiB with records (checksum, length, kind), kinds 1 and 4 end a message."""
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
+
+    wandb.teardown()  # wait until its files are written; the next test's are then in that test's directory
 
     def messages(data):
         position, message = 7, b""
