@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LOG = sorted((ROOT / "docs/log").glob("*.md"))
 README, PAGES = FILES[0].read_text(), "".join(path.read_text() for path in FILES)
-# flags of docker, sbatch, tensorboard and tests.faults, to a hyphen
-OTHERS = {"build", "job", "logdir", "long", "only", "signal"}
+# flags of docker, sbatch, tensorboard, uvx and tests.faults, to a hyphen
+OTHERS = {"build", "constraints", "from", "job", "logdir", "long", "only", "signal"}
 CONFIGS = {
     "train.py": TrainConfig,
     "benchmark.py": programs.BenchmarkConfig,
