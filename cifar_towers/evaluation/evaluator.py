@@ -28,11 +28,15 @@ EvaluateFn = Callable[..., dict[int, Score]]  # see `make_evaluate_fn`
 
 @dataclasses.dataclass
 class Evaluator:
-    """The evaluations of one run: when, on which splits, with which weights."""
+    """The evaluations of one run: when, on which splits, with which weights.
+
+    Before the end of the run, the first split is scored with the weights that the run reports. At the end all splits
+    are, with test-time augmentation, and each other set of weights once, without it.
+    """
 
     evaluate: EvaluateFn
-    splits: Mapping[str, Split]  # in the order of the reports; only the first is evaluated before the end of the run
-    weight_sets: Callable[[], Mapping[str, tuple]]  # returns name -> (weights, non-trainable values)
+    splits: Mapping[str, Split]  # in the order of the reports
+    weight_sets: Callable[[], Mapping[str, tuple]]  # name -> (weights, non-trainable values); the run reports the last
     every_steps: int  # steps between evaluations before the end; 0: only at the end
     last_step: int
 
@@ -53,16 +57,18 @@ class Evaluator:
         num_due = 0
         if self.every_steps:
             num_due = (self.last_step - 1) // self.every_steps - (max(step, 1) - 1) // self.every_steps
-        return len(self.weight_sets()) * (num_due * sizes[0] + sum(sizes) * len(TTA_LEVELS[tta]))
+        num_others = len(self.weight_sets()) - 1
+        return num_due * sizes[0] + sum(sizes) * (len(TTA_LEVELS[tta]) + num_others)
 
     def run(self, tta: int = 0, final: bool = False) -> list[Evaluation]:
-        """Score the first split, or all splits if `final`, with every set of weights."""
-        names = list(self.splits)[: None if final else 1]
+        """Score the first split, or all splits and sets of weights if `final`."""
+        *others, reported = self.weight_sets().items()
+        passes = [(*other, 0) for other in others] if final else []
         return [
             Evaluation(name, weights, level, score)
-            for name in names
-            for weights, values in self.weight_sets().items()
-            for level, score in self.evaluate(self.splits[name], *values, tta).items()
+            for name in list(self.splits)[: None if final else 1]
+            for weights, values, levels in [*passes, (*reported, tta)]
+            for level, score in self.evaluate(self.splits[name], *values, levels).items()
         ]
 
 

@@ -151,7 +151,10 @@ class TrainState:
         return first_nonfinite_index([new_values.get(id(v)) for v in self._updated], [v.device for v in self._updated])
 
     def evaluation_weights(self) -> dict[str, tuple[list, list]]:
-        """Return the values (weights, non-trainable) to evaluate with: `raw`, and `ema` if an average is kept."""
+        """Return the values (weights, non-trainable) to evaluate with: `raw`, and `ema` if an average is kept.
+
+        The last are those that the run reports.
+        """
         sets = {"raw": (self.weights, self.non_trainable)}
         if self.ema.averages:
             sets["ema"] = self.ema.averages[: len(self.weights)], self.ema.averages[len(self.weights) :]

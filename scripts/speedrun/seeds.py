@@ -170,7 +170,7 @@ def accuracy_on_test(evaluations: Sequence[Mapping], tta: int) -> float:
     """Return the last accuracy on the test set, of the averaged weights if there are any."""
     on_test = [each for each in evaluations if (each["split"], each["tta"]) == ("test", tta)]
     scores = {each["weights"]: each["accuracy"] for each in on_test}
-    return scores.get("ema", scores["raw"])
+    return scores["ema" if "ema" in scores else "raw"]
 
 
 def summarize(seeds: Sequence[Mapping], work: Work, target: float) -> dict:

@@ -28,7 +28,8 @@ SCALARS = {  # tag: (runs, minimum number of points)
     "speed/images_per_sec": ([TRAIN], LAST_STEP - 5),
     "towers/loss": (TOWERS, NUM_DIAGNOSTICS),
     "towers/cosine": (TOWERS, NUM_DIAGNOSTICS),
-    "accuracy/test/raw": ([EVAL], NUM_EVALUATIONS),
+    "accuracy/test/ema": ([EVAL], NUM_EVALUATIONS),
+    "accuracy/test/raw": ([EVAL], 1),
     f"accuracy/{FINAL}": ([EVAL], 1),
 }
 CHARTS = {  # title of a chart under CUSTOM SCALARS: at least so many curves

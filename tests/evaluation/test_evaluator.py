@@ -69,7 +69,7 @@ def make_evaluator(every_steps, validation=0):
 
     def evaluate(split, weights, non_trainable, tta=0):
         calls.append((len(split.labels), weights, non_trainable, tta))
-        return {0: "plain", tta: f"TTA {tta}"}
+        return {level: f"TTA {level}" for level in (0, tta)}
 
     values = {name: ([f"{name} weights"], [f"{name} statistics"]) for name in ("raw", "ema")}
     counts = {"validation": validation, "test": 7}
@@ -86,14 +86,14 @@ def test_evaluations_are_due_every_so_many_steps_before_the_last(every_steps, ex
 
 
 @pytest.mark.parametrize(("validation", "first"), [(0, "test"), (5, "validation")])
-def test_raw_and_averaged_weights_are_evaluated_on_the_first_split_with_examples_before_the_end(validation, first):
+def test_averaged_weights_are_scored_before_the_end_and_raw_ones_once_at_the_end(validation, first):
     evaluations, calls = make_evaluator(3, validation)
     found = evaluations.run()
-    assert [(each.split, each.weights, each.tta) for each in found] == [(first, "raw", 0), (first, "ema", 0)]
-    assert calls == [(validation or 7, [f"{name} weights"], [f"{name} statistics"], 0) for name in ("raw", "ema")]
-    splits, levels = dict.fromkeys((first, "test")), ((0, "plain"), (2, "TTA 2"))
+    assert [(each.split, each.weights, each.tta) for each in found] == [(first, "ema", 0)]
+    assert calls == [(validation or 7, ["ema weights"], ["ema statistics"], 0)]
+    splits, kinds = dict.fromkeys((first, "test")), (("raw", 0, "TTA 0"), ("ema", 0, "TTA 0"), ("ema", 2, "TTA 2"))
     assert [(each.split, each.weights, each.tta, each.score) for each in evaluations.run(tta=2, final=True)] == [
-        (split, weights, *level) for split in splits for weights in ("raw", "ema") for level in levels
+        (split, *kind) for split in splits for kind in kinds
     ]
 
 

@@ -41,7 +41,7 @@ def test_records_of_a_run(one_run):
     assert train[9]["epoch"] == 1.0 and train[-1]["loss"] < train[0]["loss"]
     final = [r for r in records_of(directory, "eval") if r["step"] == STEPS]
     assert [(r["split"], r["weights"], r["tta"], r["count"]) for r in final] == [
-        ("test", weights, tta, 500) for weights in ("raw", "ema") for tta in (0, 2)
+        ("test", *kind, 500) for kind in (("raw", 0), ("ema", 0), ("ema", 2))
     ]
     assert [r["step"] for r in train if "towers" in r] == [5, 10, 15, 20]
     counts = {name: len(of_towers) for name, of_towers in train[4]["towers"].items()}

@@ -65,7 +65,7 @@ def test_killed_run_resumes_without_duplicate_events(tmp_path, tiny_run):
     for part, tag, steps in (
         ("train", "loss", list(range(1, 21))),
         ("tower_1", "towers/loss", [5, 10, 15, 20]),
-        ("eval", "accuracy/test/raw", [10, 20]),
+        ("eval", "accuracy/test/ema", [10, 20]),
         ("result", "final/images_per_sec", [20]),
     ):
         assert [event.step for event in events_of(tmp_path / part).Tensors(tag)] == steps
