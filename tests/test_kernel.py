@@ -8,12 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from tests.configs import TINY_NET
-
-nbformat = pytest.importorskip("nbformat", reason="`make test` installs Jupyter's parts")
-NotebookClient = pytest.importorskip("nbclient").NotebookClient
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = (ROOT / "docs/python.md").read_text().split("```")[1]
