@@ -55,19 +55,24 @@ def locate(data_dir: str = "") -> Path:
     return _check_available(directory)
 
 
-def load(directory: Path, names: Iterable[str] = tuple(DIGESTS)) -> dict[str, Split]:
-    """Return `train`, `test` or both, verified, from the cache or else from the prepared copy.
+def load(directory: Path, names: Iterable[str] = tuple(DIGESTS), is_named: bool = False) -> dict[str, Split]:
+    """Return `train`, `test` or both, verified, from the cache or else from the copy.
+
+    Args:
+      is_named: the user named the directory: CIFAR-10's own files in it are read, as they take about a second, and
+        otherwise the log says that the cache is read instead.
 
     Raises:
       DataError: the copy cannot be prepared or read, or differs from CIFAR-10.
     """
-    return {name: _read_split(directory, name) for name in names if name in DIGESTS}
+    return {name: _read_split(directory, name, is_named) for name in names if name in DIGESTS}
 
 
-def _read_split(directory: Path, name: str) -> Split:
-    split = _load_cached(name)
+def _read_split(directory: Path, name: str, is_named: bool) -> Split:
+    must_read = is_named and directory.is_dir() and cifar10_files.is_copy(directory)
+    split, place = None if must_read else _load_cached(name), f"{directory}"
     if split:
-        directory = cache_directory()
+        place = f"{cache_directory()}" + (f", and {directory} is not read" if is_named else "")
     else:
         if cifar10_files.is_copy(directory):
             split, hint = cifar10_files.read_split(directory, name), f"replace {directory} by a good copy, or delete it"
@@ -80,7 +85,7 @@ def _read_split(directory: Path, name: str) -> Split:
             )
         _save_to_cache(name, split)
     count, per_class, digest = len(split.labels), split.class_counts()[0], split.digest
-    log.info("CIFAR-10 %s: %d images, %d per class, sha256 %s, from %s", name, count, per_class, digest[:16], directory)
+    log.info("CIFAR-10 %s: %d images, %d per class, sha256 %s, from %s", name, count, per_class, digest[:16], place)
     return split
 
 
@@ -161,12 +166,12 @@ def _load_cached(name: str) -> Split | None:
 
 
 def _save_to_cache(name: str, split: Split) -> None:
-    """Write a split atomically, unless another process is writing to the cache. Only log a failure."""
+    """Write a split atomically, unless it is there or another process is writing to the cache. Only log a failure."""
     try:
         path = _cached_file(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(path.parent / ".lock") as is_ours:
-            if not is_ours:
+            if not is_ours or path.is_file():
                 return
             with files.temporary_beside(path) as temporary:
                 with temporary.open("wb") as file:

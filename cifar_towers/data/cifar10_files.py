@@ -9,7 +9,7 @@ import io
 import os
 import pickle
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 
 import numpy as np
@@ -101,15 +101,25 @@ def _parse_binary(content: bytes) -> tuple[np.ndarray, np.ndarray]:
 def _parse_pickle(content: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Return labels [n] and pixels [n, 3072] of a pickled dictionary with a list of labels and an array."""
     batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+    batch = {key.encode() if isinstance(key, str) else key: value for key, value in batch.items()}
     labels, pixels = np.array(batch[b"labels"], np.uint8), np.frombuffer(batch[b"data"].content, np.uint8)
     return labels.reshape(IMAGES_PER_BATCH), pixels.reshape(IMAGES_PER_BATCH, IMAGE_BYTES)
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> type:
+    def find_class(self, module: str, name: str) -> Callable:
+        if (module, name) == ("_codecs", "encode"):
+            return _encode_latin1
         if (module.replace("_core", "core"), name) in ARRAY_GLOBALS:
             return _ArrayBytes
         raise pickle.UnpicklingError(f"a pickle that would execute {module}.{name}")
+
+
+def _encode_latin1(text: str, encoding: str) -> bytes:
+    """Return bytes from the text that Python 3 writes in their place into pickles of protocol 2."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise pickle.UnpicklingError(f"a pickle that would execute _codecs.encode for {encoding!r}")
+    return text.encode("latin1")
 
 
 class _ArrayBytes:

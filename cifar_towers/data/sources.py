@@ -133,7 +133,7 @@ def _log_copies(name: str, splits: Mapping[str, Split]) -> None:
 
 def _locate_cifar10(name: str, data_dir: str) -> Source:
     directory = cifar10.locate(data_dir)
-    return Source(name, lambda image_size, names: cifar10.load(directory, names), directory)
+    return Source(name, lambda image_size, names: cifar10.load(directory, names, bool(data_dir)), directory)
 
 
 def _locate_synthetic(name: str, data_dir: str, banner: str = "") -> Source:

@@ -1,5 +1,6 @@
 """CIFAR-10's own files: small ones in the published formats, in the order of TFDS, and never executed."""
 
+import codecs
 import gzip
 import io
 import os
@@ -152,6 +153,54 @@ def test_pickle_that_would_execute_code_is_refused(protocol, dataset, tmp_path):
     assert not (tmp_path / "executed").exists()
     pickle.loads((copy / "data_batch_2").read_bytes())
     assert (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(("protocol", "encoding"), [(1, "bytes"), (2, "bytes"), (2, "latin1"), (4, "bytes")])
+def test_pickles_written_again_by_python_3_are_read(protocol, encoding, stored, tmp_path):
+    copy = write(tmp_path / "data/cifar-10-batches-py", "py")
+    for path in copy.glob("*batch*"):
+        path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes(), encoding=encoding), protocol))
+    assert (b"_codecs" in path.read_bytes()) == (protocol < 3)
+    for name, split in stored.items():
+        assert cifar10_files.read_split(copy, name).digest == split.digest
+
+
+@pytest.mark.parametrize("arguments", [("x", "rot13"), ("x", "utf-8"), (b"x", "latin1"), ("x",), ("x", "latin1", "y")])
+def test_codecs_encode_is_read_for_text_in_latin1_only(arguments, tmp_path):
+    (tmp_path / "test_batch").write_bytes(pickle.dumps(Encoded(arguments), 2))
+    with pytest.raises(DataError, match="would execute _codecs.encode|_encode_latin1"):
+        cifar10_files.read_split(tmp_path, "test")
+
+
+class Encoded:
+    def __init__(self, arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return codecs.encode, self.arguments
+
+
+def test_files_in_a_named_folder_are_read_though_cifar10_is_cached(tmp_path, caplog):
+    caplog.set_level("INFO", "cifar_towers")
+    copy = write(tmp_path / "mine/cifar-10-batches-py", "py")
+    archive = write(tmp_path / "other/cifar-10-python.tar.gz", "py")
+    sources.load(sources.find("cifar10", str(copy)))
+    cache = {path: path.stat().st_mtime_ns for path in cifar10.cache_directory().iterdir()}
+    caplog.clear()
+    for data_dir, place in (
+        (copy, copy),
+        (archive, f"{cifar10.cache_directory()}, and {archive} is not read"),
+        ("", cifar10.cache_directory()),
+    ):
+        assert sources.load(sources.find("cifar10", str(data_dir)))[1].digests() == cifar10.DIGESTS
+        assert [message.rpartition(", from ")[2] for message in caplog.messages] == [str(place)] * 2
+        caplog.clear()
+    assert cache == {path: path.stat().st_mtime_ns for path in cifar10.cache_directory().iterdir()}
+    batch = pickle.loads((copy / "data_batch_2").read_bytes(), encoding="bytes")
+    batch[b"labels"][0] = (batch[b"labels"][0] + 1) % 10
+    (copy / "data_batch_2").write_bytes(pickle.dumps(batch))
+    with pytest.raises(DataError, match=f"train split is damaged: .*; replace {copy} by a good copy, or delete it"):
+        sources.load(sources.find("auto", str(copy.parent)), fall_back=True)
 
 
 @pytest.mark.parametrize(
