@@ -54,8 +54,8 @@ def setup_devices(config: TrainConfig, cluster: ClusterSpec | None = None) -> De
 def setup_towers(config: DeviceConfig) -> list[Tower]:
     """Set up the towers that a config asks for.
 
-    A config that names no number gets as many towers as can share its batch. A line says so if that is fewer than there
-    might be.
+    If the config gives no number, set up as many towers as can share its batch, and log the reason if that is fewer
+    than the default.
 
     Raises:
       UsageError: this machine cannot have them.

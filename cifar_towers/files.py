@@ -37,7 +37,7 @@ CHECKPOINTS_DIR = "checkpoints"
 FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, REPORT, MISTAKES, CONFUSION)
 MANIFEST = "MANIFEST.json"
 TEMPORARY, DAMAGED = ".tmp-", "damaged-"
-LOCK_PATIENCE_SECONDS = 0.5  # a look at a lock holds it for far less
+LOCK_PATIENCE_SECONDS = 0.5  # `is_locked` holds a lock for far less
 
 
 # Directories that are committed ---------------------------------------------------------------------------------------
@@ -209,9 +209,12 @@ class BestEffortWrites:
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Hold the lock file `path` during the block, and say whether this process has it; `wait` until it has.
+    """Lock the file `path` during the context, and yield whether this process got the lock.
 
-    The lock ends with the process, however that ends, so a lock left by a dead process does not count.
+    The operating system releases the lock when the process ends, even if it is killed.
+
+    Args:
+      wait: wait until the lock is free. Otherwise give up after `LOCK_PATIENCE_SECONDS`.
     """
     deadline = math.inf if wait else time.monotonic() + LOCK_PATIENCE_SECONDS  # `is_locked` may be looking
     with path.open("a") as file:
@@ -221,7 +224,10 @@ def locked(path: Path, wait: bool = False) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process has the lock file. The look shares it for an instant, in which `locked` tries again."""
+    """Return whether a process holds the lock on a file.
+
+    The check itself holds a shared lock for an instant. A process in `locked` tries again after that instant.
+    """
     try:
         with path.open("rb") as file:
             return not _try_lock(file, fcntl.LOCK_SH)

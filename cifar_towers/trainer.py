@@ -62,7 +62,7 @@ def train(
 
     Returns:
       The content of result.json. `reached` is the accuracy that met the target, or 0. `images_per_sec` is None if every
-      step was compiled.
+      step needed compilation.
 
     Raises:
       RunError: the last step could not be saved, or the run cannot be rolled back. Others: see `cifar_towers.errors`.
@@ -311,7 +311,7 @@ class Run:
         return result
 
     def begin(self, step: int) -> None:
-        """Open the files of the run. From now on a signal ends it after the step, when it is saved."""
+        """Open the files of the run. From now on, a signal ends the run once its current step is saved."""
         self.logger.open(step, functools.partial(self.evaluator.passes_left, tta=self.config.tta))
         if self.callbacks.error:
             raise self.callbacks.error
@@ -332,8 +332,8 @@ class Run:
     def start_step(self, step: int, batch: Batch) -> list[FinishedStep]:
         """Start the update that makes `step` into `step + 1`; return the steps whose metrics have arrived.
 
-        The started step is among them if something is due after it, and wherever its numbers cannot wait: on a cluster,
-        in a profile, and if it may not fit into the memory.
+        The started step is returned too if an evaluation, a checkpoint or the end of an epoch follows. It is always
+        returned on a cluster, in a run with a profile, and if the step may not fit into memory.
         """
         if not on_gpus(self.local_towers) and self.step_runner.skipped_last():
             # find the non-finite tensor before the next update; on GPUs, asking at every step would stall the device

@@ -129,8 +129,8 @@ class CheckpointManager:
     def roll_back(self, last_good_step: int, rollbacks: int) -> dict[str, Any] | None:
         """Restore the newest undamaged checkpoint up to `last_good_step` and remove the later ones.
 
-        If the previous rollback ended at the same checkpoint, the one before it is taken. The number of
-        `rollbacks`, this one included, is written at once, because the next checkpoint may never be.
+        If the previous rollback ended at the same checkpoint, restore the checkpoint before it. The number of
+        `rollbacks`, with this one, is written to a file at once, because the run may end before its next checkpoint.
 
         Returns:
           The metadata of the restored checkpoint, or None if there is none to restore.
@@ -160,7 +160,10 @@ class CheckpointManager:
         return metadata
 
     def _on_all_workers(self, restore: Callable[[], Any]) -> Any:
-        """Restore on worker 0, and give all workers what it returns, and its values unless that is None."""
+        """Call `restore` on worker 0, and return its result on all workers.
+
+        Unless the result is None, all workers also get the variables of worker 0.
+        """
         result = self.workers.broadcast_from_chief(restore)
         if result and self.workers.size > 1:
             variables = self.state.named_variables()

@@ -20,7 +20,7 @@ Variables = Mapping[str, tf.Variable]  # every variable of a run by its lasting 
 
 
 def save_checkpoint(train_dir: Path, step: int, variables: Variables, metadata: Mapping[str, Any]) -> Path:
-    """Write `checkpoints/step-<step>/`, whole or not at all. One that exists is kept, as a step has one state.
+    """Write `checkpoints/step-<step>/` completely or not at all. Keep an existing one: a step has only one state.
 
     `tf.train.load_checkpoint` on the directory's `state` prefix reads the variables. The `accuracy` in the metadata, if
     any, decides which checkpoint is best.
@@ -64,9 +64,10 @@ def restore_variables(checkpoint: Path, variables: Variables) -> None:
 
 
 def initialize_variables(source: Path, variables: Variables, head: Sequence[str], classes: Sequence[str]) -> str:
-    """Start a new run, its averages included, with the newest weights that another reports; return the line to log.
+    """Start a new run with the newest weights of another run; return the line to log.
 
-    They are moving averages if it keeps some. Batch statistics are taken over too, and integers, as seeds, are not.
+    The weights are the moving averages of the other run if it keeps some. The new run's own averages start with the
+    same values. Batch statistics are copied too. Integers, such as seeds, are not copied.
 
     Args:
       source: directory of the other run.

@@ -250,8 +250,8 @@ class TrainConfig(DeviceConfig):
     batch_size: int = _data.recipe(1536, "number of examples per step, over all towers", low=1)
     hard_example_pool: int = _data.recipe(
         0,
-        "number of examples drawn for each step, of which the batch_size with the highest loss under a small proxy "
-        "net are trained on; 0: off",
+        "number of examples drawn per step; the step trains on the batch_size examples with the highest loss under a "
+        "small proxy net; 0: off",
         low=0,
     )
     flip: str = _data.recipe(
@@ -319,7 +319,8 @@ class TrainConfig(DeviceConfig):
     )
     freeze_first_group: float = _optimizer.recipe(
         0.0,
-        "fraction of the run after which the first group of convolutions is frozen, its rates at 0 by then; 0: never",
+        "fraction of the run after which the first group of convolutions is frozen; the learning rate schedule of the "
+        "group is compressed into that fraction; 0: never",
         low=0,
         high=1,
     )

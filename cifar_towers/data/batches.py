@@ -40,7 +40,7 @@ class Batches:
     Every epoch is a new permutation of all examples, cut into `steps_per_epoch` full batches. The rest is left out.
 
     Args:
-      batch_size: B, for all towers together.
+      batch_size: B, the number of examples drawn per step, for all towers together.
       rows: (first, count) of the rows that this worker makes of every batch; by default all.
       flip: `none`; `random`, drawn for each image and epoch; `alternating`, drawn once for each image and inverted in
         every odd epoch (K. Jordan, arXiv 2404.00498).

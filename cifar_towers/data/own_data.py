@@ -94,7 +94,8 @@ def load(data: OwnData, image_size: int, names: Sequence[str]) -> dict[str, Spli
 def divided(data: OwnData, names: Sequence[str] = SPLITS) -> Iterator[tuple[str, list[Any], np.ndarray]]:
     """Yield (split, items, class numbers) of these splits, in the order of the items' hashes.
 
-    Some uses take the first examples. Of data without splits, the first fifth of each class is the test split.
+    In this order the first examples are a random sample, as some callers need. If the data has no splits, the first
+    fifth of each class is the test split.
     """
     for name, (items, labels) in data.splits.items():
         if name not in (*names, ALL):

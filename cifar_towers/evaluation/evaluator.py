@@ -123,7 +123,7 @@ def make_classify_fn(
         return [tf.concat(outputs, 0) for outputs in zip(*results, strict=True)]
 
     def classify(images: np.ndarray, weights: Values, non_trainable: Values, tta: int = 0) -> list[np.ndarray]:
-        # a traced function takes one mirrored variable for another of its shape, so it is given values
+        # `tf.function` confuses mirrored variables of one shape, so it gets their values
         weights, non_trainable = ([tf.convert_to_tensor(v) for v in values] for values in (weights, non_trainable))
         share = images
         if len(images) >= workers.size:  # otherwise every worker classifies all

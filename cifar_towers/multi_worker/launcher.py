@@ -97,7 +97,7 @@ def _start_all(command: Sequence[str], count: int) -> list[Started]:
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str] = {}, prefix: str = "") -> Started:
-    """Start a process with this one's output; with a `prefix`, a thread prints its lines after the prefix."""
+    """Start a process that shares this one's output. With a `prefix`, a thread puts the prefix before each line."""
     environment = {**os.environ, **environment}
     if not prefix:
         return subprocess.Popen(command, env=environment), None

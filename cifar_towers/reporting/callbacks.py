@@ -65,9 +65,9 @@ class Callbacks:
 
     @contextlib.contextmanager
     def until_end(self) -> Iterator["Callbacks"]:
-        """Tell the callbacks that were told of the start, at the end of the context, that the training has ended.
+        """Call `on_end` of every callback whose `on_start` was called, when the context ends.
 
-        An error, of a callback too, does not keep any of them from being told.
+        All of them are called, even if the training or another callback raises an error.
 
         Raises:
           CallbackError: a callback has failed in the last evaluation or at the end.

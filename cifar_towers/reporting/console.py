@@ -100,7 +100,7 @@ class Progress:
             self._live.start()
 
     def _overwrite(self, text: str) -> None:
-        """Write a text over the line of a notebook's output, which moves the cursor to the line's beginning alone."""
+        """Replace the current line of a notebook's output, where the cursor can only return to the line's beginning."""
         width = self.console.width
         print(f"\r{text[:width]:<{width}}\r", end="", flush=True)
 

@@ -35,7 +35,7 @@ PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tenso
 class RunInfo:
     """A run as it is before its first step."""
 
-    config: TrainConfig
+    config: TrainConfig  # with a value in place of every `auto`
     dataset: Dataset
     banner: str  # a warning that the data are synthetic, or empty
     local_towers: Sequence[Tower]  # of this process, that the batch or the model is split over

@@ -215,7 +215,7 @@ def score_name(score: Mapping[str, Any]) -> str:
 
 
 def format_number(value: float | None, spec: str, scale: float = 1) -> str:
-    """Return a number as text, `-` for None, as which a JSON file has a number that is not finite.
+    """Return a number as text, or `-` for None. JSON files hold `null` for unknown and non-finite numbers.
 
     >>> format_number(0.9415, ".2f", 100), format_number(None, ".2f")
     ('94.15', '-')

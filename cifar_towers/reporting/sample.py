@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Degrees of freedom -> the value that Student's t stays within, to both sides, with a probability of 95 %.
+# Degrees of freedom -> 97.5 % quantile of Student's t distribution, for two-sided 95 % intervals.
 STUDENT_T = {
     1: 12.7062, 1.5: 6.0167, 2: 4.3027, 2.5: 3.5747, 3: 3.1824, 4: 2.7764, 5: 2.5706, 6: 2.4469, 7: 2.3646, 8: 2.3060,
     9: 2.2622, 10: 2.2281, 12: 2.1788, 15: 2.1314, 20: 2.0860, 30: 2.0423, 60: 2.0003, math.inf: 1.9600,
@@ -79,9 +79,9 @@ def describe_difference(one: Sample, other: Sample) -> str:
 
 
 def student_t(degrees: float) -> float:
-    """Return the value that Student's t stays within, to both sides, with a probability of 95 %.
+    """Return the 97.5 % quantile of Student's t distribution, for two-sided 95 % intervals.
 
-    Values between those of the table are interpolated in 1 / degrees, which errs to the high side by at most 9 %.
+    Between the entries of the table, the quantile is interpolated in 1 / degrees. It is then too large by at most 9 %.
 
     >>> student_t(4), round(student_t(11), 3)
     (2.7764, 2.201)

@@ -89,7 +89,7 @@ CHARTS = {
 def seed_charts(found: Collection[str]) -> dict[str, dict[str, list[str]]]:
     """Return the charts of statistics over seeds that have one of the tags `found`: category -> title -> tags.
 
-    The categories have names of their own: of two layouts, TensorBoard shows one category of a name.
+    No category has a name of `CHARTS`, because TensorBoard shows only one of two categories with the same name.
     """
     evaluated = {kind: [tag for tag in sorted(found) if tag.startswith(f"{kind}/")] for kind in (ACCURACY, LOSS)}
     training = {"training loss": LOSS, "training accuracy (batch)": ACCURACY, "throughput, images/s": IMAGES_PER_SEC}

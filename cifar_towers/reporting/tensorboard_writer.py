@@ -223,7 +223,10 @@ class TensorBoardWriter:
                     shutil.rmtree(other)
 
     def write_result(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write the run's metrics under HPARAMS, and its successful end, of which TensorBoard takes the first."""
+        """Write the run's metrics for HPARAMS, and that the run has ended successfully.
+
+        If a directory has several such ends, TensorBoard reads only the first.
+        """
         metrics = {f"{tags.FINAL}/{tag}": value for tag, value in scalars.items()}
         self.write(RESULT, step, metrics, [session_end_pb(api_pb2.STATUS_SUCCESS)])
 

@@ -73,9 +73,10 @@ def make_batches(
 
 
 def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
-    """Return the augmentation that the data settings ask for, with the moments of `info` for normalization.
+    """Return the augmentation that the settings ask for, with the moments of `info` for normalization.
 
-    It is without the user's function: that is loaded for training alone.
+    Each field of `Augmentation` that has the name of a setting gets its value. The user's function is not included,
+    because only `make_training` loads it.
     """
     settings = {name: getattr(config, name) for name in Augmentation._fields if hasattr(config, name)}
     return Augmentation(**settings, mean=info.mean, std=info.std)

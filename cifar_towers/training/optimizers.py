@@ -70,8 +70,8 @@ class AdamW:
     def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
         """Return new values of one variable and its two averages; `step` corrects the bias of the first steps.
 
-        Skipped steps count too. After skipped steps at the very start, as while a loss scale is sought, the correction
-        is too small and the first updates are shorter.
+        `step` counts skipped steps too. If the first steps are skipped, as with float16 until its loss scale fits, the
+        correction is too small and the first updates are shorter.
         """
         variable, mean, square = self.variables[index], self.slots["mean"][index], self.slots["square"][index]
         count = tf.cast(step + 1, variable.dtype)

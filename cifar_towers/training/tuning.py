@@ -58,8 +58,8 @@ def resolve_settings(
 
 # Variable placement ---------------------------------------------------------------------------------------------------
 
-PLACEMENT_IMAGES = 4  # a tower: few, so that what is exchanged weighs most
-PLACEMENT_STEPS = 25  # timed, for each placement
+PLACEMENT_IMAGES = 4  # per tower; few, so that the exchange takes most of the time
+PLACEMENT_STEPS = 25  # timed steps for each placement
 PLACEMENT_GAIN = 0.03  # a placement must beat the CPU by this fraction in three steps out of four
 
 
@@ -105,9 +105,9 @@ class Recommendation(NamedTuple):
 def recommend_placement(
     config: TrainConfig, towers: Sequence[Tower], precision: str, train: Split, length: RunLength
 ) -> Recommendation:
-    """Measure steps over a small batch under each placement, and recommend the fastest; the first of those that tie.
+    """Measure steps over a small batch under each placement, and recommend the fastest, or the first of equals.
 
-    It takes as long as tracing the step three times. `scripts/benchmark.py` does the same at full size.
+    Most of the time is spent on tracing the step three times. `scripts/benchmark.py` measures whole batches.
     """
     if len({tower.device for tower in towers} | {HOST}) == 1:
         return Recommendation("cpu", False, "one tower on the CPU leaves nothing to choose")
@@ -160,7 +160,8 @@ def make_trial_step(
 
 # Tower shares ---------------------------------------------------------------------------------------------------------
 
-SHARES_STEPS, SHARES_SECONDS = 8, 3.0  # of measuring, at least: steps of the slowest tower, and time
+SHARES_STEPS = 8  # minimum number of timed steps of the slowest tower
+SHARES_SECONDS = 3.0  # minimum time of the measurement
 SAME_SPEED = 0.05  # towers whose speeds differ by less than this fraction get equal shares
 
 
