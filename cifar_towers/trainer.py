@@ -312,7 +312,7 @@ class Run:
 
     def begin(self, step: int) -> None:
         """Open the files of the run. From now on, a signal ends the run once its current step is saved."""
-        self.logger.open(step, functools.partial(self.evaluator.passes_left, tta=self.config.tta))
+        self.logger.open(step, functools.partial(self.evaluator.images_left, tta=self.config.tta))
         if self.callbacks.error:
             raise self.callbacks.error
         self.shutdown.announce = self.log

@@ -47,7 +47,7 @@ class Evaluator:
         """Return whether the run is evaluated after `step`, before its end."""
         return bool(self.every_steps) and step % self.every_steps == 0 and 0 < step < self.last_step
 
-    def passes_left(self, step: int, tta: int) -> int:
+    def images_left(self, step: int, tta: int) -> int:
         """Return the number of images that all evaluations from `step` on will classify, with each view counted.
 
         Args:

@@ -80,14 +80,15 @@ class PhaseTimer:
 class TimeLeft:
     """The estimate of the time that a run will still take.
 
-    A step of an image size that has not been seen takes the time of the largest seen, in proportion to the pixels.
+    For an image size that has not been timed, the time of a step is that of the largest timed size, in proportion to
+    the number of pixels.
     """
 
     length: RunLength
     batch_size: int
     timer: PhaseTimer
     image_size_at: Callable[[int], int]
-    passes_left: Callable[[int], int]  # step -> images that evaluations will still classify, each view counted
+    images_left: Callable[[int], int]  # step -> images that evaluations will still classify, each view counted
 
     def __post_init__(self) -> None:
         self._booked = dict(self.timer.seconds)
@@ -95,13 +96,13 @@ class TimeLeft:
         self._seconds: defaultdict[int, float] = defaultdict(float)  # of these steps
         self._steps_left: Counter[int] = Counter()
         self._compile_seconds = self._evaluate_seconds = 0.0
-        self._passes = 0  # in these seconds
+        self._evaluated_images = 0  # in these seconds
         self._last_step: int | None = None
 
     def end_step(self, step: int, is_traced: bool) -> bool:
         """Add the seconds measured since the last call, which ends with finished step number `step`.
 
-        Return whether this step gives the first estimate, of a run that has more to do than it has done.
+        Return whether this step makes the first estimate possible, and more steps are left than were timed.
         """
         new = {phase: seconds - self._booked.get(phase, 0.0) for phase, seconds in self.timer.seconds.items()}
         self._booked = dict(self.timer.seconds)
@@ -113,7 +114,7 @@ class TimeLeft:
         if step - 1 == self._last_step:
             self._steps_left[size] -= 1
             self._evaluate_seconds += new.get("evaluate", 0.0)
-            self._passes += self.passes_left(step - 1) - self.passes_left(step)
+            self._evaluated_images += self.images_left(step - 1) - self.images_left(step)
         else:  # the first, or the first after a rollback
             self._steps_left = Counter(map(self.image_size_at, range(step, self.length.last)))
         self._last_step = step
@@ -126,13 +127,13 @@ class TimeLeft:
         training = sum(count * self._step_seconds(size) for size, count in self._steps_left.items())
         unseen = [size for size, count in self._steps_left.items() if count and not self._steps[size]]
         compilation = len(unseen) * self._compile_seconds / len(self._steps)
-        return training + compilation + self.passes_left(self._last_step) * self._pass_seconds()
+        return training + compilation + self.images_left(self._last_step) * self._evaluation_seconds_per_image()
 
     def _step_seconds(self, size: int) -> float:
         seen = size if self._steps[size] else max(self._steps)
         return self._seconds[seen] / self._steps[seen] * (size / seen) ** 2
 
-    def _pass_seconds(self) -> float:
-        if self._passes:
-            return self._evaluate_seconds / self._passes
+    def _evaluation_seconds_per_image(self) -> float:
+        if self._evaluated_images:
+            return self._evaluate_seconds / self._evaluated_images
         return FORWARD_SHARE * self._step_seconds(self.image_size_at(self.length.last)) / self.batch_size

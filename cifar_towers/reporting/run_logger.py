@@ -63,14 +63,14 @@ class RunLogger:
             f"per epoch; writing to {self.directory}"
         )
 
-    def open(self, step: int, passes_left: Callable[[int], int]) -> None:
+    def open(self, step: int, images_left: Callable[[int], int]) -> None:
         """Open the files of a run that starts or resumes at `step`, and write its settings and environment.
 
-        For `passes_left` see `TimeLeft`.
+        For `images_left` see `TimeLeft`.
         """
         self.truncate_after(step)
         self._time_left = TimeLeft(
-            self.run.length, self.run.config.batch_size, self.timer, self.run.image_size_at, passes_left
+            self.run.length, self.run.config.batch_size, self.timer, self.run.image_size_at, images_left
         )
         run, settings = self.run, dataclasses.asdict(self.run.config)
         environment = run_info.describe_run(run)

@@ -188,8 +188,8 @@ def make_training(
             if config.hard_example_pool:
                 with tf.name_scope(PROXY):
                     state.proxy, proxy_loss = make_state(proxy_config(config), precision, train, length)
-                options["example_loss"] = make_example_loss(config, num_classes)
-                proxy_update = make_update(state.proxy, towers, proxy_loss, augmentation, **options)
+                proxy_options = options | {"example_loss": make_example_loss(config, num_classes)}
+                proxy_update = make_update(state.proxy, towers, proxy_loss, augmentation, **proxy_options)
                 update = select_hard_examples(update, proxy_update, config.batch_size)
         return state, make_train_step(update), towers
     except ValueError as error:

@@ -91,7 +91,7 @@ def make_update(
     def update(batch: Batch, learning_rates: Mapping, image_size: int = 0, collect_diagnostics=None) -> StepMetrics:
         def on_tower(tower: Tower, shard: Batch) -> TowerResult:
             collect = collect_diagnostics if tower == towers[-1] else None
-            return tower_fn(tower, shard, learning_rates, image_size, collect)
+            return tower_fn(tower, shard, learning_rates.keys(), image_size, collect)
 
         sizes = share_out(batch.labels.shape[0], shares, micro_batches) if shares else None
         run = functools.partial(run_on_towers_synchronized, weights=sizes) if synchronized else run_on_towers

@@ -100,7 +100,7 @@ def test_averaged_weights_are_scored_before_the_end_and_raw_ones_once_at_the_end
 @pytest.mark.parametrize("validation", [0, 5])
 @pytest.mark.parametrize("every_steps", [0, 3, 5])
 @pytest.mark.parametrize("tta", [0, 2])
-def test_passes_left_are_those_that_are_made(validation, every_steps, tta):
+def test_images_left_are_those_that_are_evaluated(validation, every_steps, tta):
     evaluations, calls = make_evaluator(every_steps, validation)
     for step in range(11):
         calls.clear()
@@ -109,7 +109,7 @@ def test_passes_left_are_those_that_are_made(validation, every_steps, tta):
                 evaluations.run()
         evaluations.run(tta, final=True)
         num_images = sum(count * len(TTA_LEVELS[level]) for count, *_, level in calls)
-        assert evaluations.passes_left(step, tta) == num_images, step
+        assert evaluations.images_left(step, tta) == num_images, step
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

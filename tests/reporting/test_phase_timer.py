@@ -46,7 +46,7 @@ COMPILE_SECONDS, EVALUATE_SECONDS = 14.0, 17.0
 EVALUATE_EVERY, IMAGES, VIEWS = 100, 10_000, 6
 
 
-def passes_left(step):
+def images_left(step):
     """Count evaluations of the 10,000 images at steps 100, 200 and 300, and of six views of each at the end."""
     return IMAGES * (sum(due >= step for due in (100, 200, 300)) + VIEWS)
 
@@ -58,7 +58,7 @@ class Run:
         rng = random.Random(0)
         self.timer, size_at = PhaseTimer(), ImageSizeSchedule("0=24,50%=32", 32).at(LENGTH)
         self.timer.resume(dict(earlier), 0)
-        estimate = TimeLeft(LENGTH, 1000, self.timer, size_at, passes_left)
+        estimate = TimeLeft(LENGTH, 1000, self.timer, size_at, images_left)
         self.estimates, self.clock, seconds, compiled = {}, {}, 0.0, set()
         for step in range(first_step + 1, LENGTH.last + 1):
             size = size_at(step - 1)
