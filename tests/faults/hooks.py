@@ -72,4 +72,4 @@ def before(part: str, act: Callable[..., None]) -> None:
 
 def num_traces(run: trainer.Run) -> int:
     """How often the training step has been traced."""
-    return run.step_runner._train_step.experimental_get_tracing_count()
+    return run.step_runner.train_step.experimental_get_tracing_count()
