@@ -46,7 +46,7 @@ def locate(data_dir: str = "") -> Path:
         return directory
     if copy := cifar10_files.find(data_dir, directory):
         return copy
-    if data_dir and _is_cached():
+    if data_dir and is_cached():
         problem = f"has no {BUILDER}" if directory.exists() else "does not exist"
         raise UsageError(
             f"data_dir={data_dir} {problem}, and would not be used: CIFAR-10 is read from {cache_directory()}; leave "
@@ -102,7 +102,7 @@ def has_copy(directory: Path) -> bool:
 def _check_available(directory: Path) -> Path:
     """Return the TFDS directory; raise a DataError if CIFAR-10 is neither there nor elsewhere."""
     archive = _archive(directory)
-    if _is_cached() or is_prepared(directory) or archive.exists() or reachable(f"https://{SOURCE_HOST}"):
+    if is_cached() or is_prepared(directory) or archive.exists() or reachable(f"https://{SOURCE_HOST}"):
         return directory
     raise DataError(
         f"no CIFAR-10 in {directory} and {SOURCE_HOST} does not answer; put {ARCHIVE} into {archive.parent}, "
@@ -143,7 +143,8 @@ def _cached_file(name: str) -> Path:
     return cache_directory() / f"cifar10-{name}-{DIGESTS[name][:16]}.npy"
 
 
-def _is_cached() -> bool:
+def is_cached() -> bool:
+    """Return whether both decoded splits are in the cache."""
     with contextlib.suppress(*CACHE_ERRORS):
         return all(_cached_file(name).is_file() for name in DIGESTS)
     return False

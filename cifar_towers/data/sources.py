@@ -110,7 +110,9 @@ def _load_splits(
             f"dataset={source.name} has no {' or '.join(missing)} examples; give a data set that has "
             f"{' and '.join(needed)}"
         )
-    _log_copies(source.name, splits)
+    if "train" in splits and source.name != "cifar10" and (copies := count_copies(splits["test"], splits["train"])):
+        count = len(splits["test"].labels)
+        log.info("%s", printable(f"{source.name}: {copies} of {count} test images are copies of training images"))
     for name, split in splits.items():
         if source.name != "cifar10":  # whose module logs this itself
             classes = zip(split.info.class_names, split.class_counts(), strict=True)
@@ -123,12 +125,15 @@ def _load_splits(
     return splits
 
 
-def _log_copies(name: str, splits: Mapping[str, Split]) -> None:
-    if "train" in splits and name != "cifar10":
-        trained_on = {hash(image.tobytes()) for image in splits["train"].images}
-        images = splits["test"].images
-        if copies := sum(hash(image.tobytes()) in trained_on for image in images):
-            log.info("%s", printable(f"{name}: {copies} of {len(images)} test images are copies of training images"))
+def count_copies(split: Split, train: Split) -> int:
+    """Return the number of images of a split that are copies of training images."""
+    trained_on = {hash(image.tobytes()) for image in train.images}
+    return sum(hash(image.tobytes()) in trained_on for image in split.images)
+
+
+def is_local(dataset: str) -> bool:
+    """Return whether a data set is read without TFDS, which may download."""
+    return dataset == "synthetic" or bool(split_path(dataset)[0]) or (dataset == "cifar10" and cifar10.is_cached())
 
 
 def _locate_cifar10(name: str, data_dir: str) -> Source:

@@ -1,5 +1,6 @@
 """Evaluation of a run's checkpoint, as a table or as JSON."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.data.sources import Source
-from cifar_towers.errors import DataError, UsageError, listed, printable
+from cifar_towers.errors import DataError, RunError, UsageError, listed, printable
 from cifar_towers.evaluation.evaluator import make_classify_fn, make_evaluate_fn
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
 from cifar_towers.reporting.console import progress_bar
@@ -51,7 +52,9 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
         "step": run.metadata["step"],
         "dataset": source.name,
         "split": config.split,
+        "trained_on": run.metadata["dataset"],
         "changed_data": is_changed,
+        "copies_of_training_images": _count_copies(run, split) if is_changed else None,
         "weights": weights,
         "tta": config.tta,
         "count": score.count,
@@ -96,9 +99,24 @@ def _check_data(config: EvaluateConfig, run: TrainedRun, source: Source, split: 
     return split, is_changed
 
 
+def _count_copies(run: TrainedRun, split: Split) -> int | None:
+    """Return how many images of a split the run was trained on, or None if its training images are not at hand."""
+    with contextlib.suppress(RunError):
+        if sources.is_local(dataset := run.metadata["dataset"]):
+            held_out, image_size = run.config.validation_examples, run.info.image_size
+            train = sources.load(sources.find(dataset), held_out, image_size)[1].train
+            return sources.count_copies(split, train) if train.digest == run.metadata["train_sha256"] else None
+    return None
+
+
 def _as_table(record: dict[str, Any]) -> str:
     low, high = record["interval95"]
-    changed = " (other images than it was made with)" if record["changed_data"] else ""
+    changed = ""
+    if record["changed_data"]:
+        kind = "data changed since" if record["dataset"] == record["trained_on"] else "another data set"
+        copies = record["copies_of_training_images"]
+        known = "" if copies is None else f": {copies} of {record['count']} images are among its training images"
+        changed = f" ({kind}{known})"
     lines = [
         f"{record['train_dir']} at step {record['step']}: {record['dataset']} {record['split']}{changed}, "
         f"{record['weights']} weights, TTA {record['tta']}",

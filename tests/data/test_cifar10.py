@@ -34,7 +34,7 @@ def online(monkeypatch):
 
 @pytest.fixture
 def cached(monkeypatch):
-    monkeypatch.setattr(cifar10, "_is_cached", lambda: True)
+    monkeypatch.setattr(cifar10, "is_cached", lambda: True)
 
 
 @pytest.fixture
