@@ -3,10 +3,12 @@
 This module does not import TensorFlow, so that a wrong name is refused at once.
 """
 
+import os
 import re
+from pathlib import Path
 from typing import NamedTuple
 
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import UsageError, did_you_mean
 from cifar_towers.user_code import split_function
 
 
@@ -94,10 +96,26 @@ def check_dataset(dataset: str) -> None:
     prefix, path = split_path(dataset)
     named = f"{dataset}:" not in (FOLDER, CSV, NPY) and re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", dataset)
     if not ((prefix and path) or named):
+        guess = suggest_data(dataset) or did_you_mean(dataset.lower(), (*BUILT_IN, "cifar100", "svhn_cropped"))
         raise UsageError(
             f"dataset={dataset} is not {', '.join(BUILT_IN)}, {FOLDER}<path> or the name of a "
             f"TensorFlow Datasets builder, as svhn_cropped, nor {CSV}<table> or {NPY}<folder or file of arrays>"
+            + (f"; {guess.strip()}" if guess else "")
         )
+
+
+def suggest_data(path: str, tried: str = "") -> str:
+    """Return a part of an error's line, `"did you mean folder:photos? "`, of other data sets than `tried` at a path."""
+    place = Path(os.path.expanduser(path))
+    names = [f"{CSV}{table}" for table in sorted(place.glob("*.csv"))]
+    if any(place.glob("*.np[yz]")):
+        names.append(f"{NPY}{path}")
+    if place.is_dir() and (not names or any(map(Path.is_dir, place.iterdir()))):
+        names.append(f"{FOLDER}{path}")
+    if place.is_file() and (prefix := {".csv": CSV, ".tsv": CSV, ".npz": NPY}.get(place.suffix)):
+        names.append(f"{prefix}{path}")
+    guesses = [name for name in names if name != tried]
+    return f"did you mean {' or '.join(guesses[:3])}? " if guesses else ""
 
 
 def describe_tta_levels() -> str:

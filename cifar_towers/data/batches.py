@@ -63,9 +63,9 @@ class Batches:
         own_augmentation: bool = False,
     ):
         if batch_size > len(split.labels):
-            raise ValueError(
-                f"batch_size={batch_size} is more than the {len(split.labels)} training examples; choose a smaller one"
-            )
+            count = len(split.labels)
+            smaller = f"--batch_size={1 << count.bit_length() - 1}"
+            raise ValueError(f"batch_size={batch_size} is more than the {count} training examples; give {smaller}")
         self.batch_size, self.seed, self.flip = batch_size, seed, flip
         self.steps_per_epoch = len(split.labels) // batch_size
         self._num_examples, (self._first_row, self._num_rows) = len(split.labels), rows or (0, batch_size)

@@ -13,7 +13,7 @@ from cifar_towers.data import arrays, cifar10, folder, image_files, own_data, sy
 from cifar_towers.data.dataset import CIFAR10, Dataset, Split, split_validation
 from cifar_towers.data.own_data import ALL, SPLITS, OwnData
 from cifar_towers.errors import DataError, UsageError, error_text, listed, printable
-from cifar_towers.registry import CSV, FOLDER, NPY, check_dataset, split_path
+from cifar_towers.registry import CSV, FOLDER, NPY, check_dataset, split_path, suggest_data
 
 log = logging.getLogger(__name__)
 
@@ -155,14 +155,12 @@ def _locate_own(name: str, data_dir: str) -> Source:
         if not_utf8 := [text for text in (*data.class_names, name) if text != text.encode(errors="ignore").decode()]:
             raise ValueError(f"{listed(not_utf8)} is not valid UTF-8, which config.json needs; rename it")
     except UnicodeDecodeError as error:
-        raise DataError(f"dataset={name} is not in UTF-8; save it as UTF-8") from error
-    except OSError as error:
-        hint = f"if it was moved, give its place by --dataset={prefix}<path>"
-        raise DataError(
-            f"dataset={name}: {error.filename or root} cannot be read: {error_text(error)}; {hint}"
-        ) from error
-    except (ValueError, csv.Error) as error:
-        raise DataError(f"dataset={name}: {error}") from error
+        raise DataError(f"dataset={name} is not in UTF-8; save it as UTF-8 (Excel: CSV UTF-8)") from error
+    except (OSError, ValueError, csv.Error) as error:
+        problem = f"{error}"
+        if isinstance(error, OSError):
+            problem = f"{error.filename or root} cannot be read: {error_text(error)}; if it was moved, give its place"
+        raise DataError(f"dataset={name}: {suggest_data(f'{root}', name)}{problem}") from error
     undivided = how_to_score_all if ALL in data.splits else ""
     return Source(name, functools.partial(own_data.load, data), root, "", data.class_roots, undivided)
 

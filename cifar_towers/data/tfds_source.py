@@ -20,7 +20,7 @@ from cifar_towers import files
 from cifar_towers.data import image_files
 from cifar_towers.data.dataset import DatasetInfo, Split, moments
 from cifar_towers.errors import DataError, RunError, UsageError, did_you_mean, error_line
-from cifar_towers.registry import BUILT_IN, FOLDER
+from cifar_towers.registry import BUILT_IN, FOLDER, suggest_data
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +43,9 @@ def locate(name: str, data_dir: str = "") -> Path:
     names = import_tfds().list_builders(with_community_datasets=False)
     if builder not in names:
         built_in = ", ".join((*BUILT_IN, f"{FOLDER}<path>"))
-        folder = f"did you mean {FOLDER}{name}? " if Path(name).is_dir() else ""
+        guess = suggest_data(name) or did_you_mean(builder, [*BUILT_IN, *names])
         raise UsageError(
-            f"dataset={name}: {folder or did_you_mean(builder, [*BUILT_IN, *names])}neither TensorFlow Datasets nor "
-            f"{directory} has it; built in are {built_in}"
+            f"dataset={name}: {guess}neither TensorFlow Datasets nor {directory} has it; built in are {built_in}"
         )
     return directory
 

@@ -167,7 +167,7 @@ def _expand(paths: Sequence[str]) -> Iterator[tuple[Path, str]]:
         if images and others:
             print(f"{_shown(path)}: {image_files.describe_ignored(len(others))}", file=sys.stderr)
         if not images:
-            inside = "only folders; name them instead" if any(map(os.path.isdir, entries)) else "no images"
+            inside = "no images; name the folders in it instead" if any(map(os.path.isdir, entries)) else "no images"
             yield path, f"contains {inside} (images are {', '.join(image_files.SUFFIXES)})"
         yield from ((image, "") for image in images)
 

@@ -63,7 +63,8 @@ def make_batches(
     """
     if config.hard_example_pool > len(train.labels):
         raise UsageError(
-            f"hard_example_pool={config.hard_example_pool} is more than the {len(train.labels)} training examples"
+            f"hard_example_pool={config.hard_example_pool} is more than the {len(train.labels)} training examples; "
+            "give --hard_example_pool=0"
         )
     try:
         devices = [tower.device for tower in towers] if config.data_on == "device" else []

@@ -7,7 +7,7 @@ import pytest
 
 from cifar_towers.data import cifar10, sources, synthetic
 from cifar_towers.data.tfds_source import reachable
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import RunError, UsageError
 from cifar_towers.registry import BUILT_IN, CSV, FOLDER, NPY
 
 
@@ -55,6 +55,32 @@ def test_pictures_as_data_dir_are_refused(monkeypatch, tmp_path):
             sources.find(dataset, data_dir)
     (tmp_path / "photos/downloads").mkdir()  # of TFDS
     assert sources.find("cifar10", "photos").name == "cifar10"
+
+
+@pytest.mark.parametrize(
+    ("name", "guess"),
+    [
+        ("{root}/kaggle", "csv:{root}/kaggle/labels.csv"),
+        ("{root}/kaggle/labels.csv", "csv:{root}/kaggle/labels.csv"),
+        ("csv:{root}/kaggle", "csv:{root}/kaggle/labels.csv"),
+        ("folder:{root}/kaggle", "csv:{root}/kaggle/labels.csv"),
+        ("folder:{root}/kaggle/labels.csv", "csv:{root}/kaggle/labels.csv"),
+        ("{root}/photos", "folder:{root}/photos"),
+        ("csv:{root}/photos", "folder:{root}/photos"),
+        ("{root}/arrays", "npy:{root}/arrays"),
+        ("{root}/arrays.npz", "npy:{root}/arrays.npz"),
+        ("cifar-10", "cifar10"),
+        ("CIFAR10", "cifar10"),
+        ("cifar-100", "cifar100"),
+    ],
+)
+def test_name_that_is_nearly_a_data_set_gets_its_right_name(name, guess, tmp_path):
+    for file in ("kaggle/labels.csv", "kaggle/1.png", "photos/cat/1.png", "arrays/x_train.npy", "arrays.npz"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    with pytest.raises(RunError) as caught:
+        sources.find(name.format(root=tmp_path))
+    assert f"did you mean {guess.format(root=tmp_path)}?" in str(caught.value)
 
 
 def test_synthetic_is_balanced_seeded_and_disjoint():

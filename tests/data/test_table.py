@@ -168,7 +168,7 @@ def test_unreadable_table_and_images_are_named(tmp_path):
     with pytest.raises(DataError, match=r"1 of 4 images cannot be read: .*3.png is not a JPEG"):
         sources.load(sources.find(name))
     (tmp_path / "labels.csv").write_bytes("path,label\nMöwe.png,Möwe".encode("latin1"))
-    with pytest.raises(DataError, match=r"labels.csv is not in UTF-8; save it as UTF-8$"):
+    with pytest.raises(DataError, match=r"labels.csv is not in UTF-8; save it as UTF-8 \(Excel: CSV UTF-8\)$"):
         sources.find(name)
     os.remove(tmp_path / "labels.csv")
     with pytest.raises(DataError, match=r"labels.csv cannot be read: No such file or directory"):

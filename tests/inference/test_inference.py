@@ -133,7 +133,7 @@ def test_folders_without_images_are_errors_of_their_own(run, folder, tmp_path, c
     assert "empty contains no images" in err and "File name too long" in err
     with pytest.raises(DataError, match="1 of 1 images"):
         predict_with(run, tmp_path)
-    assert f"{tmp_path} contains only folders; name them instead" in capsys.readouterr().err
+    assert f"{tmp_path} contains no images; name the folders in it instead" in capsys.readouterr().err
     with pytest.raises(UsageError, match="which images"):
         PredictConfig(train_dir=str(run))
 
