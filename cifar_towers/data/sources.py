@@ -159,7 +159,8 @@ def _locate_own(name: str, data_dir: str) -> Source:
     except (OSError, ValueError, csv.Error) as error:
         problem = f"{error}"
         if isinstance(error, OSError):
-            problem = f"{error.filename or root} cannot be read: {error_text(error)}; if it was moved, give its place"
+            hint = f"if it was moved, give its place by --dataset={prefix}<path>"
+            problem = f"{error.filename or root} cannot be read: {error_text(error)}; {hint}"
         raise DataError(f"dataset={name}: {suggest_data(f'{root}', name)}{problem}") from error
     undivided = how_to_score_all if ALL in data.splits else ""
     return Source(name, functools.partial(own_data.load, data), root, "", data.class_roots, undivided)

@@ -52,7 +52,6 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
         "step": run.metadata["step"],
         "dataset": source.name,
         "split": config.split,
-        "trained_on": run.metadata["dataset"],
         "changed_data": is_changed,
         "copies_of_training_images": _count_copies(run, split) if is_changed else None,
         "weights": weights,
@@ -111,12 +110,9 @@ def _count_copies(run: TrainedRun, split: Split) -> int | None:
 
 def _as_table(record: dict[str, Any]) -> str:
     low, high = record["interval95"]
-    changed = ""
-    if record["changed_data"]:
-        kind = "data changed since" if record["dataset"] == record["trained_on"] else "another data set"
-        copies = record["copies_of_training_images"]
-        known = "" if copies is None else f": {copies} of {record['count']} images are among its training images"
-        changed = f" ({kind}{known})"
+    copies = record["copies_of_training_images"]
+    known = "" if copies is None else f": {copies} of {record['count']} images were trained on"
+    changed = f" (another set than in training{known})" if record["changed_data"] else ""
     lines = [
         f"{record['train_dir']} at step {record['step']}: {record['dataset']} {record['split']}{changed}, "
         f"{record['weights']} weights, TTA {record['tta']}",

@@ -531,7 +531,7 @@ def test_own_folder_is_trained_on_evaluated_and_predicted(tmp_path, folder, caps
     with pytest.raises(DataError, match=changed):
         evaluate_checkpoint(evaluation)
     output = evaluate_checkpoint(replace(evaluation, allow_changed_data=True))
-    assert "test (data changed since: 0 of 149 images are among its training images), ema weights" in output
+    assert "test (another set than in training: 0 of 149 images were trained on), ema weights" in output
     assert "of 149;" in output
     next((tmp_path / "set" / "train").glob("*/*.png")).unlink()
     with pytest.raises(DataError, match="made with other train and test images than"):
@@ -569,7 +569,7 @@ def test_tfds_set_with_a_test_alone_and_its_classes_in_another_order_is_scored(r
     assert (score["dataset"], score["split"], score["changed_data"]) == ("shapes", "test", True)
     evaluation = EvaluateConfig(train_dir=str(run), dataset="shapes", data_dir=str(tmp_path), precision="float32")
     title, *_, cross, _ = evaluate_checkpoint(evaluation).splitlines()
-    assert ": shapes test (another data set: 0 of 60 images are among its training images), ema" in title
+    assert ": shapes test (another set than in training: 0 of 60 images were trained on), ema" in title
     assert score["per_class"]["chequered cross"] is None and cross.split() == ["chequered", "cross", "-", "0", "-"]
     with pytest.raises(UsageError, match="shapes has no train examples"):
         evaluate_checkpoint(replace(evaluation, split="train"))
@@ -633,12 +633,14 @@ def test_table_is_trained_on_and_evaluated_as_arrays(tmp_path):
     evaluation = EvaluateConfig(
         train_dir=config.train_dir, dataset=f"csv:{tmp_path / 'others.csv'}", precision="float32"
     )
-    assert "others.csv test (another data set), ema weights" in evaluate_checkpoint(evaluation)  # labels.csv is gone
+    assert "others.csv test (another set than in training), ema weights" in evaluate_checkpoint(
+        evaluation
+    )  # labels.csv is gone
     (tmp_path / "moved.csv").rename(tmp_path / "labels.csv")
-    title = "(another data set: 5 of 8 images are among its training images), ema weights"
+    title = "(another set than in training: 5 of 8 images were trained on), ema weights"
     assert title in evaluate_checkpoint(evaluation)
     score = evaluate_as_json(config.train_dir, dataset=evaluation.dataset, precision="float32")
-    assert (score["trained_on"], score["copies_of_training_images"], score["count"]) == (data, 5, 8)
+    assert (score["changed_data"], score["copies_of_training_images"], score["count"]) == (True, 5, 8)
     rows[1] = rows[1].replace(names[int(train_split.labels[0])], names[int(train_split.labels[0]) - 1])
     (tmp_path / "labels.csv").write_text("\n".join(rows))  # its training data are not the run's any more
-    assert "others.csv test (another data set), ema weights" in evaluate_checkpoint(evaluation)
+    assert "others.csv test (another set than in training), ema weights" in evaluate_checkpoint(evaluation)
