@@ -65,11 +65,19 @@ def test_tensorboard_tags_do_not_depend_on_the_number_of_towers(tmp_path, tiny_r
 
 
 def test_every_tag_of_the_tutorial_has_a_counterpart(tmp_path):
-    """Read the table in docs/tensorboard.md row by row."""
+    """Read the table in docs/tensorboard.md row by row, with each of the names that the page lists for <layer>."""
     page = (Path(__file__).parents[2] / "docs" / "tensorboard.md").read_text()
-    table = page.split("## Tags of the TensorFlow tutorial")[1].splitlines()
-    rows = [line.split(" | ") for line in table if line.startswith("| `")]
-    tutorials, ours = ({tag for row in rows for tag in re.findall("`(.+?)`", row[side])} for side in (0, 1))
+    text, *table = page.split("## Tags of the TensorFlow tutorial")[1].split("\n| ")
+    names = {kind: re.findall("`(.+?)`", listed) for kind, listed in re.findall(r"`(<\w+>)` is ([^.]*)", text)}
+    cells = [[re.findall("`(.+?)`", cell) for cell in row.split(" | ")] for row in table if row.startswith("`")]
+
+    def tags_of(side):
+        tags = {tag for row in cells for tag in row[side]}
+        for kind, listed in names.items():
+            tags = {tag.replace(kind, name) for tag in tags for name in listed}
+        return tags
+
+    tutorials, ours = tags_of(0), tags_of(1)
     layers = ("conv1", "conv2", "local3", "local4", "softmax_linear")
     of_layers = {f"{layer}/{kind}" for layer in layers for kind in ("activations", "sparsity", "weights", "biases")}
     of_layers |= {f"{layer}/{kind}/gradients" for layer in layers for kind in ("weights", "biases")}
