@@ -312,6 +312,7 @@ class Run:
 
     def begin(self, step: int) -> None:
         """Open the files of the run. From now on, a signal ends the run once its current step is saved."""
+        self.workers.cluster.log(f"trains from step {step} to {self.length.last}")
         self.logger.open(step, functools.partial(self.evaluator.images_left, tta=self.config.tta))
         if self.callbacks.error:
             raise self.callbacks.error
@@ -459,6 +460,7 @@ class Run:
         metadata = self.metadata | {
             "accuracy": self.evaluations[-1]["accuracy"] if self.evaluations else None,
             "evaluations": list(self.evaluations),
+            "last_step": self.length.last,
             **self.timer.metadata(),
             **self.health.metadata(),
         }

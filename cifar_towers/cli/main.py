@@ -91,6 +91,7 @@ def join_cluster(config: TrainConfig) -> ClusterSpec | None:
         cluster_spec.check_not_public(address, config.worker_wait_seconds)
     if cluster.index:
         logging.getLogger("cifar_towers").setLevel(logging.WARNING)  # the chief logs for all workers
+        logging.getLogger("cifar_towers.multi_worker").setLevel(logging.INFO)  # except where a worker is
     log.info(
         f"{cluster.name(cluster.index)}: TensorFlow opens port {address.rpartition(':')[2]} on every interface, "
         "without authentication; see docs/cluster.md"
@@ -251,17 +252,13 @@ def runs(shutdown: ShutdownHandler) -> None:
     found = trained.sort_runs(trained.find_runs(root, pattern, config.verify), config.sort)
     with checked_output():
         if config.best:
-            print(trained.best_run(found, config.best, own_data(config.best)).run)
+            recipe = read_recipe(config.best)
+            own_data = recipe.dataset.replace("auto", "cifar10") if recipe else ""
+            print(trained.best_run(found, config.best, own_data).run)
         elif config.json:
             print(trained.format_json(found))
         else:
             print(trained.format_table(found, root) if found else "no runs")
-
-
-def own_data(recipe: str) -> str:
-    """Return the data set that a recipe names; empty for a name that is no recipe of `configs/`."""
-    config = read_recipe(recipe)
-    return config.dataset.replace("auto", "cifar10") if config else ""
 
 
 @program

@@ -4,6 +4,7 @@ import dataclasses
 import ipaddress
 import itertools
 import json
+import logging
 import re
 import socket
 import time
@@ -11,6 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cifar_towers.errors import UsageError, WorkerLostError
+
+log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.2  # between attempts to resolve a name
 SLURM_PORTS = 20_000  # the first port of jobs under Slurm, and the number of their ports
@@ -32,6 +35,11 @@ class ClusterSpec:
     def name(self, index: int) -> str:
         """Return a worker's name for messages: `worker 1 of 3 (10.0.0.2:5000)`."""
         return f"worker {index} of {self.size} ({self.addresses[index]})"
+
+    def log(self, line: str) -> None:
+        """Log what this worker does, unless it is alone."""
+        if self.size > 1:
+            log.info(f"{self.name(self.index)} {line}")
 
 
 class Workers:

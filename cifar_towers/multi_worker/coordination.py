@@ -36,6 +36,7 @@ from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers, 
 from cifar_towers.multi_worker.coordination_service import HEARTBEAT_TIMEOUT_SECONDS
 from cifar_towers.shutdown import ShutdownHandler
 
+NOTICE_SECONDS = 3.0  # of waiting for other workers before they are named
 POLL_SECONDS = 0.1  # between checks for signals while this worker waits for others
 PROBE_SECONDS = 2.0  # for a worker's port to answer
 EXIT_GRACE_SECONDS = 1.0  # for an error to reach the other workers before this one closes its connections
@@ -89,8 +90,10 @@ def connect(
     try:
         devices = _start(cluster, make_devices, timeout_seconds, shutdown)
         coordinator = Coordinator(cluster, devices.strategy, shutdown)
+        cluster.log("has joined; worker 0 logs the run")
         yield coordinator, devices
         coordinator.gather(None)  # a worker that finishes early waits for the others
+        cluster.log("has finished")
     except (Exception, Interrupted) as error:
         cause = _explain(cluster, error)
         line = str(cause) if cause else f"{cluster.name(cluster.index)} ended: {error_line(error)}"
@@ -167,6 +170,11 @@ def _start(cluster: ClusterSpec, make_devices: Callable[[], Any], seconds: float
             "there may be two with one worker_index"
         ) from error
     coordination_service.configure(cluster.size)
+    notice = threading.Timer(
+        NOTICE_SECONDS, lambda: cluster.log(f"waits for {_silent_workers(cluster) or 'the others'}")
+    )
+    notice.daemon = True
+    notice.start()
     try:
         with coordination_service.startup_in_threads():
             devices = run_interruptibly(make_devices, shutdown, time.monotonic() + seconds)
@@ -176,10 +184,8 @@ def _start(cluster: ClusterSpec, make_devices: Callable[[], Any], seconds: float
             raise UsageError(f"{name} has the workers {own}, worker 0 has {expected}; give all workers the same")
         return devices
     except TimeoutError:
-        silent = [index for index in range(cluster.size) if index != cluster.index and not _answers(cluster, index)]
-        if silent:
-            names = ", ".join(cluster.name(index) for index in silent)
-            line = f"{names} did not answer within {seconds:g} s; start it with the same workers and its worker_index"
+        if silent := _silent_workers(cluster):
+            line = f"{silent} did not answer within {seconds:g} s; start it with the same workers and its worker_index"
         else:
             line = f"{name} met no common cluster within {seconds:g} s, though every port answers; give all workers "
             line += f"the same list, {','.join(cluster.addresses)}, and each a worker_index of its own"
@@ -188,16 +194,20 @@ def _start(cluster: ClusterSpec, make_devices: Callable[[], Any], seconds: float
         raise _explain(cluster, error) or WorkerLostError(
             f"{name} cannot join the others: {error_text(error)}; give all workers the same list"
         ) from error
+    finally:
+        notice.cancel()
 
 
-def _answers(cluster: ClusterSpec, index: int) -> bool:
-    """Return whether anything listens at a worker's port."""
-    host, port = split_address(cluster.addresses[index])
-    try:
-        socket.create_connection((host, port), PROBE_SECONDS).close()
-    except OSError:
-        return False
-    return True
+def _silent_workers(cluster: ClusterSpec) -> str:
+    """Return the names of the other workers at whose ports nothing listens."""
+    silent = []
+    for index, address in enumerate(cluster.addresses):
+        try:
+            if index != cluster.index:
+                socket.create_connection(split_address(address), PROBE_SECONDS).close()
+        except OSError:
+            silent.append(cluster.name(index))
+    return ", ".join(silent)
 
 
 def _end_others(line: str, code: int) -> None:
@@ -220,7 +230,7 @@ def _explain(cluster: ClusterSpec, error: BaseException) -> RunError | None:
         return None
     silent = "heartbeat" in text
     reason = f"sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS} s" if silent else "cannot be reached"
-    advice = "restart all workers with the same list to resume from the last checkpoint"
+    advice = "restart all workers with the same list to resume from the last checkpoint, unless launch.py restarts them"
     return WorkerLostError(f"{cluster.name(index)} {reason}; {advice}")
 
 

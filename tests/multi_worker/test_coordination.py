@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import inspect
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from cifar_towers.errors import RunError, WorkerLostError
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec
 from cifar_towers.multi_worker.coordination import run_interruptibly
+from cifar_towers.multi_worker.launcher import free_addresses
 from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.training.distributed_step import make_strategy
 
@@ -39,7 +41,17 @@ def test_values_of_the_first_replica_are_gathered(towers):
         assert gather(other) == [other]
 
 
-UNREACHABLE = "worker {} cannot be reached; restart all workers with the same list to resume"
+def test_silent_workers_are_named():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        addresses = "a:1", f"127.0.0.1:{listener.getsockname()[1]}", *free_addresses(1)
+        assert coordination._silent_workers(ClusterSpec(addresses, 0)) == f"worker 2 of 3 ({addresses[2]})"
+        assert coordination._silent_workers(ClusterSpec(addresses[:2], 0)) == ""
+
+
+UNREACHABLE = (
+    "worker {} cannot be reached; restart all workers with the same list to resume from the last checkpoint, unless "
+)
+UNREACHABLE += "launch.py restarts them"
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,10 @@ def assert_same_variables(one, other, rtol=0.0, atol=0.0, ignored=()):
 
 def test_two_workers_train_as_two_towers(flags, tmp_path):
     """To rounding, as the towers here share the cores differently; bits are compared below."""
-    run_all(tmp_path / "workers", *flags, workers=2)
+    output = run_all(tmp_path / "workers", *flags, workers=2)
+    for prefix in (r"worker 1: worker 1", r"worker 0"):
+        lines = re.findall(rf"^{prefix} of 2 \(\S+\) (\w.*)", output, re.M)
+        assert lines[-3:] == ["has joined; worker 0 logs the run", "trains from step 0 to 4", "has finished"]
     given = ["train.py", *flags, "--num_gpus=2", f"--train_dir={tmp_path / 'towers'}"]
     config = parse_command_line(TrainConfig, given, "")
     trainer.train(config, sources.find(config.dataset), ShutdownHandler())
@@ -237,6 +240,9 @@ def test_port_in_use_is_named(start_worker):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signal_ends_a_worker_that_waits_for_another(start_worker, number):
     worker = start_worker(0, "--worker_wait_seconds=60")
+    if number == signal.SIGINT:
+        waits = next(line for line in worker.stdout if "waits for" in line)
+        assert f"waits for worker 1 of 2 ({start_worker.addresses[1]})" in waits
     while not listening_ports(worker.pid):  # TensorFlow's server waits now
         assert worker.poll() is None
         time.sleep(0.05)
