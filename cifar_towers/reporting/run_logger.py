@@ -51,10 +51,10 @@ class RunLogger:
         if self.run.banner:
             self.log(self.run.banner)
         config, length = self.run.config, self.run.length
-        parameters = sum(math.prod(variable.shape) for variable in self.run.model.trainable_variables)
+        trainable = sum(math.prod(variable.shape) for variable in self.run.model.trainable_variables)
         self.log(
-            f"{config.name} seed {config.seed}: {config.model}, {parameters:,} parameters, "
-            f"{self.run.precision}; {self.run.describe_parallelism()}"
+            f"{config.name} seed {config.seed}: {config.model}, {self.run.model.count_params():,} parameters "
+            f"({trainable:,} trainable), {self.run.precision}; {self.run.describe_parallelism()}"
         )
         hardest = f", the hardest of {config.hard_example_pool}" if config.hard_example_pool else ""
         images, steps = count(len(self.run.dataset.train.labels), "training image"), count(length.last, "step")

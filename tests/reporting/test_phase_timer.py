@@ -4,7 +4,7 @@ import pytest
 
 from cifar_towers.config.schedules import ImageSizeSchedule, RunLength
 from cifar_towers.reporting import phase_timer
-from cifar_towers.reporting.phase_timer import MIN_STEPS, PhaseTimer, TimeLeft
+from cifar_towers.reporting.phase_timer import FORWARD_SHARE, MIN_STEPS, PhaseTimer, TimeLeft
 
 
 @pytest.fixture
@@ -88,6 +88,18 @@ def test_estimate_is_within_15_percent(first_step, earlier):
 def test_no_estimate_before_enough_steps():
     estimates = Run().estimates
     assert [step for step, left in estimates.items() if left is None] == list(range(1, MIN_STEPS + 1))
+
+
+def test_evaluation_is_estimated_at_its_own_image_size_before_it_was_timed():
+    """A run of 20 of 400 steps ends with smaller images than those it is evaluated on."""
+    timer, length = PhaseTimer(), LENGTH._replace(last=20)
+    size_at = ImageSizeSchedule("0=24,50%=32", 32).at(length)
+    estimate = TimeLeft(length, 1000, timer, size_at, lambda step: 60_000)
+    for step in range(1, MIN_STEPS + 1):
+        timer.seconds["train"] += 1.8
+        estimate.end_step(step, is_traced=True)
+    evaluation = 60 * FORWARD_SHARE * 1.8 * 1024 / 576  # the pixels of 32x32 and 24x24
+    assert estimate.seconds() == pytest.approx(15 * 1.8 + evaluation)
 
 
 def test_first_estimate_is_announced_once():

@@ -31,7 +31,7 @@ def logger_of(directory, num_classes=3, num_images=50):
         local_towers=[Tower(0, "/CPU:0")],
         precision="float32",
         length=RunLength(1, 1, 1),
-        model=SimpleNamespace(trainable_variables=[keras.Variable([1.0])]),
+        model=keras.Sequential([keras.Input([2]), keras.layers.BatchNormalization()]),
         describe_parallelism=lambda: "1 tower",
     )
     return RunLogger(info, PhaseTimer(), Callbacks()), split
@@ -43,9 +43,11 @@ def evaluate(split, num_classes, *kinds):
     return [Evaluation("test", weights, tta, score_logits(split.labels, logits)) for weights, tta in kinds]
 
 
-def test_one_step_has_no_plural(tmp_path, capsys):
+def test_start_has_no_plural_of_one_step_and_tells_parameters_apart(tmp_path, capsys):
+    """The batch normalization of two channels trains scale and offset, and moves mean and variance."""
     logger_of(tmp_path)[0].log_start()
-    assert "50 training images; 1 step of 500, 1 per epoch" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "50 training images; 1 step of 500, 1 per epoch" in text and "8 parameters (4 trainable)" in text
 
 
 def test_evaluation_leaves_pictures_of_the_score_that_the_run_reports(tmp_path, monkeypatch):
