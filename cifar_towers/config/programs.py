@@ -11,7 +11,7 @@ from cifar_towers.errors import DataError, UsageError, describe_exit_codes
 from cifar_towers.registry import SPLIT_NAMES, TTA_LEVELS, check_dataset, check_model, describe_tta_levels
 
 RUN_FIELDS = (
-    *("run", "recipe", "data", "seed", "towers", "state", "step", "weights", "accuracy", "tta_accuracy"),
+    *("run", "recipe", "data", "seed", "towers", "state", "step", "scored_step", "weights", "accuracy", "tta_accuracy"),
     *("images_per_sec", "minutes", "revision", "megabytes"),
 )
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "tflite", "onnx")

@@ -4,6 +4,7 @@ Nothing in a run's directory is executed. A model of the user's own is made by t
 """
 
 import dataclasses
+import logging
 import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from cifar_towers.errors import DataError, UsageError, error_text
 from cifar_towers.registry import check_dataset
 from cifar_towers.training import build
 from cifar_towers.user_code import split_function
+
+log = logging.getLogger(__name__)
 
 DEVICE_GROUPS = ("Towers", "Cluster")  # settings of how a run was trained, which its use does not depend on
 
@@ -74,6 +77,8 @@ class TrainedRun(NamedTuple):
 def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
     """Open the checkpoint of a step, or the newest undamaged one, of a run with the user's own `model` if it has one.
 
+    Log if the run is not finished.
+
     Raises:
       UsageError: there is no such run or checkpoint, or it has another model. DataError: the settings or the
         checkpoint, or all checkpoints, are damaged.
@@ -83,6 +88,8 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
     _check_model(config, model, train_dir)
     config = dataclasses.replace(config, model=model or config.model)
     metadata = read_metadata(checkpoint)
+    if metadata["step"] < metadata.get("last_step", 0) and not (train_dir / files.RESULT).exists():
+        log.info(f"{train_dir} is not finished: step {metadata['step']} of {metadata['last_step']}")
     check_dataset(metadata["dataset"])  # as strictly as one on the command line
     return TrainedRun(train_dir, checkpoint, config, metadata, DatasetInfo.from_json(metadata["dataset_info"]))
 

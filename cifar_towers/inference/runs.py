@@ -43,6 +43,7 @@ class RunSummary(NamedTuple):
     towers: int | None
     state: str  # RUNNING, DONE, STOPPED, DAMAGED or EMPTY
     step: int
+    scored_step: int  # that the accuracies are of
     weights: str | None  # that the accuracies are of: `ema` or `raw`
     accuracy: float | None  # a fraction, without test-time augmentation
     tta_accuracy: float | None  # at the highest level that was scored
@@ -94,6 +95,7 @@ def summarize(directory: Path, verify: bool = False) -> RunSummary:
         towers=len(record.towers) or None,
         state=_state(record, is_damaged, verify),
         step=record.step,
+        scored_step=record.scored_step,
         weights=reported.get("weights"),
         accuracy=plain[0]["accuracy"] if plain else None,
         tta_accuracy=reported["accuracy"] if reported.get("tta") else None,
@@ -189,12 +191,13 @@ def _name(run: RunSummary, root: Path) -> str:
 
 def _cells(run: RunSummary, root: Path) -> dict[str, str]:
     prefix, path = split_path(run.data)
+    at_earlier_step = f" at {run.scored_step:,}" if 0 < run.scored_step < run.step else ""
     return {
         "run": _name(run, root),
         "data": shorten(prefix + Path(path).name if prefix else run.data, DATA_WIDTH),
         "towers": format_number(run.towers, "d"),
         "state": f"{run.state} at {run.step:,}" if run.state in (RUNNING, STOPPED) and run.step else run.state,
-        "accuracy": format_number(run.accuracy, ".2f", 100),
+        "accuracy": format_number(run.accuracy, ".2f", 100) + at_earlier_step,
         "TTA": format_number(run.tta_accuracy, ".2f", 100),
         "images/s": format_number(run.images_per_sec, ",.0f"),
         "minutes": format_number(run.minutes, ",.1f"),

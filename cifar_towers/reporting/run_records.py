@@ -111,10 +111,14 @@ class RunRecord:
         return settings | {"precision": self.precision, "num_gpus": towers, "data": as_text(data)[:12]}
 
     @property
+    def scored_step(self) -> int:
+        """The step of the newest evaluation; 0 before the first."""
+        return self.result.get("step", max((record["step"] for record in self.evaluations), default=0))
+
+    @property
     def scores(self) -> dict[str, dict[str, Any]]:
         """The records of the newest evaluation by name, as `test, raw weights, TTA 2`."""
-        step = self.result.get("step", max((record["step"] for record in self.evaluations), default=0))
-        newest = [record for record in self.evaluations if record["step"] == step]
+        newest = [record for record in self.evaluations if record["step"] == self.scored_step]
         return {score_name(score): score for score in (*self.result.get("evaluations", []), *newest)}
 
     @property

@@ -327,6 +327,15 @@ def test_older_checkpoint_is_chosen_by_its_step(run, tmp_path):
         load_run.open_run(copy, step=steps[0])
 
 
+def test_run_without_a_result_is_said_to_be_unfinished(run, tmp_path, caplog):
+    shutil.copytree(run, tmp_path / "stopped")
+    (tmp_path / "stopped/result.json").unlink()
+    with caplog.at_level("INFO"):
+        load_run.open_run(run, step=5)
+        load_run.open_run(tmp_path / "stopped", step=5)
+    assert caplog.messages == [f"{tmp_path / 'stopped'} is not finished: step 5 of 8"]
+
+
 def test_export_without_data_can_skip_the_check(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sources, "find", Mock(side_effect=DataError("no CIFAR-10 here")))
     with pytest.raises(DataError, match="^the export is checked on test images, and no CIFAR-10 here; --check=0 skips"):

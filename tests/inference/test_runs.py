@@ -73,6 +73,17 @@ def test_table_has_every_run_and_its_state_in_120_columns(runs):
     ]  # fmt: skip
 
 
+def test_scores_of_an_earlier_step_have_their_step(tmp_path):
+    """Evaluations are due every 66 steps, and this run stopped at step 121."""
+    make(tmp_path, finished=False, last_step=121)
+    (run,) = trained.find_runs(tmp_path)
+    assert (run.step, run.scored_step) == (121, 66)
+    line = trained.format_table([run], tmp_path).splitlines()[1]
+    assert f"stopped at 121  {100 * run.accuracy:.2f} at 66  " in line
+    make(tmp_path, seed=1)
+    assert " at " not in trained.format_table(trained.find_runs(tmp_path, "*seed1"), tmp_path).splitlines()[1]
+
+
 def test_runs_are_told_apart_by_their_paths(runs):
     """Recipe and seed follow where the path does not say them, and the end of a long path is what is kept."""
     (run,) = trained.find_runs(runs, "speed94-seed0")

@@ -134,6 +134,8 @@ def test_mean_is_over_finished_runs_and_a_deviation_needs_two(tmp_path, plotted)
     assert page.results("speed94: mean")[RAW] == f"{accuracies(runs[:1], 0)[0]:.2f}|n=1"
     newest, unfinished = read_records(runs[1], "eval")[-1], page.results("s1")
     assert unfinished["steps"] == "220|unfinished" and unfinished[TTA] == "-"
+    reported = "accuracy, %|as reported"
+    assert unfinished[reported].endswith("no TTA, at step 198") and "at step" not in page.results("s0")[reported]
     assert newest["step"] == 198 and unfinished[RAW].startswith(f"{100 * newest['accuracy']:.2f}|")
     assert [row[0] for row in page.rows if row[-1] == "580.7"] == ["s0"]  # total seconds
     change(runs[0], "result.json", step=132)  # continued after its result
