@@ -96,7 +96,7 @@ def check_dataset(dataset: str) -> None:
     prefix, path = split_path(dataset)
     named = f"{dataset}:" not in (FOLDER, CSV, NPY) and re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", dataset)
     if not ((prefix and path) or named):
-        guess = suggest_data(dataset) or did_you_mean(dataset.lower(), (*BUILT_IN, "cifar100", "svhn_cropped"))
+        guess = suggest_data(dataset) or did_you_mean(dataset.lower(), (*BUILT_IN, "cifar100"))
         raise UsageError(
             f"dataset={dataset} is not {', '.join(BUILT_IN)}, {FOLDER}<path> or the name of a "
             f"TensorFlow Datasets builder, as svhn_cropped, nor {CSV}<table> or {NPY}<folder or file of arrays>"
@@ -106,7 +106,7 @@ def check_dataset(dataset: str) -> None:
 
 def suggest_data(path: str, tried: str = "") -> str:
     """Return a part of an error's line, `"did you mean folder:photos? "`, of other data sets than `tried` at a path."""
-    place = Path(os.path.expanduser(path))
+    place = Path(os.path.expanduser(path) or os.devnull)
     names = [f"{CSV}{table}" for table in sorted(place.glob("*.csv"))]
     if any(place.glob("*.np[yz]")):
         names.append(f"{NPY}{path}")

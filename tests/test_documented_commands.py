@@ -55,6 +55,9 @@ def work(tmp_path_factory, small_folder):
     (photos / "labels.csv").write_text("\n".join(["path,label,split", *rows]))
     shutil.copytree(photos, place / "elsewhere/photos")
     shutil.copytree(photos / "test", place / "newphotos/test")
+    shutil.copytree(pictures[0].parent, place / "kaggle/train")
+    names = [f"{path.stem},{'cat' if index % 2 else 'dog'}" for index, path in enumerate(pictures[0].parent.iterdir())]
+    (place / "kaggle/trainLabels.csv").write_text("\n".join(["id,label", *names]))
     (place / "arrays").mkdir()
     for split in ("train", "test"):
         of_split = [path for path in pictures if path.parts[-3] == split]

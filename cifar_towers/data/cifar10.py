@@ -58,9 +58,7 @@ def locate(data_dir: str = "") -> Path:
 def load(directory: Path, names: Iterable[str] = tuple(DIGESTS), is_named: bool = False) -> dict[str, Split]:
     """Return `train`, `test` or both, verified, from the cache or else from the copy.
 
-    Args:
-      is_named: the user named the directory: CIFAR-10's own files in it are read, as they take about a second, and
-        otherwise the log says that the cache is read instead.
+    CIFAR-10's own files in a directory that the user named are read even if they are cached: that takes a second.
 
     Raises:
       DataError: the copy cannot be prepared or read, or differs from CIFAR-10.

@@ -56,18 +56,15 @@ def scan(root: Path) -> OwnData:
 
 
 def of_files(
-    examples: Mapping[str, Mapping[Path, str]],
-    class_names: Sequence[str],
-    hint: str = "add another",
-    places: Mapping[Path, str] | None = None,
+    examples: Mapping[str, Mapping[Path, str]], class_names: Sequence[str], hint: str = "add another"
 ) -> OwnData:
-    """Return the data set of image files: split -> file -> name of its class. The others are as in `number_classes`."""
+    """Return the data set of image files: split -> file -> name of its class."""
     rank = {name: number for number, name in enumerate(class_names)}
     splits = {}
     for split in filter(examples.__contains__, (*SPLITS, ALL)):
         files = sorted(examples[split].items(), key=lambda file: (rank.get(file[1], -1), file[0]))
         splits[split] = [path for path, _ in files], [name for _, name in files]
-    numbered = number_classes(splits, dict(zip(class_names, class_names, strict=True)), hint=hint, places=places)
+    numbered = number_classes(splits, dict(zip(class_names, class_names, strict=True)), hint=hint)
     return OwnData(tuple(class_names), numbered, _hash_name, image_files.read_all)
 
 

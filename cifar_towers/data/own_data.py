@@ -30,7 +30,6 @@ def number_classes(
     classes: Mapping[Any, str],
     complete: Sequence[str] = ("train", "test"),
     hint: str = "add another",
-    places: Mapping[Any, str] | None = None,
 ) -> dict[str, tuple[Any, np.ndarray]]:
     """Check the examples, and return them with the numbers of their classes [n] int64 in place of labels.
 
@@ -38,8 +37,7 @@ def number_classes(
       splits: split -> items and their labels. Without a test, `validation` becomes the test split.
       classes: label -> name of the class, in the order of their numbers.
       complete: splits that need an example of every class.
-      hint: end of the message about too few classes.
-      places: item -> its line in a table, for the message about a class with too few examples.
+      hint: end of the messages about too few classes or examples.
 
     Raises:
       ValueError: there are too few classes, or a label or an example is missing.
@@ -57,16 +55,8 @@ def number_classes(
         needed = {ALL: 2, **dict.fromkeys(complete, 1)}.get(name, 0)  # of two, one is tested on
         if few := [classes[label] for label in classes if counts[label] < needed]:
             use = "test" if name == "test" else "train"
-            found = [
-                f"{label} in {places[item]} ({item})"
-                for items, labels in splits.values()
-                for item, label in zip(items, labels, strict=True)
-                if places and label in few
-            ]
-            others = [name for name in names if name not in few]
-            suggestion = "".join(did_you_mean(name, others) for name in few[:3])
-            only = f", only {listed(found)}" if found else ""
-            raise ValueError(f"no images of {listed(few)} to {use} on{only}; {suggestion}every class needs some")
+            suggestion = "".join(did_you_mean(name, {*names}.difference(few)) for name in few[:3])
+            raise ValueError(f"no images of {listed(few)} to {use} on; {suggestion}every class needs some; {hint}")
     return {
         name: (items, np.array([numbers[label] for label in labels], np.int64))
         for name, (items, labels) in splits.items()

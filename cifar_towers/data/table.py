@@ -4,6 +4,7 @@ import contextlib
 import csv
 import functools
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def scan(table: Path) -> OwnData:
             file, label, name = cells["file"], cells["label"], cells.get("split", ALL)
             path = _find_image(table.parent, file, list_names)
             split = next((split for split, known in splits.items() if name.lower() in known), "")
-            hint = ""
+            problem = hint = ""
             if "".join(row[width:]).strip() or (path and len(row) < width):
                 problem = f"{len(row)} instead of {width} fields"
                 hint = f"put a field that contains a {SEPARATORS[separator]} in quotes" if len(row) > width else ""
@@ -73,10 +74,11 @@ def scan(table: Path) -> OwnData:
         shown = dict.fromkeys(filter(None, hints[:MAX_LISTED]))
         where = f"correct or remove them; files are looked for in {table.parent}"
         raise ValueError("; ".join([f"wrong rows ({len(wrong)}): {listed(wrong, MAX_LISTED)}", *shown, where]))
-    found = {label for _, label in seen.values()}
+    found = Counter(label for _, label in seen.values())
+    once = [f"{label} in {line} ({path})" for path, (line, label) in seen.items() if found[label] == 1]
     are_numbers = all(name.isdecimal() for name in found)
     class_names = sorted(found, key=lambda name: (int(name) if are_numbers else 0, name))
-    return of_files(examples, class_names, places={path: line for path, (line, _) in seen.items()})
+    return of_files(examples, class_names, f"the only rows are {listed(once)}" if once else "add another")
 
 
 def _read_header(line: str) -> tuple[dict[str, int], int, str]:
@@ -104,11 +106,7 @@ def _read_header(line: str) -> tuple[dict[str, int], int, str]:
 def _find_image(
     root: Path, name: str, list_names: Callable[..., Mapping[str, str]], fold: Callable[[str], str] = str
 ) -> Path | None:
-    """Return the path of a file that a table names, with or without its suffix; None if there is no such file.
-
-    Args:
-      fold: what names are compared after, as `str.lower`.
-    """
+    """Return the path of a file that a table names, with or without its suffix, None without one; names are folded."""
     suffixes = ("",) if name.lower().endswith(image_files.SUFFIXES) else image_files.SUFFIXES
     for place in PLACES:
         folder, stem = os.path.split(os.path.join(root, place, name.replace("\\", "/")))

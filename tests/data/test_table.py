@@ -137,9 +137,12 @@ GOOD = ["a/1.png,dog,train", "a/2.jpg,cat,train", "3.png,cat,test", "b/4.gif,dog
         ),
         (
             ["file,label", "a/1.png,dog", "a/2.jpg,dog", "3.png,Dog", "b/4.gif,NA"],
-            r"of Dog, NA to train on, only Dog in line 4 \(.*/3.png\), NA in line 5 .*; did you mean dog\? every",
+            r"Dog, NA to train on; did you mean dog\? .*; the only rows are Dog in line 4 \(.*/3.png\), NA in line 5",
         ),
-        ([HEADER, *GOOD[:3]], r"no images of dog to test on, only dog in line 2 \(.*/a/1.png\); every class"),
+        (
+            [HEADER, *GOOD[:3]],
+            r"no images of dog to test on; every class .*; the only rows are dog in line 2 \(.*/a/1.png\)$",
+        ),
         (
             ["file,species", "a/1.png,dog"],
             "file,species, must name a column label or class or .*; rename species to label$",
