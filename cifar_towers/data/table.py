@@ -33,8 +33,7 @@ def scan(table: Path) -> OwnData:
         or test on.
     """
     examples: dict[str, dict[Path, str]] = {}
-    splits = SPLIT_NAMES | {ALL: (ALL,)}
-    split_names = [name for names in SPLIT_NAMES.values() for name in names]
+    split_of = {name: split for split, names in (SPLIT_NAMES | {ALL: (ALL,)}).items() for name in names}
     seen: dict[Path, tuple[str, str]] = {}  # file -> its line and class
     wrong: list[str] = []
     hints: list[str] = []
@@ -47,7 +46,7 @@ def scan(table: Path) -> OwnData:
             cells = {name: row[index].strip() if index < len(row) else "" for name, index in columns.items()}
             file, label, name = cells["file"], cells["label"], cells.get("split", ALL)
             path = _find_image(table.parent, file, list_names)
-            split = next((split for split, known in splits.items() if name.lower() in known), "")
+            split = split_of.get(name.lower())
             problem = hint = ""
             if "".join(row[width:]).strip() or (path and len(row) < width):
                 problem = f"{len(row)} instead of {width} fields"
@@ -63,7 +62,7 @@ def scan(table: Path) -> OwnData:
                 problem = "no class"
             elif not split:
                 problem = f"no split {name}"
-                hint = f"{did_you_mean(name.lower(), split_names)}splits are {', '.join(split_names)}"
+                hint = f"{did_you_mean(name.lower(), split_of)}splits are {', '.join(split_of)}"
             else:
                 seen[path] = line, label
                 examples.setdefault(split, {})[path] = label

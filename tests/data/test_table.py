@@ -133,7 +133,7 @@ GOOD = ["a/1.png,dog,train", "a/2.jpg,cat,train", "3.png,cat,test", "b/4.gif,dog
         ),
         (
             [HEADER, "a/1.png,dog,tarin"],
-            r"\(no split tarin\); did you mean train\? splits are train, training, .*, test_set;",
+            r"\(no split tarin\); did you mean train\? splits are train, training, .*, test_set, all;",
         ),
         (
             ["file,label", "a/1.png,dog", "a/2.jpg,dog", "3.png,Dog", "b/4.gif,NA"],
