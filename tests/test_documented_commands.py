@@ -159,6 +159,18 @@ def test_command_uses_a_run(command, small_runs, here, capsys):
     assert Path("runs/speed94-seed3").exists()  # nobody has said yes
 
 
+def test_predictions_become_a_table(small_runs, here, capsys):
+    (command,) = (command for command in USED if "predict" in command and "--json" in command)
+    run(command)
+    out = capsys.readouterr().out
+    Path("predictions.jsonl").write_text(out)
+    answer = json.loads(out)
+    (block,) = (block for block in BLOCKS if "submission.csv" in block)
+    exec(compile(block, "inference.md", "exec"), {})
+    assert Path("submission.csv").read_text().splitlines() == ["id,label", f"b,{answer['class']}"]
+    assert answer.keys() == {"picture", "class", "probabilities"} and len(answer["probabilities"]) <= 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", TRAINED)
 def test_command_trains_a_step(command, speed94_runs, here, tmp_path):

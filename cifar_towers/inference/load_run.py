@@ -22,8 +22,6 @@ from cifar_towers.registry import check_dataset
 from cifar_towers.training import build
 from cifar_towers.user_code import split_function
 
-log = logging.getLogger(__name__)
-
 DEVICE_GROUPS = ("Towers", "Cluster")  # settings of how a run was trained, which its use does not depend on
 
 
@@ -89,7 +87,8 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
     config = dataclasses.replace(config, model=model or config.model)
     metadata = read_metadata(checkpoint)
     if metadata["step"] < metadata.get("last_step", 0) and not (train_dir / files.RESULT).exists():
-        log.info(f"{train_dir} is not finished: step {metadata['step']} of {metadata['last_step']}")
+        done = f"step {metadata['step']} of {metadata['last_step']}"
+        logging.getLogger(__name__).info(f"{train_dir} is not finished: {done}")
     check_dataset(metadata["dataset"])  # as strictly as one on the command line
     return TrainedRun(train_dir, checkpoint, config, metadata, DatasetInfo.from_json(metadata["dataset_info"]))
 

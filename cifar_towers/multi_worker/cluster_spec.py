@@ -13,8 +13,6 @@ from typing import Any
 
 from cifar_towers.errors import UsageError, WorkerLostError
 
-log = logging.getLogger(__name__)
-
 RETRY_SECONDS = 0.2  # between attempts to resolve a name
 SLURM_PORTS = 20_000  # the first port of jobs under Slurm, and the number of their ports
 HOW_TO_NAME_WORKERS = "give --workers=host:port,... and --worker_index, or set TF_CONFIG, or start it with srun"
@@ -39,7 +37,7 @@ class ClusterSpec:
     def log(self, line: str) -> None:
         """Log what this worker does, unless it is alone."""
         if self.size > 1:
-            log.info(f"{self.name(self.index)} {line}")
+            logging.getLogger(__name__).info(f"{self.name(self.index)} {line}")
 
 
 class Workers:

@@ -36,9 +36,8 @@ from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers, 
 from cifar_towers.multi_worker.coordination_service import HEARTBEAT_TIMEOUT_SECONDS
 from cifar_towers.shutdown import ShutdownHandler
 
-NOTICE_SECONDS = 3.0  # of waiting for other workers before they are named
 POLL_SECONDS = 0.1  # between checks for signals while this worker waits for others
-PROBE_SECONDS = 2.0  # for a worker's port to answer
+PROBE_SECONDS = 2.0  # for a worker's port to answer; and of waiting before those that do not are named
 EXIT_GRACE_SECONDS = 1.0  # for an error to reach the other workers before this one closes its connections
 TASK = re.compile(rf"/job:{coordination_service.JOB}/(?:replica:0/)?task:(\d+)")
 SERVICE = "/tensorflow.CoordinationService/"  # in errors of workers that no longer reach worker 0, where it runs
@@ -170,9 +169,7 @@ def _start(cluster: ClusterSpec, make_devices: Callable[[], Any], seconds: float
             "there may be two with one worker_index"
         ) from error
     coordination_service.configure(cluster.size)
-    notice = threading.Timer(
-        NOTICE_SECONDS, lambda: cluster.log(f"waits for {_silent_workers(cluster) or 'the others'}")
-    )
+    notice = threading.Timer(PROBE_SECONDS, lambda: cluster.log(f"waits for {_silent_workers(cluster) or 'others'}"))
     notice.daemon = True
     notice.start()
     try:

@@ -162,7 +162,7 @@ def _result_row(run: RunRecord, not_scored: Row) -> Row:
     seconds = result.get("seconds", {})
     training = math.fsum(seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
     state = "" if run.finished else "unfinished"
-    at_step = f", at step {run.scored_step:,}" if run.scored_step < run.step else ""
+    at = f", at step {run.scored_step:,}" if run.scored_step < run.step else ""
     if result.get("reached"):
         state = f"reached {100 * result['reached']:.2f} %"
     skipped, rollbacks = result.get("skipped_steps", last.get("skipped_steps")), result.get("rollbacks")
@@ -172,9 +172,7 @@ def _result_row(run: RunRecord, not_scored: Row) -> Row:
     }
     return {
         "run": run.name,
-        REPORTED: (f"{100 * reported['accuracy']:.2f}", run_records.score_name(reported) + at_step)
-        if reported
-        else "-",
+        REPORTED: (f"{100 * reported['accuracy']:.2f}", run_records.score_name(reported) + at) if reported else "-",
         **not_scored,
         **cells,
         ("training loss", "last record"): format_number(last.get("loss"), ".4f"),

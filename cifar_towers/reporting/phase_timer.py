@@ -136,5 +136,5 @@ class TimeLeft:
     def _evaluation_seconds_per_image(self) -> float:
         if self._evaluated_images:
             return self._evaluate_seconds / self._evaluated_images
-        full_size = self.image_size_at(self.length.total)  # also if the run ends while images are smaller
+        full_size = self.image_size_at(self.length.total)  # not `last`, where images may still be small
         return FORWARD_SHARE * self._step_seconds(full_size) / self.batch_size

@@ -104,6 +104,13 @@ def check(answers, outputs, atol=ATOL[""]):
         assert names == [answer["class"] for answer in answers[: len(names)]]
 
 
+def documented(part):
+    """Return the example of docs/inference.md that contains `part`, compiled."""
+    page = Path(export.__file__).parents[2] / "docs/inference.md"
+    (example,) = (each for each in re.findall(r"```python\n(.*?)```", page.read_text(), re.S) if part in each)
+    return compile(example, page.name, "exec")
+
+
 def open_litert(content):
     return Interpreter(model_content=content).get_signature_runner("serving_default")
 
@@ -207,6 +214,17 @@ def test_int8_computes_the_net_in_integers_and_the_preprocessing_in_floats(expor
     for name in ("CONV_2D", "MAX_POOL_2D", "GELU", "FULLY_CONNECTED", "SOFTMAX"):
         assert by_operation[name] == {np.int8}
     assert by_operation["BATCH_MATMUL"] == by_operation["CUMSUM"] == {np.float32}
+
+
+def test_litert_file_is_run_as_documented(exported, predicted, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(exported("tflite")[0], "model.tflite")
+    images, answers = predicted()
+    Image.fromarray(images[0]).save("picture.jpg", "png")  # to the bit
+    exec(documented("Interpreter("), {})
+    name, probability = capsys.readouterr().out.rsplit(maxsplit=1)
+    assert name == answers[0]["class"]
+    assert float(probability) == pytest.approx(answers[0]["probabilities"][name], abs=ATOL[""])
 
 
 def test_litert_interpreters_take_any_batch_and_only_levels(exported, predicted):
@@ -343,10 +361,8 @@ def test_keras_file_is_fine_tuned_as_documented(exported, tmp_path, monkeypatch)
     path, _ = exported("keras")
     monkeypatch.chdir(tmp_path)
     shutil.copy(path, "model.keras")
-    page = Path(export.__file__).parents[2] / "docs/inference.md"
-    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     names = {"images": SMALL[0].images[:200], "labels": SMALL[0].labels[:200]}
-    exec(compile(example, page.name, "exec"), names)
+    exec(documented("model.compile("), names)
     model = names["model"]
     assert len(model.trainable_variables) == 15  # kernels of 7 convolutions and the head, a bias, 6 norms
     losses = model.history.history["loss"]
