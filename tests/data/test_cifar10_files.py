@@ -165,6 +165,12 @@ def test_pickles_written_again_by_python_3_are_read(protocol, encoding, stored, 
         assert cifar10_files.read_split(copy, name).digest == split.digest
 
 
+def test_largest_file_that_python_3_writes_is_read_whole(tmp_path):
+    content = pickle.dumps({b"data": np.full((10_000, 3072), 255, np.uint8), b"labels": [9] * 10_000}, 2)
+    assert 2 * 30_720_000 < len(content) < cifar10_files.MAX_BATCH_BYTES
+    assert 6 * len(content) < cifar10_files.MAX_ARCHIVE_BYTES
+
+
 @pytest.mark.parametrize("arguments", [("x", "rot13"), ("x", "utf-8"), (b"x", "latin1"), ("x",), ("x", "latin1", "y")])
 def test_codecs_encode_is_read_for_text_in_latin1_only(arguments, tmp_path):
     (tmp_path / "test_batch").write_bytes(pickle.dumps(Encoded(arguments), 2))
