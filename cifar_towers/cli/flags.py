@@ -74,8 +74,9 @@ def short_help(config_class: type[Any], description: str) -> str:
     settings, of_training = flag_settings(config_class), dataclasses.fields(TrainConfig)
     basic = [field for name in BASIC for field in settings if field.name == name and field in of_training]
     shown = [*(field for field in settings if field not in of_training), *basic]
-    more = len(settings) - len(shown)
-    return _join_help(config_class, description, {"Flags": shown}, f"{more} more flags: --helpfull" if more else "")
+    left = len(settings) - len(shown)
+    more = f"{left} more flags: --helpfull lists all, --help=batch those with batch in their names" if left else ""
+    return _join_help(config_class, description, {"Flags": shown}, more)
 
 
 def help_text(config_class: type[Any], description: str, part: str = "") -> str:
@@ -123,10 +124,9 @@ def _parse_flags(config_class: type, argv: Sequence[str]) -> tuple[flags.FlagVal
 def _advice_on_word(word: str, config_class: type) -> str:
     """Return what to type instead of an argument that is not a flag."""
     known = [field.name for field in flag_settings(config_class)]
-    if "recipe" in known and word in recipe_names():
-        return f"a recipe is given as --recipe={word}"
-    if "train_dir" in known and os.path.isdir(word):
-        return f"the directory of a run is given as --train_dir={shlex.quote(word)}"
+    for name, is_meant in {"recipe": word in recipe_names(), "train_dir": os.path.isdir(word)}.items():
+        if is_meant and name in known:
+            return f"perhaps --{name}={shlex.quote(word)} is meant"
     return "settings are given as --name=value, with quotes around a value with spaces; --help lists them"
 
 

@@ -96,7 +96,9 @@ def connect(
     except (Exception, Interrupted) as error:
         cause = _explain(cluster, error)
         line = str(cause) if cause else f"{cluster.name(cluster.index)} ended: {error_line(error)}"
-        _end_others(line, getattr(cause or error, "exit_code", RunError.exit_code))
+        code = getattr(cause or error, "exit_code", RunError.exit_code)
+        coordination_service.report_error(f"exit code {code}: {printable(line)}")  # ends the others with both
+        time.sleep(EXIT_GRACE_SECONDS)
         if cause:
             raise cause from error
         raise
@@ -205,12 +207,6 @@ def _silent_workers(cluster: ClusterSpec) -> str:
         except OSError:
             silent.append(cluster.name(index))
     return ", ".join(silent)
-
-
-def _end_others(line: str, code: int) -> None:
-    """End the other workers with this line and exit code, if they have not ended yet."""
-    coordination_service.report_error(f"exit code {code}: {printable(line)}")
-    time.sleep(EXIT_GRACE_SECONDS)
 
 
 def _explain(cluster: ClusterSpec, error: BaseException) -> RunError | None:

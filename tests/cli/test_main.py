@@ -105,7 +105,7 @@ def test_help_imports_nothing_slow(name):
         ("predict.py", ["picture.png"], 2, "which run? give --train_dir"),
         ("train.py", ["--dataset=folder:nowhere"], 3, "nowhere cannot be read: No such file or directory"),
         ("train.py", ["--dataset=mnits"], 2, "dataset=mnits: did you mean mnist?"),
-        ("launch.py", ["speed94"], 2, "'speed94' is not a flag; a recipe is given as --recipe=speed94; flags of"),
+        ("launch.py", ["speed94"], 2, "'speed94' is not a flag; perhaps --recipe=speed94 is meant; flags of"),
         pytest.param("compare_runs.py", ["docs", "docs"], 2, "docs has no config.json; give two runs'", marks=SLOW),
         pytest.param("benchmark.py", [*TWO_GPUS, "--train_dir=."], 2, "2 towers need 2 GPUs", marks=SLOW),
     ],
