@@ -107,14 +107,11 @@ def check_dataset(dataset: str) -> None:
 def suggest_data(path: str, tried: str = "") -> str:
     """Return a part of an error's line, `"did you mean folder:photos? "`, of other data sets than `tried` at a path."""
     place = Path(os.path.expanduser(path) or os.devnull)
-    names = [f"{CSV}{table}" for table in sorted(place.glob("*.csv"))]
-    if any(place.glob("*.np[yz]")):
-        names.append(f"{NPY}{path}")
-    if place.is_dir() and (not names or any(map(Path.is_dir, place.iterdir()))):
-        names.append(f"{FOLDER}{path}")
-    if place.is_file() and (prefix := {".csv": CSV, ".tsv": CSV, ".npz": NPY}.get(place.suffix)):
-        names.append(f"{prefix}{path}")
-    guesses = [name for name in names if name != tried]
+    tables = [table for table in (*sorted(place.glob("*.csv")), place) if table.suffix in (".csv", ".tsv")]
+    found = [(CSV, table) for table in tables if table.is_file()]
+    found += [(NPY, place)] if any(place.glob("*.np[yz]")) or (place.suffix == ".npz" and place.is_file()) else []
+    found += [(FOLDER, place)] if place.is_dir() and (not found or any(map(Path.is_dir, place.iterdir()))) else []
+    guesses = [name for prefix, data in found if (name := f"{prefix}{data}") != tried]
     return f"did you mean {' or '.join(guesses[:3])}? " if guesses else ""
 
 

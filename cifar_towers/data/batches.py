@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.data.dataset import Split
+from cifar_towers.errors import UsageError
 from cifar_towers.towers.placement import HOST
 
 NUM_OWN_DRAWS = 8  # of each example, for an augmentation of the user's own
@@ -49,7 +50,7 @@ class Batches:
         default a batch has its images, in host memory.
 
     Raises:
-      ValueError: there are fewer examples than `batch_size`.
+      UsageError: there are fewer examples than `batch_size`.
     """
 
     def __init__(
@@ -62,13 +63,12 @@ class Batches:
         devices: Sequence[str] = (),
         own_augmentation: bool = False,
     ):
-        if batch_size > len(split.labels):
-            count = len(split.labels)
+        if batch_size > (count := len(split.labels)):
             smaller = f"--batch_size={1 << count.bit_length() - 1}"
-            raise ValueError(f"batch_size={batch_size} is more than the {count} training examples; give {smaller}")
+            raise UsageError(f"batch_size={batch_size} is more than the {count} training examples; give {smaller}")
         self.batch_size, self.seed, self.flip = batch_size, seed, flip
-        self.steps_per_epoch = len(split.labels) // batch_size
-        self._num_examples, (self._first_row, self._num_rows) = len(split.labels), rows or (0, batch_size)
+        self.steps_per_epoch = count // batch_size
+        self._num_examples, (self._first_row, self._num_rows) = count, rows or (0, batch_size)
         self._has_indices = bool(devices)
         self._own_draws = NUM_OWN_DRAWS if own_augmentation else 0
         self._images_on: dict[str, tf.Tensor] = {}

@@ -42,10 +42,10 @@ def locate(name: str, data_dir: str = "") -> Path:
         return directory
     names = import_tfds().list_builders(with_community_datasets=False)
     if builder not in names:
-        built_in = ", ".join((*BUILT_IN, f"{FOLDER}<path>"))
         guess = suggest_data(name) or did_you_mean(builder, [*BUILT_IN, *names])
         raise UsageError(
-            f"dataset={name}: {guess}neither TensorFlow Datasets nor {directory} has it; built in are {built_in}"
+            f"dataset={name}: {guess}neither TensorFlow Datasets nor {directory} has it; built in are "
+            f"{', '.join(BUILT_IN)}, {FOLDER}<path>"
         )
     return directory
 

@@ -66,11 +66,8 @@ def make_batches(
             f"hard_example_pool={config.hard_example_pool} is more than the {len(train.labels)} training examples; "
             "give --hard_example_pool=0"
         )
-    try:
-        devices = [tower.device for tower in towers] if config.data_on == "device" else []
-        return Batches(train, config.examples_drawn, config.seed, config.flip, rows, devices, bool(config.augment))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    devices = [tower.device for tower in towers] if config.data_on == "device" else []
+    return Batches(train, config.examples_drawn, config.seed, config.flip, rows, devices, bool(config.augment))
 
 
 def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:

@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from cifar_towers.data.batches import Batches
 from cifar_towers.data.dataset import Split
+from cifar_towers.errors import UsageError
 
 
 def numbered(count=10):
@@ -62,5 +63,5 @@ def test_flips_alternate_between_epochs_or_are_random_or_none():
 @pytest.mark.parametrize(("count", "size"), [(10, 8), (160, 128), (128, 128), (1, 1)])
 def test_batch_larger_than_the_data_set_is_an_error_with_a_size_to_type(count, size):
     message = f"batch_size={count + 1} is more than the {count} training examples; give --batch_size={size}$"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         Batches(numbered(count), count + 1, seed=0)
