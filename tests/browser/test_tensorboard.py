@@ -34,7 +34,7 @@ SCALARS = {  # tag: (runs, minimum number of points)
 }
 CHARTS = {  # title of a chart under CUSTOM SCALARS: at least so many curves
     "training loss, raw and smoothed": 3,
-    "evaluation accuracy": 2,
+    "evaluation accuracy": 1,  # of the averaged weights; the other scores are points
     "gradient norm": 1,
     "activation sparsity": 8,
     "loss of each tower": len(TOWERS),
