@@ -29,7 +29,6 @@ SCALARS = {  # tag: (runs, minimum number of points)
     "towers/loss": (TOWERS, NUM_DIAGNOSTICS),
     "towers/cosine": (TOWERS, NUM_DIAGNOSTICS),
     "accuracy/test/ema": ([EVAL], NUM_EVALUATIONS),
-    "accuracy/test/raw": ([EVAL], 1),
     f"accuracy/{FINAL}": ([EVAL], 1),
 }
 CHARTS = {  # title of a chart under CUSTOM SCALARS: at least so many curves
