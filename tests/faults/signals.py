@@ -23,9 +23,9 @@ PHASES = {
     "tracing": ("tracing", 1, 2, 0.1),  # once a tower
     "the first step": ("step", 1, 1, 0.1),
     "a step": ("step", 2, runs.STEPS, 0.01),
-    "an evaluation": ("evaluation", 1, 6, 0.01),  # three times, of two sets of weights
+    "an evaluation": ("evaluation", 1, 3, 0.01),
     "a save": ("save", 1, runs.STEPS // 3, 0.03),
-    "the final evaluation": ("evaluation", 7, 8, 0.01),
+    "the final evaluation": ("evaluation", 4, 5, 0.01),  # of raw and of averaged weights
     "between steps": ("progress", 1, runs.STEPS, 0.0),
 }
 
