@@ -41,7 +41,7 @@ OPTIMIZERS = ("momentum", "muon", "adamw")  # `training.optimizers.make_optimize
 OPTIMIZERS_BY_LENGTH = ("muon",)  # optimizers whose update depends on the number of steps in the run
 BUILT_IN = ("cifar10", "synthetic", "auto")
 DEFAULT_DATASETS = BUILT_IN  # the directories of runs on them carry no data set's name
-FOLDER, CSV, NPY = "folder:", "csv:", "npy:"  # prefixes of the names of data sets at a path
+PREFIXES = FOLDER, CSV, NPY = "folder:", "csv:", "npy:"  # of the names of data sets at a path
 SPLIT_NAMES = {  # of folders and in tables, in upper or lower case
     "train": ("train", "training", "training_set"),
     "validation": ("val", "valid", "validation", "dev"),
@@ -87,14 +87,14 @@ def check_model(model: str) -> None:
 
 def split_path(dataset: str) -> tuple[str, str]:
     """Split the name of a data set at a path: `"csv:a.csv"` -> ("csv:", "a.csv"). Return ("", name) for other names."""
-    prefix = next((prefix for prefix in (FOLDER, CSV, NPY) if dataset.startswith(prefix)), "")
+    prefix = next((prefix for prefix in PREFIXES if dataset.startswith(prefix)), "")
     return prefix, dataset.removeprefix(prefix)
 
 
 def check_dataset(dataset: str) -> None:
     """Raise UsageError if the name cannot be that of a data set."""
     prefix, path = split_path(dataset)
-    named = f"{dataset}:" not in (FOLDER, CSV, NPY) and re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", dataset)
+    named = f"{dataset}:" not in PREFIXES and re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", dataset)
     if not ((prefix and path) or named):
         guess = suggest_data(dataset) or did_you_mean(dataset.lower(), (*BUILT_IN, "cifar100"))
         raise UsageError(
