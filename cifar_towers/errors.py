@@ -5,7 +5,6 @@ Only other exceptions, which are bugs, show a traceback; they exit with 1.
 """
 
 import difflib
-import enum
 import functools
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -17,22 +16,10 @@ Result = TypeVar("Result")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: what Slurm sends before the time is up
 
 
-@enum.unique
-class ExitCode(enum.IntEnum):
-    """Exit codes of the project's processes. After a signal the code is 128 + the signal's number."""
-
-    SUCCESS = 0
-    FAILURE = 1  # also of a bug
-    USAGE = 2
-    DATA = 3
-    DIVERGED = 4
-    WORKER_LOST = 5
-
-
 class RunError(Exception):
     """A foreseen end of a run."""
 
-    exit_code: int = ExitCode.FAILURE
+    exit_code = 1
     meaning = "failed"  # in help texts
     label = "run"  # the beginning of the error's line
 
@@ -43,28 +30,28 @@ class RunError(Exception):
 class UsageError(RunError, ValueError):
     """A flag, or a combination of flags, that cannot be used."""
 
-    exit_code = ExitCode.USAGE
+    exit_code = 2
     meaning = label = "usage"
 
 
 class DataError(RunError):
     """The data set is missing, cannot be downloaded, or is not what it should be."""
 
-    exit_code = ExitCode.DATA
+    exit_code = 3
     meaning = label = "data"
 
 
 class DivergedError(RunError):
     """Losses, gradients or weights are not finite numbers."""
 
-    exit_code = ExitCode.DIVERGED
+    exit_code = 4
     meaning = label = "diverged"
 
 
 class WorkerLostError(RunError):
     """A worker of the cluster is missing or has stopped. All workers exit; restarted, they resume from a checkpoint."""
 
-    exit_code = ExitCode.WORKER_LOST
+    exit_code = 5
     meaning = "a worker was lost"
     label = "lost"
 
@@ -89,7 +76,7 @@ def interrupt_exit_code(signal_number: int) -> int:
 
 def describe_exit_codes(*errors: type[RunError], success: str = "done", failure: str = "a bug") -> str:
     """Describe the exit codes of a program that may raise these errors, for its help text."""
-    codes = [f"{ExitCode.SUCCESS} {success}", *(f"{error.exit_code} {error.meaning}" for error in errors)]
+    codes = [f"0 {success}", *(f"{error.exit_code} {error.meaning}" for error in errors)]
     interrupts = "/".join(str(code) for code in sorted(map(interrupt_exit_code, STOP_SIGNALS)))
     return ", ".join([*codes, f"{interrupts} interrupted", f"{RunError.exit_code} {failure}"])
 
@@ -129,6 +116,15 @@ def listed(names: Sequence[str], limit: int = 5) -> str:
     """Return the first names of a list as a part of a message, `"a, b and 7 more"`."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> count(1, "step"), count(1200, "step")
+    ('1 step', '1,200 steps')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def printable(text: str) -> str:

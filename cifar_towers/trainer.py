@@ -20,7 +20,7 @@ from cifar_towers.config.schedules import ImageSizeSchedule
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
-from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError, UsageError, error_text
+from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError, UsageError, count, error_text
 from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, make_evaluate_fn
 from cifar_towers.evaluation.score import reported_score
 from cifar_towers.models.layers import has_batch_norm
@@ -296,7 +296,7 @@ class Run:
         self.timer.resume(metadata["seconds"], metadata["images"])
         self.health.restore(metadata)
         self.evaluations = metadata["evaluations"]
-        towers = f"{metadata['towers']} tower{'s' * (metadata['towers'] > 1)}"
+        towers = count(metadata["towers"], "tower")
         self.log(f"resuming from step {metadata['step']}, saved with {towers} in {metadata['precision']}")
         if changes := describe_changes(metadata, self.metadata, self._has_batch_norm):
             self.log(changes)
@@ -513,19 +513,19 @@ class Run:
           OpError: `error`, if it has another reason, or if the number is not to be chosen or cannot grow.
         """
         reason = "" if self.requested.micro_batches else tuning.describe_out_of_memory(error)
-        count = tuning.more_micro_batches(self.config, len(self.towers)) if reason else 0
-        if not count:
+        number = tuning.more_micro_batches(self.config, len(self.towers)) if reason else 0
+        if not number:
             raise error
-        line = f"a step does not fit into the memory ({reason}): continuing with --micro_batches={count}"
+        line = f"a step does not fit into the memory ({reason}): continuing with --micro_batches={number}"
         if self._has_batch_norm:
             largest = max(tuning.shard_sizes(self.config, len(self.towers)))
-            now, then = largest // self.config.micro_batches, largest // count
+            now, then = largest // self.config.micro_batches, largest // number
             line += (
                 f"; batch norm now sees {then} images at a time instead of {now}, which is another function: to train "
-                f"one throughout, give --overwrite --micro_batches={count}"
+                f"one throughout, give --overwrite --micro_batches={number}"
             )
         self.log(line)
-        return count
+        return number
 
     def _locate_nonfinite(self, state: TrainState, tower: Tower, batch: Batch, image_size: int) -> str:
         """Repeat the forward pass of a tower; return the same answer on all workers. See `locate_nonfinite`."""

@@ -16,7 +16,7 @@ from cifar_towers.benchmark.worker import open_process
 from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.config.settings import split_names
 from cifar_towers.data.batches import NUM_PREFETCHED
-from cifar_towers.errors import RunError, UsageError
+from cifar_towers.errors import RunError, UsageError, count
 
 MIN_ROUNDS, MAX_ROUNDS, MIN_TIMED_STEPS = 3, 15, 3
 VISIT_SECONDS = 2.0  # target duration of the timed steps of a case in one round
@@ -38,13 +38,13 @@ def run_benchmark(config: BenchmarkConfig, worker_command: Sequence[str]) -> Non
         return
     with ExitStack() as stack:
         workers, devices = {}, {}
-        for count in counts:  # one after another: the first may have to download the data
-            workers[count] = stack.enter_context(open_process(worker_command))
-            devices[count] = workers[count](["start", dataclasses.asdict(config), count])
+        for num_towers in counts:  # one after another: the first may have to download the data
+            workers[num_towers] = stack.enter_context(open_process(worker_command))
+            devices[num_towers] = workers[num_towers](["start", dataclasses.asdict(config), num_towers])
         results = _prepare(cases, workers)
         _measure(results, workers, config, start)
         _profile(results, workers)
-    set_efficiency(results, {count: each["physical"] for count, each in devices.items()})
+    set_efficiency(results, {num_towers: each["physical"] for num_towers, each in devices.items()})
     metadata = report.collect_metadata(config.recipe, devices[counts[0]]["dataset"]) | {
         "kind": devices[counts[0]]["kind"],
         "devices": max(each["physical"] for each in devices.values()),
@@ -68,10 +68,10 @@ def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[BenchmarkCase]
 def _print_placement(config: BenchmarkConfig, counts: Sequence[int], worker_command: Sequence[str]) -> None:
     """Print the variable placement to use on the most towers of the config; by default one per GPU, or two on a CPU."""
     most = max(counts) if config.towers else len(tf.config.get_visible_devices("GPU")) or 2
-    count = max(each for each in counts if each <= most)
-    print(f"comparing variable placements on {count} tower{'s' * (count > 1)}, for about half a minute", flush=True)
+    num_towers = max(each for each in counts if each <= most)
+    print(f"comparing variable placements on {count(num_towers, 'tower')}, for about half a minute", flush=True)
     with open_process(worker_command) as request:
-        request(["start", dataclasses.asdict(config), count])
+        request(["start", dataclasses.asdict(config), num_towers])
         print(request(["recommend_placement"]), flush=True)
 
 

@@ -10,17 +10,7 @@ from pathlib import Path
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import checked_output, confirm, find_data, import_tensorflow, parse, program, start_tool
 from cifar_towers.cli.run import Run
-from cifar_towers.config import TrainConfig, parse_seeds
-from cifar_towers.config.programs import (
-    BenchmarkConfig,
-    CompareConfig,
-    EvaluateConfig,
-    ExportConfig,
-    LaunchConfig,
-    PredictConfig,
-    ReportConfig,
-    RunsConfig,
-)
+from cifar_towers.config import TrainConfig, parse_seeds, programs
 from cifar_towers.config.recipe import claimed_accuracy, recipe_fields, recipe_names
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.multi_worker import cluster_spec, launcher
@@ -130,7 +120,7 @@ def launch(shutdown: ShutdownHandler) -> int:
     launch.py --num_workers=2 -- --recipe=speed94 --train_dir=runs/two-workers
     """
     try:
-        config = parse(LaunchConfig, launch)
+        config = parse(programs.LaunchConfig, launch)
         strategy = ["--strategy=multi_worker"] if config.num_workers else []
         training = parse_command_line(TrainConfig, [sys.argv[0], *config.command, *strategy], "")
     except UsageError as error:
@@ -156,7 +146,7 @@ def evaluate(shutdown: ShutdownHandler) -> None:
     The table's column "most often taken for" names the class that most errors of each class go to.
     --json adds the confusion matrix: rows are true classes, columns predicted ones.
     """
-    config = start_tool(EvaluateConfig, evaluate, shutdown, "nothing was changed")
+    config = start_tool(programs.EvaluateConfig, evaluate, shutdown, "nothing was changed")
     from cifar_towers.inference.evaluate import evaluate_checkpoint
 
     with checked_output():
@@ -172,7 +162,7 @@ def predict(shutdown: ShutdownHandler) -> None:
     JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels and 20 MB (WebP: 16 megapixels). The model gets the
     central square, upright, over white where it is transparent, resized to the size of the training images.
     """
-    config = start_tool(PredictConfig, predict, shutdown, "nothing was changed")
+    config = start_tool(programs.PredictConfig, predict, shutdown, "nothing was changed")
     from cifar_towers.inference.predict import predict_images
 
     with checked_output():
@@ -186,7 +176,7 @@ def export(shutdown: ShutdownHandler) -> int:
 
     export.py --train_dir=runs/speed94-seed0 --format=saved_model
     """
-    config = start_tool(ExportConfig, export, shutdown, "earlier exports are unchanged")
+    config = start_tool(programs.ExportConfig, export, shutdown, "earlier exports are unchanged")
     from cifar_towers.inference.export import export_model
 
     return 0 if export_model(config) else RunError.exit_code
@@ -198,7 +188,7 @@ def compare_runs(shutdown: ShutdownHandler) -> int:
 
     compare_runs.py runs/one runs/other
     """
-    config = start_tool(CompareConfig, compare_runs, shutdown, "nothing was changed")
+    config = start_tool(programs.CompareConfig, compare_runs, shutdown, "nothing was changed")
     from cifar_towers.inference import compare
 
     same, text = compare.compare_runs(*map(Path, config.runs))
@@ -215,7 +205,7 @@ def report(shutdown: ShutdownHandler) -> None:
 
     Runs that differ only in the seed are shown as their mean, with a band of one standard deviation.
     """
-    config = parse(ReportConfig, report)
+    config = parse(programs.ReportConfig, report)
     shutdown.exit_immediately_from_now("nothing was written")
     from cifar_towers import files
     from cifar_towers.reporting.run_records import read_runs
@@ -241,7 +231,7 @@ def runs(shutdown: ShutdownHandler) -> None:
     Accuracies are those of the averaged weights if a run keeps an average, otherwise of the raw weights. They are
     never chosen by the test set. --best ranks runs on the recipe's own data set.
     """
-    config = parse(RunsConfig, runs)
+    config = parse(programs.RunsConfig, runs)
     shutdown.exit_immediately_from_now("nothing more is deleted")
     from cifar_towers.inference import runs as trained
 
@@ -269,7 +259,7 @@ def benchmark(shutdown: ShutdownHandler) -> None:
     benchmark.py --recipe=speed94 --towers=1,2,4
     benchmark.py --placement_only
     """
-    config = parse(BenchmarkConfig, benchmark)
+    config = parse(programs.BenchmarkConfig, benchmark)
     recipe = dataclasses.replace(config.recipe, hard_example_pool=0)  # the bare step, without selecting examples
     config = dataclasses.replace(config, recipe=recipe)
     shutdown.exit_immediately_from_now("the benchmark is incomplete; the same command starts it again")

@@ -15,7 +15,7 @@ from typing import ClassVar
 from cifar_towers import registry
 from cifar_towers.config import schedules
 from cifar_towers.config.settings import Section, check_limits
-from cifar_towers.errors import DataError, DivergedError, UsageError, WorkerLostError, describe_exit_codes
+from cifar_towers.errors import DataError, DivergedError, UsageError, WorkerLostError, count, describe_exit_codes
 from cifar_towers.registry import DEFAULT_DATASETS, MODELS, OPTIMIZERS, TTA_LEVELS, model_spec, split_path
 from cifar_towers.user_code import check_function_name, split_function
 
@@ -425,12 +425,12 @@ class TrainConfig(DeviceConfig):
             if uneven := self._describe_uneven_shares(num_towers):
                 raise UsageError(uneven)
             return
-        count = len(parse_shares(self.tower_shares))
-        if count != num_towers:
-            raise UsageError(f"tower_shares={self.tower_shares} are of {count} towers, and there are {num_towers}")
+        num_shares = len(parse_shares(self.tower_shares))
+        if num_shares != num_towers:
+            raise UsageError(f"tower_shares={self.tower_shares} are of {num_shares} towers, and there are {num_towers}")
         parts = self.micro_batches or 1
         for examples in filter(None, (self.batch_size, self.hard_example_pool)):
-            if examples % parts or examples // parts < count:
+            if examples % parts or examples // parts < num_shares:
                 multiples = f" in multiples of {parts}" if parts > 1 else ""
                 raise UsageError(f"tower_shares={self.tower_shares}: {examples} examples cannot be shared{multiples}")
 
@@ -450,7 +450,7 @@ class TrainConfig(DeviceConfig):
             if size % shares:
                 low = size // shares * shares
                 nearest = " and ".join(str(size) for size in (low, low + shares) if size > minimum)
-                towers = f"{num_towers} tower{'s' * (num_towers > 1)}"
+                towers = count(num_towers, "tower")
                 towers += f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
                 return f"{name}={size} cannot be shared by {towers}; {nearest} can"
         return ""

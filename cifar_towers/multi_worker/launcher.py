@@ -11,10 +11,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from cifar_towers.errors import ExitCode, interrupt_exit_code
+from cifar_towers.errors import DataError, DivergedError, UsageError, interrupt_exit_code
 from cifar_towers.shutdown import LAUNCH_VARIABLE, ShutdownHandler
 
-FINAL = (ExitCode.SUCCESS, ExitCode.USAGE, ExitCode.DATA, ExitCode.DIVERGED)  # a restart would not help
+FINAL = (0, UsageError.exit_code, DataError.exit_code, DivergedError.exit_code)  # a restart would not help
 EXIT_TIMEOUT_SECONDS = 15.0  # for the other workers to exit once one has failed; then they are killed
 Started = tuple[subprocess.Popen, threading.Thread | None]  # a process, and the thread that prints its output
 

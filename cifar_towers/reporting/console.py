@@ -122,7 +122,7 @@ class Progress:
         """Return the parts of a line; an unknown value is as wide as a known one, and blank."""
         last = self._length.last
         epoch, epochs = (f"{step / self._length.steps_per_epoch:.2f}" for step in (status.step, last))
-        left = None if status.seconds_left is None or status.step == last else format_seconds(status.seconds_left)
+        left = None if status.seconds_left is None or status.step == last else format_estimate(status.seconds_left)
         return {
             "epoch": f"epoch {epoch:>{len(epochs)}}/{epochs}",
             "step": f"step {status.step:{len(str(last))}}/{last}",
@@ -160,6 +160,17 @@ def format_seconds(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def format_estimate(seconds: float) -> str:
+    """Return an estimated duration: a long one in whole minutes, and one of hours in tenths of an hour.
+
+    >>> format_estimate(65.4), format_estimate(2047), format_estimate(7264)
+    ('1:05', '34 min', '2.0 h')
+    """
+    if seconds < 600:
+        return format_seconds(seconds)
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
 def _bar(done: float, width: int) -> str:

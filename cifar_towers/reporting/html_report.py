@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from cifar_towers import files
-from cifar_towers.errors import RunError
+from cifar_towers.errors import RunError, count, error_text
 from cifar_towers.evaluation.score import wilson_interval
 from cifar_towers.reporting import figures, run_records
 from cifar_towers.reporting.phase_timer import TRAINING_PHASES
@@ -30,7 +30,7 @@ Cell = str | tuple[str, str]  # a text, or a text and a smaller line below it
 Row = Mapping[Any, Cell]  # content of a table by heading, which is a cell too
 
 SHOWN_ELSEWHERE = {"command", "towers", "synthetic_data", "class_names", "variables", "model"}
-LISTINGS = (("model", "layers", ("parameters", "flops")), ("variables", "variables", ("bytes",)))
+LISTINGS = (("model", "layer", ("parameters", "flops")), ("variables", "variable", ("bytes",)))
 REPORTED: Cell = ("accuracy, %", "as reported")
 CURVES = (  # key of a training record in metrics.jsonl, title, y axis, factor for its unit
     ("loss", "training loss (batch)", "loss", 1),
@@ -43,7 +43,8 @@ CURVES = (  # key of a training record in metrics.jsonl, title, y axis, factor f
 )
 CURVES_NOTE = (
     "A line is the mean of a group's runs, the band one standard deviation to either side; where runs have ended, both "
-    "are of the others. A point of a long run's training is the mean of several records."
+    "are of the others. A run is interpolated between its records. A point of a long run's training is the mean of "
+    "several records."
 )
 MAX_POINTS = 120  # of a curve of training records
 MAX_CURVES = 8  # that can be distinguished in one picture
@@ -95,15 +96,17 @@ def write(runs: Sequence[RunRecord], out: Path) -> Path:
       RunError: the file cannot be written.
     """
     if not os.path.isdir(out.parent):
-        raise RunError(f"{out} cannot be written: there is no directory {out.parent}; name another with --out=FILE")
-    if os.path.exists(out) and not os.path.isfile(out):
-        raise RunError(f"{out} cannot be written: it exists and is not a file; name one with --out=FILE")
-    html = render(runs).encode(errors="replace").decode()  # a name may hold surrogates
-    try:
-        files.write_whole(out, html.encode("ascii", "xmlcharrefreplace"))  # readable in any locale
-    except OSError as error:
-        raise RunError(f"{out} cannot be written: {error.strerror}; name another place with --out=FILE") from None
-    return out
+        reason = f"there is no directory {out.parent}"
+    elif os.path.exists(out) and not os.path.isfile(out):
+        reason = "it exists and is not a file"
+    else:
+        html = render(runs).encode(errors="replace").decode()  # a name may hold surrogates
+        try:
+            files.write_whole(out, html.encode("ascii", "xmlcharrefreplace"))  # readable in any locale
+            return out
+        except OSError as error:
+            reason = error_text(error)
+    raise RunError(f"{out} cannot be written: {reason}; name another with --out=FILE")
 
 
 def render(runs: Sequence[RunRecord]) -> str:
@@ -131,12 +134,11 @@ def render(runs: Sequence[RunRecord]) -> str:
 
 def _results(groups: Groups) -> Section:
     """Make a row per run, a row with the mean over the finished runs of each group of several, and the differences."""
-    names = dict.fromkeys(score for group in groups.values() for run in group for score in run.scores)
-    not_scored: dict[Any, Cell] = {("accuracy, %", score): "-" for score in names}
+    names = dict.fromkeys(name for group in groups.values() for run in group for name in run.scores)
     rows: list[Row] = []
     means = []
     for name, group in groups.items():
-        rows += [_result_row(run, not_scored) for run in group]
+        rows += [_result_row(run, names) for run in group]
         finished = [run for run in group if run.finished]
         if len(group) > 1 and finished:
             means.append(len(rows))
@@ -157,7 +159,7 @@ def _results(groups: Groups) -> Section:
     return Section("Results", tables=tables, note=note)
 
 
-def _result_row(run: RunRecord, not_scored: Row) -> Row:
+def _result_row(run: RunRecord, score_names: Iterable[str]) -> Row:
     result, last, reported = run.result, run.training[-1] if run.training else {}, run.reported_score
     seconds = result.get("seconds", {})
     training = math.fsum(seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
@@ -166,15 +168,13 @@ def _result_row(run: RunRecord, not_scored: Row) -> Row:
     if result.get("reached"):
         state = f"reached {100 * result['reached']:.2f} %"
     skipped, rollbacks = result.get("skipped_steps", last.get("skipped_steps")), result.get("rollbacks")
-    cells: Row = {
-        ("accuracy, %", name): (f"{100 * score['accuracy']:.2f}", f"loss {format_number(score['loss'], '.4f')}")
-        for name, score in run.scores.items()
-    }
+    scores: dict[Any, Cell] = {("accuracy, %", name): "-" for name in score_names}
+    for name, score in run.scores.items():
+        scores["accuracy, %", name] = f"{100 * score['accuracy']:.2f}", f"loss {format_number(score['loss'], '.4f')}"
     return {
         "run": run.name,
         REPORTED: (f"{100 * reported['accuracy']:.2f}", run_records.score_name(reported) + at) if reported else "-",
-        **not_scored,
-        **cells,
+        **scores,
         ("training loss", "last record"): format_number(last.get("loss"), ".4f"),
         "images/s": format_number(result.get("images_per_sec", last.get("images_per_sec")), ",.0f"),
         ("training, s", "with input, compilation"): f"{training:,.1f}" if seconds else "-",
@@ -183,7 +183,7 @@ def _result_row(run: RunRecord, not_scored: Row) -> Row:
         "seed": as_text(run.config.get("seed")),
         "towers": as_text(len(run.towers) or None),
         "precision": run.precision,
-        "skipped steps": (format_number(skipped, ",.0f"), f"{rollbacks} rollbacks" if rollbacks else ""),
+        "skipped steps": (format_number(skipped, ",.0f"), count(rollbacks, "rollback") if rollbacks else ""),
         ("weights", "sha256"): result.get("weights_sha256", "-")[:16],
     }
 
@@ -274,15 +274,18 @@ def _dots(histories: Histories, title: str, y_label: str, limits: tuple[float, f
 def mean_curve(histories: Sequence[History], max_points: float = math.inf) -> tuple[np.ndarray, ...]:
     """Return epochs [n] and mean [n] of several runs.
 
-    Of more than one run also return the mean less and plus one standard deviation (of the sample) [n]. If there are
-    more than `max_points`, neighbors are averaged first.
+    Of more than one run also return the mean less and plus one standard deviation (of the sample) [n]. At the epochs of
+    other runs, a run is interpolated between its own. If there are more than `max_points`, neighbors are averaged
+    first.
     """
-    epochs = sorted(set().union(*histories))
+    epochs = np.array(sorted(set().union(*histories)))
+    points = [np.array(sorted(history.items())).T for history in histories if history]  # epochs and values
+    runs = [np.interp(epochs, *own, left=np.nan, right=np.nan) for own in points]
     size = max(1, math.ceil(len(epochs) / max_points))
-    chunks = [epochs[start : start + size] for start in range(0, len(epochs), size)]
-    found = [[[history[epoch] for epoch in chunk if epoch in history] for history in histories] for chunk in chunks]
-    samples = [Sample.of([statistics.fmean(values) for values in runs if values]) for runs in found]
-    x = np.array([statistics.fmean(chunk) for chunk in chunks])
+    chunks = [slice(start, start + size) for start in range(0, len(epochs), size)]
+    found = [[run[chunk] for run in runs if np.isfinite(run[chunk]).any()] for chunk in chunks]
+    samples = [Sample.of([float(np.nanmean(values)) for values in of_runs]) for of_runs in found]
+    x = np.array([epochs[chunk].mean() for chunk in chunks])
     mean, std = (np.array([getattr(sample, name) for sample in samples]) for name in ("mean", "std"))
     return (x, mean, mean - std, mean + std) if len(histories) > 1 else (x, mean)
 
@@ -323,10 +326,11 @@ def group_errors(name: str, group: Sequence[RunRecord]) -> tuple[Picture, Table]
 
 def _class_row(name: str, seen: int, right: int, num_runs: int) -> Row:
     """Return a class's accuracy with its interval, for the number of images that one run classified."""
-    images, accuracy = seen // num_runs, right / seen if seen else 0.0
-    low, high = wilson_interval(accuracy, images) if images else (0.0, 1.0)
-    interval = f"{100 * low:.1f} to {100 * high:.1f}"
-    return {"class": name, "accuracy, %": f"{100 * accuracy:.1f}", "95 % interval": interval, "images": f"{images:,}"}
+    row = {"class": name, "accuracy, %": "-", "95 % interval": "-", "images": f"{seen // num_runs:,}"}
+    if seen:
+        low, high = wilson_interval(right / seen, seen // num_runs)
+        row |= {"accuracy, %": f"{100 * right / seen:.1f}", "95 % interval": f"{100 * low:.1f} to {100 * high:.1f}"}
+    return row
 
 
 def mistakes(runs: Iterable[RunRecord]) -> list[Picture]:
@@ -385,18 +389,18 @@ def _comparison(title: str, columns: Mapping[str, Mapping[str, Any]]) -> Section
             differing.append({"": key} | found)
         else:
             common.append({"": key, "value": next(iter(found.values()))})
-    summary = f"{len(common)} values" + (" that all runs share" if len(columns) > 1 else "")
+    summary = count(len(common), "value") + (" that all runs share" if len(columns) > 1 else "")
     return Section(title, tables=[Table(differing, 1 + len(columns)), Table(common, 2, summary=summary)])
 
 
 def _listings(runs: Sequence[RunRecord]) -> Iterator[Table]:
     """Yield the folded tables of layers and variables, each distinct one once."""
-    for key, plural, summed in LISTINGS:
+    for key, noun, summed in LISTINGS:
         for owners, items in _distinct(runs, [run.environment.get(key, []) for run in runs]):
             rows = [{f: f"{v:,.0f}" if f in summed else as_text(v) for f, v in item.items()} for item in items]
             sums = ", ".join(f"{sum(item[field] for item in items):,.0f} {field}" for field in summed)
             text_columns = len(set(items[0]) - set(summed))
-            yield Table(rows, text_columns, summary=f"{owners}{len(items):,} {plural}, {sums}")
+            yield Table(rows, text_columns, summary=f"{owners}{count(len(items), noun)}, {sums}")
 
 
 def _distinct(runs: Sequence[RunRecord], values: Iterable[Any]) -> list[tuple[str, Any]]:

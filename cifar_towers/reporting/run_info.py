@@ -18,6 +18,7 @@ import tensorflow as tf
 from cifar_towers.config import TrainConfig, parse_shares
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import Dataset
+from cifar_towers.errors import count
 from cifar_towers.evaluation.score import Evaluation
 from cifar_towers.hardware import cpuinfo, gpu_names
 from cifar_towers.registry import split_path
@@ -61,15 +62,6 @@ class RunInfo:
         stages = f" in {len(self.local_towers)} stages" if config.parallelism == "model" else ""
         mirrored = ", mirrored" if config.strategy == "mirrored" else ""
         return f"{count(num_towers, 'tower')} of {images}{stages} on {devices}{mirrored}"
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    >>> count(1, "step"), count(1200, "step")
-    ('1 step', '1,200 steps')
-    """
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:

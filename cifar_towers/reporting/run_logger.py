@@ -12,12 +12,13 @@ import tensorflow as tf
 from cifar_towers import files
 from cifar_towers.config.recipe import recipe_fields
 from cifar_towers.data.dataset import DatasetInfo, Split
+from cifar_towers.errors import count
 from cifar_towers.evaluation.score import Evaluation, Score, reported_score
 from cifar_towers.reporting import figures, run_info, tags
 from cifar_towers.reporting.callbacks import Callbacks
-from cifar_towers.reporting.console import Progress, ProgressStatus, format_seconds
+from cifar_towers.reporting.console import Progress, ProgressStatus, format_estimate, format_seconds
 from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft
-from cifar_towers.reporting.run_info import RunInfo, count, describe_score
+from cifar_towers.reporting.run_info import RunInfo, describe_score
 from cifar_towers.reporting.run_records import JsonlWriter
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter, image
 from cifar_towers.towers import placement_report
@@ -96,7 +97,7 @@ class RunLogger:
         self.timer.end_step(self.run.config.batch_size, is_traced)
         if self._time_left.end_step(step, is_traced) and (seconds := self._time_left.seconds()) is not None:
             self.progress.pause()
-            self.log(f"about {format_seconds(seconds)} to go, at the rate of the first steps here")
+            self.log(f"about {format_estimate(seconds)} to go, at the rate of the first steps here")
 
     def log_step(
         self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_size: int, health: Mapping[str, int]
@@ -161,8 +162,9 @@ class RunLogger:
         self.tensorboard.truncate_after(step, step if self._has_evaluations(step) else step - 1)
         self._noise_scale = NoiseScale(self.run.config.batch_size)
         for record in self.metrics.records("train"):
-            if "gradient_noise_scale" in record and record["gradient_norm"] is not None:
-                self._noise_scale.update(record["towers"]["gradient_norm"], record["gradient_norm"])
+            if "gradient_noise_scale" in record:  # a norm that had overflowed is null there, and NaN here
+                *norms, mean_norm = np.array([*record["towers"]["gradient_norm"], record["gradient_norm"]], float)
+                self._noise_scale.update(norms, mean_norm)
 
     def log_evaluation(
         self, step: int, evaluations: Sequence[Evaluation], splits: Mapping[str, Split], final: bool

@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 # Training, all towers together.
 LOSS, ACCURACY = "loss", "accuracy"  # evaluations add `/<split>/<weights>`
+LOSS_TERMS, RAW = "losses", " (raw)"  # add the term: `losses/<term>` is smoothed, `losses/<term> (raw)` is not
 GRADIENT_NORM, LOSS_SCALE = "health/gradient_norm", "health/loss_scale"
 SKIPPED_STEPS, ROLLBACKS = "health/skipped_steps", "health/rollbacks"
 IMAGES_PER_SEC, STEP_SECONDS, INPUT_WAIT = "speed/images_per_sec", "speed/step_seconds", "speed/input_wait"
@@ -32,17 +33,6 @@ RECORDED = {
     "loss": LOSS, "accuracy": ACCURACY, "gradient_norm": GRADIENT_NORM, "images_per_sec": IMAGES_PER_SEC,
     "input_wait": INPUT_WAIT, "skipped_steps": SKIPPED_STEPS, "gradient_noise_scale": NOISE_SCALE,
 }  # fmt: skip
-RAW = " (raw)"  # suffix of a loss that is not smoothed
-
-
-def raw_loss(term: str) -> str:
-    """Return the tag of a loss term of the final tower in one step."""
-    return f"losses/{term}{RAW}"
-
-
-def smoothed_loss(term: str) -> str:
-    """Return the tag of a loss term's moving average."""
-    return f"losses/{term}"
 
 
 def _only(tag: str) -> str:
@@ -56,7 +46,7 @@ def _below(prefix: str) -> str:
 # category -> title -> regular expressions of the tags that the chart shows, each a curve for every run and tower
 CHARTS = {
     "overview": {
-        "training loss, raw and smoothed": [_only(LOSS), re.escape(smoothed_loss("")) + f"(?!.*{re.escape(RAW)}$)"],
+        "training loss, raw and smoothed": [_only(LOSS), re.escape(LOSS_TERMS) + f"/(?!.*{re.escape(RAW)}$)"],
         "evaluation accuracy": [_below(ACCURACY)],
         "learning rates": [_below(LEARNING_RATE)],
         "gradient norm": [_only(GRADIENT_NORM)],

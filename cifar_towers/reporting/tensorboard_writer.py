@@ -159,8 +159,8 @@ class TensorBoardWriter:
         self, step: int, metrics: StepMetrics, rates: Mapping[str, float], others: Mapping[str, float | None]
     ) -> None:
         """Write the loss terms of a step, each parameter group's learning rate, and `others` by tag, except None."""
-        scalars = {tags.raw_loss(term): loss for term, loss in metrics.losses.items()}
-        scalars |= {tags.smoothed_loss(term): loss for term, loss in metrics.smoothed_losses.items()}
+        scalars = {f"{tags.LOSS_TERMS}/{term}{tags.RAW}": loss for term, loss in metrics.losses.items()}
+        scalars |= {f"{tags.LOSS_TERMS}/{term}": loss for term, loss in metrics.smoothed_losses.items()}
         scalars |= {f"{tags.LEARNING_RATE}/{group}": rate for group, rate in rates.items()}
         if metrics.hard_examples:
             proxy = metrics.hard_examples.proxy

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.reporting import console
-from cifar_towers.reporting.console import Progress, ProgressStatus, progress_bar
+from cifar_towers.reporting.console import Progress, ProgressStatus, format_estimate, progress_bar
 
 STATUS = ProgressStatus(10, 1.5, 0.5, 0.1, 1234.5, 65.4, 8)
 
@@ -27,6 +27,12 @@ def test_pipe_gets_one_plain_line_per_epoch_and_a_terminal_a_live_line(terminal)
         assert "\x1b" in text
     else:
         assert text.count("\n") == 1 and text[:-1].isprintable() and "\x1b" not in text and "\r" not in text
+
+
+def test_time_left_is_no_more_exact_than_it_is_known():
+    """An estimate may be wrong by 15 percent; seconds are shown only of less than ten minutes."""
+    shown = {65.4: "1:05", 599: "9:59", 600: "10 min", 2047: "34 min", 3570: "60 min", 3600: "1.0 h", 45_000: "12.5 h"}
+    assert {seconds: format_estimate(seconds) for seconds in shown} == shown
 
 
 @pytest.mark.parametrize("length", [RunLength(48, 464, 464), RunLength(390, 100_000, 100_000)])

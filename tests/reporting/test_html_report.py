@@ -319,6 +319,13 @@ def test_mean_curve_of_runs_of_different_length():
     assert [len(column) for column in html_report.mean_curve([{}], 3)] == [0, 0]
 
 
+def test_mean_curve_of_runs_that_were_recorded_at_different_epochs():
+    """As with another --summary_every_steps: the mean does not jump from run to run, nor is its band of one run."""
+    x, y, low, high = html_report.mean_curve([{0.0: 1.0, 2.0: 3.0, 4.0: 5.0}, {1.0: 4.0, 3.0: 6.0}])
+    assert x.tolist() == [0, 1, 2, 3, 4] and y.tolist() == [1, 3, 4, 5, 5]
+    np.testing.assert_allclose(high - low, 2 * np.array([0, 2**0.5, 2**0.5, 2**0.5, 0]))
+
+
 def test_mean_curve_averages_neighbors():
     runs = [{float(epoch): float(epoch**2 + run) for epoch in range(10)} for run in range(3)]
     del runs[2][9.0]
@@ -411,3 +418,10 @@ def test_classes_have_wilsons_interval(tmp_path, plotted):
         counts = np.eye(10, dtype=int) * right + np.eye(10, k=1, dtype=int) * (100 - right)
         change_scores(path, confusion=lambda _, counts=counts: counts.tolist())
     assert render(*paths).row("cat") == ["90.0", "82.6 to 94.5", "100"]
+
+
+def test_class_without_images_has_no_accuracy(tmp_path, plotted):
+    path = make_run(tmp_path / "run")
+    change_scores(path, confusion=lambda _: np.diag([0, *[100] * 9]).tolist())
+    page = render(path)
+    assert page.row(CLASSES[0]) == ["-", "-", "0"] and page.row(CLASSES[1])[0] == "100.0"

@@ -12,7 +12,7 @@ from cifar_towers.evaluation.score import Evaluation, score_logits
 from cifar_towers.reporting import figures
 from cifar_towers.reporting.callbacks import Callbacks
 from cifar_towers.reporting.phase_timer import PhaseTimer
-from cifar_towers.reporting.run_logger import RunLogger, signal_and_noise
+from cifar_towers.reporting.run_logger import NoiseScale, RunLogger, signal_and_noise
 from cifar_towers.towers import Tower
 
 
@@ -102,3 +102,14 @@ def test_noise_scale_of_known_noise():
         estimates.append(signal_and_noise(norms, np.linalg.norm(each.mean(0)), batch))
     signal, trace = np.mean(estimates, 0)
     assert signal == pytest.approx(25, rel=0.02) and trace == pytest.approx(200, rel=0.02)
+
+
+def test_run_resumes_after_a_norm_that_overflowed(tmp_path):
+    """Such a number is null in metrics.jsonl."""
+    logger, _ = logger_of(tmp_path)
+    for norm in (1.0, np.inf):
+        logger.metrics.write(
+            kind="train", step=1, gradient_norm=0.9, gradient_noise_scale=2.0, towers={"gradient_norm": [norm, 1.0]}
+        )
+    logger.truncate_after(1)
+    assert logger._noise_scale.update([1.0, 1.0], 0.9) == pytest.approx(NoiseScale(500).update([1.0, 1.0], 0.9))
