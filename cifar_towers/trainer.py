@@ -26,7 +26,7 @@ from cifar_towers.evaluation.score import reported_score
 from cifar_towers.models.layers import has_batch_norm
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec, Workers
-from cifar_towers.reporting.callbacks import CallbackError, Callbacks, load_callbacks
+from cifar_towers.reporting.callbacks import CallbackError, Callbacks
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.profiler import StepProfiler
 from cifar_towers.reporting.run_info import RunInfo, describe_score
@@ -40,6 +40,7 @@ from cifar_towers.training.health import Health, locate_nonfinite
 from cifar_towers.training.results import gather_diagnostics
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step_runner import FinishedStep, StepRunner, was_skipped
+from cifar_towers.user_code import load_object
 
 
 def train(
@@ -76,7 +77,8 @@ def train(
         coordination.assert_workers_agree(workers, config, dataset, precision, len(hardware.local_towers))
         config = workdir.choose_directory(config, source.banner, launch_id)
         with coordination.worker_train_dir(workers, config) as config, explained_errors(config, hardware.towers):
-            callbacks = [*callbacks, *load_callbacks(config.callback)] if workers.is_chief else []
+            named = [load_object("callback", config.callback)] if config.callback and workers.is_chief else []
+            callbacks = [*callbacks, *named] if workers.is_chief else []
             with Callbacks(callbacks, open_run(config.directory)).until_end() as told:
                 set_up = functools.partial(
                     Run, dataset, source.banner, hardware, precision, shutdown, workers, timer, told
@@ -255,7 +257,7 @@ class Run:
         )
         self.logger = RunLogger(info, self.timer, self.callbacks, quiet=not workers.is_chief)
         self.log = self.logger.log
-        show = self.logger.show_evaluation
+        show = functools.partial(self.logger.progress.activity, "evaluating")
         classify = make_classify_fn(self.state.model, self.local_towers, self.augmentation, workers, show)
         self.evaluator = Evaluator(
             make_evaluate_fn(classify),

@@ -21,21 +21,18 @@ BASIC = (  # settings of a training that --help lists, in this order; --helpfull
     *("recipe", "num_gpus", "dataset", "model", "epochs", "batch_size", "precision", "variable_placement"),
     *("seed", "train_dir", "overwrite"),
 )
-ELSEWHERE = {  # names that other programs give to a setting
-    **dict.fromkeys(("device", "devices", "world_size", "nproc"), "num_gpus"),
-    **dict.fromkeys(("amp", "fp16", "bf16", "dtype", "mixed_precision"), "precision"),
-    **dict.fromkeys(("arch", "net", "network", "backbone"), "model"),
-    **dict.fromkeys(("logdir", "log_dir", "output_dir", "save_dir", "workdir", "model_dir", "out"), "train_dir"),
-    **dict.fromkeys(("accumulation_steps", "grad_accum"), "micro_batches"),
-    **dict.fromkeys(("val_split", "validation_split"), "validation_examples"),
-    **dict.fromkeys(("pretrained", "finetune", "init_checkpoint", "load_from"), "init_from"),
-    **{
-        "data": "dataset",
-        "scheduler": "learning_rate_schedule",
-        "resume": "train_dir",
-        "config": "recipe",
-        "force": "overwrite",
-    },
+ELSEWHERE = {  # setting -> names that other programs give to it
+    "num_gpus": ("device", "devices", "world_size", "nproc"),
+    "precision": ("amp", "fp16", "bf16", "dtype", "mixed_precision"),
+    "model": ("arch", "net", "network", "backbone"),
+    "train_dir": ("logdir", "log_dir", "output_dir", "save_dir", "workdir", "model_dir", "out", "resume"),
+    "micro_batches": ("accumulation_steps", "grad_accum"),
+    "validation_examples": ("val_split", "validation_split"),
+    "init_from": ("pretrained", "finetune", "init_checkpoint", "load_from"),
+    "dataset": ("data",),
+    "learning_rate_schedule": ("scheduler",),
+    "recipe": ("config",),
+    "overwrite": ("force",),
 }
 HELP_COLUMNS = 100
 Config = TypeVar("Config")
@@ -101,11 +98,8 @@ def suggest_flag(name: str, known: Collection[str]) -> str:
     begin with the name or contain it, and flags that the name contains.
     """
     initials = {"".join(word[0] for word in flag.split("_")): flag for flag in known if "_" in flag}
-    candidates = [
-        ELSEWHERE.get(name, ""),
-        initials.get(name, ""),
-        *difflib.get_close_matches(name, known, n=1, cutoff=0.75),
-    ]
+    candidates = [flag for flag, names in ELSEWHERE.items() if name in names]
+    candidates += [initials.get(name, ""), *difflib.get_close_matches(name, known, n=1, cutoff=0.75)]
     candidates += sorted((flag for flag in known if flag.startswith(name)), key=len)
     candidates += sorted((flag for flag in known if name in flag.split("_") or flag in name.split("_")), key=len)
     candidates += difflib.get_close_matches(name, known, n=1)
@@ -113,8 +107,22 @@ def suggest_flag(name: str, known: Collection[str]) -> str:
 
 
 def _parse_flags(config_class: type, argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
-    """Return the flags, and the arguments that are none."""
-    values = _define_flags(config_class)
+    """Return the flags of a config's settings, and the arguments that are none."""
+    values = flags.FlagValues()
+    define: dict[Any, Callable] = {
+        bool: flags.DEFINE_boolean,
+        int: flags.DEFINE_integer,
+        float: flags.DEFINE_float,
+        str: flags.DEFINE_string,
+    }
+    for field in flag_settings(config_class):
+        if words := field.metadata["words"]:
+            parser, serializer = _IntegerOrWord(words), flags.ArgumentSerializer()
+            flags.DEFINE(parser, field.name, field.default, field.metadata["help"], values, serializer)
+        else:
+            define[field.type](field.name, field.default, field.metadata["help"], flag_values=values)
+    flags.DEFINE_string("flagfile", "", "file with flags", flag_values=values)
+    flags.DEFINE_string("undefok", "", "unknown flags to ignore", flag_values=values)
     try:
         return values, values(argv)[1:]
     except (flags.Error, UnicodeDecodeError) as error:
@@ -151,25 +159,6 @@ def _last_flagfile(argv: Sequence[str]) -> str:
         if argument.startswith("-") and name == "flagfile":
             last = value if equals else following
     return last
-
-
-def _define_flags(config_class: type) -> flags.FlagValues:
-    values = flags.FlagValues()
-    define: dict[Any, Callable] = {
-        bool: flags.DEFINE_boolean,
-        int: flags.DEFINE_integer,
-        float: flags.DEFINE_float,
-        str: flags.DEFINE_string,
-    }
-    for field in flag_settings(config_class):
-        if words := field.metadata["words"]:
-            parser, serializer = _IntegerOrWord(words), flags.ArgumentSerializer()
-            flags.DEFINE(parser, field.name, field.default, field.metadata["help"], values, serializer)
-        else:
-            define[field.type](field.name, field.default, field.metadata["help"], flag_values=values)
-    flags.DEFINE_string("flagfile", "", "file with flags", flag_values=values)
-    flags.DEFINE_string("undefok", "", "unknown flags to ignore", flag_values=values)
-    return values
 
 
 class _IntegerOrWord(flags.IntegerParser):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from cifar_towers.config.settings import RECIPE, REST, check_limits, names_with, parse_names, setting, settings_of
-from cifar_towers.config.train_config import DeviceConfig, TrainConfig
+from cifar_towers.config.train_config import PRECISION_HELP, PRECISIONS, DeviceConfig, TrainConfig
 from cifar_towers.errors import DataError, UsageError, describe_exit_codes
 from cifar_towers.registry import SPLIT_NAMES, TTA_LEVELS, check_dataset, check_model, describe_tta_levels
 
@@ -53,11 +53,7 @@ class ComputeConfig(TrainedRunConfig):
     exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes} or the output cannot be written"
 
     tta: int = _run(0, f"level of test-time augmentation: {describe_tta_levels()}", low=0, high=max(TTA_LEVELS))
-    precision: str = _run(
-        "auto",
-        "number format the net computes in; auto: bfloat16 if the hardware computes it faster, otherwise float32",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
+    precision: str = _run("auto", PRECISION_HELP, choices=("auto", *PRECISIONS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +234,7 @@ class BenchmarkConfig:
         check_limits(self)
         for count in self.tower_counts:
             self.recipe.check_shares(count)
-        parse_names("precisions", self.precisions, ("float32", "bfloat16", "float16"))
+        parse_names("precisions", self.precisions, PRECISIONS)
 
     @property
     def tower_counts(self) -> tuple[int, ...]:

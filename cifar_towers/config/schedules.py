@@ -104,21 +104,18 @@ class ImageSizeSchedule:
 
 def parse_points(setting: str, text: str, example: str) -> ScheduleKnots:
     """Return the points in a text: `"0=24,45%=32"` -> points at epoch 0 and at 0.45 of the run."""
-    places: list[float] = []
-    relative: list[bool] = []
-    values: list[float] = []
+    points: list[tuple[float, bool, float]] = []
     try:
         for part in text.split(","):
             place, value = part.split("=")
-            relative.append(place.endswith("%"))
-            places.append(float(place.rstrip("%")) / (100 if relative[-1] else 1))
-            values.append(float(value))
-        if not all(math.isfinite(number) and number >= 0 for number in (*places, *values)):
+            is_relative = place.endswith("%")
+            points.append((float(place.rstrip("%")) / (100 if is_relative else 1), is_relative, float(value)))
+        if not all(0 <= number < math.inf for place, _, value in points for number in (place, value)):
             raise ValueError
     except ValueError:
         raise UsageError(f"{setting}: {text!r} is not a list of place=value, none negative, as {example}") from None
     for kind in (True, False):
-        same_kind = [place for place, percent in zip(places, relative, strict=True) if percent is kind]
+        same_kind = [place for place, is_relative, _ in points if is_relative is kind]
         if same_kind != sorted(set(same_kind)):
             raise UsageError(f"{setting}: the places of {text!r} must be in ascending order")
-    return ScheduleKnots(tuple(places), tuple(relative), tuple(values))
+    return ScheduleKnots(*zip(*points, strict=True))

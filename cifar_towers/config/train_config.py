@@ -22,6 +22,8 @@ from cifar_towers.user_code import check_function_name, split_function
 MAX_MICRO_BATCHES = 1024  # of a tower's shard
 MIN_IMAGE_SIZE = 18  # pixels
 MAX_PROFILE_STEPS = 100
+PRECISIONS = ("float32", "bfloat16", "float16")
+PRECISION_HELP = "number format the net computes in; auto: bfloat16 if the hardware computes it faster, else float32"
 ALL_REDUCE_OF_STRATEGY = {"mirrored": ("nccl", "hierarchical", "one_device"), "multi_worker": ("nccl", "ring")}
 ERRORS = (UsageError, DataError)  # of every program that reads data
 
@@ -238,9 +240,7 @@ class TrainConfig(DeviceConfig):
         per_worker=True,
         per_run=True,
     )
-    validation_examples: int = _data.recipe(
-        0, "number of training examples held out for validation", low=0, high=45_000
-    )
+    validation_examples: int = _data.recipe(0, "training examples held out for validation", low=0, high=45_000)
     image_size: int = _data.recipe(
         32,
         "height and width of images in pixels; others are cropped to their central square and resized",
@@ -290,11 +290,7 @@ class TrainConfig(DeviceConfig):
         "package.module:function or path/to/file.py:function",
         check=registry.check_model,
     )
-    precision: str = _model.recipe(
-        "auto",
-        "number format the net computes in; auto: bfloat16 if the hardware computes it faster, otherwise float32",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
+    precision: str = _model.recipe("auto", PRECISION_HELP, choices=("auto", *PRECISIONS))
     whitening_images: int = _model.recipe(5000, "number of images from which whitening filters are computed", low=12)
 
     optimizer: str = _optimizer.recipe(
@@ -314,9 +310,7 @@ class TrainConfig(DeviceConfig):
         "linear:0=1,100%=0",
         "factor of the peak rates at epochs or percentages of the run, interpolated (linear:) or constant (step:)",
     )
-    whitening_epochs: float = _optimizer.recipe(
-        3.0, "number of epochs in which the whitening bias is trained", low=0, high=1e6
-    )
+    whitening_epochs: float = _optimizer.recipe(3.0, "epochs in which the whitening bias is trained", low=0, high=1e6)
     freeze_first_group: float = _optimizer.recipe(
         0.0,
         "fraction of the run after which the first group of convolutions is frozen; the learning rate schedule of the "
@@ -510,8 +504,9 @@ def _check_run(config: TrainConfig) -> None:
 
 def _check_parallelism(config: TrainConfig) -> None:
     strategy, has_stages = config.strategy, config.parallelism == "model"
-    if config.deterministic and config.variable_placement == "auto":
-        raise UsageError("variable_placement=auto depends on timing, which deterministic rules out; choose a placement")
+    for name, advice in (("variable_placement", "choose a placement"), ("tower_shares", "give shares, as 3,1")):
+        if config.deterministic and getattr(config, name) == "auto":
+            raise UsageError(f"{name}=auto depends on timing, which deterministic rules out; {advice}")
     if config.micro_batches == 0 and strategy == "multi_worker":
         raise UsageError("micro_batches=auto is for one process; give a number, as --micro_batches=2")
     if config.batch_statistics == "synchronized" and (config.micro_batches != 1 or has_stages):
@@ -522,8 +517,6 @@ def _check_parallelism(config: TrainConfig) -> None:
     if config.all_reduce not in ("auto", *ALL_REDUCE_OF_STRATEGY.get(strategy, ())):
         fitting = [name for name, algorithms in ALL_REDUCE_OF_STRATEGY.items() if config.all_reduce in algorithms]
         raise UsageError(f"all_reduce={config.all_reduce} is for strategy={' and '.join(fitting)}")
-    if config.tower_shares == "auto" and config.deterministic:
-        raise UsageError("tower_shares=auto depends on timing, which deterministic rules out; give shares, as 3,1")
     if strategy == "towers" and not has_stages:
         return
     other = "parallelism=model" if has_stages else f"strategy={strategy}"
@@ -532,8 +525,6 @@ def _check_parallelism(config: TrainConfig) -> None:
         if has_stages:
             keeps = f"{other} keeps each variable and its gradient on the device of its stage"
         raise UsageError(f"{keeps}; leave variable_placement and gradient_device")
-    for name, value in (("tower_shares", config.tower_shares), ("hard_example_pool", config.hard_example_pool)):
-        if value:
+    for name, unused in (("tower_shares", ""), ("hard_example_pool", 0), ("data_on", "host")):
+        if (value := getattr(config, name)) != unused:
             raise UsageError(f"{name}={value} is for towers that share the batch; leave it, or {other}")
-    if config.data_on == "device":
-        raise UsageError(f"data_on=device is for towers that share the batch; leave it, or {other}")

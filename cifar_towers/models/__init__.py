@@ -8,7 +8,6 @@ from functools import partial
 
 import keras
 
-from cifar_towers.models.cifarnet import WEIGHT_DECAYS as CIFARNET_WEIGHT_DECAYS
 from cifar_towers.models.cifarnet import cifarnet
 from cifar_towers.models.resnet import resnet
 from cifar_towers.models.speednet import speednet
@@ -24,4 +23,4 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
     ),
     "speednet_proxy": partial(speednet, widths=(32, 64, 64), momentum=0.9, head_std=None, logit_divisor=9),
 }
-WEIGHT_DECAYS: dict[str, dict[str, float]] = {"cifarnet": CIFARNET_WEIGHT_DECAYS}  # layer -> factor of its weight loss
+WEIGHT_DECAYS = {"cifarnet": {"local3": 0.004, "local4": 0.004}}  # model -> layer -> factor of its weight loss

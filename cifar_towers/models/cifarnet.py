@@ -7,8 +7,6 @@ import keras
 
 from cifar_towers.models.layers import Conv2D, LocalResponseNorm, logits_dtype
 
-WEIGHT_DECAYS = {"local3": 0.004, "local4": 0.004}  # layer -> factor of its weight loss
-
 
 def cifarnet(image_size: int = 24, dtype: str = "float32", num_classes: int = 10) -> keras.Model:
     """Make the net: [B, image_size, image_size, 3] standardized images -> [B, num_classes] logits, float32 or wider."""

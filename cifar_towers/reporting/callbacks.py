@@ -7,18 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.user_code import as_usage_errors, load_object
+from cifar_towers.user_code import as_usage_errors
 
 METHODS = ("on_start", "on_step", "on_evaluation", "on_end")
 
 
 class CallbackError(RunError):
     """A callback raised an exception; the message has the place in the user's code."""
-
-
-def load_callbacks(name: str) -> list[Any]:
-    """Import the callback that a setting names, see `load_object`; none if the name is empty."""
-    return [load_object("callback", name)] if name else []
 
 
 class Callbacks:

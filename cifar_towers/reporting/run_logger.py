@@ -132,9 +132,15 @@ class RunLogger:
         self.callbacks.step(step, record)
         scalars = {tag: record.get(key) for key, tag in tags.RECORDED.items()} | {tags.ROLLBACKS: health["rollbacks"]}
         scalars[tags.STEP_SECONDS] = self.run.config.batch_size / images_per_sec if images_per_sec else None
+        scalars |= {f"{tags.LEARNING_RATE}/{group}": rate for group, rate in rates.items()}
+        scalars |= {f"{tags.LOSS_TERMS}/{term}{tags.RAW}": loss for term, loss in metrics.losses.items()}
+        scalars |= {f"{tags.LOSS_TERMS}/{term}": loss for term, loss in metrics.smoothed_losses.items()}
+        if metrics.hard_examples:
+            proxy = metrics.hard_examples.proxy
+            scalars |= {f"{tags.PROXY}/{tags.LOSS}": proxy.loss, f"{tags.PROXY}/{tags.ACCURACY}": proxy.accuracy}
         if diagnostics:
             scalars |= {tags.LOSS_SCALE: metrics.loss_scale, **run_info.resource_usage(self.run.local_towers)}
-        self.tensorboard.write_step(step, metrics, rates, scalars)
+        self.tensorboard.write(TRAIN, step, {tag: value for tag, value in scalars.items() if value is not None})
         if diagnostics:
             self._write_diagnostics(step, diagnostics, agreement["towers"], bool(metrics.finite))
 
@@ -202,10 +208,6 @@ class RunLogger:
 
     def _has_evaluations(self, step: int) -> bool:
         return any(record["step"] == step for record in self.metrics.records("eval"))
-
-    def show_evaluation(self, done: float) -> None:
-        """Show the fraction of an evaluation that is done."""
-        self.progress.activity("evaluating", done)
 
     def begin_final_evaluation(self, step: int, splits: Mapping[str, Split]) -> None:
         """Print what will be evaluated, as that may take minutes, and remove evaluations after `step`, if any."""

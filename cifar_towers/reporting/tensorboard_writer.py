@@ -40,7 +40,7 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation.score import Score
 from cifar_towers.reporting import figures, tags
 from cifar_towers.reporting.run_records import as_text, flatten
-from cifar_towers.training.results import StepDiagnostics, StepMetrics
+from cifar_towers.training.results import StepDiagnostics
 
 TRAIN, EVAL, RESULT, PROJECTOR = "train", "eval", "result", "projector"  # beside one directory per tower
 NUM_THRESHOLDS = 127  # of a precision-recall curve
@@ -154,19 +154,6 @@ class TensorBoardWriter:
         variables = {inner.op.name: handles[id(outer)] for outer, inner in captured if id(outer) in handles}
         graph = relabel_graph(function.graph.as_graph_def(add_shapes=True), variables)
         self._events(TRAIN).write(0, graph_def=graph.SerializeToString())
-
-    def write_step(
-        self, step: int, metrics: StepMetrics, rates: Mapping[str, float], others: Mapping[str, float | None]
-    ) -> None:
-        """Write the loss terms of a step, each parameter group's learning rate, and `others` by tag, except None."""
-        scalars = {f"{tags.LOSS_TERMS}/{term}{tags.RAW}": loss for term, loss in metrics.losses.items()}
-        scalars |= {f"{tags.LOSS_TERMS}/{term}": loss for term, loss in metrics.smoothed_losses.items()}
-        scalars |= {f"{tags.LEARNING_RATE}/{group}": rate for group, rate in rates.items()}
-        if metrics.hard_examples:
-            proxy = metrics.hard_examples.proxy
-            scalars |= {f"{tags.PROXY}/{tags.LOSS}": proxy.loss, f"{tags.PROXY}/{tags.ACCURACY}": proxy.accuracy}
-        scalars |= {tag: value for tag, value in others.items() if value is not None}
-        self.write(TRAIN, step, scalars)
 
     def write_tower_scalars(self, step: int, scalars: Mapping[str, Sequence[float]]) -> None:
         """Write the scalars of each tower: {tag: [K]}."""
