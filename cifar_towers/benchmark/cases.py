@@ -71,7 +71,6 @@ class Rates:
 
     @property
     def median(self) -> float:
-        """The median of the rounds."""
         return statistics.median(self.images_per_sec)
 
     @property

@@ -169,7 +169,6 @@ class _IntegerOrWord(flags.IntegerParser):
         self.words = words
 
     def parse(self, argument: str | int) -> int:
-        """Return the number that is written, or that the word stands for."""
         word = self.words.get(str(argument))
         return super().parse(argument) if word is None else word
 

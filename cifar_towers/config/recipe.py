@@ -24,7 +24,6 @@ def recipe_names() -> list[str]:
 
 
 def recipe_flagfile(name: str) -> Path:
-    """Return the file of a recipe."""
     known = recipe_names()
     if name in known:
         return DIRECTORY / f"{name}.cfg"

@@ -27,7 +27,6 @@ class ScheduleKnots(NamedTuple):
     values: tuple[float, ...]
 
     def steps(self, length: RunLength) -> list[float]:
-        """Return the places in steps."""
         units = [length.total if relative else length.steps_per_epoch for relative in self.relative]
         steps = [to_steps(place, unit) for place, unit in zip(self.places, units, strict=True)]
         if steps != sorted(steps):
@@ -92,7 +91,6 @@ class ImageSizeSchedule:
         self._full = full
 
     def largest(self) -> int:
-        """Return the largest size."""
         before = [self._full] if self.points.places[0] > 0 else []
         return int(max([*self.points.values, *before]))
 

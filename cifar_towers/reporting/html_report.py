@@ -110,7 +110,6 @@ def write(runs: Sequence[RunRecord], out: Path) -> Path:
 
 
 def render(runs: Sequence[RunRecord]) -> str:
-    """Return the HTML of the report."""
     groups = run_records.group_by_recipe(runs)
     title = "; ".join(f"{name} ({run_records.format_seeds(group)})" for name, group in groups.items())
     sections = [

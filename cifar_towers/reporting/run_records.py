@@ -40,7 +40,6 @@ class JsonlWriter:
         return []
 
     def write(self, **record) -> None:
-        """Append one record."""
         line = "\n" * self._incomplete + files.to_json(record) + "\n"
         self._incomplete = True
         with self._best_effort:
@@ -77,7 +76,6 @@ class RunRecord:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has a result."""
         return bool(self.result)
 
     @property

@@ -1,7 +1,6 @@
 """Mean and standard deviation over the seeds of a recipe, of every scalar in TensorBoard."""
 
 import contextlib
-import itertools
 import math
 import threading
 import time
@@ -69,17 +68,18 @@ class SeedStatistics:
         runs: dict[Path, dict] = {run / part: {} for run in self._runs}
         for (path, _), scalars in self._read[part].items():
             runs[path.parent].update(scalars)
-        values: dict[int, dict[str, list[float]]] = {}
-        for tag, step in sorted(set().union(*runs.values())):
-            found = [scalars[tag, step] for scalars in runs.values() if (tag, step) in scalars]
-            values.setdefault(step, {})[tag] = [value for value in found if math.isfinite(value)]
+        found: set[tuple[str, int]] = set().union(*runs.values())
+        summaries: dict[int, list] = {}
+        for tag, step in sorted(found):
+            values = [scalars.get((tag, step), math.nan) for scalars in runs.values()]
+            summaries.setdefault(step, []).extend(_summaries(tag, list(filter(math.isfinite, values))))
         directory = self._directory / part
         earlier, writer = sorted(directory.glob(EVENT_FILES)), EventWriter(directory)
-        of_seeds = tags.seed_charts({tag for by_tag in values.values() for tag in by_tag})
+        charts = tags.seed_charts({tag for tag, _ in found})
         writer.write(0, session_log=SessionLog(status=SessionLog.START))
-        writer.write(0, [charts_summary(of_seeds, (tags.SEED_MEAN, tags.SEED_LOW, tags.SEED_HIGH))])
-        for step, by_tag in sorted(values.items()):
-            writer.write(step, list(itertools.chain.from_iterable(map(_summaries, by_tag, by_tag.values()))))
+        writer.write(0, [charts_summary(charts, (tags.SEED_MEAN, tags.SEED_LOW, tags.SEED_HIGH))])
+        for step in sorted(summaries):
+            writer.write(step, summaries[step])
         writer.close()
         for path in earlier:
             path.unlink(missing_ok=True)
