@@ -13,7 +13,7 @@ from cifar_towers import files
 from cifar_towers.config.recipe import recipe_fields
 from cifar_towers.data.dataset import DatasetInfo, Split
 from cifar_towers.errors import count
-from cifar_towers.evaluation.score import Evaluation, Score, reported_score
+from cifar_towers.evaluation.score import Evaluation, reported_score
 from cifar_towers.reporting import figures, run_info, tags
 from cifar_towers.reporting.callbacks import Callbacks
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_estimate, format_seconds
@@ -191,11 +191,11 @@ class RunLogger:
         if self.quiet:
             return records
         reported = next(e for e, record in zip(evaluations, records, strict=True) if record is reported_score(records))
-        name, score, split = run_info.score_tag(*reported[:3]), reported.score, splits[reported.split]
-        self.tensorboard.write_class_scores(step, name, score, split, self.run.dataset.info.class_names)
+        split = splits[reported.split]
+        self.tensorboard.write_class_scores(step, reported, split, self.run.dataset.info.class_names)
         start = time.monotonic()
         if final or start - self._last_drawing >= self._drawing_seconds / DRAWING_SHARE:
-            self._draw(step, name, score, split)
+            self._draw(step, reported, split)
             self._last_drawing = time.monotonic()
             self._drawing_seconds = self._last_drawing - start
         return records
@@ -286,28 +286,29 @@ class RunLogger:
         self.tensorboard.write(TRAIN, step, {}, [picture])
         self.tensorboard.write_diagnostics(step, diagnostics, self.run.activation_layers, self._weight_names)
 
-    def _draw(self, step: int, name: str, score: Score, split: Split) -> None:
+    def _draw(self, step: int, evaluation: Evaluation, split: Split) -> None:
         """Draw the most confident mistakes and the confusion matrix, as files and in TensorBoard; write the embedding.
 
         There is no picture of the confusion matrix of more than `figures.MAX_CLASSES` classes.
         """
-        names, mistakes = self.run.dataset.info.class_names, score.mistakes
+        score, names, mistakes = evaluation.score, self.run.dataset.info.class_names, evaluation.score.mistakes
         captions = [
             f"{names[probabilities.argmax()]} {100 * probabilities.max():.0f} %\nis {names[label]}\nimage {index}"
             for index, probabilities, label in zip(
                 mistakes, score.probabilities[mistakes], split.labels[mistakes], strict=True
             )
         ]
-        title = f"most confident mistakes, {name}, step {step}"
-        pictures = {tags.MISTAKES: figures.image_grid(split.images[mistakes], captions, title)}
+        title = f"{run_info.score_tag(*evaluation[:3])}, step {step}"
+        grid = figures.image_grid(split.images[mistakes], captions, f"most confident mistakes, {title}")
+        pictures = [(files.MISTAKES, tags.MISTAKES, grid)]
         if len(names) <= figures.MAX_CLASSES:
-            pictures[tags.CONFUSION] = figures.confusion_matrix(score.confusion, names, f"{name}, step {step}")
-        for file, tag in ((files.MISTAKES, tags.MISTAKES), (files.CONFUSION, tags.CONFUSION)):
-            if tag in pictures:
-                with files.BestEffortWrites(self.directory / file):
-                    files.write_whole(self.directory / file, figures.png(pictures[tag]))
-        split_name = name.partition("/")[0]
-        self.tensorboard.write(EVAL, step, {}, [image(f"{tag}/{split_name}", each) for tag, each in pictures.items()])
+            matrix = figures.confusion_matrix(score.confusion, names, title)
+            pictures.append((files.CONFUSION, tags.CONFUSION, matrix))
+        for file, _, picture in pictures:
+            with files.BestEffortWrites(self.directory / file):
+                files.write_whole(self.directory / file, figures.png(picture))
+        summaries = [image(f"{tag}/{evaluation.split}", picture) for _, tag, picture in pictures]
+        self.tensorboard.write(EVAL, step, {}, summaries)
         self.tensorboard.write_embedding(step, score, split, names)
 
 

@@ -37,7 +37,7 @@ from tensorflow.core.framework.graph_pb2 import GraphDef
 
 from cifar_towers import files
 from cifar_towers.data.dataset import Split
-from cifar_towers.evaluation.score import Score
+from cifar_towers.evaluation.score import Evaluation, Score
 from cifar_towers.reporting import figures, tags
 from cifar_towers.reporting.run_records import as_text, flatten
 from cifar_towers.training.results import StepDiagnostics
@@ -185,17 +185,17 @@ class TensorBoardWriter:
                 scalars[f"{tags.UPDATE_RATIO}/{name}"] = update_norm / norm
         self.write(TRAIN, step, scalars, histograms)
 
-    def write_class_scores(self, step: int, name: str, score: Score, split: Split, class_names: Sequence[str]) -> None:
+    def write_class_scores(self, step: int, evaluation: Evaluation, split: Split, class_names: Sequence[str]) -> None:
         """Write accuracy and precision-recall curve of each class; no curves of more than `figures.MAX_CLASSES`.
 
         Tags have the split alone, so that the final evaluation, with test-time augmentation, continues the others.
         """
-        split_name, curves = name.partition("/")[0], []
+        score, curves = evaluation.score, []
         if len(class_names) <= figures.MAX_CLASSES and np.isfinite(score.probabilities).all():
             for index, (class_name, probabilities) in enumerate(zip(class_names, score.probabilities.T, strict=True)):
-                tag = f"{tags.PRECISION_RECALL}/{split_name}/{class_name}"
+                tag = f"{tags.PRECISION_RECALL}/{evaluation.split}/{class_name}"
                 curves.append(pr_curve(tag, split.labels == index, probabilities))
-        class_tags = [f"{tags.CLASS_ACCURACY}/{split_name}/{class_name}" for class_name in class_names]
+        class_tags = [f"{tags.CLASS_ACCURACY}/{evaluation.split}/{class_name}" for class_name in class_names]
         self.write(EVAL, step, dict(zip(class_tags, score.per_class(), strict=True)), curves)
 
     def write_embedding(self, step: int, score: Score, split: Split, class_names: Sequence[str]) -> None:
