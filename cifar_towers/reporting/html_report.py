@@ -207,16 +207,16 @@ def curves(groups: Groups) -> list[Picture]:
     """
     pictures: list[Picture] = []
     plain = [score for group in groups.values() for run in group for score in run.evaluations if not score["tta"]]
-    for kind in dict.fromkeys(map(run_records.score_kind, plain)):
+    for split, weights in dict.fromkeys((score["split"], score["weights"]) for score in plain):
+        kind = split, weights, False
         scores = {
-            name: [[s for s in run.evaluations if run_records.score_kind(s) == kind and not s["tta"]] for run in group]
+            name: [[s for s in run.evaluations if (s["split"], s["weights"], bool(s["tta"])) == kind] for run in group]
             for name, group in groups.items()
         }
-        split = kind.partition(",")[0]
         of_split = [100 * score["accuracy"] for score in plain if score["split"] == split]
         margin = 0.1 * (max(of_split) - min(of_split)) or 1.0
         limits = min(of_split) - margin, max(of_split) + margin
-        title = f"{shorten(kind.replace(',', ' accuracy,', 1), 60)}, no TTA"
+        title = f"{shorten(f'{split} accuracy, {weights} weights', 60)}, no TTA"
         draw = _dots if all(len(found) <= 1 for runs in scores.values() for found in runs) else _lines
         pictures += draw(_histories(scores, "accuracy", 100), title, "accuracy, %", limits)
     training = {name: [run.training for run in group] for name, group in groups.items()}

@@ -206,14 +206,10 @@ def compare_groups(groups: Groups) -> list[tuple[str, str, str]]:
     return [(one, other, describe_difference(samples[one], samples[other])) for one, other in pairs]
 
 
-def score_kind(score: Mapping[str, Any]) -> str:
-    """Return the split and the weights of a score, as `test, raw weights`."""
-    return f"{score['split']}, {score['weights']} weights"
-
-
 def score_name(score: Mapping[str, Any]) -> str:
-    """Return the split, weights and level of test-time augmentation of a score."""
-    return f"{score_kind(score)}, {'TTA ' + as_text(score['tta']) if score['tta'] else 'no TTA'}"
+    """Return the split, weights and level of test-time augmentation of a score, as `test, raw weights, TTA 2`."""
+    tta = f"TTA {as_text(score['tta'])}" if score["tta"] else "no TTA"
+    return f"{score['split']}, {score['weights']} weights, {tta}"
 
 
 def format_number(value: float | None, spec: str, scale: float = 1) -> str:
