@@ -192,17 +192,17 @@ def group_by_recipe(runs: Sequence[RunRecord]) -> Groups:
 
 
 def compare_groups(groups: Groups) -> list[tuple[str, str, str]]:
-    """Return (group, other group, difference) of every two groups with two finished runs each.
+    """Return (group, other group, difference) of every two groups on the same data with two finished runs each.
 
     The difference is of the means of the accuracies that the runs report, in points, with its 95 % interval.
     """
-    samples = {}
+    samples, data = {}, {}
     for name, group in groups.items():
-        scores = [run.reported_score for run in group if run.finished]
-        accuracies = [score["accuracy"] for score in scores if score]
+        finished = [run for run in group if run.finished]
+        accuracies = [score["accuracy"] for run in finished if (score := run.reported_score)]
         if len(accuracies) > 1:
-            samples[name] = Sample.of(accuracies)
-    pairs = itertools.combinations(samples, 2)
+            samples[name], data[name] = Sample.of(accuracies), finished[0].result.get("dataset")
+    pairs = [(one, other) for one, other in itertools.combinations(samples, 2) if data[one] == data[other]]
     return [(one, other, describe_difference(samples[one], samples[other])) for one, other in pairs]
 
 

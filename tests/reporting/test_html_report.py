@@ -411,6 +411,14 @@ def test_difference_of_two_groups_has_its_interval(tmp_path, plotted):
     assert "difference of the reported accuracies" not in render(*paths[:4], *unfinished).html
 
 
+def test_accuracies_on_different_data_are_not_compared(tmp_path, plotted):
+    paths = [*make_runs(tmp_path, 2), *make_runs(tmp_path, 2, recipe="other")]
+    assert "difference of the reported accuracies" in render(*paths).html
+    for path in paths[2:]:
+        change(path, "result.json", dataset="svhn_cropped")
+    assert "difference of the reported accuracies" not in render(*paths).html
+
+
 def test_classes_have_wilsons_interval(tmp_path, plotted):
     """Two runs classify the same images, so the interval is for the images of one run."""
     paths = make_runs(tmp_path, 2)
