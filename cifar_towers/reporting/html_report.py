@@ -10,6 +10,7 @@ import math
 import os
 import shlex
 import statistics
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -265,7 +266,7 @@ def _dots(histories: Histories, title: str, y_label: str, limits: tuple[float, f
             sample = Sample.of(values)
             spread = f" ± {sample.std:.2f}" if sample.n > 1 else ""
             texts.append(f"{name}: n={sample.n}, mean {sample.mean:.2f}{spread}")
-            labeled[f"{shorten(name, 24)}\nn={sample.n}, mean {sample.mean:.2f}{spread}"] = values
+            labeled[f"{textwrap.fill(name, 24)}\nn={sample.n}, mean {sample.mean:.2f}{spread}"] = values
     png = figures.png(figures.dot_plot(labeled, title, y_label, limits))
     yield Picture(png, f"{title}, a dot per run; {'; '.join(texts)}")
 

@@ -196,7 +196,8 @@ def compare_groups(groups: Groups) -> list[tuple[str, str, str]]:
 
     The difference is of the means of the accuracies that the runs report, in points, with its 95 % interval.
     """
-    samples, data = {}, {}
+    samples: dict[str, Sample] = {}
+    data: dict[str, Any] = {}
     for name, group in groups.items():
         finished = [run for run in group if run.finished]
         accuracies = [score["accuracy"] for run in finished if (score := run.reported_score)]

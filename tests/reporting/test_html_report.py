@@ -371,6 +371,17 @@ def test_single_evaluations_are_dots_with_n_mean_and_spread(tmp_path, plotted):
     assert shown == {f"speed94\n{text}": pytest.approx(values)} and text in picture.alt
 
 
+def test_dots_of_groups_with_long_names_and_one_accuracy_are_told_apart(tmp_path, plotted):
+    paths = [make_run(tmp_path / f"r{rate}", head_learning_rate=rate) for rate in (0.1, 0.2)]
+    for path in paths:
+        change_scores(path, accuracy=lambda _: 0.9)
+        scores = [{"kind": "eval", "step": 264, "epoch": 8.0} | score for score in read_result(path)["evaluations"]]
+        write_records(path, [*read_records(path), *scores])
+    html_report.curves(groups_of(*paths))
+    labels = [label.replace("\n", " ") for label in plotted["test accuracy, raw weights, no TTA"][0]]
+    assert labels == [f"speed94, head_learning_rate={rate} n=1, mean 90.00" for rate in (0.1, 0.2)]
+
+
 def test_confusion_matrices_of_a_group_are_summed_over_its_finished_runs(tmp_path, plotted):
     paths = make_runs(tmp_path)
     expected = sum(np.array(read_result(path)["evaluations"][-1]["confusion"]) for path in paths[:2])
