@@ -280,7 +280,7 @@ def mean_curve(histories: Sequence[History], max_points: float = math.inf) -> tu
     """
     epochs = np.array(sorted(set().union(*histories)))
     points = [np.array(sorted(history.items())).T for history in histories if history]  # epochs and values
-    runs = [np.interp(epochs, *own, left=np.nan, right=np.nan) for own in points]
+    runs = [np.interp(epochs, x, y, left=np.nan, right=np.nan) for x, y in points]
     size = max(1, math.ceil(len(epochs) / max_points))
     chunks = [slice(start, start + size) for start in range(0, len(epochs), size)]
     found = [[run[chunk] for run in runs if np.isfinite(run[chunk]).any()] for chunk in chunks]
