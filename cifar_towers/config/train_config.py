@@ -179,10 +179,7 @@ class TrainConfig(DeviceConfig):
         "", "host:port of every worker of strategy=multi_worker, as a:5000,b:5000; empty: from TF_CONFIG or Slurm"
     )
     worker_index: int = _cluster.free(
-        -1,
-        "index of this process among the workers, of which worker 0 writes train_dir; -1: from TF_CONFIG or Slurm's "
-        "variables",
-        low=-1,
+        -1, "index of this process; worker 0 writes train_dir; -1: from TF_CONFIG or Slurm's variables", low=-1
     )
     worker_wait_seconds: float = _cluster.free(25.0, "longest wait for all workers at the start, in seconds", low=1)
     allow_public_cluster: bool = _cluster.free(
@@ -200,9 +197,7 @@ class TrainConfig(DeviceConfig):
     overwrite: bool = _run.free(False, "fresh start that deletes the run in train_dir", per_worker=True, per_run=True)
     seed: int = _run.recipe(0, "seed of data order, augmentation and weights", low=0, high=2**31 - 1, per_run=True)
     seeds: str = _run.free(
-        "",
-        "seeds of several runs, trained one after another, as 0,1,2; their mean and standard deviation are printed",
-        per_run=True,
+        "", "seeds of several runs, one after another, as 0,1,2, with mean and standard deviation", per_run=True
     )
     init_from: str = _run.recipe(
         "",
