@@ -29,7 +29,7 @@ from tensorboard.plugins.hparams.summary import session_end_pb
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.image import metadata as image_metadata
 from tensorboard.plugins.pr_curve import summary as pr_curve_summary
-from tensorboard.plugins.projector import EmbeddingInfo, ProjectorConfig, SpriteMetadata
+from tensorboard.plugins.projector import ProjectorConfig, SpriteMetadata
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.util.tensor_util import make_tensor_proto
@@ -292,7 +292,8 @@ def write_projector(
     image_size = split.images.shape[1]
     count = min(len(features), (MAX_SPRITE_PIXELS // image_size) ** 2)
     features, images, labels = features[:count], split.images[:count], split.labels[:count]
-    embedding = EmbeddingInfo(
+    config = ProjectorConfig()
+    config.embeddings.add(
         tensor_name=Path(FEATURES).stem,
         tensor_shape=features.shape,
         tensor_path=FEATURES,
@@ -308,9 +309,7 @@ def write_projector(
     files.write_whole(directory / FEATURES, _tsv([f"{number:.6g}" for number in row] for row in features.tolist()))
     files.write_whole(directory / METADATA, _tsv(metadata))
     files.write_whole(directory / SPRITE, figures.png(figures.sprite(images)))
-    files.write_whole(
-        directory / PROJECTOR_CONFIG, text_format.MessageToString(ProjectorConfig(embeddings=[embedding]))
-    )
+    files.write_whole(directory / PROJECTOR_CONFIG, text_format.MessageToString(config))
     if not list(directory.glob("*tfevents*")):
         EventWriter(directory).write(0)
 
@@ -364,15 +363,13 @@ def relabel_graph(graph: GraphDef, variables: Mapping[str, str]) -> GraphDef:
     """
     unscoped = {node.name for node in graph.node if "/" not in node.name}
     names = {node.name: _name_to_draw(node.name, unscoped, variables) for node in graph.node}
-    relabeled = GraphDef(versions=graph.versions)
-    for node in graph.node:
-        copy = relabeled.node.add()
-        copy.CopyFrom(node)
-        copy.name = names[node.name]
-        copy.attr.pop("_class", None)
+    relabeled = GraphDef(versions=graph.versions, node=graph.node)
+    for node in relabeled.node:
+        node.name = names[node.name]
+        node.attr.pop("_class", None)
         for index, source in enumerate(node.input):
             name = source.lstrip("^").partition(":")[0]
-            copy.input[index] = source.replace(name, names[name], 1)
+            node.input[index] = source.replace(name, names[name], 1)
     return relabeled
 
 
