@@ -36,7 +36,7 @@ def publish(directory: Path, metadata: Mapping, results: Sequence[CaseResult]) -
         conclusion,
         [[Picture(picture, "images per second of every case")]],
         [Table([dict(zip(headings, row, strict=True)) for row in rows], text_columns=3)],
-        note=f"{EXPLANATION} Measured in {metadata['minutes']:.0f} minutes with {packages}.",
+        note=f"{EXPLANATION} Measured in {metadata['minutes']:.1f} minutes with {packages}.",
     )
     page = render_page(make_title(metadata), [section])
     as_json = [{"case": result.case._asdict(), **result.as_json("case")} for result in results]
@@ -135,10 +135,11 @@ def _draw_bars(panel: Axes, results: Sequence[CaseResult]) -> None:
         edgecolor="white",
     )
     panel.bar_label(bars, fmt="{:,.0f}", padding=4, fontsize=8)
-    for result in results:
-        if result.case[:3] == ("towers", "cpu", 1) and result.case.input == "constant":
-            panel.axvline(result.median, color="black", linestyle=":", linewidth=1)
-    panel.set_xlabel(f"images/s, median and {results[0].spread_name}; dotted: one tower")
+    one_tower = [result.median for result in results if result.case.trains and result.case[:3] == ("towers", "cpu", 1)]
+    for median in one_tower:
+        panel.axvline(median, color="black", linestyle=":", linewidth=1)
+    dotted = "; dotted: one tower" if one_tower else ""
+    panel.set_xlabel(f"images/s, median and {results[0].spread_name}{dotted}")
     panel.margins(x=0.12)
     panel.spines[["top", "right"]].set_visible(False)
 

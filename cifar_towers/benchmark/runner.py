@@ -85,7 +85,7 @@ def _prepare(cases: Sequence[BenchmarkCase], workers: Workers) -> list[CaseResul
         except RunError as error:
             print(f"{label}: left out: {error}", flush=True)
             continue
-        print(f"{label}: {compile_seconds:.0f} s, a step {step_seconds:.2f} s", flush=True)
+        print(f"{label}: {compile_seconds:.0f} s, a step {step_seconds:.3g} s", flush=True)
         results.append(CaseResult(case=case, compile_seconds=compile_seconds, step_seconds=step_seconds))
     _require_trainable(results)
     return results

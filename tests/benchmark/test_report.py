@@ -3,6 +3,7 @@ from unittest.mock import Mock
 
 import matplotlib.image
 import pytest
+from matplotlib.figure import Figure
 
 from cifar_towers.benchmark import report
 from cifar_towers.benchmark.runner import set_efficiency
@@ -66,6 +67,14 @@ def test_table_is_aligned_sorted_and_shows_the_spread():
     assert "10-30" in keras
     five_rounds = report.table([make_result("towers", "cpu", 1, [10, 50, 30, 20, 40])]).splitlines()
     assert "quartiles" in five_rounds[0] and "20-40  5 x 4" in five_rounds[1]
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_plot_explains_the_line_of_one_tower_where_there_is_one(towers):
+    panel = Figure().subplots()
+    report._draw_bars(panel, [make_result("towers", "cpu", towers, [10, 20, 30])])
+    assert len([line for line in panel.lines if line.get_linestyle() == ":"]) == (towers == 1)
+    assert ("dotted: one tower" in panel.get_xlabel()) == (towers == 1)
 
 
 def test_published_files(tmp_path, capsys):
