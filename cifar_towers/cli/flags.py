@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -109,18 +109,14 @@ def suggest_flag(name: str, known: Collection[str]) -> str:
 def _parse_flags(config_class: type, argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
     """Return the flags of a config's settings, and the arguments that are none."""
     values = flags.FlagValues()
-    define: dict[Any, Callable] = {
-        bool: flags.DEFINE_boolean,
-        int: flags.DEFINE_integer,
-        float: flags.DEFINE_float,
-        str: flags.DEFINE_string,
-    }
+    parsers: dict[Any, Any] = {int: flags.IntegerParser(), float: flags.FloatParser(), str: flags.ArgumentParser()}
     for field in flag_settings(config_class):
-        if words := field.metadata["words"]:
-            parser, serializer = _IntegerOrWord(words), flags.ArgumentSerializer()
-            flags.DEFINE(parser, field.name, field.default, field.metadata["help"], values, serializer)
+        name, default, help, words = field.name, field.default, field.metadata["help"], field.metadata["words"]
+        if field.type is bool:
+            flags.DEFINE_boolean(name, default, help, values)
         else:
-            define[field.type](field.name, field.default, field.metadata["help"], flag_values=values)
+            parser = _IntegerOrWord(words) if words else parsers[field.type]
+            flags.DEFINE(parser, name, default, help, values, flags.ArgumentSerializer())
     flags.DEFINE_string("flagfile", "", "file with flags", flag_values=values)
     flags.DEFINE_string("undefok", "", "unknown flags to ignore", flag_values=values)
     try:
