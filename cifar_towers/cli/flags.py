@@ -21,7 +21,7 @@ BASIC = (  # settings of a training that --help lists, in this order; --helpfull
     *("recipe", "num_gpus", "dataset", "model", "epochs", "batch_size", "precision", "variable_placement"),
     *("seed", "train_dir", "overwrite"),
 )
-ELSEWHERE = {  # setting -> names that other programs give to it
+OTHER_NAMES = {  # setting -> its names in other programs
     "num_gpus": ("device", "devices", "world_size", "nproc"),
     "precision": ("amp", "fp16", "bf16", "dtype", "mixed_precision"),
     "model": ("arch", "net", "network", "backbone"),
@@ -98,7 +98,7 @@ def suggest_flag(name: str, known: Collection[str]) -> str:
     begin with the name or contain it, and flags that the name contains.
     """
     initials = {"".join(word[0] for word in flag.split("_")): flag for flag in known if "_" in flag}
-    candidates = [flag for flag, names in ELSEWHERE.items() if name in names]
+    candidates = [flag for flag, names in OTHER_NAMES.items() if name in names]
     candidates += [initials.get(name, ""), *difflib.get_close_matches(name, known, n=1, cutoff=0.75)]
     candidates += sorted((flag for flag in known if flag.startswith(name)), key=len)
     candidates += sorted((flag for flag in known if name in flag.split("_") or flag in name.split("_")), key=len)

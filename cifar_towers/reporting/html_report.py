@@ -118,7 +118,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         Section("Curves", CURVES_NOTE, [curves(groups)]),
         _errors(groups, runs),
         _towers(runs),
-        _seconds(runs),
+        _times(runs),
         _comparison("Settings", {run.name: flatten(run.config) for run in runs}),
         _comparison("Environment", {run.name: flatten(run.environment, SHOWN_ELSEWHERE) for run in runs}),
         Section(
@@ -368,7 +368,7 @@ def _towers(runs: Sequence[RunRecord]) -> Section:
     return Section("Towers", tables=[Table(rows, text_columns=3)], note=note)
 
 
-def _seconds(runs: Sequence[RunRecord]) -> Section:
+def _times(runs: Sequence[RunRecord]) -> Section:
     phases = list(dict.fromkeys(phase for run in runs for phase in run.result.get("seconds", {})))
     rows: list[Row] = []
     for run in runs:
