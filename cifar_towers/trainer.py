@@ -22,14 +22,14 @@ from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError, UsageError, count, error_text
 from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, make_evaluate_fn
-from cifar_towers.evaluation.score import reported_score
+from cifar_towers.evaluation.score import describe_score, reported_score
 from cifar_towers.models.layers import has_batch_norm
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec, Workers
 from cifar_towers.reporting.callbacks import CallbackError, Callbacks
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.profiler import StepProfiler
-from cifar_towers.reporting.run_info import RunInfo, describe_score
+from cifar_towers.reporting.run_info import RunInfo
 from cifar_towers.reporting.run_logger import RunLogger
 from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.towers import Tower, split_batch

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cifar_towers.errors import count
+
 MAX_MISTAKES = 32
 
 
@@ -89,3 +91,19 @@ def reported_score(scores: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | N
       scores: records with `split`, `weights` (`raw` or `ema`) and `tta`, as in result.json and metrics.jsonl.
     """
     return max(scores, key=lambda s: (s["split"] == "test", s["weights"] == "ema", s["tta"] or 0), default=None)
+
+
+def score_name(score: Mapping[str, Any]) -> str:
+    """Return the split, weights and level of test-time augmentation of a score, as `test, raw weights, TTA 2`."""
+    return f"{score['split']}, {score['weights']} weights, " + (f"TTA {score['tta']}" if score["tta"] else "no TTA")
+
+
+def score_tag(split: str, weights: str, tta: int, **_) -> str:
+    """Return the end of the tags of a score in TensorBoard, as `test/ema_tta2`."""
+    return f"{split}/{weights}" + (f"_tta{tta}" if tta else "")
+
+
+def describe_score(score: Mapping[str, Any]) -> str:
+    """Return a score as `test 93.21 % (ema weights, TTA 2, 10,000 images)`."""
+    kind = f"{score['weights']} weights, TTA {score['tta']}"
+    return f"{score['split']} {100 * score['accuracy']:.2f} % ({kind}, {count(score['count'], 'image')})"

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from cifar_towers import files
 from cifar_towers.errors import printable
-from cifar_towers.evaluation.score import wilson_interval
+from cifar_towers.evaluation.score import describe_score, wilson_interval
 from cifar_towers.inference.load_run import TrainedRun
 from cifar_towers.registry import split_path
-from cifar_towers.reporting.run_info import describe_score
 from cifar_towers.reporting.run_records import read_run
 
 EXAMPLES = {  # images -> probabilities, by the suffix of the export

@@ -21,7 +21,7 @@ from PIL import Image
 
 from cifar_towers import files
 from cifar_towers.errors import RunError, count, error_text
-from cifar_towers.evaluation.score import wilson_interval
+from cifar_towers.evaluation.score import score_name, wilson_interval
 from cifar_towers.reporting import figures, run_records
 from cifar_towers.reporting.phase_timer import TRAINING_PHASES
 from cifar_towers.reporting.run_records import Groups, RunRecord, as_text, flatten, format_number, shorten
@@ -173,7 +173,7 @@ def _result_row(run: RunRecord, score_names: Iterable[str]) -> Row:
         scores["accuracy, %", name] = f"{100 * score['accuracy']:.2f}", f"loss {format_number(score['loss'], '.4f')}"
     return {
         "run": run.name,
-        REPORTED: (f"{100 * reported['accuracy']:.2f}", run_records.score_name(reported) + at) if reported else "-",
+        REPORTED: (f"{100 * reported['accuracy']:.2f}", score_name(reported) + at) if reported else "-",
         **scores,
         ("training loss", "last record"): format_number(last.get("loss"), ".4f"),
         "images/s": format_number(result.get("images_per_sec", last.get("images_per_sec")), ",.0f"),
@@ -308,8 +308,8 @@ def group_errors(name: str, group: Sequence[RunRecord]) -> tuple[Picture, Table]
     found = [(run, score) for run in runs if (score := run.reported_score) and "confusion" in score]
     if not found:
         return None
-    kind = run_records.score_name(found[0][1])
-    found = [(run, score) for run, score in found if run_records.score_name(score) == kind]
+    kind = score_name(found[0][1])
+    found = [(run, score) for run, score in found if score_name(score) == kind]
     counts = np.sum([score["confusion"] for _, score in found], 0)
     names = [shorten(str(each), 20) for each in found[0][0].environment.get("class_names", range(len(counts)))]
     title = shorten(f"{name}, {run_records.format_seeds([run for run, _ in found])}: {kind}", 160)

@@ -74,19 +74,6 @@ def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
     return record
 
 
-def describe_score(record: Mapping[str, Any]) -> str:
-    """Return an evaluation's record as `test 93.21 % (ema weights, TTA 2, 10,000 images)`."""
-    return (
-        f"{record['split']} {100 * record['accuracy']:.2f} % "
-        f"({record['weights']} weights, TTA {record['tta']}, {count(record['count'], 'image')})"
-    )
-
-
-def score_tag(split: str, weights: str, tta: int, **_) -> str:
-    """Return the end of the tags of an evaluation, as `test/ema_tta2`."""
-    return f"{split}/{weights}" + (f"_tta{tta}" if tta else "")
-
-
 def describe_run(run: RunInfo) -> dict[str, Any]:
     """Return the content of environment.json: machine, software, devices, data, variables and layers of a run."""
     try:

@@ -13,12 +13,12 @@ from cifar_towers import files
 from cifar_towers.config.recipe import recipe_fields
 from cifar_towers.data.dataset import DatasetInfo, Split
 from cifar_towers.errors import count
-from cifar_towers.evaluation.score import Evaluation, reported_score
+from cifar_towers.evaluation.score import Evaluation, describe_score, reported_score, score_tag
 from cifar_towers.reporting import figures, run_info, tags
 from cifar_towers.reporting.callbacks import Callbacks
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_estimate, format_seconds
 from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft
-from cifar_towers.reporting.run_info import RunInfo, describe_score
+from cifar_towers.reporting.run_info import RunInfo
 from cifar_towers.reporting.run_records import JsonlWriter
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter, image
 from cifar_towers.towers import placement_report
@@ -184,7 +184,7 @@ class RunLogger:
         for record in records:
             self.metrics.write(kind="eval", step=step, epoch=step / self.run.length.steps_per_epoch, **record)
             self.callbacks.evaluation(step, record)
-            tag = run_info.score_tag(**record)
+            tag = score_tag(**record)
             scalars = {f"{tags.ACCURACY}/{tag}": record["accuracy"], f"{tags.LOSS}/{tag}": record["loss"]}
             self.tensorboard.write(EVAL, step, scalars)
         self._write_unwritten()
@@ -243,7 +243,7 @@ class RunLogger:
         self._write_unwritten()
         with files.BestEffortWrites(self.directory / files.RESULT):
             files.write_json(self.directory / files.RESULT, result)
-        final = {f"{tags.ACCURACY}/{run_info.score_tag(**score)}": score["accuracy"] for score in result["evaluations"]}
+        final = {f"{tags.ACCURACY}/{score_tag(**score)}": score["accuracy"] for score in result["evaluations"]}
         final |= {"training_seconds": self.timer.training_seconds}
         final |= {"images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
         self.tensorboard.write_result(result["step"], final)
@@ -298,7 +298,7 @@ class RunLogger:
                 mistakes, score.probabilities[mistakes], split.labels[mistakes], strict=True
             )
         ]
-        title = f"{run_info.score_tag(*evaluation[:3])}, step {step}"
+        title = f"{score_tag(*evaluation[:3])}, step {step}"
         grid = figures.image_grid(split.images[mistakes], captions, f"most confident mistakes, {title}")
         pictures = [(files.MISTAKES, tags.MISTAKES, grid)]
         if len(names) <= figures.MAX_CLASSES:

@@ -11,7 +11,7 @@ from cifar_towers import files
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import names_with
 from cifar_towers.errors import UsageError
-from cifar_towers.evaluation.score import reported_score
+from cifar_towers.evaluation.score import reported_score, score_name
 from cifar_towers.files import BestEffortWrites
 from cifar_towers.reporting.sample import Sample, describe_difference
 
@@ -205,12 +205,6 @@ def compare_groups(groups: Groups) -> list[tuple[str, str, str]]:
             samples[name], data[name] = Sample.of(accuracies), finished[0].result.get("dataset")
     pairs = [(one, other) for one, other in itertools.combinations(samples, 2) if data[one] == data[other]]
     return [(one, other, describe_difference(samples[one], samples[other])) for one, other in pairs]
-
-
-def score_name(score: Mapping[str, Any]) -> str:
-    """Return the split, weights and level of test-time augmentation of a score, as `test, raw weights, TTA 2`."""
-    tta = f"TTA {as_text(score['tta'])}" if score["tta"] else "no TTA"
-    return f"{score['split']}, {score['weights']} weights, {tta}"
 
 
 def format_number(value: float | None, spec: str, scale: float = 1) -> str:
