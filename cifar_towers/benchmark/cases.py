@@ -118,10 +118,7 @@ Timed = TypeVar("Timed", bound=Rates)
 
 
 def run_rounds(
-    results: list[Timed],
-    rounds: int,
-    measure: Callable[[Timed], float],
-    leave_out: Callable[[Timed, RunError], None],
+    results: list[Timed], rounds: int, measure: Callable[[Timed], float], leave_out: Callable[[Timed, RunError], None]
 ) -> None:
     """Append `measure(result)`, in images/s, to every result in each round, and remove a result that raises a RunError.
 
