@@ -8,6 +8,7 @@ import numpy as np
 from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.data import sources
+from cifar_towers.reporting.run_records import format_rate
 from cifar_towers.reporting.sample import Sample
 from cifar_towers.reporting.seed_statistics import SeedStatistics
 from cifar_towers.shutdown import ShutdownHandler
@@ -31,7 +32,7 @@ def train_seeds(config: TrainConfig, source: sources.Source, shutdown: ShutdownH
                 name = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"
                 accuracies.setdefault(name, []).append(score["accuracy"])
             keras.backend.clear_session()
-    speed = f": {np.mean(speeds):,.0f} images/s" if speeds else ""
+    speed = f": {format_rate(float(np.mean(speeds)))} images/s" if speeds else ""
     print(f"{config.name}, seeds {', '.join(str(run.seed) for run in runs)}{speed}")
     for name, values in accuracies.items():
         print(f"{name}: {Sample.of(values).describe_percent()}")

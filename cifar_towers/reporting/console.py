@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from cifar_towers.config.schedules import RunLength
+from cifar_towers.reporting.run_records import format_rate
 
 NOTEBOOK_SECONDS = 0.5  # between two texts on the line of a notebook
 MIN_BAR, MAX_BAR = 5, 20  # characters
@@ -129,7 +130,7 @@ class Progress:
             "loss": f"loss {status.loss:.4f}",
             "accuracy": f"accuracy {100 * status.accuracy:5.2f} %",
             "rate": f"rate {status.learning_rate:.4g}",
-            "speed": f"{status.images_per_sec:>6,.0f} images/s" if status.images_per_sec else " " * 15,
+            "speed": f"{format_rate(status.images_per_sec):>6} images/s" if status.images_per_sec else " " * 15,
             "left": f"{left:>7} left" if left else " " * 12,
             "saved": f"saved step {status.saved_step}" if status.saved_step else "",
         }

@@ -24,7 +24,7 @@ from cifar_towers.errors import RunError, count, error_text
 from cifar_towers.evaluation.score import score_name, wilson_interval
 from cifar_towers.reporting import figures, run_records
 from cifar_towers.reporting.phase_timer import TRAINING_PHASES
-from cifar_towers.reporting.run_records import Groups, RunRecord, as_text, flatten, format_number, shorten
+from cifar_towers.reporting.run_records import Groups, RunRecord, as_text, flatten, format_number, format_rate, shorten
 from cifar_towers.reporting.sample import Sample
 
 Cell = str | tuple[str, str]  # a text, or a text and a smaller line below it
@@ -176,7 +176,7 @@ def _result_row(run: RunRecord, score_names: Iterable[str]) -> Row:
         REPORTED: (f"{100 * reported['accuracy']:.2f}", score_name(reported) + at) if reported else "-",
         **scores,
         ("training loss", "last record"): format_number(last.get("loss"), ".4f"),
-        "images/s": format_number(result.get("images_per_sec", last.get("images_per_sec")), ",.0f"),
+        "images/s": format_rate(result.get("images_per_sec", last.get("images_per_sec"))),
         ("training, s", "with input, compilation"): f"{training:,.1f}" if seconds else "-",
         "steps": (f"{run.step:,}", state),
         "recipe": run.title,

@@ -19,7 +19,7 @@ from cifar_towers.reporting.callbacks import Callbacks
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_estimate, format_seconds
 from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft
 from cifar_towers.reporting.run_info import RunInfo
-from cifar_towers.reporting.run_records import JsonlWriter
+from cifar_towers.reporting.run_records import JsonlWriter, format_rate
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter, image
 from cifar_towers.towers import placement_report
 from cifar_towers.training.results import StepDiagnostics, StepMetrics
@@ -227,8 +227,9 @@ class RunLogger:
         total = format_seconds(sum(result["seconds"].values()))
         seconds = ", ".join(f"{phase} {each:.0f} s" for phase, each in result["seconds"].items() if each >= 0.5)
         self.log(f"step {result['step']} after {total}: {seconds}")
-        rate = f"{result['images_per_sec']:,.0f} images/s" if result["images_per_sec"] else "too few steps to time"
-        self.log(f"{rate}; weights sha256 {result['weights_sha256'][:16]}")
+        rate = result["images_per_sec"]
+        speed = f"{format_rate(rate)} images/s" if rate else "too few steps to time"
+        self.log(f"{speed}; weights sha256 {result['weights_sha256'][:16]}")
         if reported:
             self.log(f"result: {describe_score(reported)}")
         if self.run.banner:

@@ -216,6 +216,15 @@ def format_number(value: float | None, spec: str, scale: float = 1) -> str:
     return "-" if value is None else format(value * scale, spec)
 
 
+def format_rate(images_per_sec: float | None) -> str:
+    """Return images per second as text, with a decimal if there are fewer than ten; `-` for None.
+
+    >>> format_rate(1234.5), format_rate(0.42), format_rate(None)
+    ('1,234', '0.4', '-')
+    """
+    return format_number(images_per_sec, ",.1f" if (images_per_sec or 0) < 10 else ",.0f")
+
+
 def as_text(value: Any) -> str:
     """Return any value of a JSON file as text, `-` for None."""
     return value if isinstance(value, str) else "-" if value is None else json.dumps(value)

@@ -35,6 +35,13 @@ def test_time_left_is_no_more_exact_than_it_is_known():
     assert {seconds: format_estimate(seconds) for seconds in shown} == shown
 
 
+def test_slow_training_shows_a_decimal_of_its_rate():
+    """As of resnet110 on images of 256 pixels, on a CPU."""
+    out = io.StringIO()
+    Progress(RunLength(10, 20, 20), Console(file=out, soft_wrap=True)).epoch(ProgressStatus(10, 1.5, 0.5, 0.1, 0.42))
+    assert " 0.4 images/s" in out.getvalue()
+
+
 @pytest.mark.parametrize("length", [RunLength(48, 464, 464), RunLength(390, 100_000, 100_000)])
 def test_epoch_lines_are_of_one_layout(length):
     """Whatever the step, the speed and the time left; no longer than 100 characters, and with the save."""
