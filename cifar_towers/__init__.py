@@ -1,6 +1,11 @@
 """CIFAR-10 on towers: synchronous data-parallel training, readable from end to end.
 
-The import sets what TensorFlow reads from the environment when it is imported. Variables that are set already are kept.
+`train`, `evaluate` and `predict` do from Python what the programs do, and `load_run` returns a run in a directory.
+`cifar_towers.towers` is for code of your own.
+
+Import this package before TensorFlow, which reads environment variables when it is imported. The package sets
+`KERAS_BACKEND`, `TF_CPP_MIN_LOG_LEVEL`, `TF_ENABLE_ONEDNN_OPTS` and `CUDA_DEVICE_ORDER`, unless you have set them. If
+TensorFlow was imported first, the package sets none of them, and warns if `TF_ENABLE_ONEDNN_OPTS` is not set.
 """
 
 import logging

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @with_short_traceback
 def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **settings: Any) -> Run:
-    """Train or resume a run, as `train.py` does, and return it.
+    """Train or resume a run, as `train.py` does, and return it. A finished run is returned as it is.
 
     An interrupt (Ctrl-C, or a notebook's stop button) saves the run after the current step and returns it; the same
     call resumes. A second interrupt raises `KeyboardInterrupt` at once.
@@ -34,12 +34,13 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
     Args:
       recipe: name of a recipe in `configs/`; default: `speed94`, or none if `settings` have a `model`.
       callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`, `on_evaluation(step, evaluation)` and
-        `on_end(run)`; a function is an `on_step`.
-      **settings: of `TrainConfig`, by name, such as `num_gpus=2`; they override those of the recipe.
+        `on_end(run)`; a class is instantiated, a function is an `on_step`.
+      **settings: flags of `train.py` by name, such as `num_gpus=2`; they override those of the recipe.
 
     Raises:
-      RunError: a setting is wrong, the data cannot be read, the training diverges, or a callback raises an exception.
-      KeyboardInterrupt: there was nothing to save yet.
+      RunError: a setting is wrong or only for the programs (`seeds`, `strategy="multi_worker"`), the data cannot be
+        read, the training diverges, the last step cannot be saved, or a callback raises an exception.
+      KeyboardInterrupt: there was nothing to save yet, or it is the second interrupt.
     """
     config = parse_settings(TrainConfig, ({} if recipe is None else {"recipe": recipe}) | settings)
     if config.seeds or config.strategy == "multi_worker":
@@ -72,13 +73,17 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
     """Evaluate a checkpoint of a run, as `evaluate.py --json` does, and return what that prints.
 
     Args:
-      **settings: those of `evaluate.py`, such as `tta=2`, `split`, `weights`, `step` or `dataset`.
+      run: a run or its directory.
+      **settings: flags of `evaluate.py` by name, such as `tta=2`, `split`, `step`, `dataset`, or `model` for a net of
+        your own.
 
     Returns:
-      `accuracy` in [0, 1], `interval95`, `loss`, `count`, `per_class`, `confusion` [C, C], and what was evaluated.
+      `accuracy` in [0, 1], both ends of its 95 % confidence interval (`interval95`), `loss` (mean cross entropy, nats),
+      `count` (images), `per_class` (accuracy by class name, NaN without examples), `confusion` [C, C] (images by true
+      class and by prediction), and what was evaluated.
 
     Raises:
-      RunError: there is no such run or split, or its data cannot be read.
+      RunError: there is no such run or split, or its data cannot be read or have changed.
     """
     config = parse_settings(EvaluateConfig, {"train_dir": _directory(run), **settings})
     import_tensorflow()
@@ -94,8 +99,9 @@ def predict(
     """Classify images by a checkpoint of a run.
 
     Args:
-      images: uint8 [n, h, w, 3], or paths of image files, or one path.
-      **settings: those of `predict.py`, such as `tta=2`, `weights` or `step`.
+      run: a run or its directory.
+      images: [n, H, W, 3] uint8 levels of any size, or paths of image files, or one path.
+      **settings: flags of `predict.py` by name, such as `tta=2`, `step`, or `model` for a net of your own.
 
     Returns:
       Probabilities [n, C] float64, with the classes in the order of `evaluate(run)["per_class"]`.
@@ -115,7 +121,7 @@ def load_run(path: Path | str) -> Run:
     """Return the run in a directory.
 
     Raises:
-      UsageError: there is none.
+      UsageError: the directory holds no run.
     """
     from cifar_towers import files
 

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 class Run:
     """A run in a directory, finished or not. Its files are read when they are asked for.
 
+    docs/tracking.md lists the keys and units of its records.
+
     Attributes:
-      directory: of the run.
+      directory: path of the directory of the run.
     """
 
     def __init__(self, directory: Path | str):
@@ -52,11 +54,11 @@ class Run:
 
     @with_short_traceback
     def model(self, **settings: Any) -> "keras.Model":
-        """Return the model with its preprocessing: uint8 images [B, H, W, 3] of any size -> probabilities [B, C].
+        """Return the model with its preprocessing: [B, H, W, 3] uint8 images of any size -> [B, C] probabilities, float32.
 
         Args:
-          **settings: `step` of the checkpoint (default: the newest), `weights` (`raw` or `ema`), and `model`, which a
-            net of the user's own needs.
+          **settings: `step` of the checkpoint (default: the newest), `weights` (`raw` or `ema`; default: the average if
+            there is one), and `model`, which a net of your own needs.
 
         Raises:
           RunError: there is no such checkpoint, or it is damaged.
