@@ -1,7 +1,7 @@
 """Synchronous data parallelism with towers: copies of one computation on several devices.
 
-This folder knows nothing of images, settings, files or models, and can be lifted into another project. Read it in this
-order:
+This folder knows nothing of this project's images, settings, files or models, and can be lifted into another project
+together with `hardware.py`. Read it in this order:
 
 1. `devices`: a `Tower` and the device it computes on.
 2. `sharding`: split a batch and run a function on every tower.

@@ -26,7 +26,12 @@ def run_on_towers_synchronized(
     Call it inside a `tf.function`. Every tower must make the same calls in the same order.
 
     Args:
+      fn: called as `fn(tower, shard)` for each of the K towers.
+      shards: [K], as `split_batch` returns them.
       weights: [K], the towers' weights in these means, usually their numbers of examples; equal if not given.
+
+    Returns:
+      [K] results of `fn`, in tower order.
 
     Raises:
       RuntimeError: it is called eagerly, or the towers call `all_reduce_mean` a different number of times.
@@ -63,8 +68,9 @@ def run_on_towers_synchronized(
 def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
     """Return the weighted mean of `tensor` over all towers, on each tower; with one tower, `tensor` itself.
 
-    Call it inside `run_on_towers_synchronized`, or inside `tf.distribute.Strategy.run` to average over replicas. It is
-    differentiable: the mean of the towers' gradients, each of the tower's own loss L_k, is the gradient of mean(L_k).
+    Call it inside `run_on_towers_synchronized`, or inside `tf.distribute.Strategy.run` to average over replicas. The
+    tensor must have the same shape on every tower. The function is differentiable: the mean of the towers' gradients,
+    each of the tower's own loss L_k, is the gradient of mean(L_k).
     """
     return _mean(tensor), _mean
 

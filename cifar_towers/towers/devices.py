@@ -21,7 +21,12 @@ CPU_TOWERS_BY_DEFAULT = 2
 
 @dataclasses.dataclass(frozen=True)
 class Tower:
-    """One copy of the forward and backward pass, on one device."""
+    """One copy of the forward and backward pass, on one device.
+
+    Attributes:
+      index: from 0.
+      device: TensorFlow's name of the device, as `/GPU:0`.
+    """
 
     index: int
     device: str
@@ -44,7 +49,8 @@ def make_towers(
     """Configure and initialize TensorFlow's devices for `num_towers` towers, and return the towers.
 
     Args:
-      num_towers: 0 means one for each GPU, or two on a machine without GPUs, or as many as TensorFlow already has.
+      num_towers: 0 means one for each GPU, or two on a machine without GPUs, or fewer if TensorFlow already runs with
+        fewer devices.
       soft_placement: let logical devices stand in for missing GPUs, and let TensorFlow move an operation that has no
         kernel for its device. If false, either is an error.
       gpu_memory_growth: allocate GPU memory as it is needed, not all at once.

@@ -22,7 +22,7 @@ def average_gradients(
       tower_grads: K x N x (gradient, variable): for each tower, the pairs of all N variables in one order, as
         `zip(tape.gradient(loss, variables), variables)` gives them.
       weights: [K] numbers or scalar tensors, the weight of each tower, usually its number of examples; equal if not
-        given. The graph checks values that are unknown until it runs.
+        given.
       device: computes all means, as `/CPU:0`; the device of each variable if empty.
 
     Returns:
@@ -33,6 +33,7 @@ def average_gradients(
     Raises:
       ValueError: no towers, towers that disagree on their variables or their order, pairs of (variable, gradient), or
         weights that do not match the towers.
+      tf.errors.InvalidArgumentError: when the graph runs, weights are negative or all zero.
     """
     towers = [list(pairs) for pairs in tower_grads]
     fractions = _fractions(len(towers), weights)

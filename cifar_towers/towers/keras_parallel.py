@@ -35,6 +35,9 @@ def make_parallel_model(keras_model: keras.Model, num_towers: int | Sequence[Tow
     the mean over the towers, weighted by examples, as do losses that layers add. Seed generators advance like the first
     tower's, and each tower draws different numbers.
 
+    Args:
+      num_towers: their number, or the towers of `make_towers`.
+
     Raises:
       ValueError: the model is not built, overrides what `fit`, `evaluate` or `predict` call, or takes sparse or ragged
         inputs or batches of one fixed length; its outputs are not joined from those of a batch's parts, or a loss that
@@ -135,7 +138,11 @@ class ParallelModel(keras.Model):
         return outputs, {i: mask for i, mask in masks.items() if mask is not None}, list(scope.losses), state
 
     def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
-        """Compile the original too, with the same optimizer, so that a saved model can be trained further."""
+        """Compile the original too, with the same optimizer, so that a saved model can be trained further.
+
+        Raises:
+          ValueError: `jit_compile=True`, because XLA compiles for one device.
+        """
         if kwargs.get("jit_compile") is True:
             raise ValueError("jit_compile=True: XLA compiles for one device and cannot span towers; leave it out")
         self.model.compile(optimizer, *args, **kwargs)

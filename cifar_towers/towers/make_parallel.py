@@ -24,6 +24,7 @@ def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **t
 
     Args:
       fn: called with keywords, each a shard [B/K, ...]; returns a structure of tensors [B/K, ...].
+      num_towers: K, or the K towers of `make_towers`.
       **tensors: structures of tensors [B, ...]. Where K does not divide B, the first B mod K shards have one example
         more. Where B is unknown until the graph runs and is less than K, towers without an example compute the last
         example again, and their outputs are dropped.
@@ -32,8 +33,8 @@ def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **t
       The structure that `fn` returns, with tensors [B, ...].
 
     Raises:
-      ValueError: no tensors, tensors that differ in axis 0, fewer examples than towers, an output whose axis 0 is not
-        the shard's, or towers that return different structures.
+      ValueError: no tensors, a scalar, tensors that differ in axis 0, fewer examples than towers, an output whose
+        axis 0 is not the shard's, or towers that return different structures.
     """
     towers = as_towers(num_towers)
     tensors = tf.nest.map_structure(tf.convert_to_tensor, tensors)
@@ -50,6 +51,10 @@ def map_on_towers(fn: Callable[[Any], Any], dataset: tf.data.Dataset, towers: in
     Args:
       fn: called with one element of the dataset (a pair as a pair), of which the last may be shorter; returns a
         structure of tensors.
+      towers: K, or the K towers of `make_towers`.
+
+    Raises:
+      ValueError: there are no towers.
     """
     towers = as_towers(towers)
 
@@ -100,7 +105,11 @@ def run_on_any_batch(
 
 
 def join_outputs(structures: Sequence[Any], sizes: Sequence[int | tf.Tensor]) -> Any:
-    """Concatenate the tensors of K equal structures, K x [R/K, ...] -> [R, ...], without the rows of empty shards."""
+    """Concatenate the tensors of K equal structures, K x [R/K, ...] -> [R, ...], without the rows of empty shards.
+
+    Raises:
+      ValueError: the structures differ.
+    """
     first = output_paths(structures[0])
     for tower, structure in enumerate(structures):
         if output_paths(structure) != first:

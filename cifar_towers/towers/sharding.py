@@ -21,7 +21,7 @@ def split_batch(
 
     Raises:
       ValueError: axis 0 is unknown or not the same in all tensors; there are fewer examples than towers; the shards
-        would be uneven, without `allow_uneven` or `sizes`; or `sizes` are not positive or do not add up to B.
+        would be uneven, without `allow_uneven` or `sizes`; or `sizes` are not K positive numbers that add up to B.
     """
     with tf.name_scope("split_batch"):
         tensors, examples = _as_tensors(batch)
@@ -44,11 +44,14 @@ def split_batch(
 
 
 def run_on_towers(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: Sequence[Any]) -> list[Any]:
-    """Call `fn(tower, shard)` for each tower, in its device and name scope, and return the results in tower order.
+    """Call `fn(tower, shard)` for each of K towers, in its device and name scope, and return the [K] results in order.
 
     Call it inside one `tf.function`: there the towers run side by side, but eagerly one after another. `fn` must
     compute its gradients itself, so that the backward pass is on the tower's device too. It must have no side effects:
     a tower that writes to a variable makes the next one wait.
+
+    Raises:
+      ValueError: there is not one shard per tower.
     """
     results = []
     for tower, shard in zip(towers, shards, strict=True):
