@@ -27,6 +27,7 @@ def variable_placement(policy: str = "cpu", towers: Sequence[Tower] = ()) -> Abs
     Args:
       policy: `cpu` is host memory, from which every tower reads. `round_robin` takes the towers' devices in turn.
         `least_loaded` takes the towers' device that holds the fewest bytes of variables so far, the first of equals.
+      towers: the towers over whose devices variables are spread; `cpu` needs none.
 
     Raises:
       ValueError: an unknown policy, no towers to spread over, or, when a variable is created, an unknown shape whose
