@@ -54,7 +54,9 @@ class Run:
 
     @with_short_traceback
     def model(self, **settings: Any) -> "keras.Model":
-        """Return the model with its preprocessing: uint8 images [B, H, W, 3] of any size -> probabilities [B, C] float32.
+        """Return the model with its preprocessing: images [B, H, W, 3] of any size -> probabilities [B, C].
+
+        Images are uint8 levels, probabilities float32.
 
         Args:
           **settings: `step` of the checkpoint (default: the newest), `weights` (`raw` or `ema`; default: the average if
