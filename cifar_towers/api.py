@@ -1,7 +1,7 @@
 """Train, evaluate and use runs from Python, with the settings of the programs. Importing this module is quick.
 
 Settings are checked as on the command line. What cannot be done raises a `cifar_towers.errors.RunError`, whose text is
-the line that the programs print.
+the line that the programs print, with settings as `batch_size=256` in place of flags.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ from cifar_towers.cli.program import import_tensorflow
 from cifar_towers.cli.run import Run, parse_settings
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig, PredictConfig
-from cifar_towers.errors import Interrupted, UsageError, with_short_traceback
+from cifar_towers.errors import Interrupted, UsageError, with_errors_for_python
 from cifar_towers.shutdown import ShutdownHandler
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-@with_short_traceback
+@with_errors_for_python
 def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **settings: Any) -> Run:
     """Train or resume a run, as `train.py` does, and return it. A finished run is returned as it is.
 
@@ -42,7 +42,7 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
         read, the training diverges, the last step cannot be saved, or a callback raises an exception.
       KeyboardInterrupt: there was nothing to save yet, or it is the second interrupt.
     """
-    config = parse_settings(TrainConfig, ({} if recipe is None else {"recipe": recipe}) | settings)
+    config = parse_settings(TrainConfig, {"recipe": recipe, **settings})
     if config.seeds or config.strategy == "multi_worker":
         name = "seeds" if config.seeds else "strategy=multi_worker"
         raise UsageError(f"{name} is for the programs; call train once for each seed, and start workers by launch.py")
@@ -68,7 +68,7 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
     return opened[-1]
 
 
-@with_short_traceback
+@with_errors_for_python
 def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
     """Evaluate a checkpoint of a run, as `evaluate.py --json` does, and return what that prints.
 
@@ -92,7 +92,7 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
     return score_checkpoint(config)
 
 
-@with_short_traceback
+@with_errors_for_python
 def predict(
     run: Run | Path | str, images: "np.ndarray | Sequence[Path | str] | Path | str", **settings: Any
 ) -> "np.ndarray":
@@ -116,7 +116,7 @@ def predict(
     return predict_probabilities(config, images)
 
 
-@with_short_traceback
+@with_errors_for_python
 def load_run(path: Path | str) -> Run:
     """Return the run in a directory.
 

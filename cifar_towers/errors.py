@@ -6,6 +6,7 @@ Only other exceptions, which are bugs, show a traceback; they exit with 1.
 
 import difflib
 import functools
+import re
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
@@ -14,6 +15,7 @@ NOTHING_TO_SAVE = "before the first step; nothing to save"  # message of an inte
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: what Slurm sends before the time is up
+FLAG_DASHES = re.compile(r"(?<![\w/-])--(?!help)(?=[a-z])")  # before the name of a setting
 
 
 class RunError(Exception):
@@ -81,14 +83,18 @@ def describe_exit_codes(*errors: type[RunError], success: str = "done", failure:
     return ", ".join([*codes, f"{interrupts} interrupted", f"{RunError.exit_code} {failure}"])
 
 
-def with_short_traceback(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a function raise each RunError without the frames and the causes inside, as the message says what to do."""
+def with_errors_for_python(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make a function raise each RunError without the frames and the causes inside, and with settings for flags.
+
+    A message says what to do: what a program calls `--batch_size=256` is `batch_size=256` here.
+    """
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         try:
             return function(*args, **kwargs)
         except RunError as error:
+            error.args = (FLAG_DASHES.sub("", str(error)),)
             raise error.with_traceback(None) from None
 
     return call

@@ -20,27 +20,18 @@ class ModelSpec(NamedTuple):
     muon: bool = False  # Muon has been tried on the model's kernels
 
 
-_RESNET = ModelSpec(any_image_size=True)
-_SPEEDNET = ModelSpec(any_image_size=True, whitening=True, muon=True)
 MODELS = {
     "cifarnet": ModelSpec(),
-    "resnet20": _RESNET,
-    "resnet32": _RESNET,
-    "resnet44": _RESNET,
-    "resnet56": _RESNET,
-    "resnet110": _RESNET,
-    "speednet93": _SPEEDNET,
-    "speednet94": _SPEEDNET,
-    "speednet95": _SPEEDNET,
-    "speednet96": _SPEEDNET,
-    "speednet_proxy": _SPEEDNET,
+    **dict.fromkeys(("resnet20", "resnet32", "resnet44", "resnet56", "resnet110"), ModelSpec(any_image_size=True)),
+    **dict.fromkeys(
+        ("speednet93", "speednet94", "speednet95", "speednet96", "speednet_proxy"),
+        ModelSpec(any_image_size=True, whitening=True, muon=True),
+    ),
 }
-
 
 OPTIMIZERS = ("momentum", "muon", "adamw")  # `training.optimizers.make_optimizer` has the update rules of each
 OPTIMIZERS_BY_LENGTH = ("muon",)  # optimizers whose update depends on the number of steps in the run
-BUILT_IN = ("cifar10", "synthetic", "auto")
-DEFAULT_DATASETS = BUILT_IN  # the directories of runs on them carry no data set's name
+BUILT_IN = ("cifar10", "synthetic", "auto")  # the directories of runs on them carry no data set's name
 PREFIXES = FOLDER, CSV, NPY = "folder:", "csv:", "npy:"  # of the names of data sets at a path
 SPLIT_NAMES = {  # of folders and in tables, in upper or lower case
     "train": ("train", "training", "training_set"),
@@ -107,6 +98,8 @@ def check_dataset(dataset: str) -> None:
 def suggest_data(path: str, tried: str = "") -> str:
     """Return a part of an error's line, `"did you mean folder:photos? "`, of other data sets than `tried` at a path."""
     place = Path(os.path.expanduser(path) or os.devnull)
+    if not os.path.exists(place):  # is_dir and glob raise an error on a name that is too long
+        return ""
     tables = [table for table in (*sorted(place.glob("*.csv")), place) if table.suffix in (".csv", ".tsv")]
     found = [(CSV, table) for table in tables if table.is_file()]
     found += [(NPY, place)] if any(place.glob("*.np[yz]")) or (place.suffix == ".npz" and place.is_file()) else []

@@ -80,7 +80,7 @@ def test_the_model_takes_levels_and_gives_the_probabilities_that_predict_gives(r
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": 1}, "--lr is not a flag; did you mean --learning_rate"),
+        ({"lr": 1}, r"^lr is not a flag; did you mean learning_rate\? --helpfull"),
         ({"epochs": -1}, "epochs=-1.0 is too small"),
         ({"recipe": "sped94"}, "did you mean speed94"),
         ({"seeds": "0,1"}, "seeds is for the programs"),
@@ -93,6 +93,11 @@ def test_settings_are_refused_with_the_sentence_of_the_command_line(settings, me
         cifar_towers.train(**settings)
     frames = traceback.extract_tb(caught.value.__traceback__)
     assert len(frames) == 2 and frames[0].filename == __file__  # and one of the package
+
+
+def test_an_error_in_the_run_names_settings_and_no_flags(tmp_path):
+    with pytest.raises(UsageError, match=r"batch_size=1000 is more than the 400 .*; give batch_size=256$"):
+        cifar_towers.train(train_dir=tmp_path, **SETTINGS | {"batch_size": 1000})
 
 
 def test_an_error_in_a_callback_is_one_sentence_with_its_place(tmp_path):

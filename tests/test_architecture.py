@@ -11,7 +11,7 @@ PACKAGE = "cifar_towers"
 
 # The folders, and the modules at the package's root, bottom first. Each may import those of the layers below it.
 LAYERS = (
-    ("config", "registry", "user_code", "errors", "files", "hardware", "shutdown"),
+    ("config", "registry", "user_code", "errors", "files", "hardware", "shutdown", "stderr"),
     ("towers",),
     ("models", "data"),
     ("multi_worker",),
@@ -31,6 +31,7 @@ SAME_LAYER = {  # (folder, imported module or folder of the same layer): the rea
     ("registry", "errors"): "an unknown name raises UsageError",
     ("files", "errors"): "the text of an error in one line",
     ("shutdown", "errors"): "a signal raises Interrupted",
+    ("stderr", "errors"): "an interrupt is no failure",
     ("reporting", "training.results"): "plain result types cross folders",
     ("reporting", "evaluation.score"): "plain result types cross folders",
 }

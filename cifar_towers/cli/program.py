@@ -7,7 +7,6 @@ import logging
 import os
 import platform
 import re
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,9 +14,10 @@ from collections.abc import Callable, Iterator
 from cifar_towers import hardware
 from cifar_towers.cli.flags import Config, parse_command_line
 from cifar_towers.config import TrainConfig
-from cifar_towers.errors import Interrupted, RunError, UsageError, caused_by_interrupt, error_line, error_text
+from cifar_towers.errors import Interrupted, RunError, UsageError, error_line, error_text
 from cifar_towers.reporting.commands import name_programs
 from cifar_towers.shutdown import ShutdownHandler
+from cifar_towers.stderr import messages_only_of_a_failure
 from cifar_towers.user_code import check_function
 
 Body = Callable[[ShutdownHandler], int | None]  # of a program; may return an exit code
@@ -145,7 +145,7 @@ def import_tensorflow() -> None:
     if features and platform.machine() == "x86_64" and "avx" not in features:
         raise RunError("this processor has no AVX, which TensorFlow's packages are compiled for; use another machine")
     verbose = os.environ.get("TF_CPP_MIN_LOG_LEVEL") in ("0", "1")
-    with _announced("importing TensorFlow"), contextlib.nullcontext() if verbose else _messages_only_of_a_failure():
+    with _announced("importing TensorFlow"), contextlib.nullcontext() if verbose else messages_only_of_a_failure():
         import keras
         import tensorflow as tf
 
@@ -167,29 +167,3 @@ def _announced(activity: str) -> Iterator[None]:
     finally:
         if is_terminal:
             print("\033[K", end="", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _messages_only_of_a_failure() -> Iterator[None]:
-    """Hold back what is written to stderr inside; write it after an exception, and if the process is killed.
-
-    A child process holds the messages, because an abort in native code ends this process without a chance to write.
-    """
-    command = ["sh", "-c", 'messages=$(cat); if [ "$messages" ]; then printf "%s\\n" "$messages" >&2; fi']
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # so that no Ctrl-C reaches it
-    stderr = os.dup(2)
-    assert child.stdin
-    os.dup2(child.stdin.fileno(), 2)
-    child.stdin.close()
-    discard = True
-    try:
-        yield
-    except Exception as error:
-        discard = caused_by_interrupt(error)
-        raise
-    finally:
-        if discard:
-            child.kill()
-        os.dup2(stderr, 2)  # closes this process's end of the pipe, which lets the child write
-        os.close(stderr)
-        child.wait()

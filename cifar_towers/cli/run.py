@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cifar_towers.cli.flags import Config, parse_command_line
 from cifar_towers.cli.program import check_functions, import_tensorflow
 from cifar_towers.config.programs import TrainedRunConfig
-from cifar_towers.errors import with_short_traceback
+from cifar_towers.errors import with_errors_for_python
 
 if TYPE_CHECKING:
     import keras
@@ -52,7 +52,7 @@ class Run:
 
         return read_run(self.directory, self.directory.name).result or None
 
-    @with_short_traceback
+    @with_errors_for_python
     def model(self, **settings: Any) -> "keras.Model":
         """Return the model with its preprocessing: images [B, H, W, 3] of any size -> probabilities [B, C].
 

@@ -16,7 +16,7 @@ from cifar_towers import registry
 from cifar_towers.config import schedules
 from cifar_towers.config.settings import Section, check_limits
 from cifar_towers.errors import DataError, DivergedError, UsageError, WorkerLostError, count, describe_exit_codes
-from cifar_towers.registry import DEFAULT_DATASETS, MODELS, OPTIMIZERS, TTA_LEVELS, model_spec, split_path
+from cifar_towers.registry import BUILT_IN, MODELS, OPTIMIZERS, TTA_LEVELS, model_spec, split_path
 from cifar_towers.user_code import check_function_name, split_function
 
 MAX_MICRO_BATCHES = 1024  # of a tower's shard
@@ -396,7 +396,7 @@ class TrainConfig(DeviceConfig):
     def directory(self) -> Path:
         """`train_dir`, or its default."""
         data = os.path.basename(os.path.abspath(split_path(self.dataset)[1]))
-        suffix = "" if self.dataset in DEFAULT_DATASETS else "-" + re.sub(r"\W+", "-", data).strip("-")
+        suffix = "" if self.dataset in BUILT_IN else "-" + re.sub(r"\W+", "-", data).strip("-")
         suffix += f"-from-{os.path.basename(os.path.abspath(self.init_from))}" * bool(self.init_from)
         return Path(self.train_dir or f"runs/{self.name}{suffix}-seed{self.seed}")
 

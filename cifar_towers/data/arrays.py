@@ -28,12 +28,13 @@ def scan(path: Path) -> OwnData:
       OSError, ValueError: arrays are missing, cannot be read, or have a type, shape or label that cannot be used.
     """
     arrays = _read_arrays(path)
-    pairs = {split: pair for split, names in NAMES.items() for pair in names if {*pair} <= {*arrays}}
+    found = [(split, pair) for split, names in NAMES.items() for pair in names if {*pair} <= {*arrays}]
+    pairs = dict(found)
     if not pairs:
         wanted = " or ".join(" and ".join(names[0]) for names in NAMES.values())
         raise ValueError(f"its arrays are {', '.join(arrays) or 'none'}; call images and labels {wanted}")
-    if ALL in pairs:
-        pairs = {ALL: pairs[ALL]}
+    if len(pairs) < len(found):
+        raise ValueError(f"its images are {', '.join(pair[0] for _, pair in found)}; keep one array of a split")
     splits = {
         split: (_check_images(images, arrays[images]), _check_labels(labels, arrays[labels], len(arrays[images])))
         for split, (images, labels) in pairs.items()
@@ -51,15 +52,19 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of usual names in a file or in the files of a folder. Those of .npy files are memory-mapped."""
     known = {name for pairs in NAMES.values() for pair in pairs for name in pair}
     arrays: dict[str, np.ndarray] = {}
-    for file in sorted([*path.glob("*.npy"), *path.glob("*.npz")]) if path.is_dir() else [path]:
+    for file in sorted(path.glob("*.np[yz]")) if path.is_dir() else [path]:
+        found: dict[str, np.ndarray] = {}
         try:
             if file.suffix == ".npz":
                 with np.load(file, allow_pickle=False) as archive:
-                    arrays |= {name: archive[name] for name in archive.files if name in known}
+                    found = {name: archive[name] for name in archive.files if name in known}
             elif file.stem in known:
-                arrays[file.stem] = np.load(file, mmap_mode="r", allow_pickle=False)
+                found = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False)}
         except Exception as error:  # NumPy raises any on a damaged file
             raise ValueError(f"{file.name} cannot be read ({error_line(error)}); save it again by np.save") from error
+        if twice := found.keys() & arrays.keys():
+            raise ValueError(f"{min(twice)} is in {file.name} and in another file; give one file, as npy:{file}")
+        arrays |= found
     return arrays
 
 

@@ -40,11 +40,16 @@ def number_classes(
       hint: end of the messages about too few classes or examples.
 
     Raises:
-      ValueError: there are too few classes, or a label or an example is missing.
+      ValueError: there are too few classes or two of one name, or a label, a split or an example is missing.
     """
     names, numbers = [*classes.values()], {label: number for number, label in enumerate(classes)}
     if len(names) < (2 if splits.keys() & {"train", ALL} else 1):
         raise ValueError(f"at least two classes are needed, and there is {listed(names) or 'none'}; {hint}")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"{listed(twice)} is the name of several classes; give each class a name of its own")
+    if ALL in splits and len(splits) > 1:
+        others = listed([name for name in splits if name != ALL])
+        raise ValueError(f"some examples are of {others}, and others have no split; give all a split, or none")
     if not splits.keys() & {"test", ALL}:
         splits = {("test" if name == "validation" else name): split for name, split in splits.items()}
     for name, (_, labels) in splits.items():

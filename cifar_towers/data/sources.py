@@ -127,8 +127,10 @@ def _load_splits(
 
 def count_copies(split: Split, train: Split) -> int:
     """Return the number of images of a split that are copies of training images."""
-    trained_on = {hash(image.tobytes()) for image in train.images}
-    return sum(hash(image.tobytes()) in trained_on for image in split.images)
+    row = train.images.shape[1] // 2
+    rows = {image[row].tobytes() for image in split.images}  # seconds faster than to hash all of each training image
+    trained_on = {hash(image.tobytes()) for image in train.images if image[row].tobytes() in rows}
+    return sum(hash(image.tobytes()) in trained_on for image in split.images) if trained_on else 0
 
 
 def is_local(dataset: str) -> bool:

@@ -51,6 +51,8 @@ def scan(table: Path) -> OwnData:
             if "".join(row[width:]).strip() or (path and len(row) < width):
                 problem = f"{len(row)} instead of {width} fields"
                 hint = f"put a field that contains a {SEPARATORS[separator]} in quotes" if len(row) > width else ""
+            elif not path and os.path.isfile(os.path.join(table.parent, file)):
+                problem, hint = f"{file} is no image", f"images are {', '.join(image_files.SUFFIXES)}"
             elif not path:
                 problem = f"no file {file}"
                 if similar := _find_image(table.parent, file, list_names, str.lower):

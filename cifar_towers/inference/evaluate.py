@@ -1,10 +1,8 @@
 """Evaluation of a run's checkpoint, as a table or as JSON."""
 
 import contextlib
-import dataclasses
 from pathlib import Path
 from typing import Any
-from unicodedata import normalize
 
 import numpy as np
 
@@ -13,7 +11,7 @@ from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.data.sources import Source
-from cifar_towers.errors import DataError, RunError, UsageError, listed, printable
+from cifar_towers.errors import DataError, RunError, UsageError, printable
 from cifar_towers.evaluation.evaluator import make_classify_fn, make_evaluate_fn
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
 from cifar_towers.reporting.console import progress_bar
@@ -35,14 +33,15 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
     """
     run = open_run(Path(config.train_dir), config.model, config.step)
     source = sources.find(config.dataset or run.metadata["dataset"], config.data_dir)
+    weights = run.choose_weights(config.weights)
     towers = devices.setup_towers(config)  # before anything else that uses TensorFlow
-    if config.dataset and config.split == "test":
+    if config.split == "test":
         split = sources.load_test(source, run.info.image_size)
     else:
         _, dataset = sources.load(source, run.config.validation_examples, run.info.image_size)
         split = getattr(dataset, config.split)
-    split, is_changed = _check_data(config, run, source, split)
-    weights = run.choose_weights(config.weights)
+    split = run.number_labels(split, source.name, may_differ=bool(config.dataset))
+    is_changed = _check_images(config, run, source, split)
     model = run.load(weights, devices.choose_precision(config.precision, towers))
     with progress_bar("evaluating") as show:
         evaluate = make_evaluate_fn(make_classify_fn(model, towers, run.augmentation, on_progress=show))
@@ -66,23 +65,14 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
     }
 
 
-def _check_data(config: EvaluateConfig, run: TrainedRun, source: Source, split: Split) -> tuple[Split, bool]:
-    """Return the split with the run's labels, and whether its images differ from those of the run.
+def _check_images(config: EvaluateConfig, run: TrainedRun, source: Source, split: Split) -> bool:
+    """Return whether the images of a split differ from those of the run.
 
     Raises:
-      DataError, UsageError: the split cannot be evaluated. A data set that the user named may be another than the run's
-        if its classes are among those of the run, in any order.
+      DataError, UsageError: the split is empty, or differs and the user did not name another data set or permit it.
     """
-    known, classes = ([normalize("NFC", name) for name in info.class_names] for info in (run.info, split.info))
-    unknown = [name for name in classes if name not in known]
-    if unknown or (classes != known and not config.dataset):
-        raise DataError(
-            f"{run.directory} was trained on {listed(known)}, and {source.name} now has {listed(unknown or classes)}; "
-            "restore the data, or give a data set with classes of the run only by --dataset"
-        )
     if not len(split.labels):
         raise UsageError(f"{run.directory} held out no validation examples; give --split=test")
-    split = dataclasses.replace(split, labels=np.array([known.index(name) for name in classes])[split.labels])
     is_changed = run.metadata.get(f"{config.split}_sha256") != split.digest
     is_refused = is_changed and not config.allow_changed_data
     if is_refused and not config.dataset:
@@ -95,7 +85,7 @@ def _check_data(config: EvaluateConfig, run: TrainedRun, source: Source, split: 
             f"{source.name} has no test split and is not the data of {run.directory}; to score all of its images, "
             f"{source.how_to_score_all}; to score a fifth of them, give --allow_changed_data"
         )
-    return split, is_changed
+    return is_changed
 
 
 def _count_copies(run: TrainedRun, split: Split) -> int | None:

@@ -21,13 +21,14 @@ from cifar_towers import devices, files
 from cifar_towers.config.programs import ExportConfig, TrainedRunConfig
 from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
-from cifar_towers.errors import DataError, RunError, UsageError, error_line, error_text
+from cifar_towers.errors import DataError, RunError, UsageError, error_line, error_text, listed
 from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
 from cifar_towers.inference.model_card import write_card
 from cifar_towers.inference.predict import resize_square
 from cifar_towers.models.stock_layers import to_stock_layers
+from cifar_towers.stderr import messages_only_of_a_failure
 from cifar_towers.towers import Tower
 
 PROBABILITY_ATOL = 1e-4  # largest difference between probabilities that rounding explains
@@ -38,10 +39,11 @@ OTHER_SIZES = ((0.75, 1.0), (1.5, 2.0), (3.0, 2.5), (12.0, 15.0))  # of the chec
 NUM_RESIZED = 20  # test images that are checked in each of these sizes
 NUM_CALIBRATION = 300  # training images that an int8 export is calibrated on
 PREPROCESSING = "preprocessing"  # name scope of the operations that an int8 export computes in float32
+SAVED_MODEL_FILES = {"saved_model.pb", "fingerprint.pb", "variables", "assets", "README.md"}
 ONNX_OPSET = 17
 DISK_ERRORS = (OSError, tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError)
 
-Run = Callable[[np.ndarray], np.ndarray]  # [B, H, W, 3] uint8 images -> [B, C] probabilities
+RunFn = Callable[[np.ndarray], np.ndarray]  # [B, H, W, 3] uint8 images -> [B, C] probabilities
 
 
 class Format(NamedTuple):
@@ -50,7 +52,7 @@ class Format(NamedTuple):
     name: str  # of the file or directory
     packages: tuple[str, ...]  # needed besides the project's own
     write: Callable[..., None]  # (module, path)
-    open: Callable[[Path], Run]  # by the format's own library
+    open: Callable[[Path], RunFn]  # by the format's own library
     is_directory: bool = False
 
 
@@ -74,19 +76,19 @@ def export_model(config: ExportConfig) -> bool:
     run = open_run(Path(config.train_dir), config.model, config.step)
     path = Path(config.out) if config.out else run.directory / "export" / file_format.name
     _check_path(path, file_format)
+    weights, image_size = run.choose_weights(config.weights), run.info.image_size
     source = _find_source(config, run) if config.check or config.quantize == "int8" else None
     towers = devices.setup_towers(config)
     tf.config.experimental.enable_tensor_float_32_execution(False)  # its ten bits are too few to compare with
-    weights = run.choose_weights(config.weights)
     model = run.load(weights, "float32")
-    samples, labels, examples = [], np.zeros(0, np.int64), np.zeros(0, np.uint8)
-    if source:
-        _, dataset = sources.load(source, run.config.validation_examples, run.info.image_size)
-        test, train = dataset.test.take(slice(config.check)), dataset.train.images
-        if config.check:
-            samples, labels = _make_samples(test.images, model, towers, run), test.labels
-        examples = train[np.linspace(0, len(train) - 1, NUM_CALIBRATION, dtype=int)]  # of all classes
-    options = {"quantize": config.quantize, "examples": examples} if config.quantize else {}
+    samples, labels = [], np.zeros(0, np.int64)
+    options: dict[str, Any] = {"quantize": config.quantize} if config.quantize else {}
+    if source and config.quantize == "int8":
+        train = sources.load(source, run.config.validation_examples, image_size)[1].train.images
+        options["examples"] = train[np.linspace(0, len(train) - 1, NUM_CALIBRATION, dtype=int)]  # of all classes
+    if source and config.check:
+        test = run.number_labels(sources.load_test(source, image_size), source.name, may_differ=bool(config.dataset))
+        samples, labels = _make_samples(test.images[: config.check], model, towers, run), test.labels[: config.check]
     module = _make_module(run, model)
     own_layers = _own_layers(model)
     try:
@@ -175,8 +177,10 @@ def _check_path(path: Path, file_format: Format) -> None:
         if path.name in ("", ".."):
             inside = shlex.quote(str(path / file_format.name))
             raise UsageError(f"--out={path} may hold other files; write --out={inside}")
-        is_earlier = (path / tf.saved_model.SAVED_MODEL_FILENAME_PB).exists()
-        may_replace = is_earlier or (path.is_dir() and not any(path.iterdir()))
+        inside = {each.name for each in path.iterdir()} if path.is_dir() else set()
+        may_replace = path.is_dir() and (not inside or tf.saved_model.SAVED_MODEL_FILENAME_PB in inside)
+        if may_replace and (others := sorted(inside - SAVED_MODEL_FILES)):
+            raise UsageError(f"{path} also holds {listed(others)}, which would be lost; move it, or give another --out")
     else:
         if path.suffix != suffix:
             better = path / file_format.name if path.is_dir() else path.with_suffix(suffix)
@@ -271,13 +275,9 @@ def _write_saved_model(module: ServingModule, path: Path) -> None:
     archive.write_out(str(path), verbose=False)
 
 
-def _open_saved_model(path: Path) -> Run:
+def _open_saved_model(path: Path) -> RunFn:
     serve = tf.saved_model.load(str(path)).signatures["serving_default"]
     return lambda images: serve(images=tf.constant(images))["probabilities"].numpy()
-
-
-def _write_keras(module: ServingModule, path: Path) -> None:
-    to_keras(module).save(path)
 
 
 def to_keras(module: ServingModule) -> keras.Model:
@@ -305,7 +305,7 @@ def to_keras(module: ServingModule) -> keras.Model:
     return keras.Model(images, outputs, name="deployed")
 
 
-def _open_keras(path: Path) -> Run:
+def _open_keras(path: Path) -> RunFn:
     model = keras.models.load_model(path, compile=False)
     return lambda images: model(tf.constant(images))["probabilities"].numpy()
 
@@ -333,13 +333,13 @@ def _convert_to_int8(converter: tf.lite.TFLiteConverter, examples: Sequence[np.n
     converter.optimizations = [tf.lite.Optimize.DEFAULT]
     converter.representative_dataset = lambda: ([image[None]] for image in examples)
     options = tf.lite.experimental.QuantizationDebugOptions(denylisted_nodes=in_float32)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), messages_only_of_a_failure():
         warnings.simplefilter("ignore")  # of functions that TensorFlow calls itself
         debugger = tf.lite.experimental.QuantizationDebugger(converter=converter, debug_options=options)
         return debugger.get_nondebug_quantized_model()
 
 
-def _open_litert(path: Path) -> Run:
+def _open_litert(path: Path) -> RunFn:
     from ai_edge_litert.interpreter import Interpreter
 
     runner = Interpreter(str(path)).get_signature_runner()
@@ -369,7 +369,7 @@ def _write_onnx(module: ServingModule, path: Path) -> None:
     path.write_bytes(model.SerializeToString())
 
 
-def _open_onnx(path: Path) -> Run:
+def _open_onnx(path: Path) -> RunFn:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -379,7 +379,7 @@ def _open_onnx(path: Path) -> Run:
 
 FORMATS = {
     "saved_model": Format("saved_model", (), _write_saved_model, _open_saved_model, is_directory=True),
-    "keras": Format("model.keras", (), _write_keras, _open_keras),
+    "keras": Format("model.keras", (), lambda module, path: to_keras(module).save(path), _open_keras),
     "litert": Format("model.tflite", ("ai_edge_litert",), _write_litert, _open_litert),
     "tflite": Format("model.tflite", ("ai_edge_litert",), _write_litert, _open_litert),
     "onnx": Format("model.onnx", ("tf2onnx", "onnxruntime"), _write_onnx, _open_onnx),

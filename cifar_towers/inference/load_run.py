@@ -8,16 +8,18 @@ import logging
 import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
+from unicodedata import normalize
 
 import keras
+import numpy as np
 
 from cifar_towers import files
 from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_metadata
 from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.augment import Augmentation
-from cifar_towers.data.dataset import DatasetInfo
-from cifar_towers.errors import DataError, UsageError, error_text
+from cifar_towers.data.dataset import DatasetInfo, Split
+from cifar_towers.errors import DataError, UsageError, error_text, listed
 from cifar_towers.registry import check_dataset
 from cifar_towers.training import build
 from cifar_towers.user_code import split_function
@@ -50,6 +52,24 @@ class TrainedRun(NamedTuple):
         if weights == "auto":
             return "ema" if self.config.ema_decay else "raw"
         return weights
+
+    def number_labels(self, split: Split, dataset: str, may_differ: bool) -> Split:
+        """Return a split of a data set with labels that are numbers of the run's classes.
+
+        Args:
+          may_differ: the split may have some of the run's classes only, in any order.
+
+        Raises:
+          DataError: the split has other classes.
+        """
+        known, classes = ([normalize("NFC", name) for name in info.class_names] for info in (self.info, split.info))
+        unknown = [name for name in classes if name not in known]
+        if unknown or (classes != known and not may_differ):
+            raise DataError(
+                f"{self.directory} was trained on {listed(known)}, and {dataset} now has {listed(unknown or classes)}; "
+                "restore the data, or give a data set with classes of the run only by --dataset"
+            )
+        return dataclasses.replace(split, labels=np.array([known.index(name) for name in classes])[split.labels])
 
     def load(self, weights: str, precision: str) -> keras.Model:
         """Make the model, with its `raw` or `ema` weights.

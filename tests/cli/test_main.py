@@ -18,6 +18,7 @@ from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError, WorkerLostError, error_line
 from cifar_towers.shutdown import ShutdownHandler
+from cifar_towers.stderr import messages_only_of_a_failure
 from tests.configs import TINY_NET
 from tests.messages import lines_with
 
@@ -239,7 +240,7 @@ def test_an_abort_while_tensorflow_is_imported_loses_no_message(tmp_path):
 
 
 def test_messages_of_an_import_that_succeeds_are_not_shown(capfd):
-    with program._messages_only_of_a_failure():
+    with messages_only_of_a_failure():
         os.write(2, b"a note\n")
     os.write(2, b"afterwards\n")
     assert capfd.readouterr().err == "afterwards\n"

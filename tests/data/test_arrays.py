@@ -119,6 +119,14 @@ def test_test_arrays_alone_are_scored(tmp_path):
         ),
         ({"x_test": TEST.images[:0]}, "x_test is empty"),
         (
+            {"x_train": None, "y_train": None, "images": TRAIN.images, "labels": TRAIN.labels},
+            "some examples are of test, and others have no split; give all a split, or none",
+        ),
+        (
+            {"test_images": TEST.images, "test_labels": TEST.labels},
+            "its images are x_train, x_test, test_images; keep one array of a split",
+        ),
+        (
             {"x_train": None, "x_test": None},
             "its arrays are y_test, y_train; call images and labels x_train and y_train or",
         ),
@@ -136,10 +144,19 @@ def test_names_of_the_classes_must_fit_the_labels(tmp_path):
     for names, message in (
         ("abcdefghi", "9 in train is no class"),
         ("abcdefghijk", "no images of k"),
+        ("ababababab", "a, b is the name of several classes; give each class a name of its own"),
     ):
         (tmp_path / "classes.txt").write_text("\n".join(names))
         with pytest.raises(DataError, match=message):
             sources.find(name)
+
+
+def test_array_that_two_files_have_is_refused(tmp_path):
+    name = save(tmp_path, ARRAYS)
+    for other in ("mnist", "mnist_64"):
+        np.savez(tmp_path / f"{other}.npz", x_val=TEST.images, y_val=TEST.labels)
+    with pytest.raises(DataError, match="x_val is in mnist_64.npz and in another file; give one file, as npy:.*/mnist"):
+        sources.find(name)
 
 
 class Canary:

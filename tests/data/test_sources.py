@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from cifar_towers.data import cifar10, sources, synthetic
+from cifar_towers.data.dataset import Split
 from cifar_towers.data.tfds_source import reachable
-from cifar_towers.errors import RunError, UsageError
+from cifar_towers.errors import DataError, RunError, UsageError
 from cifar_towers.registry import BUILT_IN, CSV, FOLDER, NPY
 
 
@@ -81,6 +82,21 @@ def test_name_that_is_nearly_a_data_set_gets_its_right_name(name, guess, tmp_pat
     with pytest.raises(RunError) as caught:
         sources.find(name.format(root=tmp_path))
     assert f"did you mean {guess.format(root=tmp_path)}?" in str(caught.value)
+
+
+def test_name_that_is_too_long_for_a_file_is_an_error_of_one_line():
+    for prefix in (FOLDER, CSV, NPY):
+        with pytest.raises(DataError, match=f"dataset={prefix}.*; "):
+            sources.find(f"{prefix}{'x' * 300}")
+
+
+def test_copies_are_equal_in_every_pixel():
+    train = synthetic.make(20, 0, 0)
+    images = train.images[:5].copy()
+    images[0, 0, 0, 0] ^= 1  # all but a corner is equal
+    images[1, 16] ^= 1
+    assert sources.count_copies(Split(images, train.labels[:5]), train) == 3
+    assert sources.count_copies(synthetic.make(10, 0, 1), train) == 0
 
 
 def test_synthetic_is_balanced_seeded_and_disjoint():

@@ -115,6 +115,11 @@ GOOD = ["a/1.png,dog,train", "a/2.jpg,cat,train", "3.png,cat,test", "b/4.gif,dog
         ([HEADER], "at least two classes are needed, and there is none"),
         ([HEADER, "a/1.png,dog,train", "3.png,dog,test"], "at least two classes are needed, and there is dog"),
         ([HEADER, *GOOD[:3]], "no images of dog to test on"),
+        (
+            [HEADER, *GOOD, "5.png,dog,all", "6.png,dog,all", "7.png,cat,all", "8.png,cat,all"],
+            "some examples are of train, test, and others have no split; give all a split, or none",
+        ),
+        ([HEADER, *GOOD, "c/scan.tif,dog,test"], r"line 6 \(c/scan.tif is no image\); images are .jpg, .*, .webp; cor"),
         ([HEADER, GOOD[0], *GOOD[2:]], "no images of cat to train on"),
         (["path,label", *(line[: line.rindex(",")] for line in GOOD[:2])], "no images of cat, dog to train on"),
         ([HEADER, "a" * 200_000], "field larger than field limit"),
@@ -159,7 +164,7 @@ GOOD = ["a/1.png,dog,train", "a/2.jpg,cat,train", "3.png,cat,test", "b/4.gif,dog
     ],
 )
 def test_unusable_table_is_an_error_of_one_line(tmp_path, lines, message):
-    name = write(tmp_path, lines)
+    name = write(tmp_path, lines, [*NAMES, *(f"{number}.png" for number in range(5, 9)), "c/scan.tif"])
     with pytest.raises(DataError, match=message) as caught:
         sources.find(name)
     assert str(caught.value).startswith(f"dataset={name}") and "\n" not in str(caught.value)

@@ -247,6 +247,34 @@ def test_only_earlier_exports_are_replaced(run, tmp_path, kind, out, message):
         export_with(run, format=kind, out=out.format(tmp_path))
 
 
+def test_export_that_holds_other_files_is_not_replaced(run, earlier):
+    (earlier / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"net also holds notes.txt, which would be lost; move it, or give another"):
+        export_with(run, out=str(earlier), check=0)
+    assert (earlier / "notes.txt").exists()
+
+
+def test_export_is_checked_on_classes_in_another_order(run, tmp_path, capsys):
+    names, labels = np.array(synthetic.CLASSES), SMALL[1].labels[:100]  # text is sorted
+    for place, text in (("set", names), ("others", np.array([f"my {name}" for name in names]))):
+        (tmp_path / place).mkdir()
+        np.save(tmp_path / place / "x_test.npy", SMALL[1].images[:100])
+        np.save(tmp_path / place / "y_test.npy", text[labels])
+    export_to = partial(export_with, run, format="keras", out=str(tmp_path / "net.keras"), check=100)
+    assert export_to(dataset=f"npy:{tmp_path / 'set'}")
+    accuracy = 100 * (expected_probabilities(run, 100).argmax(1) == labels).mean()
+    assert f"100 test images: accuracy {accuracy:.2f} %, the checkpoint's {accuracy:.2f} %" in capsys.readouterr().out
+    with pytest.raises(DataError, match="was trained on striped disc, .*others now has my chequered cross, "):
+        export_to(dataset=f"npy:{tmp_path / 'others'}")
+
+
+def test_training_images_are_not_read_to_use_the_test_images(run, tmp_path, monkeypatch):
+    accuracy = evaluate_as_json(run, precision="float32")["accuracy"]
+    monkeypatch.setattr(sources, "load", Mock(side_effect=AssertionError("training images are read")))
+    assert evaluate_as_json(run, precision="float32")["accuracy"] == accuracy
+    assert export_with(run, out=str(tmp_path / "net"), check=50)
+
+
 def set_format(monkeypatch, **functions):
     """Write or open saved models by other functions."""
     monkeypatch.setitem(export.FORMATS, "saved_model", export.FORMATS["saved_model"]._replace(**functions))
