@@ -85,7 +85,7 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
     Raises:
       RunError: there is no such run or split, or its data cannot be read or have changed.
     """
-    config = parse_settings(EvaluateConfig, {"train_dir": _directory(run), **settings})
+    config = parse_settings(EvaluateConfig, {"train_dir": getattr(run, "directory", run), **settings})
     import_tensorflow()
     from cifar_towers.inference.evaluate import score_checkpoint
 
@@ -109,7 +109,8 @@ def predict(
     Raises:
       RunError: there is no such run, the array has another shape or type, or a file cannot be read.
     """
-    config = parse_settings(PredictConfig, {"train_dir": _directory(run), **settings}, arguments=("images",))
+    settings = {"train_dir": getattr(run, "directory", run), **settings}
+    config = parse_settings(PredictConfig, settings, arguments=("images",))
     import_tensorflow()
     from cifar_towers.inference.predict import predict_probabilities
 
@@ -125,13 +126,10 @@ def load_run(path: Path | str) -> Run:
     """
     from cifar_towers import files
 
-    if not (Path(path) / files.CONFIG).exists():
+    directory = Path(path).expanduser()
+    if not (directory / files.CONFIG).exists():
         raise UsageError(f"{path} is not the directory of a run: it has no {files.CONFIG}")
-    return Run(path)
-
-
-def _directory(run: Run | Path | str) -> Path | str:
-    return run.directory if isinstance(run, Run) else run
+    return Run(directory)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ OTHER_NAMES = {  # setting -> its names in other programs
     "recipe": ("config",),
     "overwrite": ("force",),
 }
+PATHS = ("train_dir", "init_from", "out", "runs_dir")  # after `--train_dir=` the shell leaves a ~ as it is
 HELP_COLUMNS = 100
 Config = TypeVar("Config")
 
@@ -58,6 +59,7 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
     if stray and not rest:
         raise UsageError(f"{stray[0]!r} is not a flag; {_advice_on_word(stray[0], config_class)}")
     settings: dict[str, Any] = {field.name: getattr(values, field.name) for field in flag_settings(config_class)}
+    settings |= {name: os.path.expanduser(settings[name]) for name in PATHS if name in settings}
     settings |= {name: tuple(stray) for name in rest}
     if "recipe" in settings:
         settings["recipe"] = recipe or Path(_last_flagfile(argv)).stem

@@ -32,7 +32,7 @@ class Source(NamedTuple):
 
     def is_among_pictures(self, path: Path) -> bool:
         """Return whether files written to `path` would be among the pictures or taken for a class."""
-        path = path.expanduser().resolve()
+        path = path.resolve()
         is_inside = any(path.is_relative_to(root.resolve()) for root in self.class_roots)
         return is_inside or bool(self.class_roots and self.directory and path == self.directory.resolve())
 

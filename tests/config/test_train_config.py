@@ -290,6 +290,14 @@ def test_default_number_of_towers_divides_the_batch():
         TrainConfig(batch_size=1024, num_gpus=7)
 
 
+def test_home_directory_is_expanded_as_a_shell_does_not_after_an_equals_sign(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = parse("--train_dir=~/runs/one", "--init_from=~/runs/other")
+    assert config.directory == tmp_path / "runs/one" and config.init_from == f"{tmp_path}/runs/other"
+    export = parse("--train_dir=~/one", "--out=~/net", config_class=ExportConfig)
+    assert (export.train_dir, export.out) == (f"{tmp_path}/one", f"{tmp_path}/net")
+
+
 def test_default_directory_names_the_image_folder(tmp_path, monkeypatch):
     (tmp_path / "photos" / "new").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "photos" / "new")
