@@ -16,7 +16,7 @@ import numpy as np
 from cifar_towers import files
 from cifar_towers.data import cifar10_files
 from cifar_towers.data.dataset import Split
-from cifar_towers.data.tfds_source import import_tfds, in_stored_order, prepare, reachable, tfds_directory
+from cifar_towers.data.tfds_source import in_stored_order, prepare, reachable, tfds_directory
 from cifar_towers.errors import DataError, UsageError, error_line, error_text
 
 log = logging.getLogger(__name__)
@@ -115,16 +115,13 @@ def _archive(directory: Path) -> Path:
 
 def _from_tfds(directory: Path, name: str) -> Split:
     """Read a split of the prepared copy, in the order that its digest needs. Prepare the copy first if necessary."""
-    tfds = import_tfds()
-
-    def make_builder():
-        return tfds.builder(BUILDER.replace("/", ":"), data_dir=str(directory))
-
     try:
-        builder = prepare(make_builder, "CIFAR-10 (170 MB)", directory)
+        builder = prepare(BUILDER.replace("/", ":"), directory, "CIFAR-10 (170 MB)")
         batches = in_stored_order(builder, name, batch_size=1000)
         images, labels = zip(*((batch["image"], batch["label"]) for batch in batches), strict=True)
         return Split(np.concatenate(images), np.concatenate(labels).astype(np.int64))
+    except DataError:  # the prepared copy is damaged
+        raise
     except Exception as error:
         hint = PREPARE_AGAIN if is_prepared(directory) else f"put {ARCHIVE} into {_archive(directory).parent}"
         raise DataError(

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -71,8 +71,8 @@ def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> 
     try:
         if not builder.is_prepared():
             _check_reachable(name, directory, builder)
-            builder = prepare(lambda: _make_builder(name, directory), name, directory)
-        names = _split_names(name, builder, lambda split: next(iter(in_stored_order(builder, split)))[label] >= 0)
+            builder = prepare(name, directory)
+        names = _split_names(name, builder, label)
         names = {part: split for part, split in names.items() if part in wanted}
         # Test first: it is small, and more likely to lack labels.
         arrays = {part: _read(builder, split, image, label, image_size) for part, split in reversed(names.items())}
@@ -107,14 +107,14 @@ def import_tfds() -> ModuleType:
     return tfds
 
 
-def prepare(make_builder: Callable[[], Builder], name: str, directory: Path) -> Builder:
+def prepare(name: str, directory: Path, title: str = "") -> Builder:
     """Return the builder of a prepared data set. Download and prepare it first, unless another process does."""
-    builder = make_builder()
+    builder = _make_builder(name, directory)
     if not builder.is_prepared():
         with _prepare_lock(directory):
-            builder = make_builder()
+            builder = _make_builder(name, directory)
             if not builder.is_prepared():  # by another process, in the meantime
-                log.info("preparing %s in %s", name, directory)
+                log.info("preparing %s in %s", title or name, directory)
                 builder.download_and_prepare()
     return builder
 
@@ -186,11 +186,11 @@ def _find_feature(info: Any, kind: type) -> str | None:
     return next(iter(supervised or names), None) if supervised or len(names) == 1 else None
 
 
-def _split_names(name: str, builder: Builder, is_labeled: Callable[[str], bool]) -> dict[str, str]:
+def _split_names(name: str, builder: Builder, label: str) -> dict[str, str]:
     """Return the names of TFDS's splits for `train` and `test`, or for `test` alone, as `load` chooses them."""
     splits = builder.info.splits
     test = next((split for split in ("test", "validation") if split in splits), None)
-    if test == "test" and "validation" in splits and not is_labeled("test"):
+    if test == "test" and "validation" in splits and next(iter(in_stored_order(builder, "test")))[label] < 0:
         test = "validation"
     if "train" in splits:
         return {"train": "train", "test": test} if test else {"train": "train[:80%]", "test": "train[80%:]"}

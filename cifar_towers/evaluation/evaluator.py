@@ -125,10 +125,9 @@ def make_classify_fn(
     def classify(images: np.ndarray, weights: Values, non_trainable: Values, tta: int = 0) -> list[np.ndarray]:
         # `tf.function` confuses mirrored variables of one shape, so it gets their values
         weights, non_trainable = ([tf.convert_to_tensor(v) for v in values] for values in (weights, non_trainable))
-        share = images
-        if len(images) >= workers.size:  # otherwise every worker classifies all
-            start, end = (len(images) * index // workers.size for index in (workers.index, workers.index + 1))
-            share = images[start:end]
+        num_shares = workers.size if len(images) >= workers.size else 1  # if 1, every worker classifies all
+        index = workers.index % num_shares
+        share = images[len(images) * index // num_shares : len(images) * (index + 1) // num_shares]
         parts, missing_features = [], MAX_FEATURES
         for start, batch in _even_batches(share, len(towers)):
             if on_progress:
@@ -138,8 +137,7 @@ def make_classify_fn(
             missing_features = max(0, missing_features - len(batch))
         outputs = [np.concatenate(part)[: len(share)] for part in zip(*parts, strict=True)]
         if workers.size > 1:
-            gathered = workers.gather(outputs)[: workers.size if len(images) >= workers.size else 1]
-            outputs = [np.concatenate(part) for part in zip(*gathered, strict=True)]
+            outputs = [np.concatenate(part) for part in zip(*workers.gather(outputs)[:num_shares], strict=True)]
         outputs[2] = outputs[2][:MAX_FEATURES]
         return outputs
 

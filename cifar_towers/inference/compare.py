@@ -40,7 +40,8 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, str]:
         if differences := _differences(files.read_json_if_any(one / name), files.read_json_if_any(other / name)):
             lines.append(f"{kind} differ: {differences}")
     lines = lines or ["settings and environments: same"]
-    findings = [found for found in (_records(*runs), _checkpoints(*runs), _last_weights(*runs)) if found]
+    compared = _compare_records(*runs), _compare_checkpoints(*runs), _compare_last_weights(*runs)
+    findings = [found for found in compared if found]
     results = [equal for equal, _ in findings if equal is not None]
     if not results:
         lines.append("the runs have no step in common, so nothing can be compared")
@@ -48,7 +49,7 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, str]:
     return bool(results) and all(results), "\n".join(lines)
 
 
-def _records(one: Path, other: Path) -> Finding | None:
+def _compare_records(one: Path, other: Path) -> Finding | None:
     """Find the last common step with equal training records, and the first step that differs."""
     records = [
         {record["step"]: record for record in read_records(run / files.METRICS) if record["kind"] == "train"}
@@ -66,7 +67,7 @@ def _records(one: Path, other: Path) -> Finding | None:
     return True, f"losses: same at all {len(common)} common steps, the last {common[-1]}"
 
 
-def _checkpoints(one: Path, other: Path) -> Finding | None:
+def _compare_checkpoints(one: Path, other: Path) -> Finding | None:
     """Find the first common step with different values, and the variables that differ most."""
     paths = [{path.name: path for path in list_checkpoints(run)} for run in (one, other)]
     common = sorted(paths[0].keys() & paths[1].keys())
@@ -94,7 +95,7 @@ def _relative_difference(one: np.ndarray, other: np.ndarray) -> float:
     return max(float(difference), 5e-324) if np.isfinite(difference) else float("inf")  # -0.0 differs from 0.0
 
 
-def _last_weights(one: Path, other: Path) -> Finding | None:
+def _compare_last_weights(one: Path, other: Path) -> Finding | None:
     """Compare the weights of runs that ended at the same step."""
     results = [files.read_json_if_any(run / files.RESULT) for run in (one, other)]
     steps = [result.get("step") for result in results]

@@ -35,7 +35,7 @@ def write_card(card: Path, export: Path, suffix: str, run: TrainedRun, weights: 
       OSError: the card cannot be written. DataError: a record of the run is damaged.
     """
     earlier, _, end = (card.read_text(errors="replace") if card.exists() else "").rpartition("\n")
-    if card.exists() and end != _end(earlier):
+    if card.exists() and end != _last_line(earlier):
         return f"{card} is kept: it is no model card, or was edited; for a new one, move it away and export again"
     step, record = run.metadata["step"], read_run(run.directory, run.directory.resolve().name)
     origin = f"{weights} weights of step {step}, checkpoint {files.sha256(run.checkpoint / files.MANIFEST)[:12]}"
@@ -85,10 +85,10 @@ images = np.asarray(Image.open("picture.jpg").convert("RGB"))[None]
 """
     text += "".join(f"\n`{name}`:\n\n```python\n{code}\n```\n" for name, code in sorted(examples.items()))
     text = "\n".join(map(printable, text.splitlines()))
-    files.write_whole(card, f"{text}\n{_end(text)}")
+    files.write_whole(card, f"{text}\n{_last_line(text)}")
     return f"{card}: the model card"
 
 
-def _end(text: str) -> str:
+def _last_line(text: str) -> str:
     """Return the last line of a card. It tells a card that may be replaced from an edited one and from other files."""
     return f"<!-- written by cifar_towers; replaced while it is unchanged: {sha256(text.encode()).hexdigest()} -->"

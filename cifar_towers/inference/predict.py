@@ -35,7 +35,7 @@ def predict_images(config: PredictConfig) -> None:
       UsageError: there is no such run or set of weights. DataError: raised at the end if images could not be read.
     """
     run = open_run(Path(config.train_dir), config.model, config.step)
-    pictures = list(_expand(config.pictures))
+    pictures = list(_list_images(config.pictures))
     classify, read = _make_probabilities_fn(config, run), make_read_fn(run.info.image_size)
     batch_size = min(BATCH_SIZE, len(pictures))
     width = max(len(_shown(path)) for path, _ in pictures)
@@ -151,7 +151,7 @@ def _triangles(ones: Any, square: Any, image_size: int) -> Any:
     return weights / ops.sum(weights, axis=0, keepdims=True)
 
 
-def _expand(paths: Sequence[str]) -> Iterator[tuple[Path, str]]:
+def _list_images(paths: Sequence[str]) -> Iterator[tuple[Path, str]]:
     """Yield (path, error) of the given files and of the images in the given folders, without those in subfolders."""
     for path in map(Path, paths):
         if not os.path.isdir(path):
