@@ -136,8 +136,16 @@ def sha256(path: Path) -> str:
 
 def size_in_bytes(path: Path) -> int:
     """Return the size of a file, or of all files below a directory. Links count as themselves."""
-    files = [path] if path.is_file() else path.rglob("*")
-    return sum(file.lstat().st_size for file in files if not file.is_dir())
+    size = 0
+    for file in [path] if path.is_file() else files_below(path):
+        with contextlib.suppress(FileNotFoundError):
+            size += file.lstat().st_size
+    return size
+
+
+def files_below(directory: Path) -> Iterator[Path]:
+    """Yield the files below a directory while a run may replace them; `rglob` fails if a folder vanishes."""
+    return (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
 
 
 # Files that are replaced ----------------------------------------------------------------------------------------------

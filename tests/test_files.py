@@ -160,6 +160,16 @@ def test_the_damaged_are_set_aside_under_names_of_their_own(tmp_path):
     assert names == ["damaged-step-2", "damaged-step-2-1", "damaged-step-2-2"]
 
 
+def test_files_are_counted_while_a_run_replaces_them(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"1234")
+    replace = f"cd {tmp_path}; while :; do mkdir step; : > step/state; rm -r step; done"
+    with subprocess.Popen(["sh", "-c", replace], stderr=subprocess.DEVNULL) as writer:
+        try:
+            assert {files.size_in_bytes(tmp_path) for _ in range(2000)} == {4}
+        finally:
+            writer.kill()
+
+
 def test_a_lock_is_one_processs_and_dies_with_it(tmp_path):
     code = (
         "import sys; from pathlib import Path; from cifar_towers import files\n"

@@ -68,7 +68,7 @@ def find_runs(root: Path, pattern: str = "*", verify: bool = False) -> list[RunS
     if not root.is_dir():
         raise UsageError(f"there is no directory {root}; give --runs_dir=..., or train first")
     found = []
-    for directory in sorted(path.parent for path in root.rglob(files.CONFIG)):
+    for directory in sorted(path.parent for path in files.files_below(root) if path.name == files.CONFIG):
         names = (str(directory.relative_to(root)), directory.name, str(directory))
         if any(fnmatch.fnmatch(name, pattern) for name in names) and workdir.is_run(directory):
             found.append(summarize(directory, verify))
