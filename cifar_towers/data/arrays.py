@@ -49,7 +49,10 @@ def scan(path: Path) -> OwnData:
 
 
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of usual names in a file or in the files of a folder. Those of .npy files are memory-mapped."""
+    """Return the arrays of usual names, in any case, in a file or in the files of a folder.
+
+    Those of .npy files are memory-mapped.
+    """
     known = {name for pairs in NAMES.values() for pair in pairs for name in pair}
     arrays: dict[str, np.ndarray] = {}
     for file in sorted(path.glob("*.np[yz]")) if path.is_dir() else [path]:
@@ -57,9 +60,9 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
         try:
             if file.suffix == ".npz":
                 with np.load(file, allow_pickle=False) as archive:
-                    found = {name: archive[name] for name in archive.files if name in known}
-            elif file.stem in known:
-                found = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False)}
+                    found = {name.lower(): archive[name] for name in archive.files if name.lower() in known}
+            elif (name := file.stem.lower()) in known:
+                found = {name: np.load(file, mmap_mode="r", allow_pickle=False)}
         except Exception as error:  # NumPy raises any on a damaged file
             raise ValueError(f"{file.name} cannot be read ({error_line(error)}); save it again by np.save") from error
         if twice := found.keys() & arrays.keys():
@@ -72,15 +75,26 @@ def _check_images(name: str, images: np.ndarray) -> np.ndarray:
     """Return images as [n, H, W, 1 or 3]."""
     if not images.size:
         raise ValueError(f"{name} is empty; save some images")
-    if images.dtype != np.uint8:
-        levels = f"(255 * {name}).round()" if images.dtype.kind == "f" else name
-        raise ValueError(f"{name} is {images.dtype}, and must be uint8, 0 to 255; save {levels}.astype('uint8')")
     if images.ndim == 3:
-        return images[..., None]
+        images = images[..., None]
     if images.ndim != 4 or images.shape[3] not in (1, 3):
         hint = f"; save {name}.transpose(0, 2, 3, 1)" if images.ndim == 4 and images.shape[1] in (1, 3) else ""
         raise ValueError(f"{name} has the shape {images.shape}, and must have (n, size, size, 3), 1 for grey{hint}")
+    if images.dtype != np.uint8:
+        raise ValueError(f"{name} is {images.dtype}, and must be uint8, 0 to 255; {_describe_levels(name, images)}")
     return images
+
+
+def _describe_levels(name: str, images: np.ndarray) -> str:
+    """Return how to make levels of images of another type, by the values of a hundred of them."""
+    if images.dtype.kind not in "fiub":
+        return "save numbers"
+    some = images[:: len(images) // 100 + 1]
+    low, high = some.min(), some.max()
+    if low < 0 or high > 255:
+        return f"scale its {low:.4g} to {high:.4g} to 0 to 255 first"
+    levels = f"(255 * {name})" if images.dtype.kind in "fb" and high <= 1 else name
+    return f"save {levels}{'.round()' if images.dtype.kind == 'f' else ''}.astype('uint8')"
 
 
 def _check_labels(name: str, labels: np.ndarray, count: int) -> list[int | str]:

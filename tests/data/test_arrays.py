@@ -37,6 +37,8 @@ def expected(split, names=None):
 
 def test_arrays_of_a_folder_or_a_file_are_the_same_data_set(tmp_path):
     data = load(save(tmp_path / "set", ARRAYS | {"other": np.array(["any", None])}))
+    upper = load(save(tmp_path / "upper", {name.upper(): array for name, array in ARRAYS.items()}))
+    assert upper.digests() == data.digests()
     assert data.name == f"npy:{tmp_path / 'set'}" and data.info.class_names == tuple("0123456789")
     assert examples(data.train) == expected(TRAIN) and examples(data.test) == expected(TEST)
     assert data.train.labels.dtype == np.int64
@@ -99,6 +101,10 @@ def test_test_arrays_alone_are_scored(tmp_path):
             {"x_train": TRAIN.images / 255},
             r"x_train is float64, .* save \(255 \* x_train\).round\(\).astype\('uint8'\)",
         ),
+        ({"x_train": TRAIN.images.astype("f4")}, r"x_train is float32, .* save x_train.round\(\).astype\('uint8'\)"),
+        ({"x_train": TRAIN.images / 128 - 1}, "x_train is float64, .*; scale its -.* to 0 to 255 first"),
+        ({"x_train": TRAIN.images.astype("u2") * 257}, "x_train is uint16, .*; scale its .* to 0 to 255 first"),
+        ({"x_train": np.array(["1.png"] * 30)}, r"x_train has the shape \(30,\), and must have \(n, size, size, 3\)"),
         ({"x_train": TRAIN.images.astype(int)}, r"x_train is int64, .* save x_train.astype\('uint8'\)"),
         (
             {"x_test": TEST.images.transpose(0, 3, 1, 2)},
