@@ -49,11 +49,10 @@ RunFn = Callable[[np.ndarray], np.ndarray]  # [B, H, W, 3] uint8 images -> [B, C
 class Format(NamedTuple):
     """A format of exports, with functions to write a module in it and to run what was written."""
 
-    name: str  # of the file or directory
+    name: str  # of the file; without a suffix, of the directory
     packages: tuple[str, ...]  # needed besides the project's own
     write: Callable[..., None]  # (module, path)
     open: Callable[[Path], RunFn]  # by the format's own library
-    is_directory: bool = False
 
 
 def export_model(config: ExportConfig) -> bool:
@@ -75,7 +74,7 @@ def export_model(config: ExportConfig) -> bool:
         )
     run = open_run(Path(config.train_dir), config.model, config.step)
     path = Path(config.out) if config.out else run.directory / "export" / file_format.name
-    _check_path(path, file_format)
+    _check_path(path, file_format.name)
     weights, image_size = run.choose_weights(config.weights), run.info.image_size
     source = _find_source(config, run) if config.check or config.quantize == "int8" else None
     towers = devices.setup_towers(config)
@@ -119,9 +118,10 @@ def export_model(config: ExportConfig) -> bool:
         if config.format == "keras" and own_layers:
             print("Keras needs get_config and **kwargs in layers of your own; saved_model does not", file=sys.stderr)
         return False
-    card = (path if config.out and file_format.is_directory else path.parent) / "README.md"
+    suffix = Path(file_format.name).suffix
+    card = (path.parent if suffix or not config.out else path) / "README.md"
     try:
-        print(write_card(card, path, Path(file_format.name).suffix, run, weights))
+        print(write_card(card, path, suffix, run, weights))
     except (OSError, DataError, UsageError) as error:
         print(f"there is no new model card: {error_text(error)}", file=sys.stderr)
     return True
@@ -170,24 +170,22 @@ class ServingModule:
 # What an export may replace -------------------------------------------------------------------------------------------
 
 
-def _check_path(path: Path, file_format: Format) -> None:
-    """Raise unless `path` is free, or what is there is an earlier export."""
-    suffix = Path(file_format.name).suffix
-    if file_format.is_directory:
-        if path.name in ("", ".."):
-            inside = shlex.quote(str(path / file_format.name))
-            raise UsageError(f"--out={path} may hold other files; write --out={inside}")
+def _check_path(path: Path, name: str) -> None:
+    """Raise unless `path` is free, or what is there is an earlier export. `name` is the usual one of the format."""
+    if suffix := Path(name).suffix:
+        if path.suffix != suffix:
+            better = path / name if path.is_dir() else path.with_suffix(suffix)
+            raise UsageError(f"--out={path} does not end in {suffix}; write --out={shlex.quote(str(better))}")
+        may_replace = path.is_file()
+    elif path.name in ("", ".."):
+        raise UsageError(f"--out={path} may hold other files; write --out={shlex.quote(str(path / name))}")
+    else:
         inside = {each.name for each in path.iterdir()} if path.is_dir() else set()
         may_replace = path.is_dir() and (not inside or tf.saved_model.SAVED_MODEL_FILENAME_PB in inside)
         if may_replace and (others := sorted(inside - SAVED_MODEL_FILES)):
             raise UsageError(f"{path} also holds {listed(others)}, which would be lost; move it, or give another --out")
-    else:
-        if path.suffix != suffix:
-            better = path / file_format.name if path.is_dir() else path.with_suffix(suffix)
-            raise UsageError(f"--out={path} does not end in {suffix}; write --out={shlex.quote(str(better))}")
-        may_replace = path.is_file()
     if path.exists() and not may_replace:
-        raise UsageError(f"{path} exists and is no {file_format.name}; give another --out, or remove it")
+        raise UsageError(f"{path} exists and is no {name}; give another --out, or remove it")
 
 
 # The check ------------------------------------------------------------------------------------------------------------
@@ -378,7 +376,7 @@ def _open_onnx(path: Path) -> RunFn:
 
 
 FORMATS = {
-    "saved_model": Format("saved_model", (), _write_saved_model, _open_saved_model, is_directory=True),
+    "saved_model": Format("saved_model", (), _write_saved_model, _open_saved_model),
     "keras": Format("model.keras", (), lambda module, path: to_keras(module).save(path), _open_keras),
     "litert": Format("model.tflite", ("ai_edge_litert",), _write_litert, _open_litert),
     "tflite": Format("model.tflite", ("ai_edge_litert",), _write_litert, _open_litert),
