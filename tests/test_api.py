@@ -75,6 +75,8 @@ def test_the_model_takes_levels_and_gives_the_probabilities_that_predict_gives(r
         cifar_towers.predict(run, ["nowhere.png"], model=TINY_NET)
     with pytest.raises(UsageError, match=r"images are \(1, 2\) int64; give uint8"):
         cifar_towers.predict(run, [[1, 2]], model=TINY_NET)
+    with pytest.raises(UsageError, match="images have several sizes; give uint8"):
+        cifar_towers.predict(run, [images[0], images[0, :16]], model=TINY_NET)
 
 
 @pytest.mark.parametrize(

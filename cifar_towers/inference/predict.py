@@ -76,7 +76,10 @@ def predict_probabilities(config: PredictConfig, images: np.ndarray | Sequence[P
     classify, image_size = _make_probabilities_fn(config, run), run.info.image_size
     paths = [images] if isinstance(images, (str, Path)) else images
     if not all(isinstance(path, (str, Path)) for path in paths):
-        images = np.asarray(images)
+        try:
+            images = np.asarray(images)
+        except ValueError as error:
+            raise UsageError("images have several sizes; give uint8 [n, h, w, 3], or a list of paths") from error
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
             raise UsageError(f"images are {images.shape} {images.dtype}; give uint8 [n, h, w, 3], or a list of paths")
         chunks = (images[start : start + BATCH_SIZE] for start in range(0, len(images), BATCH_SIZE))
