@@ -4,8 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import tensorflow as tf
 from cifar_towers import devices
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.manager import CheckpointManager
+from cifar_towers.checkpointing.variables import first_nonfinite
 from cifar_towers.config import TrainConfig, parse_profile_steps
 from cifar_towers.config.schedules import ImageSizeSchedule
 from cifar_towers.data import sources
@@ -141,14 +141,13 @@ def train_from(step: int, run: "Run") -> int:
             for batch in run.batches.stream(step, run.length.last):
                 finished = run.start_step(step, batch)
                 step += 1
-                for hook in run.hooks:
-                    hook(step, finished)
+                run.after_step(step, finished)
                 if run.reached:
                     break
                 run.shutdown.check()
     except Interrupted as interrupt:
         raise run.save_on_interrupt(step) from interrupt
-    if nonfinite := run.state.first_nonfinite_variable():
+    if nonfinite := first_nonfinite(run.variables):
         raise DivergedError(f"{nonfinite} is not finite after step {step}")
     return step
 
@@ -181,12 +180,12 @@ def finish(step: int, run: "Run") -> dict:
 
 
 class Run:
-    """One run in one directory: the parts that train it, and the hooks after each step.
+    """One run in one directory: the parts that train it, and what they do before, after and between steps.
 
     Attributes:
       requested: the config as it was given. config: the same, with a value in place of every `auto`.
+      variables: all that a checkpoint holds, by name.
       towers: of the step; a single one if the devices hold stages of the model. local_towers: those of this process.
-      hooks: functions of (number of finished steps, steps whose metrics have arrived), called after every step.
       evaluations: records of the evaluations after the last step, if it was evaluated.
       reached: the first accuracy that met the target; 0 until then.
     """
@@ -225,11 +224,14 @@ class Run:
                 f"profile_steps={config.profile_steps}: this run ends with step {length.last}; give earlier steps"
             )
         arguments = towers, precision, dataset.train, length
-        previous = workdir.previous_choices(config, len(towers))
-        self.config = config = tuning.resolve_settings(config, *arguments, previous, micro_batches)
+        previous = workdir.previous_choices(config, config.num_towers(len(towers)))
+        if micro_batches:
+            previous["micro_batches"] = micro_batches
+        self.config = config = tuning.resolve_settings(config, *arguments, previous)
         self.state, train_step, self.towers = build.make_training(
             config, *arguments, strategy, self.batches.load_images
         )
+        self.variables = self.state.named_variables()
         self.augmentation = build.make_augmentation(config, dataset.info)
         image_size_at = ImageSizeSchedule(config.image_size_schedule, config.image_size).at(length)
         self.step_runner = StepRunner(train_step, self.state.optimizer, image_size_at)
@@ -240,7 +242,7 @@ class Run:
         self._compiled = False  # whether the last step was compiled
 
     def _make_observers(self, banner: str) -> None:
-        """Build what logs, evaluates, saves, checks and profiles the steps; list what happens after each step."""
+        """Build what logs, evaluates, saves, checks and profiles the steps."""
         config, dataset, workers, length = self.config, self.dataset, self.workers, self.length
         info = RunInfo(
             config=config,
@@ -252,7 +254,7 @@ class Run:
             length=length,
             image_size_at=self.step_runner.image_size_at,
             model=self.state.model,
-            variables=self.state.named_variables(),
+            variables=self.variables,
             activation_layers=[layer.name for layer in activation_layers(self.state.model)],
         )
         self.logger = RunLogger(info, self.timer, self.callbacks, quiet=not workers.is_chief)
@@ -267,29 +269,20 @@ class Run:
             length.last,
         )
         self.checkpoints = CheckpointManager(
-            config.directory, self.state, config.checkpoint_every_steps, config.keep_checkpoints, self.log, workers
+            config.directory, self.variables, config.checkpoint_every_steps, config.keep_checkpoints, self.log, workers
         )
         self.health = Health(config.max_nonfinite_steps, self.state, self.towers, self._locate_nonfinite, self.log)
         traced = parse_profile_steps(config.profile_steps) if workers.is_chief else None
         self.profiler = StepProfiler(config.directory, *traced) if traced else None
         self.metadata = workdir.run_metadata(self.requested, config, dataset, self.precision, len(self.towers))
         self._has_batch_norm = has_batch_norm(self.state.model)
-        self.hooks: list[Callable[[int, Sequence[FinishedStep]], None]] = [
-            self.check_and_log,
-            self.evaluate_if_due,
-            self.end_epoch,
-            self.save_if_due,
-            self.note_target,
-            self.stop_after_callback_error,
-        ]
 
     # The start and the end of a run
 
     def resume(self) -> int:
         """Log what will be trained, and restore the newest checkpoint or start with `init_from`; return the step."""
         self.logger.log_start()
-        find = functools.partial(workdir.checkpoint_to_resume, self.requested, self.dataset, self._has_batch_norm)
-        metadata = self.checkpoints.restore_latest(find)
+        metadata = self.checkpoints.restore_latest(self.requested, self.dataset, self._has_batch_norm)
         if not metadata:
             if source := self.requested.init_from:
                 classes = self.dataset.info.class_names
@@ -300,7 +293,7 @@ class Run:
         self.evaluations = metadata["evaluations"]
         towers = count(metadata["towers"], "tower")
         self.log(f"resuming from step {metadata['step']}, saved with {towers} in {metadata['precision']}")
-        if changes := describe_changes(metadata, self.metadata, self._has_batch_norm):
+        if changes := workdir.describe_changes(metadata, self.metadata, self._has_batch_norm):
             self.log(changes)
         return metadata["step"]
 
@@ -340,7 +333,7 @@ class Run:
         """
         if not on_gpus(self.local_towers) and self.step_runner.skipped_last():
             # find the non-finite tensor before the next update; on GPUs, asking at every step would stall the device
-            self.check_and_log(step, self.step_runner.finish())
+            self.check_and_log(self.step_runner.finish())
         self._compiled = needs_compilation = self.step_runner.needs_compilation(step)
         self.timer.end_phase("compile" if needs_compilation else "input")
         is_cluster = self.workers.size > 1
@@ -351,7 +344,7 @@ class Run:
         }
         may_not_fit = needs_compilation and not self.requested.micro_batches
         if may_not_fit and step:
-            self.check_and_log(step, self.step_runner.finish())
+            self.check_and_log(self.step_runner.finish())
             self.save_now(step)  # to resume from, with more micro-batches
         if needs_compilation:
             self._compile(step, batch, options)
@@ -389,7 +382,26 @@ class Run:
 
     # What happens after a step
 
-    def check_and_log(self, step: int, finished: Sequence[FinishedStep]) -> None:
+    def after_step(self, step: int, finished: Sequence[FinishedStep]) -> None:
+        """Check and log the steps whose metrics have arrived; evaluate and save if it is time to.
+
+        Raises:
+          DivergedError: too many steps in a row were skipped.
+          CallbackError: a callback has raised an exception; this step is saved.
+        """
+        self.check_and_log(finished)
+        is_evaluated = self.evaluator.is_due(step)
+        if is_evaluated:
+            self.evaluate_now(step)
+        if self._ends_epoch(step):
+            self.logger.log_epoch(step, finished[-1].learning_rates, self.evaluations)
+        is_known_good = self.step_runner.is_up_to_date and not self.health.in_a_row
+        if step < self.length.last and is_known_good and self.checkpoints.should_save(step, is_evaluated):
+            self.save_now(step)
+        self.note_target(step)
+        self.stop_after_callback_error(step)
+
+    def check_and_log(self, finished: Sequence[FinishedStep]) -> None:
         """Check and log the steps whose metrics have arrived; take over the signal on which the workers agree.
 
         Raises:
@@ -406,23 +418,7 @@ class Run:
             self.logger.log_step(each.step, each.metrics, each.learning_rates, each.image_size, self.health.summary())
         self.timer.end_phase("compile" if self._compiled else "report")
 
-    def evaluate_if_due(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Evaluate the run if it is time to."""
-        if self.evaluator.is_due(step):
-            self.evaluate_now(step)
-
-    def end_epoch(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Log an epoch that ends with this step."""
-        if self._ends_epoch(step):
-            self.logger.log_epoch(step, finished[-1].learning_rates, self.evaluations)
-
-    def save_if_due(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Save the state if it is time to, and if its numbers are known to be good."""
-        is_good = step < self.length.last and self.step_runner.is_up_to_date and not self.health.in_a_row
-        if is_good and self.checkpoints.should_save(step, self.evaluator.is_due(step)):
-            self.save_now(step)
-
-    def note_target(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
+    def note_target(self, step: int) -> None:
         """Set `reached` once the evaluations of the first split without test-time augmentation meet the target."""
         split = self.evaluations[0]["split"] if self.evaluations else ""
         plain = [record for record in self.evaluations if record["tta"] == 0 and record["split"] == split]
@@ -433,13 +429,6 @@ class Run:
                 f"reached {100 * best:.2f} % on {split} (target {100 * target:.2f} %) at step "
                 f"{step}, after {self.timer.training_seconds:.1f} s of training"
             )
-
-    def stop_after_callback_error(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Stop as after a signal if a callback has raised an exception."""
-        if self.callbacks.error:
-            self.shutdown.received_signal = signal.SIGTERM  # the workers of a cluster agree on it in the next step
-            if self.workers.size == 1:
-                self.shutdown.set_agreed_signal(signal.SIGTERM)
 
     # Evaluating, saving, going back
 
@@ -472,18 +461,28 @@ class Run:
             self.logger.log_save(step)
         return saved
 
-    def save_on_interrupt(self, step: int) -> Interrupted | CallbackError:
+    def save_on_interrupt(self, step: int) -> Interrupted:
         """Save the last finished step, if there is one; return the error to raise."""
         self.shutdown.defer_signals()
-        self.check_and_log(step, self.step_runner.finish())
+        self.check_and_log(self.step_runner.finish())
         self.logger.progress.pause()
         if not step:
             return Interrupted(self.shutdown.signal, NOTHING_TO_SAVE)
         saved = self.save_now(step, wait=True)
         outcome = f"saved step {step}" if saved else self.checkpoints.describe_latest()
-        if self.callbacks.error:
-            return CallbackError(f"{self.callbacks.error}; {outcome}: the same command resumes")
+        self.stop_after_callback_error(step)
         return Interrupted(self.shutdown.signal, f"{outcome}: the same command resumes")
+
+    def stop_after_callback_error(self, step: int) -> None:
+        """Save the last finished step and end the run if a callback has raised an exception.
+
+        Raises:
+          CallbackError: with what the callback raised. On a cluster it ends the other workers too.
+        """
+        if self.callbacks.error:
+            self.check_and_log(self.step_runner.finish())
+            outcome = f"saved step {step}" if self.save_now(step) else f"step {step} is not saved"
+            raise CallbackError(f"{self.callbacks.error}; {outcome}: the same command resumes")
 
     def roll_back(self, error: DivergedError) -> int:
         """Restore the last checkpoint before the non-finite steps; return its step.
@@ -538,33 +537,6 @@ class Run:
             shard, parts = self.batches.load_images(shard, tower.device), self.config.micro_batches
             message = locate_nonfinite(state.model, self.augmentation, tower, shard, image_size, parts)
         return next(filter(None, self.workers.gather(message)), "")
-
-
-def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any], has_batch_norm: bool) -> str:
-    """Return a line that says what a resumed run computes otherwise than before it was saved; empty if nothing.
-
-    Args:
-      saved, current: metadata of `workdir.run_metadata`.
-      has_batch_norm: whether the model has batch normalization.
-    """
-    changes, settings = [], []
-    if saved["precision"] != current["precision"]:
-        changes.append(f"it computes in {current['precision']} instead of {saved['precision']}")
-        settings.append("precision")
-    if has_batch_norm and current["recipe"]["batch_statistics"] != "synchronized":
-        saved_parts, parts = (each["towers"] * each["micro_batches"] for each in (saved, current))
-        saved_shares, shares = saved["tower_shares"], current["tower_shares"]
-        if saved_parts != parts:
-            changes.append(f"batch norm sees 1/{parts} of a batch at a time instead of 1/{saved_parts}")
-            settings += [name for name in ("towers", "micro_batches") if saved[name] != current[name]]
-        elif saved_shares != shares:
-            equal = "all equal"
-            changes.append(f"batch norm sees tower shares {shares or equal} instead of {saved_shares or equal}")
-            settings.append("tower_shares")
-    if not changes:
-        return ""
-    flags = " ".join(f"--{'num_gpus' if name == 'towers' else name}={saved[name]}" for name in settings)
-    return f"{' and '.join(changes)}, which is another function than so far; give {flags} to train one throughout"
 
 
 @contextlib.contextmanager

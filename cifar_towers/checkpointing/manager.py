@@ -5,13 +5,15 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-import tensorflow as tf
+from typing import Any
 
 from cifar_towers import files
 from cifar_towers.checkpointing import variables as variable_files
 from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoints, read_metadata, validate_checkpoint
+from cifar_towers.checkpointing.variables import Variables
+from cifar_towers.checkpointing.workdir import checkpoint_to_resume
+from cifar_towers.config import TrainConfig
+from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, RunError
 from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
@@ -20,22 +22,12 @@ DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps 
 MAX_TIME_FRACTION = 0.01  # of the run's time that saving may take there
 
 
-class State(Protocol):
-    """The variables of a run, as `training.state.TrainState` has them."""
-
-    def named_variables(self) -> Mapping[str, tf.Variable]:
-        """Return every variable by its lasting name."""
-
-    def first_nonfinite_variable(self) -> str:
-        """Return the name of a variable with a non-finite value, or an empty string."""
-
-
 @dataclasses.dataclass
 class CheckpointManager:
     """The checkpoints of one run. Worker 0 reads and writes them, and all workers get what it restores."""
 
     train_dir: Path
-    state: State
+    variables: Variables  # all of the run
     every_steps: int  # between checkpoints; 0: by the clock
     max_to_keep: int  # number of the newest to keep; the best is kept besides
     log: Callable[[str], None]  # called with lines for the user
@@ -71,9 +63,9 @@ class CheckpointManager:
             return True
         start = time.monotonic()
         try:
-            if nonfinite := self.state.first_nonfinite_variable():
+            if nonfinite := variable_files.first_nonfinite(self.variables):
                 raise OSError(f"{nonfinite} is not finite")
-            variable_files.save_checkpoint(self.train_dir, step, self.state.named_variables(), metadata)
+            variable_files.save_checkpoint(self.train_dir, step, self.variables, metadata)
             prune_checkpoints(self.train_dir, self.max_to_keep)
             self._saved_step = step
         except OSError as error:
@@ -92,23 +84,22 @@ class CheckpointManager:
         checkpoints = list_checkpoints(self.train_dir)
         return f"{checkpoints[-1].name} is kept" if checkpoints else "no checkpoint was written"
 
-    def restore_latest(self, find: Callable[[], tuple[Path, dict[str, Any]] | None]) -> dict[str, Any] | None:
-        """Restore the checkpoint that `find` returns on worker 0; return its metadata, or None if there is none.
+    def restore_latest(self, config: TrainConfig, dataset: Dataset, has_batch_norm: bool) -> dict[str, Any] | None:
+        """Restore the newest checkpoint if the run resumes; return its metadata, or None for a new run.
 
-        Damaged checkpoints are set aside first.
+        Damaged checkpoints are set aside first. For arguments and errors see `checkpoint_to_resume`.
         """
 
         def restore() -> dict[str, Any] | None:
             self.quarantine_damaged()
-            found = find()
-            return self.restore(found[0]) if found else None
+            checkpoint = checkpoint_to_resume(config, dataset, has_batch_norm)
+            return self.restore(checkpoint) if checkpoint else None
 
         return self._on_all_workers(restore)
 
     def initialize(self, source: Path, head: Sequence[str], classes: Sequence[str]) -> str:
         """Start with the newest weights of another run; return the line to log. See `initialize_variables`."""
-        variables = self.state.named_variables()
-        return self._on_all_workers(lambda: variable_files.initialize_variables(source, variables, head, classes))
+        return self._on_all_workers(lambda: variable_files.initialize_variables(source, self.variables, head, classes))
 
     def quarantine_damaged(self) -> None:
         """Remove what killed saves left; rename and log damaged checkpoints."""
@@ -120,17 +111,19 @@ class CheckpointManager:
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Restore this worker's state from a checkpoint and return its metadata."""
-        variable_files.restore_variables(checkpoint, self.state.named_variables())
+        variable_files.restore_variables(checkpoint, self.variables)
         metadata = read_metadata(checkpoint)
         self._saved_step = metadata["step"]
-        rollbacks = files.read_json_if_any(self.train_dir / files.ROLLBACKS).get("rollbacks", 0)
-        return metadata | {"rollbacks": max(metadata.get("rollbacks", 0), rollbacks)}
+        last = files.read_json_if_any(self.train_dir / files.ROLLBACKS)  # may be newer than the checkpoint
+        self._rolled_back_to = last.get("step")
+        return metadata | {"rollbacks": max(metadata.get("rollbacks", 0), last.get("rollbacks", 0))}
 
     def roll_back(self, last_good_step: int, rollbacks: int) -> dict[str, Any] | None:
         """Restore the newest undamaged checkpoint up to `last_good_step` and remove the later ones.
 
         If the previous rollback ended at the same checkpoint, restore the checkpoint before it. The number of
-        `rollbacks`, with this one, is written to a file at once, because the run may end before its next checkpoint.
+        `rollbacks`, with this one, and the step are written to a file at once, because the run may end before its next
+        checkpoint.
 
         Returns:
           The metadata of the restored checkpoint, or None if there is none to restore.
@@ -141,17 +134,17 @@ class CheckpointManager:
         return self._on_all_workers(lambda: self._roll_back(last_good_step, rollbacks))
 
     def _roll_back(self, last_good_step: int, rollbacks: int) -> dict[str, Any] | None:
-        path = self.train_dir / files.ROLLBACKS
-        with files.BestEffortWrites(path):
-            files.write_json(path, {"rollbacks": rollbacks})
         undamaged = [path for path in list_checkpoints(self.train_dir) if not validate_checkpoint(path)]
         steps = [step for path in undamaged if (step := read_metadata(path)["step"]) <= last_good_step]
         if not steps:
             return None
         go_further = steps[-1] == last_good_step == self._rolled_back_to and len(steps) > 1
-        self._rolled_back_to = step = steps[-2 if go_further else -1]
-        checkpoint = checkpoint_path(self.train_dir, step)
+        step = steps[-2 if go_further else -1]
+        path, checkpoint = self.train_dir / files.ROLLBACKS, checkpoint_path(self.train_dir, step)
+        with files.BestEffortWrites(path):
+            files.write_json(path, {"rollbacks": rollbacks, "step": step})
         metadata = self.restore(checkpoint)
+        self._rolled_back_to = step
         for path in (path for path in list_checkpoints(self.train_dir) if path > checkpoint):
             try:
                 files.remove(path)
@@ -166,10 +159,9 @@ class CheckpointManager:
         """
         result = self.workers.broadcast_from_chief(restore)
         if result and self.workers.size > 1:
-            variables = self.state.named_variables()
-            values = self.workers.broadcast_from_chief(lambda: {name: v.numpy() for name, v in variables.items()})
+            values = self.workers.broadcast_from_chief(lambda: {name: v.numpy() for name, v in self.variables.items()})
             for name, value in {} if self.workers.is_chief else values.items():
-                variables[name].assign(value)
+                self.variables[name].assign(value)
         return result
 
 

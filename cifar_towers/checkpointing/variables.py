@@ -44,6 +44,12 @@ def save_checkpoint(train_dir: Path, step: int, variables: Variables, metadata: 
     return final
 
 
+def first_nonfinite(variables: Variables) -> str:
+    """Return the name of a variable with a non-finite value; empty if there is none."""
+    floats = ((name, v) for name, v in variables.items() if v.dtype.is_floating)
+    return next((name for name, v in floats if not np.isfinite(v.numpy()).all()), "")
+
+
 def restore_variables(checkpoint: Path, variables: Variables) -> None:
     """Assign a checkpoint's values to the run's variables: to every variable, with no value left over.
 

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,17 +154,13 @@ def _find(directory: Path, patterns: Iterable[str]) -> list[Path]:
 
 def previous_choices(config: TrainConfig, num_towers: int) -> dict[str, Any]:
     """Return the `CHOSEN` settings of the newest checkpoint if it was made with as many towers; otherwise none."""
-    if config.overwrite or not any(getattr(config, name) in ("", "auto", 0) for name in CHOSEN):
-        return {}
-    checkpoint = latest_checkpoint(config.directory)
+    checkpoint = None if config.overwrite else latest_checkpoint(config.directory)
     metadata = read_metadata(checkpoint) if checkpoint else {}
     return {name: metadata.get(name) for name in CHOSEN} if metadata.get("towers") == num_towers else {}
 
 
-def checkpoint_to_resume(
-    config: TrainConfig, dataset: Dataset, has_batch_norm: bool
-) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest undamaged checkpoint of a run and its metadata; None without one, and with `overwrite`.
+def checkpoint_to_resume(config: TrainConfig, dataset: Dataset, has_batch_norm: bool) -> Path | None:
+    """Return the newest undamaged checkpoint of a run; None without one, and with `overwrite`.
 
     Raises:
       UsageError: the checkpoint was made with another recipe or data set; the message names what differs.
@@ -180,7 +176,7 @@ def checkpoint_to_resume(
             f"{checkpoint} was made with other {' and '.join(changed)} images than {dataset.name} has now; put those "
             "back, or give another --train_dir, or --overwrite to start again in this one"
         )
-    return checkpoint, metadata
+    return checkpoint
 
 
 def _check_recipe(
@@ -223,3 +219,30 @@ def run_metadata(
         **{name: getattr(config, name) for name in CHOSEN},
         "variable_placement": config.variable_placement if config.strategy == "towers" else None,
     }
+
+
+def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any], has_batch_norm: bool) -> str:
+    """Return a line that says what a resumed run computes otherwise than before it was saved; empty if nothing.
+
+    Args:
+      saved, current: as `run_metadata` returns them.
+      has_batch_norm: whether the model has batch normalization.
+    """
+    changes, settings = [], []
+    if saved["precision"] != current["precision"]:
+        changes.append(f"it computes in {current['precision']} instead of {saved['precision']}")
+        settings.append("precision")
+    if has_batch_norm and current["recipe"]["batch_statistics"] != "synchronized":
+        saved_parts, parts = (each["towers"] * each["micro_batches"] for each in (saved, current))
+        saved_shares, shares = saved["tower_shares"], current["tower_shares"]
+        if saved_parts != parts:
+            changes.append(f"batch norm sees 1/{parts} of a batch at a time instead of 1/{saved_parts}")
+            settings += [name for name in ("towers", "micro_batches") if saved[name] != current[name]]
+        elif saved_shares != shares:
+            equal = "all equal"
+            changes.append(f"batch norm sees tower shares {shares or equal} instead of {saved_shares or equal}")
+            settings.append("tower_shares")
+    if not changes:
+        return ""
+    flags = " ".join(f"--{'num_gpus' if name == 'towers' else name}={saved[name]}" for name in settings)
+    return f"{' and '.join(changes)}, which is another function than so far; give {flags} to train one throughout"

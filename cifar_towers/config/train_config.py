@@ -405,9 +405,13 @@ class TrainConfig(DeviceConfig):
         train_dir = f"{self.train_dir}/seed{seed}" if self.train_dir else ""
         return dataclasses.replace(self, seed=seed, seeds="", train_dir=train_dir)
 
+    def num_towers(self, num_devices: int) -> int:
+        """Return the number of towers on so many devices: one if the devices hold stages of the model."""
+        return num_devices if self.parallelism == "data" else 1
+
     def check_shares(self, num_devices: int) -> None:
         """Check that the towers on this many devices, and their micro-batches, can share a batch."""
-        num_towers = num_devices if self.parallelism == "data" else 1
+        num_towers = self.num_towers(num_devices)
         if self.tower_shares == "auto":
             return
         if not self.tower_shares:

@@ -54,10 +54,10 @@ def _round_robin(devices: Sequence[str]) -> Chooser:
 
 
 def _least_loaded(devices: Sequence[str]) -> Chooser:
-    load = Counter(dict.fromkeys(devices, 0))
+    load: Counter[str] = Counter()
 
     def choose(count_bytes: Callable[[], int], pinned_to: str) -> str:
-        device = pinned_to or min(devices, key=load.__getitem__)
+        device = pinned_to or min(devices, key=lambda device: load[short_device(device)])
         load[short_device(device)] += count_bytes()
         return device
 

@@ -31,7 +31,7 @@ from cifar_towers.training.losses import OWN, cross_entropy, make_loss
 from cifar_towers.training.optimizers import RoleSchedule, make_optimizer
 from cifar_towers.training.results import PROXY
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import Update, make_train_step, make_update, select_hard_examples
+from cifar_towers.training.step import Update, make_update, select_hard_examples
 from cifar_towers.user_code import load_function, of_setting
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "float64": "float64"}
@@ -147,8 +147,8 @@ def make_training(
 ) -> tuple[TrainState, Update, Sequence[Tower]]:
     """Return state, step and towers of a run: shared or mirrored variables, on towers or in pipeline stages.
 
-    The step is that of `step.make_train_step`; on a cluster it also takes `stop_signal`. There is one tower if the
-    devices hold stages of the model.
+    The step is a `tf.function` with the arguments that `step.make_update` describes; on a cluster it also takes
+    `stop_signal`. There is one tower if the devices hold stages of the model.
 
     Args:
       strategy: the strategy of a cluster, with the towers of all its workers.
@@ -177,10 +177,10 @@ def make_training(
                 state, loss_fn = make_state_fn()
             stages = _cut_in_stages(state, devices, image_size)
             update = make_update(state, towers[:1], loss_fn, augmentation, stages=stages, **parts)
-            return state, make_train_step(update), towers[:1]
+            return state, tf.function(update, autograph=False), towers[:1]
         options = parts | {"load_images": load_images, "shares": parse_shares(config.tower_shares)}
         options["gradient_device"] = HOST if config.gradient_device == "cpu" else ""
-        with variable_placement(config.variable_placement or "cpu", towers):
+        with variable_placement(config.variable_placement, towers):
             state, loss_fn = make_state_fn()
             update = make_update(state, towers, loss_fn, augmentation, **options)
             if config.hard_example_pool:
@@ -189,7 +189,7 @@ def make_training(
                 proxy_options = options | {"example_loss": make_example_loss(config, num_classes)}
                 proxy_update = make_update(state.proxy, towers, proxy_loss, augmentation, **proxy_options)
                 update = select_hard_examples(update, proxy_update, config.batch_size)
-        return state, make_train_step(update), towers
+        return state, tf.function(update, autograph=False), towers
     except ValueError as error:
         raise UsageError(str(error)) from error
 

@@ -97,7 +97,7 @@ def make_mirrored_step(
     micro_batches: int = 1,
     batch_statistics: str = "mean",
 ) -> Update:
-    """Return the training step of K towers, which are the strategy's replicas; see `make_train_step` for its arguments.
+    """Return the training step of K towers, which are the strategy's replicas; see `make_update` for its arguments.
 
     If other processes have some of the towers, the step takes this process's part of the batch. Its metrics cover all
     towers; its diagnostics cover this process's towers. The step then also takes a `stop_signal`, and returns the

@@ -6,7 +6,7 @@ kernels, biases, the head, whitening filters, or the kernels and biases of the f
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -15,16 +15,6 @@ from cifar_towers.towers.placement import pin_to_device
 
 Updates = list[tuple[tf.Variable, tf.Tensor]]  # (variable, new value)
 FIRST_GROUP = "group1_"  # begins the names of the layers in a speednet's first group of convolutions
-
-
-class UpdateRule(Protocol):
-    """A rule that computes new values of its variables and of the slots that it keeps for them."""
-
-    variables: list[tf.Variable]
-    slots: dict[str, list[tf.Variable]]  # name -> one for each variable, or none
-
-    def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
-        """Return new values of one variable and its slots. Call it on the variable's device; `step` counts from 0."""
 
 
 class Momentum:
@@ -108,6 +98,11 @@ class Muon:
         scale = tf.where(rescale, target / tf.norm(variable), 1.0) * (1 - learning_rate * self.weight_decay)
         direction = orthogonalize(gradient + self.momentum * new_buffer)
         return [(buffer, new_buffer), (variable, scale * variable - learning_rate * direction)]
+
+
+# A rule computes new values of one of its `variables` and of the `slots` that it keeps for it: name -> one for each
+# variable, or none. Call `compute_update` on the variable's device; `step` counts from 0.
+UpdateRule = Momentum | AdamW | Muon
 
 
 def orthogonalize(kernel: tf.Tensor) -> tf.Tensor:

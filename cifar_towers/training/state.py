@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from cifar_towers.data.batches import RandomDraws
@@ -179,11 +178,6 @@ class TrainState:
         heads = {id(variable) for variable in self.optimizer.active_variables(["head"])}
         layers = {v.path.rpartition("/")[0] for v in self.model.trainable_variables if id(v.value) in heads}
         return [v.path.replace("/", ".") for v in self.model.variables if v.path.rpartition("/")[0] in layers]
-
-    def first_nonfinite_variable(self) -> str:
-        """Return the name of a variable with a non-finite value; empty if there is none."""
-        floats = ((name, v) for name, v in self.named_variables().items() if v.dtype.is_floating)
-        return next((name for name, v in floats if not np.isfinite(v.numpy()).all()), "")
 
     def weights_sha256(self) -> str:
         """Return the SHA-256 of the names and bytes of the model's variables."""

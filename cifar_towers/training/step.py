@@ -40,24 +40,6 @@ class TowerResult(NamedTuple):
     example_losses: tf.Tensor | None = None  # one for each example, if there is an `example_loss`
 
 
-def make_train_step(update: Update) -> Update:
-    """Return an update of `make_update` as one graph: (batch, learning_rates, image_size, collect_diagnostics).
-
-    Args of the returned function:
-      learning_rates: by active parameter group; no gradients are taken for the other groups.
-      image_size: a Python number of pixels that images are downsampled to; 0 leaves them as they are.
-      collect_diagnostics: [] bool; without it the graph has no diagnostics.
-
-    Each set of groups and each image size is traced once.
-    """
-
-    @tf.function(autograph=False)
-    def train_step(batch, learning_rates, image_size=0, collect_diagnostics=None) -> StepMetrics:
-        return update(batch, learning_rates, image_size, collect_diagnostics)
-
-    return train_step
-
-
 def make_update(
     state: TrainState,
     towers: Sequence[Tower],
@@ -72,7 +54,14 @@ def make_update(
     load_images: Callable[[Batch, str], Batch] | None = None,
     shares: Sequence[float] = (),
 ) -> Update:
-    """Return the function of one step on `state`; see `make_train_step` for its arguments.
+    """Return the function of one step on `state`: (batch, learning_rates, image_size=0, collect_diagnostics=None).
+
+    As a `tf.function` it is traced once for each set of active parameter groups and each image size.
+
+    Args of the returned function:
+      learning_rates: by active parameter group; no gradients are taken for the other groups.
+      image_size: a Python number of pixels that images are downsampled to; 0 leaves them as they are.
+      collect_diagnostics: [] bool; without it the graph has no diagnostics.
 
     Args:
       micro_batches: number of parts that each tower takes its shard in.
@@ -229,10 +218,7 @@ def make_step_metrics(
     """
     diagnostics = None
     if tower_stats is not None:
-        images, labels, activations = results[-1].diagnostics
-        norms, cosines = tower_stats
-        weights, gradients, update_norms = update.diagnostics
-        diagnostics = StepDiagnostics(images, labels, activations, norms, cosines, weights, gradients, update_norms)
+        diagnostics = StepDiagnostics(*results[-1].diagnostics, *tower_stats, *update.diagnostics)
     with tf.name_scope("metrics"):
         metrics = StepMetrics(
             loss=mean_of_towers([r.losses["cross_entropy"] for r in results], sizes),

@@ -26,7 +26,7 @@ class FinishedStep(NamedTuple):
 class StepRunner:
     """Runs steps. The metrics of a step are read after the next step has started, so that a GPU is never idle."""
 
-    train_step: Any  # the function that `step.make_train_step` or `distributed_step.make_mirrored_step` returns
+    train_step: Any  # the `tf.function` that `build.make_training` returns
     optimizer: Optimizer
     image_size_at: Callable[[int], int]  # step -> image size in pixels
     # kinds of steps that have run, each compiled once: (image size, active parameter groups)

@@ -40,17 +40,14 @@ def resolve_settings(
     train: Split,
     length: RunLength,
     previous: Mapping[str, Any],
-    micro_batches: int = 0,
 ) -> TrainConfig:
     """Return `config` with a value in place of every `auto` and every empty choice.
 
     Args:
-      previous: what the run chose when it was last trained, by setting.
-      micro_batches: number of micro-batches if the config says `auto`; 0: the previous number, or else 1.
+      previous: what the run chose when it was last trained, by setting; empty for a new run.
     """
     if not config.micro_batches:  # auto
-        chosen = micro_batches or previous.get("micro_batches") or 1
-        config = dataclasses.replace(config, micro_batches=chosen)
+        config = dataclasses.replace(config, micro_batches=previous.get("micro_batches") or 1)
     arguments = towers, precision, train, length
     config = resolve_placement(config, *arguments, previous.get("variable_placement") or "")
     return resolve_shares(config, *arguments, previous.get("tower_shares") or "")
@@ -192,7 +189,7 @@ def measure_speeds(
     """Return [K] images per second of each tower, while all towers work on shards of one size."""
     size = max(1, config.batch_size // len(towers) // config.micro_batches) * config.micro_batches
     small = dataclasses.replace(config, tower_shares="", batch_size=size, hard_example_pool=0, num_gpus=1)
-    with variable_placement(config.variable_placement or "cpu", towers):
+    with variable_placement(config.variable_placement, towers):
         state, loss_fn = build.make_state(small, precision, train, length)
     batches = build.make_batches(small, train, towers=towers)
     augmentation = build.make_augmentation(small, train.info)
@@ -238,12 +235,12 @@ def rates_beside_each_other(works: Sequence[Callable[[], object]]) -> list[float
 def shard_sizes(config: TrainConfig, num_towers: int, examples: int = 0) -> list[int]:
     """Return [K], the number of examples that each tower takes of `examples`, by default of a batch."""
     shares = parse_shares(config.tower_shares) or [1] * num_towers
-    return share_out(examples or config.batch_size, shares, config.micro_batches or 1)
+    return share_out(examples or config.batch_size, shares, config.micro_batches)
 
 
 def more_micro_batches(config: TrainConfig, num_devices: int) -> int:
     """Return the smallest number of micro-batches that at least halves their size; 0 if there is none."""
-    num_towers = num_devices if config.parallelism == "data" else 1
+    num_towers = config.num_towers(num_devices)
     sizes = shard_sizes(config, num_towers)
     if config.hard_example_pool:
         sizes += shard_sizes(config, num_towers, config.hard_example_pool)

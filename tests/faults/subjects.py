@@ -8,7 +8,6 @@ all that makes a run repeatable: a seed, deterministic operations, and batches t
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import keras
@@ -39,8 +38,7 @@ def towers_saver(directory: Path) -> Saver:
     shapes = {"kernel": (12, 40), "bias": (40,), "head": (40, 10)}
     variables = {name: tf.Variable(tf.zeros(shape)) for name, shape in shapes.items()}
     variables["step"] = tf.Variable(0, dtype=tf.int64)
-    state = SimpleNamespace(named_variables=lambda: variables, first_nonfinite_variable=lambda: "")
-    manager = CheckpointManager(directory, state, 0, MAX_TO_KEEP, lambda line: None)
+    manager = CheckpointManager(directory, variables, 0, MAX_TO_KEEP, lambda line: None)
 
     def save(step: int) -> None:
         if not manager.save(step, {"accuracy": None}):

@@ -67,6 +67,17 @@ def test_a_failing_callback_ends_the_run_saved_and_it_resumes_to_the_same_bits(t
     assert result["weights_sha256"] == tiny_run[1]["weights_sha256"]
 
 
+def test_a_callback_that_fails_where_the_target_is_reached_is_no_interrupt(tmp_path):
+    class Failing:
+        def on_evaluation(self, step, evaluation):
+            raise OSError("no network")
+
+    config = replace(TINY, target_accuracy=0.05, eval_every_epochs=0.2)
+    with pytest.raises(CallbackError, match="on_evaluation: .*OSError: no network; saved step 2: .*resumes"):
+        run(config, tmp_path, callbacks=[Failing])
+    assert run(config, tmp_path)["step"] == 2
+
+
 def test_a_callback_that_fails_at_the_end_leaves_a_complete_run(tmp_path):
     class Failing:
         def on_end(self, run):

@@ -84,3 +84,12 @@ def test_micro_batches_go_on_from_the_step_that_did_not_fit_and_are_kept(tmp_pat
     result = run(config, tmp_path / "auto")
     assert attempts == [1, 2, 2] and result["step"] == STEPS
     assert run(config, tmp_path / "whole")["weights_sha256"] == result["weights_sha256"]
+
+
+def test_micro_batches_of_stages_are_kept(tmp_path, small_memory):
+    """Resume a run whose devices hold stages of one model: it has one tower on two devices."""
+    attempts = small_memory(lambda parts, size: parts >= 2, "trace")
+    config = replace(TINY, num_gpus=2, parallelism="model", micro_batches=0, eval_every_epochs=0)
+    for steps in (1, 2):
+        run(config, tmp_path, max_steps=steps)
+    assert attempts == [1, 2, 2]

@@ -85,7 +85,8 @@ def test_speednet_step_counts_equal_for_tower_counts_and_precisions(monkeypatch,
     examples, totals = 8, {}
     train = synthetic.make(100, seed=0, stream=0)
     for count, precision in ((1, "float32"), (2, "float32"), (1, "bfloat16")):
-        config = TrainConfig(model="speednet94", optimizer="momentum", batch_size=examples, num_gpus=count)
+        on_towers = {"num_gpus": count, "variable_placement": "cpu"}
+        config = TrainConfig(model="speednet94", optimizer="momentum", batch_size=examples, **on_towers)
         batches = Batches(train, examples, seed=0)
         state, train_step, _ = build.make_training(
             config, towers(count), precision, train, RunLength(batches.steps_per_epoch, 10, 10)

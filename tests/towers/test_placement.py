@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.towers import placement_report, run_on_towers, variable_placement
+from cifar_towers.towers import Tower, placement_report, run_on_towers, variable_placement
 from cifar_towers.towers.placement import PLACEMENTS, pin_to_device
 
 
@@ -37,6 +37,13 @@ def test_least_loaded_counts_bytes(towers):
             slot = tf.Variable(tf.zeros([60]))  # 240 on the same device, which makes 340
         late = [tf.Variable(tf.zeros([n])) for n in (10, 20, 1)]  # 1 holds 380; 1 holds 460; then 0 has least
     assert device_indices([big, small, *(v.value for v in layer.variables), slot, *late]) == [0, 1, 2, 1, 1, 1, 1, 0]
+
+
+def test_least_loaded_knows_devices_by_any_name(towers):
+    renamed = [Tower(tower.index, tower.device.replace("/", "/device:")) for tower in towers(2)]
+    with variable_placement("least_loaded", renamed):
+        variables = [tf.Variable(0.0) for _ in range(4)]
+    assert device_indices(variables) == [0, 1, 0, 1]
 
 
 def test_placement_does_not_change_initial_values(towers):

@@ -1,5 +1,7 @@
 """A training step on towers, its state, and the batches for it."""
 
+from dataclasses import replace
+
 import tensorflow as tf
 
 from cifar_towers.config.schedules import RunLength
@@ -11,6 +13,7 @@ class Run:
     """The steps of a run of 100 steps, on the towers of the test."""
 
     def __init__(self, towers, examples, config, precision="float32"):
+        config = replace(config, variable_placement=config.variable_placement or "cpu")
         self.config, self.towers = config, towers
         self.batches = build.make_batches(config, examples, towers=towers)
         length = RunLength(self.batches.steps_per_epoch, 100, 100)

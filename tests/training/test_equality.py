@@ -23,7 +23,7 @@ from cifar_towers.training import build
 from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
 from cifar_towers.training.optimizers import Momentum, Optimizer, ParamGroup, RoleSchedule
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import make_train_step, make_update
+from cifar_towers.training.step import make_update
 
 pytestmark = pytest.mark.gpu
 STEPS, BATCH, RATE, MOMENTUM, BOUND = 10, 48, 0.1, 0.9, 1e-4
@@ -79,7 +79,7 @@ def combined(strategy, how, towers, batches, **options):
     else:
         with variable_placement(how, towers):
             state = make_state(synchronized)
-        step = make_train_step(make_update(state, towers, loss_fn, AUGMENTATION, **options))
+        step = tf.function(make_update(state, towers, loss_fn, AUGMENTATION, **options), autograph=False)
     return after_steps(state, step, batches)
 
 
@@ -176,8 +176,8 @@ def test_stages_equal_one_device(towers, batches, witness, stages, parts):
     with stage_placement(small_net, devices):
         state = make_state()
     cut = cut_in_stages(state.model, devices)
-    step = make_train_step(make_update(state, towers(1), loss_fn, AUGMENTATION, micro_batches=parts, stages=cut))
-    assert largest_difference(witness(parts), after_steps(state, step, batches)) < BOUND
+    update = make_update(state, towers(1), loss_fn, AUGMENTATION, micro_batches=parts, stages=cut)
+    assert largest_difference(witness(parts), after_steps(state, tf.function(update, autograph=False), batches)) < BOUND
     homes = {stage.device: {v.path for v in stage.model.variables} for stage in cut}
     slots = state.optimizer.groups[0].rule.slots["momentum"]
     for variable, slot in zip(state.model.trainable_variables, slots, strict=True):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cifar_towers.checkpointing.variables import first_nonfinite
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.training import build, health, state
 from tests.configs import TINY_NET, recipe
@@ -52,7 +53,7 @@ def test_nonfinite_step_changes_nothing_and_names_its_tower(towers, examples, pl
         images[example] = np.inf  # a single NaN could get lost: max pooling passes over it
         metrics = make_step(run, batch._replace(images=tf.constant(images)))
         synchronized = way.get("batch_statistics") == "synchronized"  # there it spreads before any loss is taken
-        assert not metrics.finite and same(before, run.values()) and not run.state.first_nonfinite_variable()
+        assert not metrics.finite and same(before, run.values()) and not first_nonfinite(run.state.named_variables())
         assert f"cross_entropy of tower_{0 if synchronized else example // 12} " in describe(run, metrics)
         assert np.isfinite(list(metrics.smoothed_losses.values())).all()
     assert make_step(run).finite and not same(before, run.values())
@@ -67,7 +68,7 @@ def test_first_nonfinite_layer_is_named(towers, examples):
     assert health.first_nonfinite_layer(run.state.model, images * 1e38).endswith("output of whitening")
     run.state.model.get_layer("group2_norm1").beta.assign([np.nan] * 64)
     assert health.first_nonfinite_layer(run.state.model, images).endswith("group2_norm1/beta")
-    assert run.state.first_nonfinite_variable() == "model.group2_norm1.beta"
+    assert first_nonfinite(run.state.named_variables()) == "model.group2_norm1.beta"
 
 
 def test_update_that_would_overflow_the_weights_is_skipped(plain):

@@ -156,7 +156,8 @@ def test_unequal_towers_train_as_one_does(towers, examples, placement, shares):
 
 def test_measured_shares_follow_speed_and_are_kept(towers, examples, monkeypatch, caplog):
     caplog.set_level("INFO")
-    config = TrainConfig(model=TINY_NET, batch_size=40, tower_shares="auto", num_gpus=2)
+    on_towers = {"num_gpus": 2, "tower_shares": "auto", "variable_placement": "cpu"}
+    config = TrainConfig(model=TINY_NET, batch_size=40, **on_towers)
     monkeypatch.setattr(tuning, "rates_beside_each_other", lambda works: [30.0, 10.0])
     resolved = tuning.resolve_shares(config, towers(2), "float32", examples, LENGTH)
     assert resolved.tower_shares == "30,10"
@@ -172,7 +173,8 @@ def test_measured_shares_follow_speed_and_are_kept(towers, examples, monkeypatch
 
 def test_speeds_are_measured_of_towers_at_work_together(towers, examples, monkeypatch):
     monkeypatch.setattr(tuning, "SHARES_SECONDS", 0.2)
-    config = TrainConfig(model=TINY_NET, batch_size=40, tower_shares="auto", num_gpus=2)
+    on_towers = {"num_gpus": 2, "tower_shares": "auto", "variable_placement": "cpu"}
+    config = TrainConfig(model=TINY_NET, batch_size=40, **on_towers)
     speeds = tuning.measure_speeds(config, towers(2), "float32", examples, LENGTH)
     assert len(speeds) == 2 and min(speeds) > 0
     at_work, together = threading.Semaphore(2), []
