@@ -41,22 +41,24 @@ class ClusterSpec:
 
 
 class Workers:
-    """The workers of a run, as one of them sees them: a process alone, or those of a `coordination.Coordinator`.
+    """The workers of a run, as one of them sees them: a process alone, or the workers of a cluster.
 
     All workers call the same methods in the same order, and each method waits for all of them.
+
+    Args:
+      cluster: all workers.
+      gather: returns the values that all workers call it with, by worker.
     """
 
-    def __init__(self, cluster: ClusterSpec = ClusterSpec(("",), 0)):
-        self.cluster, self.index, self.size = cluster, cluster.index, cluster.size
+    def __init__(
+        self, cluster: ClusterSpec = ClusterSpec(("",), 0), gather: Callable[[Any], list] = lambda value: [value]
+    ):
+        self.cluster, self.index, self.size, self.gather = cluster, cluster.index, cluster.size, gather
 
     @property
     def is_chief(self) -> bool:
         """True on worker 0, the only one that reads and writes `train_dir`."""
         return self.index == 0
-
-    def gather(self, value: Any) -> list:
-        """Return the values of all workers, by worker."""
-        return [value]
 
     def broadcast_from_chief(self, make: Callable[[], Any]) -> Any:
         """Return the result of `make` on the chief, on all workers."""

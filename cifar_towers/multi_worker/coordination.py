@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,7 @@ import tensorflow as tf
 
 from cifar_towers.config import TrainConfig, shared_settings
 from cifar_towers.data.dataset import Dataset
-from cifar_towers.errors import (
-    Interrupted,
-    RunError,
-    UsageError,
-    WorkerLostError,
-    error_line,
-    error_text,
-    printable,
-)
+from cifar_towers.errors import Interrupted, RunError, UsageError, WorkerLostError, error_line, error_text, printable
 from cifar_towers.multi_worker import coordination_service
 from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers, split_address
 from cifar_towers.multi_worker.coordination_service import HEARTBEAT_TIMEOUT_SECONDS
@@ -42,28 +35,6 @@ EXIT_GRACE_SECONDS = 1.0  # for an error to reach the other workers before this 
 TASK = re.compile(rf"/job:{coordination_service.JOB}/(?:replica:0/)?task:(\d+)")
 SERVICE = "/tensorflow.CoordinationService/"  # in errors of workers that no longer reach worker 0, where it runs
 END = re.compile(r"exit code (\d+): ([^\n]*)")
-
-
-class Coordinator(Workers):
-    """The workers of a cluster.
-
-    Args:
-      cluster: all workers.
-      strategy: joins the workers by its collectives.
-      shutdown: handles signals while this worker waits for others.
-    """
-
-    def __init__(self, cluster: ClusterSpec, strategy: tf.distribute.Strategy, shutdown: ShutdownHandler):
-        super().__init__(cluster)
-        self._shutdown, self._gather_values = shutdown, _make_gather(strategy)
-
-    def gather(self, value: Any) -> list:
-        """Return the values of all workers, by worker.
-
-        Raises:
-          WorkerLostError, RunError: another worker was lost, or ended with an error.
-        """
-        return run_interruptibly(lambda: self._gather_values(value), self._shutdown)
 
 
 @contextlib.contextmanager
@@ -88,10 +59,11 @@ def connect(
         return
     try:
         devices = _start(cluster, make_devices, timeout_seconds, shutdown)
-        coordinator = Coordinator(cluster, devices.strategy, shutdown)
+        gather = _make_gather(devices.strategy)
+        workers = Workers(cluster, lambda value: run_interruptibly(lambda: gather(value), shutdown))
         cluster.log("has joined; worker 0 logs the run")
-        yield coordinator, devices
-        coordinator.gather(None)  # a worker that finishes early waits for the others
+        yield workers, devices
+        workers.gather(None)  # a worker that finishes early waits for the others
         cluster.log("has finished")
     except (Exception, Interrupted) as error:
         cause = _explain(cluster, error)
@@ -110,24 +82,22 @@ def run_interruptibly(function: Callable[[], Any], shutdown: ShutdownHandler, de
     Raises:
       TimeoutError: it has not returned by `deadline`, on the monotonic clock.
     """
-    outcome: dict[str, Any] = {}
+    outcome: Future = Future()
 
     def run():
         try:
-            outcome["value"] = function()
+            outcome.set_result(function())
         except BaseException as error:
-            outcome["error"] = error
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(POLL_SECONDS)
+    threading.Thread(target=run, daemon=True).start()
+    while True:
+        is_done = wait([outcome], POLL_SECONDS).done
         shutdown.reinstall_handlers()  # TensorFlow's server installs one for SIGTERM
-        if thread.is_alive() and time.monotonic() > deadline:
+        if is_done:
+            return outcome.result()
+        if time.monotonic() > deadline:
             raise TimeoutError
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["value"]
 
 
 # A run of several workers ---------------------------------------------------------------------------------------------
@@ -152,7 +122,7 @@ def assert_workers_agree(
     Raises:
       UsageError: naming the worker and what differs.
     """
-    data = {f"{name} images, as sha256,": getattr(dataset, name).digest for name in ("train", "test")}
+    data = {f"{name} images, as sha256,": getattr(dataset, name).digest for name in ("train", "validation", "test")}
     workers.assert_equal(shared_settings(config) | data | {"precision": precision, "towers": num_towers})
 
 

@@ -71,19 +71,18 @@ def resolve_placement(
     if config.variable_placement not in ("", "auto"):
         return config
     has_choice = config.strategy == "towers" and config.parallelism == "data" and not config.deterministic
-    is_speednet = model_spec(config.model).whitening
-    if not config.variable_placement and not (on_gpus(towers) and has_choice and is_speednet):
+    is_measured_by_default = on_gpus(towers) and has_choice and model_spec(config.model).whitening
+    if not config.variable_placement and not is_measured_by_default:
         return dataclasses.replace(config, variable_placement="cpu")
     if previous in PLACEMENTS:
-        log.info("variable placement %s, as the run began", previous)
-        return dataclasses.replace(config, variable_placement=previous)
-    if not on_gpus(towers):
-        log.info("variable placement cpu: all towers are on the CPU")
-        return dataclasses.replace(config, variable_placement="cpu")
-    log.info("measuring which variable placement is fastest; it compiles the step three times")
-    recommended = recommend_placement(config, towers, precision, train, length)
-    log.info(f"variable placement {recommended.placement}: {recommended.reason}")
-    return dataclasses.replace(config, variable_placement=recommended.placement)
+        placement, reason = previous, "as the run began"
+    elif not on_gpus(towers):
+        placement, reason = "cpu", "all towers are on the CPU"
+    else:
+        log.info("measuring which variable placement is fastest; it compiles the step three times")
+        placement, _, reason = recommend_placement(config, towers, precision, train, length)
+    log.info(f"variable placement {placement}: {reason}")
+    return dataclasses.replace(config, variable_placement=placement)
 
 
 class Recommendation(NamedTuple):

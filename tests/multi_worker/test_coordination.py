@@ -15,9 +15,12 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 
-from cifar_towers.errors import RunError, WorkerLostError
+from cifar_towers.config import TrainConfig
+from cifar_towers.data import synthetic
+from cifar_towers.data.dataset import Dataset
+from cifar_towers.errors import RunError, UsageError, WorkerLostError
 from cifar_towers.multi_worker import coordination
-from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec
+from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers
 from cifar_towers.multi_worker.coordination import run_interruptibly
 from cifar_towers.multi_worker.launcher import free_addresses
 from cifar_towers.shutdown import ShutdownHandler
@@ -140,3 +143,18 @@ def test_private_parts_of_tensorflow_are_where_they_were():
 def test_a_process_alone_waits_for_nobody():
     assert ALONE.is_chief and ALONE.gather(5) == [5] and ALONE.broadcast_from_chief(lambda: 6) == 6
     ALONE.assert_equal({"a": 1})
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_workers_with_other_images_are_refused(split):
+    """With other validation images the workers would disagree on the accuracy, and on when to stop."""
+    dataset = Dataset("mine", *(synthetic.make(10, 0, stream) for stream in range(3)))
+
+    def check(gather, dataset):
+        workers = Workers(dataclasses.replace(CLUSTER, addresses=CLUSTER.addresses[:2]), gather)
+        coordination.assert_workers_agree(workers, TrainConfig(), dataset, "float32", 2)
+
+    sent = []
+    check(lambda values: sent.append(values) or [values, values], dataset._replace(**{split: synthetic.make(10, 0, 3)}))
+    with pytest.raises(UsageError, match=rf"worker 1 of 2 \(b:1\) has {split} images, as sha256, "):
+        check(lambda values: [values, *sent], dataset)
