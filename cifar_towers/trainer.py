@@ -158,7 +158,7 @@ def finish(step: int, run: "Run") -> dict:
     outcome = f"step {step} is saved; the same command evaluates it" if saved else "nothing was saved"
     run.shutdown.exit_immediately_from_now(outcome)
     run.logger.begin_final_evaluation(step, run.evaluator.splits)
-    run.evaluate_now(step, run.config.tta, final=True)
+    run.evaluate_now(step, final=True)
     run.note_target(step)
     weights_sha256 = run.state.weights_sha256()
     run.workers.assert_equal({"weights, as sha256,": weights_sha256})
@@ -267,6 +267,7 @@ class Run:
             self.state.evaluation_weights,
             config.evaluate_every_steps(length),
             length.last,
+            config.tta,
         )
         self.checkpoints = CheckpointManager(
             config.directory, self.variables, config.checkpoint_every_steps, config.keep_checkpoints, self.log, workers
@@ -308,7 +309,7 @@ class Run:
     def begin(self, step: int) -> None:
         """Open the files of the run. From now on, a signal ends the run once its current step is saved."""
         self.workers.cluster.log(f"trains from step {step} to {self.length.last}")
-        self.logger.open(step, functools.partial(self.evaluator.images_left, tta=self.config.tta))
+        self.logger.open(step, self.evaluator.images_left)
         if self.callbacks.error:
             raise self.callbacks.error
         self.shutdown.announce = self.log
@@ -439,10 +440,10 @@ class Run:
             self.evaluate_now(step)
         self.note_target(step)
 
-    def evaluate_now(self, step: int, tta: int = 0, final: bool = False) -> None:
+    def evaluate_now(self, step: int, final: bool = False) -> None:
         """Score the validation split if there is one, else test; both if `final`. Log the scores."""
         with self.shutdown.interruptible():
-            scores = self.evaluator.run(tta, final)
+            scores = self.evaluator.run(final)
         self.evaluations = self.logger.log_evaluation(step, scores, self.evaluator.splits, final)
         self.timer.end_phase("evaluate")
 

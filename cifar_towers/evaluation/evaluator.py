@@ -39,6 +39,7 @@ class Evaluator:
     weight_sets: Callable[[], Mapping[str, tuple]]  # name -> (weights, non-trainable values); the run reports the last
     every_steps: int  # steps between evaluations before the end; 0: only at the end
     last_step: int
+    tta: int = 0  # level of test-time augmentation of the evaluation at the end
 
     def __post_init__(self) -> None:
         self.splits = {name: split for name, split in self.splits.items() if len(split.labels)}
@@ -47,28 +48,24 @@ class Evaluator:
         """Return whether the run is evaluated after `step`, before its end."""
         return bool(self.every_steps) and step % self.every_steps == 0 and 0 < step < self.last_step
 
-    def images_left(self, step: int, tta: int) -> int:
-        """Return the number of images that all evaluations from `step` on will classify, with each view counted.
-
-        Args:
-          tta: level of test-time augmentation of the final evaluation.
-        """
+    def images_left(self, step: int) -> int:
+        """Return the number of images that all evaluations from `step` on will classify, with each view counted."""
         sizes = [len(split.labels) for split in self.splits.values()]
         num_due = 0
         if self.every_steps:
             num_due = (self.last_step - 1) // self.every_steps - (max(step, 1) - 1) // self.every_steps
         num_others = len(self.weight_sets()) - 1
-        return num_due * sizes[0] + sum(sizes) * (len(TTA_LEVELS[tta]) + num_others)
+        return num_due * sizes[0] + sum(sizes) * (len(TTA_LEVELS[self.tta]) + num_others)
 
-    def run(self, tta: int = 0, final: bool = False) -> list[Evaluation]:
+    def run(self, final: bool = False) -> list[Evaluation]:
         """Score the first split, or all splits and sets of weights if `final`."""
         *others, reported = self.weight_sets().items()
         passes = [(*other, 0) for other in others] if final else []
         return [
             Evaluation(name, weights, level, score)
             for name in list(self.splits)[: None if final else 1]
-            for weights, values, levels in [*passes, (*reported, tta)]
-            for level, score in self.evaluate(self.splits[name], *values, levels).items()
+            for weights, values, tta in [*passes, (*reported, self.tta if final else 0)]
+            for level, score in self.evaluate(self.splits[name], *values, tta).items()
         ]
 
 

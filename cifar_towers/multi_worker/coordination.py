@@ -109,9 +109,8 @@ def worker_train_dir(workers: Workers, config: TrainConfig) -> Iterator[TrainCon
     if workers.is_chief:
         yield config
         return
-    own = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{workers.index}-", ignore_cleanup_errors=True)
-    with own:
-        yield dataclasses.replace(config, train_dir=own.name)
+    with tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{workers.index}-", ignore_cleanup_errors=True) as own:
+        yield dataclasses.replace(config, train_dir=own)
 
 
 def assert_workers_agree(

@@ -70,7 +70,7 @@ def gather_diagnostics(workers: Workers, metrics: StepMetrics) -> StepMetrics:
 
     They are the gradient statistics of every tower, and the forward pass of the final one.
     """
-    if workers.size == 1 or not metrics.diagnostics:
+    if not metrics.diagnostics:
         return metrics
     own = metrics.diagnostics
     forward = (own.images, own.labels, own.activations) if workers.index == workers.size - 1 else None

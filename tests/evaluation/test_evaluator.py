@@ -63,7 +63,7 @@ def test_reported_score_is_chosen_without_looking_at_the_accuracy(kinds, expecte
     assert reported_score(scores) == scores[expected] and reported_score([]) is None
 
 
-def make_evaluator(every_steps, validation=0):
+def make_evaluator(every_steps, validation=0, tta=0):
     """Return an evaluator until step 10, and a list of the calls of its evaluation function."""
     calls = []
 
@@ -74,7 +74,7 @@ def make_evaluator(every_steps, validation=0):
     values = {name: ([f"{name} weights"], [f"{name} statistics"]) for name in ("raw", "ema")}
     counts = {"validation": validation, "test": 7}
     splits = {name: Split(np.zeros((n, 4, 4, 3), np.uint8), np.zeros(n, np.int64)) for name, n in counts.items()}
-    return evaluator.Evaluator(evaluate, splits, lambda: values, every_steps, last_step=10), calls
+    return evaluator.Evaluator(evaluate, splits, lambda: values, every_steps, last_step=10, tta=tta), calls
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_evaluations_are_due_every_so_many_steps_before_the_last(every_steps, ex
 
 @pytest.mark.parametrize(("validation", "first"), [(0, "test"), (5, "validation")])
 def test_averaged_weights_are_scored_before_the_end_and_raw_ones_once_at_the_end(validation, first):
-    evaluations, calls = make_evaluator(3, validation)
+    evaluations, calls = make_evaluator(3, validation, tta=2)
     found = evaluations.run()
     assert [(each.split, each.weights, each.tta) for each in found] == [(first, "ema", 0)]
     assert calls == [(validation or 7, ["ema weights"], ["ema statistics"], 0)]
     splits, kinds = dict.fromkeys((first, "test")), (("raw", 0, "TTA 0"), ("ema", 0, "TTA 0"), ("ema", 2, "TTA 2"))
-    assert [(each.split, each.weights, each.tta, each.score) for each in evaluations.run(tta=2, final=True)] == [
+    assert [(each.split, each.weights, each.tta, each.score) for each in evaluations.run(final=True)] == [
         (split, *kind) for split in splits for kind in kinds
     ]
 
@@ -101,15 +101,15 @@ def test_averaged_weights_are_scored_before_the_end_and_raw_ones_once_at_the_end
 @pytest.mark.parametrize("every_steps", [0, 3, 5])
 @pytest.mark.parametrize("tta", [0, 2])
 def test_images_left_are_those_that_are_evaluated(validation, every_steps, tta):
-    evaluations, calls = make_evaluator(every_steps, validation)
+    evaluations, calls = make_evaluator(every_steps, validation, tta)
     for step in range(11):
         calls.clear()
         for later in range(step, 11):
             if evaluations.is_due(later):
                 evaluations.run()
-        evaluations.run(tta, final=True)
+        evaluations.run(final=True)
         num_images = sum(count * len(TTA_LEVELS[level]) for count, *_, level in calls)
-        assert evaluations.images_left(step, tta) == num_images, step
+        assert evaluations.images_left(step) == num_images, step
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
