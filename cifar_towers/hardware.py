@@ -69,7 +69,6 @@ def gpus_without_kernels() -> list[tuple[str, tuple[int, int]]]:
 
 
 def has_nvidia_driver() -> bool:
-    """Return whether an NVIDIA driver is installed."""
     return any(path.exists() for path in NVIDIA_DRIVERS)
 
 

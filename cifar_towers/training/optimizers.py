@@ -32,7 +32,6 @@ class Momentum:
         self.slots = {"momentum": [_zeros_like(v, "momentum") for v in self.variables] if momentum else []}
 
     def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
-        """Return new values of one variable and its buffer."""
         variable, direction = self.variables[index], gradient
         if self.weight_decay:
             direction += self.weight_decay * variable
@@ -88,7 +87,6 @@ class Muon:
         self.slots = {"momentum": [_zeros_like(v, "momentum") for v in self.variables]}
 
     def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
-        """Return new values of one kernel and its buffer."""
         variable, buffer = self.variables[index], self.slots["momentum"][index]
         new_buffer = self.momentum * buffer + gradient
         period = 2 + 15 * tf.cast(step, tf.int64) // self.total_steps
@@ -154,7 +152,6 @@ class Optimizer:
         return {group.name: factor * group.schedule.learning_rate(step) for group in active}
 
     def active_variables(self, group_names: Container[str]) -> list[tf.Variable]:
-        """Return the trained variables of these groups."""
         return [variable for group in self.groups if group.name in group_names for variable in group.rule.variables]
 
     def updated_variables(self) -> list[tf.Variable]:

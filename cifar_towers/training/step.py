@@ -271,5 +271,4 @@ def select_hard_examples(update: Update, proxy_update: Update, count: int) -> Up
 
 
 def gather_rows(batch: Batch, rows: tf.Tensor) -> Batch:
-    """Return the examples of a batch at these indices."""
     return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), batch)
