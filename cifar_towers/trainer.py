@@ -225,9 +225,10 @@ class Run:
             )
         arguments = towers, precision, dataset.train, length
         previous = workdir.previous_choices(config, config.num_towers(len(towers)))
-        if micro_batches:
-            previous["micro_batches"] = micro_batches
-        self.config = config = tuning.resolve_settings(config, *arguments, previous)
+        micro_batches = config.micro_batches or micro_batches or previous.get("micro_batches") or 1
+        config = dataclasses.replace(config, micro_batches=micro_batches)
+        config = tuning.resolve_placement(config, *arguments, previous.get("variable_placement", ""))
+        self.config = config = tuning.resolve_shares(config, *arguments, previous.get("tower_shares", ""))
         self.state, train_step, self.towers = build.make_training(
             config, *arguments, strategy, self.batches.load_images
         )

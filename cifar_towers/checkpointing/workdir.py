@@ -156,7 +156,8 @@ def previous_choices(config: TrainConfig, num_towers: int) -> dict[str, Any]:
     """Return the `CHOSEN` settings of the newest checkpoint if it was made with as many towers; otherwise none."""
     checkpoint = None if config.overwrite else latest_checkpoint(config.directory)
     metadata = read_metadata(checkpoint) if checkpoint else {}
-    return {name: metadata.get(name) for name in CHOSEN} if metadata.get("towers") == num_towers else {}
+    is_comparable = metadata.get("towers") == num_towers
+    return {name: metadata[name] for name in CHOSEN if is_comparable and metadata.get(name)}
 
 
 def checkpoint_to_resume(config: TrainConfig, dataset: Dataset, has_batch_norm: bool) -> Path | None:

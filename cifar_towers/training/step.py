@@ -115,42 +115,39 @@ def make_tower_fn(
     """
     forward = staged_call(stages, state.model) if stages else stateless_call_with_activations(state.model)
 
-    def on_part(
-        part: Batch, weights: list, non_trainable: list, active_groups: Collection[str], image_size: int, collect
-    ) -> TowerResult:
-        """Compute losses, gradients and new values from a micro-batch."""
-        non_trainable = state.with_layer_seeds(non_trainable, part.draws)
-        images, labels = augmentation.augment_with_labels(part.images, part.labels, part.draws, image_size)
-        active = {id(variable) for variable in state.optimizer.active_variables(active_groups)}
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            pairs = zip(weights, state.weights, strict=True)
-            tape.watch([weight for weight, variable in pairs if id(variable) in active])
-            logits, new_values, activations, *model_losses = forward(weights, non_trainable, images)
-            losses = loss_fn(labels, logits, weights, model_losses)
-            scaled_loss = state.loss_scale.scale_loss(losses["total_loss"])
-        with tf.name_scope("backward"):
-            gradients = tape.gradient(scaled_loss, weights)
-        diagnostics = forward_diagnostics(collect, images, part.labels, activations) if collect is not None else None
-        changes = zip(new_values, non_trainable, state.is_seed, strict=True)
-        return TowerResult(
-            losses=losses,
-            gradients=gradients,
-            non_trainable=[None if seed or new is old else new for new, old, seed in changes],
-            num_correct=tf.reduce_sum(tf.cast(tf.equal(most_likely(labels), tf.argmax(logits, -1)), tf.float32)),
-            diagnostics=diagnostics,
-            example_losses=example_loss(labels, logits) if example_loss else None,
-        )
-
     def tower_fn(
         tower: Tower, shard: Batch, active_groups: Collection[str], image_size: int = 0, collect_diagnostics=None
     ) -> TowerResult:
-        weights, non_trainable = state.read_variables()  # once for all micro-batches: they travel to the tower
+        weights, old_values = state.read_variables()  # once for all micro-batches: they travel to the tower
+        active = {id(variable) for variable in state.optimizer.active_variables(active_groups)}
 
-        def load_and_run(part: Batch) -> TowerResult:
+        def on_part(part: Batch) -> TowerResult:
+            """Compute losses, gradients and new values from a micro-batch."""
             part = load_images(part, tower.device) if load_images else part
-            return on_part(part, weights, non_trainable, active_groups, image_size, collect_diagnostics)
+            non_trainable = state.with_layer_seeds(old_values, part.draws)
+            images, labels = augmentation.augment_with_labels(part.images, part.labels, part.draws, image_size)
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                pairs = zip(weights, state.weights, strict=True)
+                tape.watch([weight for weight, variable in pairs if id(variable) in active])
+                logits, new_values, activations, *model_losses = forward(weights, non_trainable, images)
+                losses = loss_fn(labels, logits, weights, model_losses)
+                scaled_loss = state.loss_scale.scale_loss(losses["total_loss"])
+            with tf.name_scope("backward"):
+                gradients = tape.gradient(scaled_loss, weights)
+            diagnostics = None
+            if collect_diagnostics is not None:
+                diagnostics = forward_diagnostics(collect_diagnostics, images, part.labels, activations)
+            changes = zip(new_values, non_trainable, state.is_seed, strict=True)
+            return TowerResult(
+                losses=losses,
+                gradients=gradients,
+                non_trainable=[None if seed or new is old else new for new, old, seed in changes],
+                num_correct=tf.reduce_sum(tf.cast(tf.equal(most_likely(labels), tf.argmax(logits, -1)), tf.float32)),
+                diagnostics=diagnostics,
+                example_losses=example_loss(labels, logits) if example_loss else None,
+            )
 
-        results = run_micro_batches(load_and_run, shard, micro_batches, sequential=not stages)
+        results = run_micro_batches(on_part, shard, micro_batches, sequential=not stages)
         return _combine_micro_batches(results, state.weights, tower.device, pipelined=bool(stages))
 
     return tower_fn

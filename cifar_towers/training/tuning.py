@@ -9,7 +9,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,26 +31,6 @@ from cifar_towers.training import build
 from cifar_towers.training.step import make_tower_fn
 
 log = logging.getLogger(__name__)
-
-
-def resolve_settings(
-    config: TrainConfig,
-    towers: Sequence[Tower],
-    precision: str,
-    train: Split,
-    length: RunLength,
-    previous: Mapping[str, Any],
-) -> TrainConfig:
-    """Return `config` with a value in place of every `auto` and every empty choice.
-
-    Args:
-      previous: what the run chose when it was last trained, by setting; empty for a new run.
-    """
-    if not config.micro_batches:  # auto
-        config = dataclasses.replace(config, micro_batches=previous.get("micro_batches") or 1)
-    arguments = towers, precision, train, length
-    config = resolve_placement(config, *arguments, previous.get("variable_placement") or "")
-    return resolve_shares(config, *arguments, previous.get("tower_shares") or "")
 
 
 # Variable placement ---------------------------------------------------------------------------------------------------
