@@ -217,6 +217,7 @@ def run_metadata(
         "precision": precision,
         "towers": num_towers,
         "strategy": config.strategy,
+        "parallelism": config.parallelism,
         **{name: getattr(config, name) for name in CHOSEN},
         "variable_placement": config.variable_placement if config.strategy == "towers" else None,
     }
@@ -238,7 +239,8 @@ def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any], has_b
         saved_shares, shares = saved["tower_shares"], current["tower_shares"]
         if saved_parts != parts:
             changes.append(f"batch norm sees 1/{parts} of a batch at a time instead of 1/{saved_parts}")
-            settings += [name for name in ("towers", "micro_batches") if saved[name] != current[name]]
+            names = ("parallelism", "towers", "micro_batches")
+            settings += [name for name in names if saved.get(name, current[name]) != current[name]]
         elif saved_shares != shares:
             equal = "all equal"
             changes.append(f"batch norm sees tower shares {shares or equal} instead of {saved_shares or equal}")

@@ -93,7 +93,8 @@ def test_a_damaged_config_is_a_runs_if_records_are_beside_it(tmp_path, beside, e
 
 
 SAVED = {
-    "precision": "float32", "towers": 2, "micro_batches": 1, "tower_shares": "", "recipe": {"batch_statistics": "mean"}
+    "precision": "float32", "parallelism": "data", "towers": 2, "micro_batches": 1, "tower_shares": "",
+    "recipe": {"batch_statistics": "mean"},
 }  # fmt: skip
 SYNCHRONIZED = {"recipe": {"batch_statistics": "synchronized"}}
 
@@ -108,6 +109,7 @@ SYNCHRONIZED = {"recipe": {"batch_statistics": "synchronized"}}
         ({"towers": 1, "micro_batches": 2}, True, ()),  # parts of the same size
         ({"micro_batches": 3}, True, ("1/6", "1/2", "--micro_batches=1")),
         ({"tower_shares": "3,1"}, True, ("3,1", "--tower_shares=")),
+        ({"towers": 1, "parallelism": "model"}, True, ("1/1", "1/2", "--parallelism=data --num_gpus=2")),
         ({"precision": "bfloat16"}, False, ("bfloat16", "float32", "--precision=float32")),
         ({"precision": "bfloat16", "towers": 1}, True, ("bfloat16", "1/1", "--precision=float32 --num_gpus=2")),
     ],
