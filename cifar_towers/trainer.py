@@ -92,12 +92,12 @@ def train_run(config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str)
     After running out of memory the run is set up again with more micro-batches, and resumes.
     """
     micro_batches = 0  # as the config says
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as lock:
         while True:
             run = set_up(config, micro_batches=micro_batches)
             try:
                 if not micro_batches:  # the first time; a restart holds the lock already
-                    held.enter_context(workdir.exclusive(config.directory))
+                    lock.enter_context(workdir.exclusive(config.directory))
                     workdir.check_is_own(config.directory)
                 step = run.resume()
                 if config.overwrite:  # now that nothing is refused any more
