@@ -10,6 +10,7 @@ from cifar_towers import trainer
 from cifar_towers.errors import Interrupted, UsageError
 from cifar_towers.training import tuning
 from cifar_towers.training.step_runner import StepRunner
+from tests.configs import net
 from tests.messages import lines_with
 from tests.runs.short_runs import QUICK, STEPS, TINY, StopAtStep, run
 
@@ -89,7 +90,8 @@ def test_micro_batches_go_on_from_the_step_that_did_not_fit_and_are_kept(tmp_pat
 def test_micro_batches_of_stages_are_kept(tmp_path, small_memory):
     """Resume a run whose devices hold stages of one model: it has one tower on two devices."""
     attempts = small_memory(lambda parts, size: parts >= 2, "trace")
-    config = replace(TINY, num_gpus=2, parallelism="model", micro_batches=0, eval_every_epochs=0)
+    stages = {"model": net("dropping"), "parallelism": "model", "num_gpus": 2}
+    config = replace(TINY, micro_batches=0, eval_every_epochs=0, **stages)
     for steps in (1, 2):
         run(config, tmp_path, max_steps=steps)
     assert attempts == [1, 2, 2]
