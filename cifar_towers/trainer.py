@@ -385,12 +385,7 @@ class Run:
     # What happens after a step
 
     def after_step(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Check and log the steps whose metrics have arrived; evaluate and save if it is time to.
-
-        Raises:
-          DivergedError: too many steps in a row were skipped.
-          CallbackError: a callback has raised an exception; this step is saved.
-        """
+        """Check and log the steps whose metrics have arrived; evaluate, save and stop if it is time to."""
         self.check_and_log(finished)
         is_evaluated = self.evaluator.is_due(step)
         if is_evaluated:
@@ -404,11 +399,7 @@ class Run:
         self.stop_after_callback_error(step)
 
     def check_and_log(self, finished: Sequence[FinishedStep]) -> None:
-        """Check and log the steps whose metrics have arrived; take over the signal on which the workers agree.
-
-        Raises:
-          DivergedError: too many steps in a row were skipped.
-        """
+        """Check and log the steps whose metrics have arrived; take over the signal on which the workers agree."""
         finished = list(finished)
         if any(was_skipped(each.metrics) for each in finished):
             finished += self.step_runner.finish()  # has a later step changed the variables?

@@ -17,7 +17,7 @@ from cifar_towers.towers.keras_parallel import first_call
 from cifar_towers.training.results import PROXY, StepMetrics
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import gather_rows
-from cifar_towers.training.step_runner import FinishedStep
+from cifar_towers.training.step_runner import FinishedStep, was_skipped
 
 MAX_ROLLBACKS = 8  # then the learning rates are 1/256 of the recipe's, and smaller ones will not help
 
@@ -65,19 +65,19 @@ class Health:
           DivergedError: too many steps in a row were skipped.
         """
         metrics, batch, selected = finished.metrics, finished.batch, finished.metrics.hard_examples
-        of_proxy = False
-        if not metrics.finite:
-            batch = gather_rows(batch, selected.rows) if selected else batch
-        elif selected and not selected.proxy.finite:
-            metrics, of_proxy = selected.proxy, True
-        else:
+        if not was_skipped(metrics):
             self._record(finished.step, skipped=False)
             return
+        of_proxy = bool(metrics.finite)  # then the net itself made its update
         state = self.state.proxy if of_proxy else self.state
         assert state
+        if selected and of_proxy:
+            metrics = selected.proxy
+        elif selected:
+            batch = gather_rows(batch, selected.rows)
         overflowed = np.isfinite(metrics.tower_losses).all() and (metrics.nonfinite_towers >= 0).any()
         if overflowed and state.loss_scale.can_shrink(float(metrics.loss_scale)):
-            if of_proxy:  # the net itself made its update
+            if of_proxy:
                 self._record(finished.step, skipped=False)
             self.last_good_step = finished.step - self.in_a_row
             return
