@@ -218,11 +218,13 @@ class Run:
         rows = config.examples_drawn * len(self.local_towers) // len(towers)
         self.batches = build.make_batches(config, dataset.train, rows=(workers.index * rows, rows), towers=towers)
         self.length = length = config.run_length(self.batches.steps_per_epoch)
-        profiled_steps = parse_profile_steps(config.profile_steps)
-        if profiled_steps and profiled_steps[0] >= length.last:
+        traced = parse_profile_steps(config.profile_steps)
+        if traced and traced[0] >= length.last:
             raise UsageError(
                 f"profile_steps={config.profile_steps}: this run ends with step {length.last}; give earlier steps"
             )
+        self.profiler = StepProfiler(config.directory, *traced) if traced and workers.is_chief else None
+
         arguments = towers, precision, dataset.train, length
         previous = workdir.previous_choices(config, config.num_towers(len(towers)))
         micro_batches = config.micro_batches or micro_batches or previous.get("micro_batches") or 1
@@ -243,7 +245,7 @@ class Run:
         self._compiled = False  # whether the last step was compiled
 
     def _make_observers(self, banner: str) -> None:
-        """Build what logs, evaluates, saves, checks and profiles the steps."""
+        """Build what logs, evaluates, saves and checks the steps."""
         config, dataset, workers, length = self.config, self.dataset, self.workers, self.length
         info = RunInfo(
             config=config,
@@ -274,8 +276,6 @@ class Run:
             config.directory, self.variables, config.checkpoint_every_steps, config.keep_checkpoints, self.log, workers
         )
         self.health = Health(config.max_nonfinite_steps, self.state, self.towers, self._locate_nonfinite, self.log)
-        traced = parse_profile_steps(config.profile_steps) if workers.is_chief else None
-        self.profiler = StepProfiler(config.directory, *traced) if traced else None
         self.metadata = workdir.run_metadata(self.requested, config, dataset, self.precision, len(self.towers))
         self._has_batch_norm = has_batch_norm(self.state.model)
 
