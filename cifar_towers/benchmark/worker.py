@@ -110,6 +110,7 @@ class Worker:
     def start(self, config: dict, num_towers: int) -> dict:
         """Open the towers and the data, and describe the physical devices under the towers and the data set."""
         recipe = TrainConfig(**config["recipe"])
+        recipe = dataclasses.replace(recipe, micro_batches=recipe.micro_batches or 1)  # auto begins with one
         self.config = BenchmarkConfig(**config | {"recipe": recipe})
         self.towers = setup_towers(dataclasses.replace(recipe, num_gpus=num_towers))
         _, dataset = build.load_data(recipe, sources.find(recipe.dataset, recipe.data_dir))

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import time
 
@@ -112,3 +113,12 @@ def test_benchmark_makes_the_step_with_frozen_whitening(towers, monkeypatch, str
     run_steps, _ = worker.prepare_case(BenchmarkConfig(recipe=recipe), case, towers(2), train)
     list(run_steps(1))
     assert rates == [{"kernels", "biases", "head"}] * steps
+
+
+def test_automatic_micro_batches_are_measured_as_one(monkeypatch):
+    monkeypatch.setattr(synthetic, "load", lambda seed=0: (synthetic.make(40, 0, 0), synthetic.make(20, 0, 1)))
+    recipe = TrainConfig(dataset="synthetic", model="cifarnet", crop=24, batch_size=8, micro_batches=0)
+    server = worker.Worker()
+    server.start(dataclasses.asdict(BenchmarkConfig(recipe=recipe)), 2)
+    first, second = server.prepare(list(BenchmarkCase("towers", "cpu", 2, "float32")))
+    assert first > second > 0
