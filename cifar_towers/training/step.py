@@ -215,7 +215,7 @@ def make_step_metrics(
     """
     diagnostics = None
     if tower_stats is not None:
-        diagnostics = StepDiagnostics(*results[-1].diagnostics, *tower_stats, *update.diagnostics)
+        diagnostics = StepDiagnostics._make([*results[-1].diagnostics, *tower_stats, *update.diagnostics])
     with tf.name_scope("metrics"):
         metrics = StepMetrics(
             loss=mean_of_towers([r.losses["cross_entropy"] for r in results], sizes),

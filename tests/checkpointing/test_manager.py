@@ -10,7 +10,6 @@ from cifar_towers.checkpointing import manager, variables
 from cifar_towers.checkpointing.checkpoint import checkpoint_path
 
 
-
 @pytest.fixture
 def clock(monkeypatch):
     """Time that passes when a test says so; a save takes two seconds of it."""
