@@ -141,7 +141,8 @@ def train_from(step: int, run: "Run") -> int:
             for batch in run.batches.stream(step, run.length.last):
                 finished = run.start_step(step, batch)
                 step += 1
-                run.after_step(step, finished)
+                for hook in run.hooks:
+                    hook(step, finished)
                 if run.reached:
                     break
                 run.shutdown.check()
@@ -180,12 +181,13 @@ def finish(step: int, run: "Run") -> dict:
 
 
 class Run:
-    """One run in one directory: the parts that train it, and what they do before, after and between steps.
+    """One run in one directory: the parts that train it, and the hooks after each step.
 
     Attributes:
       requested: the config as it was given. config: the same, with a value in place of every `auto`.
       variables: all that a checkpoint holds, by name.
       towers: of the step; a single one if the devices hold stages of the model. local_towers: those of this process.
+      hooks: functions of (number of finished steps, steps whose metrics have arrived), called after every step.
       evaluations: records of the evaluations after the last step, if it was evaluated.
       reached: the first accuracy that met the target; 0 until then.
     """
@@ -245,7 +247,7 @@ class Run:
         self._compiled = False  # whether the last step was compiled
 
     def _make_observers(self, banner: str) -> None:
-        """Build what logs, evaluates, saves and checks the steps."""
+        """Build what logs, evaluates, saves and checks the steps; list what happens after each step."""
         config, dataset, workers, length = self.config, self.dataset, self.workers, self.length
         info = RunInfo(
             config=config,
@@ -278,6 +280,14 @@ class Run:
         self.health = Health(config.max_nonfinite_steps, self.state, self.towers, self._locate_nonfinite, self.log)
         self.metadata = workdir.run_metadata(self.requested, config, dataset, self.precision, len(self.towers))
         self._has_batch_norm = has_batch_norm(self.state.model)
+        self.hooks: list[Callable[[int, Sequence[FinishedStep]], None]] = [
+            self.check_and_log,
+            self.evaluate_if_due,
+            self.end_epoch,
+            self.save_if_due,
+            self.note_target,
+            self.stop_after_callback_error,
+        ]
 
     # The start and the end of a run
 
@@ -335,7 +345,7 @@ class Run:
         """
         if not on_gpus(self.local_towers) and self.step_runner.skipped_last():
             # find the non-finite tensor before the next update; on GPUs, asking at every step would stall the device
-            self.check_and_log(self.step_runner.finish())
+            self.check_and_log(step, self.step_runner.finish())
         self._compiled = needs_compilation = self.step_runner.needs_compilation(step)
         self.timer.end_phase("compile" if needs_compilation else "input")
         is_cluster = self.workers.size > 1
@@ -346,7 +356,7 @@ class Run:
         }
         may_not_fit = needs_compilation and not self.requested.micro_batches
         if may_not_fit and step:
-            self.check_and_log(self.step_runner.finish())
+            self.check_and_log(step, self.step_runner.finish())
             self.save_now(step)  # to resume from, with more micro-batches
         if needs_compilation:
             self._compile(step, batch, options)
@@ -384,21 +394,7 @@ class Run:
 
     # What happens after a step
 
-    def after_step(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Check and log the steps whose metrics have arrived; evaluate, save and stop if it is time to."""
-        self.check_and_log(finished)
-        is_evaluated = self.evaluator.is_due(step)
-        if is_evaluated:
-            self.evaluate_now(step)
-        if self._ends_epoch(step):
-            self.logger.log_epoch(step, finished[-1].learning_rates, self.evaluations)
-        is_known_good = self.step_runner.is_up_to_date and not self.health.in_a_row
-        if step < self.length.last and is_known_good and self.checkpoints.should_save(step, is_evaluated):
-            self.save_now(step)
-        self.note_target(step)
-        self.stop_after_callback_error(step)
-
-    def check_and_log(self, finished: Sequence[FinishedStep]) -> None:
+    def check_and_log(self, step: int, finished: Sequence[FinishedStep]) -> None:
         """Check and log the steps whose metrics have arrived; take over the signal on which the workers agree."""
         finished = list(finished)
         if any(was_skipped(each.metrics) for each in finished):
@@ -411,7 +407,23 @@ class Run:
             self.logger.log_step(each.step, each.metrics, each.learning_rates, each.image_size, self.health.summary())
         self.timer.end_phase("compile" if self._compiled else "report")
 
-    def note_target(self, step: int) -> None:
+    def evaluate_if_due(self, step: int, finished: Sequence[FinishedStep]) -> None:
+        """Evaluate the run if it is time to."""
+        if self.evaluator.is_due(step):
+            self.evaluate_now(step)
+
+    def end_epoch(self, step: int, finished: Sequence[FinishedStep]) -> None:
+        """Log an epoch that ends with this step."""
+        if self._ends_epoch(step):
+            self.logger.log_epoch(step, finished[-1].learning_rates, self.evaluations)
+
+    def save_if_due(self, step: int, finished: Sequence[FinishedStep]) -> None:
+        """Save the state if it is time to, and if its numbers are known to be good."""
+        is_good = step < self.length.last and self.step_runner.is_up_to_date and not self.health.in_a_row
+        if is_good and self.checkpoints.should_save(step, self.evaluator.is_due(step)):
+            self.save_now(step)
+
+    def note_target(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
         """Set `reached` once the evaluations of the first split without test-time augmentation meet the target."""
         split = self.evaluations[0]["split"] if self.evaluations else ""
         plain = [record for record in self.evaluations if record["tta"] == 0 and record["split"] == split]
@@ -457,7 +469,7 @@ class Run:
     def save_on_interrupt(self, step: int) -> Interrupted:
         """Save the last finished step, if there is one; return the error to raise."""
         self.shutdown.defer_signals()
-        self.check_and_log(self.step_runner.finish())
+        self.check_and_log(step, self.step_runner.finish())
         self.logger.progress.pause()
         if not step:
             return Interrupted(self.shutdown.signal, NOTHING_TO_SAVE)
@@ -466,14 +478,14 @@ class Run:
         self.stop_after_callback_error(step)
         return Interrupted(self.shutdown.signal, f"{outcome}: the same command resumes")
 
-    def stop_after_callback_error(self, step: int) -> None:
+    def stop_after_callback_error(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
         """Save the last finished step and end the run if a callback has raised an exception.
 
         Raises:
           CallbackError: with what the callback raised. On a cluster it ends the other workers too.
         """
         if self.callbacks.error:
-            self.check_and_log(self.step_runner.finish())
+            self.check_and_log(step, self.step_runner.finish())
             outcome = f"saved step {step}" if self.save_now(step) else f"step {step} is not saved"
             raise CallbackError(f"{self.callbacks.error}; {outcome}: the same command resumes")
 
