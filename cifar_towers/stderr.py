@@ -1,4 +1,4 @@
-"""What libraries write to stderr by themselves: of interest only if they fail."""
+"""Messages that libraries write to stderr by themselves, held back and shown only after a failure."""
 
 import contextlib
 import os
