@@ -102,7 +102,7 @@ def test_a_cell_shows_the_sentence_and_its_own_line(tmp_path):
     sentences = (
         rf"CallbackError: callback follow, on_step: {place}; saved step [234]: the same command resumes",
         "UsageError: there is no recipe smok; did you mean smoke[?] the recipes are .*",
-        "UsageError: --epoch is not a flag; did you mean --epochs[?] .*",
+        "UsageError: epoch is not a flag; did you mean epochs[?] .*",
         "UsageError: nothere is not the directory of a run: it has no config.json",
         "UsageError: tta=3 is too large; the maximum is 2",
     )
