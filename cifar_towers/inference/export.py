@@ -83,10 +83,13 @@ def export_model(config: ExportConfig) -> bool:
     samples, labels = [], np.zeros(0, np.int64)
     options: dict[str, Any] = {"quantize": config.quantize} if config.quantize else {}
     if source and config.quantize == "int8":
-        train = sources.load(source, run.config.validation_examples, image_size)[1].train.images
+        _, dataset = sources.load(source, run.config.validation_examples, image_size)
+        train, test = dataset.train.images, dataset.test
         options["examples"] = train[np.linspace(0, len(train) - 1, NUM_CALIBRATION, dtype=int)]  # of all classes
+    elif source:
+        test = sources.load_test(source, image_size)
     if source and config.check:
-        test = run.number_labels(sources.load_test(source, image_size), source.name, may_differ=bool(config.dataset))
+        test = run.number_labels(test, source.name, may_differ=bool(config.dataset))
         samples, labels = _make_samples(test.images[: config.check], model, towers, run), test.labels[: config.check]
     module = _make_module(run, model)
     own_layers = _own_layers(model)
