@@ -78,9 +78,10 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
         your own.
 
     Returns:
-      `accuracy` in [0, 1], both ends of its 95 % confidence interval (`interval95`), `loss` (mean cross entropy, nats),
-      `count` (images), `per_class` (accuracy by class name, NaN without examples), `confusion` [C, C] (images by true
-      class and by prediction), and what was evaluated.
+      `accuracy` in [0, 1], both ends of its 95 % confidence interval (`interval95`), `loss` (mean cross entropy, nats:
+      the NLL), the calibration as `ece`, `reliability` and `temperature_scaling` (see docs/tracking.md), `count`
+      (images), `per_class` (accuracy by class name, NaN without examples), `confusion` [C, C] (images by true class and
+      by prediction), and what was evaluated.
 
     Raises:
       RunError: there is no such run or split, or its data cannot be read or have changed.

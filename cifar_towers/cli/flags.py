@@ -117,7 +117,7 @@ def _parse_flags(config_class: type, argv: Sequence[str]) -> tuple[flags.FlagVal
         if field.type is bool:
             flags.DEFINE_boolean(name, default, help, values)
         else:
-            parser = _IntegerOrWord(words) if words else parsers[field.type]
+            parser = _NumberOrWord(words, parsers[field.type]) if words else parsers[field.type]
             flags.DEFINE(parser, name, default, help, values, flags.ArgumentSerializer())
     flags.DEFINE_string("flagfile", "", "file with flags", flag_values=values)
     flags.DEFINE_string("undefok", "", "unknown flags to ignore", flag_values=values)
@@ -159,16 +159,16 @@ def _last_flagfile(argv: Sequence[str]) -> str:
     return last
 
 
-class _IntegerOrWord(flags.IntegerParser):
+class _NumberOrWord(flags.ArgumentParser):
     """A parser of numbers, and of words that stand for some."""
 
-    def __init__(self, words: Mapping[str, int]):
+    def __init__(self, words: Mapping[str, float], numbers: flags.ArgumentParser):
         super().__init__()
-        self.words = words
+        self.words, self.numbers = words, numbers
 
-    def parse(self, argument: str | int) -> int:
+    def parse(self, argument: str | float) -> float:
         word = self.words.get(str(argument))
-        return super().parse(argument) if word is None else word
+        return self.numbers.parse(argument) if word is None else word
 
 
 def _describe_flag_error(error: Exception, config_class: type) -> str:

@@ -111,6 +111,9 @@ class ExportConfig(RunDataConfig):
         "path of the export; default: saved_model, model.keras, model.tflite, model-int8.tflite, model-float16.tflite "
         "or model.onnx in train_dir's export/",
     )
+    temperature: float = _export(
+        1.0, "divisor of the logits; auto: fitted on validation images, or else test images", low=0, words={"auto": 0}
+    )
     check: int = _export(
         1000, "number of test images on which the export must agree with the checkpoint; 0: none", low=0, high=10_000
     )

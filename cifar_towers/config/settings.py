@@ -20,7 +20,7 @@ def setting(
     high: float | None = None,
     choices: Sequence[str] | None = None,
     check: Callable[[Any], object] | None = None,
-    words: Mapping[str, int] | None = None,
+    words: Mapping[str, float] | None = None,
     on_resume: Literal["refuse", "allow", "allow_without_batch_norm"] = "refuse",
     per_worker: bool = False,
     per_run: bool = False,

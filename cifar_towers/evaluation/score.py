@@ -1,4 +1,4 @@
-"""The result of a pass over a split: accuracy, loss, confusion, and the most confident mistakes."""
+"""The result of a pass over a split: accuracy, loss, calibration, confusion, and the most confident mistakes."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,9 @@ import numpy as np
 from cifar_towers.errors import count
 
 MAX_MISTAKES = 32
+NUM_BINS = 15  # of equal width, of the confidence: the highest probability of an image (arXiv 1706.04599)
+MAX_NEWTON_STEPS = 100  # about 5 are taken
+NO_TEMPERATURE = "all predictions are correct, or the logits tell nothing about the classes"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -17,16 +20,25 @@ class Score:
 
     count: int
     correct: int
-    loss: float  # mean cross entropy, without label smoothing
+    loss: float  # mean cross entropy, without label smoothing: the negative log likelihood (NLL)
     confusion: np.ndarray  # [C, C] examples of class (row) predicted as class (column)
     mistakes: np.ndarray  # [m <= 32] indices of wrong predictions, the most confident first
     probabilities: np.ndarray  # [n, C] float32
+    labels: np.ndarray  # [n]
+    logits: np.ndarray  # [n, C]; with test-time augmentation their means over the views
+    reliability: np.ndarray  # [3, 15] images, correct predictions and sum of the confidences in each bin
     features: np.ndarray | None = None  # [at most 1,000, d] input of the last layer, for the first examples
 
     @property
     def accuracy(self) -> float:
         """The fraction of correct predictions."""
         return self.correct / self.count
+
+    @property
+    def ece(self) -> float:
+        """The expected calibration error: the mean over the images of |accuracy - mean confidence| of their bins."""
+        _, correct, confidence = self.reliability
+        return float(np.abs(correct - confidence).sum()) / self.count
 
     def interval(self) -> tuple[float, float]:
         """Return the 95 % confidence interval of the accuracy."""
@@ -61,6 +73,7 @@ def score_logits(labels: np.ndarray, logits: np.ndarray, features: np.ndarray | 
     confidence = probabilities.max(1)
     margin = logits.max(1).astype(np.float64) - logits[np.arange(len(labels)), labels]
     losses = margin - np.log(confidence)  # finite even where the label's probability is 0 in float64
+    bins = np.digitize(confidence, np.arange(1, NUM_BINS) / NUM_BINS, right=True)  # each has its upper edge
     wrong = np.flatnonzero(predicted != labels)
     top = wrong[np.argsort(-confidence[wrong], kind="stable")][:MAX_MISTAKES]
     return Score(
@@ -70,8 +83,53 @@ def score_logits(labels: np.ndarray, logits: np.ndarray, features: np.ndarray | 
         confusion=confusion.reshape(num_classes, num_classes),
         mistakes=top,
         probabilities=probabilities.astype(np.float32),
+        labels=labels,
+        logits=logits,
+        reliability=np.stack([np.bincount(bins, w, NUM_BINS) for w in (None, predicted == labels, confidence)]),
         features=features,
     )
+
+
+def scale_temperature(score: Score, held_out: Score | None = None) -> dict[str, Any]:
+    """Return the temperature, and loss (NLL) and ECE of logits divided by it; None where there is no temperature.
+
+    It is fitted on the score of other images, `held_out`, with the same weights and views. Otherwise the images are
+    halved at random, always in the same way, and each half has the temperature of the other (arXiv 1706.04599).
+    """
+    labels, logits, part = score.labels, score.logits, np.zeros(score.count, int)
+    if held_out:
+        fitted_on, temperatures = "validation images", [fit_temperature(held_out.labels, held_out.logits)]
+    else:
+        fitted_on = "the other half of the images"
+        part = np.random.Generator(np.random.Philox(key=0)).permutation(score.count) % 2
+        temperatures = [fit_temperature(labels[part != half], logits[part != half]) for half in (0, 1)]
+    record = {"temperatures": temperatures, "fitted_on": fitted_on}
+    if not all(temperatures):
+        return record | {"loss": None, "ece": None}
+    scaled = score_logits(labels, logits / np.array(temperatures)[part, None])
+    return record | {"loss": scaled.loss, "ece": scaled.ece}
+
+
+def fit_temperature(labels: np.ndarray, logits: np.ndarray) -> float | None:
+    """Return the temperature T that minimizes the loss of the logits [n, C] / T, which is convex in 1 / T.
+
+    Return None if there is no minimum: all predictions are correct (the lower T, the better), the logits tell nothing
+    about the labels (the higher, the better), or one is not finite.
+    """
+    margins = logits.astype(np.float64) - logits[np.arange(len(labels)), labels][:, None]
+    if not margins.mean(1).sum() < 0 < margins.max(1).sum():  # the slopes where 1 / T is zero and infinity
+        return None
+    low, high, inverse = 0.0, np.inf, 1.0
+    for _ in range(MAX_NEWTON_STEPS):
+        probabilities = softmax(inverse * margins)
+        means = (probabilities * margins).sum(1)
+        slope, curvature = means.sum(), ((probabilities * margins**2).sum(1) - means**2).sum()
+        low, high = (low, inverse) if slope > 0 else (inverse, high)
+        newton = inverse - slope / max(curvature, 1e-100)
+        if abs(newton - inverse) <= 1e-10 * inverse:
+            break
+        inverse = newton if low < newton < high else min((low + high) / 2, 2 * inverse)
+    return float(1 / inverse)
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:

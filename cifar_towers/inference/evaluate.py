@@ -1,6 +1,5 @@
 """Evaluation of a run's checkpoint, as a table or as JSON."""
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.data.sources import Source
-from cifar_towers.errors import DataError, RunError, UsageError, printable
+from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation.evaluator import make_classify_fn, make_evaluate_fn
+from cifar_towers.evaluation.score import NO_TEMPERATURE, scale_temperature
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
 from cifar_towers.reporting.console import progress_bar
 from cifar_towers.reporting.run_records import align_columns
@@ -42,17 +42,20 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
         split = getattr(dataset, config.split)
     split = run.number_labels(split, source.name, may_differ=bool(config.dataset))
     is_changed = _check_images(config, run, source, split)
+    validation = run.own_split("validation", source) if config.split == "test" else None
+    train = run.own_split("train") if is_changed else None
     model = run.load(weights, devices.choose_precision(config.precision, towers))
     with progress_bar("evaluating") as show:
         evaluate = make_evaluate_fn(make_classify_fn(model, towers, run.augmentation, on_progress=show))
-        score = evaluate(split, *model_variables(model), config.tta)[config.tta]
+        splits = [split, validation] if validation else [split]
+        score, *held_out = (evaluate(each, *model_variables(model), config.tta)[config.tta] for each in splits)
     return {
         "train_dir": str(run.directory),
         "step": run.metadata["step"],
         "dataset": source.name,
         "split": config.split,
         "changed_data": is_changed,
-        "copies_of_training_images": _count_copies(run, split) if is_changed else None,
+        "copies_of_training_images": sources.count_copies(split, train) if train else None,
         "weights": weights,
         "tta": config.tta,
         "count": score.count,
@@ -60,6 +63,9 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
         "accuracy": score.accuracy,
         "interval95": list(score.interval()),
         "loss": score.loss,
+        "ece": score.ece,
+        "reliability": score.reliability.tolist(),
+        "temperature_scaling": scale_temperature(score, *held_out),
         "per_class": dict(zip(run.info.class_names, score.per_class().tolist(), strict=True)),
         "confusion": score.confusion.tolist(),
     }
@@ -88,14 +94,12 @@ def _check_images(config: EvaluateConfig, run: TrainedRun, source: Source, split
     return is_changed
 
 
-def _count_copies(run: TrainedRun, split: Split) -> int | None:
-    """Return how many images of a split the run was trained on, or None if its training images are not at hand."""
-    with contextlib.suppress(RunError):
-        if sources.is_local(dataset := run.metadata["dataset"]):
-            held_out, image_size = run.config.validation_examples, run.info.image_size
-            train = sources.load(sources.find(dataset), held_out, image_size)[1].train
-            return sources.count_copies(split, train) if train.digest == run.metadata["train_sha256"] else None
-    return None
+def _describe_scaling(record: dict[str, Any]) -> str:
+    temperatures, fitted_on, loss, ece = record["temperature_scaling"].values()
+    if loss is None:
+        return f"no temperature fits, as {NO_TEMPERATURE}"
+    values = " and ".join(f"{temperature:.4f}" for temperature in temperatures)
+    return f"with temperature {values}, fitted on {fitted_on}: NLL {loss:.4f}, ECE {ece:.4f}"
 
 
 def _as_table(record: dict[str, Any]) -> str:
@@ -108,6 +112,7 @@ def _as_table(record: dict[str, Any]) -> str:
         f"{record['weights']} weights, TTA {record['tta']}",
         f"accuracy {100 * record['accuracy']:.2f} % ({record['correct']:,} of {record['count']:,}; 95 % interval "
         f"{100 * low:.2f} to {100 * high:.2f} %), loss {record['loss']:.4f}",
+        f"calibration: NLL {record['loss']:.4f} (the loss), ECE {record['ece']:.4f}; {_describe_scaling(record)}",
         "",
     ]
     class_names, confusion = list(record["per_class"]), np.array(record["confusion"])

@@ -21,15 +21,15 @@ from cifar_towers import devices, files
 from cifar_towers.config.programs import ExportConfig, TrainedRunConfig
 from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
-from cifar_towers.errors import DataError, RunError, UsageError, error_line, error_text, listed
+from cifar_towers.data.dataset import Split
+from cifar_towers.errors import DataError, RunError, UsageError, count, error_line, error_text, listed
 from cifar_towers.evaluation.evaluator import make_classify_fn
-from cifar_towers.evaluation.score import softmax
+from cifar_towers.evaluation.score import NO_TEMPERATURE, fit_temperature, softmax
 from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
 from cifar_towers.inference.model_card import write_card
 from cifar_towers.inference.predict import resize_square
 from cifar_towers.models.stock_layers import to_stock_layers
 from cifar_towers.stderr import messages_only_of_a_failure
-from cifar_towers.towers import Tower
 
 PROBABILITY_ATOL = 1e-4  # largest difference between probabilities that rounding explains
 MEAN_ATOL = {"float16": 0.01, "int8": 0.1}  # quantized: mean over the images of the largest difference
@@ -43,7 +43,7 @@ SAVED_MODEL_FILES = {"saved_model.pb", "fingerprint.pb", "variables", "assets", 
 ONNX_OPSET = 17
 DISK_ERRORS = (OSError, tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError)
 
-RunFn = Callable[[np.ndarray], np.ndarray]  # [B, H, W, 3] uint8 images -> [B, C] probabilities
+RunFn = Callable[[np.ndarray], np.ndarray]  # [B, H, W, 3] uint8 images -> [B, C] probabilities, or logits
 
 
 class Format(NamedTuple):
@@ -76,10 +76,11 @@ def export_model(config: ExportConfig) -> bool:
     path = Path(config.out) if config.out else run.directory / "export" / file_format.name
     _check_path(path, file_format.name)
     weights, image_size = run.choose_weights(config.weights), run.info.image_size
-    source = _find_source(config, run) if config.check or config.quantize == "int8" else None
+    source = _find_source(config, run) if config.check or config.quantize == "int8" or not config.temperature else None
     towers = devices.setup_towers(config)
     tf.config.experimental.enable_tensor_float_32_execution(False)  # its ten bits are too few to compare with
     model = run.load(weights, "float32")
+    classify, variables = make_classify_fn(model, towers, run.augmentation), model_variables(model)
     samples, labels = [], np.zeros(0, np.int64)
     options: dict[str, Any] = {"quantize": config.quantize} if config.quantize else {}
     if source and config.quantize == "int8":
@@ -88,10 +89,16 @@ def export_model(config: ExportConfig) -> bool:
         options["examples"] = train[np.linspace(0, len(train) - 1, NUM_CALIBRATION, dtype=int)]  # of all classes
     elif source:
         test = sources.load_test(source, image_size)
-    if source and config.check:
+    temperature, chosen = config.temperature, "as given"
+    if source and (config.check or not temperature):
         test = run.number_labels(test, source.name, may_differ=bool(config.dataset))
-        samples, labels = _make_samples(test.images[: config.check], model, towers, run), test.labels[: config.check]
-    module = _make_module(run, model)
+    if source and not temperature:
+        temperature, chosen = _fit_temperature(run, source, test, lambda x: classify(x, *variables)[0])
+    scaling = f"logits divided by the temperature {temperature:.4g}, {chosen}" if temperature != 1 else ""
+    if source and config.check:
+        images, labels = test.images[: config.check], test.labels[: config.check]
+        samples = _make_samples(images, image_size, lambda x: softmax(classify(x, *variables)[0] / temperature))
+    module = _make_module(run, model, temperature)
     own_layers = _own_layers(model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +121,7 @@ def export_model(config: ExportConfig) -> bool:
         ) from error
     origin = f"{run.directory} at step {run.metadata['step']}, {weights} weights"
     size = files.size_in_bytes(written) / 1e6
-    print(f"{written}: {origin}, {size:.2f} MB{'' if samples else ', not checked'}")
+    print(f"{written}: {origin}, {size:.2f} MB{scaling and f', {scaling}'}{'' if samples else ', not checked'}")
     if problem:
         earlier = f"; {path} is the earlier export" if path.exists() else ""
         print(f"{written} {problem}: do not use it{earlier}", file=sys.stderr)
@@ -124,7 +131,7 @@ def export_model(config: ExportConfig) -> bool:
     suffix = Path(file_format.name).suffix
     card = (path.parent if suffix or not config.out else path) / "README.md"
     try:
-        print(write_card(card, path, suffix, run, weights))
+        print(write_card(card, path, suffix, run, weights, f"# {scaling}\n" if scaling else ""))
     except (OSError, DataError, UsageError) as error:
         print(f"there is no new model card: {error_text(error)}", file=sys.stderr)
     return True
@@ -141,8 +148,11 @@ def load_portable_model(config: TrainedRunConfig) -> keras.Model:
     return keras.Model(model.inputs, model.output["probabilities"], name=model.name)
 
 
-def _make_module(run: TrainedRun, model: keras.Model) -> "ServingModule":
-    return ServingModule(to_stock_layers(model), run.augmentation, run.info.image_size, run.info.class_names)
+def _make_module(run: TrainedRun, model: keras.Model, temperature: float = 1.0) -> "ServingModule":
+    model = to_stock_layers(model)
+    if temperature != 1:
+        model = keras.Model(model.input, model.output / temperature)
+    return ServingModule(model, run.augmentation, run.info.image_size, run.info.class_names)
 
 
 class ServingModule:
@@ -201,20 +211,28 @@ def _find_source(config: ExportConfig, run: TrainedRun) -> sources.Source:
         use, without = "the export is checked on test images", "--check=0 skips the check"
         if config.quantize == "int8":
             use, without = "int8 is calibrated on training images", "--quantize=float16 --check=0 needs none"
+        if not config.temperature:
+            use, without = "the temperature is fitted on images", "give it as a number, as --temperature=1.5"
         raise DataError(f"{use}, and {error}; {without}") from None
 
 
-def _make_samples(
-    images: np.ndarray, model: keras.Model, towers: list[Tower], run: TrainedRun
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def _fit_temperature(run: TrainedRun, source: sources.Source, test: Split, logits: RunFn) -> tuple[float, str]:
+    """Return the temperature fitted on validation or else test images, and which; raise UsageError if none fits."""
+    validation = run.own_split("validation", source)
+    split, noun = (validation, "validation image") if validation else (test, "test image")
+    images, temperature = count(len(split.labels), noun), fit_temperature(split.labels, logits(split.images))
+    if not temperature:
+        raise UsageError(f"no temperature fits {images}, as {NO_TEMPERATURE}; give a number, as --temperature=1.5")
+    return temperature, f"fitted on {images}" + ("" if validation else ", as no validation images are at hand")
+
+
+def _make_samples(images: np.ndarray, image_size: int, probabilities: RunFn) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return (images [n, H, W, 3] uint8, the checkpoint's probabilities) of the images and of `OTHER_SIZES`."""
-    classify, image_size = make_classify_fn(model, towers, run.augmentation), run.info.image_size
     sizes = [(round(width * image_size), round(height * image_size)) for height, width in OTHER_SIZES]
     some = [Image.fromarray(image) for image in images[:NUM_RESIZED]]
     resized = [np.stack([np.asarray(image.resize(size)) for image in some]) for size in sizes]
     inputs = [images, *(resize_square(tf.constant(each), image_size).numpy() for each in resized)]
-    expected = [softmax(classify(each, *model_variables(model))[0]) for each in inputs]
-    return list(zip([images, *resized], expected, strict=True))
+    return list(zip([images, *resized], map(probabilities, inputs), strict=True))
 
 
 def _own_layers(model: keras.Model) -> dict[str, type]:

@@ -3,6 +3,7 @@
 Nothing in a run's directory is executed. A model of the user's own is made by the function that the user names.
 """
 
+import contextlib
 import dataclasses
 import logging
 import shlex
@@ -17,9 +18,10 @@ from cifar_towers import files
 from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_metadata
 from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.config import TrainConfig
+from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import DatasetInfo, Split
-from cifar_towers.errors import DataError, UsageError, error_text, listed
+from cifar_towers.errors import DataError, RunError, UsageError, error_text, listed
 from cifar_towers.registry import check_dataset
 from cifar_towers.training import build
 from cifar_towers.user_code import split_function
@@ -70,6 +72,18 @@ class TrainedRun(NamedTuple):
                 "restore the data, or give a data set with classes of the run only by --dataset"
             )
         return dataclasses.replace(split, labels=np.array([known.index(name) for name in classes])[split.labels])
+
+    def own_split(self, name: str, *others: sources.Source) -> Split | None:
+        """Return a split that the run was given, from its own data set or from others; None if it is not at hand."""
+        dataset, digest = self.metadata["dataset"], self.metadata.get(f"{name}_sha256")
+        own = [None] if sources.is_local(dataset) else []
+        for source in (*own, *others) if digest else ():
+            with contextlib.suppress(RunError):
+                source = source or sources.find(dataset)
+                _, found = sources.load(source, self.config.validation_examples, self.info.image_size)
+                if (split := getattr(found, name)).digest == digest:
+                    return split
+        return None
 
     def load(self, weights: str, precision: str) -> keras.Model:
         """Make the model, with its `raw` or `ema` weights.

@@ -28,7 +28,7 @@ net = onnxruntime.InferenceSession({!r})
 }
 
 
-def write_card(card: Path, export: Path, suffix: str, run: TrainedRun, weights: str) -> str:
+def write_card(card: Path, export: Path, suffix: str, run: TrainedRun, weights: str, comment: str) -> str:
     """Write the card beside an export, and return a line about it. Other exports of the same checkpoint stay listed.
 
     Raises:
@@ -42,7 +42,7 @@ def write_card(card: Path, export: Path, suffix: str, run: TrainedRun, weights: 
     listed = re.findall(r"^`(.*)`:\n\n```python\n((?:.*\n)+?)```$", earlier, re.M) if origin in earlier else []
     examples = {name: code.rstrip() for name, code in listed if (card.parent / name).exists()}
     name = str(export.relative_to(card.parent))
-    examples[name] = EXAMPLES[suffix].format(name)
+    examples[name] = comment + EXAMPLES[suffix].format(name)
     known = [*record.evaluations, *({"step": record.result["step"], **s} for s in record.result.get("evaluations", []))]
     wanted = {"step": step, "split": "test", "weights": weights}
     scores = {score["tta"]: score for score in known if wanted.items() <= score.items()}

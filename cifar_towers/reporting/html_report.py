@@ -294,8 +294,9 @@ def _errors(groups: Groups, runs: Iterable[RunRecord]) -> Section:
     """Show each group's confusion matrix and the accuracy of each class, and each run's most confident mistakes."""
     found = [errors for name, group in groups.items() if (errors := group_errors(name, group))]
     matrices, tables = [picture for picture, _ in found], [table for _, table in found]
+    diagrams = [diagram for name, group in groups.items() if (diagram := group_reliability(name, group))]
     note = "The interval of a class is Wilson's, over the choice of its images." if found else ""
-    return Section("Errors", pictures=[matrices, mistakes(runs)], tables=tables, note=note)
+    return Section("Errors", pictures=[[*matrices, *diagrams], mistakes(runs)], tables=tables, note=note)
 
 
 def group_errors(name: str, group: Sequence[RunRecord]) -> tuple[Picture, Table] | None:
@@ -304,15 +305,12 @@ def group_errors(name: str, group: Sequence[RunRecord]) -> tuple[Picture, Table]
     The reported matrices of the finished runs are summed, or that of the run with the most steps is taken. Runs with
     another kind of score than the first one do not count.
     """
-    runs = [run for run in group if run.finished] or [max(group, key=lambda run: run.step)]
-    found = [(run, score) for run in runs if (score := run.reported_score) and "confusion" in score]
-    if not found:
+    runs, matrices, kind = _reported(group, "confusion")
+    if not runs:
         return None
-    kind = score_name(found[0][1])
-    found = [(run, score) for run, score in found if score_name(score) == kind]
-    counts = np.sum([score["confusion"] for _, score in found], 0)
-    names = [shorten(str(each), 20) for each in found[0][0].environment.get("class_names", range(len(counts)))]
-    title = shorten(f"{name}, {run_records.format_seeds([run for run, _ in found])}: {kind}", 160)
+    counts = np.sum(matrices, 0)
+    names = [shorten(str(each), 20) for each in runs[0].environment.get("class_names", range(len(counts)))]
+    title = shorten(f"{name}, {run_records.format_seeds(runs)}: {kind}", 160)
     errors = np.where(np.eye(len(counts), dtype=bool), -1, counts)
     true, predicted = divmod(int(errors.argmax()), len(counts))
     alt = (
@@ -320,8 +318,33 @@ def group_errors(name: str, group: Sequence[RunRecord]) -> tuple[Picture, Table]
         f"{counts[true, predicted]:,} times, {names[true]} is taken for {names[predicted]}"
     )
     picture = Picture(figures.png(figures.confusion_matrix(counts, names, title)), alt)
-    rows = [_class_row(*each, len(found)) for each in zip(names, counts.sum(1), np.diag(counts), strict=True)]
+    rows = [_class_row(*each, len(runs)) for each in zip(names, counts.sum(1), np.diag(counts), strict=True)]
     return picture, Table(rows, summary=f"{name}: accuracy of each class ({kind})")
+
+
+def _reported(group: Sequence[RunRecord], key: str) -> tuple[list[RunRecord], list[Any], str]:
+    """Return runs of a group whose reported scores have `key` and are of one kind, their values, and the kind."""
+    runs = [run for run in group if run.finished] or [max(group, key=lambda run: run.step)]
+    found = [(run, score) for run in runs if (score := run.reported_score) and key in score]
+    kind = score_name(found[0][1]) if found else ""
+    found = [(run, score) for run, score in found if score_name(score) == kind]
+    return [run for run, _ in found], [score[key] for _, score in found], kind
+
+
+def group_reliability(name: str, group: Sequence[RunRecord]) -> Picture | None:
+    """Draw the reliability diagram of the predictions of a group's runs; None if there are none."""
+    runs, found, kind = _reported(group, "reliability")
+    if not runs:
+        return None
+    bins = np.sum(np.array(found, float), 0)
+    images, correct, confidence = bins[:, bins[0] > 0]
+    x, shares = 100 * confidence / images, 100 * images / images.sum()
+    curves = {"accuracy = confidence": ((0, 100), (0, 100)), "accuracy": (x, 100 * correct / images)}
+    ece = f"expected calibration error {np.abs(correct - confidence).sum() / images.sum():.4f}"
+    title = shorten(f"{name}, {run_records.format_seeds(runs)}: {kind}", 160)
+    curves["share of the images"] = x, shares
+    plot = figures.line_plot(curves, f"{title}\n{ece}", "mean confidence of a bin, %", "%", (0, 103))
+    return Picture(figures.png(plot), f"reliability diagram of {title}: {ece}")
 
 
 def _class_row(name: str, seen: int, right: int, num_runs: int) -> Row:

@@ -180,12 +180,12 @@ class RunLogger:
         The one that the run reports is also written by class. It is drawn if it is `final`, and otherwise if drawing
         takes little of the run's time.
         """
-        records = [run_info.evaluation_record(evaluation) for evaluation in evaluations]
+        records = [run_info.evaluation_record(evaluation, evaluations) for evaluation in evaluations]
         for record in records:
             self.metrics.write(kind="eval", step=step, epoch=step / self.run.length.steps_per_epoch, **record)
             self.callbacks.evaluation(step, record)
             tag = score_tag(**record)
-            scalars = {f"{tags.ACCURACY}/{tag}": record["accuracy"], f"{tags.LOSS}/{tag}": record["loss"]}
+            scalars = {f"{key}/{tag}": record[key] for key in (tags.ACCURACY, tags.LOSS, tags.ECE)}
             self.tensorboard.write(EVAL, step, scalars)
         self._write_unwritten()
         if self.quiet:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 
 # Training, all towers together.
-LOSS, ACCURACY = "loss", "accuracy"  # evaluations add `/<split>/<weights>`
+LOSS, ACCURACY, ECE = "loss", "accuracy", "ece"  # evaluations, which alone have the last, add `/<split>/<weights>`
 LOSS_TERMS, RAW = "losses", " (raw)"  # add the term: `losses/<term>` is smoothed, `losses/<term> (raw)` is not
 GRADIENT_NORM, LOSS_SCALE = "health/gradient_norm", "health/loss_scale"
 SKIPPED_STEPS, ROLLBACKS = "health/skipped_steps", "health/rollbacks"
@@ -55,6 +55,7 @@ CHARTS = {
     "learning": {
         "training accuracy (batch)": [_only(ACCURACY)],
         "evaluation loss": [_below(LOSS)],
+        "expected calibration error": [_below(ECE)],
     },
     "health": {
         "update-to-weight ratio": [_below(UPDATE_RATIO) + "kernel"],
@@ -81,7 +82,7 @@ def seed_charts(found: Collection[str]) -> dict[str, dict[str, list[str]]]:
 
     No category has a name of `CHARTS`, because TensorBoard shows only one of two categories with the same name.
     """
-    evaluated = {kind: [tag for tag in sorted(found) if tag.startswith(f"{kind}/")] for kind in (ACCURACY, LOSS)}
+    evaluated = {kind: [tag for tag in sorted(found) if tag.startswith(f"{kind}/")] for kind in (ACCURACY, LOSS, ECE)}
     training = {"training loss": LOSS, "training accuracy (batch)": ACCURACY, "throughput, images/s": IMAGES_PER_SEC}
     categories = {
         "training, mean ± std over seeds": {title: [tag] for title, tag in training.items() if tag in found},

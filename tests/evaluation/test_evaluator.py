@@ -41,9 +41,9 @@ def test_label_of_probability_zero_has_finite_loss():
 
 
 def test_wilson_interval():
-    low, high = Score(100, 90, 0.0, np.zeros((10, 10)), None, None).interval()
+    low, high = Score(100, 90, 0.0, np.zeros((10, 10)), *[None] * 5).interval()
     assert (low, high) == pytest.approx((0.8256, 0.9448), abs=1e-4)
-    assert Score(10, 10, 0.0, np.zeros((10, 10)), None, None).interval()[1] == pytest.approx(1.0)
+    assert Score(10, 10, 0.0, np.zeros((10, 10)), *[None] * 5).interval()[1] == pytest.approx(1.0)
 
 
 RAW, EMA, AUGMENTED = ("test", "raw", 0, 0.99), ("test", "ema", 0, 0.93), ("test", "ema", 2, 0.91)

@@ -17,10 +17,13 @@ from PIL import Image
 from cifar_towers import trainer
 from cifar_towers.checkpointing.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints
 from cifar_towers.checkpointing.variables import read_variables
+from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig, ExportConfig, PredictConfig
 from cifar_towers.data import image_files, sources, synthetic
+from cifar_towers.data.dataset import split_validation
 from cifar_towers.errors import DataError, RunError, UsageError
+from cifar_towers.evaluation import score
 from cifar_towers.inference import export, load_run, predict
 from cifar_towers.inference.evaluate import evaluate_checkpoint
 from cifar_towers.inference.export import export_model
@@ -141,11 +144,224 @@ def test_folders_without_images_are_errors_of_their_own(run, folder, tmp_path, c
 def test_evaluation_names_the_class_that_errors_go_to(run):
     table = evaluate_checkpoint(EvaluateConfig(train_dir=str(run), precision="float32")).splitlines()
     confusion = np.array(evaluate_as_json(run, precision="float32")["confusion"])
-    assert table[3].split("  ")[-1] == "most often taken for"
+    assert table[4].split("  ")[-1] == "most often taken for"
     np.fill_diagonal(confusion, 0)
-    for line, row in zip(table[4:], confusion, strict=True):
+    for line, row in zip(table[5:], confusion, strict=True):
         expected = f"{synthetic.CLASSES[row.argmax()]} ({row.max()})" if row.any() else "-"
         assert line.endswith(f"  {expected}")
+
+
+# Calibration --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def held_out_run(tmp_path_factory):
+    """Train a run that learns something and holds out 100 images, and return its directory."""
+    directory = tmp_path_factory.mktemp("held_out") / "run"
+    net = {"model": "speednet_proxy", "crop": 0, "batch_size": 50, "epochs": 6, "learning_rate": 0.1, "momentum": 0.9}
+    result = train(CONFIG, train_dir=str(directory), validation_examples=100, tta=2, **net)
+    assert 0.3 < result["evaluations"][-1]["accuracy"] < 1
+    return directory
+
+
+@pytest.fixture
+def run_without_validation(held_out_run, tmp_path):
+    """Make the same run without its held-out images, which are at no other place either."""
+    return copy_of(held_out_run, tmp_path / "without", validation_examples=0)
+
+
+def predicted_probabilities(run, images, **settings):
+    config = PredictConfig(train_dir=str(run), pictures=("images",), precision="float32", **settings)
+    return predict.predict_probabilities(config, images)
+
+
+def nll_and_ece(probabilities, labels):
+    """Compute both image by image and bin by bin, as C. Guo et al. define them."""
+    nll = -np.mean([np.log(row[label]) for row, label in zip(probabilities, labels, strict=True)])
+    confidence, right = probabilities.max(1), probabilities.argmax(1) == labels
+    ece = 0.0
+    for number in range(15):
+        inside = (number / 15 < confidence) & (confidence <= (number + 1) / 15)
+        if inside.any():
+            ece += inside.mean() * abs(right[inside].mean() - confidence[inside].mean())
+    return nll, ece
+
+
+def scaled(probabilities, temperature):
+    """Return softmax(logits / temperature) from softmax(logits)."""
+    powers = probabilities ** (1 / temperature)
+    return powers / powers.sum(1, keepdims=True)
+
+
+def validation_images():
+    return split_validation(SMALL[0], 100)[1]
+
+
+@pytest.mark.parametrize("tta", [0, 2])
+def test_calibration_is_that_of_the_predicted_probabilities(held_out_run, tta):
+    """With TTA they are the softmax of the mean logits."""
+    record = evaluate_as_json(held_out_run, tta=tta, precision="float32")
+    of_test = predicted_probabilities(held_out_run, SMALL[1].images, tta=tta)
+    labels = SMALL[1].labels
+    assert (record["loss"], record["ece"]) == pytest.approx(nll_and_ece(of_test, labels), abs=1e-6)
+    scaling = record["temperature_scaling"]
+    (temperature,) = scaling["temperatures"]
+    assert scaling["fitted_on"] == "validation images"
+    assert (scaling["loss"], scaling["ece"]) == pytest.approx(
+        nll_and_ece(scaled(of_test, temperature), labels), abs=1e-6
+    )
+    held_out = validation_images()
+    of_held_out = predicted_probabilities(held_out_run, held_out.images, tta=tta)
+    losses = [
+        nll_and_ece(scaled(of_held_out, factor * temperature), held_out.labels)[0] for factor in (0.999, 1, 1.001)
+    ]
+    assert losses[1] == min(losses)
+    stored = json.loads((held_out_run / "result.json").read_text())["evaluations"]
+    (same,) = (s for s in stored if (s["split"], s["weights"], s["tta"]) == ("test", "ema", tta))
+    assert same["temperature_scaling"] == {
+        key: value if key == "fitted_on" else pytest.approx(value, abs=1e-6) for key, value in scaling.items()
+    }
+    assert same["ece"] == pytest.approx(record["ece"], abs=1e-6)
+
+
+def test_evaluation_prints_what_the_temperature_was_fitted_on(held_out_run, run_without_validation):
+    def line_of(directory, **settings):
+        config = EvaluateConfig(train_dir=str(directory), precision="float32", **settings)
+        return evaluate_checkpoint(config).splitlines()[2]
+
+    record = evaluate_as_json(held_out_run, precision="float32")
+    scaling = record["temperature_scaling"]
+    assert line_of(held_out_run) == (
+        f"calibration: NLL {record['loss']:.4f} (the loss), ECE {record['ece']:.4f}; "
+        f"with temperature {scaling['temperatures'][0]:.4f}, fitted on validation images: "
+        f"NLL {scaling['loss']:.4f}, ECE {scaling['ece']:.4f}"
+    )
+    halves = r"; with temperature [\d.]+ and [\d.]+, fitted on the other half of the images: NLL [\d.]+, ECE [\d.]+$"
+    for line in (
+        line_of(run_without_validation),
+        line_of(held_out_run, split="validation"),
+        line_of(held_out_run, split="train"),
+    ):
+        assert re.search(halves, line)
+
+
+def test_evaluation_says_if_no_temperature_fits(held_out_run, monkeypatch):
+    monkeypatch.setattr(score, "fit_temperature", lambda *_: None)
+    line = evaluate_checkpoint(EvaluateConfig(train_dir=str(held_out_run), precision="float32")).splitlines()[2]
+    assert line.endswith(
+        "; no temperature fits, as all predictions are correct, or the logits tell nothing about the classes"
+    )
+    assert evaluate_as_json(held_out_run)["temperature_scaling"] == {
+        "temperatures": [None], "fitted_on": "validation images", "loss": None, "ece": None
+    }  # fmt: skip
+
+
+def test_another_test_set_has_the_temperature_of_the_runs_own_validation_images(held_out_run, tmp_path):
+    np.save(tmp_path / "x_test.npy", SMALL[1].images[:80])
+    np.save(tmp_path / "y_test.npy", np.array(synthetic.CLASSES)[SMALL[1].labels[:80]])
+    record = evaluate_as_json(held_out_run, dataset=f"npy:{tmp_path}", precision="float32")
+    own = evaluate_as_json(held_out_run, precision="float32")["temperature_scaling"]
+    assert record["count"] == 80 and record["temperature_scaling"]["fitted_on"] == "validation images"
+    assert record["temperature_scaling"]["temperatures"] == pytest.approx(own["temperatures"])
+
+
+def test_changed_validation_images_are_not_fitted_on(held_out_run, monkeypatch):
+    changed = SMALL[0].take(np.arange(400)[::-1]), SMALL[1]
+    monkeypatch.setattr(synthetic, "load", lambda seed=0: changed)
+    record = evaluate_as_json(held_out_run, precision="float32")
+    assert record["temperature_scaling"]["fitted_on"] == "the other half of the images"
+
+
+@pytest.mark.parametrize("kind", ["saved_model", "keras", "litert", "onnx"])
+def test_exports_have_the_temperature_and_the_same_labels(held_out_run, tmp_path, capsys, kind):
+    (expected,) = evaluate_as_json(held_out_run, precision="float32")["temperature_scaling"]["temperatures"]
+    plain = predicted_probabilities(held_out_run, SMALL[1].images)
+    for temperature, value, text in (
+        ("auto", expected, f"{expected:.4g}, fitted on 100 validation images"),
+        ("0.25", 0.25, "0.25, as given"),
+    ):
+        path = tmp_path / temperature / export.FORMATS[kind].name
+        out, number = str(path), 0 if temperature == "auto" else float(temperature)
+        assert export_with(held_out_run, num_gpus=2, format=kind, out=out, check=50, temperature=number)
+        line = f"logits divided by the temperature {text}"
+        assert f" MB, {line}\n" in capsys.readouterr().out
+        card = path.parent / "README.md" if path.is_file() else path / "README.md"
+        assert f"```python\n# {line}\n" in card.read_text()
+        found = export.FORMATS[kind].open(path)(SMALL[1].images)
+        np.testing.assert_allclose(found, scaled(plain, value), atol=1e-5)
+        np.testing.assert_array_equal(found.argmax(1), plain.argmax(1))
+        labels = SMALL[1].labels
+        assert nll_and_ece(found, labels)[0] == pytest.approx(nll_and_ece(scaled(plain, value), labels)[0], abs=1e-5)
+
+
+def test_quantized_export_has_the_temperature(held_out_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "NUM_CALIBRATION", 30)
+    plain = predicted_probabilities(held_out_run, SMALL[1].images)
+    for quantize in ("float16", "int8"):
+        out = tmp_path / f"{quantize}.tflite"
+        assert export_with(held_out_run, format="litert", quantize=quantize, out=str(out), check=50, temperature=0.25)
+        found = export.FORMATS["litert"].open(out)(SMALL[1].images)
+        difference, without = (np.abs(found - each).max(1).mean() for each in (scaled(plain, 0.25), plain))
+        assert difference < export.MEAN_ATOL[quantize] < without
+
+
+def test_card_keeps_the_temperature_of_every_export(run, tmp_path, capsys):
+    for name, temperature in (("one", 2.0), ("two", 1.0), ("three", 0.5)):
+        assert export_with(run, format="keras", out=str(tmp_path / f"{name}.keras"), check=0, temperature=temperature)
+    card = (tmp_path / "README.md").read_text()
+    comments = dict(re.findall(r"`(\w+)\.keras`:\n\n```python\n(.*)\n", card))
+    line = "# logits divided by the temperature {}, as given"
+    assert comments == {"one": line.format(2), "two": "import keras", "three": line.format(0.5)}
+    assert "temperature" in capsys.readouterr().out
+
+
+def test_temperature_without_validation_images_is_said_to_be_fitted_on_test_images(
+    run_without_validation, tmp_path, capsys
+):
+    assert export_with(run_without_validation, format="keras", out=str(tmp_path / "net.keras"), check=0, temperature=0)
+    text = "fitted on 200 test images, as no validation images are at hand"
+    assert text in capsys.readouterr().out and text in (tmp_path / "README.md").read_text()
+
+
+def test_temperature_that_cannot_be_fitted_is_refused(run, tmp_path, monkeypatch):
+    export_to = partial(export_with, run, format="keras", out=str(tmp_path / "net.keras"), check=0, temperature=0)
+    monkeypatch.setattr(export, "fit_temperature", lambda *_: None)
+    with pytest.raises(UsageError, match=r"no temperature fits 200 test images, as all .*; give a number, as --temp"):
+        export_to()
+    monkeypatch.setattr(sources, "find", Mock(side_effect=DataError("no CIFAR-10 here")))
+    with pytest.raises(DataError, match=r"is fitted on images, and no CIFAR-10 here; give it as a number, as --temp"):
+        export_to()
+    assert not (tmp_path / "net.keras").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("auto", 0.0), ("1.5", 1.5), ("1", 1.0), ("-1", None), ("nan", None), ("inf", None), ("x", None)],
+)
+def test_temperature_on_the_command_line(text, value):
+    argv = ["export.py", "--train_dir=runs/one", f"--temperature={text}"]
+    if value is None:
+        with pytest.raises(UsageError, match="temperature"):
+            parse_command_line(ExportConfig, argv, "")
+    else:
+        assert parse_command_line(ExportConfig, argv, "").temperature == value
+
+
+@pytest.mark.parametrize("classes", [2, 100])
+def test_calibration_of_other_numbers_of_classes(tmp_path, classes):
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 400), ("test", 200)):
+        labels = rng.permutation(np.arange(count) % classes)
+        levels = rng.integers(0, 40, (count, 20, 20, 3)) + (200 * labels / classes).astype(int)[:, None, None, None]
+        np.save(tmp_path / f"x_{name}.npy", levels.astype(np.uint8))
+        np.save(tmp_path / f"y_{name}.npy", labels)
+    data, directory = f"npy:{tmp_path}", str(tmp_path / "run")
+    result = train(CONFIG, dataset=data, train_dir=directory, validation_examples=50, image_size=20, crop=0, epochs=4)
+    record = result["evaluations"][-1]
+    images, labels = np.load(tmp_path / "x_test.npy"), np.load(tmp_path / "y_test.npy")
+    probabilities = predicted_probabilities(directory, images)
+    assert (record["loss"], record["ece"]) == pytest.approx(nll_and_ece(probabilities, labels), abs=1e-6)
+    assert record["split"] == "test" and len(record["temperature_scaling"]["temperatures"]) == 1
 
 
 # Export -------------------------------------------------------------------------------------------------------------
@@ -537,7 +753,7 @@ def test_subclassed_model_without_get_config_is_explained(own, tmp_path, capsys)
     export = partial(export_with, config.train_dir, model=config.model, check=50)
     assert not export(format="keras", out=str(tmp_path / "net.keras"))
     assert "needs get_config and **kwargs in layers of your own; saved_model does not" in capsys.readouterr().err
-    assert export(out=str(tmp_path / "net"))
+    assert export(out=str(tmp_path / "net")) and export(out=str(tmp_path / "net"), temperature=2.0)
 
 
 def test_own_folder_is_trained_on_evaluated_and_predicted(tmp_path, folder, capsys):

@@ -398,6 +398,39 @@ def test_confusion_matrices_of_a_group_are_summed_over_its_finished_runs(tmp_pat
     assert errors[true, predicted] == errors.max()
 
 
+def test_reliability_diagram_is_of_the_finished_runs_that_recorded_it(tmp_path, plotted):
+    """A run of before the records had it is left out, and so is a bin without images."""
+    images, correct = [0.0, 100.0, 300.0], [0.0, 60.0, 285.0]
+    paths = make_runs(tmp_path, 4)
+    assert not any("reliability" in image["alt"] for image in render(*paths).images)
+    for path, confidence in zip(paths[:3], ([0.0, 50.0, 300.0], [0.0, 80.0, 276.0], [0.0, 99.0, 300.0]), strict=True):
+        change_scores(path, reliability=lambda _, sums=confidence: [images, correct, sums])
+    (paths[2] / "result.json").unlink()
+    ((name, group),) = groups_of(*paths).items()
+    plotted.clear()
+    picture = html_report.group_reliability(name, group)
+    ((curves, title, *_),) = plotted.values()
+    # both runs: 200 images at a mean confidence of 65 %, 120 right; 600 at 96 %, 570 right
+    ece = (abs(120 - 130) + abs(570 - 576)) / 800
+    assert title == f"speed94, seeds 0, 1: test, raw weights, TTA 2\nexpected calibration error {ece:.4f}"
+    assert picture.alt == "reliability diagram of " + title.replace("\n", ": ")
+    x, accuracy = curves["accuracy"]
+    np.testing.assert_allclose((x, accuracy, curves["share of the images"][1]), [(65, 96), (60, 95), (25, 75)])
+    page = render(*paths)
+    alts = [image["alt"] for image in page.images]
+    assert [alt.partition(" of ")[0] for alt in alts if alt.startswith(("confusion", "reliability"))] == [
+        "confusion matrix",
+        "reliability diagram",
+    ]
+
+
+def test_reliability_without_finite_confidences_is_drawn(tmp_path):
+    path = make_run(tmp_path / "run")
+    change_scores(path, reliability=lambda _: [[0, 4], [0, 1], [0, None]])
+    ((name, group),) = groups_of(path).items()
+    assert html_report.group_reliability(name, group).alt.endswith("expected calibration error nan")
+
+
 def test_damaged_picture_of_mistakes_is_left_out(tmp_path):
     path = make_run(tmp_path / "run")
     runs = run_records.read_runs([path])

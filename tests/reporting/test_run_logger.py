@@ -68,13 +68,14 @@ def test_evaluation_leaves_pictures_of_the_score_that_the_run_reports(tmp_path, 
         assert min(Image.open(tmp_path / name).size) > 100
     tags = EventAccumulator(str(tmp_path / "eval")).Reload().Tags()["tensors"]
     assert {"mistakes/test", "confusion/test", "accuracy/test/ema_tta2", "class_accuracy/test/class 1"} <= set(tags)
+    assert {f"{kind}/test/{weights}" for kind in ("loss", "ece") for weights in ("raw", "ema", "ema_tta2")} <= set(tags)
 
 
 def test_thousand_classes_have_accuracies_but_no_confusion_matrix(tmp_path):
     logger, split = logger_of(tmp_path, 1000, 2000)
     logger.log_evaluation(1, evaluate(split, 1000, ("raw", 0)), {"test": split}, final=True)
     tags = EventAccumulator(str(tmp_path / "eval")).Reload().Tags()["tensors"]
-    scores = ["accuracy/test/raw", "loss/test/raw", "mistakes/test"]
+    scores = ["accuracy/test/raw", "loss/test/raw", "ece/test/raw", "mistakes/test"]
     assert sorted(tags) == sorted(scores + [f"class_accuracy/test/class {index}" for index in range(1000)])
     assert (tmp_path / "mistakes.png").exists() and not (tmp_path / "confusion.png").exists()
 
