@@ -339,10 +339,10 @@ def group_reliability(name: str, group: Sequence[RunRecord]) -> Picture | None:
     bins = np.sum(np.array(found, float), 0)
     images, correct, confidence = bins[:, bins[0] > 0]
     x, shares = 100 * confidence / images, 100 * images / images.sum()
-    curves = {"accuracy = confidence": ((0, 100), (0, 100)), "accuracy": (x, 100 * correct / images)}
+    curves = {"accuracy": (x, 100 * correct / images), "share of the images": (x, shares)}
     ece = f"expected calibration error {np.abs(correct - confidence).sum() / images.sum():.4f}"
     title = shorten(f"{name}, {run_records.format_seeds(runs)}: {kind}", 160)
-    curves["share of the images"] = x, shares
+    curves["accuracy = confidence"] = (0, 100), (0, 100)
     plot = figures.line_plot(curves, f"{title}\n{ece}", "mean confidence of a bin, %", "%", (0, 103))
     return Picture(figures.png(plot), f"reliability diagram of {title}: {ece}")
 
