@@ -85,7 +85,7 @@ def split_path(dataset: str) -> tuple[str, str]:
 def check_dataset(dataset: str) -> None:
     """Raise UsageError if the name cannot be that of a data set."""
     prefix, path = split_path(dataset)
-    named = f"{dataset}:" not in PREFIXES and re.fullmatch(r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", dataset)
+    named = f"{dataset}:" not in PREFIXES and re.fullmatch(r"[a-z]\w*(/[\w.+*-]+)?(:\d+\.\d+\.\d+)?", dataset)
     if not ((prefix and path) or named):
         guess = suggest_data(dataset) or did_you_mean(dataset.lower(), (*BUILT_IN, "cifar100"))
         raise UsageError(

@@ -71,6 +71,7 @@ class EvaluateConfig(ComputeConfig, RunDataConfig):
     """Settings of `evaluate.py`."""
 
     split: str = _evaluation("test", "part of the data set to evaluate", choices=("test", "validation", "train"))
+    num_images: int = _evaluation(0, "number of images of each set to evaluate, the first; 0: all", low=0)
     allow_changed_data: bool = _evaluation(False, "permission to evaluate on images other than those of the run")
     json: bool = _evaluation(False, "output as one JSON object and nothing else")
 

@@ -6,6 +6,7 @@ Source of the images: A. Krizhevsky, "Learning Multiple Layers of Features from 
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ import numpy as np
 
 from cifar_towers import files
 from cifar_towers.data import cifar10_files
-from cifar_towers.data.dataset import Split
+from cifar_towers.data.dataset import CLASSES, Split
 from cifar_towers.data.tfds_source import in_stored_order, prepare, reachable, tfds_directory
 from cifar_towers.errors import DataError, UsageError, error_line, error_text
 
@@ -64,6 +65,19 @@ def load(directory: Path, names: Iterable[str] = tuple(DIGESTS), is_named: bool 
       DataError: the copy cannot be prepared or read, or differs from CIFAR-10.
     """
     return {name: _read_split(directory, name, is_named) for name in names if name in DIGESTS}
+
+
+def add_votes(test: Split, file: Path) -> dict[str, Split]:
+    """Return `test` with people's votes of a file of CIFAR-10H, which is in the order of CIFAR-10's own files.
+
+    Source: J. C. Peterson et al., "Human uncertainty makes classification more robust", arXiv 1908.07086.
+    """
+    votes = np.zeros(0)
+    with contextlib.suppress(Exception):  # NumPy raises any on a damaged file
+        votes = np.load(file)[cifar10_files.stored_order("test", len(test.labels))]
+    if votes.shape != (len(test.labels), len(CLASSES)) or (votes.argmax(1) == test.labels).mean() < 0.5:
+        raise DataError(f"{file} holds no votes on CIFAR-10's {len(test.labels)} test images; give a good copy")
+    return {"test": dataclasses.replace(test, votes=votes / votes.sum(1, keepdims=True))}
 
 
 def _read_split(directory: Path, name: str, is_named: bool) -> Split:

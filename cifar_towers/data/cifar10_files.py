@@ -49,8 +49,6 @@ def is_copy(path: Path) -> bool:
 def read_split(copy: Path, name: str) -> Split:
     """Return `train` or `test` of a copy, not verified, in the order in which TFDS stores the split.
 
-    TFDS sorts the examples by the MD5 of the split's name and the example's number.
-
     Raises:
       DataError: a file is missing or damaged, or it is a pickle that would execute code.
     """
@@ -65,9 +63,14 @@ def read_split(copy: Path, name: str) -> Split:
     except Exception as error:  # a damaged archive or pickle raises any
         raise DataError(f"{path} cannot be read as part of CIFAR-10 ({error_line(error)}); {REPLACE}") from error
     labels, pixels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-    order = sorted(range(len(labels)), key=lambda number: hashlib.md5(f"{name}{number}".encode()).digest())
+    order = stored_order(name, len(labels))
     images = pixels.reshape(-1, *IMAGE_SHAPE).transpose(0, 2, 3, 1)
     return Split(np.ascontiguousarray(images[order]), labels[order].astype(np.int64))
+
+
+def stored_order(name: str, count: int) -> list[int]:
+    """Return the order in which TFDS stores a split: by the MD5 of the split's name and the example's number."""
+    return sorted(range(count), key=lambda number: hashlib.md5(f"{name}{number}".encode()).digest())
 
 
 def _file_names(name: str) -> set[str]:

@@ -75,6 +75,8 @@ def load(data: OwnData, image_size: int, names: Sequence[str]) -> dict[str, Spli
       DataError: some images cannot be read; the message names them.
     """
     splits = {name: (items, labels) for name, items, labels in divided(data, names) if len(labels)}
+    if not splits:
+        return {}
     arrays, errors = {}, []
     for name, (items, _) in splits.items():
         arrays[name], failed = data.read(items, image_size)

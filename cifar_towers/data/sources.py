@@ -29,6 +29,7 @@ class Source(NamedTuple):
     banner: str = ""  # warning for the user about the choice
     class_roots: tuple[Path, ...] = ()  # folders in `directory` whose subfolders are classes
     how_to_score_all: str = ""  # of data without splits: what to change, so that all images are the test split
+    corruptions: tuple[str, ...] = ()  # splits of corrupted test images, as fog_3, of a data set that has no others
 
     def is_among_pictures(self, path: Path) -> bool:
         """Return whether files written to `path` would be among the pictures or taken for a class."""
@@ -95,9 +96,9 @@ def load(
     return source, Dataset(source.name, train, validation, splits["test"])
 
 
-def load_test(source: Source, image_size: int = CIFAR10.image_size) -> Split:
-    """Return the test split of a source, which may have no other, as `load` does. Nothing else is read."""
-    return _load_splits(source, image_size, ("test",), ("test",))["test"]
+def load_test(source: Source, image_size: int = CIFAR10.image_size, name: str = "test") -> Split:
+    """Return the test split of a source, or one of its `corruptions`, as `load` does. Nothing else is read."""
+    return _load_splits(source, image_size, (name,), (name,))[name]
 
 
 def _load_splits(
@@ -121,7 +122,7 @@ def _load_splits(
             log.info("%s", printable(f"{source.name} {name}: {summary}"))
         if split.info.image_size != image_size:
             images = image_files.resize_all(split.images, image_size)
-            splits[name] = Split(images, split.labels, split.info._replace(image_size=image_size))
+            splits[name] = Split(images, split.labels, split.info._replace(image_size=image_size), split.votes)
     return splits
 
 
@@ -152,6 +153,9 @@ def _locate_own(name: str, data_dir: str) -> Source:
     scan, how_to_score_all = OWN_DATA[prefix]
     root = Path(os.path.expanduser(path)).absolute()
     name = f"{prefix}{root}"
+    if prefix == NPY and os.path.isfile(votes := root / "cifar10h-probs.npy"):
+        own = _locate_cifar10("cifar10", data_dir)
+        return own._replace(name=name, read=lambda *wanted: cifar10.add_votes(own.read(*wanted)["test"], votes))
     try:
         data = scan(root)
         if not_utf8 := [text for text in (*data.class_names, name) if text != text.encode(errors="ignore").decode()]:
@@ -165,12 +169,14 @@ def _locate_own(name: str, data_dir: str) -> Source:
             problem = f"{error.filename or root} cannot be read: {error_text(error)}; {hint}"
         raise DataError(f"dataset={name}: {suggest_data(f'{root}', name)}{problem}") from error
     undivided = how_to_score_all if ALL in data.splits else ""
-    return Source(name, functools.partial(own_data.load, data), root, "", data.class_roots, undivided)
+    corrupted = tuple(name for name in data.splits if name not in (*SPLITS, ALL))
+    return Source(name, functools.partial(own_data.load, data), root, "", data.class_roots, undivided, corrupted)
 
 
 def _locate_tfds(name: str, data_dir: str) -> Source:
     directory = tfds_source.locate(name, data_dir)
-    return Source(name, functools.partial(tfds_source.load, name, directory), directory)
+    read = functools.partial(tfds_source.load, name, directory)
+    return Source(name, read, directory, corruptions=tfds_source.match(name, directory))
 
 
 # prefix before a path -> how to list the examples there, and `Source.how_to_score_all`

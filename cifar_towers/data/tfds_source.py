@@ -1,6 +1,7 @@
 """Image classification data sets of TensorFlow Datasets (TFDS)."""
 
 import contextlib
+import fnmatch
 import logging
 import os
 import re
@@ -18,8 +19,8 @@ from PIL import Image
 
 from cifar_towers import files
 from cifar_towers.data import image_files
-from cifar_towers.data.dataset import DatasetInfo, Split, moments
-from cifar_towers.errors import DataError, RunError, UsageError, did_you_mean, error_line
+from cifar_towers.data.dataset import CLASSES, DatasetInfo, Split, moments
+from cifar_towers.errors import DataError, RunError, UsageError, did_you_mean, error_line, listed
 from cifar_towers.registry import BUILT_IN, FOLDER, suggest_data
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 Builder: TypeAlias = Any  # tfds.core.DatasetBuilder; importing TFDS takes seconds
 PORTS = {"http": 80, "https": 443, "ftp": 21}
 CONNECT_TIMEOUT_SECONDS = 3.0
+UNNAMED = ("cifar10_1", "cifar10_corrupted")  # builders that number CIFAR-10's classes and do not name them
 REPAIR = "replace it by a good copy, or delete it, and it is prepared again"
 
 
@@ -50,6 +52,18 @@ def locate(name: str, data_dir: str = "") -> Path:
     return directory
 
 
+def match(name: str, directory: Path) -> tuple[str, ...]:
+    """Return the configs that a name with * matches, as fog_1 to fog_5 of `cifar10_corrupted/fog_*`; () without *."""
+    if "*" not in name:
+        return ()
+    builder, _, pattern = name.partition("/")
+    configs = sorted(_make_builder(builder, directory).builder_configs)
+    found = fnmatch.filter(configs, pattern)
+    if not found or not all(re.search("_[1-5]$", config) for config in found):
+        raise UsageError(f"dataset={name} is no pattern of corruptions, as fog_*; {builder} has {listed(configs)}")
+    return tuple(found)
+
+
 def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> dict[str, Split]:
     """Return train, if there is one, and test if wanted, with each image's central square resized to `image_size`.
 
@@ -60,6 +74,10 @@ def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> 
       UsageError: the examples are not images with one of several classes each.
       DataError: the data set cannot be downloaded or read.
     """
+    if "*" in name:
+        builder = name.partition("/")[0]
+        configs = [config for config in match(name, directory) if config in wanted]
+        return {config: load(f"{builder}/{config}", directory, image_size, ["test"])["test"] for config in configs}
     tfds = import_tfds()
     builder = _make_builder(name, directory)
     image, label = (_find_feature(builder.info, kind) for kind in (tfds.features.Image, tfds.features.ClassLabel))
@@ -80,9 +98,9 @@ def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> 
         raise
     except Exception as error:
         raise DataError(f"{name} in {directory} cannot be read ({error_line(error)}); {REPAIR}") from error
-    class_names = tuple(builder.info.features[label].names)
+    class_names = CLASSES if builder.name in UNNAMED else tuple(builder.info.features[label].names)
     info = DatasetInfo(class_names, image_size, *moments(arrays[next(iter(names))][0]))
-    return {part: Split(*arrays[part], info) for part in names}
+    return {part: Split(*arrays[part][:2], info=info, votes=arrays[part][2]) for part in names}
 
 
 def tfds_directory(data_dir: str = "") -> Path:
@@ -205,12 +223,15 @@ def _check_reachable(name: str, directory: Path, builder: Builder) -> None:
     if unreachable:
         raise DataError(
             f"no {name} in {directory} and {', '.join(unreachable)} does not answer; put a prepared copy there, "
-            f"or give --data_dir=<a directory that holds {builder.name}/{builder.version}>"
+            f"or give --data_dir=<a directory that holds {os.path.relpath(builder.data_dir, directory)}>"
         )
 
 
-def _read(builder: Builder, split: str, image: str, label: str, image_size: int) -> tuple[np.ndarray, np.ndarray]:
-    images, labels = [], []
+def _read(
+    builder: Builder, split: str, image: str, label: str, image_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return images, labels, and people's votes: the `soft_label` of CIFAR-10H, or None."""
+    images, labels, votes = [], [], []
     for example in in_stored_order(builder, split):
         levels = example[image]
         if example[label] < 0:
@@ -221,4 +242,5 @@ def _read(builder: Builder, split: str, image: str, label: str, image_size: int)
         gray = levels.shape[-1] == 1
         images.append(image_files.to_levels(Image.fromarray(levels.squeeze(-1) if gray else levels), image_size))
         labels.append(example[label])
-    return np.stack(images), np.array(labels, np.int64)
+        votes += [example["soft_label"]] if "soft_label" in example else []
+    return np.stack(images), np.array(labels, np.int64), np.stack(votes) if votes else None

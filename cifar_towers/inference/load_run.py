@@ -71,7 +71,9 @@ class TrainedRun(NamedTuple):
                 f"{self.directory} was trained on {listed(known)}, and {dataset} now has {listed(unknown or classes)}; "
                 "restore the data, or give a data set with classes of the run only by --dataset"
             )
-        return dataclasses.replace(split, labels=np.array([known.index(name) for name in classes])[split.labels])
+        numbers = np.array([known.index(name) for name in classes])
+        votes = None if split.votes is None else split.votes @ np.eye(len(known))[numbers]
+        return dataclasses.replace(split, labels=numbers[split.labels], votes=votes)
 
     def own_split(self, name: str, *others: sources.Source) -> Split | None:
         """Return a split that the run was given, from its own data set or from others; None if it is not at hand."""
