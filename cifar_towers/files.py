@@ -26,7 +26,7 @@ from cifar_towers.errors import DataError, error_text
 log = logging.getLogger(__name__)
 
 CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
-RESULT, ROLLBACKS, REPORT = "result.json", "rollbacks.json", "report.html"
+RESULT, ROLLBACKS, REPORT, TIMES = "result.json", "rollbacks.json", "report.html", "times.json"
 MISTAKES, CONFUSION = "mistakes.png", "confusion.png"
 PROJECTOR = "projector_" + 8 * "[0-9]"  # directories of TensorBoard's projector, one per step
 PROJECTOR_FILES = ("features.tsv", "metadata.tsv", "sprite.png", "projector_config.pbtxt")
@@ -34,7 +34,7 @@ EVENT_FILES = "events.out.tfevents.*"  # TensorBoard reads every file with `tfev
 LAUNCH = ".launch"  # holds the name of the launch that cleared the directory
 LOCK = ".lock"  # locked by the process that writes the run
 CHECKPOINTS_DIR = "checkpoints"
-FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, REPORT, MISTAKES, CONFUSION)
+FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, REPORT, TIMES, MISTAKES, CONFUSION)
 MANIFEST = "MANIFEST.json"
 TEMPORARY, DAMAGED = ".tmp-", "damaged-"
 LOCK_PATIENCE_SECONDS = 0.5  # `is_locked` holds a lock for far less

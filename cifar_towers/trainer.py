@@ -31,6 +31,7 @@ from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.profiler import StepProfiler
 from cifar_towers.reporting.run_info import RunInfo
 from cifar_towers.reporting.run_logger import RunLogger
+from cifar_towers.reporting.run_records import read_times
 from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.devices import on_gpus
@@ -51,6 +52,7 @@ def train(
     launch_id: str = "",
     callbacks: Sequence[Any] = (),
     open_run: Callable[[Path], Any] = Path,
+    timer: PhaseTimer | None = None,
 ) -> dict:
     """Train, resume, or return the stored result of a finished run. On a cluster only worker 0 writes `train_dir`.
 
@@ -60,6 +62,7 @@ def train(
         resumes, also with `overwrite`.
       callbacks: told what the run does, by worker 0, besides the callback that the config names; see `Callbacks`.
       open_run: makes the run that callbacks get, from its directory.
+      timer: was made when the program started; default: is made now.
 
     Returns:
       The content of result.json. `reached` is the accuracy that met the target, or 0. `images_per_sec` is None if every
@@ -68,7 +71,7 @@ def train(
     Raises:
       RunError: the last step could not be saved, or the run cannot be rolled back. Others: see `cifar_towers.errors`.
     """
-    timer = PhaseTimer()
+    timer = timer or PhaseTimer()
     shutdown.exit_immediately_from_now(NOTHING_TO_SAVE)
     setup_devices = functools.partial(devices.setup_devices, config, cluster)
     with coordination.connect(cluster, setup_devices, config.worker_wait_seconds, shutdown) as (workers, hardware):
@@ -295,12 +298,13 @@ class Run:
         """Log what will be trained, and restore the newest checkpoint or start with `init_from`; return the step."""
         self.logger.log_start()
         metadata = self.checkpoints.restore_latest(self.requested, self.dataset, self._has_batch_norm)
+        last = {} if self.requested.overwrite else read_times(self.config.directory)
+        self.timer.resume(metadata or {}, last or self.timer.metadata())
         if not metadata:
             if source := self.requested.init_from:
                 classes = self.dataset.info.class_names
                 self.log(self.checkpoints.initialize(Path(source), self.state.head_names(), classes))
             return 0
-        self.timer.resume(metadata["seconds"], metadata["images"])
         self.health.restore(metadata)
         self.evaluations = metadata["evaluations"]
         towers = count(metadata["towers"], "tower")
@@ -327,6 +331,7 @@ class Run:
         self.shutdown.check()
         self.shutdown.defer_signals(by_consensus=self.workers.size > 1)
         self.timer.end_phase("start")
+        self.logger.write_times()
         if step == 0 and (self.config.rollback_on_divergence or self.config.init_from):
             self.save_now(0)  # to go back to; and from now on the run does not need `init_from`
 
@@ -507,6 +512,7 @@ class Run:
         if metadata is None:
             raise error
         step, self.evaluations, self.reached = metadata["step"], metadata["evaluations"], 0.0
+        self.timer.resume(metadata, self.timer.metadata())
         self.logger.truncate_after(step)
         rates = f"learning rates are {self.health.rate_factor:g} of the recipe's"
         self.log(f"{error}\nrolled back to step {step}; {rates}")

@@ -56,7 +56,9 @@ def start_training(
     """
     from cifar_towers.checkpointing import workdir
     from cifar_towers.data import sources
+    from cifar_towers.reporting.phase_timer import PhaseTimer
 
+    timer = PhaseTimer()  # TensorFlow's import is a part of the start
     source = sources.find(config.dataset, config.data_dir)
     if not (cluster and cluster.index):  # only worker 0 has a directory
         for run in [config.of_seed(seed) for seed in parse_seeds(config.seeds)] or [config]:
@@ -68,7 +70,7 @@ def start_training(
     if config.seeds:
         seeds.train_seeds(config, source, shutdown, launch_id)
         return None
-    return trainer.train(config, source, shutdown, cluster, launch_id, callbacks, open_run)
+    return trainer.train(config, source, shutdown, cluster, launch_id, callbacks, open_run, timer)
 
 
 def join_cluster(config: TrainConfig) -> ClusterSpec | None:

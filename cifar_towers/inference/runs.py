@@ -6,15 +6,16 @@ No function here needs TensorFlow.
 import contextlib
 import fnmatch
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cifar_towers import files
 from cifar_towers.checkpointing import workdir
-from cifar_towers.checkpointing.checkpoint import list_checkpoints
+from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_metadata
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.registry import split_path
+from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.run_records import (
     RunRecord,
     align_columns,
@@ -23,6 +24,7 @@ from cifar_towers.reporting.run_records import (
     format_rate,
     group_by_recipe,
     read_run,
+    read_times,
     shorten,
 )
 
@@ -31,7 +33,8 @@ log = logging.getLogger(__name__)
 RUNNING, DONE, STOPPED, DAMAGED, EMPTY = "running", "done", "stopped", "damaged", "no step yet"
 NAME_WIDTH, DATA_WIDTH, REVISION_WIDTH = 30, 12, 9
 MAX_PAIRS = 6  # of groups whose difference is printed
-NOTE = "accuracy: averaged weights if a run keeps an average, otherwise raw ones; TTA: the highest level scored"
+NOTE = """accuracy: averaged weights if a run keeps an average, otherwise raw ones; TTA: the highest level scored
+goodput: percentage of all time since the first start that went into the steps kept"""
 
 
 class RunSummary(NamedTuple):
@@ -50,8 +53,10 @@ class RunSummary(NamedTuple):
     tta_accuracy: float | None  # at the highest level that was scored
     images_per_sec: float | None
     minutes: float | None  # of training, compilation, evaluation and saving
+    goodput: float | None  # fraction of the time since the first start that went into the steps kept
     revision: str
     megabytes: float
+    seconds: dict[str, float]  # since the first start, by phase
     record: RunRecord
 
 
@@ -87,6 +92,7 @@ def summarize(directory: Path, verify: bool = False) -> RunSummary:
     reported = record.reported_score or {}
     kind = [reported.get(key) for key in ("split", "weights")]
     plain = [s for s in record.scores.values() if [s["split"], s["weights"]] == kind and not s["tta"]]
+    times = _times(record)
     rates = [rate for each in record.training if (rate := each.get("images_per_sec"))]
     return RunSummary(
         run=str(directory),
@@ -101,9 +107,11 @@ def summarize(directory: Path, verify: bool = False) -> RunSummary:
         accuracy=plain[0]["accuracy"] if plain else None,
         tta_accuracy=reported["accuracy"] if reported.get("tta") else None,
         images_per_sec=record.result.get("images_per_sec") or (rates[-1] if rates else None),
-        minutes=sum(record.result["seconds"].values()) / 60 if record.finished else None,
+        minutes=sum(s for p, s in times["seconds"].items() if p != "not_running") / 60 if record.finished else None,
+        goodput=times.get("goodput"),
         revision=record.environment.get("git_revision") or "unknown",
         megabytes=files.size_in_bytes(directory) / 1e6,
+        seconds=times["seconds"],
         record=record,
     )
 
@@ -122,6 +130,18 @@ def _state(record: RunRecord, is_damaged: bool, verify: bool) -> str:
     if record.finished:
         return DONE
     return STOPPED if checkpoints or record.step else EMPTY
+
+
+def _times(record: RunRecord) -> Mapping[str, Any]:
+    """Return where a run's time went: of an unfinished run, as if its last checkpoint were resumed now."""
+    if record.finished:
+        return record.result
+    timer, saved = PhaseTimer(), {}
+    for checkpoint in list_checkpoints(record.directory):
+        with contextlib.suppress(UsageError, DataError):  # an earlier version's, or a damaged one
+            saved = read_metadata(checkpoint)
+    timer.resume(saved, read_times(record.directory))
+    return timer.summary()
 
 
 def sort_runs(runs: Sequence[RunSummary], key: str) -> list[RunSummary]:
@@ -165,7 +185,7 @@ def format_json(runs: Sequence[RunSummary]) -> str:
 def format_table(runs: Sequence[RunSummary], root: Path) -> str:
     """Return the runs below `root` as text of at most 120 columns, and how groups of seeds differ."""
     rows = [_cells(run, root) for run in runs]
-    table = align_columns([list(rows[0]), *(list(row.values()) for row in rows)], left=(0, 1, 3, 8))
+    table = align_columns([list(rows[0]), *(list(row.values()) for row in rows)], left=(0, 1, 3, 9))
     return "\n".join([table, "", NOTE, *_describe_differences(runs)])
 
 
@@ -201,7 +221,8 @@ def _cells(run: RunSummary, root: Path) -> dict[str, str]:
         "accuracy": format_number(run.accuracy, ".2f", 100) + at_earlier_step,
         "TTA": format_number(run.tta_accuracy, ".2f", 100),
         "images/s": format_rate(run.images_per_sec),
-        "minutes": format_number(run.minutes, ",.1f"),
+        "min": format_number(run.minutes, ",.1f"),
+        "goodput": format_number(run.goodput, ".1f", 100),
         "revision": shorten(run.revision.replace("-dirty", "+"), REVISION_WIDTH),
         "MB": format_number(run.megabytes, ",.0f"),
     }

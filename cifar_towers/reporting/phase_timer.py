@@ -10,7 +10,7 @@ from cifar_towers.config.schedules import RunLength
 
 Phase = Literal["start", "train", "input", "report", "compile", "evaluate", "save", "profile"]
 STEP_PHASES = ("train", "input", "report")  # of every step: the step, the wait for its batch, logging
-TRAINING_PHASES = (*STEP_PHASES, "compile")
+TRAINING_PHASES = (*STEP_PHASES, "compile", "lost")
 BOOKED_PHASES = (*STEP_PHASES, "save", "profile")  # that the time of a step includes in an estimate
 RECENT_STEPS = 20  # steps that recent rates are averaged over
 FORWARD_SHARE = 0.4  # of a step's time, until an evaluation has been timed; runs had 0.3 to 0.5
@@ -18,28 +18,41 @@ MIN_STEPS = 5  # that an estimate is made from
 
 
 class PhaseTimer:
-    """The seconds of each phase over all starts of a run."""
+    """The seconds of a run by phase. `lost`: steps rolled back or not saved; `not_running`: between processes."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by phase
-        self.images = 0  # trained on in steps that needed no compilation
+        self.images = 0  # trained on in kept steps that needed no compilation
+        self.step = self.lost_steps = 0  # numbers of steps kept and lost
+        self.first_start: float | None = time.time()  # of the run; None: by a version that did not record it
         self._last_end = time.monotonic()
         self._input_wait = 0.0  # of the current step
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=RECENT_STEPS)  # images, input wait, seconds
 
-    def resume(self, seconds: Mapping[str, float], images: int) -> None:
-        """Continue from the seconds and images of earlier starts of the run."""
-        self.seconds = defaultdict(float, seconds)
-        self.images = images
+    def resume(self, saved: Mapping[str, Any], newest: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint's metadata, empty for step 0: the later steps of the newest metadata are lost."""
+        saved_seconds = saved.get("seconds", {})
+        self.seconds, self.images = defaultdict(float, saved_seconds), saved.get("images", 0)
+        for phase, seconds in newest.get("seconds", {}).items():
+            later = max(0.0, seconds - saved_seconds.get(phase, 0.0))  # 0 if a power loss made them the older ones
+            self.seconds["lost" if phase in STEP_PHASES else phase] += later
+        self.step, self.first_start = saved.get("step", 0), (saved or newest).get("first_start")
+        lost_steps = newest.get("lost_steps", 0) + max(0, newest.get("step", 0) - self.step)
+        self.lost_steps = max(saved.get("lost_steps", 0), lost_steps)
+        if self.first_start:
+            elapsed = time.time() - (time.monotonic() - self._last_end) - self.first_start
+            self.seconds["not_running"] += max(0.0, elapsed - sum(self.seconds.values()))
 
     def metadata(self) -> dict[str, Any]:
         """Return what checkpoints store."""
-        return {"seconds": self.seconds, "images": self.images}
+        return {name: getattr(self, name) for name in ("seconds", "images", "step", "lost_steps", "first_start")}
 
     def summary(self) -> dict[str, Any]:
-        """Return what a run's result says: seconds by phase, and images per second."""
-        seconds = {phase: round(seconds, 3) for phase, seconds in self.seconds.items()}
-        return {"seconds": seconds, "images_per_sec": self.images_per_sec()}
+        """Return what a run's result says; `goodput` is the fraction of the time that went into the steps kept."""
+        seconds, total = {phase: round(each, 3) for phase, each in self.seconds.items()}, sum(self.seconds.values())
+        goodput = self.seconds.get("train", 0.0) / total if self.first_start and total else None
+        rates = {"images_per_sec": self.images_per_sec(), "goodput": goodput}
+        return {"seconds": seconds, "lost_steps": self.lost_steps, **rates}
 
     def end_phase(self, phase: Phase) -> float:
         """Book the seconds since the end of the last phase, and return them."""
@@ -53,6 +66,7 @@ class PhaseTimer:
     def end_step(self, images: int, is_traced: bool) -> None:
         """End the phase "train" of a step over so many images, or "compile" unless the step was traced before."""
         seconds = self.end_phase("train" if is_traced else "compile")
+        self.step += 1
         if is_traced:
             self.images += images
             self._recent.append((images, self._input_wait, self._input_wait + seconds))
@@ -72,7 +86,7 @@ class PhaseTimer:
 
     @property
     def training_seconds(self) -> float:
-        """The seconds of steps and compilation, without start, evaluation and saving."""
+        """The seconds of steps, kept or lost, and compilation, without start, evaluation and saving."""
         return sum(self.seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
 
 
@@ -104,7 +118,7 @@ class TimeLeft:
 
         Return whether this step makes the first estimate possible, and more steps are left than were timed.
         """
-        new = {phase: seconds - self._booked.get(phase, 0.0) for phase, seconds in self.timer.seconds.items()}
+        new = {phase: max(0.0, s - self._booked.get(phase, 0.0)) for phase, s in self.timer.seconds.items()}
         self._booked = dict(self.timer.seconds)
         size = self.image_size_at(step - 1)
         self._compile_seconds += new.get("compile", 0.0)

@@ -19,13 +19,14 @@ from cifar_towers.reporting.callbacks import Callbacks
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_estimate, format_seconds
 from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft
 from cifar_towers.reporting.run_info import RunInfo
-from cifar_towers.reporting.run_records import JsonlWriter, format_rate
+from cifar_towers.reporting.run_records import JsonlWriter, format_number, format_rate
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter, image
 from cifar_towers.towers import placement_report
 from cifar_towers.training.results import StepDiagnostics, StepMetrics
 
 SCALARS_PER_SUMMARY = 10  # scalars are written this many times as often as whole summaries
 DRAWING_SHARE = 0.02  # of the run's time that drawing evaluations may take
+TIMES_SECONDS = 1.0  # between two writes of `files.TIMES`
 NOISE_DECAY = 0.9  # of the running averages of signal and noise, whose ratio is the noise scale
 
 
@@ -44,6 +45,7 @@ class RunLogger:
         self._epoch: list[StepMetrics] = []
         self._time_left: TimeLeft  # of an open run
         self._saved_step = 0
+        self._last_times, self._times_errors = -math.inf, files.BestEffortWrites(self.directory / files.TIMES)
         self._last_drawing, self._drawing_seconds = -math.inf, 0.0
         self._unwritten: dict[str, dict] = {}  # file name -> content
 
@@ -95,9 +97,17 @@ class RunLogger:
     def end_step(self, step: int, is_traced: bool) -> None:
         """Stop the clock of step `step`. Once enough traced steps have run, log the remaining time."""
         self.timer.end_step(self.run.config.batch_size, is_traced)
+        self.write_times()
         if self._time_left.end_step(step, is_traced) and (seconds := self._time_left.seconds()) is not None:
             self.progress.pause()
             self.log(f"about {format_estimate(seconds)} to go, at the rate of the first steps here")
+
+    def write_times(self) -> None:
+        """Write where the run's time went, every second at most: a process that is killed leaves it."""
+        if time.monotonic() - self._last_times >= TIMES_SECONDS:
+            self._last_times, path = time.monotonic(), self.directory / files.TIMES
+            with self._times_errors, path.open("r+" if path.exists() else "w") as file:
+                file.write(f"{files.to_json(self.timer.metadata()):<1000}\n")  # in place, over all that is there
 
     def log_step(
         self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_size: int, health: Mapping[str, int]
@@ -226,7 +236,8 @@ class RunLogger:
                 self.log(describe_score(score))
         total = format_seconds(sum(result["seconds"].values()))
         seconds = ", ".join(f"{phase} {each:.0f} s" for phase, each in result["seconds"].items() if each >= 0.5)
-        self.log(f"step {result['step']} after {total}: {seconds}")
+        kept = f"{count(result['lost_steps'], 'step')} lost, goodput {format_number(result['goodput'], '.1f', 100)} %"
+        self.log(f"step {result['step']} after {total}: {seconds.replace('_', ' ')}; {kept}")
         rate = result["images_per_sec"]
         speed = f"{format_rate(rate)} images/s" if rate else "too few steps to time"
         self.log(f"{speed}; weights sha256 {result['weights_sha256'][:16]}")
@@ -244,6 +255,7 @@ class RunLogger:
         self._write_unwritten()
         with files.BestEffortWrites(self.directory / files.RESULT):
             files.write_json(self.directory / files.RESULT, result)
+        self.write_times()
         final = {f"{tags.ACCURACY}/{score_tag(**score)}": score["accuracy"] for score in result["evaluations"]}
         final |= {"training_seconds": self.timer.training_seconds}
         final |= {"images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}

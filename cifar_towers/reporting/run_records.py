@@ -10,7 +10,7 @@ from typing import Any
 from cifar_towers import files
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import names_with
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import DataError, UsageError
 from cifar_towers.evaluation.score import reported_score, score_name
 from cifar_towers.files import BestEffortWrites
 from cifar_towers.reporting.sample import Sample, describe_difference
@@ -59,6 +59,14 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(record, dict) and {"kind", "step"} <= record.keys():
             yield record
+
+
+def read_times(train_dir: Path) -> dict[str, Any]:
+    """Return what `RunLogger.write_times` wrote last; empty if there is nothing, or if it is damaged."""
+    try:
+        return files.read_json_if_any(train_dir / files.TIMES)
+    except DataError:
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,15 @@ SETTINGS = {
 }
 
 
-def make(directory, recipe="speed94", seed=0, **options):
+def make(directory, recipe="speed94", seed=0, metadata=None, **options):
     run = make_run(directory / f"{recipe}-seed{seed}", recipe, seed, **options, **SETTINGS)
-    files.commit(
-        run / f"checkpoints/step-{options.get('last_step', 264):08}",
-        lambda checkpoint: (checkpoint / "state").write_bytes(bytes(1_000_000)),
-    )
+
+    def write(checkpoint):
+        (checkpoint / "state").write_bytes(bytes(1_000_000))
+        if metadata:
+            (checkpoint / "metadata.json").write_text(json.dumps(metadata))
+
+    files.commit(run / f"checkpoints/step-{options.get('last_step', 264):08}", write)
     return run
 
 
@@ -69,8 +73,35 @@ def test_table_has_every_run_and_its_state_in_120_columns(runs):
     accuracies = {score["tta"]: score["accuracy"] for score in read_result(runs / "speed94-seed1")["evaluations"]}
     plain, augmented = (f"{100 * accuracies[tta]:.2f}" for tta in (0, 2))
     assert states["speed94-seed1"].split() == [
-        "speed94-seed1", "cifar10", "2", "done", plain, augmented, "1,876", "9.7", "abc1231", "2",
+        "speed94-seed1", "cifar10", "2", "done", plain, augmented, "1,876", "9.7", "-", "abc1231", "2",
     ]  # fmt: skip
+
+
+def test_goodput_of_runs_in_all_states(tmp_path):
+    """A run is sorted before the others if it is of a version without goodput; time until now counts if it stopped."""
+    now = time.time()
+    parts = {"start": 10.0, "train": 60.0, "lost": 10.0, "not_running": 20.0}
+    make(tmp_path, seed=0)
+    done = make(tmp_path, seed=1)
+    change(done, "result.json", seconds=parts, goodput=0.6, lost_steps=3)
+    times = {"images": 300, "step": 140, "lost_steps": 3, "first_start": now - 200, "seconds": parts}
+    stopped = make(tmp_path, seed=2, finished=False, last_step=132, metadata=times | {"step": 132})
+    (stopped / "times.json").write_text(json.dumps(times | {"seconds": parts | {"train": 90.0}}))
+    make(tmp_path, seed=3, finished=False, last_step=132, metadata=times | {"first_start": now - 240})
+    unsaved = make_run(tmp_path / "unsaved", "speed94", 4, finished=False, last_step=11, **SETTINGS)
+    (unsaved / "times.json").write_text(json.dumps(times))
+    damaged = make_run(tmp_path / "damaged", "speed94", 5, finished=False, last_step=11, **SETTINGS)
+    (damaged / "times.json").write_text(json.dumps(times)[:50])
+    found = {run.record.config["seed"]: run for run in trained.sort_runs(trained.find_runs(tmp_path), "goodput")}
+    assert list(found) in ([5, 0, 4, 3, 2, 1], [0, 5, 4, 3, 2, 1])
+    shares = [found[seed].goodput for seed in range(6)]
+    assert shares == [None, 0.6, pytest.approx(0.3, abs=0.01), pytest.approx(0.25, abs=0.01), 0.0, None]
+    assert found[2].seconds["lost"] == 40 and found[2].seconds["not_running"] == pytest.approx(90, abs=2)
+    assert found[4].seconds["lost"] == 70 and found[1].minutes == 80 / 60
+    table = trained.format_table(list(found.values()), tmp_path)
+    assert " 60.0  abc1231" in table and max(map(len, table.splitlines())) <= 120
+    printed = [json.loads(line) for line in trained.format_json([found[1], found[5]]).splitlines()]
+    assert printed[0]["goodput"] == 0.6 and printed[0]["seconds"] == parts and printed[1]["goodput"] is None
 
 
 def test_scores_of_an_earlier_step_have_their_step(tmp_path):
@@ -138,7 +169,7 @@ def test_runs_are_found_by_pattern_sorted_and_printed_as_json(runs):
     assert [record["recipe"] for record in records] == 5 * ["resnet20"], found.stderr
     assert [record["accuracy"] for record in records] == sorted(record["accuracy"] for record in records)
     assert tuple(records[0]) == RUN_FIELDS == trained.RunSummary._fields[:-1]
-    for key in RUN_FIELDS:
+    for key in RUN_FIELDS[:-1]:  # seconds by phase have no order
         trained.sort_runs(trained.find_runs(runs), key)
     assert start(f"--runs_dir={runs}", "nothing*").stdout == "no runs\n"
     missing = start("--runs_dir=/nowhere")

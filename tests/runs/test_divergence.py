@@ -12,6 +12,7 @@ from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import DivergedError, Interrupted
+from cifar_towers.reporting import run_logger
 from cifar_towers.training import health
 from tests.messages import lines_with
 from tests.runs.short_runs import STEPS, TINY, StopAtStep, records_of, run
@@ -112,6 +113,7 @@ def test_diverged_run_saves_no_nonfinite_values(tmp_path):
 @pytest.mark.slow
 def test_rollback_halves_the_learning_rates(tmp_path, inject_nan, monkeypatch, capsys):
     monkeypatch.setattr(health, "MAX_ROLLBACKS", 2)
+    monkeypatch.setattr(run_logger, "TIMES_SECONDS", 0)
     steps = {7, 8}
     inject_nan(steps)
     settings = {"max_nonfinite_steps": 2, "rollback_on_divergence": True, "max_steps": 12, "checkpoint_every_steps": 2}
@@ -126,5 +128,6 @@ def test_rollback_halves_the_learning_rates(tmp_path, inject_nan, monkeypatch, c
     result = run(config, tmp_path)
     output = capsys.readouterr().out
     assert lines_with(output, "resuming", "step 6") and result["rollbacks"] == 2 and all_finite(tmp_path)
+    assert result["lost_steps"] == (8 - 6) + (8 - 4) + (8 - 6)  # the last ones by the error
     assert [r["step"] for r in records_of(tmp_path, "train")] == list(range(1, 13))
     assert rates[4] < rates[3]

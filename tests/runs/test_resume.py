@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,8 @@ from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.cli import main
 from cifar_towers.errors import DataError, Interrupted
 from cifar_towers.inference.compare import compare_runs
+from cifar_towers.inference.runs import find_runs
+from cifar_towers.reporting import run_logger
 from cifar_towers.shutdown import ShutdownHandler
 from tests.messages import lines_with
 from tests.runs.short_runs import QUICK, TINY, StopAtStep, events_of, records_of, run, tensors_of
@@ -71,6 +74,29 @@ def test_killed_run_resumes_without_duplicate_events(tmp_path, tiny_run):
         assert [event.step for event in events_of(tmp_path / part).Tensors(tag)] == steps
     scales = [[r.get("gradient_noise_scale") for r in records_of(path, "train")] for path in (tmp_path, tiny_run[0])]
     assert scales[0] == scales[1] and any(scales[0])  # a moving average that is restored
+
+
+def test_goodput_counts_the_time_since_the_first_start(tmp_path, monkeypatch, capsys):
+    """Kill a run five steps and three steps after its checkpoint: the parts of its time are the whole."""
+    monkeypatch.setattr(run_logger, "TIMES_SECONDS", 0)
+    config, start = replace(TINY, num_gpus=2, checkpoint_every_steps=8, eval_every_epochs=0), time.time()
+    for step in (13, 3):
+        with pytest.raises(SimulatedKill):
+            run(config, tmp_path, KillAtStep(step))
+    (stopped,) = find_runs(tmp_path)
+    assert 0 < stopped.goodput < 1 and stopped.seconds["lost"] > 0
+    time.sleep(1)
+    result = run(config, tmp_path)
+    elapsed, seconds = time.time() - start, result["seconds"]
+    assert result["lost_steps"] == 5 + 3 and seconds["not_running"] >= 1
+    assert elapsed - 1 < sum(seconds.values()) <= elapsed and seconds["lost"] >= stopped.seconds["lost"] - 0.01
+    assert result["goodput"] == pytest.approx(seconds["train"] / sum(seconds.values()), rel=0.01)
+    assert lines_with(capsys.readouterr().out, "step 20 after", "not running", "8 steps lost, goodput")
+    stored = json.loads((tmp_path / "result.json").read_text())
+    assert run(config, tmp_path) == stored == result  # which changed nothing
+    (done,) = find_runs(tmp_path)
+    assert (done.goodput, done.seconds) == (result["goodput"], seconds)
+    assert run(replace(config, overwrite=True), tmp_path, max_steps=1)["lost_steps"] == 0
 
 
 @pytest.mark.slow
