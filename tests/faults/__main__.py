@@ -16,11 +16,11 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-from tests.faults import harness, subjects
+from tests.faults import goodput, harness, subjects
 
 MODULES = (
     *("saving", "damage", "data_damage", "fulldisk", "nan_injection", "leak_check"),
-    *("runs", "signals", "cluster"),
+    *("runs", "signals", "cluster", "goodput"),
 )
 
 
@@ -38,9 +38,10 @@ def main() -> int:
         for experiment in importlib.import_module(f"tests.faults.{name}").EXPERIMENTS:
             if re.search(args.only, experiment.name):
                 harness.run(experiment, log, long=args.long, seed=args.seed)
-    tables = "\n\n".join(filter(None, (harness.results_table(log), harness.response_times(log))))
-    (out / "table.md").write_text(tables + "\n")
-    print(tables)
+    tables = harness.results_table(log), harness.response_times(log), goodput.table(log)
+    text = "\n\n".join(filter(None, tables))
+    (out / "table.md").write_text(text + "\n")
+    print(text)
     failed = [row for row in log.rows if row["ok"] != "True" and row["subject"] == subjects.OURS]
     for row in failed:
         print(f"FAILED {row['fault']} {row['trial']}: {row['details']}: {row['outcome']}")

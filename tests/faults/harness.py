@@ -127,7 +127,7 @@ def results_table(log: TrialLog) -> str:
         counts = Counter(row["outcome"].split(":")[0] for row in trials).most_common()
         outcomes = ", ".join(f"{outcome} {count:,}" for outcome, count in counts)
         rows.append((fault, subject, f"{len(trials):,}", f"{failures:,}", bound, outcomes))
-    return _table(("fault", "subject", "trials", "failures", "rate below (95 %)", "outcomes"), rows)
+    return table(("fault", "subject", "trials", "failures", "rate below (95 %)", "outcomes"), rows)
 
 
 def response_times(log: TrialLog) -> str:
@@ -140,10 +140,11 @@ def response_times(log: TrialLog) -> str:
         (fault, len(times), f"{statistics.median(times):.3f} s", f"{max(times):.3f} s")
         for fault, times in seconds.items()
     ]
-    return _table(("signal", "responses", "median", "largest"), rows)
+    return table(("signal", "responses", "median", "largest"), rows)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence]) -> str:
+    """Return a table in Markdown; an empty string without rows."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) if rows else ""
 

@@ -114,12 +114,13 @@ def test_result_ends_with_the_score_that_the_run_reports(tmp_path, capsys):
     logger, split = logger_of(tmp_path)
     records = logger.log_evaluation(1, evaluate(split, 3, ("ema", 2), ("raw", 2)), {"test": split}, final=False)
     records[1]["accuracy"] = 1.0
-    seconds, images_per_sec = {"train": 5.0}, 100.0
+    seconds, images_per_sec = {"train": 75.0, "lost": 15.0, "not_running": 10.0}, 100.0
     result = {"step": 1, "seconds": seconds, "images_per_sec": images_per_sec, "weights_sha256": "ab" * 32}
-    logger.log_result(result | {"evaluations": records})
+    logger.log_result(result | {"evaluations": records, "lost_steps": 1, "goodput": 0.75})
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "result: test 84.00 % (ema weights, TTA 2, 50 images)"
     assert "test 100.00 % (raw weights, TTA 2, 50 images)" in lines
+    assert "step 1 after 1:40: train 75 s, lost 15 s, not running 10 s; 1 step lost, goodput 75.0 %" in lines
 
 
 def test_noise_scale_of_known_noise():
