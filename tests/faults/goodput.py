@@ -4,9 +4,9 @@ A run is the whole program, from the start of Python on, and is started again at
 kept are those that one more start would resume with. The useful time is their number times the median time of a step.
 A run of ours must come to the same share by its own account.
 
-Ours saves as its defaults say. `BackupAndRestore` saves at the end of each epoch, its default, or after as many steps as
-take the half minute between saves of ours. In the second case a start repeats the epoch from its first batch; the steps
-kept are all that the weights have had.
+Ours saves as its defaults say. `BackupAndRestore` saves at the end of each epoch, its default, or after as many steps
+as take the half minute between saves of ours. In the second case a start repeats the epoch from its first batch; the
+steps kept are all that the weights have had.
 """
 
 import functools
