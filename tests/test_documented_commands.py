@@ -145,7 +145,10 @@ def run(command, *more):
 def test_command_uses_a_run(command, small_runs, here, capsys):
     run(command)
     out = capsys.readouterr().out
-    if "evaluate" in command and "--json" not in command:
+    if "--corruptions" in command:
+        assert "on 40 images by severity; corruptions computed here, not the published files" in out
+        assert "contrast  " in out
+    elif "evaluate" in command and "--json" not in command:
         assert re.search(r"\(\d+ of 40; 95 % interval", out) and "most often taken for" in out
     elif "evaluate" in command:
         assert json.loads(out)["count"] == 40

@@ -144,6 +144,7 @@ def evaluate(shutdown: ShutdownHandler) -> None:
     """Evaluate a checkpoint of a run, the newest unless --step is given.
 
     evaluate.py --train_dir=runs/speed94-seed0 --tta=2
+    evaluate.py --train_dir=runs/speed94-seed0 --corruptions='*_3'
 
     NLL: negative log likelihood; ECE: expected calibration error; with --tta, of the mean logits.
     The table's column "most often taken for" names the class that most errors of each class go to.

@@ -72,6 +72,10 @@ class EvaluateConfig(ComputeConfig, RunDataConfig):
 
     split: str = _evaluation("test", "part of the data set to evaluate", choices=("test", "validation", "train"))
     num_images: int = _evaluation(0, "number of images of each set to evaluate, the first; 0: all", low=0)
+    corruptions: str = _evaluation(
+        "",
+        "corruptions to compute of the images, as '*', 'contrast_*' or '*_3', in place of the published CIFAR-10-C",
+    )
     allow_changed_data: bool = _evaluation(False, "permission to evaluate on images other than those of the run")
     json: bool = _evaluation(False, "output as one JSON object and nothing else")
 

@@ -1,5 +1,6 @@
 """Evaluation of a run's checkpoint, as a table or as JSON."""
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 
 from cifar_towers import devices, files
 from cifar_towers.config.programs import EvaluateConfig
-from cifar_towers.data import sources
+from cifar_towers.data import corruptions, sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.data.sources import Source
 from cifar_towers.errors import DataError, UsageError, printable
@@ -44,7 +45,7 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
     towers = devices.setup_towers(config)  # before anything else that uses TensorFlow
     origin = {"train_dir": str(run.directory), "step": run.metadata["step"], "dataset": source.name}
     record = {**origin, "split": config.split, "weights": weights, "tta": config.tta}
-    if source.corruptions:
+    if source.corruptions or config.corruptions:
         return record | _score_corruptions(config, run, source, weights, towers)
     split = _read_split(config, run, source, config.split)
     is_changed = _check_images(config, run, source, split)
@@ -86,9 +87,12 @@ def _score_corruptions(
     config: EvaluateConfig, run: TrainedRun, source: Source, weights: str, towers: Sequence[Tower]
 ) -> dict[str, Any]:
     """Return the scores of sets of corrupted images, of which one at a time is in memory, as tables with means."""
-    names = source.corruptions
-    if config.split != "test":
-        raise UsageError(f"{source.name} has corrupted test images only; leave --split out")
+    names, own = source.corruptions, None
+    if names and (config.corruptions or config.split != "test"):
+        raise UsageError(f"{source.name} has corrupted test images only; leave --corruptions and --split out")
+    if not names:
+        names, own = corruptions.match(config.corruptions), _read_split(config, run, source, config.split)
+        _check_images(config, run, source, own)
     model = run.load(weights, devices.choose_precision(config.precision, towers))
     scores: dict[str, dict[str, float]] = {}
     with progress_bar("evaluating") as show:
@@ -96,10 +100,13 @@ def _score_corruptions(
             model, towers, run.augmentation, on_progress=lambda done: show((len(scores) + done) / len(names))
         )
         for name in names:
-            split = _read_split(config, run, source, name).take(slice(config.num_images or None))
+            split = (own or _read_split(config, run, source, name)).take(slice(config.num_images or None))
+            if own:
+                split = dataclasses.replace(split, images=corruptions.corrupt(split.images, name))
             score = make_evaluate_fn(classify)(split, *model_variables(model), config.tta)[config.tta]
             scores[name] = {key: getattr(score, key) for key in TABULATED}
-    return {"count": score.count, **{key: _tabulate(scores, key) for key in TABULATED}}
+    images = "computed here, not the published files" if own else "of the data set"
+    return {"corruptions": images, "count": score.count, **{key: _tabulate(scores, key) for key in TABULATED}}
 
 
 def _tabulate(scores: Mapping[str, dict[str, float]], key: str) -> dict[str, dict[str, float]]:
@@ -184,10 +191,11 @@ def _as_table(record: dict[str, Any]) -> str:
 def _corruption_table(record: dict[str, Any]) -> str:
     title = (
         f"{record['train_dir']} at step {record['step']}: {record['dataset']} {record['split']}, "
-        f"{record['weights']} weights, TTA {record['tta']}, accuracy (%) on {record['count']:,} images by severity"
+        f"{record['weights']} weights, TTA {record['tta']}"
     )
+    what = f"accuracy (%) on {record['count']:,} images by severity; corruptions {record['corruptions']}"
     columns = [*record["accuracy"]["mean"]]
     rows = [["corruption", *columns]]
     for name, row in record["accuracy"].items():
         rows.append([name, *(f"{100 * row[column]:.2f}" if column in row else "-" for column in columns)])
-    return "\n".join([printable(title), "", align_columns(rows)])
+    return "\n".join([printable(title), what, "", align_columns(rows)])

@@ -1,4 +1,4 @@
-"""Other test sets of CIFAR-10, in the formats in which they are published: CIFAR-10-C, CIFAR-10.1 and CIFAR-10H."""
+"""Other test sets of CIFAR-10, in the formats in which they are published, and computed corruptions of any."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,7 @@ import cifar_towers
 from cifar_towers import trainer
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig
-from cifar_towers.data import cifar10, cifar10_files, sources, synthetic
+from cifar_towers.data import cifar10, cifar10_files, corruptions, sources, synthetic
 from cifar_towers.data.dataset import CLASSES, Split
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.inference import evaluate, load_run
@@ -116,9 +116,11 @@ def test_folder_of_cifar10_c_is_a_table(run, tmp_path, monkeypatch):
     ]
     assert [record["loss"]["fog"][severity] for severity in "12345"] == pytest.approx(losses, rel=1e-4)
     assert 0 < record["ece"]["fog"]["3"] < 1 and record["count"] == 20
-    assert (record["dataset"], record["split"]) == (data, "test")
-    title, blank, header, *rows = evaluate_checkpoint(config_of(run, dataset=data)).splitlines()
-    assert f"{data} test, raw weights, TTA 0, accuracy (%) on 20 images" in title
+    assert (record["dataset"], record["split"], record["corruptions"]) == (data, "test", "of the data set")
+    title, line, blank, header, *rows = evaluate_checkpoint(config_of(run, dataset=data)).splitlines()
+    assert (
+        f"{data} test, raw weights, TTA 0" in title and "on 20 images by severity; corruptions of the data set" in line
+    )
     assert not blank and header.split() == ["corruption", *"12345", "mean"]
     cells = [f"{100 * value:.2f}" for value in (*expected["fog"], np.mean(expected["fog"]))]
     assert rows[0].split() == ["fog", *cells] and rows[-1].startswith("mean without extra  ")
@@ -139,7 +141,8 @@ def test_wrong_folder_of_cifar10_c_is_an_error_of_one_line(run, tmp_path):
             score(run, **({"dataset": data} | settings))
         assert "\n" not in str(caught.value)
 
-    refused(UsageError, "CIFAR-10-C has corrupted test images only; leave --split out", split="train")
+    refused(UsageError, "CIFAR-10-C has corrupted test images only; leave --corruptions and --split", split="train")
+    refused(UsageError, "CIFAR-10-C has corrupted test images only; leave --corruptions and", corruptions="*")
     with pytest.raises(UsageError, match="CIFAR-10-C has no train or test examples; give a data set that has train"):
         sources.load(sources.find(data))
     np.save(place / "fog.npy", images["fog"][:-1])
@@ -340,3 +343,37 @@ def test_classes_of_votes_follow_those_of_the_run():
     split = Split(TEST.images[:2], np.array([0, 1]), info, votes=np.array([[0.7, 0.3], [0.2, 0.8]]))
     numbered = trained.number_labels(split, "votes", may_differ=True).take(np.array([1, 0]))
     assert numbered.labels.tolist() == [0, 2] and numbered.votes.tolist() == [[0.8, 0, 0.2], [0.3, 0, 0.7]]
+
+
+# Computed corruptions -------------------------------------------------------------------------------------------------
+
+
+def test_corruptions_of_the_runs_own_images_are_computed(run):
+    own = sources.load_test(sources.find(load_run.open_run(run, TINY_NET).metadata["dataset"]))
+    expected = {
+        name: [accuracy(run, corruptions.corrupt(own.images, f"{name}_{n}"), own.labels) for n in range(1, 6)]
+        for name in ("gaussian_blur", "defocus_blur")
+    }
+    record = score(run, corruptions="*_blur_*")
+    check_table(record["accuracy"], expected, ["gaussian_blur"])
+    assert record["corruptions"] == "computed here, not the published files" and record["count"] == 60
+    _, line, _, header, *rows = evaluate_checkpoint(config_of(run, corruptions="*_3", num_images=10)).splitlines()
+    assert line == "accuracy (%) on 10 images by severity; corruptions computed here, not the published files"
+    assert header.split() == ["corruption", "3", "mean"]
+    assert [row.split()[0] for row in rows] == [*sorted(corruptions.CORRUPTIONS), "mean", "mean"]
+    assert "mean without extra" not in score(run, corruptions="speckle_noise_*", num_images=5)["accuracy"]
+    with pytest.raises(UsageError, match=r"corruptions=fog_\* matches none; write"):
+        score(run, corruptions="fog_*")
+
+
+def test_corruptions_of_images_of_another_size_and_two_classes_in_python(tmp_path):
+    few = [split.take(split.labels < 2) for split in (TRAIN, TEST)]
+    two = train(tmp_path / "two", *few, ["cat", "fox"], batch_size=10, epochs=1, image_size=20)
+    settings = {"model": TINY_NET, "precision": "float32", "split": "train", "num_gpus": 3}
+    record = cifar_towers.evaluate(two, corruptions="*_5", **settings)
+    assert record["count"] == len(few[0].labels)
+    assert len(record["accuracy"]) == len(corruptions.CORRUPTIONS) + 2
+    assert record == cifar_towers.evaluate(two, corruptions="*_5", **settings)
+    np.save(tmp_path / "two/y_test.npy", 1 - few[1].labels)
+    with pytest.raises(DataError, match="was made with other test images than"):
+        cifar_towers.evaluate(two, corruptions="*_5", model=TINY_NET)
