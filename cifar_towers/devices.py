@@ -8,10 +8,10 @@ import tensorflow as tf
 
 from cifar_towers.config import DeviceConfig, TrainConfig
 from cifar_towers.errors import UsageError
-from cifar_towers.hardware import cpuinfo, gpu_compute_capabilities, processor_features
+from cifar_towers.hardware import cpuinfo, gpu_compute_capabilities, gpu_names, processor_features
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 from cifar_towers.towers import Tower, make_towers
-from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
+from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT, on_gpus
 from cifar_towers.training.distributed_step import make_multi_worker_strategy, towers_here
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,10 @@ def setup_devices(config: TrainConfig, cluster: ClusterSpec | None = None) -> De
         devices = Devices(strategy, towers, towers_here(strategy, towers))
     else:
         towers = setup_towers(config)
+        if config.verify_every_steps and on_gpus(towers) and (len(set(gpu_names())) > 1 or not config.deterministic):
+            raise UsageError("verify_every_steps compares bits: on GPUs, give --deterministic and GPUs of one kind")
+        if config.verify_every_steps and len(towers) == 1:
+            log.info("verify_every_steps: one tower repeats its own work, which finds only errors that do not recur")
         devices = Devices(None, towers, towers)
     config.check_shares(len(devices.towers))
     return devices

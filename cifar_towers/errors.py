@@ -58,6 +58,16 @@ class WorkerLostError(RunError):
     label = "lost"
 
 
+class CorruptedError(RunError):
+    """Two towers got other bits from the same computation."""
+
+    exit_code = 6
+    meaning = label = "corrupted"
+
+
+TRAINING_ERRORS = (DivergedError, WorkerLostError, CorruptedError)
+
+
 class Interrupted(BaseException):
     """A signal asked the run to stop.
 

@@ -242,7 +242,9 @@ class Run:
         self.variables = self.state.named_variables()
         self.augmentation = build.make_augmentation(config, dataset.info)
         image_size_at = ImageSizeSchedule(config.image_size_schedule, config.image_size).at(length)
-        self.step_runner = StepRunner(train_step, self.state.optimizer, image_size_at)
+        names = [*self.state.loss_averages.sums, *(f"the gradient of {name}" for name in self.state.weight_names)]
+        verification = config.verify_every_steps, self.towers, names
+        self.step_runner = StepRunner(train_step, self.state.optimizer, image_size_at, *verification)
 
         self._make_observers(banner)
         self.evaluations: list[dict] = []

@@ -102,6 +102,11 @@ def test_an_error_in_the_run_names_settings_and_no_flags(tmp_path):
         cifar_towers.train(train_dir=tmp_path, **SETTINGS | {"batch_size": 1000})
 
 
+def test_verified_steps_leave_the_weights_as_they_are(run, tmp_path):
+    verified = cifar_towers.train(train_dir=tmp_path, verify_every_steps=3, **SETTINGS)
+    assert verified.result["weights_sha256"] == run.result["weights_sha256"]
+
+
 def test_an_error_in_a_callback_is_one_sentence_with_its_place(tmp_path):
     def fail(step, metrics):
         raise OSError("no")

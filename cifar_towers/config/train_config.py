@@ -15,7 +15,7 @@ from typing import ClassVar
 from cifar_towers import registry
 from cifar_towers.config import schedules
 from cifar_towers.config.settings import Section, check_limits
-from cifar_towers.errors import DataError, DivergedError, UsageError, WorkerLostError, count, describe_exit_codes
+from cifar_towers.errors import TRAINING_ERRORS, DataError, UsageError, count, describe_exit_codes
 from cifar_towers.registry import BUILT_IN, MODELS, OPTIMIZERS, TTA_LEVELS, model_spec, split_path
 from cifar_towers.user_code import check_function_name, split_function
 
@@ -116,8 +116,7 @@ class TrainConfig(DeviceConfig):
 
     exit_codes: ClassVar[str] = describe_exit_codes(
         *ERRORS,
-        DivergedError,
-        WorkerLostError,
+        *TRAINING_ERRORS,
         failure="a bug, no room to save the last checkpoint, or weights that were not expected",
     )
 
@@ -219,6 +218,7 @@ class TrainConfig(DeviceConfig):
     rollback_on_divergence: bool = _run.free(
         False, "return to the last good checkpoint at half the rates, instead of the end after max_nonfinite_steps"
     )
+    verify_every_steps: int = _run.free(0, "steps between checks of one tower's bits by another tower; 0: never", low=0)
 
     dataset: str = _data.free(
         "cifar10",
@@ -493,6 +493,8 @@ def _check_run(config: TrainConfig) -> None:
         raise UsageError("strategy=multi_worker trains one run; give one seed at a time")
     if config.expect_sha256 and config.seeds:
         raise UsageError("expect_sha256 is of one run, and seeds are several; give one seed at a time")
+    if config.verify_every_steps and (config.hard_example_pool or config.batch_statistics == "synchronized"):
+        raise UsageError("verify_every_steps repeats one tower alone; leave hard_example_pool, synchronized statistics")
     if config.epochs == 0 and config.max_steps == 0:
         raise UsageError("epochs=0 and max_steps=0 leave nothing to do; give one of them")
     cluster = [field for field in dataclasses.fields(config) if field.metadata["group"] == "Cluster"]
@@ -524,6 +526,6 @@ def _check_parallelism(config: TrainConfig) -> None:
         if has_stages:
             keeps = f"{other} keeps each variable and its gradient on the device of its stage"
         raise UsageError(f"{keeps}; leave variable_placement and gradient_device")
-    for name, unused in (("tower_shares", ""), ("hard_example_pool", 0), ("data_on", "host")):
-        if (value := getattr(config, name)) != unused:
+    for name, off in (("tower_shares", ""), ("hard_example_pool", 0), ("data_on", "host"), ("verify_every_steps", 0)):
+        if (value := getattr(config, name)) != off:
             raise UsageError(f"{name}={value} is for towers that share the batch; leave it, or {other}")

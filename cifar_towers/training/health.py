@@ -62,8 +62,10 @@ class Health:
             a skipped step is not repeated to find its non-finite tensor.
 
         Raises:
-          DivergedError: too many steps in a row were skipped.
+          DivergedError: too many steps in a row were skipped. RunError: a verified step is not applied.
         """
+        if finished.error:
+            raise finished.error
         metrics, batch, selected = finished.metrics, finished.batch, finished.metrics.hard_examples
         if not was_skipped(metrics):
             self._record(finished.step, skipped=False)

@@ -49,6 +49,7 @@ class StepMetrics(NamedTuple):
     loss_scale: Any  # of this step
     diagnostics: StepDiagnostics | None = None
     stop_signal: Any = None  # of several processes: the largest signal number that any of them passed in
+    original: Any = None  # of a verified step: `step.to_bytes` of the tower whose work was repeated
     example_losses: Any = None  # [B], if the step was made with an `example_loss`
     hard_examples: "HardExamples | None" = None  # if only a part of the batch was trained on
 

@@ -1,7 +1,7 @@
 """One training step: split, run, average, apply, report."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -62,6 +62,8 @@ def make_update(
       learning_rates: by active parameter group; no gradients are taken for the other groups.
       image_size: a Python number of pixels that images are downsampled to; 0 leaves them as they are.
       collect_diagnostics: [] bool; without it the graph has no diagnostics.
+      repeat: (owner, other) to return only `to_bytes` of a tower's shard from another tower, and a meaningless number.
+      expected: (owner, bytes of a repetition) to skip the step unless the owner itself computes the same bytes.
 
     Args:
       micro_batches: number of parts that each tower takes its shard in.
@@ -77,14 +79,22 @@ def make_update(
     synchronized = batch_statistics == "synchronized"
     devices = [variable.device for variable in state.non_trainable]
 
-    def update(batch: Batch, learning_rates: Mapping, image_size: int = 0, collect_diagnostics=None) -> StepMetrics:
-        def on_tower(tower: Tower, shard: Batch) -> TowerResult:
-            collect = collect_diagnostics if tower == towers[-1] else None
+    def update(batch: Batch, learning_rates, image_size: int = 0, collect_diagnostics=None, repeat=(), expected=None):
+        def on_tower(tower: Tower, shard: Batch, owner: Tower | None = None) -> TowerResult:
+            collect = collect_diagnostics if (owner or tower) == towers[-1] else None
             return tower_fn(tower, shard, learning_rates.keys(), image_size, collect)
 
         sizes = share_out(batch.labels.shape[0], shares, micro_batches) if shares else None
+        shards = split_batch(batch, towers, sizes=sizes)
+        if repeat:
+            owner, other = (towers[index] for index in repeat)
+            with tf.device(other.device), tf.name_scope("repetition"):
+                result = on_tower(other, shards[owner.index], owner)
+                # all is used, as in the original, because TensorFlow optimizes operations together with their consumers
+                rest = [tf.reduce_sum(tf.cast(t, tf.float32)) for t in tf.nest.flatten(result[2:]) if t is not None]
+                return to_bytes(result), tf.add_n(rest)
         run = functools.partial(run_on_towers_synchronized, weights=sizes) if synchronized else run_on_towers
-        results = run(on_tower, towers, split_batch(batch, towers, sizes=sizes))
+        results = run(on_tower, towers, shards)
 
         tower_grads = [zip(r.gradients, state.weights, strict=True) for r in results]
         gradients = average_gradients(tower_grads, sizes, gradient_device)  # the towers meet here
@@ -93,11 +103,22 @@ def make_update(
         if collect_diagnostics is not None:
             tower_stats = tower_gradient_stats(collect_diagnostics, [r.gradients for r in results], gradients)
         non_trainable = reduce_batch_stats([r.non_trainable for r in results], batch_statistics, devices, sizes)
-        losses, finite = results[-1].losses, all_finite(results)
+        losses, finite, original = results[-1].losses, all_finite(results), None
+        if expected is not None:
+            original = tf.switch_case(expected[0], [functools.partial(to_bytes, result) for result in results])
+            finite = tf.logical_and(finite, tf.reduce_all(original == expected[1]))
         updated = state.apply(gradients, non_trainable, losses, learning_rates, finite, collect_diagnostics)
-        return make_step_metrics(results, updated, tower_stats, batch.labels.shape[0], sizes)
+        metrics = make_step_metrics(results, updated, tower_stats, batch.labels.shape[0], sizes)
+        return metrics._replace(original=original)
 
     return update
+
+
+def to_bytes(result: TowerResult) -> tf.Tensor:
+    """Return the bits of a tower's losses and gradients as strings; empty where there is no gradient."""
+    tensors = [*result.losses.values(), *result.gradients]
+    with tf.device(HOST):
+        return tf.stack(["" if tensor is None else tf.io.serialize_tensor(tensor) for tensor in tensors])
 
 
 def make_tower_fn(

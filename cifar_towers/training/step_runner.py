@@ -1,12 +1,14 @@
 """The steps of a run: each is called with the learning rates and the image size of its number, and read a step late."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from cifar_towers.data.batches import Batch
+from cifar_towers.errors import CorruptedError, RunError, UsageError
+from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.optimizers import Optimizer
 from cifar_towers.training.results import StepMetrics, to_numpy
@@ -20,6 +22,7 @@ class FinishedStep(NamedTuple):
     learning_rates: dict[str, float]  # by parameter group; without the groups that are frozen
     image_size: int  # pixels
     metrics: StepMetrics  # NumPy values; tensors until `StepRunner` has read them
+    error: RunError | None = None  # why the step is not applied, although all its numbers are finite
 
 
 @dataclasses.dataclass
@@ -29,7 +32,10 @@ class StepRunner:
     train_step: Any  # the `tf.function` that `build.make_training` returns
     optimizer: Optimizer
     image_size_at: Callable[[int], int]  # step -> image size in pixels
-    # kinds of steps that have run, each compiled once: (image size, active parameter groups)
+    verify_every_steps: int = 0  # 0: never; verified steps are returned at once
+    towers: Sequence[Tower] = ()
+    value_names: Sequence[str] = ()  # of what `step.to_bytes` returns
+    # kinds of steps that have run, each compiled once: (image size, repeated work, active parameter groups)
     traced: set[tuple] = dataclasses.field(default_factory=set)
     _unread: list[FinishedStep] = dataclasses.field(default_factory=list)  # the last step, its metrics still tensors
 
@@ -44,7 +50,7 @@ class StepRunner:
 
     def trace(self, step: int, batch: Batch, **options: Any) -> tf.types.experimental.ConcreteFunction:
         """Trace and compile a step without running it. Options are those of `start`."""
-        return self.train_step.get_concrete_function(*self._arguments(step, batch, **options))
+        return self.train_step.get_concrete_function(**self._arguments(step, batch, **options))
 
     def start(self, step: int, batch: Batch, **options: Any) -> list[FinishedStep]:
         """Start the step that makes `step` into `step + 1`; return the one before, unless it has been returned.
@@ -54,12 +60,15 @@ class StepRunner:
           collect_diagnostics: whether the metrics have diagnostics.
           stop_signal: in a cluster, the number of the signal that this process has received, or 0.
         """
-        metrics = self.train_step(*self._arguments(step, batch, **options))
+        arguments = self._arguments(step, batch, **options)
+        metrics = self.train_step(**arguments)
+        error = self._find_error(step, metrics, **arguments) if "expected" in arguments else None
         if not options["collect_diagnostics"]:
             metrics = metrics._replace(diagnostics=None)
         self.traced.add(self._kind(step))
         rates = self.optimizer.learning_rates(step, options["rate_factor"])
-        return self._read([FinishedStep(step + 1, batch, rates, self.image_size_at(step), metrics)])
+        finished = self._read([FinishedStep(step + 1, batch, rates, self.image_size_at(step), metrics, error)])
+        return finished + self.finish() if "expected" in arguments else finished
 
     def finish(self) -> list[FinishedStep]:
         """Wait for the step that was started last, and return it, unless it has been returned."""
@@ -78,16 +87,45 @@ class StepRunner:
         return [each._replace(metrics=to_numpy(each.metrics)) for each in finished]
 
     def _kind(self, step: int) -> tuple:
-        return (self.image_size_at(step), *self.optimizer.learning_rates(step))
+        return (self.image_size_at(step), self._pair(step), *self.optimizer.learning_rates(step))
+
+    def _pair(self, step: int) -> tuple[int, int] | None:
+        """Return (tower, other that repeats its work) if the next step is verified: all pairs in turn, or (0, 0)."""
+        if not self.verify_every_steps or (step + 1) % self.verify_every_steps:
+            return None
+        rounds, owner = divmod(step // self.verify_every_steps, len(self.towers))
+        return owner, (owner + 1 + rounds % max(1, len(self.towers) - 1)) % len(self.towers)
+
+    def _find_error(self, step: int, metrics: StepMetrics, expected: tuple, **arguments: Any) -> RunError | None:
+        """Return an error if bytes differ; compute all again, not to be applied, in case it is compiled differently."""
+        same = metrics.original == expected[1]
+        index = int(tf.argmin(same))  # of the first difference, if there is one
+        if same[index]:
+            return None
+        owner, other = (self.towers[tower] for tower in self._pair(step) or ())
+        again = self.train_step(**arguments, expected=(expected[0], tf.zeros_like(expected[1]))).original[index]
+        by_other, by_owner = (self.train_step(**arguments, repeat=(owner.index, t.index))[0] for t in (other, owner))
+        recurs = again == metrics.original[index] and by_other[index] == expected[1][index]
+        name = f"{self.value_names[index]} of {owner.name}"
+        if recurs and ("CPU" in owner.device or by_owner[index] == by_other[index]):
+            return UsageError(f"{name} has other bits where TensorFlow compiles it alone; leave verify_every_steps")
+        return CorruptedError(
+            f"step {step + 1} is not applied: {name} ({owner.device}) has other bits if {other.name} ({other.device}) "
+            "repeats it, so one of them made an error; the same command resumes from the last checkpoint"
+        )
 
     def _arguments(
         self, step: int, batch: Batch, rate_factor: float, collect_diagnostics: bool, stop_signal: int | None = None
-    ) -> list:
+    ) -> dict[str, Any]:
         rates = self.optimizer.learning_rates(step, rate_factor)
         with tf.device(HOST):
             tensors = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
-            arguments = [batch, tensors, self.image_size_at(step), tf.constant(collect_diagnostics)]
-            return arguments if stop_signal is None else [*arguments, tf.constant(stop_signal, tf.float32)]
+            arguments = {"batch": batch, "learning_rates": tensors, "image_size": self.image_size_at(step)}
+            arguments["collect_diagnostics"] = tf.constant(collect_diagnostics)
+            arguments |= {} if stop_signal is None else {"stop_signal": tf.constant(stop_signal, tf.float32)}
+        if pair := self._pair(step):
+            arguments["expected"] = tf.constant(pair[0]), self.train_step(**arguments, repeat=pair)[0]
+        return arguments
 
 
 def was_skipped(metrics: StepMetrics) -> bool:

@@ -16,7 +16,17 @@ from cifar_towers import hardware
 from cifar_towers.cli import main, program
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
-from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError, WorkerLostError, error_line
+from cifar_towers.errors import (
+    TRAINING_ERRORS,
+    CorruptedError,
+    DataError,
+    DivergedError,
+    Interrupted,
+    RunError,
+    UsageError,
+    WorkerLostError,
+    error_line,
+)
 from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.stderr import messages_only_of_a_failure
 from tests.configs import TINY_NET
@@ -121,12 +131,13 @@ def test_error_is_one_line_and_an_exit_code(program, arguments, code, message):
 def test_error_line_escapes_control_characters():
     assert error_line(UsageError("no checkpoint in no\x1bwhere\n")) == "usage: no checkpoint in no\\x1bwhere\\n"
     assert [error.exit_code for error in (UsageError, DataError, DivergedError, WorkerLostError)] == [2, 3, 4, 5]
+    assert CorruptedError.exit_code == 6
 
 
 def test_docs_list_the_exit_codes_of_the_help_text():
     training, cluster = (" ".join((ROOT / f"docs/{name}.md").read_text().split()) for name in ("training", "cluster"))
     rows = dict(re.findall(r"\| ([\d, ]+) \| (.+?) (?=\|)", training))
-    errors = (UsageError, DataError, DivergedError, WorkerLostError)
+    errors = (UsageError, DataError, *TRAINING_ERRORS)
     assert {code: rows[code] for code in rows if "1" not in code} == {"0": "done"} | {
         str(int(error.exit_code)): error.meaning for error in errors
     }

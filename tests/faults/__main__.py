@@ -19,7 +19,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 from tests.faults import goodput, harness, subjects
 
 MODULES = (
-    *("saving", "damage", "data_damage", "fulldisk", "nan_injection", "leak_check"),
+    *("saving", "damage", "data_damage", "fulldisk", "nan_injection", "bit_flips", "leak_check"),
     *("runs", "signals", "cluster", "goodput"),
 )
 
