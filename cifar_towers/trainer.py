@@ -300,7 +300,8 @@ class Run:
         """Log what will be trained, and restore the newest checkpoint or start with `init_from`; return the step."""
         self.logger.log_start()
         metadata = self.checkpoints.restore_latest(self.requested, self.dataset, self._has_batch_norm)
-        last = {} if self.requested.overwrite else read_times(self.config.directory)
+        is_begun = self.requested.overwrite or self.timer.seconds  # by this process
+        last = {} if is_begun else read_times(self.config.directory)
         self.timer.resume(metadata or {}, last or self.timer.metadata())
         if not metadata:
             if source := self.requested.init_from:

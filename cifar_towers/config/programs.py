@@ -12,7 +12,7 @@ from cifar_towers.registry import SPLIT_NAMES, TTA_LEVELS, check_dataset, check_
 
 RUN_FIELDS = (
     *("run", "recipe", "data", "seed", "towers", "state", "step", "scored_step", "weights", "accuracy", "tta_accuracy"),
-    *("images_per_sec", "minutes", "goodput", "revision", "megabytes", "seconds"),
+    *("images_per_sec", "minutes", "goodput", "revision", "megabytes"),
 )
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "tflite", "onnx")
 VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus", "tower_shares")  # by the benchmark
@@ -155,7 +155,7 @@ class RunsConfig:
     refused: ClassVar[Mapping[str, str]] = NO_TRAIN_DIR
 
     runs_dir: str = _run("runs", "directory below which runs are looked for")
-    sort: str = _table("", "column to sort by; default: the directory", choices=("", *RUN_FIELDS[:-1]))
+    sort: str = _table("", "column to sort by; default: the directory", choices=("", *RUN_FIELDS))
     json: bool = _table(False, "output as one JSON object per run and nothing else")
     best: str = _table("", "recipe whose most accurate finished run is printed as a directory, and nothing else")
     verify: bool = _table(

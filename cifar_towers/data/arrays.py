@@ -7,15 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from cifar_towers.data import image_files
+from cifar_towers.data.corruptions import CORRUPTIONS
 from cifar_towers.data.dataset import CLASSES
 from cifar_towers.data.own_data import ALL, OwnData, number_classes
 from cifar_towers.errors import error_line
 
-CIFAR10_C = (  # files of the corruptions, beside labels.npy
-    *("brightness", "contrast", "defocus_blur", "elastic_transform", "fog", "frost", "gaussian_blur", "gaussian_noise"),
-    *("glass_blur", "impulse_noise", "jpeg_compression", "motion_blur", "pixelate", "saturate", "shot_noise", "snow"),
-    *("spatter", "speckle_noise", "zoom_blur"),
-)
+NOT_COMPUTED = ("elastic_transform", "fog", "frost", "glass_blur", "motion_blur", "snow", "spatter", "zoom_blur")
+CIFAR10_C = sorted((*CORRUPTIONS, *NOT_COMPUTED))  # files of the corruptions, beside labels.npy
 CIFAR10_1 = tuple((f"cifar10.1_{version}_data", f"cifar10.1_{version}_labels") for version in ("v4", "v6"))
 NAMES = {  # split -> usual names of its images and labels
     "train": (("x_train", "y_train"), ("train_images", "train_labels")),
@@ -36,11 +34,11 @@ def scan(path: Path) -> OwnData:
     """
     arrays = _read_arrays(path)
     found = [(split, pair) for split, names in NAMES.items() for pair in names if {*pair} <= {*arrays}]
-    pairs = dict(found)
-    corrupted = [] if pairs else [name for name in CIFAR10_C if name in arrays]
+    corrupted = [] if found else [name for name in CIFAR10_C if name in arrays]
     if corrupted and "labels" not in arrays:
         raise ValueError(f"it has no labels.npy; put CIFAR-10-C's beside {corrupted[0]}.npy")
-    if not pairs and not corrupted:
+    pairs = dict(found) | {name: (name, "labels") for name in corrupted}
+    if not pairs:
         wanted = " or ".join(" and ".join(names[0]) for names in NAMES.values())
         raise ValueError(f"its arrays are {', '.join(arrays) or 'none'}; call images and labels {wanted}")
     if len(pairs) < len(found):
@@ -50,7 +48,12 @@ def scan(path: Path) -> OwnData:
         for split, (images, labels) in pairs.items()
     }
     for name in corrupted:
-        splits |= _by_severity(name, arrays[name], arrays["labels"])
+        images, labels = splits.pop(name)
+        size, rest = divmod(len(labels), 5)
+        if rest:
+            raise ValueError(f"{name} has {len(labels)} images, and must have equally many of five severities")
+        parts = [slice(start, start + size) for start in range(0, len(labels), size)]
+        splits |= {f"{name}_{number}": (images[part], labels[part]) for number, part in enumerate(parts, 1)}
     values = sorted({*next(iter(splits.values()))[1]})
     classes = {value: str(value) for value in values}
     if (corrupted or {*pairs.values()} & {*CIFAR10_1}) and {*values} <= {*range(len(CLASSES))}:
@@ -84,16 +87,6 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
             raise ValueError(f"{min(twice)} is in {file.name} and in another file; give one file, as npy:{file}")
         arrays |= found
     return arrays
-
-
-def _by_severity(name: str, images: np.ndarray, labels: np.ndarray) -> dict[str, tuple[np.ndarray, list[int | str]]]:
-    """Return the images and labels of each severity of a file of CIFAR-10-C, as `fog_3`: fifths, in this order."""
-    images, of_images = _check_images(name, images), _check_labels("labels", labels, len(images))
-    size, rest = divmod(len(images), 5)
-    if rest:
-        raise ValueError(f"{name} has {len(images)} images, and must have equally many of five severities")
-    parts = [slice(start, start + size) for start in range(0, len(images), size)]
-    return {f"{name}_{number}": (images[part], of_images[part]) for number, part in enumerate(parts, 1)}
 
 
 def _check_images(name: str, images: np.ndarray) -> np.ndarray:

@@ -96,8 +96,12 @@ def load(
     return source, Dataset(source.name, train, validation, splits["test"])
 
 
-def load_test(source: Source, image_size: int = CIFAR10.image_size, name: str = "test") -> Split:
-    """Return the test split of a source, or one of its `corruptions`, as `load` does. Nothing else is read."""
+def load_split(
+    source: Source, name: str = "test", image_size: int = CIFAR10.image_size, validation_examples: int = 0
+) -> Split:
+    """Return a split of a source, as `load` does. Of `test` and of `Source.corruptions`, nothing else is read."""
+    if name in ("train", "validation"):
+        return getattr(load(source, validation_examples, image_size)[1], name)
     return _load_splits(source, image_size, (name,), (name,))[name]
 
 

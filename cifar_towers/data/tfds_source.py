@@ -1,6 +1,7 @@
 """Image classification data sets of TensorFlow Datasets (TFDS)."""
 
 import contextlib
+import dataclasses
 import fnmatch
 import logging
 import os
@@ -60,7 +61,8 @@ def match(name: str, directory: Path) -> tuple[str, ...]:
     configs = sorted(_make_builder(builder, directory).builder_configs)
     found = fnmatch.filter(configs, pattern)
     if not found or not all(re.search("_[1-5]$", config) for config in found):
-        raise UsageError(f"dataset={name} is no pattern of corruptions, as fog_*; {builder} has {listed(configs)}")
+        known = listed(configs) or "none"
+        raise UsageError(f"dataset={name} is no pattern of corruptions, as fog_*; {builder} has {known}")
     return tuple(found)
 
 
@@ -75,9 +77,8 @@ def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> 
       DataError: the data set cannot be downloaded or read.
     """
     if "*" in name:
-        builder = name.partition("/")[0]
-        configs = [config for config in match(name, directory) if config in wanted]
-        return {config: load(f"{builder}/{config}", directory, image_size, ["test"])["test"] for config in configs}
+        names = {config: f"{name.partition('/')[0]}/{config}" for config in match(name, directory) if config in wanted}
+        return {config: load(names[config], directory, image_size, ["test"])["test"] for config in names}
     tfds = import_tfds()
     builder = _make_builder(name, directory)
     image, label = (_find_feature(builder.info, kind) for kind in (tfds.features.Image, tfds.features.ClassLabel))
@@ -90,17 +91,16 @@ def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> 
         if not builder.is_prepared():
             _check_reachable(name, directory, builder)
             builder = prepare(name, directory)
-        names = _split_names(name, builder, label)
-        names = {part: split for part, split in names.items() if part in wanted}
+        names = {part: split for part, split in _split_names(name, builder, label).items() if part in wanted}
         # Test first: it is small, and more likely to lack labels.
-        arrays = {part: _read(builder, split, image, label, image_size) for part, split in reversed(names.items())}
+        splits = {part: _read(builder, split, image, label, image_size) for part, split in reversed(names.items())}
     except RunError:
         raise
     except Exception as error:
         raise DataError(f"{name} in {directory} cannot be read ({error_line(error)}); {REPAIR}") from error
     class_names = CLASSES if builder.name in UNNAMED else tuple(builder.info.features[label].names)
-    info = DatasetInfo(class_names, image_size, *moments(arrays[next(iter(names))][0]))
-    return {part: Split(*arrays[part][:2], info=info, votes=arrays[part][2]) for part in names}
+    info = DatasetInfo(class_names, image_size, *moments(splits[next(iter(names))].images))
+    return {part: dataclasses.replace(splits[part], info=info) for part in names}
 
 
 def tfds_directory(data_dir: str = "") -> Path:
@@ -227,10 +227,8 @@ def _check_reachable(name: str, directory: Path, builder: Builder) -> None:
         )
 
 
-def _read(
-    builder: Builder, split: str, image: str, label: str, image_size: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return images, labels, and people's votes: the `soft_label` of CIFAR-10H, or None."""
+def _read(builder: Builder, split: str, image: str, label: str, image_size: int) -> Split:
+    """Return a split, with people's votes if there is a `soft_label`, as in CIFAR-10H."""
     images, labels, votes = [], [], []
     for example in in_stored_order(builder, split):
         levels = example[image]
@@ -243,4 +241,4 @@ def _read(
         images.append(image_files.to_levels(Image.fromarray(levels.squeeze(-1) if gray else levels), image_size))
         labels.append(example[label])
         votes += [example["soft_label"]] if "soft_label" in example else []
-    return np.stack(images), np.array(labels, np.int64), np.stack(votes) if votes else None
+    return Split(np.stack(images), np.array(labels, np.int64), votes=np.stack(votes) if votes else None)

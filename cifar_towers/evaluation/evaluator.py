@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from cifar_towers.data.augment import Augmentation, tta_views
 from cifar_towers.data.dataset import Split, chunks
-from cifar_towers.evaluation.score import Evaluation, Score, score_logits
+from cifar_towers.evaluation.score import Evaluation, Score
 from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
 from cifar_towers.registry import TTA_LEVELS
 from cifar_towers.towers import Tower, run_on_towers, split_batch
@@ -79,7 +79,7 @@ def make_evaluate_fn(classify: ClassifyFn) -> EvaluateFn:
         plain, augmented, features = classify(split.images, weights, non_trainable, tta)
         known = features if features.shape[1] else None
         by_level = {0: plain, tta: augmented}
-        return {level: score_logits(split.labels, logits, known) for level, logits in by_level.items()}
+        return {level: Score(split.labels, logits, known) for level, logits in by_level.items()}
 
     return evaluate
 

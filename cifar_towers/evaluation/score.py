@@ -1,6 +1,5 @@
 """The result of a pass over a split: accuracy, loss, calibration, confusion, and the most confident mistakes."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,20 +13,30 @@ MAX_NEWTON_STEPS = 100  # about 5 are taken
 NO_TEMPERATURE = "all predictions are correct, or the logits tell nothing about the classes"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Score:
-    """The result of one pass over a split at one level of test-time augmentation."""
+    """The scores of logits [n, C] against labels [n]: of one split, with one set of weights, at one level of TTA.
 
-    count: int
-    correct: int
-    loss: float  # mean cross entropy, without label smoothing: the negative log likelihood (NLL)
-    confusion: np.ndarray  # [C, C] examples of class (row) predicted as class (column)
-    mistakes: np.ndarray  # [m <= 32] indices of wrong predictions, the most confident first
-    probabilities: np.ndarray  # [n, C] float32
-    labels: np.ndarray  # [n]
-    logits: np.ndarray  # [n, C]; with test-time augmentation their means over the views
-    reliability: np.ndarray  # [3, 15] images, correct predictions and sum of the confidences in each bin
-    features: np.ndarray | None = None  # [at most 1,000, d] input of the last layer, for the first examples
+    Args:
+      logits: with test-time augmentation (TTA), the means over the views.
+      features: [at most 1,000, d] input of the last layer, for the first examples.
+    """
+
+    def __init__(self, labels: np.ndarray, logits: np.ndarray, features: np.ndarray | None = None):
+        self.labels, self.logits, self.features = labels, logits, features
+        probabilities, predicted, num_classes = softmax(logits), logits.argmax(1), logits.shape[1]
+        self.probabilities = probabilities.astype(np.float32)  # [n, C]
+        self.count, self.correct = len(labels), int((predicted == labels).sum())
+        counts = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
+        self.confusion = counts.reshape(num_classes, num_classes)  # examples of class (row) predicted as class (column)
+        confidence = probabilities.max(1)
+        margin = logits.max(1).astype(np.float64) - logits[np.arange(len(labels)), labels]
+        losses = margin - np.log(confidence)  # finite even where the label's probability is 0 in float64
+        self.loss = float(losses.mean())  # cross entropy without label smoothing: the negative log likelihood (NLL)
+        wrong = np.flatnonzero(predicted != labels)  # of these, the most confident first:
+        self.mistakes = wrong[np.argsort(-confidence[wrong], kind="stable")][:MAX_MISTAKES]
+        bins = np.digitize(confidence, np.arange(1, NUM_BINS) / NUM_BINS, right=True)  # each has its upper edge
+        sums = [np.bincount(bins, weights, NUM_BINS) for weights in (None, predicted == labels, confidence)]
+        self.reliability = np.stack(sums)  # [3, 15] images, correct predictions and sum of the confidences in each bin
 
     @property
     def accuracy(self) -> float:
@@ -39,6 +48,12 @@ class Score:
         """The expected calibration error: the mean over the images of |accuracy - mean confidence| of their bins."""
         _, correct, confidence = self.reliability
         return float(np.abs(correct - confidence).sum()) / self.count
+
+    def record(self, held_out: "Score | None" = None) -> dict[str, Any]:
+        """Return accuracy, loss and calibration as in result.json. For `held_out` see `scale_temperature`."""
+        record = {"count": self.count, "accuracy": self.accuracy, "loss": self.loss, "ece": self.ece}
+        scaling = scale_temperature(self, held_out)
+        return record | {"reliability": self.reliability.tolist(), "temperature_scaling": scaling}
 
     def interval(self) -> tuple[float, float]:
         """Return the 95 % confidence interval of the accuracy."""
@@ -65,31 +80,6 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return exponentials / exponentials.sum(1, keepdims=True)
 
 
-def score_logits(labels: np.ndarray, logits: np.ndarray, features: np.ndarray | None = None) -> Score:
-    """Score logits [n, C] against labels [n]."""
-    predicted, num_classes = logits.argmax(1), logits.shape[1]
-    confusion = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
-    probabilities = softmax(logits)
-    confidence = probabilities.max(1)
-    margin = logits.max(1).astype(np.float64) - logits[np.arange(len(labels)), labels]
-    losses = margin - np.log(confidence)  # finite even where the label's probability is 0 in float64
-    bins = np.digitize(confidence, np.arange(1, NUM_BINS) / NUM_BINS, right=True)  # each has its upper edge
-    wrong = np.flatnonzero(predicted != labels)
-    top = wrong[np.argsort(-confidence[wrong], kind="stable")][:MAX_MISTAKES]
-    return Score(
-        count=len(labels),
-        correct=int((predicted == labels).sum()),
-        loss=float(losses.mean()),
-        confusion=confusion.reshape(num_classes, num_classes),
-        mistakes=top,
-        probabilities=probabilities.astype(np.float32),
-        labels=labels,
-        logits=logits,
-        reliability=np.stack([np.bincount(bins, w, NUM_BINS) for w in (None, predicted == labels, confidence)]),
-        features=features,
-    )
-
-
 def scale_temperature(score: Score, held_out: Score | None = None) -> dict[str, Any]:
     """Return the temperature, and loss (NLL) and ECE of logits divided by it; None where there is no temperature.
 
@@ -106,7 +96,7 @@ def scale_temperature(score: Score, held_out: Score | None = None) -> dict[str, 
     record = {"temperatures": temperatures, "fitted_on": fitted_on}
     if not all(temperatures):
         return record | {"loss": None, "ece": None}
-    scaled = score_logits(labels, logits / np.array(temperatures)[part, None])
+    scaled = Score(labels, logits / np.array(temperatures)[part, None])
     return record | {"loss": scaled.loss, "ece": scaled.ece}
 
 
@@ -117,7 +107,8 @@ def fit_temperature(labels: np.ndarray, logits: np.ndarray) -> float | None:
     about the labels (the higher, the better), or one is not finite.
     """
     margins = logits.astype(np.float64) - logits[np.arange(len(labels)), labels][:, None]
-    if not margins.mean(1).sum() < 0 < margins.max(1).sum():  # the slopes where 1 / T is zero and infinity
+    slopes = margins.mean(1).sum(), margins.max(1).sum()  # where 1 / T is zero and infinity
+    if not (np.isfinite(slopes).all() and slopes[0] < 0 < slopes[1]):
         return None
     low, high, inverse = 0.0, np.inf, 1.0
     for _ in range(MAX_NEWTON_STEPS):

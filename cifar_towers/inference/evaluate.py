@@ -1,8 +1,9 @@
 """Evaluation of a run's checkpoint, as a table or as JSON."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ from cifar_towers.data import corruptions, sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.data.sources import Source
 from cifar_towers.errors import DataError, UsageError, printable
-from cifar_towers.evaluation.evaluator import make_classify_fn, make_evaluate_fn
-from cifar_towers.evaluation.score import NO_TEMPERATURE, Score, scale_temperature
-from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
+from cifar_towers.evaluation.score import NO_TEMPERATURE, Score
+from cifar_towers.inference.load_run import TrainedRun, make_logits_fn, open_run
 from cifar_towers.reporting.console import progress_bar
-from cifar_towers.reporting.run_records import align_columns
+from cifar_towers.reporting.run_records import align_columns, format_number
 from cifar_towers.towers import Tower
 
 TABULATED = ("accuracy", "loss", "ece")  # of each set of corrupted images
@@ -28,8 +28,7 @@ EXTRA = ("gaussian_blur", "saturate", "spatter", "speckle_noise")  # corruptions
 def evaluate_checkpoint(config: EvaluateConfig) -> str:
     """Evaluate a checkpoint and return the output of `evaluate.py`: a table, or one object with `--json`."""
     record = score_checkpoint(config)
-    table = _as_table if "confusion" in record else _corruption_table
-    return files.to_json(record) if config.json else table(record)
+    return files.to_json(record) if config.json else _format(record)
 
 
 def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
@@ -43,82 +42,68 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
     source = sources.find(config.dataset or run.metadata["dataset"], config.data_dir)
     weights = run.choose_weights(config.weights)
     towers = devices.setup_towers(config)  # before anything else that uses TensorFlow
-    origin = {"train_dir": str(run.directory), "step": run.metadata["step"], "dataset": source.name}
-    record = {**origin, "split": config.split, "weights": weights, "tta": config.tta}
-    if source.corruptions or config.corruptions:
-        return record | _score_corruptions(config, run, source, weights, towers)
-    split = _read_split(config, run, source, config.split)
-    is_changed = _check_images(config, run, source, split)
+    record = {"train_dir": str(run.directory), "step": run.metadata["step"], "dataset": source.name}
+    record |= {"split": config.split, "weights": weights, "tta": config.tta}
+    score, first = functools.partial(_score, config, run, weights, towers), slice(config.num_images or None)
+
+    def read(name: str) -> Split:
+        split = sources.load_split(source, name, run.info.image_size, run.config.validation_examples)
+        return run.number_labels(split, source.name, may_differ=bool(config.dataset))
+
+    names, origin = source.corruptions, "of the data set"
+    if names and (config.corruptions or config.split != "test"):
+        raise UsageError(f"{source.name} has corrupted test images only; leave --corruptions and --split out")
+    sets = (read(name).take(first) for name in names)
+    if not names:
+        names, origin = corruptions.match(config.corruptions), "computed here, not the published files"
+        whole = read(config.split)
+        record["changed_data"] = _check_images(config, run, source, whole)
+        split = whole.take(first)
+        sets = (dataclasses.replace(split, images=corruptions.corrupt(split.images, name)) for name in names)
+    if names:
+        return record | {"corruptions": origin, **_tabulate(names, score(sets, len(names)))}
     validation = run.own_split("validation", source) if config.split == "test" else None
-    train = run.own_split("train") if is_changed else None
-    split = split.take(slice(config.num_images or None))
-    model = run.load(weights, devices.choose_precision(config.precision, towers))
-    with progress_bar("evaluating") as show:
-        evaluate = make_evaluate_fn(make_classify_fn(model, towers, run.augmentation, on_progress=show))
-        splits = [split, validation] if validation else [split]
-        score, *held_out = (evaluate(each, *model_variables(model), config.tta)[config.tta] for each in splits)
+    if validation and 2 * sources.count_copies(split, validation) > len(split.labels):
+        validation = None  # a temperature that is fitted on an image is not reported on it
+    train = run.own_split("train") if record["changed_data"] else None
+    splits = [split, validation] if validation else [split]
+    found, *held_out = score(splits, len(splits))
     return record | {
-        "changed_data": is_changed,
         "copies_of_training_images": sources.count_copies(split, train) if train else None,
-        "count": score.count,
-        "correct": score.correct,
-        "accuracy": score.accuracy,
-        "interval95": list(score.interval()),
-        "loss": score.loss,
-        "ece": score.ece,
-        "reliability": score.reliability.tolist(),
-        "temperature_scaling": scale_temperature(score, *held_out),
-        **({} if split.votes is None else {"people": _compare_to_people(score, split.votes)}),
-        "per_class": dict(zip(run.info.class_names, score.per_class().tolist(), strict=True)),
-        "confusion": score.confusion.tolist(),
+        **found.record(*held_out),
+        "correct": found.correct,
+        "interval95": list(found.interval()),
+        **({} if split.votes is None else {"people": _compare_to_people(found, split.votes)}),
+        "per_class": dict(zip(run.info.class_names, found.per_class().tolist(), strict=True)),
+        "confusion": found.confusion.tolist(),
     }
 
 
-def _read_split(config: EvaluateConfig, run: TrainedRun, source: Source, name: str) -> Split:
-    if name in ("train", "validation"):
-        _, dataset = sources.load(source, run.config.validation_examples, run.info.image_size)
-        split = getattr(dataset, name)
-    else:
-        split = sources.load_test(source, run.info.image_size, name)
-    return run.number_labels(split, source.name, may_differ=bool(config.dataset))
-
-
-def _score_corruptions(
-    config: EvaluateConfig, run: TrainedRun, source: Source, weights: str, towers: Sequence[Tower]
-) -> dict[str, Any]:
-    """Return the scores of sets of corrupted images, of which one at a time is in memory, as tables with means."""
-    names, own = source.corruptions, None
-    if names and (config.corruptions or config.split != "test"):
-        raise UsageError(f"{source.name} has corrupted test images only; leave --corruptions and --split out")
-    if not names:
-        names, own = corruptions.match(config.corruptions), _read_split(config, run, source, config.split)
-        _check_images(config, run, source, own)
-    model = run.load(weights, devices.choose_precision(config.precision, towers))
-    scores: dict[str, dict[str, float]] = {}
+def _score(
+    config: EvaluateConfig, run: TrainedRun, weights: str, towers: Sequence[Tower], sets: Iterable[Split], number: int
+) -> Iterator[Score]:
+    """Score a number of sets, one after another, so that one at a time need be in memory."""
+    model, scored = run.load(weights, devices.choose_precision(config.precision, towers)), 0
     with progress_bar("evaluating") as show:
-        classify = make_classify_fn(
-            model, towers, run.augmentation, on_progress=lambda done: show((len(scores) + done) / len(names))
-        )
-        for name in names:
-            split = (own or _read_split(config, run, source, name)).take(slice(config.num_images or None))
-            if own:
-                split = dataclasses.replace(split, images=corruptions.corrupt(split.images, name))
-            score = make_evaluate_fn(classify)(split, *model_variables(model), config.tta)[config.tta]
-            scores[name] = {key: getattr(score, key) for key in TABULATED}
-    images = "computed here, not the published files" if own else "of the data set"
-    return {"corruptions": images, "count": score.count, **{key: _tabulate(scores, key) for key in TABULATED}}
+        logits_of = make_logits_fn(run, model, towers, lambda done: show((scored + done) / number))
+        for split in sets:
+            yield Score(split.labels, logits_of(split.images, config.tta))
+            scored += 1
 
 
-def _tabulate(scores: Mapping[str, dict[str, float]], key: str) -> dict[str, dict[str, float]]:
-    """Return a value of the scores of sets, as fog_1, and its means: {"fog": {"1": value, ..., "mean": value}, ...}."""
-    table: dict[str, dict[str, list[float]]] = {}
-    for name, score in scores.items():
+def _tabulate(names: Sequence[str], scores: Iterable[Score]) -> dict[str, Any]:
+    """Return the scores of sets, as fog_1, in tables with means: {"fog": {"1": value, ..., "mean": value}, ...}."""
+    tables: dict[str, dict[str, dict[str, list[float]]]] = {key: {} for key in TABULATED}
+    for name, score in zip(names, scores, strict=True):
         corruption, severity = name.rsplit("_", 1)
         means = ["mean"] if corruption in EXTRA else ["mean", "mean without extra"]
-        for row, column in itertools.product([corruption, *means], [severity, "mean"]):
-            table.setdefault(row, {}).setdefault(column, []).append(score[key])
-    rows = sorted(table, key=lambda row: (row.startswith("mean"), row))
-    return {row: {column: float(np.mean(table[row][column])) for column in sorted(table[row])} for row in rows}
+        for key, row, column in itertools.product(TABULATED, [corruption, *means], [severity, "mean"]):
+            tables[key].setdefault(row, {}).setdefault(column, []).append(getattr(score, key))
+    rows = sorted(tables["accuracy"], key=lambda row: (row.startswith("mean"), row))
+    return {"count": score.count} | {
+        key: {row: {column: float(np.mean(table[row][column])) for column in sorted(table[row])} for row in rows}
+        for key, table in tables.items()
+    }
 
 
 def _compare_to_people(score: Score, votes: np.ndarray) -> dict[str, float]:
@@ -155,25 +140,32 @@ def _check_images(config: EvaluateConfig, run: TrainedRun, source: Source, split
     return is_changed
 
 
-def _describe_scaling(record: dict[str, Any]) -> str:
-    temperatures, fitted_on, loss, ece = record["temperature_scaling"].values()
-    if loss is None:
-        return f"no temperature fits, as {NO_TEMPERATURE}"
-    values = " and ".join(f"{temperature:.4f}" for temperature in temperatures)
-    return f"with temperature {values}, fitted on {fitted_on}: NLL {loss:.4f}, ECE {ece:.4f}"
-
-
-def _as_table(record: dict[str, Any]) -> str:
-    low, high = record["interval95"]
-    copies = record["copies_of_training_images"]
+def _format(record: Mapping[str, Any]) -> str:
+    """Return a record of `score_checkpoint` as text with a table."""
+    copies = record.get("copies_of_training_images")
     known = "" if copies is None else f": {copies} of {record['count']} images were trained on"
-    changed = f" (another set than in training{known})" if record["changed_data"] else ""
+    changed = f" (another set than in training{known})" if record.get("changed_data") else ""
     lines = [
         f"{record['train_dir']} at step {record['step']}: {record['dataset']} {record['split']}{changed}, "
-        f"{record['weights']} weights, TTA {record['tta']}",
+        f"{record['weights']} weights, TTA {record['tta']}"
+    ]
+    if "corruptions" in record:
+        lines.append(f"accuracy (%) on {record['count']:,} images by severity; corruptions {record['corruptions']}")
+        columns = [*record["accuracy"]["mean"]]
+        rows = [["corruption", *columns]]
+        for name, row in record["accuracy"].items():
+            rows.append([name, *(format_number(row.get(column), ".2f", 100) for column in columns)])
+        return "\n".join([*map(printable, lines), "", align_columns(rows)])
+    low, high = record["interval95"]
+    temperatures, fitted_on, loss, ece = record["temperature_scaling"].values()
+    scaled = f"no temperature fits, as {NO_TEMPERATURE}"
+    if loss is not None:
+        values = " and ".join(f"{temperature:.4f}" for temperature in temperatures)
+        scaled = f"with temperature {values}, fitted on {fitted_on}: NLL {loss:.4f}, ECE {ece:.4f}"
+    lines += [
         f"accuracy {100 * record['accuracy']:.2f} % ({record['correct']:,} of {record['count']:,}; 95 % interval "
         f"{100 * low:.2f} to {100 * high:.2f} %), loss {record['loss']:.4f}",
-        f"calibration: NLL {record['loss']:.4f} (the loss), ECE {record['ece']:.4f}; {_describe_scaling(record)}",
+        f"calibration: NLL {record['loss']:.4f} (the loss), ECE {record['ece']:.4f}; {scaled}",
     ]
     if people := record.get("people"):
         accuracy, loss = f"{100 * people['accuracy']:.2f} % for the class with most votes", f"{people['loss']:.4f}"
@@ -186,16 +178,3 @@ def _as_table(record: dict[str, Any]) -> str:
         taken_for = f"{class_names[row.argmax()]} ({row.max()})" if row.any() else "-"
         rows.append([printable(name), f"{100 * accuracy:.2f} %" if total else "-", f"{total:,}", printable(taken_for)])
     return "\n".join([*map(printable, lines), "", align_columns(rows, left=(0, 3))])
-
-
-def _corruption_table(record: dict[str, Any]) -> str:
-    title = (
-        f"{record['train_dir']} at step {record['step']}: {record['dataset']} {record['split']}, "
-        f"{record['weights']} weights, TTA {record['tta']}"
-    )
-    what = f"accuracy (%) on {record['count']:,} images by severity; corruptions {record['corruptions']}"
-    columns = [*record["accuracy"]["mean"]]
-    rows = [["corruption", *columns]]
-    for name, row in record["accuracy"].items():
-        rows.append([name, *(f"{100 * row[column]:.2f}" if column in row else "-" for column in columns)])
-    return "\n".join([printable(title), what, "", align_columns(rows)])

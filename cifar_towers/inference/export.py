@@ -23,9 +23,8 @@ from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import DataError, RunError, UsageError, count, error_line, error_text, listed
-from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import NO_TEMPERATURE, fit_temperature, softmax
-from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
+from cifar_towers.inference.load_run import TrainedRun, make_logits_fn, open_run
 from cifar_towers.inference.model_card import write_card
 from cifar_towers.inference.predict import resize_square
 from cifar_towers.models.stock_layers import to_stock_layers
@@ -80,7 +79,7 @@ def export_model(config: ExportConfig) -> bool:
     towers = devices.setup_towers(config)
     tf.config.experimental.enable_tensor_float_32_execution(False)  # its ten bits are too few to compare with
     model = run.load(weights, "float32")
-    classify, variables = make_classify_fn(model, towers, run.augmentation), model_variables(model)
+    logits_of = make_logits_fn(run, model, towers)
     samples, labels = [], np.zeros(0, np.int64)
     options: dict[str, Any] = {"quantize": config.quantize} if config.quantize else {}
     if source and config.quantize == "int8":
@@ -88,16 +87,16 @@ def export_model(config: ExportConfig) -> bool:
         train, test = dataset.train.images, dataset.test
         options["examples"] = train[np.linspace(0, len(train) - 1, NUM_CALIBRATION, dtype=int)]  # of all classes
     elif source:
-        test = sources.load_test(source, image_size)
+        test = sources.load_split(source, "test", image_size)
     temperature, chosen = config.temperature, "as given"
     if source and (config.check or not temperature):
         test = run.number_labels(test, source.name, may_differ=bool(config.dataset))
     if source and not temperature:
-        temperature, chosen = _fit_temperature(run, source, test, lambda x: classify(x, *variables)[0])
+        temperature, chosen = _fit_temperature(run, source, test, logits_of)
     scaling = f"logits divided by the temperature {temperature:.4g}, {chosen}" if temperature != 1 else ""
     if source and config.check:
         images, labels = test.images[: config.check], test.labels[: config.check]
-        samples = _make_samples(images, image_size, lambda x: softmax(classify(x, *variables)[0] / temperature))
+        samples = _make_samples(images, image_size, lambda x: softmax(logits_of(x) / temperature))
     module = _make_module(run, model, temperature)
     own_layers = _own_layers(model)
     try:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unicodedata import normalize
@@ -22,7 +23,9 @@ from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import DatasetInfo, Split
 from cifar_towers.errors import DataError, RunError, UsageError, error_text, listed
+from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.registry import check_dataset
+from cifar_towers.towers import Tower
 from cifar_towers.training import build
 from cifar_towers.user_code import split_function
 
@@ -81,9 +84,9 @@ class TrainedRun(NamedTuple):
         own = [None] if sources.is_local(dataset) else []
         for source in (*own, *others) if digest else ():
             with contextlib.suppress(RunError):
-                source = source or sources.find(dataset)
-                _, found = sources.load(source, self.config.validation_examples, self.info.image_size)
-                if (split := getattr(found, name)).digest == digest:
+                source, held_out = source or sources.find(dataset), self.config.validation_examples
+                split = sources.load_split(source, name, self.info.image_size, held_out)
+                if split.digest == digest:
                     return split
         return None
 
@@ -129,10 +132,13 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
     return TrainedRun(train_dir, checkpoint, config, metadata, DatasetInfo.from_json(metadata["dataset_info"]))
 
 
-def model_variables(model: keras.Model) -> tuple[list, list]:
-    """Return (weights, non-trainable values) of a model, as evaluators and classifiers take them."""
-    weights, non_trainable = model.trainable_variables, model.non_trainable_variables
-    return [variable.value for variable in weights], [variable.value for variable in non_trainable]
+def make_logits_fn(
+    run: TrainedRun, model: keras.Model, towers: Sequence[Tower], on_progress: Callable[[float], None] | None = None
+) -> Callable[..., np.ndarray]:
+    """Return a function of levels [n, S, S, 3] and a level of TTA, by default 0, that returns the logits [n, C]."""
+    classify = make_classify_fn(model, towers, run.augmentation, on_progress=on_progress)
+    weights, others = ([v.value for v in some] for some in (model.trainable_variables, model.non_trainable_variables))
+    return lambda images, tta=0: classify(images, weights, others, tta)[1]
 
 
 def _read_config(path: Path) -> TrainConfig:

@@ -16,10 +16,9 @@ from cifar_towers.config.programs import PredictConfig
 from cifar_towers.data import image_files
 from cifar_towers.data.image_files import PictureError
 from cifar_towers.errors import DataError, UsageError, printable
-from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
-from cifar_towers.inference.load_run import TrainedRun, model_variables, open_run
+from cifar_towers.inference.load_run import TrainedRun, make_logits_fn, open_run
 from cifar_towers.towers.placement import HOST
 
 BATCH_SIZE = 256
@@ -99,8 +98,8 @@ def _make_probabilities_fn(config: PredictConfig, run: TrainedRun) -> Callable[[
     """Return the function [n, S, S, 3] float32 levels -> probabilities [n, C]."""
     towers = devices.setup_towers(config)
     model = run.load(run.choose_weights(config.weights), devices.choose_precision(config.precision, towers))
-    classify = make_classify_fn(model, towers, run.augmentation)
-    return lambda levels: softmax(classify(levels, *model_variables(model), config.tta)[1])
+    logits_of = make_logits_fn(run, model, towers)
+    return lambda levels: softmax(logits_of(levels, config.tta))
 
 
 def make_read_fn(image_size: int) -> Callable[[Path], np.ndarray]:

@@ -38,7 +38,7 @@ goodput: percentage of all time since the first start that went into the steps k
 
 
 class RunSummary(NamedTuple):
-    """A run in a line. The fields before `record` are `config.programs.RUN_FIELDS`."""
+    """A run in a line. The fields before `seconds` are `config.programs.RUN_FIELDS`."""
 
     run: str  # its directory
     recipe: str
@@ -93,11 +93,12 @@ def summarize(directory: Path, verify: bool = False) -> RunSummary:
     kind = [reported.get(key) for key in ("split", "weights")]
     plain = [s for s in record.scores.values() if [s["split"], s["weights"]] == kind and not s["tta"]]
     times = _times(record)
+    requested, guess = record.config.get("dataset") or "-", "synthetic" if record.banner else "cifar10"
     rates = [rate for each in record.training if (rate := each.get("images_per_sec"))]
     return RunSummary(
         run=str(directory),
         recipe=record.title,
-        data=record.result.get("dataset") or _requested_data(record),
+        data=record.result.get("dataset") or (requested if requested != "auto" else guess),
         seed=record.config.get("seed"),
         towers=len(record.towers) or None,
         state=_state(record, is_damaged, verify),
@@ -116,11 +117,6 @@ def summarize(directory: Path, verify: bool = False) -> RunSummary:
     )
 
 
-def _requested_data(record: RunRecord) -> str:
-    requested = record.config.get("dataset") or "-"
-    return requested if requested != "auto" else "synthetic" if record.banner else "cifar10"
-
-
 def _state(record: RunRecord, is_damaged: bool, verify: bool) -> str:
     if files.is_locked(record.directory / files.LOCK):
         return RUNNING
@@ -133,14 +129,16 @@ def _state(record: RunRecord, is_damaged: bool, verify: bool) -> str:
 
 
 def _times(record: RunRecord) -> Mapping[str, Any]:
-    """Return where a run's time went: of an unfinished run, as if its last checkpoint were resumed now."""
+    """Return where a run's time went: of a run that was stopped, as if its last checkpoint were resumed now."""
     if record.finished:
         return record.result
-    timer, saved = PhaseTimer(), {}
-    for checkpoint in list_checkpoints(record.directory):
+    timer, newest = PhaseTimer(), read_times(record.directory)
+    is_running = files.is_locked(record.directory / files.LOCK)
+    saved = newest if is_running else {}
+    for checkpoint in [] if is_running else list_checkpoints(record.directory):
         with contextlib.suppress(UsageError, DataError):  # an earlier version's, or a damaged one
             saved = read_metadata(checkpoint)
-    timer.resume(saved, read_times(record.directory))
+    timer.resume(saved, newest)
     return timer.summary()
 
 

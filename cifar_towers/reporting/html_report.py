@@ -305,12 +305,11 @@ def group_errors(name: str, group: Sequence[RunRecord]) -> tuple[Picture, Table]
     The reported matrices of the finished runs are summed, or that of the run with the most steps is taken. Runs with
     another kind of score than the first one do not count.
     """
-    runs, matrices, kind = _reported(group, "confusion")
+    runs, matrices, kind, title = _reported(name, group, "confusion")
     if not runs:
         return None
     counts = np.sum(matrices, 0)
     names = [shorten(str(each), 20) for each in runs[0].environment.get("class_names", range(len(counts)))]
-    title = shorten(f"{name}, {run_records.format_seeds(runs)}: {kind}", 160)
     errors = np.where(np.eye(len(counts), dtype=bool), -1, counts)
     true, predicted = divmod(int(errors.argmax()), len(counts))
     alt = (
@@ -322,27 +321,28 @@ def group_errors(name: str, group: Sequence[RunRecord]) -> tuple[Picture, Table]
     return picture, Table(rows, summary=f"{name}: accuracy of each class ({kind})")
 
 
-def _reported(group: Sequence[RunRecord], key: str) -> tuple[list[RunRecord], list[Any], str]:
-    """Return runs of a group whose reported scores have `key` and are of one kind, their values, and the kind."""
+def _reported(name: str, group: Sequence[RunRecord], key: str) -> tuple[list[RunRecord], list[Any], str, str]:
+    """Return the runs of a group with reported scores of one kind that have `key`; its values, the kind, a title."""
     runs = [run for run in group if run.finished] or [max(group, key=lambda run: run.step)]
     found = [(run, score) for run in runs if (score := run.reported_score) and key in score]
     kind = score_name(found[0][1]) if found else ""
     found = [(run, score) for run, score in found if score_name(score) == kind]
-    return [run for run, _ in found], [score[key] for _, score in found], kind
+    runs = [run for run, _ in found]
+    title = shorten(f"{name}, {run_records.format_seeds(runs)}: {kind}", 160)
+    return runs, [score[key] for _, score in found], kind, title
 
 
 def group_reliability(name: str, group: Sequence[RunRecord]) -> Picture | None:
     """Draw the reliability diagram of the predictions of a group's runs; None if there are none."""
-    runs, found, kind = _reported(group, "reliability")
+    runs, found, _, title = _reported(name, group, "reliability")
     if not runs:
         return None
     bins = np.sum(np.array(found, float), 0)
     images, correct, confidence = bins[:, bins[0] > 0]
     x, shares = 100 * confidence / images, 100 * images / images.sum()
     curves = {"accuracy": (x, 100 * correct / images), "share of the images": (x, shares)}
-    ece = f"expected calibration error {np.abs(correct - confidence).sum() / images.sum():.4f}"
-    title = shorten(f"{name}, {run_records.format_seeds(runs)}: {kind}", 160)
     curves["accuracy = confidence"] = (0, 100), (0, 100)
+    ece = f"expected calibration error {np.abs(correct - confidence).sum() / images.sum():.4f}"
     plot = figures.line_plot(curves, f"{title}\n{ece}", "mean confidence of a bin, %", "%", (0, 103))
     return Picture(figures.png(plot), f"reliability diagram of {title}: {ece}")
 

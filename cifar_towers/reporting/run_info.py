@@ -19,7 +19,7 @@ from cifar_towers.config import TrainConfig, parse_shares
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import count
-from cifar_towers.evaluation.score import Evaluation, scale_temperature
+from cifar_towers.evaluation.score import Evaluation
 from cifar_towers.hardware import cpuinfo, gpu_names
 from cifar_towers.registry import split_path
 from cifar_towers.reporting import figures, tags
@@ -72,8 +72,7 @@ def evaluation_record(evaluation: Evaluation, evaluations: Sequence[Evaluation])
     score, validation = evaluation.score, evaluation._replace(split="validation")[:3]
     held_out = [each.score for each in evaluations if each[:3] == validation and evaluation.split == "test"]
     record = {"split": evaluation.split, "weights": evaluation.weights, "tta": evaluation.tta}
-    record |= {"count": score.count, "accuracy": score.accuracy, "loss": score.loss, "ece": score.ece}
-    record |= {"reliability": score.reliability.tolist(), "temperature_scaling": scale_temperature(score, *held_out)}
+    record |= score.record(*held_out)
     if len(score.confusion) <= figures.MAX_CLASSES:
         record["confusion"] = score.confusion.tolist()
     return record

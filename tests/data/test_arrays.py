@@ -90,7 +90,7 @@ def test_grey_images_get_three_channels_and_their_square_is_resized(tmp_path, sh
 
 def test_test_arrays_alone_are_scored(tmp_path):
     name = save(tmp_path, {"x_test": TEST.images[:4], "y_test": np.array(["cat", "dog", "cat", "cat"])})
-    split = sources.load_test(sources.find(name))
+    split = sources.load_split(sources.find(name))
     assert split.info.class_names == ("cat", "dog") and sorted(split.labels) == [0, 0, 0, 1]
 
 

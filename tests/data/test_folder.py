@@ -117,8 +117,8 @@ def test_validation_folder_beside_a_test_is_the_validation_split(tmp_path):
 def test_folder_with_a_test_alone_is_scored_and_not_trained_on(tmp_path):
     fill(tmp_path / "test", [2])
     source = sources.find(f"folder:{tmp_path}")
-    assert sources.load_test(source).info.class_names == ("class 2",)
-    assert sources.load_test(source).class_counts().tolist() == [6]
+    assert sources.load_split(source).info.class_names == ("class 2",)
+    assert sources.load_split(source).class_counts().tolist() == [6]
     with pytest.raises(UsageError, match=r"dataset=folder:.* has no train examples"):
         sources.load(source)
 

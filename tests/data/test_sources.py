@@ -138,11 +138,11 @@ def test_source_with_a_test_split_alone_is_scored_and_not_trained_on():
     test, train = synthetic.make(10, 0, 1), synthetic.make(20, 0, 0)
     read = []
     only_test = sources.Source("new", lambda image_size, names: read.append(names) or {"test": test})
-    assert sources.load_test(only_test).digest == test.digest and read == [("test",)]
-    small = sources.load_test(only_test, 16)
+    assert sources.load_split(only_test).digest == test.digest and read == [("test",)]
+    small = sources.load_split(only_test, "test", 16)
     assert small.images.shape == (10, 16, 16, 3) and small.info.image_size == 16
     with pytest.raises(UsageError, match="dataset=new has no train examples; give a data set that"):
         sources.load(only_test)
     others = sources.Source("new", lambda image_size, names: {"train": train, "validation": test})
     with pytest.raises(UsageError, match="new has no test examples; give a data set that has test"):
-        sources.load_test(others)
+        sources.load_split(others)

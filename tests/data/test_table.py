@@ -80,7 +80,7 @@ def test_table_without_splits_is_divided_as_a_folder_is(tmp_path):
 
 def test_table_with_test_rows_alone_is_scored_and_not_trained_on(tmp_path):
     name = write(tmp_path, ["path,label,split", "3.png,cat,test"])
-    assert examples(sources.load_test(sources.find(name), 4)) == [(30, "cat")]
+    assert examples(sources.load_split(sources.find(name), "test", 4)) == [(30, "cat")]
 
 
 HEADER = "path,label,split"

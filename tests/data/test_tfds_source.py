@@ -90,7 +90,7 @@ def test_local_tfds_data_set_is_read(tmp_path, labels, sizes):
 def test_tfds_data_set_with_a_test_split_alone(tmp_path, split):
     prepare(tmp_path, **{split: [2, 0, 1, 1]})
     source = sources.find("shapes", str(tmp_path))
-    test = sources.load_test(source)
+    test = sources.load_split(source)
     assert test.info.class_names == ("x", "y", "z") and sorted(test.labels) == [0, 1, 1, 2]
     with pytest.raises(UsageError, match="dataset=shapes has no train examples"):
         sources.load(source)

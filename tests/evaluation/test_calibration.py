@@ -8,7 +8,7 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation import score
 from cifar_towers.evaluation.evaluator import make_classify_fn, make_evaluate_fn
-from cifar_towers.evaluation.score import Evaluation, fit_temperature, scale_temperature, score_logits
+from cifar_towers.evaluation.score import Evaluation, Score, fit_temperature, scale_temperature
 from cifar_towers.reporting.run_info import evaluation_record
 from cifar_towers.training.distributed_step import make_strategy
 
@@ -48,7 +48,7 @@ def logits_of(*rows):
     ids=["one bin", "three bins", "3/15", "5/15", "1/15", "certain", "one class"],
 )
 def test_expected_calibration_error_by_hand(labels, logits, filled, ece):
-    found = score_logits(np.array(labels), logits)
+    found = Score(np.array(labels), logits)
     assert {bin: int(count) for bin, count in enumerate(found.reliability[0]) if count} == filled
     assert found.ece == pytest.approx(ece, abs=1e-12)
     assert found.reliability.shape == (3, 15) and found.reliability[1].sum() == found.correct
@@ -56,7 +56,7 @@ def test_expected_calibration_error_by_hand(labels, logits, filled, ece):
 
 def test_logits_that_are_not_finite_have_no_calibration():
     labels, logits = random_net(20)
-    found = score_logits(labels, np.where(np.arange(20)[:, None] == 3, np.nan, logits))
+    found = Score(labels, np.where(np.arange(20)[:, None] == 3, np.nan, logits))
     assert np.isnan(found.ece) and scale_temperature(found)["temperatures"].count(None) == 1
     assert scale_temperature(found)["loss"] is scale_temperature(found)["ece"] is None
 
@@ -81,9 +81,10 @@ def test_temperature_of_logits_that_were_scaled_is_found(classes, factor):
         ([0, 1], np.zeros((2, 2))),
         ([1, 0], np.eye(2)),
         ([0, 1], np.array([[1.0, np.inf], [0.0, 1.0]])),
+        ([0, 1, 1], np.array([[1.0, -np.inf, 0.0], [0.0, 1.0, 0.0], [2.0, 1.0, 0.0]])),
         ([], np.zeros((0, 2))),
     ],
-    ids=["all are right", "nothing is told", "worse than chance", "infinity", "no images"],
+    ids=["all are right", "nothing is told", "worse than chance", "infinity", "minus infinity", "no images"],
 )
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_there_is_no_temperature_without_a_minimum(labels, logits):
@@ -100,9 +101,9 @@ def test_no_image_is_fitted_on_and_reported_on(monkeypatch, labels):
         assert set(labels) == {0, 1}
         return 10.0 ** len(fitted)
 
-    found = score_logits(labels, logits)
+    found = Score(labels, logits)
     monkeypatch.setattr(score, "fit_temperature", fit)
-    monkeypatch.setattr(score, "score_logits", lambda _, scaled: (reported.append(scaled), found)[1])
+    monkeypatch.setattr(score, "Score", lambda _, scaled: (reported.append(scaled), found)[1])
     record = scale_temperature(found)
     assert record["temperatures"] == [10.0, 100.0] and record["fitted_on"] == "the other half of the images"
     assert not fitted[0] & fitted[1] and fitted[0] | fitted[1] == set(range(1, 42))
@@ -114,18 +115,18 @@ def test_no_image_is_fitted_on_and_reported_on(monkeypatch, labels):
 
 def test_scaled_values_of_halves_are_over_all_images():
     labels, logits = random_net()
-    record = scale_temperature(score_logits(labels, 3 * logits))
+    record = scale_temperature(Score(labels, 3 * logits))
     halves = np.random.Generator(np.random.Philox(key=0)).permutation(400) % 2
     scaled = 3 * logits / np.where(halves, record["temperatures"][1], record["temperatures"][0])[:, None]
     assert record["loss"] == pytest.approx(mean_nll(labels, scaled), abs=1e-9)
-    assert record["ece"] == pytest.approx(score_logits(labels, scaled).ece, abs=1e-9)
-    assert record["loss"] < score_logits(labels, 3 * logits).loss
+    assert record["ece"] == pytest.approx(Score(labels, scaled).ece, abs=1e-9)
+    assert record["loss"] < Score(labels, 3 * logits).loss
 
 
 def test_test_images_have_the_temperature_of_validation_images_with_the_same_weights_and_views():
     def evaluation(split, weights, tta, factor, seed):
         labels, logits = random_net(seed=seed)
-        return Evaluation(split, weights, tta, score_logits(labels, factor * logits))
+        return Evaluation(split, weights, tta, Score(labels, factor * logits))
 
     kinds = ("raw", 0, 1.0), ("ema", 0, 2.0), ("ema", 2, 4.0)
     validation = [evaluation("validation", *kind, seed=0) for kind in kinds]

@@ -7,7 +7,7 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation import evaluator
 from cifar_towers.evaluation.evaluator import make_classify_fn, make_evaluate_fn
-from cifar_towers.evaluation.score import Score, reported_score, score_logits
+from cifar_towers.evaluation.score import Score, reported_score
 from cifar_towers.registry import TTA_LEVELS
 from cifar_towers.training.distributed_step import make_strategy
 
@@ -22,12 +22,12 @@ def reader():
 
 def test_mistakes_are_sorted_by_confidence():
     logits = np.array([[0, 5.0], [0, 1.0], [3.0, 0], [0, 2.0]]) @ np.eye(2, 10)
-    assert score_logits(np.array([1, 0, 1, 0]), logits).mistakes.tolist() == [2, 3, 1]
+    assert Score(np.array([1, 0, 1, 0]), logits).mistakes.tolist() == [2, 3, 1]
 
 
 def test_score_by_hand():
     logits = np.log([[0.7, 0.2, 0.1] + [1e-9] * 7, [0.2, 0.7, 0.1] + [1e-9] * 7, [0.1, 0.2, 0.7] + [1e-9] * 7])
-    found = score_logits(np.array([0, 1, 1]), logits)
+    found = Score(np.array([0, 1, 1]), logits)
     assert (found.count, found.correct) == (3, 2) and found.accuracy == pytest.approx(2 / 3)
     assert found.loss == pytest.approx(-np.log([0.7, 0.7, 0.2]).mean(), abs=1e-6)
     assert found.confusion[1].tolist() == [0, 1, 1] + [0] * 7
@@ -36,14 +36,14 @@ def test_score_by_hand():
 
 
 def test_label_of_probability_zero_has_finite_loss():
-    found = score_logits(np.array([1, 0]), np.array([[2000, 0], [3000, 0]], "f4"))
+    found = Score(np.array([1, 0]), np.array([[2000, 0], [3000, 0]], "f4"))
     assert found.loss == 1000 and found.probabilities.tolist() == [[1, 0], [1, 0]]
 
 
 def test_wilson_interval():
-    low, high = Score(100, 90, 0.0, np.zeros((10, 10)), *[None] * 5).interval()
+    low, high = Score(np.zeros(100, int), np.eye(2)[[0] * 90 + [1] * 10]).interval()
     assert (low, high) == pytest.approx((0.8256, 0.9448), abs=1e-4)
-    assert Score(10, 10, 0.0, np.zeros((10, 10)), *[None] * 5).interval()[1] == pytest.approx(1.0)
+    assert Score(np.zeros(10, int), np.eye(2)[[0] * 10]).interval()[1] == pytest.approx(1.0)
 
 
 RAW, EMA, AUGMENTED = ("test", "raw", 0, 0.99), ("test", "ema", 0, 0.93), ("test", "ema", 2, 0.91)

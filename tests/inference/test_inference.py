@@ -265,6 +265,15 @@ def test_another_test_set_has_the_temperature_of_the_runs_own_validation_images(
     assert record["temperature_scaling"]["temperatures"] == pytest.approx(own["temperatures"])
 
 
+def test_validation_images_as_another_test_set_do_not_have_the_temperature_fitted_on_them(held_out_run, tmp_path):
+    held_out = validation_images()
+    np.save(tmp_path / "x_test.npy", held_out.images)
+    np.save(tmp_path / "y_test.npy", np.array(synthetic.CLASSES)[held_out.labels])
+    for number in (0, 60):
+        record = evaluate_as_json(held_out_run, dataset=f"npy:{tmp_path}", precision="float32", num_images=number)
+        assert record["temperature_scaling"]["fitted_on"] == "the other half of the images"
+
+
 def test_changed_validation_images_are_not_fitted_on(held_out_run, monkeypatch):
     changed = SMALL[0].take(np.arange(400)[::-1]), SMALL[1]
     monkeypatch.setattr(synthetic, "load", lambda seed=0: changed)

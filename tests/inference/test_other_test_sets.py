@@ -106,8 +106,8 @@ def test_folder_of_cifar10_c_is_a_table(run, tmp_path, monkeypatch):
     expected = expected_table(run, images)
     assert len({accuracy for cells in expected.values() for accuracy in cells}) > 3
     data = f"npy:{tmp_path / 'CIFAR-10-C'}"
-    compiled = Mock(side_effect=evaluate.make_classify_fn)
-    monkeypatch.setattr(evaluate, "make_classify_fn", compiled)
+    compiled = Mock(side_effect=evaluate.make_logits_fn)
+    monkeypatch.setattr(evaluate, "make_logits_fn", compiled)
     record = score(run, dataset=data)
     assert compiled.call_count == 1
     check_table(record["accuracy"], expected, ["saturate"])
@@ -211,7 +211,7 @@ def test_configs_of_tfds_are_a_table(run, tmp_path, downloaded, monkeypatch):
     assert one["accuracy"] == pytest.approx(expected["fog"][3]) and one["count"] == 20
     assert len(sources.find("cifar10_corrupted/*", settings["data_dir"]).corruptions) == 95
     assert len(sources.find("cifar10_corrupted/*_3", settings["data_dir"]).corruptions) == 19
-    for name, known in (("cifar10_corrupted/mist_*", "brightness_1"), ("cifar10_1/*", "v4, v6")):
+    for name, known in (("cifar10_corrupted/mist_*", "brightness_1"), ("cifar10_1/*", "v4, v6"), ("mnist/*", "none")):
         with pytest.raises(UsageError, match=f"dataset={name[:-1]}.* is no pattern of corruptions, as fog_.*{known}"):
             sources.find(name, settings["data_dir"])
     with pytest.raises(UsageError, match=r"cifar10_corrupted/\* has no train or test examples"):
@@ -349,7 +349,7 @@ def test_classes_of_votes_follow_those_of_the_run():
 
 
 def test_corruptions_of_the_runs_own_images_are_computed(run):
-    own = sources.load_test(sources.find(load_run.open_run(run, TINY_NET).metadata["dataset"]))
+    own = sources.load_split(sources.find(load_run.open_run(run, TINY_NET).metadata["dataset"]))
     expected = {
         name: [accuracy(run, corruptions.corrupt(own.images, f"{name}_{n}"), own.labels) for n in range(1, 6)]
         for name in ("gaussian_blur", "defocus_blur")

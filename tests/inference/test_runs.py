@@ -104,6 +104,18 @@ def test_goodput_of_runs_in_all_states(tmp_path):
     assert printed[0]["goodput"] == 0.6 and printed[0]["seconds"] == parts and printed[1]["goodput"] is None
 
 
+def test_running_run_has_lost_no_step_since_its_checkpoint(tmp_path):
+    now, parts = time.time(), {"start": 10.0, "train": 60.0, "lost": 10.0}
+    times = {"images": 300, "step": 140, "lost_steps": 3, "first_start": now - 100, "seconds": parts}
+    run = make(tmp_path, finished=False, last_step=132, metadata=times | {"seconds": parts | {"train": 20.0}})
+    (run / "times.json").write_text(json.dumps(times))
+    (stopped,) = trained.find_runs(tmp_path)
+    assert stopped.seconds["lost"] == 50 and stopped.goodput == pytest.approx(0.2, abs=0.01)
+    with files.locked(run / ".lock"):
+        (running,) = trained.find_runs(tmp_path)
+    assert running.seconds["lost"] == 10 and running.goodput == pytest.approx(0.6, abs=0.01)
+
+
 def test_scores_of_an_earlier_step_have_their_step(tmp_path):
     """Evaluations are due every 66 steps, and this run stopped at step 121."""
     make(tmp_path, finished=False, last_step=121)
@@ -168,8 +180,8 @@ def test_runs_are_found_by_pattern_sorted_and_printed_as_json(runs):
     records = [json.loads(line) for line in found.stdout.splitlines()]
     assert [record["recipe"] for record in records] == 5 * ["resnet20"], found.stderr
     assert [record["accuracy"] for record in records] == sorted(record["accuracy"] for record in records)
-    assert tuple(records[0]) == RUN_FIELDS == trained.RunSummary._fields[:-1]
-    for key in RUN_FIELDS[:-1]:  # seconds by phase have no order
+    assert tuple(records[0]) == (*RUN_FIELDS, "seconds") == trained.RunSummary._fields[:-1]
+    for key in RUN_FIELDS:
         trained.sort_runs(trained.find_runs(runs), key)
     assert start(f"--runs_dir={runs}", "nothing*").stdout == "no runs\n"
     missing = start("--runs_dir=/nowhere")

@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import DatasetInfo, Split
-from cifar_towers.evaluation.score import Evaluation, score_logits
+from cifar_towers.evaluation.score import Evaluation, Score
 from cifar_towers.reporting import figures, run_logger
 from cifar_towers.reporting.callbacks import Callbacks
 from cifar_towers.reporting.phase_timer import PhaseTimer
@@ -41,7 +41,7 @@ def logger_of(directory, num_classes=3, num_images=50):
 def evaluate(split, num_classes, *kinds):
     """Return evaluations of a net that is wrong about every 7th image; one per kind (weights, tta)."""
     logits = 3.0 * np.eye(num_classes)[(split.labels + (np.arange(len(split.labels)) % 7 == 0)) % num_classes]
-    return [Evaluation("test", weights, tta, score_logits(split.labels, logits)) for weights, tta in kinds]
+    return [Evaluation("test", weights, tta, Score(split.labels, logits)) for weights, tta in kinds]
 
 
 def test_start_has_no_plural_of_one_step_and_tells_parameters_apart(tmp_path, capsys):
