@@ -81,7 +81,7 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
       `accuracy` in [0, 1], both ends of its 95 % confidence interval (`interval95`), `loss` (mean cross entropy, nats:
       the NLL), the calibration as `ece`, `reliability` and `temperature_scaling` (see docs/tracking.md), `count`
       (images), `per_class` (accuracy by class name, NaN without examples), `confusion` [C, C] (images by true class and
-      by prediction), and what was evaluated. Of sets of corrupted images, `accuracy`, `loss` and `ece` are tables.
+      by prediction), and what was evaluated. For corrupted images, `accuracy`, `loss` and `ece` are tables.
 
     Raises:
       RunError: there is no such run or split, or its data cannot be read or have changed.

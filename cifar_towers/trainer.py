@@ -62,7 +62,7 @@ def train(
         resumes, also with `overwrite`.
       callbacks: told what the run does, by worker 0, besides the callback that the config names; see `Callbacks`.
       open_run: makes the run that callbacks get, from its directory.
-      timer: was made when the program started; default: is made now.
+      timer: measures the time since the program started; default: a new one.
 
     Returns:
       The content of result.json. `reached` is the accuracy that met the target, or 0. `images_per_sec` is None if every

@@ -146,7 +146,7 @@ def evaluate(shutdown: ShutdownHandler) -> None:
     evaluate.py --train_dir=runs/speed94-seed0 --tta=2
     evaluate.py --train_dir=runs/speed94-seed0 --corruptions='*_3'
 
-    NLL: negative log likelihood; ECE: expected calibration error; with --tta, of the mean logits.
+    NLL is the negative log likelihood, ECE the expected calibration error. With --tta both are of the mean logits.
     The table's column "most often taken for" names the class that most errors of each class go to.
     --json adds the confusion matrix: rows are true classes, columns predicted ones.
     """

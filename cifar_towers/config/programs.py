@@ -71,10 +71,9 @@ class EvaluateConfig(ComputeConfig, RunDataConfig):
     """Settings of `evaluate.py`."""
 
     split: str = _evaluation("test", "part of the data set to evaluate", choices=("test", "validation", "train"))
-    num_images: int = _evaluation(0, "number of images of each set to evaluate, the first; 0: all", low=0)
+    num_images: int = _evaluation(0, "number of images to evaluate, the first of each set; 0: all", low=0)
     corruptions: str = _evaluation(
-        "",
-        "corruptions to compute of the images, as '*', 'contrast_*' or '*_3', in place of the published CIFAR-10-C",
+        "", "corruptions that are applied to the images, as '*', 'contrast_*' or '*_3'; default: none"
     )
     allow_changed_data: bool = _evaluation(False, "permission to evaluate on images other than those of the run")
     json: bool = _evaluation(False, "output as one JSON object and nothing else")

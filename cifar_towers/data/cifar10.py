@@ -68,7 +68,7 @@ def load(directory: Path, names: Iterable[str] = tuple(DIGESTS), is_named: bool 
 
 
 def add_votes(test: Split, file: Path) -> dict[str, Split]:
-    """Return `test` with people's votes of a file of CIFAR-10H, which is in the order of CIFAR-10's own files.
+    """Return the test split with people's votes from a file of CIFAR-10H, whose order is that of CIFAR-10's own files.
 
     Source: J. C. Peterson et al., "Human uncertainty makes classification more robust", arXiv 1908.07086.
     """

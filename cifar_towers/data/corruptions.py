@@ -16,7 +16,7 @@ from cifar_towers.errors import UsageError
 
 
 def match(pattern: str) -> tuple[str, ...]:
-    """Return the computed corruptions with severities, as `pixelate_3`, that a pattern matches; none without one."""
+    """Return the computed corruptions with severities, as `pixelate_3`, that a pattern matches; () if it is empty."""
     found = fnmatch.filter([f"{name}_{severity}" for name in CORRUPTIONS for severity in "12345"], pattern)
     if pattern and not found:
         raise UsageError(f"corruptions={pattern} matches none; write * or <name>_<1 to 5> of {', '.join(CORRUPTIONS)}")

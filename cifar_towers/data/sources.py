@@ -99,7 +99,7 @@ def load(
 def load_split(
     source: Source, name: str = "test", image_size: int = CIFAR10.image_size, validation_examples: int = 0
 ) -> Split:
-    """Return a split of a source, as `load` does. Of `test` and of `Source.corruptions`, nothing else is read."""
+    """Return one split of a source, as `load` does. For `test` and `Source.corruptions`, nothing else is read."""
     if name in ("train", "validation"):
         return getattr(load(source, validation_examples, image_size)[1], name)
     return _load_splits(source, image_size, (name,), (name,))[name]

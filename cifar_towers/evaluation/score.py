@@ -26,34 +26,26 @@ class Score:
         probabilities, predicted, num_classes = softmax(logits), logits.argmax(1), logits.shape[1]
         self.probabilities = probabilities.astype(np.float32)  # [n, C]
         self.count, self.correct = len(labels), int((predicted == labels).sum())
+        self.accuracy = self.correct / self.count
         counts = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
         self.confusion = counts.reshape(num_classes, num_classes)  # examples of class (row) predicted as class (column)
         confidence = probabilities.max(1)
         margin = logits.max(1).astype(np.float64) - logits[np.arange(len(labels)), labels]
         losses = margin - np.log(confidence)  # finite even where the label's probability is 0 in float64
         self.loss = float(losses.mean())  # cross entropy without label smoothing: the negative log likelihood (NLL)
-        wrong = np.flatnonzero(predicted != labels)  # of these, the most confident first:
-        self.mistakes = wrong[np.argsort(-confidence[wrong], kind="stable")][:MAX_MISTAKES]
+        wrong = np.flatnonzero(predicted != labels)
+        self.mistakes = wrong[np.argsort(-confidence[wrong], kind="stable")][:MAX_MISTAKES]  # the most confident first
         bins = np.digitize(confidence, np.arange(1, NUM_BINS) / NUM_BINS, right=True)  # each has its upper edge
         sums = [np.bincount(bins, weights, NUM_BINS) for weights in (None, predicted == labels, confidence)]
         self.reliability = np.stack(sums)  # [3, 15] images, correct predictions and sum of the confidences in each bin
-
-    @property
-    def accuracy(self) -> float:
-        """The fraction of correct predictions."""
-        return self.correct / self.count
-
-    @property
-    def ece(self) -> float:
-        """The expected calibration error: the mean over the images of |accuracy - mean confidence| of their bins."""
-        _, correct, confidence = self.reliability
-        return float(np.abs(correct - confidence).sum()) / self.count
+        # The expected calibration error is the mean over the images of |accuracy - mean confidence| of their bins.
+        self.ece = float(np.abs(sums[1] - sums[2]).sum()) / self.count
 
     def record(self, held_out: "Score | None" = None) -> dict[str, Any]:
         """Return accuracy, loss and calibration as in result.json. For `held_out` see `scale_temperature`."""
-        record = {"count": self.count, "accuracy": self.accuracy, "loss": self.loss, "ece": self.ece}
-        scaling = scale_temperature(self, held_out)
-        return record | {"reliability": self.reliability.tolist(), "temperature_scaling": scaling}
+        values = {"count": self.count, "accuracy": self.accuracy, "loss": self.loss, "ece": self.ece}
+        values["reliability"] = self.reliability.tolist()
+        return values | {"temperature_scaling": scale_temperature(self, held_out)}
 
     def interval(self) -> tuple[float, float]:
         """Return the 95 % confidence interval of the accuracy."""
@@ -83,8 +75,9 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def scale_temperature(score: Score, held_out: Score | None = None) -> dict[str, Any]:
     """Return the temperature, and loss (NLL) and ECE of logits divided by it; None where there is no temperature.
 
-    It is fitted on the score of other images, `held_out`, with the same weights and views. Otherwise the images are
-    halved at random, always in the same way, and each half has the temperature of the other (arXiv 1706.04599).
+    The temperature is fitted on `held_out`, the score of other images with the same weights and views. Without it, the
+    images are halved at random, always in the same way, and each half has the temperature of the other half. Source:
+    C. Guo et al., arXiv 1706.04599.
     """
     labels, logits, part = score.labels, score.logits, np.zeros(score.count, int)
     if held_out:
@@ -104,7 +97,7 @@ def fit_temperature(labels: np.ndarray, logits: np.ndarray) -> float | None:
     """Return the temperature T that minimizes the loss of the logits [n, C] / T, which is convex in 1 / T.
 
     Return None if there is no minimum: all predictions are correct (the lower T, the better), the logits tell nothing
-    about the labels (the higher, the better), or one is not finite.
+    about the labels (the higher, the better), or a logit is not finite.
     """
     margins = logits.astype(np.float64) - logits[np.arange(len(labels)), labels][:, None]
     slopes = margins.mean(1).sum(), margins.max(1).sum()  # where 1 / T is zero and infinity

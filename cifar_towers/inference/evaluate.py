@@ -1,9 +1,8 @@
 """Evaluation of a run's checkpoint, as a table or as JSON."""
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from cifar_towers.evaluation.score import NO_TEMPERATURE, Score
 from cifar_towers.inference.load_run import TrainedRun, make_logits_fn, open_run
 from cifar_towers.reporting.console import progress_bar
 from cifar_towers.reporting.run_records import align_columns, format_number
-from cifar_towers.towers import Tower
 
 TABULATED = ("accuracy", "loss", "ece")  # of each set of corrupted images
 EXTRA = ("gaussian_blur", "saturate", "spatter", "speckle_noise")  # corruptions that the published mean leaves out
@@ -28,7 +26,44 @@ EXTRA = ("gaussian_blur", "saturate", "spatter", "speckle_noise")  # corruptions
 def evaluate_checkpoint(config: EvaluateConfig) -> str:
     """Evaluate a checkpoint and return the output of `evaluate.py`: a table, or one object with `--json`."""
     record = score_checkpoint(config)
-    return files.to_json(record) if config.json else _format(record)
+    if config.json:
+        return files.to_json(record)
+    copies = record.get("copies_of_training_images")
+    known = "" if copies is None else f": {copies} of {record['count']} images were trained on"
+    changed = f" (another set than in training{known})" if record.get("changed_data") else ""
+    lines = [
+        f"{record['train_dir']} at step {record['step']}: {record['dataset']} {record['split']}{changed}, "
+        f"{record['weights']} weights, TTA {record['tta']}"
+    ]
+    if "corruptions" in record:
+        lines.append(f"accuracy (%) on {record['count']:,} images by severity; corruptions {record['corruptions']}")
+        columns = [*record["accuracy"]["mean"]]
+        rows = [["corruption", *columns]]
+        for name, row in record["accuracy"].items():
+            rows.append([name, *(format_number(row.get(column), ".2f", 100) for column in columns)])
+        return "\n".join([*map(printable, lines), "", align_columns(rows)])
+    low, high = record["interval95"]
+    temperatures, fitted_on, loss, ece = record["temperature_scaling"].values()
+    scaled = f"no temperature fits, as {NO_TEMPERATURE}"
+    if loss is not None:
+        values = " and ".join(f"{temperature:.4f}" for temperature in temperatures)
+        scaled = f"with temperature {values}, fitted on {fitted_on}: NLL {loss:.4f}, ECE {ece:.4f}"
+    lines += [
+        f"accuracy {100 * record['accuracy']:.2f} % ({record['correct']:,} of {record['count']:,}; 95 % interval "
+        f"{100 * low:.2f} to {100 * high:.2f} %), loss {record['loss']:.4f}",
+        f"calibration: NLL {record['loss']:.4f} (the loss), ECE {record['ece']:.4f}; {scaled}",
+    ]
+    if people := record.get("people"):
+        accuracy, loss = f"{100 * people['accuracy']:.2f} % for the class with most votes", f"{people['loss']:.4f}"
+        lines.append(f"people's votes: accuracy {accuracy}, cross entropy {loss}, at least {people['entropy']:.4f}")
+    class_names, confusion = list(record["per_class"]), np.array(record["confusion"])
+    rows = [["class", "accuracy", "examples", "most often taken for"]]
+    for index, (name, accuracy) in enumerate(record["per_class"].items()):
+        total, row = confusion[index].sum(), confusion[index]
+        row[index] = 0
+        taken_for = f"{class_names[row.argmax()]} ({row.max()})" if row.any() else "-"
+        rows.append([printable(name), f"{100 * accuracy:.2f} %" if total else "-", f"{total:,}", printable(taken_for)])
+    return "\n".join([*map(printable, lines), "", align_columns(rows, left=(0, 3))])
 
 
 def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
@@ -44,11 +79,19 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
     towers = devices.setup_towers(config)  # before anything else that uses TensorFlow
     record = {"train_dir": str(run.directory), "step": run.metadata["step"], "dataset": source.name}
     record |= {"split": config.split, "weights": weights, "tta": config.tta}
-    score, first = functools.partial(_score, config, run, weights, towers), slice(config.num_images or None)
+    first = slice(config.num_images or None)
 
     def read(name: str) -> Split:
         split = sources.load_split(source, name, run.info.image_size, run.config.validation_examples)
         return run.number_labels(split, source.name, may_differ=bool(config.dataset))
+
+    def score(sets: Iterable[Split], number: int) -> Iterator[Score]:
+        model, scored = run.load(weights, devices.choose_precision(config.precision, towers)), 0
+        with progress_bar("evaluating") as show:
+            logits_of = make_logits_fn(run, model, towers, lambda done: show((scored + done) / number))
+            for split in sets:  # read one at a time
+                yield Score(split.labels, logits_of(split.images, config.tta))
+                scored += 1
 
     names, origin = source.corruptions, "of the data set"
     if names and (config.corruptions or config.split != "test"):
@@ -77,18 +120,6 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
         "per_class": dict(zip(run.info.class_names, found.per_class().tolist(), strict=True)),
         "confusion": found.confusion.tolist(),
     }
-
-
-def _score(
-    config: EvaluateConfig, run: TrainedRun, weights: str, towers: Sequence[Tower], sets: Iterable[Split], number: int
-) -> Iterator[Score]:
-    """Score a number of sets, one after another, so that one at a time need be in memory."""
-    model, scored = run.load(weights, devices.choose_precision(config.precision, towers)), 0
-    with progress_bar("evaluating") as show:
-        logits_of = make_logits_fn(run, model, towers, lambda done: show((scored + done) / number))
-        for split in sets:
-            yield Score(split.labels, logits_of(split.images, config.tta))
-            scored += 1
 
 
 def _tabulate(names: Sequence[str], scores: Iterable[Score]) -> dict[str, Any]:
@@ -138,43 +169,3 @@ def _check_images(config: EvaluateConfig, run: TrainedRun, source: Source, split
             f"{source.how_to_score_all}; to score a fifth of them, give --allow_changed_data"
         )
     return is_changed
-
-
-def _format(record: Mapping[str, Any]) -> str:
-    """Return a record of `score_checkpoint` as text with a table."""
-    copies = record.get("copies_of_training_images")
-    known = "" if copies is None else f": {copies} of {record['count']} images were trained on"
-    changed = f" (another set than in training{known})" if record.get("changed_data") else ""
-    lines = [
-        f"{record['train_dir']} at step {record['step']}: {record['dataset']} {record['split']}{changed}, "
-        f"{record['weights']} weights, TTA {record['tta']}"
-    ]
-    if "corruptions" in record:
-        lines.append(f"accuracy (%) on {record['count']:,} images by severity; corruptions {record['corruptions']}")
-        columns = [*record["accuracy"]["mean"]]
-        rows = [["corruption", *columns]]
-        for name, row in record["accuracy"].items():
-            rows.append([name, *(format_number(row.get(column), ".2f", 100) for column in columns)])
-        return "\n".join([*map(printable, lines), "", align_columns(rows)])
-    low, high = record["interval95"]
-    temperatures, fitted_on, loss, ece = record["temperature_scaling"].values()
-    scaled = f"no temperature fits, as {NO_TEMPERATURE}"
-    if loss is not None:
-        values = " and ".join(f"{temperature:.4f}" for temperature in temperatures)
-        scaled = f"with temperature {values}, fitted on {fitted_on}: NLL {loss:.4f}, ECE {ece:.4f}"
-    lines += [
-        f"accuracy {100 * record['accuracy']:.2f} % ({record['correct']:,} of {record['count']:,}; 95 % interval "
-        f"{100 * low:.2f} to {100 * high:.2f} %), loss {record['loss']:.4f}",
-        f"calibration: NLL {record['loss']:.4f} (the loss), ECE {record['ece']:.4f}; {scaled}",
-    ]
-    if people := record.get("people"):
-        accuracy, loss = f"{100 * people['accuracy']:.2f} % for the class with most votes", f"{people['loss']:.4f}"
-        lines.append(f"people's votes: accuracy {accuracy}, cross entropy {loss}, at least {people['entropy']:.4f}")
-    class_names, confusion = list(record["per_class"]), np.array(record["confusion"])
-    rows = [["class", "accuracy", "examples", "most often taken for"]]
-    for index, (name, accuracy) in enumerate(record["per_class"].items()):
-        total, row = confusion[index].sum(), confusion[index]
-        row[index] = 0
-        taken_for = f"{class_names[row.argmax()]} ({row.max()})" if row.any() else "-"
-        rows.append([printable(name), f"{100 * accuracy:.2f} %" if total else "-", f"{total:,}", printable(taken_for)])
-    return "\n".join([*map(printable, lines), "", align_columns(rows, left=(0, 3))])

@@ -79,7 +79,7 @@ class TrainedRun(NamedTuple):
         return dataclasses.replace(split, labels=numbers[split.labels], votes=votes)
 
     def own_split(self, name: str, *others: sources.Source) -> Split | None:
-        """Return a split that the run was given, from its own data set or from others; None if it is not at hand."""
+        """Return a split that the run was made with, from its data set or from others; None if no source has it."""
         dataset, digest = self.metadata["dataset"], self.metadata.get(f"{name}_sha256")
         own = [None] if sources.is_local(dataset) else []
         for source in (*own, *others) if digest else ():
@@ -135,7 +135,7 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
 def make_logits_fn(
     run: TrainedRun, model: keras.Model, towers: Sequence[Tower], on_progress: Callable[[float], None] | None = None
 ) -> Callable[..., np.ndarray]:
-    """Return a function of levels [n, S, S, 3] and a level of TTA, by default 0, that returns the logits [n, C]."""
+    """Return a function (levels [n, S, S, 3], level of TTA, by default 0) -> logits [n, C]."""
     classify = make_classify_fn(model, towers, run.augmentation, on_progress=on_progress)
     weights, others = ([v.value for v in some] for some in (model.trainable_variables, model.non_trainable_variables))
     return lambda images, tta=0: classify(images, weights, others, tta)[1]

@@ -18,23 +18,28 @@ MIN_STEPS = 5  # that an estimate is made from
 
 
 class PhaseTimer:
-    """The seconds of a run by phase. `lost`: steps rolled back or not saved; `not_running`: between processes."""
+    """The seconds of a run by phase.
+
+    `lost` is the time of steps that were rolled back or not saved, `not_running` the time between processes.
+    """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by phase
         self.images = 0  # trained on in kept steps that needed no compilation
         self.step = self.lost_steps = 0  # numbers of steps kept and lost
-        self.first_start: float | None = time.time()  # of the run; None: by a version that did not record it
+        self.first_start: float | None = (
+            time.time()
+        )  # Unix time; None if a version that did not record it began the run
         self._last_end = time.monotonic()
         self._input_wait = 0.0  # of the current step
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=RECENT_STEPS)  # images, input wait, seconds
 
     def resume(self, saved: Mapping[str, Any], newest: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's metadata, empty for step 0: the later steps of the newest metadata are lost."""
+        """Continue from a checkpoint's metadata, or from step 0 if it is empty. Later steps in `newest` are lost."""
         saved_seconds = saved.get("seconds", {})
         self.seconds, self.images = defaultdict(float, saved_seconds), saved.get("images", 0)
         for phase, seconds in newest.get("seconds", {}).items():
-            later = max(0.0, seconds - saved_seconds.get(phase, 0.0))  # 0 if a power loss made them the older ones
+            later = max(0.0, seconds - saved_seconds.get(phase, 0.0))  # 0 if a power loss left older ones
             self.seconds["lost" if phase in STEP_PHASES else phase] += later
         self.step, self.first_start = saved.get("step", 0), (saved or newest).get("first_start")
         lost_steps = newest.get("lost_steps", 0) + max(0, newest.get("step", 0) - self.step)

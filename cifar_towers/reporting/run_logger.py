@@ -103,11 +103,11 @@ class RunLogger:
             self.log(f"about {format_estimate(seconds)} to go, at the rate of the first steps here")
 
     def write_times(self) -> None:
-        """Write where the run's time went, every second at most: a process that is killed leaves it."""
+        """Write where the run's time went, at most once a second, in case the process is killed."""
         if time.monotonic() - self._last_times >= TIMES_SECONDS:
             self._last_times, path = time.monotonic(), self.directory / files.TIMES
             with self._times_errors, path.open("r+" if path.exists() else "w") as file:
-                file.write(f"{files.to_json(self.timer.metadata()):<1000}\n")  # in place, over all that is there
+                file.write(f"{files.to_json(self.timer.metadata()):<1000}\n")  # in place: spaces replace the rest
 
     def log_step(
         self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_size: int, health: Mapping[str, int]

@@ -62,7 +62,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_times(train_dir: Path) -> dict[str, Any]:
-    """Return what `RunLogger.write_times` wrote last; empty if there is nothing, or if it is damaged."""
+    """Return what `RunLogger.write_times` wrote last; an empty object if the file is missing or damaged."""
     try:
         return files.read_json_if_any(train_dir / files.TIMES)
     except DataError:

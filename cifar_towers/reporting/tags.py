@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 
 # Training, all towers together.
-LOSS, ACCURACY, ECE = "loss", "accuracy", "ece"  # evaluations, which alone have the last, add `/<split>/<weights>`
+LOSS, ACCURACY, ECE = "loss", "accuracy", "ece"  # evaluations add `/<split>/<weights>`; only they have ECE
 LOSS_TERMS, RAW = "losses", " (raw)"  # add the term: `losses/<term>` is smoothed, `losses/<term> (raw)` is not
 GRADIENT_NORM, LOSS_SCALE = "health/gradient_norm", "health/loss_scale"
 SKIPPED_STEPS, ROLLBACKS = "health/skipped_steps", "health/rollbacks"
