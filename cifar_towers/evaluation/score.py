@@ -47,10 +47,6 @@ class Score:
         values["reliability"] = self.reliability.tolist()
         return values | {"temperature_scaling": scale_temperature(self, held_out)}
 
-    def interval(self) -> tuple[float, float]:
-        """Return the 95 % confidence interval of the accuracy."""
-        return wilson_interval(self.accuracy, self.count)
-
     def per_class(self) -> np.ndarray:
         """Return [C], the accuracy on each class; NaN for a class without examples."""
         with np.errstate(invalid="ignore"):

@@ -14,7 +14,7 @@ from cifar_towers.data import corruptions, sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.data.sources import Source
 from cifar_towers.errors import DataError, UsageError, printable
-from cifar_towers.evaluation.score import NO_TEMPERATURE, Score
+from cifar_towers.evaluation.score import NO_TEMPERATURE, Score, wilson_interval
 from cifar_towers.inference.load_run import TrainedRun, make_logits_fn, open_run
 from cifar_towers.reporting.console import progress_bar
 from cifar_towers.reporting.run_records import align_columns, format_number
@@ -115,7 +115,7 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
         "copies_of_training_images": sources.count_copies(split, train) if train else None,
         **found.record(*held_out),
         "correct": found.correct,
-        "interval95": list(found.interval()),
+        "interval95": list(wilson_interval(found.accuracy, found.count)),
         **({} if split.votes is None else {"people": _compare_to_people(found, split.votes)}),
         "per_class": dict(zip(run.info.class_names, found.per_class().tolist(), strict=True)),
         "confusion": found.confusion.tolist(),

@@ -241,11 +241,7 @@ def _own_layers(model: keras.Model) -> dict[str, type]:
 
 
 def _check(
-    file_format: Format,
-    path: Path,
-    samples: Sequence[tuple[np.ndarray, np.ndarray]],
-    labels: np.ndarray,
-    quantize: str,
+    file_format: Format, path: Path, samples: Sequence[tuple[np.ndarray, np.ndarray]], labels: np.ndarray, quantize: str
 ) -> str:
     """Print how an export's probabilities differ from the expected ones; return the problem, or an empty string.
 

@@ -71,8 +71,7 @@ def evaluation_record(evaluation: Evaluation, evaluations: Sequence[Evaluation])
     """
     score, validation = evaluation.score, evaluation._replace(split="validation")[:3]
     held_out = [each.score for each in evaluations if each[:3] == validation and evaluation.split == "test"]
-    record = {"split": evaluation.split, "weights": evaluation.weights, "tta": evaluation.tta}
-    record |= score.record(*held_out)
+    record = {"split": evaluation.split, "weights": evaluation.weights, "tta": evaluation.tta} | score.record(*held_out)
     if len(score.confusion) <= figures.MAX_CLASSES:
         record["confusion"] = score.confusion.tolist()
     return record
