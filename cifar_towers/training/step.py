@@ -85,16 +85,15 @@ def make_update(
             return tower_fn(tower, shard, learning_rates.keys(), image_size, collect)
 
         sizes = share_out(batch.labels.shape[0], shares, micro_batches) if shares else None
-        shards = split_batch(batch, towers, sizes=sizes)
         if repeat:
             owner, other = (towers[index] for index in repeat)
             with tf.device(other.device), tf.name_scope("repetition"):
-                result = on_tower(other, shards[owner.index], owner)
+                result = on_tower(other, split_batch(batch, towers, sizes=sizes)[owner.index], owner)
                 # all is used, as in the original, because TensorFlow optimizes operations together with their consumers
                 rest = [tf.reduce_sum(tf.cast(t, tf.float32)) for t in tf.nest.flatten(result[2:]) if t is not None]
                 return to_bytes(result), tf.add_n(rest)
         run = functools.partial(run_on_towers_synchronized, weights=sizes) if synchronized else run_on_towers
-        results = run(on_tower, towers, shards)
+        results = run(on_tower, towers, split_batch(batch, towers, sizes=sizes))
 
         tower_grads = [zip(r.gradients, state.weights, strict=True) for r in results]
         gradients = average_gradients(tower_grads, sizes, gradient_device)  # the towers meet here

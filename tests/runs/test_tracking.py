@@ -19,6 +19,7 @@ import pytest
 
 from cifar_towers import load_run
 from cifar_towers.cli.main import start_training
+from cifar_towers.evaluation.score import Score
 from cifar_towers.reporting.callbacks import CallbackError, Callbacks
 from cifar_towers.reporting.run_info import evaluation_record
 from cifar_towers.reporting.run_logger import RunLogger
@@ -57,6 +58,9 @@ def literal_keys(function):
     return written | {key.value for key in keys if isinstance(key, ast.Constant)}
 
 
+EVALUATION_KEYS = literal_keys(evaluation_record) | literal_keys(Score.record)
+
+
 def test_every_key_of_the_records_is_documented_and_no_other(tiny_run):
     train, evaluations = records_of(tiny_run[0], "train"), records_of(tiny_run[0], "eval")
     assert set().union(*map(keys_in, train)) == TRAINING.keys()
@@ -65,8 +69,7 @@ def test_every_key_of_the_records_is_documented_and_no_other(tiny_run):
     assert source.count("metrics.write(") == source.count("self.metrics.write(kind=") == 2
     written = literal_keys(RunLogger.log_step) | literal_keys(RunLogger._tower_agreement)
     assert written == {key.removeprefix("towers.") for key in TRAINING} | {"towers"}
-    written = literal_keys(RunLogger.log_evaluation) | literal_keys(evaluation_record)
-    assert written == EVALUATION.keys()
+    assert literal_keys(RunLogger.log_evaluation) | EVALUATION_KEYS == EVALUATION.keys()
 
 
 def test_callbacks_get_the_documented_names(tiny_run):
@@ -76,7 +79,7 @@ def test_callbacks_get_the_documented_names(tiny_run):
     names = {name for name in TRAINING.values() if name}
     assert steps[0].keys() == names | {name.replace("tower_0", "tower_1") for name in names}
     assert steps[0]["tower_1/cosine"] == record["towers"]["cosine"][1]
-    assert literal_keys(evaluation_record) == {name for name in EVALUATION.values() if name}
+    assert {name for name in EVALUATION.values() if name} == EVALUATION_KEYS
 
 
 class TrackedRun(NamedTuple):
