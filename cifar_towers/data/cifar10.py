@@ -134,8 +134,8 @@ def _from_tfds(directory: Path, name: str) -> Split:
         batches = in_stored_order(builder, name, batch_size=1000)
         images, labels = zip(*((batch["image"], batch["label"]) for batch in batches), strict=True)
         return Split(np.concatenate(images), np.concatenate(labels).astype(np.int64))
-    except DataError:  # the prepared copy is damaged
-        raise
+    except DataError as error:  # the prepared copy is damaged
+        raise DataError(f"CIFAR-10's {name} split: {error}") from error
     except Exception as error:
         hint = PREPARE_AGAIN if is_prepared(directory) else f"put {ARCHIVE} into {_archive(directory).parent}"
         raise DataError(
