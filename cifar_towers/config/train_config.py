@@ -375,7 +375,7 @@ class TrainConfig(DeviceConfig):
 
     def run_length(self, steps_per_epoch: int) -> schedules.RunLength:
         """Return the run's length, which `max_steps` may cut short."""
-        total = math.ceil(schedules.to_steps(self.epochs, steps_per_epoch)) or self.max_steps
+        total = max(math.ceil(schedules.to_steps(self.epochs, steps_per_epoch)), self.epochs > 0) or self.max_steps
         return schedules.RunLength(steps_per_epoch, total, min(total, self.max_steps or total))
 
     def evaluate_every_steps(self, length: schedules.RunLength) -> int:

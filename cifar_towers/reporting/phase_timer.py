@@ -27,9 +27,7 @@ class PhaseTimer:
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by phase
         self.images = 0  # trained on in kept steps that needed no compilation
         self.step = self.lost_steps = 0  # numbers of steps kept and lost
-        self.first_start: float | None = (
-            time.time()
-        )  # Unix time; None if a version that did not record it began the run
+        self.first_start: float | None = time.time()  # Unix time; None if an earlier version began the run
         self._last_end = time.monotonic()
         self._input_wait = 0.0  # of the current step
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=RECENT_STEPS)  # images, input wait, seconds

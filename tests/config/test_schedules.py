@@ -38,6 +38,7 @@ def test_percentages_fall_on_their_exact_step():
         side_at = schedules.ImageSizeSchedule(f"{percent}%=24", 32).at(schedules.RunLength(100, 200, 200))
         assert [side_at(step) for step in (2 * percent - 1, 2 * percent)] == [32, 24]
         assert TrainConfig(epochs=percent / 100).run_length(100).total == percent
+    assert TrainConfig(epochs=1e-9).run_length(100).total == 1
 
 
 @pytest.mark.parametrize("text", ["cosine:0=1", "linear:", "linear:0", "step:3=x", "linear:5=1,2=0", "linear:-1=0"])

@@ -69,21 +69,25 @@ def prepare(root, names="xyz", **labels):
 
 
 @pytest.mark.parametrize(
-    ("labels", "sizes"),
+    ("labels", "sizes", "test_split"),
     [
-        ({"train": np.arange(30) % 3}, (24, 6)),
-        ({"train": np.arange(9) % 3, "test": [-1, -1, -1], "validation": [2, 1]}, (9, 2)),
+        ({"train": np.arange(30) % 3}, (24, 6), "train[80%:]"),
+        ({"train": np.arange(9) % 3, "test": [-1, -1, -1], "validation": [2, 1]}, (9, 2), "validation"),
+        ({"train": np.arange(9) % 3, "test": [0, 1, 2]}, (9, 3), ""),
     ],
-    ids=["without a test", "validation replaces an unlabeled test"],
+    ids=["without a test", "validation replaces an unlabeled test", "with a test"],
 )
-def test_local_tfds_data_set_is_read(tmp_path, labels, sizes):
+def test_local_tfds_data_set_is_read(caplog, tmp_path, labels, sizes, test_split):
+    caplog.set_level("INFO")
     prepare(tmp_path, **labels)
     _, data = sources.load(sources.find("shapes", str(tmp_path)))
     assert data.info.class_names == ("x", "y", "z") and data.info.image_size == 32
     assert (len(data.train.labels), len(data.test.labels)) == sizes
     both = np.concatenate([data.train.labels, data.test.labels])
     assert sorted(both) == sorted(label for split in labels.values() for label in split if label >= 0)
-    assert "test" not in labels or sorted(data.test.labels) == [1, 2]
+    assert test_split != "validation" or sorted(data.test.labels) == [1, 2]
+    said = [message for message in caplog.messages if "is used as the test split" in message]
+    assert said == [f"dataset=shapes: its {test_split} is used as the test split"] * bool(test_split)
 
 
 @pytest.mark.parametrize("split", ["test", "validation"])
