@@ -7,6 +7,7 @@ The launcher restarts all, and they resume from the last checkpoint.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import pickle
 import re
@@ -16,23 +17,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import context
 
 from cifar_towers.config import TrainConfig, shared_settings
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import Interrupted, RunError, UsageError, WorkerLostError, error_line, error_text, printable
-from cifar_towers.multi_worker import coordination_service
 from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers, split_address
-from cifar_towers.multi_worker.coordination_service import HEARTBEAT_TIMEOUT_SECONDS
 from cifar_towers.shutdown import ShutdownHandler
 
+HEARTBEAT_TIMEOUT_SECONDS = 10  # a worker that is silent for so long is lost
 POLL_SECONDS = 0.1  # between checks for signals while this worker waits for others
 PROBE_SECONDS = 2.0  # for a worker's port to answer; and of waiting before those that do not are named
 EXIT_GRACE_SECONDS = 1.0  # for an error to reach the other workers before this one closes its connections
-TASK = re.compile(rf"/job:{coordination_service.JOB}/(?:replica:0/)?task:(\d+)")
+JOB = "worker"
+TASK = re.compile(rf"/job:{JOB}/(?:replica:0/)?task:(\d+)")
 SERVICE = "/tensorflow.CoordinationService/"  # in errors of workers that no longer reach worker 0, where it runs
 END = re.compile(r"exit code (\d+): ([^\n]*)")
 
@@ -69,7 +74,7 @@ def connect(
         cause = _explain(cluster, error)
         line = str(cause) if cause else f"{cluster.name(cluster.index)} ended: {error_line(error)}"
         code = getattr(cause or error, "exit_code", RunError.exit_code)
-        coordination_service.report_error(f"exit code {code}: {printable(line)}")  # ends the others with both
+        _report_error(f"exit code {code}: {printable(line)}")  # ends the others with both
         time.sleep(EXIT_GRACE_SECONDS)
         if cause:
             raise cause from error
@@ -139,15 +144,15 @@ def _start(cluster: ClusterSpec, make_devices: Callable[[], Any], seconds: float
             f"{name} cannot listen at port {port}: {reason}; give it another port, or end the process that has it: "
             "there may be two with one worker_index"
         ) from error
-    coordination_service.configure(cluster.size)
+    _configure_service(cluster.size)
     notice = threading.Timer(PROBE_SECONDS, lambda: cluster.log(f"waits for {_silent_workers(cluster) or 'others'}"))
     notice.daemon = True
     notice.start()
     try:
-        with coordination_service.startup_in_threads():
+        with _startup_in_threads():
             devices = run_interruptibly(make_devices, shutdown, time.monotonic() + seconds)
         own = ",".join(cluster.addresses)
-        expected = coordination_service.broadcast("workers", own if cluster.index == 0 else None)
+        expected = _broadcast_text("workers", own if cluster.index == 0 else None)
         if own != expected:
             raise UsageError(f"{name} has the workers {own}, worker 0 has {expected}; give all workers the same")
         return devices
@@ -210,10 +215,10 @@ def _make_gather(strategy: tf.distribute.Strategy) -> Callable[[Any], list]:
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)], autograph=False)
     def gather(words):
         def on_replica():
-            context = tf.distribute.get_replica_context()
-            is_first = tf.get_static_value(context.replica_id_in_sync_group) % num_local == 0
+            replica = tf.distribute.get_replica_context()
+            is_first = tf.get_static_value(replica.replica_id_in_sync_group) % num_local == 0
             mine = tf.identity(words if is_first else words[:0])  # on the device of this replica
-            return context.all_gather(mine, 0), context.all_gather(tf.size(mine, tf.int64)[None], 0)
+            return replica.all_gather(mine, 0), replica.all_gather(tf.size(mine, tf.int64)[None], 0)
 
         return strategy.run(on_replica)
 
@@ -224,3 +229,60 @@ def _make_gather(strategy: tf.distribute.Strategy) -> Callable[[Any], list]:
         return [pickle.loads(part.numpy().tobytes()) for part in tf.split(joined, sizes)[::num_local]]
 
     return gather_values
+
+
+# TensorFlow's coordination service: these parts of TensorFlow 2.21 have no public API ---------------------------------
+
+
+def _configure_service(num_workers: int) -> None:
+    """Enable the service, with its heartbeats, for the strategy that is made next."""
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=f"/job:{JOB}/replica:0/task:0",
+        heartbeat_timeout_in_ms=1000 * HEARTBEAT_TIMEOUT_SECONDS,
+        coordinated_jobs=[coordination_config_pb2.CoordinatedJob(name=JOB, num_tasks=num_workers)],
+    )
+
+
+def _broadcast_text(name: str, value: str | None) -> str:
+    """Return the text of worker 0 on all workers, before they can gather values; the others pass None."""
+    if value is not None:
+        context.context().set_config_key_value(name, value)
+    return context.context().get_config_key_value(name, 1000 * HEARTBEAT_TIMEOUT_SECONDS)
+
+
+def _report_error(message: str) -> None:
+    """Abort the collectives of all workers with this message, unless this worker is cut off."""
+    with contextlib.suppress(tf.errors.OpError, ValueError):
+        context.context().report_error_to_cluster(tf.errors.ABORTED, message)
+
+
+@contextlib.contextmanager
+def _startup_in_threads() -> Iterator[None]:
+    """Let TensorFlow's server wait for the other workers without holding Python's interpreter lock.
+
+    `TFE_EnableCollectiveOps` waits. TensorFlow's binding holds the lock meanwhile, so that neither a signal handler nor
+    another thread would run until the last worker has come. A call through `ctypes` releases the lock.
+    """
+    library = ctypes.CDLL(str(Path(tf.__file__).parent / "libtensorflow_cc.so.2"))
+    library.TF_NewStatus.restype = ctypes.c_void_p
+    library.TF_Message.restype = ctypes.c_char_p
+    library.TF_Message.argtypes = library.TF_GetCode.argtypes = library.TF_DeleteStatus.argtypes = [ctypes.c_void_p]
+    library.TFE_EnableCollectiveOps.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p]
+    capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    capsule_pointer.restype, capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+    def enable_collective_ops(handle, server_def: bytes) -> None:
+        status = library.TF_NewStatus()
+        library.TFE_EnableCollectiveOps(capsule_pointer(handle, None), server_def, len(server_def), status)
+        code, message = library.TF_GetCode(status), library.TF_Message(status).decode()
+        library.TF_DeleteStatus(status)
+        if code:
+            raise tf.errors.exception_type_from_error_code(code)(None, None, message)
+
+    original = pywrap_tfe.TFE_EnableCollectiveOps
+    pywrap_tfe.TFE_EnableCollectiveOps = enable_collective_ops
+    try:
+        yield
+    finally:
+        pywrap_tfe.TFE_EnableCollectiveOps = original

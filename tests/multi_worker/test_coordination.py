@@ -122,7 +122,7 @@ def test_signals_are_handled_while_waiting():
 
 
 def test_private_parts_of_tensorflow_are_where_they_were():
-    """Check private names that coordination_service.py uses. If this fails, read the new version's sources first."""
+    """Check private names that coordination.py uses. If this fails, read the new version's sources first."""
     assert tf.__version__.startswith("2.21.")
     library = ctypes.CDLL(str(Path(tf.__file__).parent / "libtensorflow_cc.so.2"))
     for function in ("TFE_EnableCollectiveOps", "TF_NewStatus", "TF_GetCode", "TF_Message", "TF_DeleteStatus"):
