@@ -10,7 +10,7 @@ import pytest
 
 from cifar_towers.cli.flags import flag_settings
 from cifar_towers.config import TrainConfig, programs
-from cifar_towers.config.recipe import claimed_accuracy, recipe_names
+from cifar_towers.config.train_config import claimed_accuracy, recipe_names
 from scripts.scaling.settings import ScalingConfig
 from scripts.speedrun.settings import SpeedrunConfig
 

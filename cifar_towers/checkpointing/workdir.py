@@ -14,7 +14,7 @@ from typing import Any
 from cifar_towers import files
 from cifar_towers.checkpointing.checkpoint import find_checkpoint, latest_checkpoint, list_checkpoints, read_metadata
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.recipe import differing_settings, recipe_fields
+from cifar_towers.config.train_config import differing_settings, recipe_fields
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.files import CHECKPOINTS_DIR

@@ -26,7 +26,8 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 
-from cifar_towers.config import TrainConfig, shared_settings
+from cifar_towers.config import TrainConfig
+from cifar_towers.config.train_config import shared_settings
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import Interrupted, RunError, UsageError, WorkerLostError, error_line, error_text, printable
 from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers, split_address

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers import files
-from cifar_towers.config.recipe import recipe_fields
+from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.data.dataset import DatasetInfo, Split
 from cifar_towers.errors import count
 from cifar_towers.evaluation.score import Evaluation, describe_score, reported_score, score_tag

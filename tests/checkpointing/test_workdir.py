@@ -12,7 +12,7 @@ import pytest
 from cifar_towers import files
 from cifar_towers.checkpointing import checkpoint, workdir
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.recipe import recipe_fields
+from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.errors import DataError, UsageError
 
 PROGRAM = Path(__file__).parents[2] / "scripts/train.py"

@@ -1,5 +1,6 @@
-from cifar_towers.config import TrainConfig, shared_settings
+from cifar_towers.config import TrainConfig
 from cifar_towers.config.settings import names_with
+from cifar_towers.config.train_config import shared_settings
 
 
 def test_settings_of_data_model_and_optimizer_belong_to_the_recipe():
