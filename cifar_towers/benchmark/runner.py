@@ -14,7 +14,7 @@ from cifar_towers.benchmark import report
 from cifar_towers.benchmark.cases import BenchmarkCase, CaseResult, make_cases, run_rounds
 from cifar_towers.benchmark.worker import open_process
 from cifar_towers.config.programs import BenchmarkConfig
-from cifar_towers.config.settings import split_names
+from cifar_towers.config.train_config import split_names
 from cifar_towers.data.batches import NUM_PREFETCHED
 from cifar_towers.errors import RunError, UsageError, count
 

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from absl import flags
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.settings import RECIPE, REST, names_with
-from cifar_towers.config.train_config import DEFAULT_RECIPE, recipe_flagfile, recipe_names
+from cifar_towers.config.train_config import DEFAULT_RECIPE, RECIPE, REST, names_with, recipe_flagfile, recipe_names
 from cifar_towers.errors import UsageError
 
 BASIC = (  # settings of a training that --help lists, in this order; --helpfull has all

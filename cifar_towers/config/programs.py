@@ -5,8 +5,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from cifar_towers.config.settings import RECIPE, REST, check_limits, names_with, parse_names, setting, settings_of
-from cifar_towers.config.train_config import PRECISION_HELP, PRECISIONS, DeviceConfig, TrainConfig
+from cifar_towers.config.train_config import (
+    PRECISION_HELP,
+    PRECISIONS,
+    RECIPE,
+    REST,
+    DeviceConfig,
+    TrainConfig,
+    check_limits,
+    names_with,
+    parse_names,
+    setting,
+    settings_of,
+)
 from cifar_towers.errors import DataError, UsageError, describe_exit_codes
 from cifar_towers.registry import SPLIT_NAMES, TTA_LEVELS, check_dataset, check_model, describe_tta_levels
 

@@ -10,7 +10,7 @@ from cifar_towers import files
 from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.checkpointing.variables import read_variables
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.settings import names_with
+from cifar_towers.config.train_config import names_with
 from cifar_towers.errors import UsageError
 from cifar_towers.reporting.run_records import flatten, read_records
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cifar_towers import files
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.settings import names_with
+from cifar_towers.config.train_config import names_with
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.evaluation.score import reported_score, score_name
 from cifar_towers.files import BestEffortWrites

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import CLUSTER, VARIED, BenchmarkConfig
-from cifar_towers.config.settings import RECIPE, check_limits, setting, settings_of
+from cifar_towers.config.train_config import RECIPE, check_limits, setting, settings_of
 
 _scaling = settings_of("Scaling")
 

@@ -18,7 +18,7 @@ from cifar_towers.benchmark.cases import Rates, run_rounds
 from cifar_towers.benchmark.keras_fit import make_arrays
 from cifar_towers.benchmark.worker import open_process
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.settings import split_names
+from cifar_towers.config.train_config import split_names
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import RunError
 from cifar_towers.models.speednet import Whitening

@@ -12,7 +12,7 @@ import tensorflow as tf
 from cifar_towers import files
 from cifar_towers.benchmark import report
 from cifar_towers.config import TrainConfig, parse_seeds, schedules
-from cifar_towers.config.settings import split_names
+from cifar_towers.config.train_config import split_names
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.devices import resolve_precision, setup_towers

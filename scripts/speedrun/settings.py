@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 
 from cifar_towers.config import TrainConfig, parse_seeds
 from cifar_towers.config.programs import CLUSTER, BenchmarkConfig
-from cifar_towers.config.settings import RECIPE, check_limits, parse_names, setting, settings_of
+from cifar_towers.config.train_config import RECIPE, check_limits, parse_names, setting, settings_of
 from cifar_towers.errors import UsageError
 from cifar_towers.registry import MODELS
 
