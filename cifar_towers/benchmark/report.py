@@ -16,7 +16,7 @@ from cifar_towers.errors import RunError, UsageError, error_text
 from cifar_towers.hardware import gpu_names
 from cifar_towers.reporting.html_report import Picture, Section, Table, render_page
 from cifar_towers.reporting.profiler import PARTS
-from cifar_towers.reporting.run_info import describe_machine
+from cifar_towers.reporting.run_logger import describe_machine
 from cifar_towers.reporting.run_records import align_columns
 from cifar_towers.towers.placement import PLACEMENTS
 

@@ -1,33 +1,82 @@
 """Everything a run prints and writes about itself: terminal, JSON files, TensorBoard."""
 
+import contextlib
 import dataclasses
 import math
+import os
+import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
+import psutil
 import tensorflow as tf
 
 from cifar_towers import files
+from cifar_towers.config import TrainConfig, parse_shares
+from cifar_towers.config.schedules import RunLength
 from cifar_towers.config.train_config import recipe_fields
-from cifar_towers.data.dataset import DatasetInfo, Split
+from cifar_towers.data.dataset import Dataset, DatasetInfo, Split
 from cifar_towers.errors import count
 from cifar_towers.evaluation.score import Evaluation, describe_score, reported_score, score_tag
-from cifar_towers.reporting import figures, run_info, tags
+from cifar_towers.hardware import cpuinfo, gpu_names
+from cifar_towers.registry import split_path
+from cifar_towers.reporting import figures, tags
 from cifar_towers.reporting.callbacks import Callbacks
+from cifar_towers.reporting.commands import command
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_estimate, format_seconds
 from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft
-from cifar_towers.reporting.run_info import RunInfo
 from cifar_towers.reporting.run_records import JsonlWriter, format_number, format_rate
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter, image
-from cifar_towers.towers import placement_report
+from cifar_towers.towers import Tower, placement_report
+from cifar_towers.towers.pipeline import layer_costs
+from cifar_towers.towers.placement import short_device
+from cifar_towers.towers.sharding import share_out
 from cifar_towers.training.results import StepDiagnostics, StepMetrics
 
+PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 SCALARS_PER_SUMMARY = 10  # scalars are written this many times as often as whole summaries
 DRAWING_SHARE = 0.02  # of the run's time that drawing evaluations may take
 TIMES_SECONDS = 1.0  # between two writes of `files.TIMES`
 NOISE_DECAY = 0.9  # of the running averages of signal and noise, whose ratio is the noise scale
+
+
+@dataclasses.dataclass(frozen=True)
+class RunInfo:
+    """A run as it is before its first step."""
+
+    config: TrainConfig  # with a value in place of every `auto`
+    dataset: Dataset
+    banner: str  # a warning that the data are synthetic, or empty
+    local_towers: Sequence[Tower]  # of this process, that the batch or the model is split over
+    towers: Sequence[Tower]  # of the step: a single one where the model is split
+    precision: str
+    length: RunLength
+    image_size_at: Callable[[int], int]  # step -> height and width of its images in pixels
+    model: keras.Model
+    variables: Mapping[str, tf.Variable]  # all that is saved, by name
+    activation_layers: Sequence[str]  # names of the layers in `StepDiagnostics.activations`
+
+    def describe_parallelism(self) -> str:
+        """Return number, images and devices of the towers, as `2 towers of 768 images on /CPU:0, /CPU:1`."""
+        config, num_towers = self.config, len(self.towers)
+        devices = ", ".join(tower.device for tower in self.local_towers)
+        if config.strategy == "multi_worker":
+            devices = f"{num_towers // len(self.local_towers)} workers"
+        parts = f"{config.micro_batches} x " if config.micro_batches > 1 else ""
+        shares = parse_shares(config.tower_shares) or [1] * num_towers
+        shard_sizes = share_out(config.batch_size, shares, config.micro_batches)
+        sizes = [size // config.micro_batches for size in shard_sizes]
+        images = f"{parts}{', '.join(map(str, sizes)) if config.tower_shares else sizes[0]} images"
+        stages = f" in {len(self.local_towers)} stages" if config.parallelism == "model" else ""
+        mirrored = ", mirrored" if config.strategy == "mirrored" else ""
+        return f"{count(num_towers, 'tower')} of {images}{stages} on {devices}{mirrored}"
 
 
 class RunLogger:
@@ -76,7 +125,7 @@ class RunLogger:
             self.run.length, self.run.config.batch_size, self.timer, self.run.image_size_at, images_left
         )
         run, settings = self.run, dataclasses.asdict(self.run.config)
-        environment = run_info.describe_run(run)
+        environment = describe_run(run)
         self._unwritten = {files.CONFIG: settings, files.ENVIRONMENT: environment}
         self._write_unwritten()
         hparams = recipe_fields(run.config) | {"seed": run.config.seed, "towers": len(run.towers)}
@@ -149,7 +198,7 @@ class RunLogger:
             proxy = metrics.hard_examples.proxy
             scalars |= {f"{tags.PROXY}/{tags.LOSS}": proxy.loss, f"{tags.PROXY}/{tags.ACCURACY}": proxy.accuracy}
         if diagnostics:
-            scalars |= {tags.LOSS_SCALE: metrics.loss_scale, **run_info.resource_usage(self.run.local_towers)}
+            scalars |= {tags.LOSS_SCALE: metrics.loss_scale, **resource_usage(self.run.local_towers)}
         self.tensorboard.write(TRAIN, step, {tag: value for tag, value in scalars.items() if value is not None})
         if diagnostics:
             self._write_diagnostics(step, diagnostics, agreement["towers"], bool(metrics.finite))
@@ -190,7 +239,7 @@ class RunLogger:
         The one that the run reports is also written by class. It is drawn if it is `final`, and otherwise if drawing
         takes little of the run's time.
         """
-        records = [run_info.evaluation_record(evaluation, evaluations) for evaluation in evaluations]
+        records = [evaluation_record(evaluation, evaluations) for evaluation in evaluations]
         for record in records:
             self.metrics.write(kind="eval", step=step, epoch=step / self.run.length.steps_per_epoch, **record)
             self.callbacks.evaluation(step, record)
@@ -260,7 +309,7 @@ class RunLogger:
         final |= {"images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
         self.tensorboard.write_result(result["step"], final)
         self.log(f"written to {self.directory}; next:")
-        for line in run_info.next_commands(self.run.config):
+        for line in next_commands(self.run.config):
             self.log(f"  {line}")
 
     def _write_unwritten(self) -> None:
@@ -370,3 +419,117 @@ def signal_and_noise(tower_norms: Sequence[float], mean_norm: float, batch_size:
 
 def _is_due(step: int, period: int) -> bool:
     return period > 0 and step % period == 0
+
+
+# Values of records, and what environment.json says of the run and its machine -----------------------------------------
+
+
+def evaluation_record(evaluation: Evaluation, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
+    """Return an evaluation as in metrics.jsonl and result.json; without a confusion matrix of many classes.
+
+    The temperature of a test score is fitted on the validation score that has the same weights and views.
+    """
+    score, validation = evaluation.score, evaluation._replace(split="validation")[:3]
+    held_out = [each.score for each in evaluations if each[:3] == validation and evaluation.split == "test"]
+    record = {"split": evaluation.split, "weights": evaluation.weights, "tta": evaluation.tta} | score.record(*held_out)
+    if len(score.confusion) <= figures.MAX_CLASSES:
+        record["confusion"] = score.confusion.tolist()
+    return record
+
+
+def describe_run(run: RunInfo) -> dict[str, Any]:
+    """Return the content of environment.json: machine, software, devices, data, variables and layers of a run."""
+    try:
+        layers = layer_costs(run.model, open_size=run.config.crop or run.dataset.info.image_size)
+    except ValueError:  # not a graph of layers
+        layers = []
+    return describe_machine() | {
+        "towers": [{"name": tower.name, "device": tower.device} for tower in run.towers],
+        "precision": run.precision,
+        "gpus": gpu_names(),
+        "data_sha256": run.dataset.digests(),
+        "synthetic_data": run.banner,
+        "class_names": list(run.dataset.info.class_names),
+        "variables": [
+            {
+                "name": name,
+                "shape": variable.shape.as_list(),
+                "bytes": variable.shape.num_elements() * variable.dtype.size,
+                "device": short_device(variable.device),
+            }
+            for name, variable in run.variables.items()
+        ],
+        "model": layers,
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return command, versions, processor and git revision of this process."""
+    return {
+        "command": ["python", *sys.argv] if sys.argv[0].endswith(".py") else sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": cpuinfo("model name") or platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as TensorFlow chooses"),  # earlier runs hold it
+        "git_revision": _git_revision(),
+    }
+
+
+def next_commands(config: TrainConfig) -> list[str]:
+    """Return what to type after a training."""
+    run = [f"--train_dir={config.directory}", *([f"--model={config.model}"] if config.user_model else [])]
+    data = [f"--dataset={config.dataset}"] if split_path(config.dataset)[0] else []  # where it is now
+    data += [f"--data_dir={config.data_dir}"] if config.data_dir else []
+    return [
+        command("tensorboard", f"--logdir={config.directory}"),
+        command("evaluate.py", *run, *data),
+        command("predict.py", *run, "picture.jpg"),
+    ]
+
+
+def resource_usage(towers: Sequence[Tower]) -> dict[str, float]:
+    """Return values by tag: host memory and each GPU's peak memory in MB, and its utilization in percent.
+
+    The tags are `memory/host_mb`, `memory/GPU:0_mb` and, for every GPU of the machine, `gpu_utilisation/0`. What is not
+    available is left out.
+    """
+    gpus = sorted({tower.device.removeprefix("/") for tower in towers if "GPU" in tower.device})
+    values = {f"{tags.MEMORY}/host_mb": psutil.Process().memory_info().rss / 1e6}
+    for gpu in gpus:
+        values[f"{tags.MEMORY}/{gpu}_mb"] = tf.config.experimental.get_memory_info(gpu)["peak"] / 1e6
+    return values | (_gpu_utilization() if gpus else {})
+
+
+def _gpu_utilization() -> dict[str, float]:
+    """Ask NVIDIA's management library, if its bindings (package nvidia-ml-py) and a driver are installed."""
+    try:
+        import pynvml
+    except ImportError:
+        return {}
+    values = {}
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            rates = pynvml.nvmlDeviceGetUtilizationRates(pynvml.nvmlDeviceGetHandleByIndex(index))
+            values[f"{tags.GPU_UTILIZATION}/{index}"] = float(rates.gpu)
+    return values
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _git_revision() -> str:
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():  # an installed copy may stand inside another project's repository
+        return "unknown"
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or "unknown"
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

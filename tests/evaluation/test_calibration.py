@@ -9,7 +9,7 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation import score
 from cifar_towers.evaluation.evaluator import make_classify_fn, make_evaluate_fn
 from cifar_towers.evaluation.score import Evaluation, Score, fit_temperature, scale_temperature
-from cifar_towers.reporting.run_info import evaluation_record
+from cifar_towers.reporting.run_logger import evaluation_record
 from cifar_towers.training.distributed_step import make_strategy
 
 
