@@ -26,10 +26,9 @@ from cifar_towers.evaluation.score import describe_score, reported_score
 from cifar_towers.models.layers import has_batch_norm
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec, Workers
-from cifar_towers.reporting.callbacks import CallbackError, Callbacks
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.profiler import StepProfiler
-from cifar_towers.reporting.run_logger import RunInfo, RunLogger
+from cifar_towers.reporting.run_logger import CallbackError, Callbacks, RunInfo, RunLogger
 from cifar_towers.reporting.run_records import read_times
 from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.towers import Tower, split_batch

@@ -14,7 +14,7 @@ from PIL import Image
 import cifar_towers
 from cifar_towers.data import synthetic
 from cifar_towers.errors import DataError, UsageError
-from cifar_towers.reporting.callbacks import CallbackError
+from cifar_towers.reporting.run_logger import CallbackError
 from tests.configs import TINY_NET
 
 SETTINGS = {

@@ -15,9 +15,8 @@ from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import CIFAR10, Dataset, DatasetInfo, Split
 from cifar_towers.evaluation.score import Evaluation, Score
 from cifar_towers.reporting import figures, run_logger
-from cifar_towers.reporting.callbacks import Callbacks
 from cifar_towers.reporting.phase_timer import PhaseTimer
-from cifar_towers.reporting.run_logger import NoiseScale, RunLogger, resource_usage, signal_and_noise
+from cifar_towers.reporting.run_logger import Callbacks, NoiseScale, RunLogger, resource_usage, signal_and_noise
 from cifar_towers.reporting.run_records import read_times
 from cifar_towers.towers import Tower
 

@@ -8,7 +8,7 @@ import pytest
 
 from cifar_towers.cli.main import start_training
 from cifar_towers.errors import Interrupted, UsageError
-from cifar_towers.reporting.callbacks import CallbackError, Callbacks
+from cifar_towers.reporting.run_logger import CallbackError, Callbacks
 from cifar_towers.shutdown import ShutdownHandler
 from tests.runs.short_runs import STEPS, TINY, StopAtStep, records_of, run
 

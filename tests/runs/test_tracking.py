@@ -20,8 +20,7 @@ import pytest
 from cifar_towers import load_run
 from cifar_towers.cli.main import start_training
 from cifar_towers.evaluation.score import Score
-from cifar_towers.reporting.callbacks import CallbackError, Callbacks
-from cifar_towers.reporting.run_logger import RunLogger, evaluation_record
+from cifar_towers.reporting.run_logger import CallbackError, Callbacks, RunLogger, evaluation_record
 from cifar_towers.shutdown import ShutdownHandler
 from tests.configs import TINY_NET
 from tests.runs.short_runs import STEPS, TINY, records_of
