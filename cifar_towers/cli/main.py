@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import checked_output, confirm, find_data, import_tensorflow, parse, program, start_tool
@@ -17,6 +18,9 @@ from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 from cifar_towers.reporting.commands import command
 from cifar_towers.shutdown import ShutdownHandler
+
+if TYPE_CHECKING:
+    from cifar_towers.data import sources
 
 log = logging.getLogger(__name__)
 
@@ -64,13 +68,49 @@ def start_training(
         for run in [config.of_seed(seed) for seed in parse_seeds(config.seeds)] or [config]:
             workdir.check_settings(workdir.choose_directory(run, source.banner, launch_id))
     import_tensorflow()
-    from cifar_towers import trainer
-    from cifar_towers.cli import seeds
-
     if config.seeds:
-        seeds.train_seeds(config, source, shutdown, launch_id)
+        train_seeds(config, source, shutdown, launch_id)
         return None
+    from cifar_towers import trainer
+
     return trainer.train(config, source, shutdown, cluster, launch_id, callbacks, open_run, timer)
+
+
+def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: ShutdownHandler, launch_id: str = "") -> None:
+    """Train one run for each seed; print mean, standard deviation and n of the final accuracies.
+
+    The same statistics of every scalar are written for TensorBoard, see `seeds_directory`.
+    """
+    import keras
+    import numpy as np
+
+    from cifar_towers import trainer
+    from cifar_towers.reporting.run_records import format_rate
+    from cifar_towers.reporting.sample import Sample
+    from cifar_towers.reporting.seed_statistics import SeedStatistics
+
+    accuracies: dict[str, list[float]] = {}
+    speeds = []
+    runs = [config.of_seed(seed) for seed in parse_seeds(config.seeds)]
+    with SeedStatistics(seeds_directory(config), [run.directory for run in runs]).updated_in_background():
+        for run in runs:
+            result = trainer.train(run, source, shutdown, launch_id=launch_id, open_run=Run)
+            if result["images_per_sec"]:  # else no step was timed
+                speeds.append(result["images_per_sec"])
+            for score in result["evaluations"]:
+                name = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"
+                accuracies.setdefault(name, []).append(score["accuracy"])
+            keras.backend.clear_session()
+    speed = f": {format_rate(float(np.mean(speeds)))} images/s" if speeds else ""
+    print(f"{config.name}, seeds {', '.join(str(run.seed) for run in runs)}{speed}")
+    for name, values in accuracies.items():
+        print(f"{name}: {Sample.of(values).describe_percent()}")
+
+
+def seeds_directory(config: TrainConfig) -> Path:
+    """Return the directory of the statistics: `<recipe>-seeds` beside the runs, or `seeds` within `train_dir`."""
+    first = config.of_seed(0).directory
+    return first.with_name(first.name.removesuffix("0") + "s")
 
 
 def join_cluster(config: TrainConfig) -> ClusterSpec | None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cifar_towers import trainer
-from cifar_towers.cli import seeds
+from cifar_towers.cli.main import train_seeds
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import cifar10, sources
 from cifar_towers.errors import Interrupted
@@ -155,7 +155,7 @@ def test_seeds_have_means_and_bands_that_a_resumed_run_continues(tmp_path, capsy
 
     def train(name, shutdown):
         config = replace(TINY, train_dir=str(tmp_path / name), max_steps=4, seeds="0,1,2", summary_every_steps=1)
-        seeds.train_seeds(config, sources.find("synthetic"), shutdown)
+        train_seeds(config, sources.find("synthetic"), shutdown)
 
     def scalars(directory):
         return dict(entry for path in sorted(directory.glob("events*")) for entry in read_scalars(path))
