@@ -1,4 +1,4 @@
-"""Exceptions that end a run, and the exit code of each.
+"""Exceptions that end a run, with the exit code of each, and the words of messages: names, counts, commands to type.
 
 Every error here carries one line for the user: what is wrong, why, what to type.
 Only other exceptions, which are bugs, show a traceback; they exit with 1.
@@ -7,8 +7,12 @@ Only other exceptions, which are bugs, show a traceback; they exit with 1.
 import difflib
 import functools
 import re
+import shlex
+import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 NOTHING_TO_SAVE = "before the first step; nothing to save"  # message of an interrupt that early
@@ -16,6 +20,10 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: what Slurm sends before the time is up
 FLAG_DASHES = re.compile(r"(?<![\w/-])--(?!help)(?=[a-z])")  # before the name of a setting
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"  # in a checkout
+PROGRAM = re.compile(
+    r"(?<![\w/=.])(train|launch|benchmark|predict|export|evaluate|compare_runs|report|runs)\.py(?![\w/:])"
+)
 
 
 class RunError(Exception):
@@ -153,3 +161,24 @@ def caused_by_interrupt(error: BaseException | None) -> bool:
     while error and not isinstance(error, Interrupted):
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+def command(program: str, *arguments: str) -> str:
+    """Return a command that a shell in this directory runs, of `evaluate.py` or another program of this Python."""
+    name = name_programs(program)
+    words = [Path(sys.executable), SCRIPTS / name] if name.endswith(".py") else [Path(sys.executable).with_name(name)]
+    return shlex.join([*map(_from_here, words), *arguments])
+
+
+def name_programs(text: str) -> str:
+    """Write `cifar-towers-evaluate` for `evaluate.py` in a text, and so on, unless a checkout's script was started."""
+    if (SCRIPTS / "train.py").exists() and not Path(sys.argv[0]).name.startswith("cifar-towers-"):
+        return text
+    return PROGRAM.sub(lambda match: f"cifar-towers-{match[1].replace('_', '-')}", text)
+
+
+def _from_here(program: Path) -> str:
+    """Return a program's path as one would type it."""
+    if shutil.which(program.name) == str(program) or not program.exists():
+        return program.name
+    return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)

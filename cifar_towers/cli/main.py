@@ -13,10 +13,9 @@ from cifar_towers.cli.program import checked_output, confirm, find_data, import_
 from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig, parse_seeds, programs
 from cifar_towers.config.train_config import claimed_accuracy, recipe_fields, recipe_names
-from cifar_towers.errors import RunError, UsageError
+from cifar_towers.errors import RunError, UsageError, command
 from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
-from cifar_towers.reporting.commands import command
 from cifar_towers.shutdown import ShutdownHandler
 
 if TYPE_CHECKING:

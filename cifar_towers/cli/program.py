@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from cifar_towers import hardware
 from cifar_towers.cli.flags import Config, parse_command_line
 from cifar_towers.config import TrainConfig
-from cifar_towers.errors import Interrupted, RunError, UsageError, error_line, error_text
-from cifar_towers.reporting.commands import name_programs
+from cifar_towers.errors import Interrupted, RunError, UsageError, error_line, error_text, name_programs
 from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.stderr import messages_only_of_a_failure
 from cifar_towers.user_code import check_function

@@ -14,8 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from cifar_towers.errors import command
 from cifar_towers.files import BestEffortWrites
-from cifar_towers.reporting.commands import command
 
 PARTS = ("forward", "backward", "average", "apply", "other")
 SCOPES = {  # part -> beginning of a scope of its operations; the first that matches counts

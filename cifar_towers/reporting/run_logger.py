@@ -25,12 +25,11 @@ from cifar_towers.config import TrainConfig, parse_shares
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.data.dataset import Dataset, DatasetInfo, Split
-from cifar_towers.errors import RunError, UsageError, count
+from cifar_towers.errors import RunError, UsageError, command, count
 from cifar_towers.evaluation.score import Evaluation, describe_score, reported_score, score_tag
 from cifar_towers.hardware import cpuinfo, gpu_names
 from cifar_towers.registry import split_path
 from cifar_towers.reporting import figures, tags
-from cifar_towers.reporting.commands import command
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_estimate, format_seconds
 from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft
 from cifar_towers.reporting.run_records import JsonlWriter, format_number, format_rate

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cifar_towers.reporting.commands import command, name_programs
+from cifar_towers.errors import command, name_programs
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 NET = """
 import keras
 
