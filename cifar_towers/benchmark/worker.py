@@ -17,18 +17,21 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, cast
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from cifar_towers import errors
 from cifar_towers.benchmark.cases import KERAS, NO_EXCHANGE, UNPLACED, BenchmarkCase
-from cifar_towers.benchmark.keras_fit import make_array_fit, make_arrays
 from cifar_towers.config import TrainConfig, schedules
 from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.data import sources
-from cifar_towers.data.batches import Batch
+from cifar_towers.data.augment import Augmentation
+from cifar_towers.data.batches import Batch, Batches
 from cifar_towers.data.dataset import Split
 from cifar_towers.devices import choose_precision, setup_towers
 from cifar_towers.errors import RunError, UsageError, error_text
+from cifar_towers.models.stock_layers import to_stock_model
 from cifar_towers.reporting.profiler import profile_step
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.devices import on_gpus
@@ -39,6 +42,7 @@ from cifar_towers.training.state import TrainState
 from cifar_towers.training.tuning import recommend_placement
 
 EXPECTED_ERRORS = (ValueError, NotImplementedError, MemoryError, tf.errors.OpError, RunError)  # of a single case
+NUM_FED_BATCHES = 3  # distinct batches that Keras `fit` gets, repeated
 RunSteps = Callable[[int], Iterator[tuple[float, float]]]  # (steps) -> each step's seconds, and those of its input
 
 
@@ -210,3 +214,47 @@ def _make_independent_steps(
         return [each(shard, rates, image_size) for (_, each, _), shard in zip(trainings, shards, strict=True)]
 
     return trainings[0][0], step
+
+
+# Keras `fit` as a peer: the same model from stock layers, trained under a distribution strategy -----------------------
+
+
+def make_arrays(batches: Batches, augmentation: Augmentation) -> dict[str, np.ndarray]:
+    """Return the recipe's first batches: `images` as the model gets them, `labels`, and `raw` images."""
+    first = [batches.at(step) for step in range(NUM_FED_BATCHES)]
+    return {
+        "images": np.concatenate([augmentation.augment(batch.images, batch.draws) for batch in first]),
+        "labels": np.concatenate([batch.labels for batch in first]),
+        "raw": np.concatenate([batch.images for batch in first]),
+    }
+
+
+def make_array_fit(
+    model: keras.Model, towers: Sequence[Tower], images: np.ndarray, labels: np.ndarray, batch_size: int
+) -> Callable[[int], Iterator[float]]:
+    """Prepare `fit` of a stock copy of `model` on the same images; with several towers, under MirroredStrategy.
+
+    Return a function (steps) -> seconds of each, from one batch's end to the next, after an untimed step.
+    """
+    strategy = tf.distribute.MirroredStrategy([tower.device for tower in towers])
+    with strategy.scope() if len(towers) > 1 else tf.device(towers[0].device):
+        stock_model = to_stock_model(model)
+        stock_model.compile(
+            keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    batches = tf.data.Dataset.from_tensor_slices((images, labels)).batch(batch_size, drop_remainder=True)
+    data = batches.cache().repeat().prefetch(2)
+
+    def time_steps(steps: int) -> Iterator[float]:
+        ends: list[float] = []
+
+        def record_end(batch: int, logs: dict) -> None:
+            float(logs["loss"])  # waits for the step
+            ends.append(time.perf_counter())
+
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=record_end)
+        stock_model.fit(data, steps_per_epoch=steps + 1, epochs=1, verbose=0, shuffle=False, callbacks=[callback])
+        yield from np.diff(ends).tolist()
+
+    return time_steps

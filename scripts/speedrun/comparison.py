@@ -15,8 +15,7 @@ import numpy as np
 
 from cifar_towers.benchmark import report
 from cifar_towers.benchmark.cases import Rates, run_rounds
-from cifar_towers.benchmark.keras_fit import make_arrays
-from cifar_towers.benchmark.worker import open_process
+from cifar_towers.benchmark.worker import make_arrays, open_process
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import split_names
 from cifar_towers.data.dataset import Dataset

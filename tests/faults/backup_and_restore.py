@@ -23,9 +23,9 @@ def main() -> None:
     import keras
     import tensorflow as tf
 
-    from cifar_towers.benchmark.keras_fit import to_stock_model
     from cifar_towers.data import sources
     from cifar_towers.devices import resolve_precision
+    from cifar_towers.models.stock_layers import to_stock_model
     from cifar_towers.training import build
 
     _, dataset = build.load_data(config, sources.find(config.dataset, config.data_dir))

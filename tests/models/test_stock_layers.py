@@ -2,10 +2,9 @@ import keras
 import numpy as np
 import pytest
 
-from cifar_towers.benchmark.keras_fit import to_stock_model
 from cifar_towers.models import MODELS
 from cifar_towers.models.layers import PadChannels
-from cifar_towers.models.stock_layers import to_stock_layers
+from cifar_towers.models.stock_layers import to_stock_layers, to_stock_model
 
 
 @pytest.mark.parametrize(

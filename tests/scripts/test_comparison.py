@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from cifar_towers.benchmark.keras_fit import to_stock_model
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import RunError
 from cifar_towers.models import MODELS
+from cifar_towers.models.stock_layers import to_stock_model
 from cifar_towers.training import build
 from scripts.speedrun import comparison
 from scripts.speedrun.settings import SpeedrunConfig

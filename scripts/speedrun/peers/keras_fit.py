@@ -23,7 +23,7 @@ def main() -> None:
         os.environ.pop("TF_ENABLE_ONEDNN_OPTS", None)  # the comparison that starts this has set it
     else:
         import_tensorflow()
-    from cifar_towers.benchmark.keras_fit import make_array_fit
+    from cifar_towers.benchmark.worker import make_array_fit
     from cifar_towers.models import MODELS
     from cifar_towers.models.speednet import whitening_kernel
     from cifar_towers.registry import model_spec
