@@ -1,19 +1,21 @@
-"""From settings to parts: data, model, state and step. Below here, functions take plain values."""
+"""From settings to parts: data, model, functions of the user's, state and step. Below here, functions take plain values."""
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.utils import naming  # clear_session, which does it too, ends the graph that is being made
 
 from cifar_towers.config import TrainConfig, parse_shares, schedules
 from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
-from cifar_towers.data.batches import Batches
+from cifar_towers.data.batches import NUM_OWN_DRAWS, Batches
 from cifar_towers.data.dataset import Dataset, DatasetInfo, Split, chunks
 from cifar_towers.errors import UsageError
 from cifar_towers.models import MODELS, WEIGHT_DECAYS, user_model
@@ -24,7 +26,6 @@ from cifar_towers.towers import Tower, variable_placement
 from cifar_towers.towers.keras_parallel import synchronized_norm
 from cifar_towers.towers.pipeline import Stage, cut_in_stages, stage_placement
 from cifar_towers.towers.placement import HOST
-from cifar_towers.training import user_functions
 from cifar_towers.training.diagnostics import activation_layers
 from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
 from cifar_towers.training.losses import OWN, cross_entropy, make_loss
@@ -32,9 +33,10 @@ from cifar_towers.training.optimizers import RoleSchedule, make_optimizer
 from cifar_towers.training.results import PROXY
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import Update, make_update, select_hard_examples
-from cifar_towers.user_code import load_function, of_setting
+from cifar_towers.user_code import as_usage_errors, load_function, of_setting
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "float64": "float64"}
+NUM_EXAMPLES = 4  # of the call that checks a function of the user's
 MAX_WHITENING_PIXELS = 5000 * 32 * 32  # at once; their patches take a hundred bytes each
 
 
@@ -83,7 +85,7 @@ def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
 def make_example_loss(config: TrainConfig, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
     """Return the loss (labels, logits) -> [B] of each example: the user's, or the cross entropy."""
     if config.loss:
-        return user_functions.load_loss(config.loss, num_classes)
+        return load_loss(config.loss, num_classes)
     return functools.partial(cross_entropy, smoothing=config.label_smoothing)
 
 
@@ -161,7 +163,7 @@ def make_training(
     num_classes, augmentation = len(train.info.class_names), make_augmentation(config, train.info)
     image_size = config.crop or train.info.image_size
     if config.augment:
-        own = user_functions.load_augmentation(config.augment, image_size, num_classes)
+        own = load_augmentation(config.augment, image_size, num_classes)
         augmentation = augmentation._replace(own=own)
     parts: dict[str, Any] = {"micro_batches": config.micro_batches, "batch_statistics": config.batch_statistics}
     try:
@@ -270,3 +272,82 @@ def role_schedules(config: TrainConfig, length: schedules.RunLength) -> dict[str
         roles["first_kernels"] = RoleSchedule(config.learning_rate, first_group_factor, end)
         roles["first_biases"] = RoleSchedule(bias_rate, first_group_factor, end)
     return roles
+
+
+# An augmentation and a loss of the user's own: load the function, and check what it returns before training -----------
+
+
+def load_augmentation(name: str, image_size: int, num_classes: int) -> Callable[..., tuple[tf.Tensor, tf.Tensor]]:
+    """Return the function (images, labels, draws) -> (images, labels) of a user's augmentation.
+
+    The user's function takes normalized images [b, s, s, 3] float32 and draws [b, 8], uniform random numbers in [0, 1)
+    of each example, and returns images. A function with an argument named `labels` also takes the labels as one-hot
+    rows [b, C] float32, and returns (images, labels).
+
+    Args:
+      name: as `path/to/file.py:function`.
+
+    Raises:
+      UsageError: there is no such function, it fails, it returns another shape or type, or other values in a second
+        call with the same arguments.
+    """
+    function = load_function("augment", name)
+    takes_labels = "labels" in inspect.signature(function).parameters
+
+    def augment(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        arguments: dict[str, tf.Tensor] = {"images": images, "draws": draws}
+        expected = [images]
+        if takes_labels:
+            arguments["labels"] = tf.one_hot(labels, num_classes)
+            expected.append(arguments["labels"])
+        with as_usage_errors(f"augment={name}: it fails"):
+            results = function(**arguments)
+        results = tuple(results) if takes_labels and isinstance(results, (tuple, list)) else (results,)
+        _check_shapes("augment", name, results, expected)
+        return (results[0], results[1]) if takes_labels else (results[0], labels)
+
+    random = np.random.default_rng(0)
+    images = tf.constant(random.normal(size=[NUM_EXAMPLES, image_size, image_size, 3]), tf.float32)
+    draws = tf.constant(random.random([NUM_EXAMPLES, NUM_OWN_DRAWS]), tf.float32)
+    _check_repeatable("augment", name, lambda: augment(images, tf.range(NUM_EXAMPLES) % num_classes, draws))
+    return augment
+
+
+def load_loss(name: str, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """Return the function (labels, logits) -> [b] losses of a user's loss.
+
+    The user's function takes labels [b, C] float32, rows of sum 1, and logits [b, C] float32, and returns a loss for
+    each example. The labels of the function that is returned may also be [b] classes.
+
+    Raises:
+      UsageError: as `load_augmentation` does.
+    """
+    function = load_function("loss", name)
+
+    def loss(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+        labels = labels if labels.shape.rank == 2 else tf.one_hot(labels, num_classes)
+        logits = tf.cast(logits, tf.float32)
+        with as_usage_errors(f"loss={name}: it fails"):
+            losses = function(labels=labels, logits=logits)
+        _check_shapes("loss", name, (losses,), [logits[:, 0]])
+        return losses
+
+    logits = tf.constant(np.random.default_rng(0).normal(size=[NUM_EXAMPLES, num_classes]), tf.float32)
+    _check_repeatable("loss", name, lambda: loss(tf.range(NUM_EXAMPLES) % num_classes, logits))
+    return loss
+
+
+def _check_shapes(setting: str, name: str, results: tuple, expected: list[tf.Tensor]) -> None:
+    returned = [f"{tuple(r.shape)} {r.dtype.name}" if tf.is_tensor(r) else type(r).__name__ for r in results]
+    wanted = [f"{tuple(tensor.shape)} {tensor.dtype.name}" for tensor in expected]
+    if returned != wanted:
+        raise UsageError(f"{setting}={name}: it returns {', '.join(returned)}, and not {', '.join(wanted)}")
+
+
+def _check_repeatable(setting: str, name: str, call: Callable[[], Any]) -> None:
+    first, second = (tf.nest.flatten(call()) for _ in range(2))
+    if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(first, second, strict=True)):
+        raise UsageError(
+            f"{setting}={name}: it returns other values in a second call with the same arguments: it draws random "
+            "numbers of its own, with which a resumed run and other numbers of towers would differ; use draws"
+        )

@@ -12,7 +12,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.errors import Interrupted, UsageError
 from cifar_towers.training import build
-from cifar_towers.training.user_functions import load_augmentation, load_loss
+from cifar_towers.training.build import load_augmentation, load_loss
 from tests.runs.short_runs import TINY, StopAtStep, run
 from tests.training.runs import Run
 
