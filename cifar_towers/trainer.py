@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from cifar_towers import devices
 from cifar_towers.checkpointing import workdir
+from cifar_towers.checkpointing.checkpoint import first_nonfinite
 from cifar_towers.checkpointing.manager import CheckpointManager
-from cifar_towers.checkpointing.variables import first_nonfinite
 from cifar_towers.config import TrainConfig, parse_profile_steps
 from cifar_towers.config.schedules import ImageSizeSchedule
 from cifar_towers.data import sources

@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from cifar_towers import files
-from cifar_towers.checkpointing import variables as variable_files
-from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoints, read_metadata, validate_checkpoint
-from cifar_towers.checkpointing.variables import Variables
+from cifar_towers.checkpointing.checkpoint import (
+    Variables,
+    checkpoint_path,
+    first_nonfinite,
+    initialize_variables,
+    list_checkpoints,
+    read_metadata,
+    restore_variables,
+    save_checkpoint,
+    validate_checkpoint,
+)
 from cifar_towers.checkpointing.workdir import checkpoint_to_resume
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import Dataset
@@ -63,9 +71,9 @@ class CheckpointManager:
             return True
         start = time.monotonic()
         try:
-            if nonfinite := variable_files.first_nonfinite(self.variables):
+            if nonfinite := first_nonfinite(self.variables):
                 raise OSError(f"{nonfinite} is not finite")
-            variable_files.save_checkpoint(self.train_dir, step, self.variables, metadata)
+            save_checkpoint(self.train_dir, step, self.variables, metadata)
             prune_checkpoints(self.train_dir, self.max_to_keep)
             self._saved_step = step
         except OSError as error:
@@ -99,7 +107,7 @@ class CheckpointManager:
 
     def initialize(self, source: Path, head: Sequence[str], classes: Sequence[str]) -> str:
         """Start with the newest weights of another run; return the line to log. See `initialize_variables`."""
-        return self._on_all_workers(lambda: variable_files.initialize_variables(source, self.variables, head, classes))
+        return self._on_all_workers(lambda: initialize_variables(source, self.variables, head, classes))
 
     def quarantine_damaged(self) -> None:
         """Remove what killed saves left; rename and log damaged checkpoints."""
@@ -111,7 +119,7 @@ class CheckpointManager:
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Restore this worker's state from a checkpoint and return its metadata."""
-        variable_files.restore_variables(checkpoint, self.variables)
+        restore_variables(checkpoint, self.variables)
         metadata = read_metadata(checkpoint)
         self._saved_step = metadata["step"]
         last = files.read_json_if_any(self.train_dir / files.ROLLBACKS)  # may be newer than the checkpoint

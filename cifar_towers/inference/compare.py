@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import list_checkpoints
-from cifar_towers.checkpointing.variables import read_variables
+from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_variables
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import names_with
 from cifar_towers.errors import UsageError

@@ -16,8 +16,7 @@ import keras
 import numpy as np
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_metadata
-from cifar_towers.checkpointing.variables import read_variables
+from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_metadata, read_variables
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation

@@ -1,4 +1,4 @@
-"""From settings to parts: data, model, functions of the user's, state and step. Below here, functions take plain values."""
+"""From settings to parts: data, the user's functions, model, state, step. Below here, functions take plain values."""
 
 import dataclasses
 import functools

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.checkpointing import checkpoint, manager, variables
+from cifar_towers.checkpointing import checkpoint, manager
 from cifar_towers.errors import DataError, UsageError
 
 
@@ -11,7 +11,7 @@ def make_variables(value=0.0, shape=(2,)):
 
 
 def save(train_dir, step, values, metadata, keep):
-    path = variables.save_checkpoint(train_dir, step, values, metadata)
+    path = checkpoint.save_checkpoint(train_dir, step, values, metadata)
     manager.prune_checkpoints(train_dir, keep)
     return path
 
@@ -21,13 +21,13 @@ def test_save_and_restore_round_trip(tmp_path):
     inode = path.stat().st_ino
     assert save(tmp_path, 12, make_variables(), {}, keep=1) == path and path.stat().st_ino == inode  # kept
     restored = make_variables()
-    variables.restore_variables(path, restored)
+    checkpoint.restore_variables(path, restored)
     np.testing.assert_array_equal(restored["model.a/b.c"], [3, 3])
     assert checkpoint.read_metadata(path) == {"towers": 2, "step": 12}
-    found = variables.read_variables(path, ["model.a/b.c"])
+    found = checkpoint.read_variables(path, ["model.a/b.c"])
     assert list(found) == ["model.a/b.c"]
     np.testing.assert_array_equal(found["model.a/b.c"], [3, 3])
-    assert set(variables.read_variables(path)) == {"model.a/b.c", "step"}
+    assert set(checkpoint.read_variables(path)) == {"model.a/b.c", "step"}
 
 
 def test_checkpoint_under_another_steps_name_is_quarantined(tmp_path):
@@ -52,7 +52,7 @@ def test_checkpoint_pruned_while_being_read_is_not_called_damaged(tmp_path, monk
 
     monkeypatch.setattr(checkpoint.files, "validate", meanwhile)
     assert checkpoint.latest_checkpoint(tmp_path) == checkpoint.checkpoint_path(tmp_path, 2)
-    for read in (variables.read_variables, checkpoint.read_metadata):
+    for read in (checkpoint.read_variables, checkpoint.read_metadata):
         with pytest.raises(DataError, match="step-00000001 is gone: its run is training and keeps newer ones; type"):
             read(old)
 
@@ -69,8 +69,8 @@ def test_prune_keeps_the_newest_and_leaves_nothing_else(tmp_path):
     ("name", "read"),
     [
         ("metadata.json", checkpoint.read_metadata),
-        ("state.index", variables.read_variables),
-        ("state.data-00000-of-00001", variables.read_variables),
+        ("state.index", checkpoint.read_variables),
+        ("state.data-00000-of-00001", checkpoint.read_variables),
     ],
 )
 def test_damaged_checkpoint_is_named(tmp_path, name, read, damage):
@@ -85,6 +85,6 @@ def test_checkpoint_of_another_model_is_refused(tmp_path):
     other = {"other": tf.Variable(0.0), "step": tf.Variable(0.0)}
     for wanted, message in ((make_variables(shape=(3,)), "1 variables differ"), (other, "3 variables differ")):
         with pytest.raises(UsageError, match=message):
-            variables.restore_variables(path, wanted)
+            checkpoint.restore_variables(path, wanted)
     with pytest.raises(UsageError, match="no variable model.z"):
-        variables.read_variables(path, ["model.z"])
+        checkpoint.read_variables(path, ["model.z"])

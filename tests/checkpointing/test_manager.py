@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers import files
-from cifar_towers.checkpointing import manager, variables
-from cifar_towers.checkpointing.checkpoint import checkpoint_path
+from cifar_towers.checkpointing import manager
+from cifar_towers.checkpointing.checkpoint import checkpoint_path, save_checkpoint
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def clock(monkeypatch):
     """Time that passes when a test says so; a save takes two seconds of it."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(manager, "time", clock)
-    monkeypatch.setattr(variables, "save_checkpoint", lambda *_: setattr(clock, "now", clock.now + 2))
+    monkeypatch.setattr(manager, "save_checkpoint", lambda *_: setattr(clock, "now", clock.now + 2))
     monkeypatch.setattr(manager, "prune_checkpoints", lambda *_: None)
     return clock
 
@@ -56,7 +56,7 @@ def test_state_with_nan_is_not_saved(tmp_path, clock):
 
 @pytest.mark.parametrize("recorded, expected", [(0, 1), (2, 2)])
 def test_rollbacks_newer_than_the_checkpoint_count(tmp_path, recorded, expected):
-    path = variables.save_checkpoint(tmp_path, 3, {"step": tf.Variable(3)}, {"rollbacks": 1})
+    path = save_checkpoint(tmp_path, 3, {"step": tf.Variable(3)}, {"rollbacks": 1})
     if recorded:
         files.write_json(tmp_path / files.ROLLBACKS, {"rollbacks": recorded})
     metadata = make(tmp_path, step=tf.Variable(0)).restore(path)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cifar_towers import trainer
-from cifar_towers.checkpointing import variables
+from cifar_towers.checkpointing import manager
 from cifar_towers.cli import main
 from cifar_towers.data import sources, synthetic
 from cifar_towers.reporting.console import Progress
@@ -45,7 +45,7 @@ PARTS = {
     "update": (trainer.Run, "start_step", False),
     "step": (StepRunner, "start", False),
     "evaluation": (trainer, "make_evaluate_fn", True),
-    "save": (variables, "save_checkpoint", False),
+    "save": (manager, "save_checkpoint", False),
     "progress": (Progress, "step", False),
 }
 

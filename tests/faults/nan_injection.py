@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.checkpointing.checkpoint import list_checkpoints
-from cifar_towers.checkpointing.variables import read_variables
+from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_variables
 from cifar_towers.data.batches import Batches
 from cifar_towers.training import step as training_step
 from tests.faults import hooks, runs

@@ -15,8 +15,7 @@ import tensorflow as tf
 from PIL import Image
 
 from cifar_towers import trainer
-from cifar_towers.checkpointing.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints
-from cifar_towers.checkpointing.variables import read_variables
+from cifar_towers.checkpointing.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints, read_variables
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig, ExportConfig, PredictConfig

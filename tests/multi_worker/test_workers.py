@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from cifar_towers import files, trainer
-from cifar_towers.checkpointing.checkpoint import latest_checkpoint
-from cifar_towers.checkpointing.variables import read_variables
+from cifar_towers.checkpointing.checkpoint import latest_checkpoint, read_variables
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources

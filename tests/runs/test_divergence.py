@@ -8,8 +8,7 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers import trainer
-from cifar_towers.checkpointing.checkpoint import list_checkpoints
-from cifar_towers.checkpointing.variables import read_variables
+from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_variables
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import DivergedError, Interrupted
 from cifar_towers.reporting import run_logger

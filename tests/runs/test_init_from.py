@@ -12,8 +12,15 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from cifar_towers.checkpointing.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints, read_metadata
-from cifar_towers.checkpointing.variables import initialize_variables, read_variables, save_checkpoint
+from cifar_towers.checkpointing.checkpoint import (
+    checkpoint_path,
+    initialize_variables,
+    latest_checkpoint,
+    list_checkpoints,
+    read_metadata,
+    read_variables,
+    save_checkpoint,
+)
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.config.schedules import RunLength

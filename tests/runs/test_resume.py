@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cifar_towers.checkpointing.checkpoint import latest_checkpoint
-from cifar_towers.checkpointing.variables import read_variables
+from cifar_towers.checkpointing.checkpoint import latest_checkpoint, read_variables
 from cifar_towers.cli import main
 from cifar_towers.errors import DataError, Interrupted
 from cifar_towers.inference.compare import compare_runs

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.checkpointing.variables import first_nonfinite
+from cifar_towers.checkpointing.checkpoint import first_nonfinite
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.training import build, health, state
 from tests.configs import TINY_NET, recipe
