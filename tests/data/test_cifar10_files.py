@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tensorflow_datasets.core.hashing import Hasher
 
-from cifar_towers.data import cifar10, cifar10_files, sources, synthetic, tfds_source
+from cifar_towers.data import cifar10, sources, synthetic, tfds_source
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import DataError, UsageError
 
@@ -40,7 +40,7 @@ def offline(monkeypatch, tmp_path, stored):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cifar10, "reachable", lambda url: False)
     monkeypatch.setattr(cifar10, "DIGESTS", {name: split.digest for name, split in stored.items()})
-    monkeypatch.setattr(cifar10_files, "IMAGES_PER_BATCH", COUNT)
+    monkeypatch.setattr(cifar10, "IMAGES_PER_BATCH", COUNT)
 
 
 def to_binary(split):
@@ -133,7 +133,7 @@ def test_data_dir_is_the_copy_or_holds_it_and_no_other_place_is_looked_at(tmp_pa
     with pytest.raises(UsageError, match="would not be used: CIFAR-10 is read from"):
         sources.find("cifar10", str(tmp_path / "empty"))
     (tmp_path / "data/my_batch.csv").touch()
-    assert not cifar10_files.is_copy(tmp_path / "data")
+    assert not cifar10.is_copy(tmp_path / "data")
 
 
 class Canary:
@@ -162,20 +162,20 @@ def test_pickles_written_again_by_python_3_are_read(protocol, encoding, stored, 
         path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes(), encoding=encoding), protocol))
     assert (b"_codecs" in path.read_bytes()) == (protocol < 3)
     for name, split in stored.items():
-        assert cifar10_files.read_split(copy, name).digest == split.digest
+        assert cifar10.read_own_files(copy, name).digest == split.digest
 
 
 def test_largest_file_that_python_3_writes_is_read_whole(tmp_path):
     content = pickle.dumps({b"data": np.full((10_000, 3072), 255, np.uint8), b"labels": [9] * 10_000}, 2)
-    assert 2 * 30_720_000 < len(content) < cifar10_files.MAX_BATCH_BYTES
-    assert 6 * len(content) < cifar10_files.MAX_ARCHIVE_BYTES
+    assert 2 * 30_720_000 < len(content) < cifar10.MAX_BATCH_BYTES
+    assert 6 * len(content) < cifar10.MAX_ARCHIVE_BYTES
 
 
 @pytest.mark.parametrize("arguments", [("x", "rot13"), ("x", "utf-8"), (b"x", "latin1"), ("x",), ("x", "latin1", "y")])
 def test_codecs_encode_is_read_for_text_in_latin1_only(arguments, tmp_path):
     (tmp_path / "test_batch").write_bytes(pickle.dumps(Encoded(arguments), 2))
     with pytest.raises(DataError, match="would execute _codecs.encode|_encode_latin1"):
-        cifar10_files.read_split(tmp_path, "test")
+        cifar10.read_own_files(tmp_path, "test")
 
 
 class Encoded:
@@ -250,7 +250,7 @@ def test_damaged_copy_is_named_and_nothing_else_is_used(name, damage, message, t
 
 
 def test_archive_is_read_to_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(cifar10_files, "MAX_ARCHIVE_BYTES", 100_000)
+    monkeypatch.setattr(cifar10, "MAX_ARCHIVE_BYTES", 100_000)
     write(tmp_path / "data/cifar-10-python.tar.gz", "py")
     with pytest.raises(DataError, match="data/cifar-10-python.tar.gz .*unexpected end of data"):
         sources.load(sources.find("cifar10"))
@@ -267,4 +267,4 @@ def test_real_images_in_published_order_get_the_published_digest(tmp_path, monke
     numbers = [int(name.removeprefix(b"test_")) for name in batch["id"]]
     published = Split(batch["image"], batch["label"]).take(np.argsort(numbers))
     (tmp_path / "test_batch").write_bytes(to_pickle(published))
-    assert cifar10_files.read_split(tmp_path, "test").digest == cifar10.DIGESTS["test"]
+    assert cifar10.read_own_files(tmp_path, "test").digest == cifar10.DIGESTS["test"]

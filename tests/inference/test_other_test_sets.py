@@ -12,7 +12,7 @@ import cifar_towers
 from cifar_towers import trainer
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig
-from cifar_towers.data import cifar10, cifar10_files, corruptions, sources, synthetic
+from cifar_towers.data import cifar10, corruptions, sources, synthetic
 from cifar_towers.data.dataset import CLASSES, Split
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.inference import evaluate, load_run
@@ -257,7 +257,7 @@ def test_cifar10_1_is_read_from_its_files_and_by_tfds(run, tmp_path, downloaded)
 @pytest.fixture
 def own_files(monkeypatch, tmp_path):
     """Return the labels of a small CIFAR-10's own files, whose test images are stored in TFDS's order."""
-    order = cifar10_files.stored_order("test", len(TEST.labels))
+    order = cifar10.stored_order("test", len(TEST.labels))
     assert order != sorted(order)
     stored = Split(TEST.images[order], TEST.labels[order])
     monkeypatch.setattr(cifar10, "locate", lambda data_dir: tmp_path)
