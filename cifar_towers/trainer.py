@@ -56,11 +56,12 @@ def train(
 
     Args:
       cluster: the workers to train with; None: this process alone.
-      launch_id: name of the launcher that started this process, if any. A process that the launcher starts again
-        resumes, also with `overwrite`.
-      callbacks: told what the run does, by worker 0, besides the callback that the config names; see `Callbacks`.
-      open_run: makes the run that callbacks get, from its directory.
-      timer: measures the time since the program started; default: a new one.
+      launch_id: id that all processes of one launch share; empty without a launcher. A process that the launcher
+        restarts resumes, even with `overwrite`.
+      callbacks: functions and objects that worker 0 calls during the run, besides the config's `callback`; see
+        `Callbacks`.
+      open_run: function from the run's directory to the object that callbacks get as `run`.
+      timer: the timer that runs since the program started; default: a new one.
 
     Returns:
       The content of result.json. `reached` is the accuracy that met the target, or 0. `images_per_sec` is None if every
@@ -90,7 +91,8 @@ def train(
 def train_run(config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str) -> dict:
     """Train a run to its end, and write its result.
 
-    After running out of memory the run is set up again with more micro-batches, and resumes.
+    With `micro_batches=auto`, a run whose step does not fit into memory is set up again with more micro-batches, and
+    resumes.
     """
     micro_batches = 0  # as the config says
     with contextlib.ExitStack() as lock:
@@ -115,13 +117,13 @@ def train_run(config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str)
                     return finish(step, run)
             finally:
                 run.end()
-            del run  # its variables have to go; until here, the error held on to them
+            del run  # frees its variables, which `error` referred to until here
             keras.backend.clear_session()
             gc.collect()
 
 
 def train_with_rollbacks(step: int, run: "Run") -> int:
-    """Train as `train_from` does, and go back to a checkpoint after divergence, if the run may."""
+    """Call `train_from`. After a divergence, go back to a checkpoint and repeat, with `rollback_on_divergence`."""
     while True:
         try:
             return train_from(step, run)
@@ -185,9 +187,11 @@ class Run:
     """One run in one directory: the parts that train it, and the hooks after each step.
 
     Attributes:
-      requested: the config as it was given. config: the same, with a value in place of every `auto`.
-      variables: all that a checkpoint holds, by name.
-      towers: of the step; a single one if the devices hold stages of the model. local_towers: those of this process.
+      requested: the config as it was given. config: the same, with the settings that the run chose; see
+        `workdir.CHOSEN`.
+      variables: every variable that checkpoints hold, by name.
+      towers: the towers of the step; a single one if the devices hold stages of the model.
+      local_towers: the devices of this process, each as a tower, also if they hold stages.
       hooks: functions of (number of finished steps, steps whose metrics have arrived), called after every step.
       evaluations: records of the evaluations after the last step, if it was evaluated.
       reached: the first accuracy that met the target; 0 until then.
@@ -209,10 +213,11 @@ class Run:
         """Build batches, model, state, step and collaborators as the config asks for.
 
         Args:
-          micro_batches: number of micro-batches if the config says `auto`; 0: as the run was trained so far, or else 1.
+          micro_batches: number of micro-batches if the config says `auto`; 0: the number that the run had so far, or 1
+            in a new run.
 
         Raises:
-          UsageError: this machine, this model or this data set cannot be trained so.
+          UsageError: the settings do not fit this machine, model or data set.
         """
         self.dataset, self.precision, self.requested = dataset, precision, config
         self.shutdown, self.workers, self.timer, self.callbacks = shutdown, workers, timer, callbacks
@@ -250,7 +255,7 @@ class Run:
         self._compiled = False  # whether the last step was compiled
 
     def _make_observers(self, banner: str) -> None:
-        """Build what logs, evaluates, saves and checks the steps; list what happens after each step."""
+        """Build the logger, the evaluator, the checkpoint manager and the health check; list the hooks."""
         config, dataset, workers, length = self.config, self.dataset, self.workers, self.length
         info = RunInfo(
             config=config,
@@ -298,8 +303,9 @@ class Run:
         """Log what will be trained, and restore the newest checkpoint or start with `init_from`; return the step."""
         self.logger.log_start()
         metadata = self.checkpoints.restore_latest(self.requested, self.dataset, self._has_batch_norm)
-        is_begun = self.requested.overwrite or self.timer.seconds  # by this process
-        last = {} if is_begun else read_times(self.config.directory)
+        # with `overwrite` the file is of the deleted run; after a restart in this process its timer is newer
+        ignores_file = self.requested.overwrite or self.timer.seconds
+        last = {} if ignores_file else read_times(self.config.directory)
         self.timer.resume(metadata or {}, last or self.timer.metadata())
         if not metadata:
             if source := self.requested.init_from:
@@ -334,7 +340,7 @@ class Run:
         self.timer.end_phase("start")
         self.logger.write_times()
         if step == 0 and (self.config.rollback_on_divergence or self.config.init_from):
-            self.save_now(0)  # to go back to; and from now on the run does not need `init_from`
+            self.save_now(0)  # a checkpoint to roll back to; a run that resumes from it does not read `init_from`
 
     def end(self) -> None:
         """End the progress display, and a profile that is being taken."""
@@ -346,8 +352,9 @@ class Run:
     def start_step(self, step: int, batch: Batch) -> list[FinishedStep]:
         """Start the update that makes `step` into `step + 1`; return the steps whose metrics have arrived.
 
-        The started step is returned too if an evaluation, a checkpoint or the end of an epoch follows. It is always
-        returned on a cluster, in a run with a profile, and if the step may not fit into memory.
+        The started step is returned too if an evaluation, a checkpoint or the end of an epoch follows, and if it is
+        verified or may not fit into memory. On a cluster, and in a run with a profile, every started step is returned
+        at once.
         """
         if not on_gpus(self.local_towers) and self.step_runner.skipped_last():
             # find the non-finite tensor before the next update; on GPUs, asking at every step would stall the device
@@ -401,7 +408,7 @@ class Run:
     # What happens after a step
 
     def check_and_log(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Check and log the steps whose metrics have arrived; take over the signal on which the workers agree."""
+        """Check and log the steps whose metrics have arrived; on a cluster, record the signal that workers agree on."""
         finished = list(finished)
         if any(was_skipped(each.metrics) for each in finished):
             finished += self.step_runner.finish()  # has a later step changed the variables?
@@ -424,7 +431,10 @@ class Run:
             self.logger.log_epoch(step, finished[-1].learning_rates, self.evaluations)
 
     def save_if_due(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Save the state if it is time to, and if its numbers are known to be good."""
+        """Save the state if a checkpoint is due and the metrics of `step` have arrived, unless `health` counts a skip.
+
+        `finish` saves the last step.
+        """
         is_good = step < self.length.last and self.step_runner.is_up_to_date and not self.health.in_a_row
         if is_good and self.checkpoints.should_save(step, self.evaluator.is_due(step)):
             self.save_now(step)
@@ -523,7 +533,8 @@ class Run:
         """Return and log the number of micro-batches to resume with after a step did not fit into the memory.
 
         Raises:
-          OpError: `error`, if it has another reason, or if the number is not to be chosen or cannot grow.
+          OpError: `error` itself, if memory was not its reason, if `micro_batches` is not `auto`, or if no larger number
+            divides the towers' shares.
         """
         reason = "" if self.requested.micro_batches else tuning.describe_out_of_memory(error)
         number = tuning.more_micro_batches(self.config, len(self.towers)) if reason else 0
@@ -553,7 +564,7 @@ class Run:
 
 @contextlib.contextmanager
 def explained_errors(config: TrainConfig, towers: Sequence[Tower]) -> Iterator[None]:
-    """Turn TensorFlow's errors for what a device cannot do into one line with what to type instead.
+    """Raise TensorFlow's errors about the limits of a device as UsageErrors, with the flags to give instead.
 
     Raises:
       UsageError: a device's memory is too small, or an operation has no deterministic form.
