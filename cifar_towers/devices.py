@@ -1,4 +1,4 @@
-"""This machine's devices as the settings ask for them: towers, those of a cluster's workers, and their precision."""
+"""Set-up of a run's devices: the towers of this machine or of a cluster, and the precision they compute in."""
 
 import logging
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ class Devices(NamedTuple):
 def setup_devices(config: TrainConfig, cluster: ClusterSpec | None = None) -> Devices:
     """Set up the towers that a config asks for, on this machine or on those of all workers of a cluster.
 
-    With a cluster the call waits until all workers have come here.
+    With a cluster the call waits for all workers.
 
     Raises:
-      UsageError: the machine cannot have the towers, or they cannot share the batch equally.
+      UsageError: the machine cannot have the towers, or they cannot share the batch as `tower_shares` says.
     """
     if cluster:
         options = _device_options(config)
@@ -64,16 +64,16 @@ def setup_towers(config: DeviceConfig) -> list[Tower]:
     Raises:
       UsageError: this machine cannot have them.
     """
-    count, options = config.num_gpus, _device_options(config)
-    if not count:
-        devices = len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
-        fitting, why = config.default_num_towers(devices)
-        if fitting != devices:
-            count = fitting
+    num_towers, options = config.num_gpus, _device_options(config)
+    if not num_towers:
+        num_devices = len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
+        fitting, why = config.default_num_towers(num_devices)
+        if fitting != num_devices:
+            num_towers = fitting
         if why:
-            log.info(f"{fitting} of {devices} towers: {why}")
+            log.info(f"{fitting} of {num_devices} towers: {why}")
     try:
-        return make_towers(count, **options)
+        return make_towers(num_towers, **options)
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from error
 
@@ -116,7 +116,7 @@ def resolve_precision(setting: str, device: str) -> tuple[str, str]:
 
 
 def native_halves(device: str) -> tuple[str, ...]:
-    """Return the 16-bit types that a kind of device computes natively, best first; the weakest GPU decides."""
+    """Return the best 16-bit type that a kind of device computes natively, or nothing; the weakest GPU decides."""
     if "GPU" not in device:
         return ("bfloat16",) if processor_features() & BFLOAT16_FEATURES else ()
     weakest = min(gpu_compute_capabilities(), default=(0, 0))

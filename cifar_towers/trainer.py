@@ -533,7 +533,7 @@ class Run:
         """Return and log the number of micro-batches to resume with after a step did not fit into the memory.
 
         Raises:
-          OpError: `error` itself, if memory was not its reason, if `micro_batches` is not `auto`, or if no larger number
+          OpError: `error` itself, if it is not about memory, if `micro_batches` is not `auto`, or if no larger number
             divides the towers' shares.
         """
         reason = "" if self.requested.micro_batches else tuning.describe_out_of_memory(error)

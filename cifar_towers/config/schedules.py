@@ -16,7 +16,7 @@ class RunLength(NamedTuple):
 
     steps_per_epoch: int
     total: int  # steps over which schedules extend
-    last: int  # the last step of the run, which may stop early
+    last: int  # the last step of the run; below `total` if `max_steps` ends the run early
 
 
 class ScheduleKnots(NamedTuple):

@@ -20,8 +20,8 @@ from cifar_towers.errors import TRAINING_ERRORS, DataError, UsageError, count, d
 from cifar_towers.registry import BUILT_IN, MODELS, OPTIMIZERS, OPTIMIZERS_BY_LENGTH, TTA_LEVELS, model_spec, split_path
 from cifar_towers.user_code import check_function_name, split_function
 
-REST = "the rest"  # the group of a setting without a flag: the arguments that are not flags
-RECIPE = "the recipe"  # the group of a setting that holds a TrainConfig, whose settings are flags
+REST = "the rest"  # group of the setting that holds a program's positional arguments
+RECIPE = "the recipe"  # group of the setting that holds a TrainConfig; each setting of that config is a flag
 MAX_MICRO_BATCHES = 1024  # of a tower's shard
 MIN_IMAGE_SIZE = 18  # pixels
 MAX_PROFILE_STEPS = 100
@@ -145,7 +145,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def parse_profile_steps(text: str) -> tuple[int, int] | None:
-    """Return the first and last step of a profile: `"100:110"` -> (100, 110), the steps after 100 to 109 updates."""
+    """Return a profile's first step and the step after its last, counted from 0: `"100:110"` -> (100, 110)."""
     if not text:
         return None
     first, colon, last = text.partition(":")
@@ -198,13 +198,13 @@ class DeviceConfig:
         check_limits(self)
 
     def default_num_towers(self, num_devices: int) -> tuple[int, str]:
-        """Return (number of towers for this many devices if `num_gpus` is 0, the reason if it is smaller)."""
+        """Return (default number of towers, no reason): one per device. `TrainConfig` may have a reason for fewer."""
         return num_devices, ""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(DeviceConfig):
-    """Every setting of a training run. Sizes are global; times are in steps or epochs, never per tower."""
+    """Every setting of a training run. Batch sizes and steps are those of all towers together."""
 
     exit_codes: ClassVar[str] = describe_exit_codes(
         *ERRORS,

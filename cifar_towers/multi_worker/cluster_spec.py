@@ -47,7 +47,7 @@ class Workers:
 
     Args:
       cluster: all workers.
-      gather: returns the values that all workers call it with, by worker.
+      gather: an all-gather: takes one value on each worker and returns the values of all, in the workers' order.
     """
 
     def __init__(

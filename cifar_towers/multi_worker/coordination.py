@@ -35,7 +35,7 @@ from cifar_towers.shutdown import ShutdownHandler
 
 HEARTBEAT_TIMEOUT_SECONDS = 10  # a worker that is silent for so long is lost
 POLL_SECONDS = 0.1  # between checks for signals while this worker waits for others
-PROBE_SECONDS = 2.0  # for a worker's port to answer; and of waiting before those that do not are named
+PROBE_SECONDS = 2.0  # longest wait for a worker's port to answer; also the wait before silent workers are named
 EXIT_GRACE_SECONDS = 1.0  # for an error to reach the other workers before this one closes its connections
 JOB = "worker"
 TASK = re.compile(rf"/job:{JOB}/(?:replica:0/)?task:(\d+)")
@@ -51,7 +51,7 @@ def connect(
 
     Args:
       cluster: all workers; None: this process alone.
-      make_devices: makes this worker's devices, with the strategy that joins all as `.strategy`.
+      make_devices: function that returns this worker's `Devices`; their `strategy` joins all workers.
       timeout_seconds: how long to wait for the last worker.
       shutdown: handles signals while this worker waits for others.
 
@@ -206,7 +206,10 @@ def _explain(cluster: ClusterSpec, error: BaseException) -> RunError | None:
 
 
 def _make_gather(strategy: tf.distribute.Strategy) -> Callable[[Any], list]:
-    """Return a function from a value to the values of all workers: an all-gather of first replicas.
+    """Return a function that gathers a value from every worker; it returns the list in the order of the workers.
+
+    All replicas take part in the all-gather. The first replica of a worker sends the worker's value, the others send
+    nothing.
 
     Values travel pickled, in words of 64 bits, because GPUs exchange no bytes. Pickle adds no danger: who can send to
     these ports can run code there anyway.
