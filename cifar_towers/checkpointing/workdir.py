@@ -20,7 +20,7 @@ from cifar_towers.errors import DataError, UsageError
 from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.registry import split_path
 
-CHOSEN = ("variable_placement", "tower_shares", "micro_batches")  # settings that measuring or memory may choose
+CHOSEN = ("variable_placement", "tower_shares", "micro_batches")  # settings that `training.tuning` may choose
 CHECKPOINTS = tuple(f"{CHECKPOINTS_DIR}/{prefix}*" for prefix in ("step-", files.DAMAGED, files.TEMPORARY))
 EVENTS = ("train", "eval", "result", "tower_*", files.PROJECTOR)  # directories that TensorBoard reads
 # Others may use these names of directories too: only a run's files in them are removed, and empty directories.
@@ -72,8 +72,9 @@ def is_run(directory: Path) -> bool:
 def choose_directory(config: TrainConfig, banner: str, launch_id: str) -> TrainConfig:
     """Return the config with the directory that the run writes.
 
-    Data with a `banner` are not real: they leave the directory of the real run free. `overwrite` is switched off if
-    this launch has cleared the directory before. A resumed run keeps its `init_from`.
+    With a `banner`, synthetic data replace CIFAR-10, and the default directory is not that of the run on CIFAR-10.
+    `overwrite` is switched off if this launch has cleared the directory before. A resumed run keeps its `init_from`
+    unless the config names another one.
 
     Raises:
       UsageError: `init_from` is that directory.
@@ -197,7 +198,10 @@ def _check_recipe(
 
 
 def completed_result(config: TrainConfig, step: int, last_step: int) -> dict[str, Any] | None:
-    """Return the result of a run that is at its last step or its target, with all its files written; otherwise None."""
+    """Return the result of a run that is at its last step or its target; otherwise None.
+
+    A result without config.json and environment.json beside it does not count.
+    """
     result = files.read_json_if_any(config.directory / files.RESULT)
     if not result or not all((config.directory / name).exists() for name in (files.CONFIG, files.ENVIRONMENT)):
         return None
@@ -208,7 +212,7 @@ def completed_result(config: TrainConfig, step: int, last_step: int) -> dict[str
 def run_metadata(
     requested: TrainConfig, config: TrainConfig, dataset: Dataset, precision: str, num_towers: int
 ) -> dict[str, Any]:
-    """Return what every checkpoint of a run records of how it was made: as requested, and with what was chosen."""
+    """Return the metadata that all checkpoints of a run share: requested recipe, data, precision, chosen settings."""
     return {
         "recipe": recipe_fields(requested),
         "dataset": dataset.name,
@@ -224,7 +228,7 @@ def run_metadata(
 
 
 def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any], has_batch_norm: bool) -> str:
-    """Return a line that says what a resumed run computes otherwise than before it was saved; empty if nothing.
+    """Return a line about the settings by which a resumed run computes another function than before; empty if none.
 
     Args:
       saved, current: as `run_metadata` returns them.

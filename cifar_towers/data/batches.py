@@ -30,7 +30,7 @@ class RandomDraws(NamedTuple):
 class Batch(NamedTuple):
     """B examples and their random numbers."""
 
-    images: tf.Tensor  # [B, S, S, 3] uint8; their indices [B] int64 until `Batches.load_images`
+    images: tf.Tensor  # [B, S, S, 3] uint8; with `data_on=device`, indices [B] int64 until `Batches.load_images`
     labels: tf.Tensor  # [B] int64
     draws: RandomDraws
 

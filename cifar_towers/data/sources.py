@@ -24,12 +24,12 @@ class Source(NamedTuple):
     """A data set that has been located, before anything slow starts."""
 
     name: str  # as in `--dataset`, but never "auto"
-    read: Callable[[int, Sequence[str]], Mapping[str, Split]]  # image size and splits wanted -> these, in any size
+    read: Callable[[int, Sequence[str]], Mapping[str, Split]]  # (image size, split names) -> splits in any size
     directory: Path | None = None
-    banner: str = ""  # warning for the user about the choice
+    banner: str = ""  # warning that synthetic data replace CIFAR-10; otherwise empty
     class_roots: tuple[Path, ...] = ()  # folders in `directory` whose subfolders are classes
-    how_to_score_all: str = ""  # of data without splits: what to change, so that all images are the test split
-    corruptions: tuple[str, ...] = ()  # splits of corrupted test images, as fog_3, of a data set that has no others
+    how_to_score_all: str = ""  # advice for data without splits: how to make all images the test split
+    corruptions: tuple[str, ...] = ()  # names of the splits of corrupted test images, as fog_3
 
     def is_among_pictures(self, path: Path) -> bool:
         """Return whether files written to `path` would be among the pictures or taken for a class."""
@@ -42,7 +42,7 @@ def find(dataset: str, data_dir: str = "") -> Source:
     """Locate a data set, within seconds and without TensorFlow.
 
     Args:
-      dataset: a name in `SOURCES`, after a prefix in `SOURCES` a path, `auto`, or the name of a TFDS data set.
+      dataset: a name in `SOURCES`, a path with a prefix in `SOURCES`, `auto`, or the name of a TFDS data set.
       data_dir: directory of TFDS's data sets.
 
     Raises:
@@ -69,7 +69,7 @@ def load(
 ) -> tuple[Source, Dataset]:
     """Return the source that was read, and its data set in images of this size.
 
-    The validation split is `validation_examples` of train if there are to be some, otherwise the source's own.
+    The validation split is the source's own, unless `validation_examples` are held out of train.
 
     Args:
       validation_examples: number of examples to hold out of train.

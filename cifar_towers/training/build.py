@@ -1,4 +1,4 @@
-"""From settings to parts: data, the user's functions, model, state, step. Below here, functions take plain values."""
+"""From settings to the parts of a run: data, the user's functions, model, state, step. Parts take plain values."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.utils import naming  # clear_session, which does it too, ends the graph that is being made
+from keras.src.utils import naming  # clear_session resets names too, and also ends the graph that is being built
 
 from cifar_towers.config import TrainConfig, parse_shares, schedules
 from cifar_towers.data import sources
@@ -36,7 +36,7 @@ from cifar_towers.training.step import Update, make_update, select_hard_examples
 from cifar_towers.user_code import as_usage_errors, load_function, of_setting
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "float64": "float64"}
-NUM_EXAMPLES = 4  # of the call that checks a function of the user's
+NUM_EXAMPLES = 4  # in the batch that a user's function is checked with
 MAX_WHITENING_PIXELS = 5000 * 32 * 32  # at once; their patches take a hundred bytes each
 
 
@@ -90,9 +90,10 @@ def make_example_loss(config: TrainConfig, num_classes: int) -> Callable[[tf.Ten
 
 
 def make_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Split | None = None) -> keras.Model:
-    """Return the model with initial weights from the seed, and with whitening filters from `train` if it has some.
+    """Return the model with initial weights from the seed. Whitening filters are computed from `train`.
 
-    Without `train` it is not checked whether towers can train a user's model.
+    Without `train`, as where weights are restored, whitening filters are zeros, and it is not checked whether towers
+    can train a user's model.
 
     Raises:
       UsageError: a user's model cannot be built, or towers cannot train it.
@@ -205,7 +206,10 @@ def _cut_in_stages(state: TrainState, devices: Sequence[str], image_size: int) -
 
 
 def proxy_config(config: TrainConfig) -> TrainConfig:
-    """Return the recipe of the net that picks the hardest examples: that of `config`, on all, without averages."""
+    """Return the config of the proxy net, which picks the hardest examples.
+
+    The proxy trains on the whole pool of examples, by the recipe of `config`, and keeps no averages of its weights.
+    """
     return dataclasses.replace(
         config,
         model="speednet_proxy",

@@ -122,7 +122,10 @@ def recommend_placement(
 def make_trial_step(
     config: TrainConfig, towers: Sequence[Tower], precision: str, train: Split, length: RunLength
 ) -> Callable[[], Any]:
-    """Return the traced step of a config on variables and a batch of its own, with rates of 0; it returns when done."""
+    """Return a function that runs a config's step and waits for its end.
+
+    The step is traced. It has variables and a batch of its own, and learning rates of 0.
+    """
     batches = build.make_batches(config, train, towers=towers)
     state, train_step, _ = build.make_training(
         config, towers, precision, train, length, load_images=batches.load_images
@@ -188,7 +191,7 @@ def measure_speeds(
 
 
 def rates_beside_each_other(works: Sequence[Callable[[], object]]) -> list[float]:
-    """Return the calls per second of each function in a thread of its own, while all are at work."""
+    """Call all functions repeatedly at the same time, each in its own thread; return the calls per second of each."""
     ends: list[list[float]] = [[] for _ in works]
     start, ended = threading.Barrier(len(works)), threading.Event()
 
