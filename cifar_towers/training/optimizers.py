@@ -98,8 +98,9 @@ class Muon:
         return [(buffer, new_buffer), (variable, scale * variable - learning_rate * direction)]
 
 
-# A rule computes new values of one of its `variables` and of the `slots` that it keeps for it: name -> one for each
-# variable, or none. Call `compute_update` on the variable's device; `step` counts from 0.
+# An update rule has `variables`, and `slots` by name: a list with one slot for each variable, or an empty list.
+# `compute_update` returns the new values of one variable and of its slots. Call it on the variable's device; `step`
+# counts from 0.
 UpdateRule = Momentum | AdamW | Muon
 
 

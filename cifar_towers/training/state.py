@@ -92,8 +92,8 @@ class TrainState:
         """Update the variables, then the averages, then the loss scale and the step counter.
 
         A step is skipped unless the towers' results and all new values are finite. It then changes no weight, slot,
-        non-trainable variable or average. Only the step counter advances, the loss scale of float16 adapts, and with
-        lookahead the last step of a run still takes the slow weights.
+        non-trainable variable or average. Only the step counter advances, and the loss scale of float16 adapts. With
+        lookahead, the last step of the schedule still takes the slow weights.
 
         Args:
           gradients: N x (mean gradient of the scaled loss, variable).
@@ -150,9 +150,9 @@ class TrainState:
         return first_nonfinite_index([new_values.get(id(v)) for v in self._updated], [v.device for v in self._updated])
 
     def evaluation_weights(self) -> dict[str, tuple[list, list]]:
-        """Return the values (weights, non-trainable) to evaluate with: `raw`, and `ema` if an average is kept.
+        """Return the sets of weights to evaluate, by name: `raw`, and `ema` if an average is kept.
 
-        The last are those that the run reports.
+        Each set is (weights, non-trainable values). The run reports the score of the last set.
         """
         sets = {"raw": (self.weights, self.non_trainable)}
         if self.ema.averages:
@@ -232,7 +232,8 @@ class ExponentialMovingAverage:
 class Lookahead:
     """Slow weights: every five steps slow <- d slow + (1 - d) w, w <- slow, with d = 0.95^5 (step / total)^3.
 
-    A skipped step changes neither. After the last step of a run w <- slow in any case.
+    A skipped step changes neither. After step `total`, which a run that `max_steps` or a target ends earlier does not
+    reach, w <- slow in any case.
     Source: M. Zhang et al., arXiv 1907.08610, in the form of the CIFAR-10 speed records.
     """
 
@@ -250,7 +251,7 @@ class Lookahead:
             regular = tf.logical_and(tf.equal(step % self.PERIOD, 0), finite)
             due = tf.logical_or(regular, tf.equal(step, self.total_steps))
             decay = 0.95**5 * tf.cast(step / self.total_steps, tf.float32) ** 3
-            decay = tf.where(regular, decay, 1.0)  # at any other last step, only take the slow weights
+            decay = tf.where(regular, decay, 1.0)  # otherwise this is step `total`: only take the slow weights
 
         def synchronize():
             for slow, variable in zip(self.slow, self.variables, strict=True):

@@ -35,7 +35,7 @@ class TowerResult(NamedTuple):
     gradients: list[tf.Tensor | None]  # N, of the scaled loss, in the order of `TrainState.weights`
     non_trainable: list[tf.Tensor | None]  # new values; None for an unchanged one
     num_correct: tf.Tensor
-    nonfinite_index: tf.Tensor | None = None  # of a shard: first non-finite loss or, from last on, gradient; or -1
+    nonfinite_index: tf.Tensor | None = None  # of a shard: index of the first in (*losses, *reversed(gradients)), or -1
     diagnostics: Any = None  # as `forward_diagnostics` returns them
     example_losses: tf.Tensor | None = None  # one for each example, if there is an `example_loss`
 
@@ -62,8 +62,9 @@ def make_update(
       learning_rates: by active parameter group; no gradients are taken for the other groups.
       image_size: a Python number of pixels that images are downsampled to; 0 leaves them as they are.
       collect_diagnostics: [] bool; without it the graph has no diagnostics.
-      repeat: (owner, other) to return only `to_bytes` of a tower's shard from another tower, and a meaningless number.
-      expected: (owner, bytes of a repetition) to skip the step unless the owner itself computes the same bytes.
+      repeat: (owner, other), indices of towers. The function then updates nothing: `other` computes the shard of
+        `owner`, and the function returns (`to_bytes` of the result, a number to ignore).
+      expected: (owner, bytes that `repeat` gave). The step is skipped unless `owner` computes the same bytes.
 
     Args:
       micro_batches: number of parts that each tower takes its shard in.
@@ -89,7 +90,7 @@ def make_update(
             owner, other = (towers[index] for index in repeat)
             with tf.device(other.device), tf.name_scope("repetition"):
                 result = on_tower(other, split_batch(batch, towers, sizes=sizes)[owner.index], owner)
-                # all is used, as in the original, because TensorFlow optimizes operations together with their consumers
+                # use every result, as a normal step does: TensorFlow optimizes an operation together with its consumers
                 rest = [tf.reduce_sum(tf.cast(t, tf.float32)) for t in tf.nest.flatten(result[2:]) if t is not None]
                 return to_bytes(result), tf.add_n(rest)
         run = functools.partial(run_on_towers_synchronized, weights=sizes) if synchronized else run_on_towers
@@ -250,7 +251,7 @@ def make_step_metrics(
             loss_scale=update.loss_scale,
             example_losses=_concat_example_losses(results),
         )
-        with tf.device(HOST):  # a GPU sends them by itself, instead of being asked for one after the other
+        with tf.device(HOST):  # the graph copies them; otherwise reading would copy them from a GPU one by one
             metrics = tf.nest.map_structure(lambda value: None if value is None else tf.identity(value), metrics)
     return metrics._replace(diagnostics=diagnostics)
 

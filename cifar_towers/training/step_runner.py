@@ -1,4 +1,4 @@
-"""The steps of a run: each is called with the learning rates and the image size of its number, and read a step late."""
+"""The calls of the training step, each with its learning rates and image size; metrics are read a step late."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class StepRunner:
     image_size_at: Callable[[int], int]  # step -> image size in pixels
     verify_every_steps: int = 0  # 0: never; verified steps are returned at once
     towers: Sequence[Tower] = ()
-    value_names: Sequence[str] = ()  # of what `step.to_bytes` returns
+    value_names: Sequence[str] = ()  # names of the values that `step.to_bytes` returns
     # kinds of steps that have run, each compiled once: (image size, repeated work, active parameter groups)
     traced: set[tuple] = dataclasses.field(default_factory=set)
     _unread: list[FinishedStep] = dataclasses.field(default_factory=list)  # the last step, its metrics still tensors
@@ -90,14 +90,20 @@ class StepRunner:
         return (self.image_size_at(step), self._pair(step), *self.optimizer.learning_rates(step))
 
     def _pair(self, step: int) -> tuple[int, int] | None:
-        """Return (tower, other that repeats its work) if the next step is verified: all pairs in turn, or (0, 0)."""
+        """Return the indices (owner, other) of the towers of a verified step: `other` repeats the work of `owner`.
+
+        All pairs take turns; a single tower repeats its own work. Return None if step `step + 1` is not verified.
+        """
         if not self.verify_every_steps or (step + 1) % self.verify_every_steps:
             return None
         rounds, owner = divmod(step // self.verify_every_steps, len(self.towers))
         return owner, (owner + 1 + rounds % max(1, len(self.towers) - 1)) % len(self.towers)
 
     def _find_error(self, step: int, metrics: StepMetrics, expected: tuple, **arguments: Any) -> RunError | None:
-        """Return an error if bytes differ; compute all again, not to be applied, in case it is compiled differently."""
+        """Return an error if the repetition of a tower's work gave other bytes; otherwise None.
+
+        Before that, compute both again without applying them: TensorFlow may have compiled them differently.
+        """
         same = metrics.original == expected[1]
         index = int(tf.argmin(same))  # of the first difference, if there is one
         if same[index]:
