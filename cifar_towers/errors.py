@@ -102,9 +102,9 @@ def describe_exit_codes(*errors: type[RunError], success: str = "done", failure:
 
 
 def with_errors_for_python(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a function raise each RunError without the frames and the causes inside, and with settings for flags.
+    """Make a function raise each RunError without its inner frames and causes, with settings in place of flags.
 
-    A message says what to do: what a program calls `--batch_size=256` is `batch_size=256` here.
+    In its message the flag `--batch_size=256` becomes `batch_size=256`, which one types in Python.
     """
 
     @functools.wraps(function)
@@ -164,7 +164,7 @@ def caused_by_interrupt(error: BaseException | None) -> bool:
 
 
 def command(program: str, *arguments: str) -> str:
-    """Return a command that a shell in this directory runs, of `evaluate.py` or another program of this Python."""
+    """Return the shell command that runs a program of this installation, such as `evaluate.py`, from this directory."""
     name = name_programs(program)
     words = [Path(sys.executable), SCRIPTS / name] if name.endswith(".py") else [Path(sys.executable).with_name(name)]
     return shlex.join([*map(_from_here, words), *arguments])

@@ -48,7 +48,10 @@ class CheckpointManager:
         self._save_seconds, self._last_save = 0.0, time.monotonic()
 
     def should_save(self, step: int, evaluated: bool) -> bool:
-        """Return whether worker 0 is to save after `step`. An `evaluated` step is saved early, for its accuracy."""
+        """Return whether worker 0 is to save after `step`.
+
+        If saving goes by the clock, an `evaluated` step is saved early, because the checkpoint then has an accuracy.
+        """
         if not self.workers.is_chief:
             return False
         if self.every_steps:

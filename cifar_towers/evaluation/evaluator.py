@@ -30,8 +30,8 @@ EvaluateFn = Callable[..., dict[int, Score]]  # see `make_evaluate_fn`
 class Evaluator:
     """The evaluations of one run: when, on which splits, with which weights.
 
-    Before the end of the run, the first split is scored with the weights that the run reports. At the end all splits
-    are, with test-time augmentation, and each other set of weights once, without it.
+    Before the end of the run, the first split is scored with the weights that the run reports, without test-time
+    augmentation (TTA). At the end every split is scored with all sets of weights, and with TTA for the reported set.
     """
 
     evaluate: EvaluateFn

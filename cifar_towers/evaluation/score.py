@@ -8,7 +8,7 @@ import numpy as np
 from cifar_towers.errors import count
 
 MAX_MISTAKES = 32
-NUM_BINS = 15  # of equal width, of the confidence: the highest probability of an image (arXiv 1706.04599)
+NUM_BINS = 15  # equal bins of the confidence, the highest probability of an image (arXiv 1706.04599)
 MAX_NEWTON_STEPS = 100  # about 5 are taken
 NO_TEMPERATURE = "all predictions are correct, or the logits tell nothing about the classes"
 

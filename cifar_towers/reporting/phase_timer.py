@@ -11,7 +11,7 @@ from cifar_towers.config.schedules import RunLength
 Phase = Literal["start", "train", "input", "report", "compile", "evaluate", "save", "profile"]
 STEP_PHASES = ("train", "input", "report")  # of every step: the step, the wait for its batch, logging
 TRAINING_PHASES = (*STEP_PHASES, "compile", "lost")
-BOOKED_PHASES = (*STEP_PHASES, "save", "profile")  # that the time of a step includes in an estimate
+BOOKED_PHASES = (*STEP_PHASES, "save", "profile")  # phases that estimates count into the time of a step
 RECENT_STEPS = 20  # steps that recent rates are averaged over
 FORWARD_SHARE = 0.4  # of a step's time, until an evaluation has been timed; runs had 0.3 to 0.5
 MIN_STEPS = 5  # that an estimate is made from
@@ -33,11 +33,15 @@ class PhaseTimer:
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=RECENT_STEPS)  # images, input wait, seconds
 
     def resume(self, saved: Mapping[str, Any], newest: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's metadata, or from step 0 if it is empty. Later steps in `newest` are lost."""
+        """Continue the times of a run from a checkpoint. Steps after the checkpoint are booked as lost.
+
+        Args:
+          saved: metadata of the checkpoint; empty at step 0. newest: the last times of the run, as `metadata` returns.
+        """
         saved_seconds = saved.get("seconds", {})
         self.seconds, self.images = defaultdict(float, saved_seconds), saved.get("images", 0)
         for phase, seconds in newest.get("seconds", {}).items():
-            later = max(0.0, seconds - saved_seconds.get(phase, 0.0))  # 0 if a power loss left older ones
+            later = max(0.0, seconds - saved_seconds.get(phase, 0.0))  # negative if a power loss left older times
             self.seconds["lost" if phase in STEP_PHASES else phase] += later
         self.step, self.first_start = saved.get("step", 0), (saved or newest).get("first_start")
         lost_steps = newest.get("lost_steps", 0) + max(0, newest.get("step", 0) - self.step)
@@ -67,7 +71,7 @@ class PhaseTimer:
         return seconds
 
     def end_step(self, images: int, is_traced: bool) -> None:
-        """End the phase "train" of a step over so many images, or "compile" unless the step was traced before."""
+        """End the phase of a step over `images` images: "train", or "compile" if the step was not traced before."""
         seconds = self.end_phase("train" if is_traced else "compile")
         self.step += 1
         if is_traced:
@@ -77,7 +81,7 @@ class PhaseTimer:
     def recent_rates(self) -> tuple[float, float] | tuple[None, None]:
         """Return the images per second of the last 20 steps, and the fraction of their time spent waiting for batches.
 
-        Compilation, evaluation and saving do not count. There is None before the first step of this process.
+        Compilation, logging, evaluation and saving do not count. Both are None before the first step of this process.
         """
         images, waits, seconds = map(sum, zip(*self._recent, strict=True)) if self._recent else (0, 0.0, 0.0)
         return (images / seconds, waits / seconds) if seconds else (None, None)

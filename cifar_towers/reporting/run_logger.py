@@ -51,12 +51,12 @@ NOISE_DECAY = 0.9  # of the running averages of signal and noise, whose ratio is
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo:
-    """A run as it is before its first step."""
+    """What the log of a run needs to know of the run."""
 
-    config: TrainConfig  # with a value in place of every `auto`
+    config: TrainConfig  # with the settings that the run chose, see `workdir.CHOSEN`
     dataset: Dataset
-    banner: str  # a warning that the data are synthetic, or empty
-    local_towers: Sequence[Tower]  # of this process, that the batch or the model is split over
+    banner: str  # warning that synthetic data replace CIFAR-10, or empty
+    local_towers: Sequence[Tower]  # devices of this process; the batch or the model is split over them
     towers: Sequence[Tower]  # of the step: a single one where the model is split
     precision: str
     length: RunLength
@@ -238,8 +238,8 @@ class RunLogger:
     ) -> list[dict]:
         """Write the evaluations after `step`, and return their records.
 
-        The one that the run reports is also written by class. It is drawn if it is `final`, and otherwise if drawing
-        takes little of the run's time.
+        The evaluation that the run reports is also written by class, and drawn. Before the `final` evaluation it is
+        drawn only as often as `DRAWING_SHARE` of the time allows.
         """
         records = [evaluation_record(evaluation, evaluations) for evaluation in evaluations]
         for record in records:
@@ -315,7 +315,7 @@ class RunLogger:
             self.log(f"  {line}")
 
     def _write_unwritten(self) -> None:
-        """Write config.json and environment.json if an earlier try failed: nobody can use the run without them."""
+        """Write config.json and environment.json, unless they are written: nobody can use the run without them."""
         for name, content in list(self._unwritten.items()):
             with files.BestEffortWrites(self.directory / name):
                 files.write_json(self.directory / name, content)
@@ -376,9 +376,9 @@ class RunLogger:
 
 
 def denormalize(images: np.ndarray, info: DatasetInfo | None) -> np.ndarray:
-    """Return images [n, size, size, 3] as the model sees them as levels 0..255 of uint8.
+    """Convert normalized images [n, size, size, 3] to levels 0..255 of uint8.
 
-    Without `info`, where each image is normalized by itself, its range is stretched.
+    Without `info`, as for images that were normalized one by one, stretch the range of each image to 0..255.
     """
     if info:
         levels = images * info.std + info.mean
@@ -509,7 +509,7 @@ class Callbacks:
 
 
 def evaluation_record(evaluation: Evaluation, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    """Return an evaluation as in metrics.jsonl and result.json; without a confusion matrix of many classes.
+    """Return the record of an evaluation in metrics.jsonl and result.json. Large confusion matrices are left out.
 
     The temperature of a test score is fitted on the validation score that has the same weights and views.
     """
@@ -556,7 +556,7 @@ def describe_machine() -> dict[str, Any]:
         "processor": cpuinfo("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as TensorFlow chooses"),  # earlier runs hold it
+        "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as TensorFlow chooses"),  # the text of earlier runs too
         "git_revision": _git_revision(),
     }
 

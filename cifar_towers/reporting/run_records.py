@@ -109,7 +109,7 @@ class RunRecord:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The settings, with `auto` resolved, and the data that the runs of a group have in common."""
+        """The settings that the runs of a group have in common, with the precision, towers and data that were used."""
         settings = {name: value for name, value in self.config.items() if name not in PER_RUN}
         digest = self.environment.get("data_sha256", {}).get("train")
         data = "synthetic" if self.banner else digest or self.config.get("dataset")

@@ -262,10 +262,11 @@ def _summary(tag: str, metadata: SummaryMetadata, content: np.ndarray) -> Summar
 
 
 def charts_summary(categories: Mapping[str, Mapping[str, Sequence[str]]], band: Sequence[str] = ()):
-    """Make the summary of charts under CUSTOM SCALARS, from {category: {title: [regular expressions of tags]}}.
+    """Make the summary of charts under CUSTOM SCALARS.
 
-    A `band` holds the prefixes that make of a tag the tags of a line, of the lower and of the upper edge of its band.
-    The charts then name tags, not regular expressions.
+    Args:
+      categories: {category: {title: [regular expressions of tags]}}; with a `band`, the tags themselves.
+      band: prefixes of the tags of (a line, the lower edge of its band, the upper edge); empty: no bands.
     """
 
     def chart(title: str, found: Sequence[str]) -> layout_pb2.Chart:
@@ -358,8 +359,8 @@ GRAPH_SCOPES = (
 def relabel_graph(graph: GraphDef, variables: Mapping[str, str]) -> GraphDef:
     """Return the graph with its operations renamed, without its function library, which would be drawn beside it.
 
-    Variables, given as {placeholder name: variable name}, are drawn in one box. Inside the scope of the first read,
-    which is tower 0, all other towers would seem to read from tower 0.
+    The `variables`, {placeholder name: variable name}, are drawn in a box of their own. In the scope of their first
+    read, which is that of tower 0, the other towers would seem to read from tower 0.
     """
     unscoped = {node.name for node in graph.node if "/" not in node.name}
     names = {node.name: _name_to_draw(node.name, unscoped, variables) for node in graph.node}

@@ -137,9 +137,9 @@ def describe_nonfinite(
 def locate_nonfinite(
     model: keras.Model, augmentation: Augmentation, tower: Tower, shard: Batch, image_size: int, micro_batches: int
 ) -> str:
-    """Name the first non-finite tensor of a tower's forward pass over its shard, as an addition to a line.
+    """Return a text for the end of a line, with the first non-finite tensor of a tower's forward pass over its shard.
 
-    The text is empty if there is none, or if it cannot be located, as where memory is short.
+    The text is empty if there is no such tensor, or if the forward pass fails, as where memory is short.
     """
 
     def locate(part):
