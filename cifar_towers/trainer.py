@@ -302,7 +302,8 @@ class Run:
     def resume(self) -> int:
         """Log what will be trained, and restore the newest checkpoint or start with `init_from`; return the step."""
         self.logger.log_start()
-        metadata = self.checkpoints.restore_latest(self.requested, self.dataset, self._has_batch_norm)
+        choose = functools.partial(workdir.checkpoint_to_resume, self.requested, self.dataset, self._has_batch_norm)
+        metadata = self.checkpoints.restore_latest(choose)
         # with `overwrite` the file is of the deleted run; after a restart in this process its timer is newer
         ignores_file = self.requested.overwrite or self.timer.seconds
         last = {} if ignores_file else read_times(self.config.directory)

@@ -19,9 +19,6 @@ from cifar_towers.checkpointing.checkpoint import (
     save_checkpoint,
     validate_checkpoint,
 )
-from cifar_towers.checkpointing.workdir import checkpoint_to_resume
-from cifar_towers.config import TrainConfig
-from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, RunError
 from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
@@ -95,15 +92,15 @@ class CheckpointManager:
         checkpoints = list_checkpoints(self.train_dir)
         return f"{checkpoints[-1].name} is kept" if checkpoints else "no checkpoint was written"
 
-    def restore_latest(self, config: TrainConfig, dataset: Dataset, has_batch_norm: bool) -> dict[str, Any] | None:
-        """Restore the newest checkpoint if the run resumes; return its metadata, or None for a new run.
+    def restore_latest(self, choose: Callable[[], Path | None]) -> dict[str, Any] | None:
+        """Restore the checkpoint that `choose` returns on worker 0; return its metadata, or None for a new run.
 
-        Damaged checkpoints are set aside first. For arguments and errors see `checkpoint_to_resume`.
+        Damaged checkpoints are set aside first.
         """
 
         def restore() -> dict[str, Any] | None:
             self.quarantine_damaged()
-            checkpoint = checkpoint_to_resume(config, dataset, has_batch_norm)
+            checkpoint = choose()
             return self.restore(checkpoint) if checkpoint else None
 
         return self._on_all_workers(restore)
