@@ -17,6 +17,7 @@ from cifar_towers.checkpointing.checkpoint import first_nonfinite
 from cifar_towers.checkpointing.manager import CheckpointManager
 from cifar_towers.config import TrainConfig, parse_profile_steps
 from cifar_towers.config.schedules import ImageSizeSchedule
+from cifar_towers.config.train_config import shared_settings
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
@@ -76,9 +77,10 @@ def train(
     with coordination.connect(cluster, setup_devices, config.worker_wait_seconds, shutdown) as (workers, hardware):
         source, dataset = build.load_data(config, source)
         precision = devices.choose_precision(config.precision, hardware.local_towers)
-        coordination.assert_workers_agree(workers, config, dataset, precision, len(hardware.local_towers))
+        workers.assert_equal(shared_values(config, dataset, precision, len(hardware.local_towers)))
         config = workdir.choose_directory(config, source.banner, launch_id)
-        with coordination.worker_train_dir(workers, config) as config, explained_errors(config, hardware.towers):
+        with coordination.worker_train_dir(workers, config.train_dir) as own, explained_errors(config, hardware.towers):
+            config = dataclasses.replace(config, train_dir=own)
             named = [load_object("callback", config.callback)] if config.callback and workers.is_chief else []
             callbacks = [*callbacks, *named] if workers.is_chief else []
             with Callbacks(callbacks, open_run(config.directory)).until_end() as told:
@@ -86,6 +88,12 @@ def train(
                     Run, dataset, source.banner, hardware, precision, shutdown, workers, timer, told
                 )
                 return train_run(config, set_up, launch_id)
+
+
+def shared_values(config: TrainConfig, dataset: Dataset, precision: str, num_towers: int) -> dict[str, Any]:
+    """Return what must be equal on all workers of a cluster: settings, data, precision and number of towers."""
+    data = {f"{name} images, as sha256,": getattr(dataset, name).digest for name in ("train", "validation", "test")}
+    return shared_settings(config) | data | {"precision": precision, "towers": num_towers}
 
 
 def train_run(config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str) -> dict:

@@ -8,7 +8,6 @@ The launcher restarts all, and they resume from the last checkpoint.
 
 import contextlib
 import ctypes
-import dataclasses
 import pickle
 import re
 import socket
@@ -26,9 +25,6 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 
-from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import shared_settings
-from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import Interrupted, RunError, UsageError, WorkerLostError, error_line, error_text, printable
 from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers, split_address
 from cifar_towers.shutdown import ShutdownHandler
@@ -110,25 +106,13 @@ def run_interruptibly(function: Callable[[], Any], shutdown: ShutdownHandler, de
 
 
 @contextlib.contextmanager
-def worker_train_dir(workers: Workers, config: TrainConfig) -> Iterator[TrainConfig]:
-    """Yield the config with this worker's `train_dir`: worker 0 keeps its own, the others have a temporary one."""
+def worker_train_dir(workers: Workers, train_dir: str) -> Iterator[str]:
+    """Yield the directory that this worker writes: `train_dir` on worker 0, and a temporary one on the others."""
     if workers.is_chief:
-        yield config
+        yield train_dir
         return
     with tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{workers.index}-", ignore_cleanup_errors=True) as own:
-        yield dataclasses.replace(config, train_dir=own)
-
-
-def assert_workers_agree(
-    workers: Workers, config: TrainConfig, dataset: Dataset, precision: str, num_towers: int
-) -> None:
-    """Check that all workers have the same settings, data, precision and number of towers.
-
-    Raises:
-      UsageError: naming the worker and what differs.
-    """
-    data = {f"{name} images, as sha256,": getattr(dataset, name).digest for name in ("train", "validation", "test")}
-    workers.assert_equal(shared_settings(config) | data | {"precision": precision, "towers": num_towers})
+        yield own
 
 
 # The start and the end ------------------------------------------------------------------------------------------------

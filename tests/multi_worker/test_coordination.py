@@ -24,6 +24,7 @@ from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers
 from cifar_towers.multi_worker.coordination import run_interruptibly
 from cifar_towers.multi_worker.launcher import free_addresses
 from cifar_towers.shutdown import ShutdownHandler
+from cifar_towers.trainer import shared_values
 from cifar_towers.training.distributed_step import make_strategy
 
 FROM_TASK = "from remote target /job:worker/replica:0/task:{}"
@@ -152,7 +153,7 @@ def test_workers_with_other_images_are_refused(split):
 
     def check(gather, dataset):
         workers = Workers(dataclasses.replace(CLUSTER, addresses=CLUSTER.addresses[:2]), gather)
-        coordination.assert_workers_agree(workers, TrainConfig(), dataset, "float32", 2)
+        workers.assert_equal(shared_values(TrainConfig(), dataset, "float32", 2))
 
     sent = []
     check(lambda values: sent.append(values) or [values, values], dataset._replace(**{split: synthetic.make(10, 0, 3)}))
