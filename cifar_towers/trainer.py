@@ -215,10 +215,10 @@ class Run:
         workers: Workers,
         timer: PhaseTimer,
         callbacks: Callbacks,
-        config: TrainConfig,
+        requested: TrainConfig,
         micro_batches: int = 0,
     ):
-        """Build batches, model, state, step and collaborators as the config asks for.
+        """Build batches, model, state, step and collaborators as the `requested` config asks for.
 
         Args:
           micro_batches: number of micro-batches if the config says `auto`; 0: the number that the run had so far, or 1
@@ -227,35 +227,34 @@ class Run:
         Raises:
           UsageError: the settings do not fit this machine, model or data set.
         """
-        self.dataset, self.precision, self.requested = dataset, precision, config
+        self.dataset, self.precision, self.requested = dataset, precision, requested
         self.shutdown, self.workers, self.timer, self.callbacks = shutdown, workers, timer, callbacks
         strategy, towers, self.local_towers = hardware
 
-        rows = config.examples_drawn * len(self.local_towers) // len(towers)
-        self.batches = build.make_batches(config, dataset.train, rows=(workers.index * rows, rows), towers=towers)
-        self.length = length = config.run_length(self.batches.steps_per_epoch)
-        traced = parse_profile_steps(config.profile_steps)
+        rows = requested.examples_drawn * len(self.local_towers) // len(towers)
+        self.batches = build.make_batches(requested, dataset.train, rows=(workers.index * rows, rows), towers=towers)
+        self.length = length = requested.run_length(self.batches.steps_per_epoch)
+        traced = parse_profile_steps(requested.profile_steps)
         if traced and traced[0] >= length.last:
             raise UsageError(
-                f"profile_steps={config.profile_steps}: this run ends with step {length.last}; give earlier steps"
+                f"profile_steps={requested.profile_steps}: this run ends with step {length.last}; give earlier steps"
             )
-        self.profiler = StepProfiler(config.directory, *traced) if traced and workers.is_chief else None
+        self.profiler = StepProfiler(requested.directory, *traced) if traced and workers.is_chief else None
 
-        arguments = towers, precision, dataset.train, length
-        previous = workdir.previous_choices(config, config.num_towers(len(towers)))
-        micro_batches = config.micro_batches or micro_batches or previous.get("micro_batches") or 1
-        config = dataclasses.replace(config, micro_batches=micro_batches)
-        config = tuning.resolve_placement(config, *arguments, previous.get("variable_placement", ""))
-        self.config = config = tuning.resolve_shares(config, *arguments, previous.get("tower_shares", ""))
+        previous = workdir.previous_choices(requested, requested.num_towers(len(towers)))
+        if micro_batches:
+            previous["micro_batches"] = micro_batches
+        self.config = config = tuning.resolve_choices(requested, towers, precision, dataset.train, length, previous)
         self.state, train_step, self.towers = build.make_training(
-            config, *arguments, strategy, self.batches.load_images
+            config, towers, precision, dataset.train, length, strategy, self.batches.load_images
         )
         self.variables = self.state.named_variables()
         self.augmentation = build.make_augmentation(config, dataset.info)
         image_size_at = ImageSizeSchedule(config.image_size_schedule, config.image_size).at(length)
         names = [*self.state.loss_averages.sums, *(f"the gradient of {name}" for name in self.state.weight_names)]
-        verification = config.verify_every_steps, self.towers, names
-        self.step_runner = StepRunner(train_step, self.state.optimizer, image_size_at, *verification)
+        self.step_runner = StepRunner(
+            train_step, self.state.optimizer, image_size_at, config.verify_every_steps, self.towers, names
+        )
 
         self._make_observers(banner)
         self.evaluations: list[dict] = []

@@ -9,7 +9,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +31,19 @@ from cifar_towers.training import build
 from cifar_towers.training.step import make_tower_fn
 
 log = logging.getLogger(__name__)
+
+
+def resolve_choices(
+    config: TrainConfig, towers: Sequence[Tower], precision: str, train: Split, length: RunLength, previous: Mapping
+) -> TrainConfig:
+    """Return `config` with number of micro-batches, variable placement and tower shares, as the run chooses them.
+
+    Args:
+      previous: earlier choices of the run, by setting.
+    """
+    config = dataclasses.replace(config, micro_batches=config.micro_batches or previous.get("micro_batches", 1))
+    config = resolve_placement(config, towers, precision, train, length, previous.get("variable_placement", ""))
+    return resolve_shares(config, towers, precision, train, length, previous.get("tower_shares", ""))
 
 
 # Variable placement ---------------------------------------------------------------------------------------------------
