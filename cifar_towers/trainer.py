@@ -201,6 +201,7 @@ class Run:
       towers: the towers of the step; a single one if the devices hold stages of the model.
       local_towers: the devices of this process, each as a tower, also if they hold stages.
       hooks: functions of (number of finished steps, steps whose metrics have arrived), called after every step.
+      image_size_at: function (step) -> height and width of its images in pixels.
       evaluations: records of the evaluations after the last step, if it was evaluated.
       reached: the first accuracy that met the target; 0 until then.
     """
@@ -249,11 +250,11 @@ class Run:
             config, towers, precision, dataset.train, length, strategy, self.batches.load_images
         )
         self.variables = self.state.named_variables()
-        self.augmentation = build.make_augmentation(config, dataset.info)
-        image_size_at = ImageSizeSchedule(config.image_size_schedule, config.image_size).at(length)
+        self.augmentation = build.make_augmentation(config, dataset.info)  # without a function of the user's
+        self.image_size_at = ImageSizeSchedule(config.image_size_schedule, config.image_size).at(length)
         names = [*self.state.loss_averages.sums, *(f"the gradient of {name}" for name in self.state.weight_names)]
         self.step_runner = StepRunner(
-            train_step, self.state.optimizer, image_size_at, config.verify_every_steps, self.towers, names
+            train_step, self.state.optimizer, self.image_size_at, config.verify_every_steps, self.towers, names
         )
 
         self._make_observers(banner)
@@ -272,7 +273,6 @@ class Run:
             towers=self.towers,
             precision=self.precision,
             length=length,
-            image_size_at=self.step_runner.image_size_at,
             model=self.state.model,
             variables=self.variables,
             activation_layers=[layer.name for layer in activation_layers(self.state.model)],
@@ -339,7 +339,7 @@ class Run:
     def begin(self, step: int) -> None:
         """Open the files of the run. From now on, a signal ends the run once its current step is saved."""
         self.workers.cluster.log(f"trains from step {step} to {self.length.last}")
-        self.logger.open(step, self.evaluator.images_left)
+        self.logger.open(step, self.image_size_at, self.evaluator.images_left)
         if self.callbacks.error:
             raise self.callbacks.error
         self.shutdown.announce = self.log
@@ -392,8 +392,7 @@ class Run:
 
     def _compile(self, step: int, batch: Batch, options: dict[str, Any]) -> None:
         """Trace and compile a step of a new kind; draw the graph of the first."""
-        image_size = self.step_runner.image_size_at(step)
-        self.logger.progress.activity(f"compiling the step for images of {image_size} pixels")
+        self.logger.progress.activity(f"compiling the step for images of {self.image_size_at(step)} pixels")
         with self.shutdown.interruptible():  # it takes a while, and nothing has changed yet
             function = self.step_runner.trace(step, batch, **options)
         if not self.step_runner.traced:

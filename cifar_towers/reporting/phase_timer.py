@@ -108,7 +108,7 @@ class TimeLeft:
     length: RunLength
     batch_size: int
     timer: PhaseTimer
-    image_size_at: Callable[[int], int]
+    image_size_at: Callable[[int], int]  # step -> height and width of its images in pixels
     images_left: Callable[[int], int]  # step -> images that evaluations will still classify, each view counted
 
     def __post_init__(self) -> None:

@@ -60,7 +60,6 @@ class RunInfo:
     towers: Sequence[Tower]  # of the step: a single one where the model is split
     precision: str
     length: RunLength
-    image_size_at: Callable[[int], int]  # step -> height and width of its images in pixels
     model: keras.Model
     variables: Mapping[str, tf.Variable]  # all that is saved, by name
     activation_layers: Sequence[str]  # names of the layers in `StepDiagnostics.activations`
@@ -117,16 +116,14 @@ class RunLogger:
             f"per epoch; writing to {self.directory}"
         )
 
-    def open(self, step: int, images_left: Callable[[int], int]) -> None:
+    def open(self, step: int, image_size_at: Callable[[int], int], images_left: Callable[[int], int]) -> None:
         """Open the files of a run that starts or resumes at `step`, and write its settings and environment.
 
-        For `images_left` see `TimeLeft`.
+        For `image_size_at` and `images_left` see `TimeLeft`.
         """
         self.truncate_after(step)
-        self._time_left = TimeLeft(
-            self.run.length, self.run.config.batch_size, self.timer, self.run.image_size_at, images_left
-        )
         run, settings = self.run, dataclasses.asdict(self.run.config)
+        self._time_left = TimeLeft(run.length, run.config.batch_size, self.timer, image_size_at, images_left)
         environment = describe_run(run)
         self._unwritten = {files.CONFIG: settings, files.ENVIRONMENT: environment}
         self._write_unwritten()
