@@ -30,8 +30,7 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, str]:
     Raises:
       UsageError: one of them is not a run's directory. DataError: a file or checkpoint that both have is damaged.
     """
-    runs = one, other
-    for run in runs:
+    for run in (one, other):
         if not (run / files.CONFIG).exists():
             raise UsageError(f"{run} has no {files.CONFIG}; give two runs' directories, as runs/speed94-seed0")
     lines = []
@@ -39,7 +38,7 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, str]:
         if differences := _differences(files.read_json_if_any(one / name), files.read_json_if_any(other / name)):
             lines.append(f"{kind} differ: {differences}")
     lines = lines or ["settings and environments: same"]
-    compared = _compare_records(*runs), _compare_checkpoints(*runs), _compare_last_weights(*runs)
+    compared = _compare_records(one, other), _compare_checkpoints(one, other), _compare_last_weights(one, other)
     findings = [found for found in compared if found]
     results = [equal for equal, _ in findings if equal is not None]
     if not results:

@@ -90,18 +90,18 @@ def resolve_cluster(workers: str, worker_index: int, environment: Mapping[str, s
       UsageError: the workers are not named anywhere, or they make no cluster.
     """
     if workers:
-        cluster, source = (workers.split(","), worker_index), "workers"
+        (addresses, index), source = (workers.split(","), worker_index), "workers"
         if worker_index < 0:
             raise UsageError(f"workers={workers} needs the index of this process; give --worker_index=0 or more")
     elif environment.get("TF_CONFIG"):
-        cluster, source = _from_tf_config(environment["TF_CONFIG"]), "TF_CONFIG"
+        (addresses, index), source = _from_tf_config(environment["TF_CONFIG"]), "TF_CONFIG"
     elif "SLURM_PROCID" in environment:
-        cluster, source = _from_slurm(environment), "Slurm's variables"
+        (addresses, index), source = _from_slurm(environment), "Slurm's variables"
     else:
         raise UsageError(f"strategy=multi_worker needs to know its workers; {HOW_TO_NAME_WORKERS}")
-    if worker_index >= 0 and worker_index != cluster[1]:
-        raise UsageError(f"worker_index={worker_index}, but {source} says that this is worker {cluster[1]}")
-    return _validated(*cluster, source)
+    if worker_index >= 0 and worker_index != index:
+        raise UsageError(f"worker_index={worker_index}, but {source} says that this is worker {index}")
+    return _validated(addresses, index, source)
 
 
 def _validated(addresses: list[str], index: int, source: str) -> ClusterSpec:

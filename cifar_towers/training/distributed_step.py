@@ -145,8 +145,8 @@ def make_mirrored_step(
 
     @tf.function(autograph=False)
     def train_step(batch, learning_rates, image_size=0, collect_diagnostics=None, stop_signal=None) -> StepMetrics:
-        arguments = (split_batch(batch, local_towers), frozenset(learning_rates), image_size, collect_diagnostics)
-        reduced, tower_stats, signal = strategy.run(on_replica, (*arguments, stop_signal))
+        args = split_batch(batch, local_towers), frozenset(learning_rates), image_size, collect_diagnostics, stop_signal
+        reduced, tower_stats, signal = strategy.run(on_replica, args)
         local = _by_replica(strategy, (reduced._replace(gradients=[], non_trainable=[]), tower_stats, signal))
         results = _tower_results(local[0][0], len(towers), local[-1][0].diagnostics)
         losses, finite = results[-1].losses, all_finite(results)
