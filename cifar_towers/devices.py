@@ -45,7 +45,7 @@ def setup_devices(config: TrainConfig, cluster: ClusterSpec | None = None) -> De
             raise UsageError(str(error)) from error
         devices = Devices(strategy, towers, towers_here(strategy, towers))
     else:
-        towers = setup_towers(config)
+        towers = setup_towers(config, _choose_num_towers(config))
         if config.verify_every_steps and on_gpus(towers) and (len(set(gpu_names())) > 1 or not config.deterministic):
             raise UsageError("verify_every_steps compares bits: on GPUs, give --deterministic and GPUs of one kind")
         if config.verify_every_steps and len(towers) == 1:
@@ -55,27 +55,27 @@ def setup_devices(config: TrainConfig, cluster: ClusterSpec | None = None) -> De
     return devices
 
 
-def setup_towers(config: DeviceConfig) -> list[Tower]:
-    """Set up the towers that a config asks for.
-
-    If the config gives no number, set up as many towers as can share its batch, and log the reason if that is fewer
-    than the default.
+def setup_towers(config: DeviceConfig, num_towers: int = 0) -> list[Tower]:
+    """Set up `num_towers` towers, by default as many as a config asks for, on this machine.
 
     Raises:
       UsageError: this machine cannot have them.
     """
-    num_towers, options = config.num_gpus, _device_options(config)
-    if not num_towers:
-        num_devices = len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
-        fitting, why = config.default_num_towers(num_devices)
-        if fitting != num_devices:
-            num_towers = fitting
-        if why:
-            log.info(f"{fitting} of {num_devices} towers: {why}")
     try:
-        return make_towers(num_towers, **options)
+        return make_towers(num_towers or config.num_gpus, **_device_options(config))
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from error
+
+
+def _choose_num_towers(config: TrainConfig) -> int:
+    """Return the number of towers to ask for, 0 for one per device; log the reason if fewer can share the batch."""
+    num_devices = len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
+    fitting, why = config.default_num_towers(num_devices)
+    if config.num_gpus or fitting == num_devices:
+        return config.num_gpus
+    if why:
+        log.info(f"{fitting} of {num_devices} towers: {why}")
+    return fitting
 
 
 def _device_options(config: DeviceConfig) -> dict:

@@ -197,10 +197,6 @@ class DeviceConfig:
     def __post_init__(self):
         check_limits(self)
 
-    def default_num_towers(self, num_devices: int) -> tuple[int, str]:
-        """Return (default number of towers, no reason): one per device. `TrainConfig` may have a reason for fewer."""
-        return num_devices, ""
-
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(DeviceConfig):

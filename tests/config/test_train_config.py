@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cifar_towers.cli.flags import flag_settings, help_text, parse_command_line, short_help
-from cifar_towers.config import DeviceConfig, TrainConfig
+from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import BenchmarkConfig, CompareConfig, EvaluateConfig, ExportConfig, ReportConfig
 from cifar_towers.config.train_config import (
     differing_settings,
@@ -296,7 +296,6 @@ def test_default_number_of_towers_divides_the_batch():
     assert TrainConfig(batch_size=1000, hard_example_pool=1500).default_num_towers(8)[0] == 5
     assert TrainConfig(batch_size=1001, micro_batches=2).default_num_towers(2) == (2, "")  # no number divides it
     assert TrainConfig(batch_size=1024, parallelism="model").default_num_towers(7) == (7, "")
-    assert DeviceConfig().default_num_towers(7) == (7, "")
     with pytest.raises(UsageError, match=f"{why}$"):
         TrainConfig(batch_size=1024, num_gpus=7)
 

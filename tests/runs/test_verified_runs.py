@@ -79,7 +79,7 @@ def test_one_tower_repeats_its_own_work_and_says_so(tmp_path, inject_flip, caplo
     ],
 )
 def test_gpus_must_be_deterministic_and_of_one_kind(monkeypatch, names, settings, refused):
-    monkeypatch.setattr(devices, "setup_towers", lambda config: [Tower(index, f"/GPU:{index}") for index in range(2)])
+    monkeypatch.setattr(devices, "setup_towers", lambda *_: [Tower(index, f"/GPU:{index}") for index in range(2)])
     monkeypatch.setattr(devices, "gpu_names", lambda: names)
     config = replace(TINY, **{"verify_every_steps": 5} | settings)
     if refused:
