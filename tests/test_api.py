@@ -13,7 +13,7 @@ from PIL import Image
 
 import cifar_towers
 from cifar_towers.data import synthetic
-from cifar_towers.errors import DataError, UsageError
+from cifar_towers.errors import DataError, RunError, UsageError
 from cifar_towers.reporting.run_logger import CallbackError
 from tests.configs import TINY_NET
 
@@ -100,6 +100,15 @@ def test_settings_are_refused_with_the_sentence_of_the_command_line(settings, me
 def test_an_error_in_the_run_names_settings_and_no_flags(tmp_path):
     with pytest.raises(UsageError, match=r"batch_size=1000 is more than the 400 .*; give batch_size=256$"):
         cifar_towers.train(train_dir=tmp_path, **SETTINGS | {"batch_size": 1000})
+
+
+def test_weights_that_are_not_expected_are_an_error(run):
+    """A run that is finished is checked too, as on the command line."""
+    expected, settings = run.result["weights_sha256"], {"train_dir": run.directory, **SETTINGS}
+    assert cifar_towers.train(expect_sha256=expected[:16], **settings).result == run.result
+    message = f"weights after step 8 have sha256 {expected[:16]}, not expect_sha256=0123456789abcdef: "
+    with pytest.raises(RunError, match=message):
+        cifar_towers.train(expect_sha256="0123456789abcdef", **settings)
 
 
 def test_verified_steps_leave_the_weights_as_they_are(run, tmp_path):

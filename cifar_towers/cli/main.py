@@ -39,9 +39,7 @@ def train(shutdown: ShutdownHandler) -> None:
     cluster = join_cluster(config)
     if measured := measured_accuracy(config):
         log.info(f"recipe {config.recipe}, measured to reach {measured}")
-    result = start_training(config, shutdown, cluster, os.environ.get(launcher.LAUNCH_VARIABLE, ""))
-    if result:
-        check_weights(result, config.expect_sha256)
+    start_training(config, shutdown, cluster, os.environ.get(launcher.LAUNCH_VARIABLE, ""))
 
 
 def start_training(
@@ -51,11 +49,11 @@ def start_training(
     launch_id: str = "",
     callbacks: Sequence = (),
     open_run: Callable[[Path], Run] = Run,
-) -> dict | None:
+) -> None:
     """Refuse what can be refused without TensorFlow, then train a run, or one for each of the config's seeds.
 
-    Returns:
-      The content of result.json, as `trainer.train` does, which has the arguments; None for several seeds.
+    Raises:
+      RunError: the weights are not those of `expect_sha256`. Other errors, and the arguments: see `trainer.train`.
     """
     from cifar_towers.checkpointing import workdir
     from cifar_towers.data import sources
@@ -69,10 +67,16 @@ def start_training(
     import_tensorflow()
     if config.seeds:
         train_seeds(config, source, shutdown, launch_id)
-        return None
+        return
     from cifar_towers import trainer
 
-    return trainer.train(config, source, shutdown, cluster, launch_id, callbacks, open_run, timer)
+    result = trainer.train(config, source, shutdown, cluster, launch_id, callbacks, open_run, timer)
+    if not result["weights_sha256"].startswith(config.expect_sha256):
+        raise RunError(
+            f"the weights after step {result['step']} have sha256 {result['weights_sha256'][:16]}, not expect_sha256="
+            f"{config.expect_sha256[:16]}: other settings, data, processor or versions train other bits; "
+            f"{command('compare_runs.py')} tells where two runs part"
+        )
 
 
 def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: ShutdownHandler, launch_id: str = "") -> None:
@@ -141,16 +145,6 @@ def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> Clus
     cluster = cluster_spec.resolve_cluster(config.workers, config.worker_index, environment)
     config.check_shares(max(config.num_gpus, 1) * cluster.size)
     return cluster
-
-
-def check_weights(result: dict, expected: str) -> None:
-    """Raise RunError if the weights of a run's result have another SHA-256 than is expected, if any is."""
-    if not result["weights_sha256"].startswith(expected):
-        raise RunError(
-            f"the weights after step {result['step']} have sha256 {result['weights_sha256'][:16]}, not "
-            f"expect_sha256={expected[:16]}: other settings, data, processor or versions train other bits; "
-            f"{command('compare_runs.py')} tells where two runs part"
-        )
 
 
 @program
