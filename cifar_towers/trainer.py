@@ -310,7 +310,7 @@ class Run:
         """Log what will be trained, and restore the newest checkpoint or start with `init_from`; return the step."""
         self.logger.log_start()
         choose = functools.partial(workdir.checkpoint_to_resume, self.requested, self.dataset, self._has_batch_norm)
-        metadata = self.checkpoints.restore_latest(choose)
+        metadata = self.checkpoints.restore_latest(choose, self.requested.overwrite)
         # with `overwrite` the file is of the deleted run; after a restart in this process its timer is newer
         ignores_file = self.requested.overwrite or self.timer.seconds
         last = {} if ignores_file else read_times(self.config.directory)

@@ -92,13 +92,15 @@ class CheckpointManager:
         checkpoints = list_checkpoints(self.train_dir)
         return f"{checkpoints[-1].name} is kept" if checkpoints else "no checkpoint was written"
 
-    def restore_latest(self, choose: Callable[[], Path | None]) -> dict[str, Any] | None:
+    def restore_latest(self, choose: Callable[[], Path | None], overwrite: bool = False) -> dict[str, Any] | None:
         """Restore the checkpoint that `choose` returns on worker 0; return its metadata, or None for a new run.
 
-        Damaged checkpoints are set aside first.
+        Damaged checkpoints are set aside first. If worker 0 is to `overwrite` the run, no checkpoint is read.
         """
 
         def restore() -> dict[str, Any] | None:
+            if overwrite:
+                return None
             self.quarantine_damaged()
             checkpoint = choose()
             return self.restore(checkpoint) if checkpoint else None

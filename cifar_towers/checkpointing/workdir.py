@@ -162,14 +162,13 @@ def previous_choices(config: TrainConfig, num_towers: int) -> dict[str, Any]:
 
 
 def checkpoint_to_resume(config: TrainConfig, dataset: Dataset, has_batch_norm: bool) -> Path | None:
-    """Return the newest undamaged checkpoint of a run; None without one, and with `overwrite`.
+    """Return the newest undamaged checkpoint of a run; None without one.
 
     Raises:
       UsageError: the checkpoint was made with another recipe or data set; the message names what differs.
       DataError: there are checkpoints, and all are damaged; or the data set now has other images.
     """
-    checkpoint = None if config.overwrite else latest_checkpoint(config.directory)
-    if not checkpoint:
+    if not (checkpoint := latest_checkpoint(config.directory)):
         return None
     metadata = read_metadata(checkpoint)
     _check_recipe(checkpoint, metadata, config, has_batch_norm, dataset.name)

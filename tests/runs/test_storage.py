@@ -8,9 +8,9 @@ import pytest
 
 from cifar_towers import files
 from cifar_towers.checkpointing import workdir
-from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_metadata
+from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoints, read_metadata
 from cifar_towers.config.programs import EvaluateConfig
-from cifar_towers.errors import DataError, RunError
+from cifar_towers.errors import DataError, RunError, UsageError
 from cifar_towers.inference import evaluate
 from tests.messages import lines_with
 from tests.runs.short_runs import STEPS, TINY, records_of, run
@@ -41,6 +41,17 @@ def test_run_with_only_damaged_checkpoints_is_refused(saved_run):
         with pytest.raises(DataError, match="every checkpoint .*damaged.* --overwrite"):
             run(TWO_TOWERS, saved_run)
     assert run(TWO_TOWERS, saved_run, overwrite=True, max_steps=1)["step"] == 1
+
+
+def test_run_of_an_earlier_version_is_refused_or_overwritten(saved_run):
+    """Its newest checkpoint is undamaged, and has metadata that cannot be read any more."""
+    earlier = checkpoint_path(saved_run, STEPS + 1)
+    files.commit(earlier, lambda directory: (directory / "facts.json").write_text("{}"))
+    with pytest.raises(UsageError, match=f"{earlier} .*earlier version.* --overwrite to start again in this one"):
+        run(TWO_TOWERS, saved_run)
+    assert earlier.exists()
+    assert run(TWO_TOWERS, saved_run, overwrite=True, max_steps=1)["step"] == 1
+    assert list_checkpoints(saved_run) == [checkpoint_path(saved_run, 1)]
 
 
 @pytest.mark.slow
