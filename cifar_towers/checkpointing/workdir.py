@@ -173,9 +173,11 @@ def checkpoint_to_resume(config: TrainConfig, dataset: Dataset, has_batch_norm: 
     metadata = read_metadata(checkpoint)
     _check_recipe(checkpoint, metadata, config, has_batch_norm, dataset.name)
     if changed := dataset.changed_splits(metadata):
+        had, has = "validation_sha256" in metadata, "validation" in dataset.digests()
+        validation = "" if had == has else f" ({'no' if had else 'new'} validation images)"
         raise DataError(
-            f"{checkpoint} was made with other {' and '.join(changed)} images than {dataset.name} has now; put those "
-            "back, or give another --train_dir, or --overwrite to start again in this one"
+            f"{checkpoint} was made with other {' and '.join(changed)} images than {dataset.name} has now{validation}; "
+            "put the images back as they were, or give another --train_dir, or --overwrite to start again in this one"
         )
     return checkpoint
 

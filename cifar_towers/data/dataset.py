@@ -76,12 +76,9 @@ class Dataset(NamedTuple):
         return {name: split.digest for name, split in splits.items() if len(split.labels)}
 
     def changed_splits(self, metadata: Mapping[str, Any]) -> list[str]:
-        """Return the splits whose digests differ from those in a checkpoint's metadata.
-
-        A checkpoint without a validation digest does not count as different.
-        """
-        known = {"validation_sha256": self.validation.digest, **metadata}
-        return [name for name, digest in self.digests().items() if known.get(f"{name}_sha256") != digest]
+        """Return the splits that differ from those whose digests a checkpoint's metadata has, or are new or missing."""
+        names, digests = ("train", "validation", "test"), self.digests()
+        return [name for name in names if digests.get(name) != metadata.get(f"{name}_sha256")]
 
 
 def split_validation(train: Split, count: int) -> tuple[Split, Split]:

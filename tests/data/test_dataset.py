@@ -49,5 +49,7 @@ def test_changed_splits_are_found_by_a_checkpoints_digests():
     assert metadata.keys() == {"train_sha256", "validation_sha256", "test_sha256"} and not data.changed_splits(metadata)
     assert data._replace(test=other).changed_splits(metadata) == ["test"]
     assert data._replace(train=other, validation=other).changed_splits(metadata) == ["train", "validation"]
-    del metadata["validation_sha256"]  # of a run from before there was a validation split
-    assert data.changed_splits(metadata) == []
+    without = data._replace(validation=train.take(slice(0)))
+    assert without.changed_splits(metadata) == ["validation"]  # it is missing now
+    del metadata["validation_sha256"]
+    assert data.changed_splits(metadata) == ["validation"] and without.changed_splits(metadata) == []

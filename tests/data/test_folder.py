@@ -108,7 +108,7 @@ def test_validation_folder_beside_a_test_is_the_validation_split(tmp_path):
     counts = {name: getattr(data, name).class_counts().tolist() for name in ("train", "validation", "test")}
     assert counts == {"train": [2] * 3, "validation": [3, 3, 0], "test": [4] * 3}
     before = {"train_sha256": data.train.digest, "test_sha256": data.test.digest}
-    assert not data.changed_splits(before)  # a run resumes that ignored the validation folder
+    assert data.changed_splits(before) == ["validation"]  # of a run that had no validation images
     config = TrainConfig(dataset=f"folder:{tmp_path}", train_dir=str(tmp_path / "Valid" / "run"))
     with pytest.raises(UsageError, match="is among the pictures of"):
         build.load_data(config, sources.find(config.dataset))

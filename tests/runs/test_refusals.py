@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from cifar_towers import files, trainer
 from cifar_towers.config.programs import EvaluateConfig
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import DataError, UsageError
 from cifar_towers.inference import evaluate
 from tests.configs import net
 from tests.runs.short_runs import TINY, run
@@ -57,6 +57,25 @@ def test_run_that_cannot_start_leaves_no_directory(tmp_path, monkeypatch, settin
 def test_resume_with_another_recipe_is_refused(tiny_run):
     with pytest.raises(UsageError, match="batch_size 200 -> 100.*momentum 0.85 -> 0.5"):
         run(TINY, tiny_run[0], batch_size=100, momentum=0.5)
+
+
+def test_validation_images_that_vanish_or_appear_are_changed_data(tmp_path, small_folder):
+    """Else the test images would choose the best checkpoint of a run that had validation images, or the reverse."""
+    photos = shutil.copytree(small_folder.removeprefix("folder:"), tmp_path / "photos")
+    validation = shutil.copytree(photos / "test", photos / "val")
+    on_photos = {"dataset": f"folder:{photos}", "batch_size": 40, "max_steps": 1}
+    run(TINY, tmp_path / "with", **on_photos)
+    validation.rename(tmp_path / "val")
+    other, advice = "was made with other validation images than folder:.*/photos has now", "put the images back as they"
+    with pytest.raises(DataError, match=rf"with/checkpoints/.* {other} \(no validation images\); {advice}") as caught:
+        run(TINY, tmp_path / "with", **on_photos)
+    assert caught.value.exit_code == 3
+    run(TINY, tmp_path / "without", **on_photos)
+    assert run(TINY, tmp_path / "without", **on_photos | {"max_steps": 2})["step"] == 2
+    (tmp_path / "val").rename(validation)
+    with pytest.raises(DataError, match=rf"{other} \(new validation images\); {advice}"):
+        run(TINY, tmp_path / "without", **on_photos)
+    assert run(TINY, tmp_path / "with", **on_photos)["step"] == 1  # with its images it goes on
 
 
 def test_locked_train_dir_is_refused(saved_run):
