@@ -39,7 +39,7 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
 
     Raises:
       RunError: a setting is wrong or only for the programs (`seeds`, `strategy="multi_worker"`), the data cannot be
-        read, training diverges or is corrupted, the last step is not saved, a callback fails, or weights are unexpected.
+        read, training diverges or is corrupted, the last step is unsaved, a callback fails, or weights are unexpected.
       KeyboardInterrupt: there was nothing to save yet, or it is the second interrupt.
     """
     config = parse_settings(TrainConfig, {"recipe": recipe, **settings})

@@ -82,20 +82,24 @@ def start_training(
 def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: ShutdownHandler, launch_id: str = "") -> None:
     """Train one run for each seed; print mean, standard deviation and n of the final accuracies.
 
-    The same statistics of every scalar are written for TensorBoard, see `seeds_directory`.
+    The same statistics of every scalar are written for TensorBoard, to `<recipe>-seeds` beside the runs, or to `seeds`
+    within `train_dir`.
     """
     import keras
-    import numpy as np
 
     from cifar_towers import trainer
+    from cifar_towers.checkpointing import workdir
     from cifar_towers.reporting.run_records import format_rate
     from cifar_towers.reporting.sample import Sample
     from cifar_towers.reporting.seed_statistics import SeedStatistics
 
     accuracies: dict[str, list[float]] = {}
     speeds = []
-    runs = [config.of_seed(seed) for seed in parse_seeds(config.seeds)]
-    with SeedStatistics(seeds_directory(config), [run.directory for run in runs]).updated_in_background():
+    seeds = parse_seeds(config.seeds)
+    runs = [workdir.choose_directory(config.of_seed(seed), source.banner, launch_id) for seed in seeds]
+    directories = [run.directory for run in runs]
+    statistics = directories[0].with_name(directories[0].name.removesuffix(str(seeds[0])) + "s")
+    with SeedStatistics(statistics, directories).updated_in_background():
         for run in runs:
             result = trainer.train(run, source, shutdown, launch_id=launch_id, open_run=Run)
             if result["images_per_sec"]:  # else no step was timed
@@ -104,16 +108,12 @@ def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: Shutdow
                 name = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"
                 accuracies.setdefault(name, []).append(score["accuracy"])
             keras.backend.clear_session()
-    speed = f": {format_rate(float(np.mean(speeds)))} images/s" if speeds else ""
-    print(f"{config.name}, seeds {', '.join(str(run.seed) for run in runs)}{speed}")
+    speed = f": {format_rate(Sample.of(speeds).mean)} images/s" if speeds else ""
+    if source.banner:
+        print(source.banner)
+    print(f"{config.name}, seeds {', '.join(map(str, seeds))}{speed}")
     for name, values in accuracies.items():
         print(f"{name}: {Sample.of(values).describe_percent()}")
-
-
-def seeds_directory(config: TrainConfig) -> Path:
-    """Return the directory of the statistics: `<recipe>-seeds` beside the runs, or `seeds` within `train_dir`."""
-    first = config.of_seed(0).directory
-    return first.with_name(first.name.removesuffix("0") + "s")
 
 
 def join_cluster(config: TrainConfig) -> ClusterSpec | None:

@@ -112,6 +112,20 @@ def test_synthetic_fallback_prints_a_banner(tmp_path, monkeypatch, capsys):
     assert "SYNTHETIC" in environment["synthetic_data"]
 
 
+def test_statistics_over_seeds_on_the_synthetic_fallback_are_of_these_runs(tmp_path, monkeypatch, capsys):
+    """Runs on CIFAR-10 of the same seeds may lie beside them."""
+    monkeypatch.setattr(cifar10, "reachable", lambda url: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    config = replace(TINY, recipe="tiny", dataset="auto", data_dir=str(tmp_path / "none"), max_steps=1, seeds="10")
+    train_seeds(config, sources.find("auto", config.data_dir), ShutdownHandler())
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"tiny-synthetic-seed10", "tiny-synthetic-seeds"}
+    (events,) = (tmp_path / "runs/tiny-synthetic-seeds/eval").glob("events*")
+    assert "n/accuracy/test/raw" in {tag for (tag, _), _ in read_scalars(events)}
+    banner, summary, *scores = capsys.readouterr().out.partition("next:")[2].splitlines()[4:]
+    assert "SYNTHETIC DATA" in banner and summary == "tiny, seeds 10" and "n=1" in scores[0]
+
+
 def test_rate_of_a_step_that_compiles_after_a_resume_is_that_of_the_next(tmp_path, capsys):
     """Resume in the middle of an epoch: a step is recorded once the next has run, or at the end of an epoch."""
     config = replace(TINY, max_steps=4, summary_every_steps=1)
