@@ -500,13 +500,11 @@ class TrainConfig(DeviceConfig):
     def check_shares(self, num_devices: int) -> None:
         """Check that the towers on this many devices, and their micro-batches, can share a batch."""
         num_towers = self.num_towers(num_devices)
-        if self.tower_shares == "auto":
-            return
         if not self.tower_shares:
             if uneven := self._describe_uneven_shares(num_towers):
                 raise UsageError(uneven)
             return
-        num_shares = len(parse_shares(self.tower_shares))
+        num_shares = len(parse_shares(self.tower_shares)) or num_towers  # of auto
         if num_shares != num_towers:
             raise UsageError(f"tower_shares={self.tower_shares} are of {num_shares} towers, and there are {num_towers}")
         parts = self.micro_batches or 1
