@@ -150,7 +150,7 @@ def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> Clus
 @program
 def launch(shutdown: ShutdownHandler) -> int:
     """Train with several workers on this machine, one process each, or supervise one process. The flags
-    after -- are those of train.py. When a worker is lost, all restart from the last checkpoint.
+    after -- are those of train.py. When a worker fails, all restart from the last checkpoint.
 
     launch.py --num_workers=2 -- --recipe=speed94 --train_dir=runs/two-workers
     """

@@ -208,7 +208,7 @@ class LaunchConfig:
     num_workers: int = _launch(
         0, "number of workers on this machine; 0: one process, which may be a worker of a cluster", low=0, high=1024
     )
-    max_restarts: int = _launch(3, "maximum number of restarts after a worker was lost or received a signal", low=0)
+    max_restarts: int = _launch(3, "maximum number of restarts; none after exit codes 0, 2, 3 and 4", low=0)
     command: tuple[str, ...] = setting((), REST, "flags of train.py")
 
     def __post_init__(self):

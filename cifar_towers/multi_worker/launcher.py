@@ -1,4 +1,4 @@
-"""The launcher: it starts the workers of a cluster on one machine, and restarts all of them when one is lost."""
+"""The launcher: it starts the workers of a cluster on one machine, and restarts all of them when one fails."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ def launch(
     Args:
       command: the training command; flags of each worker are appended.
       num_workers: number of processes, which meet on the loopback interface; 0: one, which may be part of a cluster.
-      max_restarts: number of restarts after a worker is lost or receives a signal.
+      max_restarts: number of restarts after a worker ends with an exit code that is not in `FINAL`.
       log: prints a line.
       shutdown: its first signal is forwarded and prevents restarts, a second kills the workers.
     """

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from cifar_towers.cli.flags import help_text
+from cifar_towers.config.programs import LaunchConfig
 from cifar_towers.errors import DataError, DivergedError, RunError, UsageError, WorkerLostError, interrupt_exit_code
 from cifar_towers.multi_worker import launcher
 from cifar_towers.shutdown import ShutdownHandler
@@ -45,6 +47,11 @@ def test_restarts_only_after_exit_codes_that_may_not_recur(launch, code, num_sta
     assert exit_code == code and len(starts) == num_starts and len(logged) == num_starts - 1
     assert len({line[1] for line in starts}) == 1  # all are of one launch
     assert all(line[3:] == ["--flag"] for line in starts)
+
+
+def test_the_help_names_the_exit_codes_after_which_there_is_no_restart():
+    text = " ".join(help_text(LaunchConfig, "").split())
+    assert "restarts; none after exit codes {}, {}, {} and {}".format(*launcher.FINAL) in text
 
 
 def test_no_restart_after_success(launch):
