@@ -182,7 +182,6 @@ class DeviceConfig:
         high=1024,
     )
     soft_placement: bool = _towers.free(True, "logical devices in place of missing GPUs")
-    log_device_placement: bool = _towers.free(False, "logged device of each variable and tower", per_worker=True)
     gpu_memory_growth: bool = _towers.free(
         True, "allocation of GPU memory as it is needed, instead of all at the start", per_worker=True
     )
@@ -261,6 +260,7 @@ class TrainConfig(DeviceConfig):
         "work split over the devices: data, the batch; model, pipeline stages of the net",
         choices=("data", "model"),
     )
+    log_device_placement: bool = _towers.free(False, "logged device of each variable and tower", per_worker=True)
 
     workers: str = _cluster.free(
         "", "host:port of every worker of strategy=multi_worker, as a:5000,b:5000; empty: from TF_CONFIG or Slurm"

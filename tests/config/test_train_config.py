@@ -122,6 +122,7 @@ USAGE_ERRORS = {
         (["--train_dir=runs/one", "--split=vall"], "split=vall is not one of test, validation, train"),
         ([str(ROOT)], f"perhaps --train_dir={ROOT} is meant"),
         (["smoke"], "'smoke' is not a flag; settings are given as --name=value"),
+        (["--train_dir=runs/one", "--log_device_placement"], "--log_device_placement is not a flag"),
     ],
     ExportConfig: [
         (["--train_dir=x", "--format=tensorrt"], "format=tensorrt is not one of saved_model, keras"),
