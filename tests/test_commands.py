@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from cifar_towers.config import TrainConfig
 from cifar_towers.errors import command, name_programs
+from cifar_towers.reporting.run_logger import next_commands
 
 ROOT = Path(__file__).parents[1]
 NET = """
@@ -28,7 +30,7 @@ def test_printed_commands_run_when_pasted(tmp_path, small_folder):
     (place / "my net.py").write_text(NET)
     Image.new("RGB", (32, 32), "red").save(place / "picture.jpg")
     (place / "the pictures").symlink_to(small_folder.removeprefix("folder:"))
-    flags = ["--model=my net.py:net", "--dataset=folder:the pictures", "--train_dir=a run", "--data_dir=prepared sets"]
+    flags = ["--model=my net.py:net", "--dataset=folder:the pictures", "--train_dir=a run"]
     flags += ["--max_steps=1", "--batch_size=40", "--precision=float32", "--eval_every_epochs=0", "--num_gpus=2"]
 
     def start(text):
@@ -39,13 +41,19 @@ def test_printed_commands_run_when_pasted(tmp_path, small_folder):
     out, _ = training.communicate(timeout=100)
     assert training.returncode == 0, out
     board, evaluate, predict = (line.strip() for line in out.partition("next:\n")[2].splitlines())
-    assert "'--data_dir=prepared sets'" in evaluate and "'--dataset=folder:the pictures'" in evaluate
+    assert "'--dataset=folder:the pictures'" in evaluate
     pasted = [start(f"{board} --inspect"), start(evaluate), start(predict)]
     outputs = [process.communicate(timeout=100)[0] for process in pasted]
     assert [process.returncode for process in pasted] == [0, 0, 0], outputs
     assert "a run/train" in outputs[0]
     assert "a run at step 1: folder:" in outputs[1] and "most often taken for" in outputs[1]
     assert "picture.jpg" in outputs[2] and outputs[2].count(" %") == 3
+
+
+def test_data_dir_is_printed_where_it_is_read():
+    config = TrainConfig(dataset="auto", data_dir="prepared sets")
+    assert "'--data_dir=prepared sets'" in next_commands(config, "")[1]
+    assert "--data_dir" not in next_commands(config, "SYNTHETIC DATA, NOT CIFAR-10")[1]
 
 
 @pytest.fixture

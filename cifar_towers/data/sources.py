@@ -47,7 +47,7 @@ def find(dataset: str, data_dir: str = "") -> Source:
 
     Raises:
       DataError: CIFAR-10, or what is at the path, cannot be read.
-      UsageError: there is no such data set, or `data_dir` is no place for one.
+      UsageError: there is no such data set, or `data_dir` is no place for one or would not be read.
     """
     check_dataset(dataset)
     if data_dir and folder.holds_pictures(tfds_source.tfds_directory(data_dir)):
@@ -148,7 +148,14 @@ def _locate_cifar10(name: str, data_dir: str) -> Source:
     return Source(name, lambda image_size, names: cifar10.load(directory, names, bool(data_dir)), directory)
 
 
+def _refuse_data_dir(data_dir: str, prefix: str, path: str) -> None:
+    if data_dir:
+        guess = suggest_data(os.path.join(data_dir, path), f"{prefix}{path}") if prefix else ""
+        raise UsageError(f"data_dir={data_dir} is not read with dataset={prefix}{path}: {guess}leave data_dir out")
+
+
 def _locate_synthetic(name: str, data_dir: str, banner: str = "") -> Source:
+    _refuse_data_dir(data_dir, "", name)
     return Source(name, lambda image_size, names: dict(zip(TRAINED, synthetic.load(), strict=True)), banner=banner)
 
 
@@ -160,6 +167,7 @@ def _locate_own(name: str, data_dir: str) -> Source:
     if prefix == NPY and os.path.isfile(votes := root / "cifar10h-probs.npy"):
         own = _locate_cifar10("cifar10", data_dir)
         return own._replace(name=name, read=lambda *wanted: cifar10.add_votes(own.read(*wanted)["test"], votes))
+    _refuse_data_dir(data_dir, prefix, path)
     try:
         data = scan(root)
         if not_utf8 := [text for text in (*data.class_names, name) if text != text.encode(errors="ignore").decode()]:

@@ -308,7 +308,7 @@ class RunLogger:
         final |= {"images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
         self.tensorboard.write_result(result["step"], final)
         self.log(f"written to {self.directory}; next:")
-        for line in next_commands(self.run.config):
+        for line in next_commands(self.run.config, self.run.banner):
             self.log(f"  {line}")
 
     def _write_unwritten(self) -> None:
@@ -558,11 +558,11 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def next_commands(config: TrainConfig) -> list[str]:
-    """Return what to type after a training."""
+def next_commands(config: TrainConfig, banner: str) -> list[str]:
+    """Return what to type after a training. With a `banner`, the data are synthetic and read from no directory."""
     run = [f"--train_dir={config.directory}", *([f"--model={config.model}"] if config.user_model else [])]
     data = [f"--dataset={config.dataset}"] if split_path(config.dataset)[0] else []  # where it is now
-    data += [f"--data_dir={config.data_dir}"] if config.data_dir else []
+    data += [f"--data_dir={config.data_dir}"] if config.data_dir and not banner else []
     return [
         command("tensorboard", f"--logdir={config.directory}"),
         command("evaluate.py", *run, *data),

@@ -58,6 +58,27 @@ def test_pictures_as_data_dir_are_refused(monkeypatch, tmp_path):
     assert sources.find("cifar10", "photos").name == "cifar10"
 
 
+def test_data_dir_that_would_not_be_read_is_refused(monkeypatch, tmp_path):
+    """There are pictures in both places."""
+    monkeypatch.chdir(tmp_path)
+    for place in ("photos", "data/photos"):
+        (tmp_path / place / "cats").mkdir(parents=True)
+    (tmp_path / "data/arrays").mkdir()
+    np.save(tmp_path / "data/arrays/x_test.npy", np.zeros(1))
+    for name, advice in (
+        ("folder:photos", "did you mean folder:data/photos\\? leave data_dir out$"),
+        ("npy:arrays", "did you mean npy:data/arrays\\? leave data_dir out$"),
+        ("csv:labels.csv", "leave data_dir out$"),
+        (f"folder:{tmp_path}/photos", "leave data_dir out$"),
+        ("synthetic", "leave data_dir out$"),
+    ):
+        with pytest.raises(UsageError, match=f"^data_dir=data is not read with dataset={name}: {advice}"):
+            sources.find(name, "data")
+    (tmp_path / "data/arrays/cifar10h-probs.npy").touch()  # votes on CIFAR-10's images, which are read from there
+    monkeypatch.setattr(cifar10, "locate", lambda data_dir: tmp_path / data_dir)
+    assert sources.find("npy:data/arrays", "data").directory == tmp_path / "data"
+
+
 @pytest.mark.parametrize(
     ("name", "guess"),
     [

@@ -238,8 +238,9 @@ def test_cifar10_1_is_read_from_its_files_and_by_tfds(run, tmp_path, downloaded)
     write_new_images(downloaded)
     expected = {"v4": accuracy_of(run, 0, 21), "v6": accuracy_of(run, 21, 20)}
     for version, value in expected.items():
-        for dataset in (f"npy:{downloaded}/cifar10.1_{version}_data.npy", f"cifar10_1/{version}"):
-            record = score(run, dataset=dataset, data_dir=str(tmp_path / "tfds"))
+        own_file = f"npy:{downloaded}/cifar10.1_{version}_data.npy"
+        for dataset, data_dir in ((own_file, ""), (f"cifar10_1/{version}", str(tmp_path / "tfds"))):
+            record = score(run, dataset=dataset, data_dir=data_dir)
             assert record["accuracy"] == pytest.approx(value) and record["count"] == {"v4": 21, "v6": 20}[version]
             assert [*record["per_class"]] == [*CLASSES]
     with pytest.raises(DataError, match=r"its images are cifar10.1_v4_data, cifar10.1_v6_data; keep one array of a sp"):
