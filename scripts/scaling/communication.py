@@ -89,7 +89,7 @@ def link_loads(traffic: Traffic) -> dict[str, tuple[int, int]]:
 
 
 class Prediction(NamedTuple):
-    """A step on `num_towers` devices. Its times add up if nothing overlaps."""
+    """A step on `num_towers` devices, which computes and transfers by turns."""
 
     exchange: str
     num_towers: int
@@ -111,15 +111,14 @@ def predict(
     *,
     exchanges: Sequence[str] = (),
     per_device_batch: bool = False,
-    overlap: float = 0.0,
-    gradient_device: str = "",
     latency_seconds: float = 0.0,
 ) -> list[Prediction]:
     """Predict the time and efficiency of a step for each of `exchanges` (all, if empty) and each number of GPUs, K.
 
     Every GPU, and the host, has one full-duplex link to a switch that is never the bottleneck. Read, compute, gather
-    and scatter follow one another. A transfer takes the time of the busiest direction of a link, plus the latency of
-    its messages: one to each other device, all at once, or 2 (K-1) one after another in a ring.
+    and scatter follow one another, although real steps send gradients while they compute. A transfer takes the time of
+    the busiest direction of a link, plus the latency of its messages: one to each other device, all at once, or 2 (K-1)
+    one after another in a ring.
 
     The times are underestimated: K devices compute K times as fast as one, and averages and updates are free.
     Efficiency is images per second, divided by K times those of one GPU that has all variables.
@@ -128,13 +127,12 @@ def predict(
       compute_seconds: duration measured on one device, for `batch_size` examples.
       batch_size: examples of all devices together (strong scaling), or with `per_device_batch` of each (weak scaling).
       link_gb_per_s: 10^9 bytes a second, each direction.
-      overlap: fraction of the computing time in which links work too, 0 to 1; real steps send gradients meanwhile.
 
     Raises:
       ValueError: `step_bytes` refuses its arguments, there are more devices than examples, or a number is out of range.
     """
-    if min(compute_seconds, link_gb_per_s, batch_size, *num_towers) <= 0 or not 0 <= overlap <= 1:
-        raise ValueError("compute_seconds, batch_size, link_gb_per_s, num_towers must be above 0, overlap from 0 to 1")
+    if min(compute_seconds, link_gb_per_s, batch_size, *num_towers) <= 0:
+        raise ValueError("compute_seconds, batch_size, link_gb_per_s and num_towers must be above 0")
     if latency_seconds < 0:
         raise ValueError(f"latency_seconds={latency_seconds:g} is below 0; give the time of one message, or 0")
     if max(num_towers) > batch_size and not per_device_batch:
@@ -143,10 +141,10 @@ def predict(
     def step(exchange: str, count: int) -> Prediction:
         batch = batch_size * count if per_device_batch else batch_size
         towers = [f"/GPU:{k}" for k in range(count)]
-        phases = step_bytes(variables, exchange, towers, batch, example_bytes, gradient_device=gradient_device)
+        phases = step_bytes(variables, exchange, towers, batch, example_bytes)
         compute = compute_seconds * -(-batch // count) / batch_size  # the largest shard's
         transfer = _transfer_seconds(phases, exchange, count, link_gb_per_s, latency_seconds)
-        seconds = compute + max(0.0, transfer - overlap * compute)
+        seconds = compute + transfer
         return Prediction(exchange, count, batch, compute, transfer, seconds, batch / seconds)
 
     single = step("ring", 1).images_per_sec

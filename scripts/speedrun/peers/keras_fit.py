@@ -37,7 +37,7 @@ def main() -> None:
         options["whitening"] = whitening_kernel([data["images"]])
     model = MODELS[args.model](**options)
     run = make_array_fit(model, towers, data["images"], data["labels"], args.batch_size)
-    protocol.serve(run, args.batch_size, args.steps, num_trained_parameters(model))
+    protocol.serve(run, num_trained_parameters(model))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """Flags and protocol of all peers, over standard input and output. Needs NumPy only.
 
 A peer warms up and prints the number of parameters that it trains. For each input line with a number it makes that
-many steps and prints the seconds of each as a JSON list, until the input ends. With --steps=N it makes N steps instead
-and prints images/s.
+many steps and prints the seconds of each as a JSON list, until the input ends.
 """
 
 import argparse
 import json
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,7 +29,6 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         required=True,
         help=".npz file: `images` as a net sees them, `labels`, `raw` uint8",
     )
-    add("--steps", type=int, default=0, help="number of steps to make before printing images/s; 0: read requests")
     return parser
 
 
@@ -46,20 +43,16 @@ def load(path: Path, batch_size: int) -> dict[str, np.ndarray]:
     return arrays
 
 
-def serve(run: Callable[[int], Iterable[float]], images: int, steps: int, trained: int) -> None:
-    """Serve requests until the input ends. With `steps`, make that many steps instead and print images/s.
+def serve(run: Callable[[int], Iterable[float]], trained: int) -> None:
+    """Serve requests until the input ends.
 
     Args:
       run: makes n steps and yields the seconds of each.
-      images: number of images per step.
       trained: number of parameters that a step trains.
     """
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps the output free of what libraries print
     list(run(WARM_UP_STEPS))
-    if steps:
-        print(f"{images / statistics.median(run(steps)):,.1f} images/s", file=output, flush=True)
-        return
     print(trained, file=output, flush=True)
     for request in sys.stdin:
         print(json.dumps(list(run(int(request)))), file=output, flush=True)

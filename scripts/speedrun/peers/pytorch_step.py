@@ -142,7 +142,7 @@ def make_step(model: nn.Module, images: np.ndarray, labels: np.ndarray, args) ->
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")
     model = model.to(device, memory_format=torch.channels_last)
-    if bfloat16 and not args.autocast:  # weights too, as the records have them in half precision; norms stay float32
+    if bfloat16:  # weights too, as the records have them in half precision; norms stay float32
         model.to(torch.bfloat16)
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
@@ -162,9 +162,7 @@ def make_step(model: nn.Module, images: np.ndarray, labels: np.ndarray, args) ->
     def run(steps: int) -> Iterator[float]:
         for _ in range(steps):
             start = time.perf_counter()
-            with torch.autocast(device, torch.bfloat16, enabled=bfloat16 and args.autocast):
-                logits = forward(batch)
-            loss = F.cross_entropy(logits.float(), targets, label_smoothing=0.09)
+            loss = F.cross_entropy(forward(batch).float(), targets, label_smoothing=0.09)
             loss.backward()
             for optimizer in optimizers:
                 optimizer.step()
@@ -179,7 +177,6 @@ def main() -> None:
     """Serve the steps of PyTorch; needs PyTorch and NumPy."""
     parser = protocol.make_parser(__doc__)
     parser.add_argument("--compile", action="store_true", help="compile the net and Muon's direction by torch.compile")
-    parser.add_argument("--autocast", action="store_true", help="autocast over float32 weights, for bfloat16")
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     torch.manual_seed(0)
@@ -193,7 +190,7 @@ def main() -> None:
     else:
         protocol.exit_with_error(f"--model={args.model} is not one of speednet94, resnet20")
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    protocol.serve(make_step(model, images, labels, args), args.batch_size, args.steps, trained)
+    protocol.serve(make_step(model, images, labels, args), trained)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main() -> None:
                     yield time.perf_counter() - start
 
             trained = sum(v.shape.num_elements() for v in tf.compat.v1.trainable_variables())
-            protocol.serve(run, args.batch_size * args.towers, args.steps, trained)
+            protocol.serve(run, trained)
             coordinator.request_stop()
             session.close()  # wakes the threads that wait for a queue
             coordinator.join(threads, stop_grace_period_secs=5, ignore_live_threads=True)
