@@ -144,7 +144,7 @@ def _results(groups: Groups) -> Section:
             means.append(len(rows))
             spreads = {("accuracy, %", score): _spread([run.scores.get(score) for run in finished]) for score in names}
             rows.append({"run": f"{name}: mean", REPORTED: _spread([run.reported_score for run in finished])} | spreads)
-    headings = "group", "less the group", "difference of the reported accuracies"
+    headings = "group", "less the group", "difference of the accuracies"
     differences = [dict(zip(headings, row, strict=True)) for row in run_records.compare_groups(groups)]
     note = (
         "A run reports the accuracy on the test set, of the averaged weights if it keeps an average, with the most "

@@ -202,17 +202,21 @@ def group_by_recipe(runs: Sequence[RunRecord]) -> Groups:
 def compare_groups(groups: Groups) -> list[tuple[str, str, str]]:
     """Return (group, other group, difference) of every two groups on the same data with two finished runs each.
 
-    The difference is of the means of the accuracies that the runs report, in points, with its 95 % interval.
+    The difference is of the means of one kind of accuracy, in points, with its 95 % interval. The kind is the one that
+    all these runs report, or else one without test-time augmentation that all of them have.
     """
-    samples: dict[str, Sample] = {}
-    data: dict[str, Any] = {}
-    for name, group in groups.items():
-        finished = [run for run in group if run.finished]
-        accuracies = [score["accuracy"] for run in finished if (score := run.reported_score)]
-        if len(accuracies) > 1:
-            samples[name], data[name] = Sample.of(accuracies), finished[0].result.get("dataset")
-    pairs = [(one, other) for one, other in itertools.combinations(samples, 2) if data[one] == data[other]]
-    return [(one, other, describe_difference(samples[one], samples[other])) for one, other in pairs]
+    scored = {name: [run for run in group if run.finished and run.scores] for name, group in groups.items()}
+    differences = []
+    for one, other in itertools.combinations([name for name, runs in scored.items() if len(runs) > 1], 2):
+        runs = [*scored[one], *scored[other]]
+        kinds = {score_name(score) for run in runs if (score := run.reported_score)}
+        common = [score for name, score in runs[0].scores.items() if all(name in run.scores for run in runs)]
+        compared = reported_score([score for score in common if len(kinds) == 1 or not score["tta"]])
+        if compared and scored[one][0].result.get("dataset") == scored[other][0].result.get("dataset"):
+            kind = score_name(compared)
+            means = [Sample.of([run.scores[kind]["accuracy"] for run in scored[name]]) for name in (one, other)]
+            differences.append((one, other, f"{describe_difference(*means)}, {kind}"))
+    return differences
 
 
 def format_number(value: float | None, spec: str, scale: float = 1) -> str:

@@ -450,17 +450,29 @@ def test_difference_of_two_groups_has_its_interval(tmp_path, plotted):
     paths = [*make_runs(tmp_path, ema=True), *make_runs(tmp_path, recipe="other", ema=True)]
     for path, accuracy in zip(paths, (0.94, 0.95, 0.96, 0.91, 0.93, 0.95), strict=True):
         change_scores(path, accuracy=lambda s, x=accuracy: x if (s["weights"], s["tta"]) == ("ema", 2) else 0.5)
-    assert render(*paths).row("speed94", "other") == ["+2.00 points (95 % interval -2.16 to +6.16)"]
+    expected = "+2.00 points (95 % interval -2.16 to +6.16), test, ema weights, TTA 2"
+    assert render(*paths).row("speed94", "other") == [expected]
     unfinished = make_runs(tmp_path, recipe="third", finished=False)
-    assert "difference of the reported accuracies" not in render(*paths[:4], *unfinished).html
+    assert "difference of the accuracies" not in render(*paths[:4], *unfinished).html
+
+
+def test_groups_that_report_other_kinds_are_compared_by_one_without_tta(tmp_path, plotted):
+    paths = [*make_runs(tmp_path, 2, ema=True), *make_runs(tmp_path, 2, recipe="other")]
+    for path, accuracy in zip(paths, (0.94, 0.96, 0.91, 0.93), strict=True):
+        change_scores(path, accuracy=lambda s, x=accuracy: 0.5 if s["weights"] == "ema" or s["tta"] else x)
+    (difference,) = render(*paths).row("speed94", "other")
+    assert re.match(r"\+3.00 points .*, test, raw weights, no TTA$", difference)
+    for path in paths[2:]:
+        change(path, "result.json", evaluations=read_result(path)["evaluations"][1:])  # with TTA alone
+    assert "difference of the accuracies" not in render(*paths).html
 
 
 def test_accuracies_on_different_data_are_not_compared(tmp_path, plotted):
     paths = [*make_runs(tmp_path, 2), *make_runs(tmp_path, 2, recipe="other")]
-    assert "difference of the reported accuracies" in render(*paths).html
+    assert "difference of the accuracies" in render(*paths).html
     for path in paths[2:]:
         change(path, "result.json", dataset="svhn_cropped")
-    assert "difference of the reported accuracies" not in render(*paths).html
+    assert "difference of the accuracies" not in render(*paths).html
 
 
 def test_classes_have_wilsons_interval(tmp_path, plotted):
