@@ -22,8 +22,8 @@ from cifar_towers.errors import DataError, UsageError, describe_exit_codes
 from cifar_towers.registry import SPLIT_NAMES, TTA_LEVELS, check_dataset, check_model, describe_tta_levels
 
 RUN_FIELDS = (
-    *("run", "recipe", "data", "seed", "towers", "state", "step", "scored_step", "weights", "accuracy", "tta_accuracy"),
-    *("images_per_sec", "minutes", "goodput", "revision", "megabytes"),
+    *("run", "recipe", "data", "seed", "towers", "state", "step", "scored_step", "split", "weights", "accuracy"),
+    *("tta_accuracy", "images_per_sec", "minutes", "goodput", "revision", "megabytes"),
 )
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "tflite", "onnx")
 VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus", "tower_shares")  # by the benchmark

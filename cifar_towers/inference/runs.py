@@ -14,6 +14,7 @@ from cifar_towers import files
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_metadata
 from cifar_towers.errors import DataError, UsageError
+from cifar_towers.evaluation.score import score_name
 from cifar_towers.registry import split_path
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.run_records import (
@@ -34,6 +35,7 @@ RUNNING, DONE, STOPPED, DAMAGED, EMPTY = "running", "done", "stopped", "damaged"
 NAME_WIDTH, DATA_WIDTH, REVISION_WIDTH = 30, 12, 9
 MAX_PAIRS = 6  # of groups whose difference is printed
 NOTE = """accuracy: averaged weights if a run keeps an average, otherwise raw ones; TTA: the highest level scored
+val: on the validation images, not on the test images
 goodput: percentage of all time since the first start that went into the steps kept"""
 
 
@@ -48,6 +50,7 @@ class RunSummary(NamedTuple):
     state: str  # RUNNING, DONE, STOPPED, DAMAGED or EMPTY
     step: int
     scored_step: int  # that the accuracies are of
+    split: str | None  # that the accuracies are of: `test`, or `validation` before the end of a run that has one
     weights: str | None  # that the accuracies are of: `ema` or `raw`
     accuracy: float | None  # a fraction, without test-time augmentation
     tta_accuracy: float | None  # at the highest level that was scored
@@ -90,8 +93,7 @@ def summarize(directory: Path, verify: bool = False) -> RunSummary:
         record = read_run(directory, directory.name)
         is_damaged = False
     reported = record.reported_score or {}
-    kind = [reported.get(key) for key in ("split", "weights")]
-    plain = [s for s in record.scores.values() if [s["split"], s["weights"]] == kind and not s["tta"]]
+    plain = record.scores.get(score_name({**reported, "tta": 0}), {}) if reported else {}
     times = _times(record)
     requested, guess = record.config.get("dataset") or "-", "synthetic" if record.banner else "cifar10"
     rates = [rate for each in record.training if (rate := each.get("images_per_sec"))]
@@ -104,8 +106,9 @@ def summarize(directory: Path, verify: bool = False) -> RunSummary:
         state=_state(record, is_damaged, verify),
         step=record.step,
         scored_step=record.scored_step,
+        split=reported.get("split"),
         weights=reported.get("weights"),
-        accuracy=plain[0]["accuracy"] if plain else None,
+        accuracy=plain.get("accuracy"),
         tta_accuracy=reported["accuracy"] if reported.get("tta") else None,
         images_per_sec=record.result.get("images_per_sec") or (rates[-1] if rates else None),
         minutes=sum(s for p, s in times["seconds"].items() if p != "not_running") / 60 if record.finished else None,
@@ -216,7 +219,7 @@ def _cells(run: RunSummary, root: Path) -> dict[str, str]:
         "data": shorten(prefix + Path(path).name if prefix else run.data, DATA_WIDTH),
         "towers": format_number(run.towers, "d"),
         "state": f"{run.state} at {run.step:,}" if run.state in (RUNNING, STOPPED) and run.step else run.state,
-        "accuracy": format_number(run.accuracy, ".2f", 100) + at_earlier_step,
+        "accuracy": format_number(run.accuracy, ".2f", 100) + " val" * (run.split == "validation") + at_earlier_step,
         "TTA": format_number(run.tta_accuracy, ".2f", 100),
         "images/s": format_rate(run.images_per_sec),
         "min": format_number(run.minutes, ",.1f"),

@@ -154,6 +154,19 @@ def test_accuracies_are_of_averaged_weights_and_not_of_the_better_ones(tmp_path)
         assert (found.weights, found.accuracy, found.tta_accuracy) == expected
 
 
+def test_accuracies_on_validation_images_are_marked(tmp_path):
+    """A run that has them is scored on the test images at its end."""
+    records = read_records(make(tmp_path, finished=False, last_step=121))
+    held_out = [record | {"split": "validation"} if record["kind"] == "eval" else record for record in records]
+    write_records(tmp_path / "speed94-seed0", held_out)
+    make(tmp_path, seed=1)
+    stopped, done = trained.find_runs(tmp_path)
+    lines = trained.format_table([stopped, done], tmp_path).splitlines()
+    assert f"{100 * stopped.accuracy:.2f} val at 66  " in lines[1] and " val" not in lines[2]
+    printed = [json.loads(line)["split"] for line in trained.format_json([stopped, done]).splitlines()]
+    assert printed == ["validation", "test"]
+
+
 def write_evaluations(run, evaluations):
     """Leave these evaluations alone in a run's result."""
     change(run, "result.json", evaluations=evaluations)
