@@ -195,8 +195,8 @@ class Run:
     """One run in one directory: the parts that train it, and the hooks after each step.
 
     Attributes:
-      requested: the config as it was given. config: the same, with the settings that the run chose; see
-        `workdir.CHOSEN`.
+      requested: the config as it was given, and the placement that an empty one means. config: the same, with the
+        settings that the run chose in place of `auto`; see `workdir.CHOSEN`.
       variables: every variable that checkpoints hold, by name.
       towers: the towers of the step; a single one if the devices hold stages of the model.
       local_towers: the devices of this process, each as a tower, also if they hold stages.
@@ -228,9 +228,10 @@ class Run:
         Raises:
           UsageError: the settings do not fit this machine, model or data set.
         """
-        self.dataset, self.precision, self.requested = dataset, precision, requested
+        self.dataset, self.precision = dataset, precision
         self.shutdown, self.workers, self.timer, self.callbacks = shutdown, workers, timer, callbacks
         strategy, towers, self.local_towers = hardware
+        self.requested = requested = tuning.with_default_placement(requested, towers)
 
         rows = requested.examples_drawn * len(self.local_towers) // len(towers)
         self.batches = build.make_batches(requested, dataset.train, rows=(workers.index * rows, rows), towers=towers)
@@ -267,6 +268,7 @@ class Run:
         config, dataset, workers, length = self.config, self.dataset, self.workers, self.length
         info = RunInfo(
             config=config,
+            chosen=[name for name in workdir.CHOSEN if getattr(self.requested, name) in ("auto", 0)],
             dataset=dataset,
             banner=banner,
             local_towers=self.local_towers,

@@ -53,7 +53,8 @@ NOISE_DECAY = 0.9  # of the running averages of signal and noise, whose ratio is
 class RunInfo:
     """What the log of a run needs to know of the run."""
 
-    config: TrainConfig  # with the settings that the run chose, see `workdir.CHOSEN`
+    config: TrainConfig  # with the settings that the run chose
+    chosen: Sequence[str]  # names of these settings, see `workdir.CHOSEN`
     dataset: Dataset
     banner: str  # warning that synthetic data replace CIFAR-10, or empty
     local_towers: Sequence[Tower]  # devices of this process; the batch or the model is split over them
@@ -72,8 +73,7 @@ class RunInfo:
             devices = f"{num_towers // len(self.local_towers)} workers"
         parts = f"{config.micro_batches} x " if config.micro_batches > 1 else ""
         shares = parse_shares(config.tower_shares) or [1] * num_towers
-        shard_sizes = share_out(config.batch_size, shares, config.micro_batches)
-        sizes = [size // config.micro_batches for size in shard_sizes]
+        sizes = [size // config.micro_batches for size in share_out(config.batch_size, shares, config.micro_batches)]
         images = f"{parts}{', '.join(map(str, sizes)) if config.tower_shares else sizes[0]} images"
         stages = f" in {len(self.local_towers)} stages" if config.parallelism == "model" else ""
         mirrored = ", mirrored" if config.strategy == "mirrored" else ""
@@ -527,6 +527,7 @@ def describe_run(run: RunInfo) -> dict[str, Any]:
     return describe_machine() | {
         "towers": [{"name": tower.name, "device": tower.device} for tower in run.towers],
         "precision": run.precision,
+        "chosen": run.chosen,
         "gpus": gpu_names(),
         "data_sha256": run.dataset.digests(),
         "synthetic_data": run.banner,

@@ -111,6 +111,7 @@ class RunRecord:
     def recipe(self) -> dict[str, Any]:
         """The settings that the runs of a group have in common, with the precision, towers and data that were used."""
         settings = {name: value for name, value in self.config.items() if name not in PER_RUN}
+        settings |= dict.fromkeys(self.environment.get("chosen", []), "auto")  # the next run may choose another value
         digest = self.environment.get("data_sha256", {}).get("train")
         data = "synthetic" if self.banner else digest or self.config.get("dataset")
         towers = len(self.towers) or self.config.get("num_gpus")

@@ -53,20 +53,23 @@ PLACEMENT_STEPS = 25  # timed steps for each placement
 PLACEMENT_GAIN = 0.03  # a placement must beat the CPU by this fraction in three steps out of four
 
 
+def with_default_placement(config: TrainConfig, towers: Sequence[Tower]) -> TrainConfig:
+    """Return `config` with a placement in place of an empty one: `auto` for a speednet on GPUs, otherwise `cpu`."""
+    has_choice = config.strategy == "towers" and config.parallelism == "data" and not config.deterministic
+    is_measured = on_gpus(towers) and has_choice and model_spec(config.model).whitening
+    default = "auto" if is_measured else "cpu"
+    return dataclasses.replace(config, variable_placement=config.variable_placement or default)
+
+
 def resolve_placement(
     config: TrainConfig, towers: Sequence[Tower], precision: str, train: Split, length: RunLength, previous: str = ""
 ) -> TrainConfig:
-    """Return `config` with a variable placement in place of `auto` or an empty one.
+    """Return `config` with a variable placement in place of `auto`.
 
-    Empty means `auto` for a speednet on GPUs, and `cpu` otherwise. `auto` means the `previous` placement of the run, or
-    else the fastest by measurement on GPUs; on CPUs it means `cpu`.
+    It is the `previous` placement of the run, or else the fastest by measurement on GPUs; on CPUs it is `cpu`.
     """
-    if config.variable_placement not in ("", "auto"):
+    if config.variable_placement != "auto":
         return config
-    has_choice = config.strategy == "towers" and config.parallelism == "data" and not config.deterministic
-    is_measured_by_default = on_gpus(towers) and has_choice and model_spec(config.model).whitening
-    if not config.variable_placement and not is_measured_by_default:
-        return dataclasses.replace(config, variable_placement="cpu")
     if previous in PLACEMENTS:
         placement, reason = previous, "as the run began"
     elif not on_gpus(towers):

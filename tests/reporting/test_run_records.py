@@ -25,6 +25,19 @@ def test_runs_of_one_recipe_with_other_settings_are_groups_of_their_own(tmp_path
     assert all(name.startswith("speed94, batch_size=") for name in groups)
 
 
+def test_what_runs_chose_by_themselves_does_not_tell_groups_apart(tmp_path):
+    """Runs that were asked for a placement are told apart by it, as are runs of before choices were recorded."""
+    placements = ["cpu", "round_robin", "cpu", "round_robin", "cpu"]
+    for name, placement in zip("abcde", placements, strict=True):
+        make_run(tmp_path / name, variable_placement=placement, tower_shares=f"{len(placement)},1")
+    for name in "ab":
+        change(tmp_path / name, "environment.json", chosen=["variable_placement", "tower_shares"])
+    for name in "cd":
+        change(tmp_path / name, "environment.json", chosen=[])
+    groups = group_names([tmp_path / name for name in "abcde"])
+    assert sorted(groups.values()) == [["a", "b"], ["c", "e"], ["d"]]
+
+
 def test_long_group_names_are_shortened_and_distinct(tmp_path):
     runs = [make_run(tmp_path / f"r{i}", "n" * 100 + str(i), last_step=66) for i in range(2)]
     assert [len(name) for name in group_names(runs)] == [44, 47]

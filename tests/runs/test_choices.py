@@ -15,6 +15,10 @@ from tests.messages import lines_with
 from tests.runs.short_runs import QUICK, STEPS, TINY, StopAtStep, run
 
 
+def choices(directory):
+    return json.loads((directory / "environment.json").read_text())["chosen"]
+
+
 @pytest.mark.slow
 def test_auto_placement_is_stored_and_changes_no_weights(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO")
@@ -23,9 +27,9 @@ def test_auto_placement_is_stored_and_changes_no_weights(tmp_path, caplog, monke
     measured = run(config, tmp_path / "auto", variable_placement="auto")
     (output,) = lines_with(caplog.text, "variable placement", "4 images", "2 towers")
     chosen = json.loads((tmp_path / "auto/config.json").read_text())["variable_placement"]
-    assert chosen in output
+    assert chosen in output and choices(tmp_path / "auto") == ["variable_placement"]
     asked = run(config, tmp_path / "asked", variable_placement=chosen)
-    assert asked["weights_sha256"] == measured["weights_sha256"]
+    assert asked["weights_sha256"] == measured["weights_sha256"] and choices(tmp_path / "asked") == []
     caplog.clear()
     run(config, tmp_path / "auto", variable_placement="auto", max_steps=3)
     assert lines_with(caplog.text, "variable placement", chosen)
@@ -67,6 +71,7 @@ def test_micro_batches_follow_the_memory(tmp_path, small_memory, capsys):
     assert len(lines_with(output, "OOM when allocating tensor with shape [1024,64]", "--micro_batches=")) == 2
     assert lines_with(output, "--micro_batches=4", "batch norm", "25 images", "50")
     given = run(config, tmp_path / "given", micro_batches=4)
+    assert choices(tmp_path / "auto") == ["micro_batches"] and choices(tmp_path / "given") == []
     assert given["weights_sha256"] == result["weights_sha256"]
     small_memory(lambda parts, size: False, "trace")
     with pytest.raises(UsageError, match="memory.* --batch_size"):

@@ -57,7 +57,8 @@ def test_placement_is_measured_on_gpus_if_asked_or_for_speednets(monkeypatch, ex
     measured = tuning.Recommendation("round_robin", True, "of a stand-in")
     monkeypatch.setattr(tuning, "recommend_placement", lambda *_: measured)
     on_devices = [Tower(0, f"/{device}:0"), Tower(1, f"/{device}:1")]
-    resolve = functools.partial(tuning.resolve_placement, TrainConfig(**settings), on_devices, "float32")
+    config = tuning.with_default_placement(TrainConfig(**settings), on_devices)
+    resolve = functools.partial(tuning.resolve_placement, config, on_devices, "float32")
     assert resolve(examples, LENGTH).variable_placement == placement
     as_before = resolve(examples, LENGTH, "least_loaded").variable_placement  # on resuming
     auto = settings.get("variable_placement") == "auto"
