@@ -113,7 +113,7 @@ class TrainedRun(NamedTuple):
 def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
     """Open the checkpoint of a step, or the newest undamaged one, of a run with the user's own `model` if it has one.
 
-    Log if the run is not finished.
+    Log if the run is not finished, or was continued since.
 
     Raises:
       UsageError: there is no such run or checkpoint, or it has another model. DataError: the settings or the
@@ -124,9 +124,11 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
     _check_model(config, model, train_dir)
     config = dataclasses.replace(config, model=model or config.model)
     metadata = read_metadata(checkpoint)
-    if metadata["step"] < metadata.get("last_step", 0) and not (train_dir / files.RESULT).exists():
-        done = f"step {metadata['step']} of {metadata['last_step']}"
-        logging.getLogger(__name__).info(f"{train_dir} is not finished: {done}")
+    step, last_step, finished_step = metadata["step"], metadata.get("last_step", 0), -1
+    with contextlib.suppress(DataError):  # of a damaged result
+        finished_step = files.read_json_if_any(train_dir / files.RESULT).get("step", -1)
+    if finished_step < step < last_step:
+        logging.getLogger(__name__).info(f"{train_dir} is not finished: step {step} of {last_step}")
     check_dataset(metadata["dataset"])  # as strictly as one on the command line
     return TrainedRun(train_dir, checkpoint, config, metadata, DatasetInfo.from_json(metadata["dataset_info"]))
 

@@ -585,7 +585,10 @@ def test_run_without_a_result_is_said_to_be_unfinished(run, tmp_path, caplog):
     with caplog.at_level("INFO"):
         load_run.open_run(run, step=5)
         load_run.open_run(tmp_path / "stopped", step=5)
-    assert caplog.messages == [f"{tmp_path / 'stopped'} is not finished: step 5 of 8"]
+        for result in ('{"step": 4}', "{"):  # continued after --max_steps=4; damaged
+            (tmp_path / "stopped/result.json").write_text(result)
+            load_run.open_run(tmp_path / "stopped", step=5)
+    assert caplog.messages == 3 * [f"{tmp_path / 'stopped'} is not finished: step 5 of 8"]
 
 
 def test_export_without_data_can_skip_the_check(run, tmp_path, capsys, monkeypatch):
