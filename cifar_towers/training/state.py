@@ -14,7 +14,7 @@ from cifar_towers.training.diagnostics import update_diagnostics
 from cifar_towers.training.losses import SmoothedLosses
 from cifar_towers.training.optimizers import Optimizer, Updates, make_slot, variable_name
 
-MAX_DRAWS = 1024  # of one layer in a step
+MAX_DRAWS = 1024  # of one layer in a step; Keras takes seeds modulo 2^31 - 2, so they differ for two million examples
 
 
 class UpdateResult(NamedTuple):
@@ -72,7 +72,7 @@ class TrainState:
     def with_layer_seeds(self, non_trainable: list[tf.Tensor], draws: RandomDraws) -> list[tf.Tensor]:
         """Return the non-trainable values for a part of the batch, with seeds of the run and of the first example.
 
-        No two parts draw the same random numbers, and the same step always draws the same.
+        No two parts within two million examples draw the same random numbers, and the same step always draws the same.
         """
         count = draws.example_index[0] * MAX_DRAWS
         return [
