@@ -177,7 +177,7 @@ def _result_row(run: RunRecord, score_names: Iterable[str]) -> Row:
         **scores,
         ("training loss", "last record"): format_number(last.get("loss"), ".4f"),
         "images/s": format_rate(result.get("images_per_sec", last.get("images_per_sec"))),
-        ("training, s", "with input, compilation"): f"{training:,.1f}" if seconds else "-",
+        ("training, s", "with input, compilation, lost steps"): f"{training:,.1f}" if seconds else "-",
         "steps": (f"{run.step:,}", state),
         "recipe": run.title,
         "seed": as_text(run.config.get("seed")),

@@ -108,13 +108,16 @@ def test_page_is_self_contained(tmp_path):
 
 def test_results_table(tmp_path, plotted):
     runs = make_runs(tmp_path)
+    for run in runs:
+        change(run, "result.json", seconds=read_result(run)["seconds"] | {"lost": 8.0})
     page = render(*runs)
     for seed, run in enumerate(runs):
         result, cells = read_result(run), page.results(run.name)
         for heading, score in zip((RAW, TTA), result["evaluations"], strict=True):
             assert cells[heading] == f"{100 * score['accuracy']:.2f}|loss {score['loss']:.4f}"
         assert cells["images/s"] == f"{result['images_per_sec']:,.0f}"
-        assert cells["training, s|with input, compilation"] == f"{540.25 + seed + 2.5 + 21.5:.1f}"
+        training = 540.25 + seed + 2.5 + 21.5 + 8.0
+        assert cells["training, s|with input, compilation, lost steps"] == f"{training:.1f}"
         others = [cells[name] for name in ("steps", "recipe", "seed", "towers", "precision", "skipped steps")]
         assert others == ["264", "speed94", str(seed), "2", "bfloat16", "0"]
         assert cells["weights|sha256"] == result["weights_sha256"][:16]
