@@ -449,14 +449,13 @@ class Run:
             self.save_now(step)
 
     def note_target(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
-        """Set `reached` once the evaluations of the first split without test-time augmentation meet the target."""
-        split = self.evaluations[0]["split"] if self.evaluations else ""
-        plain = [record for record in self.evaluations if record["tta"] == 0 and record["split"] == split]
-        best, target = max((record["accuracy"] for record in plain), default=0.0), self.config.target_accuracy
-        if target and not self.reached and best >= target:
-            self.reached = best
+        """Set `reached` once the reported weights meet the target on the first split without test-time augmentation."""
+        plain = [s for s in self.evaluations if not s["tta"] and s["split"] == self.evaluations[0]["split"]]
+        score, target = reported_score(plain), self.config.target_accuracy
+        if target and not self.reached and score and score["accuracy"] >= target:
+            self.reached = score["accuracy"]
             self.log(
-                f"reached {100 * best:.2f} % on {split} (target {100 * target:.2f} %) at step "
+                f"reached {100 * self.reached:.2f} % on {score['split']} (target {100 * target:.2f} %) at step "
                 f"{step}, after {self.timer.training_seconds:.1f} s of training"
             )
 

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from signal import SIGTERM
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -85,6 +86,21 @@ def test_target_accuracy_ends_a_run(tmp_path, capsys):
     assert len(lines_with(capsys.readouterr().out, "reached ")) == 2
     scores = [(r["step"], r["weights"]) for r in records_of(tmp_path, "eval")]
     assert scores == [(2, "raw"), (2, "ema")]
+
+
+@pytest.mark.parametrize(("target", "reached"), [(0.94, 0.0), (0.92, 0.93)])
+def test_target_is_met_by_the_weights_that_the_run_reports(target, reached, capsys):
+    """Raw weights, another split and augmented views are better here."""
+    kinds = [("validation", "raw", 0), ("validation", "ema", 0), ("validation", "ema", 2), ("test", "ema", 0)]
+    scores = [
+        {"split": split, "weights": weights, "tta": tta, "accuracy": accuracy}
+        for (split, weights, tta), accuracy in zip(kinds, (0.95, 0.93, 0.96, 0.97), strict=True)
+    ]
+    stub = SimpleNamespace(evaluations=scores, reached=0.0, log=print, timer=SimpleNamespace(training_seconds=1.0))
+    stub.config = SimpleNamespace(target_accuracy=target)
+    trainer.Run.note_target(stub, 8)
+    assert stub.reached == reached
+    assert bool(lines_with(capsys.readouterr().out, "reached 93.00 % on validation", "step 8")) == bool(reached)
 
 
 def test_test_split_is_evaluated_only_at_the_end(tmp_path):
