@@ -148,7 +148,8 @@ def _check_same_conditions(train_dir: Path, recipe: TrainConfig, metadata: Mappi
     """
     if recipe.overwrite:
         return
-    left_open = set() if recipe.variable_placement else {"variable_placement"}
+    open_values = {"variable_placement": "", "micro_batches": 0}  # in whose place config.json has what the run chose
+    left_open = {name for name, value in open_values.items() if getattr(recipe, name) == value}
     settings = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in UNCHECKED | left_open}
     machine = {name: metadata[name] for name in SAME_MACHINE}
     differing = []

@@ -34,7 +34,7 @@ def test_program_starts_in_a_checkout(program, flag):
 
 def test_command_of_a_training_has_its_settings_and_its_name(tmp_path):
     """The name is none of `configs/`, or one of them, which would load its settings."""
-    changed = {"nesterov": True, "soft_placement": False, "recipe": "mine", "learning_rate": 0.3}
+    changed = {"nesterov": True, "soft_placement": False, "recipe": "mine", "learning_rate": 0.3, "micro_batches": 0}
     config = TrainConfig(**TINY, **changed, seed=4, train_dir=str(tmp_path / "with spaces"))
     for named in (config, dataclasses.replace(config, recipe="speed94")):
         command = training.train_command(named)
@@ -85,6 +85,17 @@ def test_earlier_run_under_other_conditions_is_refused(tmp_path, settings, machi
     with pytest.raises(UsageError, match=message):
         seeds._check_same_conditions(tmp_path, recipe, METADATA)
     seeds._check_same_conditions(tmp_path, dataclasses.replace(recipe, overwrite=True), METADATA)
+
+
+def test_settings_that_an_earlier_run_chose_are_no_other_settings(tmp_path):
+    recipe = TrainConfig(**TINY, num_gpus=2, train_dir=str(tmp_path))
+    chosen = {"micro_batches": 4, "variable_placement": "round_robin", "tower_shares": "3,1"}
+    files.write_json(tmp_path / "config.json", dataclasses.asdict(recipe) | chosen)
+    asked = dataclasses.replace(recipe, micro_batches=0, tower_shares="auto")
+    seeds._check_same_conditions(tmp_path, asked, METADATA)
+    for name, value in (("micro_batches", 2), ("tower_shares", "")):
+        with pytest.raises(UsageError, match=f"{name} {chosen[name]} -> {value}"):
+            seeds._check_same_conditions(tmp_path, dataclasses.replace(asked, **{name: value}), METADATA)
 
 
 def make_seed(seed, accuracy, train, convolution, reused=False):
