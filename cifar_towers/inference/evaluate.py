@@ -50,8 +50,8 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
         scaled = f"with temperature {values}, fitted on {fitted_on}: NLL {loss:.4f}, ECE {ece:.4f}"
     lines += [
         f"accuracy {100 * record['accuracy']:.2f} % ({record['correct']:,} of {record['count']:,}; 95 % interval "
-        f"{100 * low:.2f} to {100 * high:.2f} %), loss {record['loss']:.4f}",
-        f"calibration: NLL {record['loss']:.4f} (the loss), ECE {record['ece']:.4f}; {scaled}",
+        f"{100 * low:.2f} to {100 * high:.2f} %), loss (NLL) {record['loss']:.4f}",
+        f"calibration: ECE {record['ece']:.4f}; {scaled}",
     ]
     if people := record.get("people"):
         accuracy, loss = f"{100 * people['accuracy']:.2f} % for the class with most votes", f"{people['loss']:.4f}"

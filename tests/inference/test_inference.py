@@ -224,14 +224,15 @@ def test_calibration_is_that_of_the_predicted_probabilities(held_out_run, tta):
 
 
 def test_evaluation_prints_what_the_temperature_was_fitted_on(held_out_run, run_without_validation):
-    def line_of(directory, **settings):
+    def line_of(directory, number=2, **settings):
         config = EvaluateConfig(train_dir=str(directory), precision="float32", **settings)
-        return evaluate_checkpoint(config).splitlines()[2]
+        return evaluate_checkpoint(config).splitlines()[number]
 
     record = evaluate_as_json(held_out_run, precision="float32")
     scaling = record["temperature_scaling"]
+    assert line_of(held_out_run, 1).endswith(f" %), loss (NLL) {record['loss']:.4f}")
     assert line_of(held_out_run) == (
-        f"calibration: NLL {record['loss']:.4f} (the loss), ECE {record['ece']:.4f}; "
+        f"calibration: ECE {record['ece']:.4f}; "
         f"with temperature {scaling['temperatures'][0]:.4f}, fitted on validation images: "
         f"NLL {scaling['loss']:.4f}, ECE {scaling['ece']:.4f}"
     )
