@@ -16,6 +16,7 @@ from cifar_towers.data import synthetic
 from cifar_towers.errors import DataError, RunError, UsageError
 from cifar_towers.reporting.run_logger import CallbackError
 from tests.configs import TINY_NET
+from tests.runs.short_runs import small_runs
 
 SETTINGS = {
     "model": TINY_NET, "dataset": "synthetic", "shift": 0, "batch_size": 50, "epochs": 1,
@@ -25,9 +26,8 @@ SETTINGS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def small_set():
-    with pytest.MonkeyPatch.context() as patch:
-        small = synthetic.make(400, 0, 0), synthetic.make(100, 0, 1)
-        patch.setattr(synthetic, "load", lambda seed=0: small)
+    small = synthetic.make(400, 0, 0), synthetic.make(100, 0, 1)
+    with small_runs(*small):
         yield small
 
 

@@ -18,8 +18,8 @@ from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import check_functions
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
-from cifar_towers.reporting import figures
 from cifar_towers.shutdown import ShutdownHandler
+from tests.runs import short_runs
 from tests.test_makefile import make
 from tests.test_readme import CONFIGS
 
@@ -79,9 +79,8 @@ def here(work, monkeypatch):
 
 
 def train(*flags):
-    with pytest.MonkeyPatch.context() as patch:
+    with short_runs.small_runs() as patch:
         patch.setattr(sys, "argv", ["train.py", *flags, *ONE_STEP])
-        patch.setattr(figures, "confusion_matrix", lambda *_: np.zeros([8, 8, 3], np.uint8))  # which takes seconds
         main.train.__wrapped__(ShutdownHandler())
 
 

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers import trainer
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
-from cifar_towers.data import cifar10, sources
-from cifar_towers.shutdown import ShutdownHandler
+from cifar_towers.data import cifar10
+from tests.runs.short_runs import run
 
 pytestmark = pytest.mark.slow
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -17,8 +16,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 def accuracies(recipe, train_dir, *flags):
     arguments = ["train.py", f"--flagfile={CONFIGS / recipe}.cfg", f"--train_dir={train_dir}", *flags]
-    config = parse_command_line(TrainConfig, arguments, "")
-    result = trainer.train(config, sources.find(config.dataset), ShutdownHandler())
+    result = run(parse_command_line(TrainConfig, arguments, ""))
     return {(score["weights"], score["tta"]): score["accuracy"] for score in result["evaluations"]}
 
 

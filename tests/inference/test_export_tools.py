@@ -24,7 +24,6 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 from PIL import Image
 from tensorflow.python.tools import saved_model_cli
 
-from cifar_towers import trainer
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EXPORT_FORMATS, ExportConfig, PredictConfig
 from cifar_towers.data import sources, synthetic
@@ -32,8 +31,7 @@ from cifar_towers.errors import DataError, UsageError
 from cifar_towers.inference import export
 from cifar_towers.inference.export import export_model
 from cifar_towers.inference.predict import predict_images
-from cifar_towers.reporting import figures
-from cifar_towers.shutdown import ShutdownHandler
+from tests.runs import short_runs
 
 SMALL = synthetic.make(400, 0, 0), synthetic.make(200, 0, 1)
 IMAGES = SMALL[1].images[:7]
@@ -49,13 +47,10 @@ CONFIG = TrainConfig(
 def run(tmp_path_factory):
     """Train a run with the layers of the speed recipes and return its directory."""
     directory = tmp_path_factory.mktemp("tools") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic, "load", lambda seed=0: SMALL)
-        patch.setattr(figures, "confusion_matrix", lambda *_: np.zeros([8, 8, 3], np.uint8))
+    with short_runs.small_runs(*SMALL) as patch:
         patch.setattr(export, "OTHER_SIZES", ((0.75, 1.0), (1.5, 2.0)))
         patch.setattr(export, "NUM_CALIBRATION", 30)
-        config = dataclasses.replace(CONFIG, train_dir=str(directory))
-        trainer.train(config, sources.find("synthetic"), ShutdownHandler())
+        short_runs.run(CONFIG, directory)
         yield directory
 
 

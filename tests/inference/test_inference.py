@@ -14,7 +14,6 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from cifar_towers import trainer
 from cifar_towers.checkpointing.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints, read_variables
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
@@ -27,8 +26,8 @@ from cifar_towers.inference import export, load_run, predict
 from cifar_towers.inference.evaluate import evaluate_checkpoint
 from cifar_towers.inference.export import export_model
 from cifar_towers.inference.predict import predict_images
-from cifar_towers.reporting import figures
-from cifar_towers.shutdown import ShutdownHandler
+from tests.runs.short_runs import run as train
+from tests.runs.short_runs import small_runs
 
 SMALL = synthetic.make(400, 0, 0), synthetic.make(200, 0, 1)
 CONFIG = TrainConfig(
@@ -40,15 +39,8 @@ CONFIG = TrainConfig(
 
 @pytest.fixture(autouse=True, scope="module")
 def small_set():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic, "load", lambda seed=0: SMALL)
-        patch.setattr(figures, "confusion_matrix", lambda *_: np.zeros([8, 8, 3], np.uint8))
+    with small_runs(*SMALL):
         yield
-
-
-def train(config, **settings):
-    config = replace(config, **settings)
-    return trainer.train(config, sources.find(config.dataset), ShutdownHandler())
 
 
 def predict_with(run, *pictures, **settings):

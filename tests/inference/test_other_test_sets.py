@@ -1,7 +1,6 @@
 """Other test sets of CIFAR-10, in the formats in which they are published, and computed corruptions of any."""
 
 import json
-from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 import cifar_towers
-from cifar_towers import trainer
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import cifar10, corruptions, sources, synthetic
@@ -17,9 +15,8 @@ from cifar_towers.data.dataset import CLASSES, Split
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.inference import evaluate, load_run
 from cifar_towers.inference.evaluate import evaluate_checkpoint
-from cifar_towers.reporting import figures
-from cifar_towers.shutdown import ShutdownHandler
 from tests.configs import TINY_NET
+from tests.runs import short_runs
 
 TRAIN, TEST = synthetic.make(300, 0, 0), synthetic.make(60, 0, 1)
 CONFIG = TrainConfig(
@@ -35,10 +32,8 @@ def train(place, train_split, test_split, names=(), **settings):
         np.save(place / f"x_{name}.npy", split.images)
         np.save(place / f"y_{name}.npy", split.labels)
     (place / "classes.txt").write_text("\n".join(names))
-    config = replace(CONFIG, dataset=f"npy:{place}", train_dir=str(place / "run"), **settings)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "confusion_matrix", lambda *_: np.zeros([8, 8, 3], np.uint8))
-        trainer.train(config, sources.find(config.dataset), ShutdownHandler())
+    with short_runs.small_runs():
+        short_runs.run(CONFIG, place / "run", dataset=f"npy:{place}", **settings)
     return place / "run"
 
 

@@ -14,15 +14,14 @@ import numpy as np
 import psutil
 import pytest
 
-from cifar_towers import files, trainer
+from cifar_towers import files
 from cifar_towers.checkpointing.checkpoint import latest_checkpoint, read_variables
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
-from cifar_towers.data import sources
 from cifar_towers.multi_worker.launcher import free_addresses
-from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.training.distributed_step import make_multi_worker_strategy
 from tests.messages import lines_with
+from tests.runs.short_runs import run
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 NET = """
@@ -117,8 +116,7 @@ def test_two_workers_train_as_two_towers(flags, tmp_path):
         lines = re.findall(rf"^{prefix} of 2 \(\S+\) (\w.*)", output, re.M)
         assert lines[-3:] == ["has joined; worker 0 logs the run", "trains from step 0 to 4", "has finished"]
     given = ["train.py", *flags, "--num_gpus=2", f"--train_dir={tmp_path / 'towers'}"]
-    config = parse_command_line(TrainConfig, given, "")
-    trainer.train(config, sources.find(config.dataset), ShutdownHandler())
+    run(parse_command_line(TrainConfig, given, ""))
     assert_same_variables(tmp_path / "workers", tmp_path / "towers", rtol=1e-4, atol=1e-6)
 
 

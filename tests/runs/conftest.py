@@ -5,13 +5,12 @@ import functools
 import io
 import shutil
 
-import numpy as np
 import pytest
 
 from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.data import synthetic
 from cifar_towers.reporting import figures
-from tests.runs.short_runs import QUICK, TINY, run
+from tests.runs.short_runs import QUICK, TINY, draw_nothing, run, small_runs
 
 
 @functools.cache
@@ -20,25 +19,15 @@ def small_splits():
 
 
 @pytest.fixture(autouse=True)
-def small_synthetic_set(monkeypatch):
-    """Replace the synthetic set of 10,000 + 2,000 images by one of 2,000 + 500."""
-    monkeypatch.setattr(synthetic, "load", lambda seed=0: small_splits())
-
-
-def draw_nothing(*_):
-    return np.zeros([8, 8, 3], np.uint8)
-
-
-@pytest.fixture(autouse=True)
-def cheap_figures(monkeypatch):
-    """Draw the figures that take seconds in `one_run` alone."""
-    monkeypatch.setattr(figures, "confusion_matrix", draw_nothing)
+def small_synthetic_set():
+    """Replace the synthetic set of 10,000 + 2,000 images by one of 2,000 + 500. Only `one_run` draws its matrix."""
+    with small_runs(*small_splits()):
+        yield
 
 
 def finished_run(directory, config, draw=figures.confusion_matrix, **settings):
     """Return (directory, result, what was printed)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic, "load", lambda seed=0: small_splits())
+    with small_runs(*small_splits()) as patch:
         patch.setattr(figures, "confusion_matrix", draw)
         with contextlib.redirect_stdout(io.StringIO()) as output:
             result = run(config, directory, num_gpus=2, checkpoint_every_steps=9, **settings)

@@ -1,14 +1,18 @@
-"""Short runs on the synthetic set, and what they wrote."""
+"""Short runs, mostly on a small synthetic set, and what they wrote."""
 
+import contextlib
 import json
 from dataclasses import replace
 from signal import SIGTERM
 
+import numpy as np
+import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_towers import trainer
-from cifar_towers.data import sources
+from cifar_towers.data import sources, synthetic
+from cifar_towers.reporting import figures
 from cifar_towers.shutdown import ShutdownHandler
 from tests.configs import TINY_NET, recipe
 
@@ -21,9 +25,24 @@ RATES = {"learning_rate": 0.1, "bias_learning_rate": 0.0, "whitening_learning_ra
 TINY = replace(QUICK, model=TINY_NET, image_size_schedule="", **RATES)  # for tests that do not depend on the model
 
 
-def run(config, train_dir, stop=None, launch_id="", callbacks=(), **settings):
+@contextlib.contextmanager
+def small_runs(*splits):
+    """Replace the synthetic set by these two splits, if given. Leave out confusion matrices, which take seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        if splits:
+            patch.setattr(synthetic, "load", lambda seed=0: splits)
+        patch.setattr(figures, "confusion_matrix", draw_nothing)
+        yield patch
+
+
+def draw_nothing(*_):
+    return np.zeros([8, 8, 3], np.uint8)
+
+
+def run(config, train_dir="", stop=None, launch_id="", callbacks=(), **settings):
     """Train with `config`, some settings replaced, and return the result."""
-    config, shutdown = replace(config, train_dir=str(train_dir), **settings), stop or ShutdownHandler()
+    config = replace(config, train_dir=str(train_dir or config.train_dir), **settings)
+    shutdown = stop or ShutdownHandler()
     return trainer.train(config, sources.find(config.dataset), shutdown, launch_id=launch_id, callbacks=callbacks)
 
 
