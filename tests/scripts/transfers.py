@@ -9,7 +9,7 @@ from cifar_towers.towers.placement import HOST, short_device
 Traffic = Counter[tuple[str, str]]  # (source device, destination device) -> bytes
 
 
-def transfers(function, *, scalars: bool = True, default: str = HOST) -> Traffic:
+def transfers(function, *, scalars: bool = True) -> Traffic:
     """Bytes that cross between devices in one call of a traced step.
 
     A tensor that is computed on one device and used on another counts once for each such device, as TensorFlow sends
@@ -18,19 +18,17 @@ def transfers(function, *, scalars: bool = True, default: str = HOST) -> Traffic
 
     The device of an operation: an argument's is the host, or that of the captured tensor; a read or an assignment has
     the variable's; others their own, or that of the operation they are colocated with; an identity that of its input;
-    the rest `default`. A function call is entirely on its own device.
+    the rest the host. A function call is entirely on its own device.
 
     Args:
       function: a `tf.types.experimental.ConcreteFunction`.
       scalars: count tensors of rank 0 too: losses, learning rates, terms of norms.
-      default: device of operations that have none. TensorFlow uses `/GPU:0` if there is one, for those that it can
-        compute there.
 
     Raises:
       ValueError: a tensor crosses whose bytes are not known before the step runs; or a conditional, a loop or a call
         has no device, so that what is inside may run anywhere.
     """
-    where = _devices(function, default)
+    where = _devices(function)
     crossed = Traffic()
     for op, source in where.items():
         for tensor in op.outputs:
@@ -40,7 +38,7 @@ def transfers(function, *, scalars: bool = True, default: str = HOST) -> Traffic
     return crossed
 
 
-def _devices(function, default: str) -> dict[tf.Operation, str]:
+def _devices(function) -> dict[tf.Operation, str]:
     """Needed operation -> its device as defined by `transfers`; "" for constants, which are wherever they are used."""
     needed: set[tf.Operation] = set()
     pending = [tensor.op for tensor in function.graph.outputs] + list(function.graph.control_outputs)
@@ -52,11 +50,11 @@ def _devices(function, default: str) -> dict[tf.Operation, str]:
     captured = {id(inner): short_device(outer.device) for outer, inner in function.graph.captures}
     where: dict[tf.Operation, str] = {}
     for op in function.graph.get_operations():  # in topological order
-        where[op] = _device(op, where, captured, default)
+        where[op] = _device(op, where, captured)
     return {op: device for op, device in where.items() if op in needed}
 
 
-def _device(op: tf.Operation, where: dict[tf.Operation, str], captured: dict[int, str], default: str) -> str:
+def _device(op: tf.Operation, where: dict[tf.Operation, str], captured: dict[int, str]) -> str:
     if op.type == "Placeholder":
         return captured.get(id(op.outputs[0]), HOST)
     calls = any(attribute.type in ("func", "list(func)") for attribute in op.op_def.attr)
@@ -72,7 +70,7 @@ def _device(op: tf.Operation, where: dict[tf.Operation, str], captured: dict[int
         return where[op.graph.get_operation_by_name(beside)]
     if op.type == "Identity":
         return where[op.inputs[0].op]
-    return "" if op.type == "Const" else default
+    return "" if op.type == "Const" else HOST
 
 
 def _size(tensor: tf.Tensor) -> int:

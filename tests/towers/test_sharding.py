@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.towers import average_gradients, run_micro_batches, run_on_towers, split_batch
+from cifar_towers.towers import run_micro_batches, run_on_towers, split_batch
 from cifar_towers.towers.sharding import share_out
 
 
@@ -55,30 +55,27 @@ def test_micro_batches_have_equal_sizes():
 
 
 @pytest.mark.parametrize(
+    ("examples", "shares", "multiple", "sizes"),
+    [
+        (1024, [3, 1], 1, [768, 256]),
+        (1024, [1000, 1], 1, [1023, 1]),
+        (7, [1, 1, 1], 1, [3, 2, 2]),
+        (48, [3, 1], 4, [36, 12]),
+        (40, [3, 1], 8, [32, 8]),
+        (3, [100, 1, 1], 1, [1, 1, 1]),
+    ],
+)
+def test_sizes_are_in_proportion_and_add_up(examples, shares, multiple, sizes):
+    assert share_out(examples, shares, multiple) == sizes
+
+
+@pytest.mark.parametrize(
     ("examples", "shares", "multiple", "message"),
     [(3, [1, 0], 1, "as 1, 0"), (1, [1, 1], 1, "1 examples"), (6, [1, 1], 4, "in multiples of 4"), (6, [], 1, "as $")],
 )
 def test_shares_that_give_a_tower_no_example_are_refused(examples, shares, multiple, message):
     with pytest.raises(ValueError, match=message):
         share_out(examples, shares, multiple)
-
-
-def test_uneven_shards_weighted_by_examples_give_the_gradient_of_the_whole_batch(towers):
-    """The training step is README's, with three examples on two towers."""
-    w, x = tf.Variable([[0.0]]), tf.constant([[1.0], [2.0], [5.0]])
-
-    def on_tower(tower, shard):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((shard @ w - 3 * shard) ** 2)
-        return [(tape.gradient(loss, w), w)]
-
-    shards = split_batch(x, towers(2), allow_uneven=True)
-    tower_grads = run_on_towers(on_tower, towers(2), shards)
-    ((gradient, _),) = average_gradients(tower_grads, weights=[len(shard) for shard in shards])
-    ((expected, _),) = on_tower(None, x)
-    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
-    with pytest.raises(ValueError, match="3 examples .*2 towers.* 2 or 4"):
-        split_batch(x, towers(2))
 
 
 def test_each_tower_runs_in_its_device_and_name_scope(towers):

@@ -15,7 +15,6 @@ from cifar_towers.config.schedules import RunLength
 from cifar_towers.errors import UsageError
 from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import PLACEMENTS
-from cifar_towers.towers.sharding import share_out
 from cifar_towers.training import tuning
 from tests.configs import TINY_NET
 from tests.messages import lines_with
@@ -101,22 +100,6 @@ def test_suggested_micro_batches_are_valid(settings, flags):
     given |= {"micro_batches": int(given["micro_batches"])} if given else {}
     smaller = replace(config, num_gpus=4, **given)
     assert smaller.micro_batches >= 2 * config.micro_batches or not flags
-
-
-@pytest.mark.parametrize(
-    ("examples", "shares", "multiple", "sizes"),
-    [
-        (1024, [3, 1], 1, [768, 256]),
-        (1024, [1000, 1], 1, [1023, 1]),
-        (10, [2, 1, 1], 1, [5, 3, 2]),
-        (7, [1, 1, 1], 1, [3, 2, 2]),
-        (48, [3, 1], 4, [36, 12]),
-        (40, [3, 1], 8, [32, 8]),
-        (3, [100, 1, 1], 1, [1, 1, 1]),
-    ],
-)
-def test_sizes_are_in_proportion_and_add_up(examples, shares, multiple, sizes):
-    assert share_out(examples, shares, multiple) == sizes
 
 
 @pytest.mark.parametrize(
