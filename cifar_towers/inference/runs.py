@@ -26,6 +26,7 @@ from cifar_towers.reporting.run_records import (
     group_by_recipe,
     read_run,
     read_times,
+    share_test_images,
     shorten,
 )
 
@@ -158,7 +159,7 @@ def best_run(runs: Sequence[RunSummary], recipe: str, data: str = "") -> RunSumm
         the same; a line then says so.
 
     Raises:
-      UsageError: no run of the recipe is finished, or the finished ones are on several other data sets.
+      UsageError: no run of the recipe is finished, or the finished ones have different test images.
     """
     done = [run for run in runs if run.recipe == recipe and run.state == DONE and run.accuracy is not None]
     if not done:
@@ -166,13 +167,13 @@ def best_run(runs: Sequence[RunSummary], recipe: str, data: str = "") -> RunSumm
         raise UsageError(f"no run of {recipe} is finished; finished recipes: {known}")
     names = sorted({run.data for run in done})
     if data in names:
-        done = [run for run in done if run.data == data]
-    elif len(names) > 1:
+        done, names = [run for run in done if run.data == data], [data]
+    if len(names) > 1 or not share_test_images([run.record for run in done]):
         raise UsageError(
-            f"finished runs of {recipe} are on several data sets, whose accuracies do not compare: {', '.join(names)}; "
-            "give a pattern of names too"
+            f"finished runs of {recipe} are on several data sets, or on one whose test images changed, so their "
+            f"accuracies do not compare: {', '.join(names)}; give a pattern of names too"
         )
-    elif data:
+    if data and data not in names:
         log.info(f"no run of {recipe} on {data} is finished; ranked those on {names[0]}")
     augmented = all(run.tta_accuracy is not None for run in done)
     return max(done, key=lambda run: (run.tta_accuracy if augmented else run.accuracy) or 0.0)

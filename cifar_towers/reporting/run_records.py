@@ -112,10 +112,11 @@ class RunRecord:
         """The settings that the runs of a group have in common, with the precision, towers and data that were used."""
         settings = {name: value for name, value in self.config.items() if name not in PER_RUN}
         settings |= dict.fromkeys(self.environment.get("chosen", []), "auto")  # the next run may choose another value
-        digest = self.environment.get("data_sha256", {}).get("train")
-        data = "synthetic" if self.banner else digest or self.config.get("dataset")
+        digests = self.environment.get("data_sha256") or {"train": self.config.get("dataset")}
+        digests = {"train": "synthetic"} if self.banner else digests
+        data = {f"{split}_data": as_text(digest)[:12] for split, digest in digests.items()}
         towers = len(self.towers) or self.config.get("num_gpus")
-        return settings | {"precision": self.precision, "num_gpus": towers, "data": as_text(data)[:12]}
+        return settings | {"precision": self.precision, "num_gpus": towers} | data
 
     @property
     def scored_step(self) -> int:
@@ -201,7 +202,7 @@ def group_by_recipe(runs: Sequence[RunRecord]) -> Groups:
 
 
 def compare_groups(groups: Groups) -> list[tuple[str, str, str]]:
-    """Return (group, other group, difference) of every two groups on the same data with two finished runs each.
+    """Return (group, other group, difference) of every two groups on one test set with two finished runs each.
 
     The difference is of the means of one kind of accuracy, in points, with its 95 % interval. The kind is the one that
     all these runs report, or else one without test-time augmentation that all of them have.
@@ -213,11 +214,19 @@ def compare_groups(groups: Groups) -> list[tuple[str, str, str]]:
         kinds = {score_name(score) for run in runs if (score := run.reported_score)}
         common = [score for name, score in runs[0].scores.items() if all(name in run.scores for run in runs)]
         compared = reported_score([score for score in common if len(kinds) == 1 or not score["tta"]])
-        if compared and scored[one][0].result.get("dataset") == scored[other][0].result.get("dataset"):
+        names = {run.result.get("dataset") for run in runs}
+        if compared and len(names) == 1 and share_test_images(runs):
             kind = score_name(compared)
             means = [Sample.of([run.scores[kind]["accuracy"] for run in scored[name]]) for name in (one, other)]
             differences.append((one, other, f"{describe_difference(*means)}, {kind}"))
     return differences
+
+
+def share_test_images(runs: Sequence[RunRecord]) -> bool:
+    """Return False if runs with images of one size recorded different digests of their test images."""
+    recorded = [(run.config.get("image_size"), run.environment.get("data_sha256", {}).get("test")) for run in runs]
+    known = {(image_size, digest) for image_size, digest in recorded if digest}
+    return len(known) == len({image_size for image_size, _ in known})
 
 
 def format_number(value: float | None, spec: str, scale: float = 1) -> str:

@@ -227,6 +227,18 @@ def test_best_run_is_of_one_data_set(runs, caplog):
     assert start(f"--runs_dir={runs}", "--best=speed94", "speed94-seed1").stdout == f"{runs}/speed94-seed1\n"
 
 
+def test_best_run_is_of_one_test_set(tmp_path):
+    """The data set of the second run has kept its name, and its test images have changed."""
+    for seed in range(2):
+        make(tmp_path, seed=seed)
+    found = trained.find_runs(tmp_path)
+    assert trained.best_run(found, "speed94", "cifar10") in found
+    change(tmp_path / "speed94-seed1", "environment.json", data_sha256={"train": "c50e2d9aebe4fd88", "test": "other"})
+    for data in ("", "cifar10"):
+        with pytest.raises(UsageError, match="whose test images changed, .* compare: cifar10; give a pattern"):
+            trained.best_run(trained.find_runs(tmp_path), "speed94", data)
+
+
 def test_groups_of_seeds_on_the_same_data_are_compared(tmp_path):
     for recipe, seed in itertools.product(("speed94", "resnet20"), range(2)):
         make(tmp_path, recipe, seed)

@@ -38,6 +38,42 @@ def test_what_runs_chose_by_themselves_does_not_tell_groups_apart(tmp_path):
     assert sorted(groups.values()) == [["a", "b"], ["c", "e"], ["d"]]
 
 
+def test_runs_on_other_images_of_any_split_are_a_group_of_their_own(tmp_path):
+    """Runs without digests, as those of before digests were recorded, are grouped by the name of their data."""
+    digests = [("a", "b"), ("a", "b"), ("a", "c"), ("a", "c"), ("d", "b")]
+    paths = [make_run(tmp_path / str(seed), seed=seed, dataset="folder:/photos") for seed in range(9)]
+    for path, (train, test) in zip(paths, digests, strict=False):
+        change(path, "environment.json", data_sha256={"train": train, "test": test})
+    change(paths[5], "environment.json", data_sha256={"train": "a", "validation": "e", "test": "b"})
+    for path in paths[6:]:
+        change(path, "environment.json", data_sha256={})
+    change(paths[8], "config.json", dataset="npy:/photos")
+    groups = group_names(paths)
+    assert list(groups.values()) == [["0", "1"], ["2", "3"], ["4"], ["5"], ["6", "7"], ["8"]]
+    assert "speed94, train_data=a, test_data=c" in groups
+
+
+def test_accuracies_on_other_test_images_are_not_compared(tmp_path):
+    """A data set that has kept its name may have grown. Digests of images of other sizes tell nothing."""
+    runs = [*((recipe, seed) for recipe in ("speed94", "other") for seed in range(2))]
+    paths = [make_run(tmp_path / f"{recipe}{seed}", recipe, seed, image_size=32) for recipe, seed in runs]
+
+    def num_differences():
+        return len(run_records.compare_groups(run_records.group_by_recipe(run_records.read_runs(paths))))
+
+    assert num_differences() == 1
+    for path in paths[2:]:
+        change(path, "environment.json", data_sha256={"train": "other", "test": "other"})
+    assert num_differences() == 0
+    for path in paths[2:]:
+        change(path, "config.json", image_size=64)
+    assert num_differences() == 1
+    for path in paths[2:]:
+        change(path, "config.json", image_size=32)
+        change(path, "environment.json", data_sha256={})
+    assert num_differences() == 1
+
+
 def test_long_group_names_are_shortened_and_distinct(tmp_path):
     runs = [make_run(tmp_path / f"r{i}", "n" * 100 + str(i), last_step=66) for i in range(2)]
     assert [len(name) for name in group_names(runs)] == [44, 47]
