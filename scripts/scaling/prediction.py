@@ -60,7 +60,8 @@ def measure(config: ScalingConfig, towers: list[Tower], train: Split) -> Rates:
     """Time the step on one tower, after its compilation, in `ROUNDS` rounds of equally many steps."""
     placement = "round_robin" if on_gpus(towers) else "cpu"
     case = BenchmarkCase("towers", placement, 1, config.recipe.precision)
-    run_steps, _ = prepare_case(BenchmarkConfig(recipe=config.recipe), case, towers, train)
+    recipe = dataclasses.replace(config.recipe, micro_batches=config.recipe.micro_batches or 1)  # auto begins with one
+    run_steps, _ = prepare_case(BenchmarkConfig(recipe=recipe), case, towers, train)
     print("compiling", flush=True)
     list(run_steps(1))
     ((step_seconds, _),) = run_steps(1)

@@ -7,8 +7,9 @@ import pytest
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.towers.placement import PLACEMENTS
-from scripts.scaling import communication, table
+from scripts.scaling import communication, prediction, table
 from scripts.scaling.communication import StepBytes, VariableBytes, link_loads, predict, step_bytes, variable_bytes
+from scripts.scaling.settings import ScalingConfig
 from tests.scripts.transfers import transfers
 from tests.training.runs import Run
 
@@ -143,6 +144,13 @@ def test_latency_of_messages():
         "ring": [1, 1 + 2 * 1, 1 + 2 * 3],
     }
     assert latencies(0, exchanges=["one_device", "ring"]) == {"one_device": [0, 2, 2], "ring": [0, 2, 6]}
+
+
+def test_step_with_automatic_micro_batches_is_measured_with_one(towers, examples):
+    settings = {"model": "cifarnet", "crop": 24, "shift": 0, "batch_size": 8, "precision": "float32"}
+    config = ScalingConfig(recipe=TrainConfig(micro_batches=0, **settings), minutes=0)
+    rates = prediction.measure(config, towers(1), examples)
+    assert len(rates.images_per_sec) == prediction.ROUNDS and rates.median > 0
 
 
 @pytest.mark.parametrize(
