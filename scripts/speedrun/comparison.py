@@ -100,7 +100,7 @@ def num_trained_parameters(model: keras.Model) -> int:
 
 def _ours(config: SpeedrunConfig, devices: int, precisions: Sequence[str]) -> Iterator[FrameworkRates]:
     """Yield our trainings in each precision, on one device and on all."""
-    recipes = {1: dataclasses.replace(config.recipe, num_gpus=1), devices: config.recipe}
+    recipes = {1: dataclasses.replace(config.recipe, num_gpus=1, tower_shares=""), devices: config.recipe}
     for precision in precisions:
         for count, recipe in recipes.items():
             measure = functools.partial(_training_rate, recipe, precision, config.directory)

@@ -35,6 +35,7 @@ ONE_TOWER: dict[str, Any] = {
     "strategy": "towers",
     "parallelism": "data",
     "micro_batches": 1,
+    "tower_shares": "",
     "all_reduce": "auto",
     "variable_placement": "cpu",
     "gradient_device": "variable",

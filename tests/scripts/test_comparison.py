@@ -86,6 +86,13 @@ def test_ratios_are_of_equal_numbers_of_devices(compare, tmp_path, capsys):
     assert "243 steps of 1,536 at the 155 images/s of pytorch" in text and "2,408 s" in text and "no net" in text
 
 
+def test_ours_on_one_device_has_no_shares_of_several(tmp_path):
+    recipe = TrainConfig(batch_size=16, num_gpus=2, tower_shares="3,1")
+    config = SpeedrunConfig(recipe=recipe, train_dir=str(tmp_path))
+    recipes = [each.measure.args[0] for each in comparison._ours(config, 2, ["float32"])]
+    assert [(recipe.num_gpus, recipe.tower_shares) for recipe in recipes] == [(1, ""), (2, "3,1")]
+
+
 def test_ours_makes_the_step_with_frozen_whitening(tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "run_training", lambda config, quiet: {"images_per_sec": config})
     for steps, steps_per_epoch in ((8, 100), (2500, 48)):  # also if that is more than the recipe has

@@ -66,6 +66,12 @@ def test_work_includes_selecting_hard_examples(towers):
     assert sum(both.values()) == sum(model.values()) + sum(proxy.values())
 
 
+def test_work_of_one_tower_does_not_depend_on_the_shares_of_several(towers):
+    even = TrainConfig(**TINY, epochs=1, num_gpus=2)
+    uneven = dataclasses.replace(even, tower_shares="3,1")
+    assert seeds.count_work(uneven, towers(2), "float32", TRAIN) == seeds.count_work(even, towers(2), "float32", TRAIN)
+
+
 @pytest.mark.parametrize(
     ("settings", "machine", "message"),
     [
