@@ -15,7 +15,7 @@ from cifar_towers.cli.program import import_tensorflow
 from cifar_towers.cli.run import Run, parse_settings
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig, PredictConfig
-from cifar_towers.errors import Interrupted, UsageError, with_errors_for_python
+from cifar_towers.errors import FLAG_DASHES, Interrupted, UsageError, with_errors_for_python
 from cifar_towers.shutdown import ShutdownHandler
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
     """Train or resume a run, as `train.py` does, and return it. A finished run is returned as it is.
 
     An interrupt (Ctrl-C, or a notebook's stop button) saves the run after the current step and returns it; the same
-    call resumes. A second interrupt raises `KeyboardInterrupt` at once.
+    call, without `overwrite`, resumes. A second interrupt raises `KeyboardInterrupt` at once.
 
     TensorFlow fixes its devices when it is first used: later calls in a process can have as many towers or fewer.
 
@@ -64,7 +64,7 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
         except Interrupted as interrupt:
             if not (opened and latest_checkpoint(opened[-1].directory)):
                 raise KeyboardInterrupt(str(interrupt)) from None
-            print(f"interrupted: {interrupt}")
+            print(FLAG_DASHES.sub("", f"interrupted: {interrupt}"))
     return opened[-1]
 
 

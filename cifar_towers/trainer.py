@@ -78,8 +78,8 @@ def train(
         source, dataset = build.load_data(config, source)
         precision = devices.choose_precision(config.precision, hardware.local_towers)
         workers.assert_equal(shared_values(config, dataset, precision, len(hardware.local_towers)))
-        config = workdir.choose_directory(config, source.banner, launch_id)
-        with coordination.worker_train_dir(workers, config.train_dir) as own, explained_errors(config, hardware.towers):
+        asked, config = config, workdir.choose_directory(config, source.banner, launch_id)
+        with coordination.worker_train_dir(workers, config.train_dir) as own, explained_errors(asked, hardware.towers):
             config = dataclasses.replace(config, train_dir=own)
             named = [load_object("callback", config.callback)] if config.callback and workers.is_chief else []
             callbacks = [*callbacks, *named] if workers.is_chief else []
@@ -574,20 +574,25 @@ class Run:
 def explained_errors(config: TrainConfig, towers: Sequence[Tower]) -> Iterator[None]:
     """Raise TensorFlow's errors about the limits of a device as UsageErrors, with the flags to give instead.
 
+    If the config says `overwrite`, errors that name the command to resume with say to leave it out.
+
     Raises:
       UsageError: a device's memory is too small, or an operation has no deterministic form.
     """
     try:
         yield
+    except (RunError, Interrupted) as error:
+        again = "the same command without --overwrite" if config.overwrite else "the same command"
+        error.args = (str(error).replace("the same command", again),)
+        raise
     except tf.errors.OpError as error:
         if reason := tuning.describe_out_of_memory(error):
             advice = "a smaller --batch_size, which is another run, may fit"
             if more := tuning.suggest_more_micro_batches(config, len(towers)):
-                advice = f"the same command with {more} takes each tower's share in smaller parts, and resumes from "
-                advice += "the last checkpoint if the net has no batch normalization"
+                advice = f"the same command with {more} takes each tower's share in smaller parts, and "
+                advice += f"{'without --overwrite ' * config.overwrite}resumes from the last checkpoint if the net has "
+                advice += "no batch normalization"
             raise UsageError(f"{reason}: the memory is too small for this; {advice}") from error
         if not (config.deterministic and isinstance(error, tf.errors.UnimplementedError)):
             raise
-        raise UsageError(
-            f"{error_text(error)}: train without --deterministic, or without what has no such form"
-        ) from error
+        raise UsageError(f"{error_text(error)}: train without --deterministic, or without that operation") from error

@@ -141,6 +141,17 @@ def test_an_interrupt_saves_and_the_same_call_resumes_to_the_same_bits(run, tmp_
     assert resumed.result["weights_sha256"] == run.result["weights_sha256"]
 
 
+def test_an_interrupt_after_overwrite_says_that_overwrite_would_delete_the_run(run, tmp_path, capsys):
+    def interrupt(step, metrics):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    started = shutil.copytree(run.directory, tmp_path / "run")
+    stopped = cifar_towers.train(train_dir=started, overwrite=True, callbacks=[interrupt], **SETTINGS)
+    assert stopped.result is None
+    assert capsys.readouterr().out.endswith(": the same command without overwrite resumes\n")
+
+
 def test_training_in_another_thread(run, tmp_path):
     """Python handles signals in the main thread alone."""
     runs = []

@@ -33,7 +33,7 @@ def train(shutdown: ShutdownHandler) -> None:
     train.py --dataset=folder:photos --batch_size=128   pictures of your own, a subfolder a class
 
     Without --recipe, --flagfile and --model the recipe is speed94. Other flags override the recipe's
-    settings, wherever they stand. The same command resumes.
+    settings, wherever they stand. The same command resumes, unless it has --overwrite.
     """
     config = parse(TrainConfig, train)
     cluster = join_cluster(config)

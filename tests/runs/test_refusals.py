@@ -21,10 +21,11 @@ NO_KERNEL = tf.errors.UnimplementedError(None, None, "A deterministic GPU implem
     ("error", "settings", "expected", "message"),
     [
         (OOM, {"micro_batches": 2}, UsageError, r"^OOM when allocating .* \[1024,64\].*--micro_batches=4"),
+        (OOM, {"micro_batches": 2, "overwrite": True}, UsageError, "and without --overwrite resumes from the last"),
         (NO_KERNEL, {"deterministic": True}, UsageError, "^A deterministic .* implementation of X .*--deterministic"),
         (NO_KERNEL, {}, tf.errors.UnimplementedError, "^A deterministic GPU implementation of X is not available.$"),
     ],
-    ids=["out of memory", "no deterministic operation", "other"],
+    ids=["out of memory", "out of memory with overwrite", "no deterministic operation", "other"],
 )
 def test_errors_of_tensorflow_suggest_flags(tmp_path, monkeypatch, error, settings, expected, message):
     def train(*_):

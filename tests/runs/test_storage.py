@@ -10,10 +10,10 @@ from cifar_towers import files
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoints, read_metadata
 from cifar_towers.config.programs import EvaluateConfig
-from cifar_towers.errors import DataError, RunError, UsageError
+from cifar_towers.errors import DataError, Interrupted, RunError, UsageError
 from cifar_towers.inference import evaluate
 from tests.messages import lines_with
-from tests.runs.short_runs import STEPS, TINY, records_of, run
+from tests.runs.short_runs import STEPS, TINY, StopAtStep, records_of, run
 
 TWO_TOWERS = replace(TINY, num_gpus=2)
 NO_SPACE = OSError(28, "No space left on device")
@@ -132,3 +132,12 @@ def test_overwrite_applies_once_per_launch_and_keeps_foreign_files(tmp_path, cap
     others.write_text("of a program that keeps checkpoints/ and train/ too")
     workdir.clear(tmp_path)
     assert others.exists() and all(path.exists() for path in mine)
+
+
+def test_an_interrupt_after_overwrite_says_that_overwrite_would_delete_the_run(tmp_path):
+    """The launcher starts the second process anew, which resumes; its user would type `--overwrite` again too."""
+    for at, steps_left in ((2, 2), (3, 1)):
+        with pytest.raises(Interrupted, match=f"^saved step {at}: the same command without --overwrite resumes$"):
+            run(TINY, tmp_path, StopAtStep(steps_left), launch_id="one", max_steps=5, overwrite=True)
+    with pytest.raises(Interrupted, match="^saved step 4: the same command resumes$"):
+        run(TINY, tmp_path, StopAtStep(1), max_steps=5)
