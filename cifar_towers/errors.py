@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-NOTHING_TO_SAVE = "before the first step; nothing to save"  # message of an interrupt that early
+NOTHING_TO_SAVE = "before the first step since the last start; nothing new to save"  # of an interrupt that early
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: what Slurm sends before the time is up

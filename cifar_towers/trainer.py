@@ -167,7 +167,7 @@ def train_from(step: int, run: "Run") -> int:
 def finish(step: int, run: "Run") -> dict:
     """Save the last step, evaluate every split, and write the result."""
     saved = run.save_now(step, wait=True)
-    outcome = f"step {step} is saved; the same command evaluates it" if saved else "nothing was saved"
+    outcome = f"step {step} is saved; the same command evaluates it" if saved else run.checkpoints.describe_latest()
     run.shutdown.exit_immediately_from_now(outcome)
     run.logger.begin_final_evaluation(step, run.evaluator.splits)
     run.evaluate_now(step, final=True)

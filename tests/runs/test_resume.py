@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from dataclasses import replace
+from signal import SIGTERM
 
 import numpy as np
 import pytest
@@ -26,6 +27,19 @@ def stop_and_resume(config, train_dir, at):
         run(config, train_dir, StopAtStep(at))
     assert caught.value.exit_code == 143
     return run(config, train_dir)
+
+
+def test_an_interrupt_while_a_run_resumes_does_not_deny_the_steps_that_are_saved(tmp_path):
+    shutdown = ShutdownHandler()
+
+    class Starting:
+        def on_start(self, run):
+            shutdown.signal = SIGTERM
+
+    with pytest.raises(Interrupted, match="step 2"):
+        run(TINY, tmp_path, StopAtStep(2), max_steps=4)
+    with pytest.raises(Interrupted, match="^before the first step since the last start; nothing new to save$"):
+        run(TINY, tmp_path, shutdown, max_steps=4, callbacks=[Starting])
 
 
 @pytest.mark.parametrize(

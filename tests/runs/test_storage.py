@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from signal import SIGTERM
 from unittest.mock import Mock
 
 import pytest
@@ -12,6 +13,7 @@ from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoi
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.errors import DataError, Interrupted, RunError, UsageError
 from cifar_towers.inference import evaluate
+from cifar_towers.shutdown import ShutdownHandler
 from tests.messages import lines_with
 from tests.runs.short_runs import STEPS, TINY, StopAtStep, records_of, run
 
@@ -78,6 +80,21 @@ def test_failed_final_save_is_an_error(tmp_path, monkeypatch, capsys):
     with pytest.raises(RunError, match="step 2.* not be saved"):
         run(TINY, tmp_path, max_steps=2)
     assert "test " in capsys.readouterr().out  # the score is printed nevertheless
+
+
+def test_an_interrupt_of_the_evaluation_names_the_checkpoint_that_is_kept(tmp_path, monkeypatch):
+    """The disk is full when the last step is to be saved."""
+
+    class InterruptedAtTheEnd(ShutdownHandler):
+        def exit_immediately_from_now(self, message):
+            self.signal = SIGTERM if list_checkpoints(tmp_path) else 0
+            super().exit_immediately_from_now(message)
+
+    commit = files.commit
+    full = Mock(side_effect=NO_SPACE)
+    monkeypatch.setattr(files, "commit", lambda *args: full() if list_checkpoints(tmp_path) else commit(*args))
+    with pytest.raises(Interrupted, match="^step-00000001 is kept$"):
+        run(TINY, tmp_path, InterruptedAtTheEnd(), max_steps=2, checkpoint_every_steps=1)
 
 
 def test_unwritable_records_do_not_stop_a_run(tmp_path, caplog):
