@@ -158,12 +158,12 @@ def _check_images(config: EvaluateConfig, run: TrainedRun, source: Source, split
         raise UsageError(f"{run.directory} held out no validation examples; give --split=test")
     is_changed = run.metadata.get(f"{config.split}_sha256") != split.digest
     is_refused = is_changed and not config.allow_changed_data
-    if is_refused and not config.dataset:
+    if is_refused and source.name == run.metadata["dataset"]:  # also if it is named by --dataset
         raise DataError(
             f"{run.directory} was made with other {config.split} images than {source.name} has now; restore them, "
             "or give --allow_changed_data to evaluate on these"
         )
-    if is_refused and source.how_to_score_all and source.name != run.metadata["dataset"]:
+    if is_refused and source.how_to_score_all:
         raise DataError(
             f"{source.name} has no test split and is not the data of {run.directory}; to score all of its images, "
             f"{source.how_to_score_all}; to score a fifth of them, give --allow_changed_data"

@@ -785,8 +785,10 @@ def test_own_folder_is_trained_on_evaluated_and_predicted(tmp_path, folder, caps
         train(config)
     evaluation = EvaluateConfig(train_dir=config.train_dir, precision="float32")
     changed = "made with other test images than .* give --allow_changed_data to evaluate on these"
-    with pytest.raises(DataError, match=changed):
-        evaluate_checkpoint(evaluation)
+    for named in ("", data):  # as the last lines of the training name it
+        with pytest.raises(DataError, match=changed):
+            evaluate_checkpoint(replace(evaluation, dataset=named))
+    assert evaluate_as_json(config.train_dir, dataset=data, allow_changed_data=True)["count"] == 149
     output = evaluate_checkpoint(replace(evaluation, allow_changed_data=True))
     assert "test (another set than in training: 0 of 149 images were trained on), ema weights" in output
     assert "of 149;" in output
