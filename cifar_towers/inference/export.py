@@ -216,13 +216,18 @@ def _find_source(config: ExportConfig, run: TrainedRun) -> sources.Source:
 
 
 def _fit_temperature(run: TrainedRun, source: sources.Source, test: Split, logits: RunFn) -> tuple[float, str]:
-    """Return the temperature fitted on validation or else test images, and which; raise UsageError if none fits."""
+    """Return the temperature fitted on validation or else test images, and which; raise a RunError if there is none."""
     validation = run.own_split("validation", source)
+    is_changed = not validation and test.digest != run.metadata.get("test_sha256")
+    if is_changed and source.name == run.metadata["dataset"]:
+        problem = f"{run.directory} was made with other test images than {source.name} has now"
+        raise DataError(f"{problem}; restore them, or give a number, as --temperature=1.5")
     split, noun = (validation, "validation image") if validation else (test, "test image")
     images, temperature = count(len(split.labels), noun), fit_temperature(split.labels, logits(split.images))
     if not temperature:
         raise UsageError(f"no temperature fits {images}, as {NO_TEMPERATURE}; give a number, as --temperature=1.5")
-    return temperature, f"fitted on {images}" + ("" if validation else ", as no validation images are at hand")
+    reason = "" if validation else f"{' of another data set' * is_changed}, as no validation images are at hand"
+    return temperature, f"fitted on {images}{reason}"
 
 
 def _make_samples(images: np.ndarray, image_size: int, probabilities: RunFn) -> list[tuple[np.ndarray, np.ndarray]]:

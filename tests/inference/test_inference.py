@@ -324,6 +324,24 @@ def test_temperature_without_validation_images_is_said_to_be_fitted_on_test_imag
     assert text in capsys.readouterr().out and text in (tmp_path / "README.md").read_text()
 
 
+def test_temperature_is_not_fitted_on_changed_test_images(run_without_validation, tmp_path, capsys, monkeypatch):
+    """They may be images that the run was trained on. Those of a data set that the user names are another matter."""
+    export_to = partial(
+        export_with, run_without_validation, format="keras", out=str(tmp_path / "net.keras"), check=0, temperature=0
+    )
+    np.save(tmp_path / "x_test.npy", SMALL[1].images[:150])
+    np.save(tmp_path / "y_test.npy", np.array(synthetic.CLASSES)[SMALL[1].labels[:150]])
+    assert export_to(dataset=f"npy:{tmp_path}")
+    text = "fitted on 150 test images of another data set, as no validation images are at hand"
+    assert text in capsys.readouterr().out and text in (tmp_path / "README.md").read_text()
+    moved = SMALL[0].take(slice(100, None)), SMALL[0].take(slice(100))
+    monkeypatch.setattr(synthetic, "load", lambda seed=0: moved)
+    for named in ("", "synthetic"):
+        with pytest.raises(DataError, match="was made with other test images than synthetic has now; restore them, or"):
+            export_to(dataset=named)
+    assert export_with(run_without_validation, format="keras", out=str(tmp_path / "net.keras"), temperature=2, check=50)
+
+
 def test_temperature_that_cannot_be_fitted_is_refused(run, tmp_path, monkeypatch):
     export_to = partial(export_with, run, format="keras", out=str(tmp_path / "net.keras"), check=0, temperature=0)
     monkeypatch.setattr(export, "fit_temperature", lambda *_: None)
