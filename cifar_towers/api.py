@@ -7,7 +7,7 @@ the line that the programs print, with settings as `batch_size=256` in place of 
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,13 +95,13 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
 
 @with_errors_for_python
 def predict(
-    run: Run | Path | str, images: "np.ndarray | Sequence[Path | str] | Path | str", **settings: Any
+    run: Run | Path | str, images: "np.ndarray | Iterable[Path | str] | Path | str", **settings: Any
 ) -> "np.ndarray":
     """Classify images by a checkpoint of a run.
 
     Args:
       run: a run or its directory.
-      images: [n, H, W, 3] uint8 levels of any size, or paths of image files, or one path.
+      images: [n, H, W, 3] uint8 levels of any size, or paths of image files (a list, a `Path.glob`), or one path.
       **settings: flags of `predict.py` by name, such as `tta=2`, `step`, or `model` for a net of your own.
 
     Returns:

@@ -67,6 +67,9 @@ def test_the_model_takes_levels_and_gives_the_probabilities_that_predict_gives(r
         Image.fromarray(image).save(path)
     of_files = cifar_towers.predict(run, paths, model=TINY_NET, precision="float32")
     np.testing.assert_allclose(of_files, probabilities[:3], atol=1e-6)
+    for iterator, expected in ((iter(paths), of_files), (map(np.asarray, images), probabilities)):
+        found = cifar_towers.predict(run, iterator, model=TINY_NET, precision="float32")
+        np.testing.assert_allclose(found, expected, atol=1e-6)
     with pytest.raises(UsageError, match=r"float64; give uint8 \[n, h, w, 3\]"):
         cifar_towers.predict(run, images / 255, model=TINY_NET)
     of_one_file = cifar_towers.predict(run, paths[0], model=TINY_NET, precision="float32")

@@ -3,7 +3,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def predict_images(config: PredictConfig) -> None:
         raise DataError(f"{len(failed)} of {len(pictures)} images could not be read: {names}")
 
 
-def predict_probabilities(config: PredictConfig, images: np.ndarray | Sequence[Path | str] | Path | str) -> np.ndarray:
+def predict_probabilities(config: PredictConfig, images: np.ndarray | Iterable[Path | str] | Path | str) -> np.ndarray:
     """Return the probabilities [n, C] of uint8 images [n, H, W, 3], or of image files, or of one.
 
     Raises:
@@ -73,6 +73,8 @@ def predict_probabilities(config: PredictConfig, images: np.ndarray | Sequence[P
     """
     run = open_run(Path(config.train_dir), config.model, config.step)
     classify, image_size = _make_probabilities_fn(config, run), run.info.image_size
+    if isinstance(images, Iterator):  # such as Path.glob
+        images = list(images)
     paths = [images] if isinstance(images, (str, Path)) else images
     if not all(isinstance(path, (str, Path)) for path in paths):
         try:
