@@ -1,6 +1,7 @@
 """Everything a run tells of itself: on the terminal, in JSON files, in TensorBoard, and to callbacks of the user's."""
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import math
@@ -489,7 +490,7 @@ class Callbacks:
     def _call_each(self, name: str, *arguments: Any) -> None:
         for callback in self._callbacks:
             if not self.error:
-                self._call(callback, name, *arguments)
+                self._call(callback, name, *copy.deepcopy(arguments))  # which a callback may change
 
     def _call(self, callback: Any, name: str, *arguments: Any) -> None:
         method = callback if inspect.isroutine(callback) and name == "on_step" else getattr(callback, name, None)

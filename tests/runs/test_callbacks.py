@@ -114,6 +114,23 @@ def test_after_an_error_those_that_were_started_are_told_of_the_end():
     assert failing.calls == [("start", Path("run")), ("end", Path("run"))] and untold.calls == []
 
 
+def test_what_a_callback_does_to_its_arguments_changes_neither_the_run_nor_the_next_callback(tmp_path):
+    class Clearing:
+        def on_step(self, step, metrics):
+            metrics.clear()
+
+        def on_evaluation(self, step, evaluation):
+            evaluation["confusion"][0].clear()
+            evaluation.clear()
+
+    recorder = Recorder()
+    result = run(TINY, tmp_path, max_steps=1, callbacks=[Clearing(), recorder])
+    for evaluation, record in zip(result["evaluations"], records_of(tmp_path, "eval"), strict=True):
+        assert evaluation == {key: record[key] for key in evaluation} and len(evaluation["confusion"][0]) == 10
+        assert (1, "test", record["accuracy"]) in recorder.calls
+    assert recorder.calls[1][1]["loss"] == records_of(tmp_path, "train")[0]["loss"]
+
+
 def test_programs_hand_callbacks_the_run_for_each_seed_too(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("""
