@@ -109,12 +109,12 @@ def of_setting(setting: str, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_usage_errors(message: str) -> Iterator[None]:
-    """Raise an error of the user's code inside as a UsageError of one line, with the place in that code."""
+    """Raise an error or `sys.exit` in the user's code inside as a one-line UsageError, with its place in the code."""
     try:
         yield
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{message}: {_error_line(error)}") from error
 
 
@@ -154,7 +154,7 @@ def _import(source: str) -> ModuleType:
         sys.path.remove(directory)
 
 
-def _error_line(error: Exception) -> str:
+def _error_line(error: BaseException) -> str:
     """Return an error as one line, with the last place in the user's code that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     others = ("<", f"{Path(__file__).parent}/", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))

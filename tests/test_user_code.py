@@ -69,6 +69,7 @@ def test_an_error_in_a_notebook_has_the_line_of_its_cell():
 def test_functions_are_loaded_from_files_and_modules(tmp_path, monkeypatch):
     (tmp_path / "mynets.py").write_text("import keras\n\ndef small():\n    return 3\n")
     (tmp_path / "broken.py").write_text("import keras\n\nraise OSError('no')\n")
+    (tmp_path / "program.py").write_text("import sys\n\nsys.exit(0)\n")
     assert load_function("model", f"{tmp_path}/mynets.py:small")() == 3
     monkeypatch.chdir(tmp_path)
     assert load_function("model", "mynets:small")() == 3
@@ -77,6 +78,7 @@ def test_functions_are_loaded_from_files_and_modules(tmp_path, monkeypatch):
         ("nosuchmodule:small", "nosuchmodule cannot be imported: ModuleNotFoundError"),
         ("mynets:large", "mynets has no function large; it has small"),
         ("broken.py:small", "broken.py cannot be imported: broken.py, line 3: OSError: no"),
+        ("program.py:small", "program.py cannot be imported: program.py, line 3: SystemExit: 0"),
     ):
         with pytest.raises(UsageError, match=f"^model={name}: {message}"):
             load_function("model", name)

@@ -1,6 +1,7 @@
 """What callbacks are told, that they change nothing, and that a run is saved when one of them fails."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +77,11 @@ def test_a_callback_that_fails_where_the_target_is_reached_is_no_interrupt(tmp_p
     with pytest.raises(CallbackError, match="on_evaluation: .*OSError: no network; saved step 2: .*resumes"):
         run(config, tmp_path, callbacks=[Failing])
     assert run(config, tmp_path)["step"] == 2
+
+
+def test_a_callback_that_exits_ends_the_run_saved(tmp_path):
+    with pytest.raises(CallbackError, match=r"callbacks.py, line .*SystemExit: 0; saved step \d+: .* resumes"):
+        run(TINY, tmp_path, callbacks=[lambda step, metrics: sys.exit(0)])
 
 
 def test_a_callback_that_fails_at_the_end_leaves_a_complete_run(tmp_path):
