@@ -441,13 +441,15 @@ class Callbacks:
 
     Raises:
       CallbackError: an object is no function and has none of the methods.
+      UsageError: a class cannot be instantiated.
     """
 
     def __init__(self, callbacks: Sequence[Any] = (), run: Any = None):
         self.error: CallbackError | None = None
         self._run = run
         self._started: list[Any] = []  # callbacks that have been told of the start
-        self._callbacks = [each() if inspect.isclass(each) else each for each in callbacks]
+        with as_usage_errors("a callback cannot be instantiated"):
+            self._callbacks = [each() if inspect.isclass(each) else each for each in callbacks]
         for each in self._callbacks:
             if not (inspect.isroutine(each) or any(hasattr(each, method) for method in METHODS)):
                 raise CallbackError(f"callback {each!r} is no function and has none of {', '.join(METHODS)}")

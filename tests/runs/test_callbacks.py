@@ -162,5 +162,8 @@ def test_callbacks_are_loaded_by_name_and_checked(tmp_path):
     assert (tmp_path / "mine.py.out").read_text() == "1 2 3 "
     with pytest.raises(UsageError, match="has no function folow"):
         run(TINY, tmp_path / "other", callback=f"{file}:folow")
+    file.write_text("class Tracker:\n    def __init__(self, project):\n        self.on_step = print\n")
+    with pytest.raises(UsageError, match=r"a callback cannot be instantiated: TypeError: Tracker.*'project'"):
+        run(TINY, tmp_path / "other", callback=f"{file}:Tracker")
     with pytest.raises(CallbackError, match=r"\[\] is no function and has none of on_start, on_step"):
         Callbacks([[]])
