@@ -144,13 +144,15 @@ def make_classify_fn(
 def _with_features(model: keras.Model) -> Callable:
     """Return a function (weights, non_trainable, images) -> [logits [B, C], features [B, d]] of the model.
 
-    The features are the input of its last layer with weights; d = 0 if that layer is itself a model.
+    The features are the mean over all positions in the input of its last layer with weights; d = 0 if it is a model.
     """
     head = [layer for layer in model.layers if layer.weights][-1]
     has_features = not isinstance(head, keras.Model)
     if has_features:
-        flat = keras.layers.Flatten(name="features_before_last_layer")(first_call(model, head).input_tensors[0])
-        model = keras.Model(model.input, [model.output, flat])
+        features = first_call(model, head).input_tensors[0]
+        if len(features.shape) > 2:  # each position of an image would be thousands of features
+            features = keras.ops.mean(features, range(1, len(features.shape) - 1))
+        model = keras.Model(model.input, [model.output, features])
 
     def call(weights: Values, non_trainable: Values, images: tf.Tensor) -> list[tf.Tensor]:
         outputs, _ = model.stateless_call(weights, non_trainable, images, training=False)
