@@ -82,7 +82,8 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
             elif (name := file.stem.lower()) in known:
                 found = {name: np.load(file, mmap_mode="r", allow_pickle=False)}
         except Exception as error:  # NumPy raises any on a damaged file
-            raise ValueError(f"{file.name} cannot be read ({error_line(error)}); save it again by np.save") from error
+            how = ", text by .astype('str') and images in one size" if "object" in str(error).lower() else " by np.save"
+            raise ValueError(f"{file.name} cannot be read ({error_line(error)}); save it again{how}") from error
         if twice := found.keys() & arrays.keys():
             raise ValueError(f"{min(twice)} is in {file.name} and in another file; give one file, as npy:{file}")
         arrays |= found
@@ -121,7 +122,8 @@ def _check_labels(name: str, labels: np.ndarray, count: int) -> list[int | str]:
         hint = f"; save {name}.argmax(1)" if labels.ndim == 2 and len(labels) == count else ""
         raise ValueError(f"{name} has the shape {labels.shape}, and must have ({count},), a label for each image{hint}")
     if labels.dtype.kind not in "iuU":
-        raise ValueError(f"{name} is {labels.dtype}, and must be whole numbers or text; save {name}.astype('int64')")
+        kind = "str" if labels.dtype.kind == "S" else "int64"
+        raise ValueError(f"{name} is {labels.dtype}, and must be whole numbers or text; save {name}.astype('{kind}')")
     return labels.reshape(count).tolist()
 
 

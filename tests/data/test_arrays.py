@@ -88,6 +88,17 @@ def test_grey_images_get_three_channels_and_their_square_is_resized(tmp_path, sh
     assert {image.tobytes() for image in resized} == {i.tobytes() for s in (data.train, data.test) for i in s.images}
 
 
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_labels_saved_as_objects_are_refused_with_what_saves_them_as_text(tmp_path, suffix):
+    labels = np.array(synthetic.CLASSES, object)[TRAIN.labels]  # as pandas has them
+    name, arrays = save(tmp_path, ARRAYS | {"y_train": labels}), ARRAYS | {"y_train": labels}
+    if suffix == "npz":
+        np.savez(tmp_path / "set.npz", **arrays)
+        name = f"npy:{tmp_path / 'set.npz'}"
+    with pytest.raises(DataError, match=r"cannot be read \(.*\); save it again, text by .astype\('str'\) and images"):
+        sources.find(name)
+
+
 def test_test_arrays_alone_are_scored(tmp_path):
     name = save(tmp_path, {"x_test": TEST.images[:4], "y_test": np.array(["cat", "dog", "cat", "cat"])})
     split = sources.load_split(sources.find(name))
@@ -105,6 +116,8 @@ def test_test_arrays_alone_are_scored(tmp_path):
         ({"x_train": TRAIN.images / 128 - 1}, "x_train is float64, .*; scale its -.* to 0 to 255 first"),
         ({"x_train": TRAIN.images.astype("u2") * 257}, "x_train is uint16, .*; scale its .* to 0 to 255 first"),
         ({"x_train": np.array(["1.png"] * 30)}, r"x_train has the shape \(30,\), and must have \(n, size, size, 3\)"),
+        ({"y_train": TRAIN.labels.astype("S")}, r"y_train is \|S21, .* save y_train.astype\('str'\)"),
+        ({"y_train": TRAIN.labels.astype("f4")}, r"y_train is float32, .* save y_train.astype\('int64'\)"),
         ({"x_train": TRAIN.images.astype(int)}, r"x_train is int64, .* save x_train.astype\('uint8'\)"),
         (
             {"x_test": TEST.images.transpose(0, 3, 1, 2)},
