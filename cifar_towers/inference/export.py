@@ -35,7 +35,7 @@ MEAN_ATOL = {"float16": 0.01, "int8": 0.1}  # quantized: mean over the images of
 MAX_ACCURACY_LOSS = 5  # percentage points that a quantized export may lose
 BATCH_SIZE = 250  # images of the check
 OTHER_SIZES = ((0.75, 1.0), (1.5, 2.0), (3.0, 2.5), (12.0, 15.0))  # of the check: height and width in image sizes
-NUM_RESIZED = 20  # test images that are checked in each of these sizes
+NUM_RESIZED = 20  # test images of 32 pixels that are checked in each of these sizes, or as many pixels of other images
 NUM_CALIBRATION = 300  # training images that an int8 export is calibrated on
 PREPROCESSING = "preprocessing"  # name scope of the operations that an int8 export computes in float32
 SAVED_MODEL_FILES = {"saved_model.pb", "fingerprint.pb", "variables", "assets", "README.md"}
@@ -233,7 +233,7 @@ def _fit_temperature(run: TrainedRun, source: sources.Source, test: Split, logit
 def _make_samples(images: np.ndarray, image_size: int, probabilities: RunFn) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return (images [n, H, W, 3] uint8, the checkpoint's probabilities) of the images and of `OTHER_SIZES`."""
     sizes = [(round(width * image_size), round(height * image_size)) for height, width in OTHER_SIZES]
-    some = [Image.fromarray(image) for image in images[:NUM_RESIZED]]
+    some = [Image.fromarray(image) for image in images[: max(2, NUM_RESIZED * 32**2 // image_size**2)]]
     resized = [np.stack([np.asarray(image.resize(size)) for image in some]) for size in sizes]
     inputs = [images, *(resize_square(tf.constant(each), image_size).numpy() for each in resized)]
     return list(zip([images, *resized], map(probabilities, inputs), strict=True))

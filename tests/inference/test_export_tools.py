@@ -54,6 +54,15 @@ def run(tmp_path_factory):
         yield directory
 
 
+@pytest.mark.parametrize(("image_size", "expected"), [(32, 20), (64, 5), (224, 2)])
+def test_fewer_large_images_are_checked_in_other_sizes(monkeypatch, image_size, expected):
+    monkeypatch.setattr(export, "OTHER_SIZES", ((0.75, 1.0), (1.5, 2.0)))
+    images = np.zeros((30, image_size, image_size, 3), np.uint8)
+    samples = export._make_samples(images, image_size, lambda inputs: np.zeros([len(inputs), 10]))
+    assert [len(images) for images, _ in samples] == [30, expected, expected]
+    assert [len(probabilities) for _, probabilities in samples] == [30, expected, expected]
+
+
 @pytest.fixture(scope="module")
 def exported(run):
     """exported(format, quantize): the path of an export and what the program printed."""
