@@ -132,5 +132,5 @@ def _hash(image: np.ndarray) -> bytes:
 
 
 def _read(images: Sequence[np.ndarray], image_size: int) -> tuple[np.ndarray, dict[int, str]]:
-    colored = np.stack([np.broadcast_to(image, (*image.shape[:2], 3)) for image in images])
-    return image_files.resize_all(colored, image_size), {}
+    colored = (np.broadcast_to(image, (1, *image.shape[:2], 3)) for image in images)
+    return np.concatenate([image_files.resize_all(image, image_size) for image in colored]), {}

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -86,6 +87,19 @@ def test_grey_images_get_three_channels_and_their_square_is_resized(tmp_path, sh
     square = grey.reshape(30, *shape[:2])[:, (shape[0] - 28) // 2 :][:, :28, :, None]
     resized = image_files.resize_all(np.repeat(square, 3, axis=3), 20)
     assert {image.tobytes() for image in resized} == {i.tobytes() for s in (data.train, data.test) for i in s.images}
+
+
+def test_large_images_are_made_small_one_by_one(tmp_path):
+    """40 images of 256 pixels have 7.9 MB, and 0.1 MB when resized."""
+    images = np.random.default_rng(0).integers(0, 256, (40, 256, 256, 3), np.uint8)
+    source = sources.find(save(tmp_path, {"images": images, "labels": np.arange(40) % 2}))
+    tracemalloc.start()
+    try:
+        data = sources.load(source, image_size=32)[1]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(data.train.labels) == 32 and peak < 2e6
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz"])
