@@ -30,6 +30,7 @@ from scripts.speedrun.training import last_line, run_training
 OURS = "cifar_towers"
 PROGRAMS = Path(__file__).parent / "peers"
 VISIT_SECONDS, MIN_TIMED_STEPS = 15.0, 8  # of each framework in each round
+NUM_PEER_CLASSES = 10
 PILOT_STEPS = 3  # from which the number of timed steps is planned
 # Published runs on PyTorch: the 2025 CIFAR-10 speed record; its accuracy is the mean with TTA.
 PUBLISHED = {"speednet94": {"steps": 243, "batch_size": 1536, "accuracy": 0.9401, "runs": 200}}
@@ -78,6 +79,8 @@ def compare_frameworks(
         for framework in [*_ours(config, devices, precisions), *_peers(config, devices, precisions)]:
             try:
                 if framework.name != OURS:
+                    if (num_classes := len(dataset.info.class_names)) != NUM_PEER_CLASSES:
+                        raise RunError(f"it has {NUM_PEER_CLASSES} classes, and {dataset.name} has {num_classes}")
                     command = _peer_command(framework, config, data)
                     time_steps = stack.enter_context(open_peer(command, trained_parameters))
                     framework.measure = functools.partial(_peer_rate, framework.images, time_steps)

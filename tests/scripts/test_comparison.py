@@ -6,7 +6,7 @@ import pytest
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
-from cifar_towers.data.dataset import Dataset
+from cifar_towers.data.dataset import Dataset, Split
 from cifar_towers.errors import RunError
 from cifar_towers.models import MODELS
 from cifar_towers.models.stock_layers import to_stock_model
@@ -61,6 +61,16 @@ def test_failing_peer_leaves_the_others_measured(compare):
     results, left_out = compare(2, 1, command, rounds=3, peers="keras,tutorial")
     assert {each.name: len(each.images_per_sec) for each in results} == {"cifar_towers": 3, "tutorial": 3}
     assert left_out == {"keras, float32": "full"}
+
+
+@pytest.mark.parametrize("num_classes", [2, 100])
+def test_peers_are_left_out_of_data_with_other_than_ten_classes(compare, monkeypatch, num_classes):
+    names = tuple(map(str, range(num_classes)))
+    train = Split(TRAIN.images, TRAIN.labels % 2, TRAIN.info._replace(class_names=names))
+    monkeypatch.setattr(sys.modules[__name__], "TRAIN", train)
+    results, left_out = compare(2, 1, lambda *_: fake_peer(ANSWERS.format(2)), rounds=1, peers="keras")
+    assert [each.name for each in results] == ["cifar_towers"]
+    assert left_out == {"keras, float32": f"it has 10 classes, and synthetic has {num_classes}"}
 
 
 def test_ratios_are_of_equal_numbers_of_devices(compare, tmp_path, capsys):
