@@ -214,8 +214,7 @@ def compare_groups(groups: Groups) -> list[tuple[str, str, str]]:
         kinds = {score_name(score) for run in runs if (score := run.reported_score)}
         common = [score for name, score in runs[0].scores.items() if all(name in run.scores for run in runs)]
         compared = reported_score([score for score in common if len(kinds) == 1 or not score["tta"]])
-        names = {run.result.get("dataset") for run in runs}
-        if compared and len(names) == 1 and share_test_images(runs):
+        if compared and len({run.result.get("dataset") for run in runs}) == 1 and share_test_images(runs):
             kind = score_name(compared)
             means = [Sample.of([run.scores[kind]["accuracy"] for run in scored[name]]) for name in (one, other)]
             differences.append((one, other, f"{describe_difference(*means)}, {kind}"))
@@ -224,8 +223,7 @@ def compare_groups(groups: Groups) -> list[tuple[str, str, str]]:
 
 def share_test_images(runs: Sequence[RunRecord]) -> bool:
     """Return False if runs with images of one size recorded different digests of their test images."""
-    recorded = [(run.config.get("image_size"), run.environment.get("data_sha256", {}).get("test")) for run in runs]
-    known = {(image_size, digest) for image_size, digest in recorded if digest}
+    known = {(run.recipe.get("image_size"), run.recipe["test_data"]) for run in runs if "test_data" in run.recipe}
     return len(known) == len({image_size for image_size, _ in known})
 
 
