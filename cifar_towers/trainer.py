@@ -552,10 +552,8 @@ class Run:
         if self._has_batch_norm:
             largest = max(tuning.shard_sizes(self.config, len(self.towers)))
             now, then = largest // self.config.micro_batches, largest // number
-            line += (
-                f"; batch norm now sees {then} images at a time instead of {now}, which is another function: to train "
-                f"one throughout, give --overwrite --micro_batches={number}"
-            )
+            line += f"; batch norm now sees {then} images at a time instead of {now}, which is another function: "
+            line += f"to train one throughout, give --overwrite --micro_batches={number}"
         self.log(line)
         return number
 
@@ -574,24 +572,22 @@ class Run:
 def explained_errors(config: TrainConfig, towers: Sequence[Tower]) -> Iterator[None]:
     """Raise TensorFlow's errors about the limits of a device as UsageErrors, with the flags to give instead.
 
-    If the config says `overwrite`, errors that name the command to resume with say to leave it out.
-
     Raises:
-      UsageError: a device's memory is too small, or an operation has no deterministic form.
+      UsageError: a device's memory is too small, or an operation has no deterministic form. Other errors: those from
+        inside. With `overwrite` they say that the same command resumes without it.
     """
+    without = " without --overwrite" * config.overwrite
     try:
         yield
     except (RunError, Interrupted) as error:
-        again = "the same command without --overwrite" if config.overwrite else "the same command"
-        error.args = (str(error).replace("the same command", again),)
+        error.args = (str(error).replace("the same command", f"the same command{without}"),)
         raise
     except tf.errors.OpError as error:
         if reason := tuning.describe_out_of_memory(error):
             advice = "a smaller --batch_size, which is another run, may fit"
             if more := tuning.suggest_more_micro_batches(config, len(towers)):
-                advice = f"the same command with {more} takes each tower's share in smaller parts, and "
-                advice += f"{'without --overwrite ' * config.overwrite}resumes from the last checkpoint if the net has "
-                advice += "no batch normalization"
+                advice = f"the same command with {more} takes each share in smaller parts, and{without} resumes from "
+                advice += "the last checkpoint if the net has no batch normalization"
             raise UsageError(f"{reason}: the memory is too small for this; {advice}") from error
         if not (config.deterministic and isinstance(error, tf.errors.UnimplementedError)):
             raise
