@@ -13,7 +13,7 @@ from cifar_towers.cli.program import checked_output, confirm, find_data, import_
 from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig, parse_seeds, programs
 from cifar_towers.config.train_config import claimed_accuracy, recipe_fields, recipe_names
-from cifar_towers.errors import RunError, UsageError, command
+from cifar_towers.errors import DivergedError, RunError, UsageError, command
 from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 from cifar_towers.shutdown import ShutdownHandler
@@ -83,7 +83,7 @@ def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: Shutdow
     """Train one run for each seed; print mean, standard deviation and n of the final accuracies.
 
     The same statistics of every scalar are written for TensorBoard, to `<recipe>-seeds` beside the runs, or to `seeds`
-    within `train_dir`.
+    within `train_dir`. If seeds diverge, the others are trained and counted before a DivergedError is raised.
     """
     import keras
 
@@ -94,26 +94,34 @@ def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: Shutdow
     from cifar_towers.reporting.seed_statistics import SeedStatistics
 
     accuracies: dict[str, list[float]] = {}
-    speeds = []
+    results: list[dict] = []
+    diverged: dict[int, str] = {}
     seeds = parse_seeds(config.seeds)
-    runs = [workdir.choose_directory(config.of_seed(seed), source.banner, launch_id) for seed in seeds]
-    directories = [run.directory for run in runs]
+    runs = [config.of_seed(seed) for seed in seeds]
+    directories = [workdir.choose_directory(run, source.banner, launch_id).directory for run in runs]
     statistics = directories[0].with_name(directories[0].name.removesuffix(str(seeds[0])) + "s")
     with SeedStatistics(statistics, directories).updated_in_background():
         for run in runs:
-            result = trainer.train(run, source, shutdown, launch_id=launch_id, open_run=Run)
-            if result["images_per_sec"]:  # else no step was timed
-                speeds.append(result["images_per_sec"])
-            for score in result["evaluations"]:
-                name = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"
-                accuracies.setdefault(name, []).append(score["accuracy"])
+            try:
+                results.append(trainer.train(run, source, shutdown, launch_id=launch_id, open_run=Run))
+            except DivergedError as error:
+                diverged[run.seed] = str(error)
+                log.error(f"seed {run.seed} diverged: {error}")
             keras.backend.clear_session()
+    for result in results:
+        for score in result["evaluations"]:
+            name = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"
+            accuracies.setdefault(name, []).append(score["accuracy"])
+    speeds = [result["images_per_sec"] for result in results if result["images_per_sec"]]  # of runs with timed steps
     speed = f": {format_rate(Sample.of(speeds).mean)} images/s" if speeds else ""
+    missing = f" ({len(results)} of {len(seeds)}; seed {', '.join(map(str, diverged))} diverged)" if diverged else ""
     if source.banner:
         print(source.banner)
-    print(f"{config.name}, seeds {', '.join(map(str, seeds))}{speed}")
+    print(f"{config.name}, seeds {', '.join(map(str, seeds))}{missing}{speed}")
     for name, values in accuracies.items():
         print(f"{name}: {Sample.of(values).describe_percent()}")
+    if diverged:
+        raise DivergedError("; ".join(f"seed {seed}: {error}" for seed, error in diverged.items()))
 
 
 def join_cluster(config: TrainConfig) -> ClusterSpec | None:

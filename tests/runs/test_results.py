@@ -13,7 +13,7 @@ from cifar_towers import trainer
 from cifar_towers.cli.main import train_seeds
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import cifar10, sources
-from cifar_towers.errors import Interrupted
+from cifar_towers.errors import DivergedError, Interrupted
 from cifar_towers.inference import evaluate
 from cifar_towers.reporting.phase_timer import TimeLeft
 from cifar_towers.reporting.seed_statistics import read_scalars
@@ -177,6 +177,22 @@ def test_profile_is_written_and_summarized(tiny_run):
     directory, _, output = tiny_run
     assert len(list((directory / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) == 1
     assert lines_with(output, "profile", "1 to 2")
+
+
+def test_a_seed_that_diverges_does_not_hold_up_the_others(tmp_path, monkeypatch, capsys):
+    train, config = trainer.train, replace(TINY, train_dir=str(tmp_path), max_steps=4, seeds="0,1,2")
+
+    def train_seed(run, *args, **kwargs):
+        return train(replace(run, learning_rate=1e38) if run.seed == 1 else run, *args, **kwargs)
+
+    monkeypatch.setattr(trainer, "train", train_seed)
+    with pytest.raises(DivergedError, match="^seed 1: .*3 in a row.*--overwrite"):
+        train_seeds(config, sources.find("synthetic"), ShutdownHandler())
+    results = [json.loads((tmp_path / f"seed{seed}/result.json").read_text()) for seed in (0, 2)]
+    values = [100 * result["evaluations"][0]["accuracy"] for result in results]
+    summary, score = capsys.readouterr().out.partition("seeds 0, 1, 2 ")[2].splitlines()[:2]
+    assert re.fullmatch(r"\(2 of 3; seed 1 diverged\)(: \S+ images/s)?", summary)
+    assert f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f} %" in score and "n=2" in score
 
 
 @pytest.mark.slow
