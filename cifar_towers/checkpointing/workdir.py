@@ -21,6 +21,7 @@ from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.registry import split_path
 
 CHOSEN = ("variable_placement", "tower_shares", "micro_batches")  # settings that `training.tuning` may choose
+IN_USE = "another process trains in {}; end it, or give another --train_dir"
 CHECKPOINTS = tuple(f"{CHECKPOINTS_DIR}/{prefix}*" for prefix in ("step-", files.DAMAGED, files.TEMPORARY))
 EVENTS = ("train", "eval", "result", "tower_*", files.PROJECTOR)  # directories that TensorBoard reads
 # Others may use these names of directories too: only a run's files in them are removed, and empty directories.
@@ -50,7 +51,7 @@ def exclusive(directory: Path) -> Iterator[None]:
             action = "written" if directory.is_dir() else "made"
             raise UsageError(f"train_dir={directory} cannot be {action}: {error.strerror}") from error
         if not locked:
-            raise UsageError(f"another process trains in {directory}; end it, or give another --train_dir")
+            raise UsageError(IN_USE.format(directory))
         yield
 
 
@@ -99,15 +100,17 @@ def _saved_init_from(directory: Path) -> str:
     return ""
 
 
-def check_settings(config: TrainConfig) -> None:
-    """Refuse a directory with a run of other settings at once, before TensorFlow is imported and data are loaded.
+def check_settings(config: TrainConfig, launch_id: str = "") -> None:
+    """Refuse a directory in use, or with a run of other settings, before TensorFlow is imported and data are loaded.
 
-    `checkpoint_to_resume` repeats the check, with what only the model and the data can tell.
+    `exclusive` and `checkpoint_to_resume` repeat the checks, with what only the model and the data can tell.
 
     Raises:
-      UsageError: the newest checkpoint was made with other settings, or by an earlier version of this project; or
-        there is none, and none in `init_from`. DataError: all in `init_from` are damaged.
+      UsageError: another process trains in the directory; or the newest checkpoint was made with other settings, or by
+        an earlier version of this project; or there is none, and none in `init_from`. DataError: all there are damaged.
     """
+    if not launch_id and files.is_locked(config.directory / files.LOCK):  # a launch's last process may still be ending
+        raise UsageError(IN_USE.format(config.directory))
     checkpoints = [] if config.overwrite else list_checkpoints(config.directory)
     if checkpoints:
         with contextlib.suppress(DataError):  # a damaged one is set aside later

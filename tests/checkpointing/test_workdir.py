@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from cifar_towers import files
 from cifar_towers.checkpointing import checkpoint, workdir
+from cifar_towers.cli import main
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.errors import DataError, UsageError
+from cifar_towers.shutdown import ShutdownHandler
 
 PROGRAM = Path(__file__).parents[2] / "scripts/train.py"
 FLAGS = ("--dataset=synthetic", "--model=cifarnet", "--crop=24", "--max_steps=2")
@@ -42,6 +45,22 @@ def test_other_settings_are_refused_before_tensorflow_is_imported(config, tmp_pa
     refused = subprocess.run([*command, "--momentum=0.5"], **options)
     assert refused.returncode == 2 and "momentum 0.9 -> 0.5" in refused.stderr, refused.stderr
     assert "TensorFlow was imported" in subprocess.run(command, **options).stderr
+
+
+@pytest.mark.parametrize("settings", [{}, {"overwrite": True}, {"seeds": "0,7"}])
+def test_a_directory_in_use_is_refused_before_tensorflow_is_imported(tmp_path, monkeypatch, settings):
+    """A process of a launch goes on to the lock itself: the one that it replaces may be about to end."""
+    monkeypatch.setattr(main, "import_tensorflow", Mock(side_effect=ImportError))
+    config = dataclasses.replace(CONFIG, train_dir=str(tmp_path), **settings)
+    directory = tmp_path / "seed7" if config.seeds else tmp_path
+    files.make(directory)
+    with files.locked(directory / ".lock"):
+        with pytest.raises(UsageError, match=f"^another process trains in {directory}; end it, or give .*--train_dir$"):
+            main.start_training(config, ShutdownHandler())
+        with pytest.raises(ImportError):
+            main.start_training(config, ShutdownHandler(), launch_id="one")
+    with pytest.raises(ImportError):
+        main.start_training(config, ShutdownHandler())
 
 
 def test_settings_are_compared_with_the_newest_checkpoint(config):
