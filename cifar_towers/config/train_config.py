@@ -298,7 +298,7 @@ class TrainConfig(DeviceConfig):
     )
     expect_sha256: str = _run.free(
         "",
-        "expected SHA-256 of the final weights, or its first 8 or more digits; other weights end with an error",
+        "expected SHA-256 of the final raw weights, or its first 8 or more digits; other weights end with an error",
         check=_check_sha256,
         per_run=True,
     )
