@@ -46,12 +46,17 @@ def stateless_call_with_activations(model: keras.Model) -> Callable:
     measured = activation_layers(model)
     outputs = [first_call(model, layer).output_tensors[0] for layer in measured]
     with_activations = keras.Model(model.input, [model.output, *outputs]) if measured else model
+    trainable, frozen = with_activations.trainable_variables, with_activations.non_trainable_variables
 
     def call(weights, non_trainable, images):
-        outputs, new_values, losses = with_activations.stateless_call(
-            weights, non_trainable, images, training=True, return_losses=True
-        )
+        values = zip([*trainable, *frozen], [*weights, *non_trainable], strict=True)
+        losses: list[tf.Tensor] = []
+        with keras.StatelessScope(values, collect_losses=True) as scope:
+            scope.add_loss = losses.append  # each call of a layer removes those of its last call from `scope.losses`
+            outputs = with_activations.call(images, training=True)
+            losses += with_activations.losses  # of weights
         logits, *activations = outputs if measured else [outputs]
+        new_values = [scope.get_current_value(variable) for variable in frozen]
         return logits, new_values, activations, *losses
 
     return call

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import CIFAR10
-from cifar_towers.towers import split_batch
+from cifar_towers.models.layers import synchronize
+from cifar_towers.towers import run_on_towers_synchronized, split_batch
 from cifar_towers.training import build, diagnostics, health
 from cifar_towers.training.results import NUM_BUCKETS, TensorStats, to_numpy
 from tests.training.runs import Run
@@ -144,6 +145,42 @@ def test_layers_of_a_reused_backbone_are_measured_in_the_calling_model():
     convolution = model.get_layer("convolution")
     convolution.kernel.assign(1e10 * convolution.kernel)
     assert health.first_nonfinite_layer(model, given * 1e35).endswith("output of convolution")
+
+
+def test_every_call_of_a_layer_adds_its_losses():
+    """By hand: 1e-3 times the sum of squares of both outputs over the batch size, and of the kernel."""
+    keras.utils.set_random_seed(0)
+    penalty = keras.layers.ActivityRegularization(l2=1e-3)
+    images = keras.Input([6, 6, 3])
+    first = penalty(images)
+    second = penalty(keras.layers.Conv2D(4, 3, kernel_regularizer=keras.regularizers.L2(1e-3))(first))
+    model = keras.Model(images, keras.layers.Dense(10)(keras.layers.Flatten()(second)))
+    given = tf.random.stateless_uniform([2, 6, 6, 3], (0, 1))
+    outputs = given, model.get_layer(index=2)(given)
+    by_hand = [1e-3 * np.sum(np.square(output)) / 2 for output in outputs]
+    by_hand.append(1e-3 * np.sum(np.square(model.trainable_variables[0])))
+    variables = [v.value for v in model.trainable_variables], []
+    for _ in range(2):
+        losses = diagnostics.stateless_call_with_activations(model)(*variables, given)[3:]
+        np.testing.assert_allclose(losses, by_hand, rtol=1e-5)
+
+
+def test_towers_that_meet_in_a_norm_keep_their_losses(towers):
+    """The second tower calls each layer while the first one waits for it in the norm."""
+    images, both = keras.Input([6, 6, 3]), towers(2)
+    penalized = keras.layers.ActivityRegularization(l2=1e-3)(images)
+    model = keras.Model(images, keras.layers.BatchNormalization()(penalized))
+    synchronize(model)
+    call = diagnostics.stateless_call_with_activations(model)
+    variables = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
+    given = tf.random.stateless_uniform([4, 6, 6, 3], (0, 1))
+
+    @tf.function(autograph=False)
+    def run(batch):
+        return run_on_towers_synchronized(lambda tower, shard: call(*variables, shard)[3:], both, batch)
+
+    losses = run(split_batch(given, both))
+    np.testing.assert_allclose(losses, [[1e-3 * np.sum(np.square(half)) / 2] for half in np.split(given, 2)], rtol=1e-5)
 
 
 def test_diagnostics_of_a_nonfinite_step_are_finite(towers, examples):
