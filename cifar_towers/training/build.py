@@ -164,7 +164,7 @@ def make_training(
     num_classes, augmentation = len(train.info.class_names), make_augmentation(config, train.info)
     image_size = config.crop or train.info.image_size
     if config.augment:
-        own = load_augmentation(config.augment, image_size, num_classes)
+        own = load_augmentation(config.augment, image_size, num_classes, may_mix=not config.hard_example_pool)
         augmentation = augmentation._replace(own=own)
     parts: dict[str, Any] = {"micro_batches": config.micro_batches, "batch_statistics": config.batch_statistics}
     try:
@@ -281,7 +281,7 @@ def role_schedules(config: TrainConfig, length: schedules.RunLength) -> dict[str
 # An augmentation and a loss of the user's own: load the function, and check what it returns before training -----------
 
 
-def load_augmentation(name: str, image_size: int, num_classes: int) -> Callable[..., tuple[tf.Tensor, tf.Tensor]]:
+def load_augmentation(name: str, image_size: int, num_classes: int, may_mix: bool = True) -> Callable:
     """Return the function (images, labels, draws) -> (images, labels) of a user's augmentation.
 
     The user's function takes normalized images [b, s, s, 3] float32 and draws [b, 8], uniform random numbers in [0, 1)
@@ -290,13 +290,16 @@ def load_augmentation(name: str, image_size: int, num_classes: int) -> Callable[
 
     Args:
       name: as `path/to/file.py:function`.
+      may_mix: whether the function may take labels, as one that mixes examples does.
 
     Raises:
-      UsageError: there is no such function, it fails, it returns another shape or type, or other values in a second
-        call with the same arguments.
+      UsageError: there is no such function, it takes labels without `may_mix`, it fails, or it returns another shape or
+        type, or other values in a second call with the same arguments.
     """
     function = load_function("augment", name)
     takes_labels = "labels" in inspect.signature(function).parameters
+    if takes_labels and not may_mix:
+        raise UsageError(f"augment={name}: it takes labels, so it may mix the examples; give --hard_example_pool=0")
 
     def augment(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         arguments: dict[str, tf.Tensor] = {"images": images, "draws": draws}

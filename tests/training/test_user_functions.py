@@ -117,6 +117,12 @@ def test_an_augmentation_that_cannot_be_used_is_refused_in_one_line(file, name, 
     assert all(part in message for part in parts), message
 
 
+def test_hard_examples_are_not_chosen_by_losses_of_mixed_ones(train):
+    train(1, 0, {"augment": "darken"}, batch_size=16, hard_example_pool=24)
+    with pytest.raises(UsageError, match="mixup: it takes labels.* give --hard_example_pool=0"):
+        train(1, 0, {"augment": "mixup"}, batch_size=16, hard_example_pool=24)
+
+
 def test_a_loss_of_another_shape_is_refused(file):
     with pytest.raises(UsageError, match=r"loss=.*:total: it returns \(\) float32, and not \(4,\) float32"):
         load_loss(f"{file}:total", 10)
