@@ -5,7 +5,9 @@ not have other state: no `tf.Variable` besides its weights, no random numbers wi
 """
 
 import contextlib
+import functools
 import inspect
+import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +21,7 @@ from cifar_towers.errors import UsageError
 from cifar_towers.towers.keras_parallel import check_split, first_call, nearly_equal, overridden_fit_method
 from cifar_towers.user_code import as_usage_errors
 
+log_once = functools.cache(logging.getLogger(__name__).info)  # some runs build and check their model several times
 SEEDED = "for random numbers use a keras.random.SeedGenerator"
 NUM_IMAGES = 3  # in the batch that a model is checked with
 ROUNDING = 1e-3  # smaller differences between two calls, relative to the largest output, are not random numbers
@@ -98,13 +101,19 @@ def _values(model: keras.Model) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
 
 
 def _trace(model: keras.Model, image_size: int) -> Any:
-    """Trace one call in training with all variables passed in; return its output, and raise if it needs another one."""
+    """Return the output of a traced training call. Log weights without a gradient; raise if it uses other variables."""
 
     @tf.function(autograph=False)
     def call(weights: list[tf.Tensor], non_trainable: list[tf.Tensor], images: tf.Tensor) -> tf.Tensor:
         variables = [*model.trainable_variables, *model.non_trainable_variables]
-        with keras.StatelessScope(zip(variables, [*weights, *non_trainable], strict=True)) as scope:
+        values = zip(variables, [*weights, *non_trainable], strict=True)
+        with tf.GradientTape() as tape, keras.StatelessScope(values, collect_losses=True) as scope:
+            tape.watch(weights)
             logits = model(images, training=True)
+            losses = model.losses
+        gradients = tape.gradient([*tf.nest.flatten(logits), *losses], weights)
+        if untrained := [v.path for v, g in zip(model.trainable_variables, gradients, strict=True) if g is None]:
+            log_once(f"not trained, as they have no gradient: {', '.join(untrained)}")
         for variable, value in zip(model.trainable_variables, weights, strict=True):
             if scope.get_current_value(variable) is not value:
                 raise UsageError(f"{variable.path} is trainable and also written by its layer, which is not kept")

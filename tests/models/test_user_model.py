@@ -1,5 +1,6 @@
 """Models of users: those that train on towers, and those that are rejected by the layer's name."""
 
+import logging
 from functools import partial
 
 import keras
@@ -126,6 +127,24 @@ def with_positions():
 def test_models_that_towers_can_train(make):
     model = user_model.build_model(make, 24, 10, "float32")
     assert model(np.zeros((2, 24, 24, 3), "f4")).shape == (2, 10)
+
+
+def test_weights_without_a_gradient_are_named(caplog):
+    """A regularizer gives its kernel one."""
+
+    def make():
+        images = L.Input((24, 24, 3))
+        stopped = Computes(tf.stop_gradient)(L.Conv2D(2, 3, name="stopped")(images))
+        decayed = Computes(tf.stop_gradient)(L.Conv2D(2, 3, name="decayed", kernel_regularizer="l2")(images))
+        return keras.Model(images, L.Dense(10)(L.Flatten()(stopped + decayed)))
+
+    with caplog.at_level(logging.INFO, "cifar_towers"):
+        user_model.build_model(make, 24, 10, "float32")
+    assert "not trained, as they have no gradient: stopped/kernel, stopped/bias, decayed/bias" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "cifar_towers"):
+        user_model.build_model(lambda: net(L.Conv2D(4, 3), L.BatchNormalization()), 24, 10, "float32")
+    assert not caplog.text
 
 
 NOT_A_WEIGHT = "uses a variable that is not a weight of the model"
