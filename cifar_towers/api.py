@@ -101,7 +101,7 @@ def predict(
 
     Args:
       run: a run or its directory.
-      images: [n, H, W, 3] uint8 levels of any size, or paths of image files (a list, a `Path.glob`), or one path.
+      images: [n, H, W, 3] uint8 levels of any size, or paths of image files, or one path.
       **settings: flags of `predict.py` by name, such as `tta=2`, `step`, or `model` for a net of your own.
 
     Returns:

@@ -86,9 +86,11 @@ def _device_options(config: DeviceConfig) -> dict:
     return {name: getattr(config, name) for name in names}
 
 
-def choose_precision(setting: str, towers: Sequence[Tower]) -> str:
-    """Return `float32`, `bfloat16` or `float16` for a value of `--precision`, and log the reason."""
+def choose_precision(setting: str, towers: Sequence[Tower], trained_in: str = "") -> str:
+    """Return the precision for a value of `--precision`, and log why. A run `trained_in` float32 stays in float32."""
     chosen, reason = resolve_precision(setting, towers[0].device)
+    if setting == "auto" and trained_in == "float32":
+        chosen, reason = trained_in, "the run was trained in it"
     log.info("precision %s: %s", chosen, reason)
     return chosen
 

@@ -40,6 +40,7 @@ def test_a_run_has_its_records_and_is_evaluated_and_loaded(run):
     assert [record["step"] for record in run.history] == list(range(1, 9)) and run.result["step"] == 8
     assert run.config["batch_size"] == 50 and run.evaluations[-1]["split"] == "test"
     score = cifar_towers.evaluate(run, model=TINY_NET, precision="float32")
+    assert cifar_towers.evaluate(run, model=TINY_NET) == score and score["precision"] == "float32"
     assert score["count"] == 100 and score["accuracy"] == run.result["evaluations"][-1]["accuracy"]
     loaded = cifar_towers.load_run(str(run.directory))
     assert loaded.history == run.history and loaded.result == run.result

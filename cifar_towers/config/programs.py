@@ -64,7 +64,7 @@ class ComputeConfig(TrainedRunConfig):
     exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes} or the output cannot be written"
 
     tta: int = _run(0, f"level of test-time augmentation: {describe_tta_levels()}", low=0, high=max(TTA_LEVELS))
-    precision: str = _run("auto", PRECISION_HELP, choices=("auto", *PRECISIONS))
+    precision: str = _run("auto", f"{PRECISION_HELP}; float32 if trained in it", choices=("auto", *PRECISIONS))
 
 
 @dataclasses.dataclass(frozen=True)

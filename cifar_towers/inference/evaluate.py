@@ -33,7 +33,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
     changed = f" (another set than in training{known})" if record.get("changed_data") else ""
     lines = [
         f"{record['train_dir']} at step {record['step']}: {record['dataset']} {record['split']}{changed}, "
-        f"{record['weights']} weights, TTA {record['tta']}"
+        f"{record['weights']} weights, TTA {record['tta']}, {record['precision']}"
     ]
     if "corruptions" in record:
         lines.append(f"accuracy (%) on {record['count']:,} images by severity; corruptions {record['corruptions']}")
@@ -78,7 +78,8 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
     weights = run.choose_weights(config.weights)
     towers = devices.setup_towers(config)  # before anything else that uses TensorFlow
     record = {"train_dir": str(run.directory), "step": run.metadata["step"], "dataset": source.name}
-    record |= {"split": config.split, "weights": weights, "tta": config.tta}
+    precision = devices.choose_precision(config.precision, towers, run.metadata["precision"])
+    record |= {"split": config.split, "weights": weights, "tta": config.tta, "precision": precision}
     first = slice(config.num_images or None)
 
     def read(name: str) -> Split:
@@ -86,7 +87,7 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
         return run.number_labels(split, source.name, may_differ=bool(config.dataset))
 
     def score(sets: Iterable[Split], number: int) -> Iterator[Score]:
-        model, scored = run.load(weights, devices.choose_precision(config.precision, towers)), 0
+        model, scored = run.load(weights, precision), 0
         with progress_bar("evaluating") as show:
             logits_of = make_logits_fn(run, model, towers, lambda done: show((scored + done) / number))
             for split in sets:  # read one at a time

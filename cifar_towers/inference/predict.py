@@ -73,8 +73,7 @@ def predict_probabilities(config: PredictConfig, images: np.ndarray | Iterable[P
     """
     run = open_run(Path(config.train_dir), config.model, config.step)
     classify, image_size = _make_probabilities_fn(config, run), run.info.image_size
-    if isinstance(images, Iterator):  # such as Path.glob
-        images = list(images)
+    images = list(images) if isinstance(images, Iterator) else images  # an iterator as of Path.glob ends once read
     paths = [images] if isinstance(images, (str, Path)) else images
     if not all(isinstance(path, (str, Path)) for path in paths):
         try:
@@ -99,7 +98,8 @@ def predict_probabilities(config: PredictConfig, images: np.ndarray | Iterable[P
 def _make_probabilities_fn(config: PredictConfig, run: TrainedRun) -> Callable[[np.ndarray], np.ndarray]:
     """Return the function [n, S, S, 3] float32 levels -> probabilities [n, C]."""
     towers = devices.setup_towers(config)
-    model = run.load(run.choose_weights(config.weights), devices.choose_precision(config.precision, towers))
+    precision = devices.choose_precision(config.precision, towers, run.metadata["precision"])
+    model = run.load(run.choose_weights(config.weights), precision)
     logits_of = make_logits_fn(run, model, towers)
     return lambda levels: softmax(logits_of(levels, config.tta))
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
+from cifar_towers import devices
 from cifar_towers.checkpointing.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints, read_variables
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
@@ -140,6 +142,34 @@ def test_evaluation_names_the_class_that_errors_go_to(run):
     for line, row in zip(table[5:], confusion, strict=True):
         expected = f"{synthetic.CLASSES[row.argmax()]} ({row.max()})" if row.any() else "-"
         assert line.endswith(f"  {expected}")
+
+
+@pytest.fixture
+def with_bfloat16(monkeypatch):
+    """Let `--precision=auto` choose bfloat16, as on a processor that has it."""
+    monkeypatch.setattr(devices, "resolve_precision", lambda setting, device: (setting.replace("auto", "bfloat16"), ""))
+
+
+def test_run_in_float32_is_evaluated_and_predicted_in_float32_also_where_bfloat16_is_faster(run, with_bfloat16):
+    assert load_run.open_run(run).metadata["precision"] == "float32"
+    record = evaluate_as_json(run)
+    assert record == evaluate_as_json(run, precision="float32") and record["precision"] == "float32"
+    assert evaluate_checkpoint(EvaluateConfig(train_dir=str(run))).splitlines()[0].endswith(", TTA 0, float32")
+    other = evaluate_as_json(run, precision="bfloat16")
+    assert other["precision"] == "bfloat16" and other["loss"] != record["loss"]
+    assert (Path(__file__).parents[2] / "docs/inference.md").read_text().count(" `precision` ") == 1
+    images = SMALL[1].images[:20]
+    for precision, equal in (("auto", True), ("bfloat16", False)):
+        config = PredictConfig(train_dir=str(run), pictures=("images",), precision=precision)
+        found = predict.predict_probabilities(config, images)
+        assert np.allclose(found, expected_probabilities(run, 20), rtol=0, atol=1e-5) == equal
+
+
+def test_run_in_bfloat16_is_evaluated_in_what_this_machine_computes_faster(tmp_path, with_bfloat16, monkeypatch):
+    train(CONFIG, train_dir=str(tmp_path / "run"), precision="bfloat16", max_steps=1)
+    assert evaluate_as_json(tmp_path / "run")["precision"] == "bfloat16"
+    monkeypatch.setattr(devices, "resolve_precision", lambda setting, device: ("float32", ""))
+    assert evaluate_as_json(tmp_path / "run")["precision"] == "float32"
 
 
 # Calibration --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers import devices
+from cifar_towers.towers import Tower
 from cifar_towers.training.state import LossScale
 
 
@@ -24,6 +25,20 @@ def test_auto_precision_reads_the_processor(monkeypatch, vendor, features, expec
     monkeypatch.setattr(devices, "cpuinfo", lambda field: vendor)
     assert devices.resolve_precision("auto", "/CPU:0")[0] == expected
     assert devices.resolve_precision("float16", "/CPU:0")[0] == "float16"
+
+
+def test_auto_precision_of_a_run_trained_in_float32_is_float32(monkeypatch, caplog):
+    caplog.set_level("INFO", "cifar_towers")
+    monkeypatch.setattr(devices, "processor_features", lambda: {"amx_bf16"})
+    chosen = {
+        (setting, trained_in): devices.choose_precision(setting, [Tower(0, "/CPU:0")], trained_in)
+        for setting in ("auto", "float16")
+        for trained_in in ("float32", "bfloat16", "float16", "")
+    }
+    assert chosen.pop(("auto", "float32")) == "float32"
+    assert caplog.messages[0] == "precision float32: the run was trained in it"
+    for (setting, _), precision in chosen.items():
+        assert precision == ("bfloat16" if setting == "auto" else setting)
 
 
 @pytest.mark.parametrize(
