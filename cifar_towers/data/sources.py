@@ -30,6 +30,7 @@ class Source(NamedTuple):
     class_roots: tuple[Path, ...] = ()  # folders in `directory` whose subfolders are classes
     how_to_score_all: str = ""  # advice for data without splits: how to make all images the test split
     corruptions: tuple[str, ...] = ()  # names of the splits of corrupted test images, as fog_3
+    has_validation: bool = False  # whether there is a validation split that `load` uses if none are held out
 
     def is_among_pictures(self, path: Path) -> bool:
         """Return whether files written to `path` would be among the pictures or taken for a class."""
@@ -182,7 +183,8 @@ def _locate_own(name: str, data_dir: str) -> Source:
         raise DataError(f"dataset={name}: {suggest_data(f'{root}', name)}{problem}") from error
     undivided = how_to_score_all if ALL in data.splits else ""
     corrupted = tuple(name for name in data.splits if name not in (*SPLITS, ALL))
-    return Source(name, functools.partial(own_data.load, data), root, "", data.class_roots, undivided, corrupted)
+    read = functools.partial(own_data.load, data)
+    return Source(name, read, root, "", data.class_roots, undivided, corrupted, "validation" in data.splits)
 
 
 def _locate_tfds(name: str, data_dir: str) -> Source:

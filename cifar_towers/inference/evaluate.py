@@ -11,7 +11,7 @@ import numpy as np
 from cifar_towers import devices, files
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import corruptions, sources
-from cifar_towers.data.dataset import Split
+from cifar_towers.data.dataset import Split, split_validation
 from cifar_towers.data.sources import Source
 from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation.score import NO_TEMPERATURE, Score, wilson_interval
@@ -83,7 +83,11 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
     first = slice(config.num_images or None)
 
     def read(name: str) -> Split:
-        split = sources.load_split(source, name, run.info.image_size, run.config.validation_examples)
+        size, held_out = run.info.image_size, run.config.validation_examples
+        if held_out and source.has_validation and name != "test" and source.name != run.metadata["dataset"]:
+            left = split_validation(sources.load_split(source, "train", size), held_out)[0].digest
+            held_out = held_out if left == run.metadata["train_sha256"] else 0  # 0: it is another set
+        split = sources.load_split(source, name, size, held_out)
         return run.number_labels(split, source.name, may_differ=bool(config.dataset))
 
     def score(sets: Iterable[Split], number: int) -> Iterator[Score]:

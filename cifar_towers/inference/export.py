@@ -220,8 +220,7 @@ def _fit_temperature(run: TrainedRun, source: sources.Source, test: Split, logit
     validation = run.own_split("validation", source)
     is_changed = not validation and test.digest != run.metadata.get("test_sha256")
     if is_changed and source.name == run.metadata["dataset"]:
-        problem = f"{run.directory} was made with other test images than {source.name} has now"
-        raise DataError(f"{problem}; restore them, or give a number, as --temperature=1.5")
+        raise DataError(f"{source.name} has other test images than in training; restore them, or give --temperature=1")
     split, noun = (validation, "validation image") if validation else (test, "test image")
     images, temperature = count(len(split.labels), noun), fit_temperature(split.labels, logits(split.images))
     if not temperature:

@@ -99,8 +99,7 @@ def _make_probabilities_fn(config: PredictConfig, run: TrainedRun) -> Callable[[
     """Return the function [n, S, S, 3] float32 levels -> probabilities [n, C]."""
     towers = devices.setup_towers(config)
     precision = devices.choose_precision(config.precision, towers, run.metadata["precision"])
-    model = run.load(run.choose_weights(config.weights), precision)
-    logits_of = make_logits_fn(run, model, towers)
+    logits_of = make_logits_fn(run, run.load(run.choose_weights(config.weights), precision), towers)
     return lambda levels: softmax(logits_of(levels, config.tta))
 
 

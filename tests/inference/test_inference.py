@@ -287,6 +287,37 @@ def test_another_test_set_has_the_temperature_of_the_runs_own_validation_images(
     assert record["temperature_scaling"]["temperatures"] == pytest.approx(own["temperatures"])
 
 
+def test_another_set_has_its_own_validation_split_and_the_moved_set_the_held_out_images(tmp_path):
+    names = np.array(synthetic.CLASSES)
+    sets = {"train": SMALL[0], "val": SMALL[1].take(slice(30)), "test": SMALL[1].take(slice(100, 200))}
+
+    def write(place, **splits):
+        (tmp_path / place).mkdir()
+        for name, split in splits.items():
+            np.save(tmp_path / place / f"x_{name}.npy", split.images)
+            np.save(tmp_path / place / f"y_{name}.npy", names[split.labels])
+        return f"npy:{tmp_path / place}"
+
+    directory, settings = tmp_path / "run", {"precision": "float32", "split": "validation"}
+    train(CONFIG, dataset=write("set", **sets), validation_examples=100, train_dir=str(directory), max_steps=1)
+    own = evaluate_as_json(directory, **settings)
+    assert own["count"] == 100
+    moved = write("moved", **sets)
+    for split in ("validation", "train"):
+        here, there = (
+            evaluate_as_json(directory, precision="float32", split=split, dataset=data) for data in ("", moved)
+        )
+        assert (there["confusion"], there["changed_data"]) == (here["confusion"], False)
+    few = write("few", **(sets | {"train": SMALL[0].take(slice(60))}))  # fewer than were held out
+    many = write("many", **(sets | {"train": SMALL[0].take(slice(300))}))
+    for data, number in ((few, 60), (many, 300)):
+        other = evaluate_as_json(directory, dataset=data, **settings)
+        assert (other["count"], other["changed_data"]) == (30, True)
+        assert evaluate_as_json(directory, dataset=data, precision="float32", split="train")["count"] == number
+    without = write("without", train=SMALL[0].take(slice(300)), test=sets["test"])  # held out, as before
+    assert evaluate_as_json(directory, dataset=without, **settings)["count"] == 100
+
+
 def test_validation_images_as_another_test_set_do_not_have_the_temperature_fitted_on_them(held_out_run, tmp_path):
     held_out = validation_images()
     np.save(tmp_path / "x_test.npy", held_out.images)
@@ -367,7 +398,7 @@ def test_temperature_is_not_fitted_on_changed_test_images(run_without_validation
     moved = SMALL[0].take(slice(100, None)), SMALL[0].take(slice(100))
     monkeypatch.setattr(synthetic, "load", lambda seed=0: moved)
     for named in ("", "synthetic"):
-        with pytest.raises(DataError, match="was made with other test images than synthetic has now; restore them, or"):
+        with pytest.raises(DataError, match="synthetic has other test images than in training; restore them, or give"):
             export_to(dataset=named)
     assert export_with(run_without_validation, format="keras", out=str(tmp_path / "net.keras"), temperature=2, check=50)
 
