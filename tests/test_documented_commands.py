@@ -165,11 +165,11 @@ def test_predictions_become_a_table(small_runs, here, capsys):
     (command,) = (command for command in USED if "predict" in command and "--json" in command)
     run(command)
     out = capsys.readouterr().out
-    Path("predictions.jsonl").write_text(out)
+    Path("predictions.jsonl").write_text(out + '{"picture": "folder/c.png", "error": "is not a JPEG"}\n')
     answer = json.loads(out)
     (block,) = (block for block in BLOCKS if "submission.csv" in block)
     exec(compile(block, "inference.md", "exec"), {})
-    assert Path("submission.csv").read_text().splitlines() == ["id,label", f"b,{answer['class']}"]
+    assert Path("submission.csv").read_text().splitlines() == ["id,label", f"b,{answer['class']}", "c,"]
     assert answer.keys() == {"picture", "class", "probabilities"} and len(answer["probabilities"]) <= 3
 
 
