@@ -52,7 +52,7 @@ NOISE_DECAY = 0.9  # of the running averages of signal and noise, whose ratio is
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo:
-    """What the log of a run needs to know of the run."""
+    """The properties of a run that its log records or uses."""
 
     config: TrainConfig  # with the settings that the run chose
     chosen: Sequence[str]  # names of these settings, see `workdir.CHOSEN`
