@@ -74,8 +74,8 @@ def choose_directory(config: TrainConfig, banner: str, launch_id: str) -> TrainC
     """Return the config with the directory that the run writes.
 
     With a `banner`, synthetic data replace CIFAR-10, and the default directory is not that of the run on CIFAR-10.
-    `overwrite` is switched off if this launch has cleared the directory before. A resumed run keeps its `init_from`
-    unless the config names another one.
+    `overwrite` is switched off if this launch has cleared the directory before. A resumed run keeps its directory,
+    and its `init_from` unless the config names another one.
 
     Raises:
       UsageError: `init_from` is that directory.
@@ -88,8 +88,9 @@ def choose_directory(config: TrainConfig, banner: str, launch_id: str) -> TrainC
     given, saved = Path(config.init_from), "" if config.overwrite else _saved_init_from(config.directory)
     if config.init_from and given.resolve() == config.directory.resolve():
         raise UsageError(f"init_from={given} is the directory of this run itself; give another --train_dir")
-    is_same = not config.init_from or given == Path(saved)
-    return dataclasses.replace(config, init_from=saved) if saved and is_same else config
+    if saved and (not config.init_from or given == Path(saved)):
+        config = dataclasses.replace(config, init_from=saved, train_dir=str(config.directory))
+    return config
 
 
 def _saved_init_from(directory: Path) -> str:

@@ -75,6 +75,26 @@ def test_settings_are_compared_with_the_newest_checkpoint(config):
     workdir.check_settings(other)  # the start sets it aside, and then compares with the one before
 
 
+@pytest.mark.parametrize(
+    "resumed",
+    [
+        CONFIG,
+        dataclasses.replace(CONFIG, seeds="0,1").of_seed(0),
+        dataclasses.replace(CONFIG, train_dir="runs/cifarnet-seed0", init_from="./runs/other/"),
+    ],
+)
+def test_a_resumed_run_keeps_its_directory_and_the_run_it_began_with(tmp_path, monkeypatch, resumed):
+    monkeypatch.chdir(tmp_path)
+    begun = dataclasses.replace(CONFIG, train_dir="runs/cifarnet-seed0", init_from="runs/other")
+    save(begun)
+    chosen = workdir.choose_directory(resumed, "", "")
+    assert chosen.directory == begun.directory and chosen.init_from == "runs/other"
+    workdir.check_settings(chosen)
+    assert workdir.choose_directory(chosen, "", "") == chosen
+    again = workdir.choose_directory(dataclasses.replace(resumed, overwrite=True), "", "")
+    assert again.directory == begun.directory and again.init_from == resumed.init_from
+
+
 def test_run_of_an_earlier_version_is_refused_in_one_line(config):
     save(config, 2, "facts.json")
     for read in (workdir.check_settings, lambda config: checkpoint.latest_checkpoint(config.directory)):

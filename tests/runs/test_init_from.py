@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
+import cifar_towers
 from cifar_towers.checkpointing.checkpoint import (
     checkpoint_path,
     initialize_variables,
@@ -21,6 +22,8 @@ from cifar_towers.checkpointing.checkpoint import (
     read_variables,
     save_checkpoint,
 )
+from cifar_towers.cli import main
+from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.config.schedules import RunLength
@@ -28,6 +31,7 @@ from cifar_towers.data import synthetic
 from cifar_towers.errors import Interrupted, UsageError
 from cifar_towers.evaluation.score import reported_score
 from cifar_towers.inference.evaluate import evaluate_checkpoint
+from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.training import build
 from tests.configs import net
 from tests.messages import lines_with
@@ -90,6 +94,28 @@ def test_resumed_without_the_other_run_it_ends_with_the_same_bits(tmp_path, tiny
     recorded += [read_metadata(path)["recipe"]["init_from"] for path in list_checkpoints(tmp_path / "two")]
     assert set(recorded) == {str(source)}
     assert run(config, tmp_path / "two", init_from=f"{source}/") == resumed  # complete, with the flag too
+
+
+@pytest.mark.parametrize("way", ["program", "Python"])
+def test_resumed_without_any_flag_of_the_other_run_it_stays_in_its_directory(tmp_path, tiny_run, monkeypatch, way):
+    """Resume in the default directory a run that was begun there with `train_dir` and `init_from`."""
+    monkeypatch.chdir(tmp_path)
+    config, directory = replace(FINETUNE, num_gpus=1), FINETUNE.directory
+    with pytest.raises(Interrupted, match="step 1"):
+        run(config, directory, StopAtStep(1), init_from=str(tiny_run[0]))
+    changed = {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}
+    if way == "Python":
+        assert cifar_towers.train(**changed).directory == directory
+    else:
+        flags = [f"--{name}={value}" for name, value in changed.items()]
+        main.start_training(parse_command_line(TrainConfig, ["train.py", *flags], ""), ShutdownHandler())
+    resumed = cifar_towers.load_run(directory)
+    assert [path.name for path in Path("runs").iterdir()] == [directory.name]
+    accuracy = reported_score(resumed.result["evaluations"])["accuracy"]
+    assert resumed.result["step"] == 4 and resumed.config["init_from"] == str(tiny_run[0])
+    moved = Path("runs").rename("moved") / directory.name
+    assert cifar_towers.evaluate(moved, model=TINY.model, precision="float32", num_gpus=1)["accuracy"] == accuracy
+    assert run(config, moved) == cifar_towers.load_run(moved).result and not Path("runs").exists()
 
 
 @pytest.fixture(scope="module")
