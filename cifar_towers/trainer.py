@@ -195,8 +195,8 @@ class Run:
     """One run in one directory: the parts that train it, and the hooks after each step.
 
     Attributes:
-      requested: the config as it was given, and the placement that an empty one means. config: the same, with the
-        settings that the run chose in place of `auto`; see `workdir.CHOSEN`.
+      requested: the config as it was given. config: the same after `tuning.resolve_choices`, which puts a value in place
+        of each `auto` and of an empty variable placement.
       variables: every variable that checkpoints hold, by name.
       towers: the towers of the step; a single one if the devices hold stages of the model.
       local_towers: the devices of this process, each as a tower, also if they hold stages.
@@ -228,10 +228,9 @@ class Run:
         Raises:
           UsageError: the settings do not fit this machine, model or data set.
         """
-        self.dataset, self.precision = dataset, precision
+        self.requested, self.dataset, self.precision = requested, dataset, precision
         self.shutdown, self.workers, self.timer, self.callbacks = shutdown, workers, timer, callbacks
         strategy, towers, self.local_towers = hardware
-        self.requested = requested = tuning.with_default_placement(requested, towers)
 
         rows = requested.examples_drawn * len(self.local_towers) // len(towers)
         self.batches = build.make_batches(requested, dataset.train, rows=(workers.index * rows, rows), towers=towers)
@@ -246,7 +245,8 @@ class Run:
         previous = workdir.previous_choices(requested, requested.num_towers(len(towers)))
         if micro_batches:
             previous["micro_batches"] = micro_batches
-        self.config = config = tuning.resolve_choices(requested, towers, precision, dataset.train, length, previous)
+        config, chosen = tuning.resolve_choices(requested, towers, precision, dataset.train, length, previous)
+        self.config = config
         self.state, train_step, self.towers = build.make_training(
             config, towers, precision, dataset.train, length, strategy, self.batches.load_images
         )
@@ -258,17 +258,17 @@ class Run:
             train_step, self.state.optimizer, self.image_size_at, config.verify_every_steps, self.towers, names
         )
 
-        self._make_observers(banner)
+        self._make_observers(banner, chosen)
         self.evaluations: list[dict] = []
         self.reached = 0.0
         self._compiled = False  # whether the last step was compiled
 
-    def _make_observers(self, banner: str) -> None:
+    def _make_observers(self, banner: str, chosen: Sequence[str]) -> None:
         """Build the logger, the evaluator, the checkpoint manager and the health check; list the hooks."""
         config, dataset, workers, length = self.config, self.dataset, self.workers, self.length
         info = RunInfo(
             config=config,
-            chosen=[name for name in workdir.CHOSEN if getattr(self.requested, name) in ("auto", 0)],
+            chosen=chosen,
             dataset=dataset,
             banner=banner,
             local_towers=self.local_towers,

@@ -55,7 +55,7 @@ class RunInfo:
     """The properties of a run that its log records or uses."""
 
     config: TrainConfig  # with the settings that the run chose
-    chosen: Sequence[str]  # names of these settings, see `workdir.CHOSEN`
+    chosen: Sequence[str]  # names of these settings
     dataset: Dataset
     banner: str  # warning that synthetic data replace CIFAR-10, or empty
     local_towers: Sequence[Tower]  # devices of this process; the batch or the model is split over them

@@ -35,15 +35,17 @@ log = logging.getLogger(__name__)
 
 def resolve_choices(
     config: TrainConfig, towers: Sequence[Tower], precision: str, train: Split, length: RunLength, previous: Mapping
-) -> TrainConfig:
-    """Return `config` with number of micro-batches, variable placement and tower shares, as the run chooses them.
+) -> tuple[TrainConfig, list[str]]:
+    """Return `config` with micro-batches, variable placement and tower shares, and the names of those that were `auto`.
 
     Args:
       previous: earlier choices of the run, by setting.
     """
+    config = asked = with_default_placement(config, towers)
     config = dataclasses.replace(config, micro_batches=config.micro_batches or previous.get("micro_batches", 1))
     config = resolve_placement(config, towers, precision, train, length, previous.get("variable_placement", ""))
-    return resolve_shares(config, towers, precision, train, length, previous.get("tower_shares", ""))
+    config = resolve_shares(config, towers, precision, train, length, previous.get("tower_shares", ""))
+    return config, [name for name, value in vars(config).items() if value != getattr(asked, name)]
 
 
 # Variable placement ---------------------------------------------------------------------------------------------------

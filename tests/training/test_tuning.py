@@ -62,6 +62,9 @@ def test_placement_is_measured_on_gpus_if_asked_or_for_speednets(monkeypatch, ex
     as_before = resolve(examples, LENGTH, "least_loaded").variable_placement  # on resuming
     auto = settings.get("variable_placement") == "auto"
     assert as_before == ("least_loaded" if auto or placement == "round_robin" else placement)
+    chosen = tuning.resolve_choices(TrainConfig(**settings), on_devices, "float32", examples, LENGTH, {})
+    assert chosen[0].variable_placement == placement
+    assert chosen[1] == ["variable_placement"] * (auto or placement == "round_robin")
 
 
 @pytest.mark.parametrize(
