@@ -20,15 +20,16 @@ BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # of process
 
 
 class Devices(NamedTuple):
-    """The towers of a run, and the strategy of a cluster."""
+    """The towers of a run, and what they compute in."""
 
-    strategy: tf.distribute.Strategy | None
+    strategy: tf.distribute.Strategy | None  # of a cluster
     towers: Sequence[Tower]  # those of all workers
     local_towers: Sequence[Tower]  # those of this process
+    precision: str
 
 
 def setup_devices(config: TrainConfig, cluster: ClusterSpec | None = None) -> Devices:
-    """Set up the towers that a config asks for, on this machine or on those of all workers of a cluster.
+    """Set up the towers that a config asks for, on this machine or on those of a cluster; choose the precision.
 
     With a cluster the call waits for all workers.
 
@@ -43,16 +44,15 @@ def setup_devices(config: TrainConfig, cluster: ClusterSpec | None = None) -> De
             )
         except ValueError as error:
             raise UsageError(str(error)) from error
-        devices = Devices(strategy, towers, towers_here(strategy, towers))
     else:
-        towers = setup_towers(config, _choose_num_towers(config))
+        strategy, towers = None, setup_towers(config, _choose_num_towers(config))
         if config.verify_every_steps and on_gpus(towers) and (len(set(gpu_names())) > 1 or not config.deterministic):
             raise UsageError("verify_every_steps compares bits: on GPUs, give --deterministic and GPUs of one kind")
         if config.verify_every_steps and len(towers) == 1:
             log.info("verify_every_steps: one tower repeats its own work, which finds only errors that do not recur")
-        devices = Devices(None, towers, towers)
-    config.check_shares(len(devices.towers))
-    return devices
+    config.check_shares(len(towers))
+    local_towers = towers_here(strategy, towers) if strategy else towers
+    return Devices(strategy, towers, local_towers, choose_precision(config.precision, local_towers))
 
 
 def setup_towers(config: DeviceConfig, num_towers: int = 0) -> list[Tower]:

@@ -76,17 +76,14 @@ def train(
     setup_devices = functools.partial(devices.setup_devices, config, cluster)
     with coordination.connect(cluster, setup_devices, config.worker_wait_seconds, shutdown) as (workers, hardware):
         source, dataset = build.load_data(config, source)
-        precision = devices.choose_precision(config.precision, hardware.local_towers)
-        workers.assert_equal(shared_values(config, dataset, precision, len(hardware.local_towers)))
+        workers.assert_equal(shared_values(config, dataset, hardware.precision, len(hardware.local_towers)))
         asked, config = config, workdir.choose_directory(config, source.banner, launch_id)
         with coordination.worker_train_dir(workers, config.train_dir) as own, explained_errors(asked, hardware.towers):
             config = dataclasses.replace(config, train_dir=own)
             named = [load_object("callback", config.callback)] if config.callback and workers.is_chief else []
             callbacks = [*callbacks, *named] if workers.is_chief else []
             with Callbacks(callbacks, open_run(config.directory)).until_end() as told:
-                set_up = functools.partial(
-                    Run, dataset, source.banner, hardware, precision, shutdown, workers, timer, told
-                )
+                set_up = functools.partial(Run, dataset, source.banner, hardware, shutdown, workers, timer, told)
                 return train_run(config, set_up, launch_id)
 
 
@@ -195,8 +192,8 @@ class Run:
     """One run in one directory: the parts that train it, and the hooks after each step.
 
     Attributes:
-      requested: the config as it was given. config: the same after `tuning.resolve_choices`, which puts a value in place
-        of each `auto` and of an empty variable placement.
+      requested: the config as it was given. config: the same after `tuning.resolve_choices`, which puts values in place
+        of `auto` and of an empty variable placement.
       variables: every variable that checkpoints hold, by name.
       towers: the towers of the step; a single one if the devices hold stages of the model.
       local_towers: the devices of this process, each as a tower, also if they hold stages.
@@ -211,7 +208,6 @@ class Run:
         dataset: Dataset,
         banner: str,
         hardware: devices.Devices,
-        precision: str,
         shutdown: ShutdownHandler,
         workers: Workers,
         timer: PhaseTimer,
@@ -228,9 +224,9 @@ class Run:
         Raises:
           UsageError: the settings do not fit this machine, model or data set.
         """
+        strategy, towers, self.local_towers, precision = hardware
         self.requested, self.dataset, self.precision = requested, dataset, precision
         self.shutdown, self.workers, self.timer, self.callbacks = shutdown, workers, timer, callbacks
-        strategy, towers, self.local_towers = hardware
 
         rows = requested.examples_drawn * len(self.local_towers) // len(towers)
         self.batches = build.make_batches(requested, dataset.train, rows=(workers.index * rows, rows), towers=towers)
