@@ -269,6 +269,7 @@ class Run:
             banner=banner,
             local_towers=self.local_towers,
             towers=self.towers,
+            shard_sizes=tuning.shard_sizes(config, len(self.towers)),
             precision=self.precision,
             length=length,
             model=self.state.model,

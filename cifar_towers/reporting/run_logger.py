@@ -22,7 +22,7 @@ import psutil
 import tensorflow as tf
 
 from cifar_towers import files
-from cifar_towers.config import TrainConfig, parse_shares
+from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.data.dataset import Dataset, DatasetInfo, Split
@@ -38,7 +38,6 @@ from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWr
 from cifar_towers.towers import Tower, placement_report
 from cifar_towers.towers.pipeline import layer_costs
 from cifar_towers.towers.placement import short_device
-from cifar_towers.towers.sharding import share_out
 from cifar_towers.training.results import StepDiagnostics, StepMetrics
 from cifar_towers.user_code import as_usage_errors
 
@@ -60,6 +59,7 @@ class RunInfo:
     banner: str  # warning that synthetic data replace CIFAR-10, or empty
     local_towers: Sequence[Tower]  # devices of this process; the batch or the model is split over them
     towers: Sequence[Tower]  # of the step: a single one where the model is split
+    shard_sizes: Sequence[int]  # number of examples of each of these towers
     precision: str
     length: RunLength
     model: keras.Model
@@ -73,8 +73,7 @@ class RunInfo:
         if config.strategy == "multi_worker":
             devices = f"{num_towers // len(self.local_towers)} workers"
         parts = f"{config.micro_batches} x " if config.micro_batches > 1 else ""
-        shares = parse_shares(config.tower_shares) or [1] * num_towers
-        sizes = [size // config.micro_batches for size in share_out(config.batch_size, shares, config.micro_batches)]
+        sizes = [size // config.micro_batches for size in self.shard_sizes]
         images = f"{parts}{', '.join(map(str, sizes)) if config.tower_shares else sizes[0]} images"
         stages = f" in {len(self.local_towers)} stages" if config.parallelism == "model" else ""
         mirrored = ", mirrored" if config.strategy == "mirrored" else ""
