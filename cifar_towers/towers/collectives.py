@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from cifar_towers.towers.devices import Tower
+from cifar_towers.towers.gradients import mean_of_towers
 
 _thread = threading.local()  # .rounds and .index of the tower that this thread traces
 
@@ -84,15 +85,6 @@ def num_replicas() -> float:
         return tf.distribute.get_strategy().num_replicas_in_sync
     rounds = getattr(_thread, "rounds", None)
     return sum(rounds.weights) / rounds.weights[_thread.index] if rounds else 1.0
-
-
-def mean_of_towers(values: Sequence[tf.Tensor], weights: Sequence[int] | None = None) -> tf.Tensor:
-    """Return the mean of K towers' tensors of one shape, weighted by numbers of examples if `weights` are given."""
-    if len(values) == 1:
-        return values[0]
-    if not weights or len(set(weights)) == 1:
-        return tf.add_n(list(values)) / len(values)
-    return tf.add_n([value * (weight / sum(weights)) for value, weight in zip(values, weights, strict=True)])
 
 
 def _mean(tensor: tf.Tensor) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""The synchronization point: average the gradients of K towers."""
+"""The synchronization point: average the gradients of K towers, and their other tensors."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -45,6 +45,15 @@ def average_gradients(
             (_mean([gradient for gradient, _ in pairs], fractions, device or _device(pairs[0][1])), pairs[0][1])
             for pairs in zip(*towers, strict=True)
         ]
+
+
+def mean_of_towers(values: Sequence[tf.Tensor], weights: Sequence[int] | None = None) -> tf.Tensor:
+    """Return the mean of K towers' tensors of one shape, weighted by numbers of examples if `weights` are given."""
+    if len(values) == 1:
+        return values[0]
+    if not weights or len(set(weights)) == 1:
+        return tf.add_n(list(values)) / len(values)
+    return tf.add_n([value * (weight / sum(weights)) for value, weight in zip(values, weights, strict=True)])
 
 
 def _fractions(num_towers: int, weights: Sequence[float | tf.Tensor] | None) -> list[float | tf.Tensor]:

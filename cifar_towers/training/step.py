@@ -16,7 +16,7 @@ from cifar_towers.towers import (
     run_on_towers_synchronized,
     split_batch,
 )
-from cifar_towers.towers.collectives import mean_of_towers
+from cifar_towers.towers.gradients import mean_of_towers
 from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
 from cifar_towers.towers.sharding import share_out
