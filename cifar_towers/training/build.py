@@ -41,13 +41,7 @@ MAX_WHITENING_PIXELS = 5000 * 32 * 32  # at once; their patches take a hundred b
 
 
 def load_data(config: TrainConfig, source: sources.Source) -> tuple[sources.Source, Dataset]:
-    """Return the data set that a config asks for, and the source it came from.
-
-    Raises:
-      DataError, UsageError: as `sources.load` does. UsageError: the run would write among the data.
-    """
-    if source.is_among_pictures(config.directory):
-        raise UsageError(f"train_dir={config.directory} is among the pictures of {source.name}; give one outside of it")
+    """Return the data set that a config asks for, and the source it came from. Errors are those of `sources.load`."""
     return sources.load(source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto")
 
 

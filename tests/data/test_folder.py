@@ -3,15 +3,18 @@
 import os
 import unicodedata
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import cifar_towers
+from cifar_towers.cli import main
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import folder, own_data, sources, synthetic
 from cifar_towers.errors import DataError, UsageError
-from cifar_towers.training import build
+from cifar_towers.shutdown import ShutdownHandler
 
 SET = synthetic.make(60, 0, 0)
 
@@ -109,9 +112,8 @@ def test_validation_folder_beside_a_test_is_the_validation_split(tmp_path):
     assert counts == {"train": [2] * 3, "validation": [3, 3, 0], "test": [4] * 3}
     before = {"train_sha256": data.train.digest, "test_sha256": data.test.digest}
     assert data.changed_splits(before) == ["validation"]  # of a run that had no validation images
-    config = TrainConfig(dataset=f"folder:{tmp_path}", train_dir=str(tmp_path / "Valid" / "run"))
     with pytest.raises(UsageError, match="is among the pictures of"):
-        build.load_data(config, sources.find(config.dataset))
+        cifar_towers.train(dataset=f"folder:{tmp_path}", train_dir=tmp_path / "Valid" / "run")
 
 
 def test_folder_with_a_test_alone_is_scored_and_not_trained_on(tmp_path):
@@ -249,6 +251,7 @@ def test_copies_of_training_images_in_the_test_are_counted(tmp_path, caplog):
 
 
 def test_train_dir_inside_the_data_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(main, "import_tensorflow", Mock(side_effect=ImportError))
     for place in ("flat", "split/train", "split/val"):
         fill(tmp_path / place)
     (tmp_path / "link").symlink_to(tmp_path / "flat")
@@ -262,7 +265,7 @@ def test_train_dir_inside_the_data_is_refused(tmp_path, monkeypatch):
         config = TrainConfig(dataset=f"folder:{name}", train_dir=place)
         message = f"train_dir={Path(place)} is among the pictures of folder:.*/{name}; give"
         with pytest.raises(UsageError, match=message):
-            build.load_data(config, sources.find(config.dataset))
+            main.start_training(config, ShutdownHandler())
     assert not sources.find(f"folder:{tmp_path}/flat").is_among_pictures(tmp_path / "flat-run")
     assert not sources.find(f"folder:{tmp_path}/split").is_among_pictures(tmp_path / "split" / "runs" / "one")
 
