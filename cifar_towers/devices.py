@@ -68,7 +68,7 @@ def setup_towers(config: DeviceConfig, num_towers: int = 0) -> list[Tower]:
 
 
 def _choose_num_towers(config: TrainConfig) -> int:
-    """Return the number of towers to ask for, 0 for one per device; log the reason if fewer can share the batch."""
+    """Return the number of towers to request; 0: one per device. Log the reason if the batch limits the number."""
     num_devices = len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
     fitting, why = config.default_num_towers(num_devices)
     if config.num_gpus or fitting == num_devices:

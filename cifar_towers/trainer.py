@@ -310,7 +310,7 @@ class Run:
         self.logger.log_start()
         choose = functools.partial(workdir.checkpoint_to_resume, self.requested, self.dataset, self._has_batch_norm)
         metadata = self.checkpoints.restore_latest(choose, self.requested.overwrite)
-        # with `overwrite` the file is of the deleted run; after a restart in this process its timer is newer
+        # with `overwrite` the file belongs to the deleted run; after a restart in this process the timer is newer
         ignores_file = self.requested.overwrite or self.timer.seconds
         last = {} if ignores_file else read_times(self.config.directory)
         self.timer.resume(metadata or {}, last or self.timer.metadata())
@@ -359,9 +359,9 @@ class Run:
     def start_step(self, step: int, batch: Batch) -> list[FinishedStep]:
         """Start the update that makes `step` into `step + 1`; return the steps whose metrics have arrived.
 
-        The started step is returned too if an evaluation, a checkpoint or the end of an epoch follows, and if it is
-        verified or may not fit into memory. On a cluster, and in a run with a profile, every started step is returned
-        at once.
+        Usually the next call returns the started step. This call returns that step too if it is verified or may not fit
+        into memory, on a cluster, and in a run with a profile. The same applies if an evaluation, a checkpoint or the
+        end of an epoch follows.
         """
         if not on_gpus(self.local_towers) and self.step_runner.skipped_last():
             # find the non-finite tensor before the next update; on GPUs, asking at every step would stall the device

@@ -104,7 +104,7 @@ def _saved_init_from(directory: Path) -> str:
 def check_settings(config: TrainConfig, launch_id: str = "") -> None:
     """Refuse a directory in use, or with a run of other settings, before TensorFlow is imported and data are loaded.
 
-    `exclusive` and `checkpoint_to_resume` repeat the checks, with what only the model and the data can tell.
+    `exclusive` and `checkpoint_to_resume` repeat these checks later, when the model and the data are known.
 
     Raises:
       UsageError: another process trains in the directory; or the newest checkpoint was made with other settings, or by

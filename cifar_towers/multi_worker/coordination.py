@@ -1,9 +1,9 @@
 """Coordination of a cluster's workers outside the step: how they meet, exchange values, and end together.
 
 Everything travels through TensorFlow's server, one port for each worker. Values are gathered by a collective. When a
-worker dies, stops or fails, TensorFlow's coordination service aborts the collectives of all others. Then all workers
-exit, each with a line that names the lost one: alone, a worker that came back would find the others in another step.
-The launcher restarts all, and they resume from the last checkpoint.
+worker dies, stops or fails, TensorFlow's coordination service aborts the collectives of all others. Then every
+worker exits with a line that names the lost one, because a worker that restarted alone would be at another step than
+the others. The launcher restarts all workers, and they resume from the last checkpoint.
 """
 
 import contextlib

@@ -86,8 +86,7 @@ def make_example_loss(config: TrainConfig, num_classes: int) -> Callable[[tf.Ten
 def make_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Split | None = None) -> keras.Model:
     """Return the model with initial weights from the seed. Whitening filters are computed from `train`.
 
-    Without `train`, as where weights are restored, whitening filters are zeros, and it is not checked whether towers
-    can train a user's model.
+    Leave out `train` to restore weights. Whitening filters are then zeros, and a user's model need not be trainable.
 
     Raises:
       UsageError: a user's model cannot be built, or towers cannot train it.

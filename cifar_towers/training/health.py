@@ -31,7 +31,7 @@ class Health:
     towers: Sequence[Tower]
     locate: Callable[[TrainState, Tower, Batch, int], str]  # -> first non-finite tensor of a tower's forward pass
     log: Callable[[str], None]  # called with a line for each skipped step
-    skipped_steps: int = 0  # except those in which the loss scale of float16 was still being sought
+    skipped_steps: int = 0  # without those that float16 skipped because its loss scale was too large
     in_a_row: int = 0  # number of skipped steps since the last good one
     rollbacks: int = 0  # number of times that the run went back to a checkpoint
     last_good_step: int = 0  # the last step before the current row of skipped steps

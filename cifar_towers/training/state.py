@@ -93,7 +93,7 @@ class TrainState:
 
         A step is skipped unless the towers' results and all new values are finite. It then changes no weight, slot,
         non-trainable variable or average. Only the step counter advances, and the loss scale of float16 adapts. With
-        lookahead, the last step of the schedule still takes the slow weights.
+        lookahead, the last step of the schedule sets the weights to the slow weights even if it is skipped.
 
         Args:
           gradients: N x (mean gradient of the scaled loss, variable).

@@ -53,7 +53,7 @@ class StepRunner:
         return self.train_step.get_concrete_function(**self._arguments(step, batch, **options))
 
     def start(self, step: int, batch: Batch, **options: Any) -> list[FinishedStep]:
-        """Start the step that makes `step` into `step + 1`; return the one before, unless it has been returned.
+        """Start step number `step + 1`; return earlier steps that were not returned, and this one if it is verified.
 
         Options:
           rate_factor: multiplies the learning rates.
