@@ -53,14 +53,14 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
 
     opened: list[Run] = []
 
-    def open_run(directory: Path) -> Run:
+    def make_handle(directory: Path) -> Run:
         opened.append(Run(directory))
         return opened[-1]
 
     shutdown = ShutdownHandler()
     with _visible_log(), shutdown.handling_interrupts():
         try:
-            start_training(config, shutdown, callbacks=callbacks, open_run=open_run)
+            start_training(config, shutdown, callbacks=callbacks, make_handle=make_handle)
         except Interrupted as interrupt:
             if not (opened and latest_checkpoint(opened[-1].directory)):
                 raise KeyboardInterrupt(str(interrupt)) from None

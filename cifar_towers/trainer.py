@@ -50,7 +50,7 @@ def train(
     cluster: ClusterSpec | None = None,
     launch_id: str = "",
     callbacks: Sequence[Any] = (),
-    open_run: Callable[[Path], Any] = Path,
+    make_handle: Callable[[Path], Any] = Path,
     timer: PhaseTimer | None = None,
 ) -> dict:
     """Train, resume, or return the stored result of a finished run. On a cluster only worker 0 writes `train_dir`.
@@ -61,7 +61,7 @@ def train(
         restarts resumes, even with `overwrite`.
       callbacks: functions and objects that worker 0 calls during the run, besides the config's `callback`; see
         `Callbacks`.
-      open_run: function from the run's directory to the object that callbacks get as `run`.
+      make_handle: function from the run's directory to the object that callbacks get as `run`.
       timer: the timer that runs since the program started; default: a new one.
 
     Returns:
@@ -82,7 +82,7 @@ def train(
             config = dataclasses.replace(config, train_dir=own)
             named = [load_object("callback", config.callback)] if config.callback and workers.is_chief else []
             callbacks = [*callbacks, *named] if workers.is_chief else []
-            with Callbacks(callbacks, open_run(config.directory)).until_end() as told:
+            with Callbacks(callbacks, make_handle(config.directory)).until_end() as told:
                 set_up = functools.partial(Run, dataset, source.banner, hardware, shutdown, workers, timer, told)
                 return train_run(config, set_up, launch_id)
 

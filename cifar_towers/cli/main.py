@@ -48,7 +48,7 @@ def start_training(
     cluster: ClusterSpec | None = None,
     launch_id: str = "",
     callbacks: Sequence = (),
-    open_run: Callable[[Path], Run] = Run,
+    make_handle: Callable[[Path], Run] = Run,
 ) -> None:
     """Refuse what can be refused without TensorFlow, then train a run, or one for each of the config's seeds.
 
@@ -75,7 +75,7 @@ def start_training(
         return
     from cifar_towers import trainer
 
-    result = trainer.train(config, source, shutdown, cluster, launch_id, callbacks, open_run, timer)
+    result = trainer.train(config, source, shutdown, cluster, launch_id, callbacks, make_handle, timer)
     if not result["weights_sha256"].startswith(config.expect_sha256):
         raise RunError(
             f"the weights after step {result['step']} have sha256 {result['weights_sha256'][:16]}, not expect_sha256="
@@ -108,7 +108,7 @@ def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: Shutdow
     with SeedStatistics(statistics, directories).updated_in_background():
         for run in runs:
             try:
-                results.append(trainer.train(run, source, shutdown, launch_id=launch_id, open_run=Run))
+                results.append(trainer.train(run, source, shutdown, launch_id=launch_id, make_handle=Run))
             except DivergedError as error:
                 diverged[run.seed] = str(error)
                 log.error(f"seed {run.seed} diverged: {error}")

@@ -29,7 +29,7 @@ class FinishedStep(NamedTuple):
 class StepRunner:
     """Runs steps. The metrics of a step are read after the next step has started, so that a GPU is never idle."""
 
-    train_step: Any  # the `tf.function` that `build.make_training` returns
+    train_step: tf.types.experimental.PolymorphicFunction  # as `build.make_training` returns it
     optimizer: Optimizer
     image_size_at: Callable[[int], int]  # step -> image size in pixels
     verify_every_steps: int = 0  # 0: never; verified steps are returned at once
