@@ -11,7 +11,6 @@ import keras
 import tensorflow as tf
 
 from cifar_towers.models import layers
-from cifar_towers.towers.keras_parallel import first_call
 from cifar_towers.training.results import NUM_BUCKETS, TensorStats
 
 NUM_EXAMPLES = 64  # of the final tower's shard, whose activations are measured
@@ -35,31 +34,6 @@ def activation_layers(model: keras.Model) -> list[keras.layers.Layer]:
 
     measured = [layer for layer in model.layers[:-1] if nonlinear(layer)] + model.layers[-1:]
     return [layer for layer in measured if not isinstance(layer, keras.Model)]  # a nested model has a graph of its own
-
-
-def stateless_call_with_activations(model: keras.Model) -> Callable:
-    """Return a training call of the model that also returns the outputs of its `activation_layers`.
-
-    The call is (weights, non_trainable, images) -> (logits, new non-trainable values, list of outputs, *losses), with
-    the losses that the model adds.
-    """
-    measured = activation_layers(model)
-    outputs = [first_call(model, layer).output_tensors[0] for layer in measured]
-    with_activations = keras.Model(model.input, [model.output, *outputs]) if measured else model
-    trainable, frozen = with_activations.trainable_variables, with_activations.non_trainable_variables
-
-    def call(weights, non_trainable, images):
-        values = zip([*trainable, *frozen], [*weights, *non_trainable], strict=True)
-        losses: list[tf.Tensor] = []
-        with keras.StatelessScope(values, collect_losses=True) as scope:
-            scope.add_loss = losses.append  # each call of a layer removes those of its last call from `scope.losses`
-            outputs = with_activations.call(images, training=True)
-            losses += with_activations.losses  # of weights
-        logits, *activations = outputs if measured else [outputs]
-        new_values = [scope.get_current_value(variable) for variable in frozen]
-        return logits, new_values, activations, *losses
-
-    return call
 
 
 def cond_or_zeros(condition: tf.Tensor, compute: Callable[[], Any], specs: Any) -> Any:

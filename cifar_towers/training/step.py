@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from cifar_towers.data.augment import Augmentation
@@ -17,10 +18,11 @@ from cifar_towers.towers import (
     split_batch,
 )
 from cifar_towers.towers.gradients import mean_of_towers
+from cifar_towers.towers.keras_parallel import first_call
 from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
 from cifar_towers.towers.sharding import share_out
-from cifar_towers.training.diagnostics import forward_diagnostics, stateless_call_with_activations, tower_gradient_stats
+from cifar_towers.training.diagnostics import activation_layers, forward_diagnostics, tower_gradient_stats
 from cifar_towers.training.losses import most_likely
 from cifar_towers.training.results import PROXY, HardExamples, StepDiagnostics, StepMetrics
 from cifar_towers.training.state import TrainState, UpdateResult, first_nonfinite_index
@@ -172,6 +174,31 @@ def make_tower_fn(
         return _combine_micro_batches(results, state.weights, tower.device, pipelined=bool(stages))
 
     return tower_fn
+
+
+def stateless_call_with_activations(model: keras.Model) -> Callable:
+    """Return a training call of the model that also returns the outputs of its `activation_layers`.
+
+    The call is (weights, non_trainable, images) -> (logits, new non-trainable values, list of outputs, *losses), with
+    the losses that the model adds.
+    """
+    measured = activation_layers(model)
+    outputs = [first_call(model, layer).output_tensors[0] for layer in measured]
+    with_activations = keras.Model(model.input, [model.output, *outputs]) if measured else model
+    trainable, frozen = with_activations.trainable_variables, with_activations.non_trainable_variables
+
+    def call(weights, non_trainable, images):
+        values = zip([*trainable, *frozen], [*weights, *non_trainable], strict=True)
+        losses: list[tf.Tensor] = []
+        with keras.StatelessScope(values, collect_losses=True) as scope:
+            scope.add_loss = losses.append  # each call of a layer removes those of its last call from `scope.losses`
+            outputs = with_activations.call(images, training=True)
+            losses += with_activations.losses  # of weights
+        logits, *activations = outputs if measured else [outputs]
+        new_values = [scope.get_current_value(variable) for variable in frozen]
+        return logits, new_values, activations, *losses
+
+    return call
 
 
 def _combine_micro_batches(

@@ -9,7 +9,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.models.layers import synchronize
 from cifar_towers.towers import run_on_towers_synchronized, split_batch
-from cifar_towers.training import build, diagnostics, health
+from cifar_towers.training import build, diagnostics, health, step
 from cifar_towers.training.results import NUM_BUCKETS, TensorStats, to_numpy
 from tests.training.runs import Run
 
@@ -116,8 +116,8 @@ def test_diagnostics_change_no_bit_of_training(towers, examples, strategy):
     digests = set()
     for collect in (True, False):
         run = make_run(towers(2), examples, strategy=strategy)
-        for step in range(3):
-            metrics = make_step(run, step, collect)
+        for number in range(3):
+            metrics = make_step(run, number, collect)
         digests.add(run.state.weights_sha256())
         assert metrics.diagnostics.update_norm.any() == collect
         assert metrics.diagnostics.activations.norm.any() == collect
@@ -136,7 +136,7 @@ def test_layers_of_a_reused_backbone_are_measured_in_the_calling_model():
     model = keras.Model(images, keras.layers.Dense(10, name="head")(keras.layers.GlobalAveragePooling2D()(x)))
     given = tf.random.stateless_uniform([2, 18, 18, 3], (0, 1)) - 0.5
     variables = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
-    logits, _, seen = diagnostics.stateless_call_with_activations(model)(*variables, given)
+    logits, _, seen = step.stateless_call_with_activations(model)(*variables, given)
     assert [layer.name for layer in diagnostics.activation_layers(model)] == ["relu", "head"]
     np.testing.assert_allclose(seen[0], tf.nn.relu(model.get_layer("convolution")(given)), rtol=1e-6)
     np.testing.assert_array_equal(seen[1], logits)
@@ -161,7 +161,7 @@ def test_every_call_of_a_layer_adds_its_losses():
     by_hand.append(1e-3 * np.sum(np.square(model.trainable_variables[0])))
     variables = [v.value for v in model.trainable_variables], []
     for _ in range(2):
-        losses = diagnostics.stateless_call_with_activations(model)(*variables, given)[3:]
+        losses = step.stateless_call_with_activations(model)(*variables, given)[3:]
         np.testing.assert_allclose(losses, by_hand, rtol=1e-5)
 
 
@@ -171,7 +171,7 @@ def test_towers_that_meet_in_a_norm_keep_their_losses(towers):
     penalized = keras.layers.ActivityRegularization(l2=1e-3)(images)
     model = keras.Model(images, keras.layers.BatchNormalization()(penalized))
     synchronize(model)
-    call = diagnostics.stateless_call_with_activations(model)
+    call = step.stateless_call_with_activations(model)
     variables = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
     given = tf.random.stateless_uniform([4, 6, 6, 3], (0, 1))
 
