@@ -1,7 +1,5 @@
 """The commands that programs print run when they are pasted into a shell."""
 
-import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +10,7 @@ from PIL import Image
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import command, name_programs
 from cifar_towers.reporting.run_logger import next_commands
+from tests.programs import call
 
 ROOT = Path(__file__).parents[1]
 NET = """
@@ -23,31 +22,44 @@ def net(image_size, num_classes):
 """
 
 
-def test_printed_commands_run_when_pasted(tmp_path, small_folder):
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Return an environment below a directory with a space, whose programs print the arguments that they get."""
+    programs = tmp_path / "my env" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "tensorboard", "cifar-towers-train", "cifar-towers-compare-runs"):
+        (programs / name).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+        (programs / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    return programs
+
+
+def test_printed_commands_run_when_pasted(tmp_path, small_folder, programs, monkeypatch, capsys):
     """Train a net and pictures of the user's own in a directory with a space."""
     place = tmp_path / "my work"
     place.mkdir()
     (place / "my net.py").write_text(NET)
     Image.new("RGB", (32, 32), "red").save(place / "picture.jpg")
     (place / "the pictures").symlink_to(small_folder.removeprefix("folder:"))
+    monkeypatch.chdir(place)
     flags = ["--model=my net.py:net", "--dataset=folder:the pictures", "--train_dir=a run"]
     flags += ["--max_steps=1", "--batch_size=40", "--precision=float32", "--eval_every_epochs=0", "--num_gpus=2"]
 
-    def start(text):
-        environment = os.environ | {"PYTHONPATH": ""}
-        return subprocess.Popen(text, shell=True, cwd=place, env=environment, stdout=-1, stderr=-2, text=True)
+    def run(script, *arguments):
+        assert Path(script).samefile(ROOT / "scripts" / Path(script).name)
+        assert call(monkeypatch, script, *arguments) == 0
+        return capsys.readouterr().out
 
-    training = start(shlex.join([sys.executable, str(ROOT / "scripts/train.py"), *flags]))
-    out, _ = training.communicate(timeout=100)
-    assert training.returncode == 0, out
-    board, evaluate, predict = (line.strip() for line in out.partition("next:\n")[2].splitlines())
-    assert "'--dataset=folder:the pictures'" in evaluate
-    pasted = [start(f"{board} --inspect"), start(evaluate), start(predict)]
-    outputs = [process.communicate(timeout=100)[0] for process in pasted]
-    assert [process.returncode for process in pasted] == [0, 0, 0], outputs
-    assert "a run/train" in outputs[0]
-    assert "a run at step 1: folder:" in outputs[1] and "most often taken for" in outputs[1]
-    assert "picture.jpg" in outputs[2] and outputs[2].count(" %") == 3
+    out = run(ROOT / "scripts/train.py", *flags)
+    printed = [line.strip() for line in out.partition("next:\n")[2].splitlines()]
+    pasted = [subprocess.run(line, shell=True, capture_output=True, text=True, check=True).stdout for line in printed]
+    board, evaluate, predict = map(str.splitlines, pasted)
+    assert board == ["--logdir=a run"] and list(Path("a run/train").glob("events*"))
+    assert "--dataset=folder:the pictures" in evaluate
+    out = run(*evaluate)
+    assert "a run at step 1: folder:" in out and "most often taken for" in out
+    out = run(*predict)
+    assert "picture.jpg" in out and out.count(" %") == 3
 
 
 def test_data_dir_is_printed_where_it_is_read():
@@ -56,19 +68,8 @@ def test_data_dir_is_printed_where_it_is_read():
     assert "--data_dir" not in next_commands(config, "SYNTHETIC DATA, NOT CIFAR-10")[1]
 
 
-@pytest.fixture
-def programs(tmp_path, monkeypatch):
-    """Return the programs of an environment below a directory with a space; this process is its cifar-towers-train."""
-    programs = tmp_path / "my env" / "bin"
-    programs.mkdir(parents=True)
-    for name in ("python", "cifar-towers-train", "cifar-towers-compare-runs"):
-        (programs / name).touch(0o755)
-    monkeypatch.setattr(sys, "argv", [str(programs / "cifar-towers-train")])
-    monkeypatch.setattr(sys, "executable", str(programs / "python"))
-    return programs
-
-
 def test_console_scripts_are_named_if_one_was_started(programs, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(programs / "cifar-towers-train")])
     monkeypatch.chdir(programs.parent)
     assert command("compare_runs.py", "runs/one", "a b") == "bin/cifar-towers-compare-runs runs/one 'a b'"
     monkeypatch.chdir(ROOT)

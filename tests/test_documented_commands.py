@@ -6,19 +6,17 @@ import json
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from cifar_towers.cli import main
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import check_functions
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
-from cifar_towers.shutdown import ShutdownHandler
+from tests.programs import call
 from tests.runs import short_runs
 from tests.test_makefile import make
 from tests.test_readme import CONFIGS
@@ -80,8 +78,7 @@ def here(work, monkeypatch):
 
 def train(*flags):
     with short_runs.small_runs() as patch:
-        patch.setattr(sys, "argv", ["train.py", *flags, *ONE_STEP])
-        main.train.__wrapped__(ShutdownHandler())
+        call(patch, "train.py", *flags, *ONE_STEP)
 
 
 def make_runs(work, *flags):
@@ -135,9 +132,8 @@ def test_command_is_accepted_by_its_program(command, here):
 def run(command, *more):
     program, *arguments = words_of(command)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [program, *arguments, *more])
         patch.setattr(builtins, "input", lambda question: "n")
-        assert not getattr(main, Path(program).stem).__wrapped__(ShutdownHandler())
+        assert call(patch, program, *arguments, *more) == 0
 
 
 @pytest.mark.parametrize("command", USED)

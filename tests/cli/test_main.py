@@ -29,8 +29,9 @@ from cifar_towers.errors import (
 )
 from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.stderr import messages_only_of_a_failure
-from tests.configs import TINY_NET
+from tests.configs import net
 from tests.messages import lines_with
+from tests.programs import call, finish, start
 
 ROOT = Path(__file__).parents[2]
 SLOW = pytest.mark.slow
@@ -48,28 +49,12 @@ def test_benchmark_accepts_every_recipe(monkeypatch):
     from cifar_towers.benchmark import runner
 
     configs = []
-    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # as the program would leave it set
     monkeypatch.setattr(runner, "run_benchmark", lambda config, worker_command: configs.append(config.recipe))
     recipes = sorted((ROOT / "configs").glob("*.cfg"))
     for recipe in recipes:
-        monkeypatch.setattr(sys, "argv", ["benchmark.py", "--dataset=synthetic", f"--flagfile={recipe}"])
-        main.benchmark.__wrapped__(ShutdownHandler())
+        call(monkeypatch, "benchmark.py", "--dataset=synthetic", f"--flagfile={recipe}")
     assert [config.recipe for config in configs] == [recipe.stem for recipe in recipes]
     assert not any(config.hard_example_pool for config in configs)  # selecting examples is not part of the step
-
-
-def start(program, *arguments, stdout=subprocess.PIPE, **environment):
-    command = [sys.executable, str(ROOT / "scripts" / program), *arguments]
-    environment = {**os.environ, **environment}
-    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def finish(process, timeout=120):
-    try:
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        process.kill()  # it may have exceeded its time
-    return process.returncode, out, err
 
 
 def wait_until(happened, timeout=90):
@@ -111,7 +96,6 @@ def test_help_imports_nothing_slow(name):
     ("program", "arguments", "code", "message"),
     [
         ("train.py", ["--batch_sise=3"], 2, "did you mean --batch_size?"),
-        ("train.py", ["--num_gpus=2", "--nosoft_placement", *TINY], 2, "2 towers need 2 GPUs"),
         pytest.param("train.py", ["--batch_size=20000", "--dataset=synthetic"], 2, "more than the 10000", marks=SLOW),
         ("predict.py", ["picture.png"], 2, "which run? give --train_dir"),
         ("train.py", ["--dataset=folder:nowhere"], 3, "nowhere cannot be read: No such file or directory"),
@@ -185,7 +169,7 @@ def test_signal_saves_and_the_same_command_resumes(tmp_path, tiny, number, code)
         assert exit_code == 0 and lines_with(out, "resuming", "step "), err
 
 
-def test_a_short_run_prints_no_control_characters_and_checks_its_weights(tmp_path, tiny):
+def test_a_short_run_prints_no_control_characters_and_checks_its_weights(tmp_path, tiny, monkeypatch):
     """The printed beginning of the hash is enough, and a run that is finished is checked too."""
     command = ["train.py", *tiny, "--max_steps=4", f"--train_dir={tmp_path}", "--num_gpus=2"]
     code, out, err = finish(start(*command, "--expect_sha256=0123456789abcdef0123"))
@@ -198,8 +182,7 @@ def test_a_short_run_prints_no_control_characters_and_checks_its_weights(tmp_pat
     assert lines_with(err, "no GPU", "2 towers")
     assert not [line for line in err.splitlines() if "cuda" in line.lower() or "onednn" in line.lower()]
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 4
-    code, _, err = finish(start(*command, f"--expect_sha256={printed}"))
-    assert code == 0, err
+    assert call(monkeypatch, *command, f"--expect_sha256={printed}") == 0
     with pytest.raises(UsageError, match="expect_sha256=latest .*8 to 64 "):
         TrainConfig(expect_sha256="latest")
 
@@ -270,7 +253,7 @@ def test_a_processor_without_avx_is_refused_in_one_line(monkeypatch):
     [
         ("train.py", ["--model=nowhere.py:make"], "there is no file nowhere.py"),
         ("train.py", ["--model=no_such_package.nets:make"], "there is no module no_such_package.nets"),
-        ("benchmark.py", [f"--model={__file__}:strat"], "has no function strat; did you mean start?"),
+        ("benchmark.py", [f"--model={__file__}:wait_untl"], "has no function wait_untl; did you mean wait_until?"),
         ("evaluate.py", ["--train_dir=runs/one", "--model=nowhere.py:make"], "there is no file nowhere.py"),
     ],
 )
@@ -291,23 +274,20 @@ def test_a_missing_model_is_refused_before_tensorflow_is_imported(tmp_path, prog
     ],
 )
 def test_launcher_usage_errors_point_to_the_flags_of_train(monkeypatch, arguments, message):
-    monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
     with pytest.raises(UsageError) as caught:
-        main.launch.__wrapped__(ShutdownHandler())
+        call(monkeypatch, "launch.py", *arguments)
     assert message in str(caught.value) and ("stand after --" in str(caught.value)) == ("--" not in arguments)
 
 
 def test_workers_train_the_default_recipe(monkeypatch):
     commands = []
-    monkeypatch.setattr(sys, "argv", ["launch.py", "--num_workers=2"])
     monkeypatch.setattr(main.launcher, "launch", lambda command, *others: commands.append(command) or 0)
-    assert main.launch.__wrapped__(ShutdownHandler()) == 0
+    assert call(monkeypatch, "launch.py", "--num_workers=2") == 0
     (command,) = commands
     assert command[:2] == [sys.executable, "-c"] and len(command) == 3  # no flags: the program then chooses the recipe
     assert "sys.argv[0] = 'train.py'; from cifar_towers.cli.main import train" in command[2]
-    monkeypatch.setattr(sys, "argv", ["launch.py", "--num_workers=3"])
     with pytest.raises(UsageError, match="batch_size=1024 .*3 towers"):
-        main.launch.__wrapped__(ShutdownHandler())
+        call(monkeypatch, "launch.py", "--num_workers=3")
 
 
 @pytest.mark.parametrize("stdout", ["full", "closed"])
@@ -378,10 +358,9 @@ def test_benchmark_end_to_end(tmp_path, tiny):
 
 
 def test_benchmark_answers_which_placement_and_stops(tmp_path, tiny, monkeypatch, capsys):
-    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # as the program would leave it set
-    flags = [*tiny, f"--model={TINY_NET}", "--placement_only", f"--train_dir={tmp_path / 'none'}"]
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", *flags])
-    assert not main.benchmark.__wrapped__(ShutdownHandler())
+    monkeypatch.setattr("cifar_towers.training.tuning.PLACEMENT_STEPS", 5)
+    flags = [*tiny, f"--model={net('plain')}", "--placement_only", f"--train_dir={tmp_path / 'none'}"]
+    assert call(monkeypatch, "benchmark.py", *flags) == 0
     start_line, answer = capsys.readouterr().out.splitlines()
     assert "2 towers" in start_line and ("--variable_placement=" in answer or "does not matter" in answer)
     assert all(f"{placement} " in answer for placement in ("cpu", "round_robin", "least_loaded"))

@@ -1,14 +1,12 @@
 """Real workers on the loopback: they train as towers do, and read and write the same checkpoints."""
 
+import functools
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -20,20 +18,12 @@ from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.multi_worker.launcher import free_addresses
 from cifar_towers.training.distributed_step import make_multi_worker_strategy
+from tests import programs
+from tests.configs import TINY_NET
 from tests.messages import lines_with
 from tests.runs.short_runs import run
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-NET = """
-import keras
-
-def net(image_size, num_classes):
-    x = images = keras.Input((image_size, image_size, 3))
-    x = keras.layers.Conv2D(8, 5, strides=4, activation="silu")(x)
-    x = keras.layers.BatchNormalization()(x)
-    x = keras.layers.Dropout(0.2, seed=1)(keras.layers.Flatten()(x))
-    return keras.Model(images, keras.layers.Dense(num_classes)(x))
-"""
+start = functools.partial(programs.start, stderr=subprocess.STDOUT)
 
 
 @pytest.fixture
@@ -44,22 +34,9 @@ def shared(small_folder):
 
 
 @pytest.fixture
-def flags(shared, tmp_path):
+def flags(shared):
     """Return the flags of a small model with dropout, batch normalization and a moving average."""
-    (tmp_path / "net.py").write_text(NET)
-    return [
-        *shared,
-        f"--model={tmp_path / 'net.py'}:net",
-        "--ema_decay=0.5",
-        "--max_steps=4",
-        "--summary_every_steps=2",
-    ]
-
-
-def start(script, *arguments, **environment):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
-    return subprocess.Popen(command, env=os.environ | environment, **pipes)
+    return [*shared, f"--model={TINY_NET}", "--ema_decay=0.5", "--max_steps=4", "--summary_every_steps=2"]
 
 
 def run_all(train_dir, *flags, workers=0):
