@@ -11,9 +11,9 @@ if "CIFAR_TOWERS_TEST_ON_GPUS" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # here, and in the programs that tests start
 
 import pytest
-from PIL import Image
 
 from cifar_towers.data import synthetic
+from tests.own_data import write_folder
 
 MAX_TOWERS = 4 if "CIFAR_TOWERS_TEST_ON_GPUS" in os.environ else 8
 
@@ -50,11 +50,5 @@ def examples():
 @pytest.fixture(scope="session")
 def small_folder(tmp_path_factory):
     """Return a value of `--dataset` for programs that tests start: a folder of 160 + 40 images."""
-    root = tmp_path_factory.mktemp("pictures")
-    for name, count, stream in (("train", 160, 0), ("test", 40, 1)):
-        split = synthetic.make(count, 0, stream)
-        for index, (image, label) in enumerate(zip(split.images, split.labels, strict=True)):
-            place = root / name / synthetic.CLASSES[label]
-            place.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image).save(place / f"{index}.png")
-    return f"folder:{root}"
+    splits = {"train": synthetic.make(160, 0, 0), "test": synthetic.make(40, 0, 1)}
+    return write_folder(tmp_path_factory.mktemp("pictures"), **splits)

@@ -66,11 +66,11 @@ def test_an_error_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
-# A child process that dies, with nothing done after, at its k-th call of these; the code is what users run.
-CHILD = """
-import os, pathlib, shutil, sys
+# Each fork dies, with nothing done after, at a later one of these calls, until one lives; the code is what users run.
+FORKS = """
+import itertools, os, pathlib, shutil, sys
 from cifar_towers import files
-calls, die_at = 0, int(sys.argv[2])
+calls = 0
 def dying(function):
     def call(*args, **kwargs):
         global calls
@@ -79,37 +79,35 @@ def dying(function):
             os._exit(9)
         return function(*args, **kwargs)
     return call
-parent = pathlib.Path(sys.argv[1])
-os.fsync, os.rename, os.open, shutil.rmtree = map(dying, (os.fsync, os.rename, os.open, shutil.rmtree))
-for name in ("mkdir", "write_bytes", "write_text", "stat", "iterdir", "open"):
-    setattr(pathlib.Path, name, dying(getattr(pathlib.Path, name)))
 def write(directory):
     for name in ("a", "b"):
         (directory / name).write_bytes(b"new " * 5000)
-files.commit(parent / "step-2", write)
-files.remove(parent / "step-1")
-print(calls)
+for die_at in itertools.count(1):
+    parent = pathlib.Path(sys.argv[1], str(die_at))
+    files.commit(parent / "step-1", write)
+    if not os.fork():
+        os.fsync, os.rename, os.open, shutil.rmtree = map(dying, (os.fsync, os.rename, os.open, shutil.rmtree))
+        for name in ("mkdir", "write_bytes", "write_text", "stat", "iterdir", "open"):
+            setattr(pathlib.Path, name, dying(getattr(pathlib.Path, name)))
+        files.commit(parent / "step-2", write)
+        files.remove(parent / "step-1")
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    assert code in (0, 9), code
+    if code == 0:
+        break
 """
 
 
-def child(parent, die_at):
-    return subprocess.run([sys.executable, "-c", CHILD, parent, str(die_at)], capture_output=True, text=True, cwd=ROOT)
-
-
 def test_death_at_every_call_of_a_save_leaves_the_old_state_or_the_new(tmp_path):
-    (tmp_path / "whole").mkdir()
-    committed(tmp_path / "whole", "step-1")
-    points = int(child(tmp_path / "whole", 0).stdout)
-    assert points > 20
+    subprocess.run([sys.executable, "-c", FORKS, tmp_path], check=True, cwd=ROOT)
+    *died, _ = sorted(tmp_path.iterdir(), key=lambda parent: int(parent.name))
+    assert len(died) > 20
     seen = set()
-    for point in range(1, points + 1):
-        parent = tmp_path / str(point)
-        parent.mkdir()
-        committed(parent, "step-1")
-        assert child(parent, point).returncode == 9
+    for parent in died:
         files.sweep(parent)
         left = sorted(path.name for path in parent.iterdir())
-        assert left in (["step-1"], ["step-1", "step-2"], ["step-2"]), (point, left)
+        assert left in (["step-1"], ["step-1", "step-2"], ["step-2"]), (parent, left)
         assert not any(files.validate(parent / name) for name in left)
         seen.add(tuple(left))
     assert len(seen) == 3

@@ -65,8 +65,9 @@ def test_a_directory_in_use_is_refused_before_tensorflow_is_imported(tmp_path, m
 
 def test_settings_are_compared_with_the_newest_checkpoint(config):
     workdir.check_settings(config)
-    other = dataclasses.replace(config, momentum=0.5)
-    with pytest.raises(UsageError, match="step-00000001 .*momentum .* --overwrite"):
+    other = dataclasses.replace(config, batch_size=512, momentum=0.5)
+    different = f"batch_size {config.batch_size} -> 512.*momentum 0.9 -> 0.5"
+    with pytest.raises(UsageError, match=f"step-00000001 .*{different}.* --overwrite"):
         workdir.check_settings(other)
     workdir.check_settings(dataclasses.replace(other, overwrite=True))
     workdir.check_settings(dataclasses.replace(config, num_gpus=2, micro_batches=2))  # batch norm is not known yet

@@ -6,8 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -28,6 +27,7 @@ from cifar_towers.inference import export, load_run, predict
 from cifar_towers.inference.evaluate import evaluate_checkpoint
 from cifar_towers.inference.export import export_model
 from cifar_towers.inference.predict import predict_images
+from tests.own_data import write_arrays, write_folder
 from tests.runs.short_runs import run as train
 from tests.runs.short_runs import small_runs
 
@@ -54,7 +54,20 @@ def export_with(run, **settings):
 
 
 def evaluate_as_json(run, **settings):
-    return json.loads(evaluate_checkpoint(EvaluateConfig(train_dir=str(run), json=True, **settings)))
+    config = EvaluateConfig(train_dir=str(run), json=True, **{"num_gpus": 1} | settings)
+    return json.loads(evaluate_checkpoint(config))
+
+
+@cache
+def own_record(run):
+    """Return the record of an evaluation on the run's own test images."""
+    return evaluate_as_json(run, precision="float32")
+
+
+@cache
+def own_probabilities(run):
+    """Return the predicted probabilities of the run's own test images."""
+    return predicted_probabilities(run, SMALL[1].images)
 
 
 def expected_probabilities(run, count):
@@ -136,7 +149,7 @@ def test_folders_without_images_are_errors_of_their_own(run, folder, tmp_path, c
 
 def test_evaluation_names_the_class_that_errors_go_to(run):
     table = evaluate_checkpoint(EvaluateConfig(train_dir=str(run), precision="float32")).splitlines()
-    confusion = np.array(evaluate_as_json(run, precision="float32")["confusion"])
+    confusion = np.array(own_record(run)["confusion"])
     assert table[4].split("  ")[-1] == "most often taken for"
     np.fill_diagonal(confusion, 0)
     for line, row in zip(table[5:], confusion, strict=True):
@@ -157,7 +170,6 @@ def test_run_in_float32_is_evaluated_and_predicted_in_float32_also_where_bfloat1
     assert evaluate_checkpoint(EvaluateConfig(train_dir=str(run))).splitlines()[0].endswith(", TTA 0, float32")
     other = evaluate_as_json(run, precision="bfloat16")
     assert other["precision"] == "bfloat16" and other["loss"] != record["loss"]
-    assert (Path(__file__).parents[2] / "docs/inference.md").read_text().count(" `precision` ") == 1
     images = SMALL[1].images[:20]
     for precision, equal in (("auto", True), ("bfloat16", False)):
         config = PredictConfig(train_dir=str(run), pictures=("images",), precision=precision)
@@ -221,7 +233,7 @@ def validation_images():
 @pytest.mark.parametrize("tta", [0, 2])
 def test_calibration_is_that_of_the_predicted_probabilities(held_out_run, tta):
     """With TTA they are the softmax of the mean logits."""
-    record = evaluate_as_json(held_out_run, tta=tta, precision="float32")
+    record = evaluate_as_json(held_out_run, tta=tta, precision="float32", num_gpus=2)
     of_test = predicted_probabilities(held_out_run, SMALL[1].images, tta=tta)
     labels = SMALL[1].labels
     assert (record["loss"], record["ece"]) == pytest.approx(nll_and_ece(of_test, labels), abs=1e-6)
@@ -250,7 +262,7 @@ def test_evaluation_prints_what_the_temperature_was_fitted_on(held_out_run, run_
         config = EvaluateConfig(train_dir=str(directory), precision="float32", **settings)
         return evaluate_checkpoint(config).splitlines()[number]
 
-    record = evaluate_as_json(held_out_run, precision="float32")
+    record = own_record(held_out_run)
     scaling = record["temperature_scaling"]
     assert line_of(held_out_run, 1).endswith(f" %), loss (NLL) {record['loss']:.4f}")
     assert line_of(held_out_run) == (
@@ -279,51 +291,41 @@ def test_evaluation_says_if_no_temperature_fits(held_out_run, monkeypatch):
 
 
 def test_another_test_set_has_the_temperature_of_the_runs_own_validation_images(held_out_run, tmp_path):
-    np.save(tmp_path / "x_test.npy", SMALL[1].images[:80])
-    np.save(tmp_path / "y_test.npy", np.array(synthetic.CLASSES)[SMALL[1].labels[:80]])
-    record = evaluate_as_json(held_out_run, dataset=f"npy:{tmp_path}", precision="float32")
-    own = evaluate_as_json(held_out_run, precision="float32")["temperature_scaling"]
+    data = write_arrays(tmp_path, test=SMALL[1].take(slice(80)))
+    record = evaluate_as_json(held_out_run, dataset=data, precision="float32")
+    own = own_record(held_out_run)["temperature_scaling"]
     assert record["count"] == 80 and record["temperature_scaling"]["fitted_on"] == "validation images"
     assert record["temperature_scaling"]["temperatures"] == pytest.approx(own["temperatures"])
 
 
 def test_another_set_has_its_own_validation_split_and_the_moved_set_the_held_out_images(tmp_path):
-    names = np.array(synthetic.CLASSES)
     sets = {"train": SMALL[0], "val": SMALL[1].take(slice(30)), "test": SMALL[1].take(slice(100, 200))}
-
-    def write(place, **splits):
-        (tmp_path / place).mkdir()
-        for name, split in splits.items():
-            np.save(tmp_path / place / f"x_{name}.npy", split.images)
-            np.save(tmp_path / place / f"y_{name}.npy", names[split.labels])
-        return f"npy:{tmp_path / place}"
-
     directory, settings = tmp_path / "run", {"precision": "float32", "split": "validation"}
-    train(CONFIG, dataset=write("set", **sets), validation_examples=100, train_dir=str(directory), max_steps=1)
+    data = write_arrays(tmp_path / "set", **sets)
+    train(CONFIG, directory, dataset=data, validation_examples=100, max_steps=1)
     own = evaluate_as_json(directory, **settings)
     assert own["count"] == 100
-    moved = write("moved", **sets)
+    moved = write_arrays(tmp_path / "moved", **sets)
     for split in ("validation", "train"):
         here, there = (
             evaluate_as_json(directory, precision="float32", split=split, dataset=data) for data in ("", moved)
         )
         assert (there["confusion"], there["changed_data"]) == (here["confusion"], False)
-    few = write("few", **(sets | {"train": SMALL[0].take(slice(60))}))  # fewer than were held out
-    many = write("many", **(sets | {"train": SMALL[0].take(slice(300))}))
+    few = write_arrays(tmp_path / "few", **(sets | {"train": SMALL[0].take(slice(60))}))  # fewer than were held out
+    many = write_arrays(tmp_path / "many", **(sets | {"train": SMALL[0].take(slice(300))}))
     for data, number in ((few, 60), (many, 300)):
         other = evaluate_as_json(directory, dataset=data, **settings)
         assert (other["count"], other["changed_data"]) == (30, True)
         assert evaluate_as_json(directory, dataset=data, precision="float32", split="train")["count"] == number
-    without = write("without", train=SMALL[0].take(slice(300)), test=sets["test"])  # held out, as before
+    del sets["val"]  # held out, as before
+    without = write_arrays(tmp_path / "without", **(sets | {"train": SMALL[0].take(slice(300))}))
     assert evaluate_as_json(directory, dataset=without, **settings)["count"] == 100
 
 
 def test_validation_images_as_another_test_set_do_not_have_the_temperature_fitted_on_them(held_out_run, tmp_path):
-    held_out = validation_images()
-    np.save(tmp_path / "x_test.npy", held_out.images)
-    np.save(tmp_path / "y_test.npy", np.array(synthetic.CLASSES)[held_out.labels])
+    data = write_arrays(tmp_path, test=validation_images())
     for number in (0, 60):
-        record = evaluate_as_json(held_out_run, dataset=f"npy:{tmp_path}", precision="float32", num_images=number)
+        record = evaluate_as_json(held_out_run, dataset=data, precision="float32", num_images=number)
         assert record["temperature_scaling"]["fitted_on"] == "the other half of the images"
 
 
@@ -334,31 +336,29 @@ def test_changed_validation_images_are_not_fitted_on(held_out_run, monkeypatch):
     assert record["temperature_scaling"]["fitted_on"] == "the other half of the images"
 
 
-@pytest.mark.parametrize("kind", ["saved_model", "keras", "litert", "onnx"])
-def test_exports_have_the_temperature_and_the_same_labels(held_out_run, tmp_path, capsys, kind):
-    (expected,) = evaluate_as_json(held_out_run, precision="float32")["temperature_scaling"]["temperatures"]
-    plain = predicted_probabilities(held_out_run, SMALL[1].images)
-    for temperature, value, text in (
-        ("auto", expected, f"{expected:.4g}, fitted on 100 validation images"),
-        ("0.25", 0.25, "0.25, as given"),
-    ):
-        path = tmp_path / temperature / export.FORMATS[kind].name
-        out, number = str(path), 0 if temperature == "auto" else float(temperature)
-        assert export_with(held_out_run, num_gpus=2, format=kind, out=out, check=50, temperature=number)
-        line = f"logits divided by the temperature {text}"
-        assert f" MB, {line}\n" in capsys.readouterr().out
-        card = path.parent / "README.md" if path.is_file() else path / "README.md"
-        assert f"```python\n# {line}\n" in card.read_text()
-        found = export.FORMATS[kind].open(path)(SMALL[1].images)
-        np.testing.assert_allclose(found, scaled(plain, value), atol=1e-5)
-        np.testing.assert_array_equal(found.argmax(1), plain.argmax(1))
-        labels = SMALL[1].labels
-        assert nll_and_ece(found, labels)[0] == pytest.approx(nll_and_ece(scaled(plain, value), labels)[0], abs=1e-5)
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [("saved_model", 0.25), ("keras", 0.0), ("litert", 0.25), ("onnx", 0.25)]
+)
+def test_exports_have_the_temperature_and_the_same_labels(held_out_run, tmp_path, capsys, kind, temperature):
+    value, text = temperature, f"{temperature}, as given"
+    if not temperature:  # auto
+        (value,) = own_record(held_out_run)["temperature_scaling"]["temperatures"]
+        text = f"{value:.4g}, fitted on 100 validation images"
+    path, plain = tmp_path / export.FORMATS[kind].name, own_probabilities(held_out_run)
+    assert export_with(held_out_run, num_gpus=2, format=kind, out=str(path), check=50, temperature=temperature)
+    line = f"logits divided by the temperature {text}"
+    assert f" MB, {line}\n" in capsys.readouterr().out
+    card = path.parent / "README.md" if path.is_file() else path / "README.md"
+    assert f"```python\n# {line}\n" in card.read_text()
+    found, labels = export.FORMATS[kind].open(path)(SMALL[1].images), SMALL[1].labels
+    np.testing.assert_allclose(found, scaled(plain, value), atol=1e-5)
+    np.testing.assert_array_equal(found.argmax(1), plain.argmax(1))
+    assert nll_and_ece(found, labels)[0] == pytest.approx(nll_and_ece(scaled(plain, value), labels)[0], abs=1e-5)
 
 
 def test_quantized_export_has_the_temperature(held_out_run, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "NUM_CALIBRATION", 30)
-    plain = predicted_probabilities(held_out_run, SMALL[1].images)
+    plain = own_probabilities(held_out_run)
     for quantize in ("float16", "int8"):
         out = tmp_path / f"{quantize}.tflite"
         assert export_with(held_out_run, format="litert", quantize=quantize, out=str(out), check=50, temperature=0.25)
@@ -390,9 +390,8 @@ def test_temperature_is_not_fitted_on_changed_test_images(run_without_validation
     export_to = partial(
         export_with, run_without_validation, format="keras", out=str(tmp_path / "net.keras"), check=0, temperature=0
     )
-    np.save(tmp_path / "x_test.npy", SMALL[1].images[:150])
-    np.save(tmp_path / "y_test.npy", np.array(synthetic.CLASSES)[SMALL[1].labels[:150]])
-    assert export_to(dataset=f"npy:{tmp_path}")
+    data = write_arrays(tmp_path, test=SMALL[1].take(slice(150)))
+    assert export_to(dataset=data)
     text = "fitted on 150 test images of another data set, as no validation images are at hand"
     assert text in capsys.readouterr().out and text in (tmp_path / "README.md").read_text()
     moved = SMALL[0].take(slice(100, None)), SMALL[0].take(slice(100))
@@ -551,21 +550,20 @@ def test_export_that_holds_other_files_is_not_replaced(run, earlier):
 
 
 def test_export_is_checked_on_classes_in_another_order(run, tmp_path, capsys):
-    names, labels = np.array(synthetic.CLASSES), SMALL[1].labels[:100]  # text is sorted
-    for place, text in (("set", names), ("others", np.array([f"my {name}" for name in names]))):
-        (tmp_path / place).mkdir()
-        np.save(tmp_path / place / "x_test.npy", SMALL[1].images[:100])
-        np.save(tmp_path / place / "y_test.npy", text[labels])
+    split = SMALL[1].take(slice(100))
+    names = split.info._replace(class_names=tuple(f"my {name}" for name in synthetic.CLASSES))
+    data = write_arrays(tmp_path / "set", test=split)  # its text is sorted
+    others = write_arrays(tmp_path / "others", test=replace(split, info=names))
     export_to = partial(export_with, run, format="keras", out=str(tmp_path / "net.keras"), check=100)
-    assert export_to(dataset=f"npy:{tmp_path / 'set'}")
-    accuracy = 100 * (expected_probabilities(run, 100).argmax(1) == labels).mean()
+    assert export_to(dataset=data)
+    accuracy = 100 * (expected_probabilities(run, 100).argmax(1) == split.labels).mean()
     assert f"100 test images: accuracy {accuracy:.2f} %, the checkpoint's {accuracy:.2f} %" in capsys.readouterr().out
     with pytest.raises(DataError, match="was trained on striped disc, .*others now has my chequered cross, "):
-        export_to(dataset=f"npy:{tmp_path / 'others'}")
+        export_to(dataset=others)
 
 
 def test_training_images_are_not_read_to_use_the_test_images(run, tmp_path, monkeypatch):
-    accuracy = evaluate_as_json(run, precision="float32")["accuracy"]
+    accuracy = own_record(run)["accuracy"]
     monkeypatch.setattr(sources, "load", Mock(side_effect=AssertionError("training images are read")))
     assert evaluate_as_json(run, precision="float32")["accuracy"] == accuracy
     assert export_with(run, out=str(tmp_path / "net"), check=50)
@@ -840,16 +838,12 @@ def test_subclassed_model_without_get_config_is_explained(own, tmp_path, capsys)
 
 
 def test_own_folder_is_trained_on_evaluated_and_predicted(tmp_path, folder, capsys):
-    for split, name in ((SMALL[0], "train"), (SMALL[1], "test")):
-        for index in range(150):
-            directory = tmp_path / "set" / name / synthetic.CLASSES[split.labels[index]].replace(" ", "_")
-            directory.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(split.images[index]).save(directory / f"{index}.png")
-    data = f"folder:{tmp_path / 'set'}"
+    splits = {"train": SMALL[0].take(slice(150)), "test": SMALL[1].take(slice(150))}
+    data = write_folder(tmp_path / "set", **splits)
     config = replace(CONFIG, dataset=data, batch_size=50, train_dir=str(tmp_path / "mine"))
     result = train(config)
     opened = load_run.open_run(tmp_path / "mine")
-    assert opened.info.class_names == tuple(sorted(name.replace(" ", "_") for name in synthetic.CLASSES))
+    assert opened.info.class_names == tuple(sorted(synthetic.CLASSES))
     accuracy = result["evaluations"][-1]["accuracy"]
     assert evaluate_as_json(config.train_dir, precision="float32")["accuracy"] == accuracy
     predict_with(config.train_dir, folder / "0.png")
@@ -898,7 +892,7 @@ def test_tfds_set_with_a_test_alone_and_its_classes_in_another_order_is_scored(r
         data_dir=tmp_path,
     )
     score = evaluate_as_json(run, dataset="shapes", data_dir=str(tmp_path), precision="float32")
-    own = np.array(evaluate_as_json(run, precision="float32")["confusion"])
+    own = np.array(own_record(run)["confusion"])
     expected = np.zeros_like(own)
     for name in names:
         expected[synthetic.CLASSES.index(name)] = own[synthetic.CLASSES.index(name)]
@@ -914,11 +908,7 @@ def test_tfds_set_with_a_test_alone_and_its_classes_in_another_order_is_scored(r
 
 
 def test_folder_is_scored_if_it_has_a_test_and_classes_of_the_run(run, tmp_path):
-    for index, label in enumerate(SMALL[1].labels[:80]):
-        place = tmp_path / "set" / "test" / synthetic.CLASSES[label]
-        place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(SMALL[1].images[index]).save(place / f"{index}.png")
-    data = f"folder:{tmp_path / 'set'}"
+    data = write_folder(tmp_path / "set", test=SMALL[1].take(slice(80)))
     score = evaluate_as_json(run, dataset=data, precision="float32")
     assert score["count"] == 80
     correct = expected_probabilities(run, 80).argmax(1) == SMALL[1].labels[:80]

@@ -470,14 +470,6 @@ def test_groups_that_report_other_kinds_are_compared_by_one_without_tta(tmp_path
     assert "difference of the accuracies" not in render(*paths).html
 
 
-def test_accuracies_on_different_data_are_not_compared(tmp_path, plotted):
-    paths = [*make_runs(tmp_path, 2), *make_runs(tmp_path, 2, recipe="other")]
-    assert "difference of the accuracies" in render(*paths).html
-    for path in paths[2:]:
-        change(path, "result.json", dataset="svhn_cropped")
-    assert "difference of the accuracies" not in render(*paths).html
-
-
 def test_classes_have_wilsons_interval(tmp_path, plotted):
     """Two runs classify the same images, so the interval is for the images of one run."""
     paths = make_runs(tmp_path, 2)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import CIFAR10, Dataset, DatasetInfo, Split
@@ -19,6 +18,7 @@ from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.run_logger import Callbacks, NoiseScale, RunLogger, resource_usage, signal_and_noise
 from cifar_towers.reporting.run_records import read_times
 from cifar_towers.towers import Tower
+from tests.runs.short_runs import draw_nothing, events_of, tensors_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,15 +102,27 @@ def test_evaluation_leaves_pictures_of_the_score_that_the_run_reports(tmp_path, 
     assert sorted(indices) == list(range(0, 50, 7)) and (images == split.images[indices]).all()
     for name in ("mistakes.png", "confusion.png"):
         assert min(Image.open(tmp_path / name).size) > 100
-    tags = EventAccumulator(str(tmp_path / "eval")).Reload().Tags()["tensors"]
+    tags = events_of(tmp_path / "eval").Tags()["tensors"]
     assert {"mistakes/test", "confusion/test", "accuracy/test/ema_tta2", "class_accuracy/test/class 1"} <= set(tags)
     assert {f"{kind}/test/{weights}" for kind in ("loss", "ece") for weights in ("raw", "ema", "ema_tta2")} <= set(tags)
+
+
+@pytest.mark.parametrize("share", [1e-9, 1e9])
+def test_drawings_of_evaluations_are_limited_to_a_share_of_the_time(tmp_path, monkeypatch, share):
+    monkeypatch.setattr(run_logger, "DRAWING_SHARE", share)
+    monkeypatch.setattr(figures, "confusion_matrix", draw_nothing)
+    logger, split = logger_of(tmp_path)
+    for step in (2, 4, 6, 8):
+        logger.log_evaluation(step, evaluate(split, 3, ("raw", 0)), {"test": split}, final=step == 8)
+    evaluated = events_of(tmp_path / "eval")
+    assert list(tensors_of(evaluated, "class_accuracy/test/class 1")) == [2, 4, 6, 8]
+    assert list(tensors_of(evaluated, "mistakes/test")) == ([2, 4, 6, 8] if share > 1 else [2, 8])
 
 
 def test_thousand_classes_have_accuracies_but_no_confusion_matrix(tmp_path):
     logger, split = logger_of(tmp_path, 1000, 2000)
     logger.log_evaluation(1, evaluate(split, 1000, ("raw", 0)), {"test": split}, final=True)
-    tags = EventAccumulator(str(tmp_path / "eval")).Reload().Tags()["tensors"]
+    tags = events_of(tmp_path / "eval").Tags()["tensors"]
     scores = ["accuracy/test/raw", "loss/test/raw", "ece/test/raw", "mistakes/test"]
     assert sorted(tags) == sorted(scores + [f"class_accuracy/test/class {index}" for index in range(1000)])
     assert (tmp_path / "mistakes.png").exists() and not (tmp_path / "confusion.png").exists()

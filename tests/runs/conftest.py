@@ -4,23 +4,27 @@ import contextlib
 import functools
 import io
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.data import synthetic
+from cifar_towers.data.image_files import resize_all
 from cifar_towers.reporting import figures
 from tests.runs.short_runs import QUICK, TINY, draw_nothing, run, small_runs
 
 
 @functools.cache
 def small_splits():
-    return synthetic.make(2000, 0, 0), synthetic.make(500, 0, 1)
+    """Return 2,000 + 500 synthetic images in the size that the runs here take, so that no start resizes them."""
+    splits = synthetic.make(2000, 0, 0), synthetic.make(500, 0, 1)
+    return [replace(split, images=resize_all(split.images, QUICK.image_size)) for split in splits]
 
 
 @pytest.fixture(autouse=True)
 def small_synthetic_set():
-    """Replace the synthetic set of 10,000 + 2,000 images by one of 2,000 + 500. Only `one_run` draws its matrix."""
+    """Replace the synthetic set. Only `one_run` draws its confusion matrix."""
     with small_runs(*small_splits()):
         yield
 

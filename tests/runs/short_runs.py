@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from dataclasses import replace
 from signal import SIGTERM
 
@@ -11,7 +12,9 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_towers import trainer
+from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoints
 from cifar_towers.data import sources, synthetic
+from cifar_towers.models import user_model
 from cifar_towers.reporting import figures
 from cifar_towers.shutdown import ShutdownHandler
 from tests.configs import TINY_NET, recipe
@@ -22,16 +25,20 @@ QUICK = recipe(
 )  # fmt: skip
 STEPS = 20
 RATES = {"learning_rate": 0.1, "bias_learning_rate": 0.0, "whitening_learning_rate": 0.0}
-TINY = replace(QUICK, model=TINY_NET, image_size_schedule="", **RATES)  # for tests that do not depend on the model
+TINY = replace(QUICK, model=TINY_NET, image_size_schedule="", num_gpus=1, **RATES)  # where the model does not matter
 
 
 @contextlib.contextmanager
 def small_runs(*splits):
-    """Replace the synthetic set by these two splits, if given. Leave out confusion matrices, which take seconds."""
+    """Replace the synthetic set by these two splits, if given; leave out two things that take time in every run.
+
+    These are the confusion matrix and the check of a user's model, which tests/models/test_user_model.py tests.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if splits:
             patch.setattr(synthetic, "load", lambda seed=0: splits)
         patch.setattr(figures, "confusion_matrix", draw_nothing)
+        patch.setattr(user_model, "_check_model", lambda *_: None)
         yield patch
 
 
@@ -58,6 +65,16 @@ class StopAtStep(ShutdownHandler):
             self._left -= 1
             self.signal = 0 if self._left else SIGTERM
         super().check()
+
+
+def stopped_after(step, directory, place):
+    """Copy a run as it was if a kill came when nothing later than this step was saved: with its later records."""
+    copy = shutil.copytree(directory, place)
+    for checkpoint in list_checkpoints(copy):
+        if checkpoint != checkpoint_path(copy, step):
+            shutil.rmtree(checkpoint)
+    (copy / "result.json").unlink()
+    return copy
 
 
 def records_of(train_dir, kind):

@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGTERM
 
 import pytest
 
@@ -84,21 +85,19 @@ def test_a_callback_that_exits_ends_the_run_saved(tmp_path):
         run(TINY, tmp_path, callbacks=[lambda step, metrics: sys.exit(0)])
 
 
-def test_a_callback_that_fails_at_the_end_leaves_a_complete_run(tmp_path):
-    class Failing:
-        def on_end(self, run):
-            raise OSError("no network")
-
-    with pytest.raises(CallbackError, match=r"on_end: .*OSError: no network; the run is complete"):
-        run(TINY, tmp_path, max_steps=2, callbacks=[Failing])
-    assert json.loads((tmp_path / "result.json").read_text())["step"] == 2
-
-
 def test_an_interrupted_run_tells_its_callbacks_that_it_ends(tmp_path):
-    recorder = Recorder()
-    with pytest.raises(Interrupted):
-        run(TINY, tmp_path, StopAtStep(3), callbacks=[recorder])
+    """An interrupt while it resumes does not deny the steps that are saved."""
+    recorder, shutdown = Recorder(), ShutdownHandler()
+
+    class Starting:
+        def on_start(self, run):
+            shutdown.signal = SIGTERM
+
+    with pytest.raises(Interrupted, match="step 2"):
+        run(TINY, tmp_path, StopAtStep(2), max_steps=4, callbacks=[recorder])
     assert recorder.calls[-1] == ("end", tmp_path, False)
+    with pytest.raises(Interrupted, match="^before the first step since the last start; nothing new to save$"):
+        run(TINY, tmp_path, shutdown, max_steps=4, callbacks=[Starting])
 
 
 def test_after_an_error_those_that_were_started_are_told_of_the_end():
@@ -120,7 +119,9 @@ def test_after_an_error_those_that_were_started_are_told_of_the_end():
     assert failing.calls == [("start", Path("run")), ("end", Path("run"))] and untold.calls == []
 
 
-def test_what_a_callback_does_to_its_arguments_changes_neither_the_run_nor_the_next_callback(tmp_path):
+def test_callbacks_that_change_their_arguments_or_fail_at_the_end_leave_a_complete_run(tmp_path):
+    """The next callback gets the arguments as they were."""
+
     class Clearing:
         def on_step(self, step, metrics):
             metrics.clear()
@@ -129,8 +130,14 @@ def test_what_a_callback_does_to_its_arguments_changes_neither_the_run_nor_the_n
             evaluation["confusion"][0].clear()
             evaluation.clear()
 
+        def on_end(self, run):
+            raise OSError("no network")
+
     recorder = Recorder()
-    result = run(TINY, tmp_path, max_steps=1, callbacks=[Clearing(), recorder])
+    with pytest.raises(CallbackError, match=r"on_end: .*OSError: no network; the run is complete"):
+        run(TINY, tmp_path, max_steps=1, callbacks=[Clearing(), recorder])
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["step"] == 1
     for evaluation, record in zip(result["evaluations"], records_of(tmp_path, "eval"), strict=True):
         assert evaluation == {key: record[key] for key in evaluation} and len(evaluation["confusion"][0]) == 10
         assert (1, "test", record["accuracy"]) in recorder.calls

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cifar_towers import trainer
+from cifar_towers import devices, trainer
 from cifar_towers.cli.main import train_seeds
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import cifar10, sources
@@ -110,25 +110,13 @@ def test_test_split_is_evaluated_only_at_the_end(tmp_path):
     assert {r["split"] for r in scores if r["step"] == 8} == {"validation", "test"}
 
 
-def test_indivisible_batch_uses_fewer_towers(tmp_path, caplog):
+def test_indivisible_batch_uses_fewer_towers(caplog):
     caplog.set_level("INFO")
-    run(TINY, tmp_path, num_gpus=0, batch_size=51, max_steps=1)
+    assert len(devices.setup_devices(replace(TINY, num_gpus=0, batch_size=51)).towers) == 1
     assert lines_with(caplog.text, "1 of 2 towers", "batch_size=51", "50 and 52")
-    assert len(json.loads((tmp_path / "environment.json").read_text())["towers"]) == 1
 
 
-def test_synthetic_fallback_prints_a_banner(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cifar10, "reachable", lambda url: False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    config = replace(TINY, dataset="auto", data_dir=str(tmp_path / "none"), max_steps=1)
-    trainer.train(config, sources.find("auto", config.data_dir), ShutdownHandler())
-    assert capsys.readouterr().out.count("SYNTHETIC DATA") == 2
-    environment = json.loads((tmp_path / "runs/tiny-synthetic-seed0/environment.json").read_text())
-    assert "SYNTHETIC" in environment["synthetic_data"]
-
-
-def test_statistics_over_seeds_on_the_synthetic_fallback_are_of_these_runs(tmp_path, monkeypatch, capsys):
+def test_synthetic_fallback_has_a_banner_and_statistics_over_seeds_are_of_its_runs(tmp_path, monkeypatch, capsys):
     """Runs on CIFAR-10 of the same seeds may lie beside them."""
     monkeypatch.setattr(cifar10, "reachable", lambda url: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -136,9 +124,13 @@ def test_statistics_over_seeds_on_the_synthetic_fallback_are_of_these_runs(tmp_p
     config = replace(TINY, recipe="tiny", dataset="auto", data_dir=str(tmp_path / "none"), max_steps=1, seeds="10")
     train_seeds(config, sources.find("auto", config.data_dir), ShutdownHandler())
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"tiny-synthetic-seed10", "tiny-synthetic-seeds"}
+    environment = json.loads((tmp_path / "runs/tiny-synthetic-seed10/environment.json").read_text())
+    assert "SYNTHETIC" in environment["synthetic_data"]
     (events,) = (tmp_path / "runs/tiny-synthetic-seeds/eval").glob("events*")
     assert "n/accuracy/test/raw" in {tag for (tag, _), _ in read_scalars(events)}
-    banner, summary, *scores = capsys.readouterr().out.partition("next:")[2].splitlines()[4:]
+    of_run, _, of_seeds = capsys.readouterr().out.partition("next:")
+    assert of_run.count("SYNTHETIC DATA") == 2
+    banner, summary, *scores = of_seeds.splitlines()[4:]
     assert "SYNTHETIC DATA" in banner and summary == "tiny, seeds 10" and "n=1" in scores[0]
 
 

@@ -2,23 +2,20 @@
 
 import json
 import shutil
-import sys
 import time
 from dataclasses import replace
-from signal import SIGTERM
 
 import numpy as np
 import pytest
 
 from cifar_towers.checkpointing.checkpoint import latest_checkpoint, read_variables
-from cifar_towers.cli import main
 from cifar_towers.errors import DataError, Interrupted
 from cifar_towers.inference.compare import compare_runs
 from cifar_towers.inference.runs import find_runs
 from cifar_towers.reporting import run_logger
-from cifar_towers.shutdown import ShutdownHandler
 from tests.messages import lines_with
-from tests.runs.short_runs import QUICK, TINY, StopAtStep, events_of, records_of, run, tensors_of
+from tests.programs import call
+from tests.runs.short_runs import QUICK, TINY, StopAtStep, events_of, records_of, run, stopped_after, tensors_of
 
 
 def stop_and_resume(config, train_dir, at):
@@ -27,19 +24,6 @@ def stop_and_resume(config, train_dir, at):
         run(config, train_dir, StopAtStep(at))
     assert caught.value.exit_code == 143
     return run(config, train_dir)
-
-
-def test_an_interrupt_while_a_run_resumes_does_not_deny_the_steps_that_are_saved(tmp_path):
-    shutdown = ShutdownHandler()
-
-    class Starting:
-        def on_start(self, run):
-            shutdown.signal = SIGTERM
-
-    with pytest.raises(Interrupted, match="step 2"):
-        run(TINY, tmp_path, StopAtStep(2), max_steps=4)
-    with pytest.raises(Interrupted, match="^before the first step since the last start; nothing new to save$"):
-        run(TINY, tmp_path, shutdown, max_steps=4, callbacks=[Starting])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +76,7 @@ def test_killed_run_resumes_without_duplicate_events(tmp_path, tiny_run):
 def test_goodput_counts_the_time_since_the_first_start(tmp_path, monkeypatch, capsys):
     """Kill a run five steps and three steps after its checkpoint: the parts of its time are the whole."""
     monkeypatch.setattr(run_logger, "TIMES_SECONDS", 0)
-    config, start = replace(TINY, num_gpus=2, checkpoint_every_steps=8, eval_every_epochs=0), time.time()
+    config, start = replace(TINY, checkpoint_every_steps=8, eval_every_epochs=0), time.time()
     for step in (13, 3):
         with pytest.raises(SimulatedKill):
             run(config, tmp_path, KillAtStep(step))
@@ -128,10 +112,10 @@ def test_max_steps_can_be_raised(tmp_path, tiny_run):
 
 
 def test_hard_examples_with_resume_and_graph(tmp_path, capsys):
-    config = replace(TINY, num_gpus=2, max_steps=4, batch_size=50, hard_example_pool=200)
-    directories = [tmp_path / name for name in ("resumed", "uninterrupted")]
-    results = [stop_and_resume(config, directories[0], 2), run(config, directories[1])]
-    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    config = replace(TINY, num_gpus=2, max_steps=4, batch_size=50, hard_example_pool=200, checkpoint_every_steps=2)
+    whole = run(config, tmp_path / "whole")
+    directories = [stopped_after(2, tmp_path / "whole", tmp_path / "resumed"), tmp_path / "whole"]
+    assert run(config, directories[0])["weights_sha256"] == whole["weights_sha256"]
     assert lines_with(capsys.readouterr().out, "4 steps", "50", "hardest", "200", "10 ")
     one, other = (read_variables(latest_checkpoint(directory)) for directory in directories)
     for name in ("proxy.model.head.kernel", "proxy.optimizer.kernels.momentum.0", "proxy.step"):
@@ -184,9 +168,7 @@ def test_compare_runs_prints_differences(saved_run, tiny_run, monkeypatch, capsy
     next(line for line in lines if line["kind"] == "train" and line["step"] == 7)["loss"] += 1e-6
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     result.write_text(json.dumps(json.loads(result.read_text()) | {"weights_sha256": "0" * 64}))
-    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # as the program would leave it set
-    monkeypatch.setattr(sys, "argv", ["compare_runs.py", str(original), str(changed)])
-    assert main.compare_runs.__wrapped__(ShutdownHandler()) == 1  # the exit code
+    assert call(monkeypatch, "compare_runs.py", original, changed) == 1  # the exit code
     output = capsys.readouterr().out
     assert lines_with(output, "losses", "step 7", "step 6")
     assert lines_with(output, "weights", "same", "step-00000009") and "0" * 16 in output

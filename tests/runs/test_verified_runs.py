@@ -44,7 +44,7 @@ def test_flipped_bit_ends_a_run_that_resumes_to_the_weights_of_an_undisturbed_on
     assert [path.name[-2:] for path in list_checkpoints(tmp_path)] == ["01", "02", "03"]
     assert [record["step"] for record in records_of(tmp_path, "train")] == [1, 2, 3]
     steps.clear()
-    result = run(config, tmp_path, verify_every_steps=3)
+    result = run(config, tmp_path, verify_every_steps=3, checkpoint_every_steps=0)
     assert result["step"] == STEPS and result["weights_sha256"] == tiny_run[1]["weights_sha256"]
     assert result["skipped_steps"] == 0
 

@@ -26,7 +26,7 @@ from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import make_update
 
 pytestmark = pytest.mark.gpu
-STEPS, BATCH, RATE, MOMENTUM, BOUND = 10, 48, 0.1, 0.9, 1e-4
+STEPS, BATCH, RATE, MOMENTUM, BOUND = 4, 48, 0.1, 0.9, 1e-4
 AUGMENTATION = Augmentation(shift=2, brightness=8.0)
 SOME = [("towers", "cpu", 1), ("towers", "round_robin", 2), ("towers", "least_loaded", 4), ("mirrored", "auto", 2)]
 ALL = [("towers", "cpu", 1), *(("towers", placement, count) for placement in PLACEMENTS for count in (2, 4))]

@@ -77,6 +77,7 @@ def test_placement_is_measured_on_gpus_if_asked_or_for_speednets(monkeypatch, ex
 )
 def test_answer_is_one_sentence_with_the_times(towers, examples, monkeypatch, seconds, answer):
     set_clock(monkeypatch, *seconds)
+    monkeypatch.setattr(tuning, "make_trial_step", lambda *_: lambda: None)
     config = TrainConfig(model=TINY_NET, batch_size=20)
     sentence = tuning.recommend_placement(config, towers(2), "float32", examples, LENGTH).sentence()
     times = ", ".join(f"{name} {1000 * each:.1f} ms" for name, each in zip(PLACEMENTS, seconds, strict=True))
@@ -151,7 +152,7 @@ def test_measured_shares_follow_speed_and_are_kept(towers, examples, monkeypatch
     assert lines_with(caplog.text, "tower shares 30, 10", "40 images", "600, 200 images/s")
     again = tuning.resolve_shares(config, towers(2), "float32", examples, LENGTH, previous="20,20")
     assert again.tower_shares == "20,20" and lines_with(caplog.text, "tower shares 20,20")
-    monkeypatch.setattr(tuning, "rates_beside_each_other", lambda works: [10.2, 10.0])
+    monkeypatch.setattr(tuning, "measure_speeds", lambda *_: [10.2, 10.0])
     resolved = tuning.resolve_shares(config, towers(2), "float32", examples, LENGTH)
     assert resolved.tower_shares == "20,20"
     alone = replace(config, num_gpus=1)
