@@ -40,7 +40,7 @@ from cifar_towers.training.health import Health, locate_nonfinite
 from cifar_towers.training.results import gather_diagnostics
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step_runner import FinishedStep, StepRunner, was_skipped
-from cifar_towers.user_code import load_object
+from cifar_towers.user_code import forget_files, load_object
 
 
 def train(
@@ -73,6 +73,7 @@ def train(
     """
     timer = timer or PhaseTimer()
     shutdown.exit_immediately_from_now(NOTHING_TO_SAVE)
+    forget_files()
     setup_devices = functools.partial(devices.setup_devices, config, cluster)
     with coordination.connect(cluster, setup_devices, config.worker_wait_seconds, shutdown) as (workers, hardware):
         source, dataset = build.load_data(config, source)
@@ -325,6 +326,8 @@ class Run:
         self.log(f"resuming from step {metadata['step']}, saved with {towers} in {metadata['precision']}")
         if changes := workdir.describe_changes(metadata, self.metadata, self._has_batch_norm):
             self.log(changes)
+        if changed_code := workdir.describe_changed_code(metadata, self.metadata):
+            self.log(changed_code)
         return metadata["step"]
 
     def stored_result(self, step: int) -> dict | None:

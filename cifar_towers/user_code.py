@@ -20,6 +20,8 @@ from typing import Any
 
 from cifar_towers.errors import UsageError, did_you_mean
 
+_modules: dict[tuple[Path, int], tuple[ModuleType, set[str]]] = {}  # of files, with the settings that name them
+
 
 def split_function(name: str) -> tuple[str, str] | None:
     """Split the name of a function: `"nets.py:make"` -> ("nets.py", "make"). Return None for other names."""
@@ -33,8 +35,8 @@ def check_function_name(setting: str, name: str) -> None:
         raise UsageError(f"{setting}={name} is no function; write path/to/file.py:function or package.module:function")
 
 
-def check_function(setting: str, name: str) -> None:
-    """Check, without executing any code, that the file or module of a function exists and has it.
+def check_function(setting: str, name: str) -> Path | None:
+    """Check, without executing any code, that the file or module of a function exists and has it; return its path.
 
     Args:
       setting: the setting that names the function, for the error. Names that `split_function` does not split are not
@@ -44,7 +46,7 @@ def check_function(setting: str, name: str) -> None:
       UsageError: the file, the module or the function does not exist.
     """
     if not (names := split_function(name)):
-        return
+        return None
     source, function = names
     path = Path(source).expanduser()
     if not source.endswith(".py"):
@@ -55,11 +57,11 @@ def check_function(setting: str, name: str) -> None:
     elif not path.is_file():
         raise UsageError(f"{setting}={name}: there is no file {path}")
     if path.suffix != ".py":
-        return
+        return path
     try:
         nodes = [*ast.walk(ast.parse(path.read_bytes()))]
     except (OSError, ValueError, SyntaxError):  # importing it will tell where
-        return
+        return path
     defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     bound |= {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -68,22 +70,26 @@ def check_function(setting: str, name: str) -> None:
         raise UsageError(
             f"{setting}={name}: {source} has no function {function}; {did_you_mean(function, defined)}{has}"
         )
+    return path
 
 
-def load_function(setting: str, name: str) -> Callable[..., Any]:
+def load_function(setting: str, name: str, shared: bool = True) -> Callable[..., Any]:
     """Import the function that a setting names.
 
     Raises:
       UsageError: as `load_object` does; or the object cannot be called.
     """
-    function = load_object(setting, name)
+    function = load_object(setting, name, shared)
     if not callable(function):
         raise UsageError(f"{setting}={name} is no function")
     return function
 
 
-def load_object(setting: str, name: str) -> Any:
+def load_object(setting: str, name: str, shared: bool = True) -> Any:
     """Import the object that a setting names, as `path/to/file.py:name` or `package.module:name`.
+
+    Args:
+      shared: settings that name the same unchanged file share its module. It is executed again for a second model.
 
     Raises:
       UsageError: there is no such file, module or name, or importing it fails.
@@ -91,7 +97,7 @@ def load_object(setting: str, name: str) -> Any:
     source, _, attribute = name.rpartition(":")
     with of_setting(setting, name):
         with as_usage_errors(f"{source} cannot be imported"):
-            module = _import(source)
+            module = _import(setting, source, shared)
         if not hasattr(module, attribute):
             functions = ", ".join(each for each, value in vars(module).items() if inspect.isfunction(value))
             raise UsageError(f"{source} has no function {attribute}; it has {functions or 'none'}")
@@ -134,7 +140,12 @@ def _find_module(name: str) -> ModuleSpec | None:
     return spec
 
 
-def _import(source: str) -> ModuleType:
+def forget_files() -> None:
+    """Let the next import of each file execute it again, as each run has its own global variables."""
+    _modules.clear()
+
+
+def _import(setting: str, source: str, shared: bool) -> ModuleType:
     path = Path(source).expanduser()
     is_file = source.endswith(".py")
     if is_file and not path.is_file():
@@ -144,11 +155,15 @@ def _import(source: str) -> ModuleType:
     try:
         if not is_file:
             return importlib.import_module(source)
-        spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+        key = path.resolve(), path.stat().st_mtime_ns
+        spec = importlib.util.spec_from_file_location(f"own_{key[0].stem}", path)
         assert spec and spec.loader, "a file that ends in .py has both"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
+        modules = _modules if shared else {}
+        module, settings = modules.setdefault(key, (importlib.util.module_from_spec(spec), set()))
+        if not settings or (setting == "model" and setting in settings):
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        settings.add(setting)
         return module
     finally:
         sys.path.remove(directory)

@@ -160,6 +160,32 @@ def test_training_in_another_thread(run, tmp_path):
     assert runs[0].result["weights_sha256"] == run.result["weights_sha256"]
 
 
+def test_own_code_is_shared_by_settings_and_refused_with_a_variable_and_its_changes_are_named(tmp_path, capsys):
+    code = """
+import tensorflow as tf
+
+traced, share = [], {share}
+
+def loss(labels, logits):
+    traced.append("loss")
+    return share * tf.nn.softmax_cross_entropy_with_logits(labels, logits)
+
+def follow(step, metrics):
+    open(__file__ + ".out", "a").write(f"{{step}} {{traced[0]}} ")
+"""
+    file = tmp_path / "mine.py"
+    settings = SETTINGS | {"train_dir": tmp_path, "loss": f"{file}:loss", "callback": f"{file}:follow"}
+    for steps, share in ((1, "1.0"), (2, "0.95")):
+        file.write_text(code.format(share=share))
+        cifar_towers.train(max_steps=steps, **settings)
+        changed = f"loss={file}:loss: the file has changed since step 1, so" in capsys.readouterr().out
+        assert changed == (steps == 2)
+    assert (tmp_path / "mine.py.out").read_text() == "1 loss 2 loss "
+    file.write_text(code.format(share="tf.Variable(0.95)"))
+    with pytest.raises(UsageError, match=r"^loss=\S+mine.py:loss: it uses a tf.Variable or another resource"):
+        cifar_towers.train(max_steps=3, **settings)
+
+
 @pytest.mark.slow
 def test_the_documented_example(tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parents[1] / "docs/python.md").read_text()

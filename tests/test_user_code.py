@@ -1,11 +1,12 @@
 """Names of a user's functions are checked without executing any code; functions are loaded with errors of one line."""
 
+import os
 import sys
 
 import pytest
 
 from cifar_towers.errors import UsageError
-from cifar_towers.user_code import as_usage_errors, check_function, load_function
+from cifar_towers.user_code import as_usage_errors, check_function, forget_files, load_function
 
 NETS = """
 import os; os.abort()
@@ -82,3 +83,24 @@ def test_functions_are_loaded_from_files_and_modules(tmp_path, monkeypatch):
     ):
         with pytest.raises(UsageError, match=f"^model={name}: {message}"):
             load_function("model", name)
+
+
+def test_settings_that_name_the_same_unchanged_file_share_its_module(tmp_path, monkeypatch):
+    file, text = tmp_path / "mine.py", "state = []\n\ndef one():\n    return state\n\ndef other():\n    return state\n"
+    file.write_text(text)
+    (tmp_path / "link.py").symlink_to(file)
+    monkeypatch.chdir(tmp_path)
+    one = load_function("loss", f"{file}:one")
+    first = one()
+    for setting, name in (("callback", "mine.py:other"), ("loss", "link.py:one"), ("model", "link.py:one")):
+        assert load_function(setting, name)() is first
+    assert load_function("model", "mine.py:one", shared=False)() is not first and one() is first
+    second = load_function("model", "mine.py:one")()
+    assert second is not first  # the layers of another model are new
+    assert one() is second and load_function("callback", "mine.py:other")() is second
+    file.write_text(text.replace("[]", "[1]"))
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
+    assert load_function("loss", "mine.py:one")() == [1] and one() is second
+    edited = load_function("callback", "mine.py:other")
+    forget_files()
+    assert load_function("callback", "mine.py:other")() is not edited()

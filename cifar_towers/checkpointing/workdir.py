@@ -19,6 +19,7 @@ from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.registry import split_path
+from cifar_towers.user_code import check_function
 
 CHOSEN = ("variable_placement", "tower_shares", "micro_batches")  # settings that `training.tuning` may choose
 IN_USE = "another process trains in {}; end it, or give another --train_dir"
@@ -220,6 +221,7 @@ def run_metadata(
     """Return the metadata that all checkpoints of a run share: requested recipe, data, precision, chosen settings."""
     return {
         "recipe": recipe_fields(requested),
+        "own_code": own_code(requested),
         "dataset": dataset.name,
         "dataset_info": dataset.info._asdict(),
         **{f"{name}_sha256": digest for name, digest in dataset.digests().items()},
@@ -230,6 +232,20 @@ def run_metadata(
         **{name: getattr(config, name) for name in CHOSEN},
         "variable_placement": config.variable_placement if config.strategy == "towers" else None,
     }
+
+
+def own_code(config: TrainConfig) -> dict[str, str]:
+    """Return the SHA-256 of the files of the user's functions that decide what is trained, by setting."""
+    paths = {setting: check_function(setting, getattr(config, setting)) for setting in ("model", "augment", "loss")}
+    return {setting: files.sha256(path) for setting, path in paths.items() if path and path.is_file()}
+
+
+def describe_changed_code(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """Return a line about files of `own_code` that have changed since a checkpoint was saved; empty if none has."""
+    before, now = saved.get("own_code", {}), current["own_code"]  # earlier versions of this project saved none
+    changed = [f"{each}={current['recipe'][each]}" for each in now if before.get(each, now[each]) != now[each]]
+    line = f"{', '.join(changed)}: the file has changed since step {saved['step']}, so this may be another function"
+    return f"{line} than so far; restore it to train one throughout" if changed else ""
 
 
 def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any], has_batch_norm: bool) -> str:

@@ -121,13 +121,18 @@ def _trace(model: keras.Model, image_size: int) -> Any:
 
     specs = tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), _values(model))
     graph = call.get_concrete_function(*specs, tf.TensorSpec([NUM_IMAGES, image_size, image_size, 3])).graph
-    for _, captured in graph.captures:
-        if captured.dtype == tf.resource and captured.consumers():
-            raise UsageError(
-                f"{_layer_of(captured.consumers()[0].name, model)} uses a variable that is not a weight of the model, "
-                f"and towers would share it; create it with add_weight(trainable=False); {SEEDED}"
-            )
+    if operation := first_use_of_resource(graph):
+        raise UsageError(
+            f"{_layer_of(operation.name, model)} uses a variable that is not a weight of the model, "
+            f"and towers would share it; create it with add_weight(trainable=False); {SEEDED}"
+        )
     return graph.structured_outputs
+
+
+def first_use_of_resource(graph: tf.Graph) -> tf.Operation | None:
+    """Return an operation of a traced function that uses a variable, or another resource, from outside; or None."""
+    resources = [captured for _, captured in graph.captures if captured.dtype == tf.resource]
+    return next((operation for resource in resources for operation in resource.consumers()), None)
 
 
 def _check_repeatable(model: keras.Model, image_size: int) -> None:

@@ -116,7 +116,7 @@ def _registered_model(config: TrainConfig, precision: str, info: DatasetInfo, tr
 def _user_model(config: TrainConfig, precision: str, info: DatasetInfo, to_train: bool) -> keras.Model:
     naming.reset_uids()  # layers without a name are called the same in every process, whatever was made before
     keras.utils.set_random_seed(config.seed)
-    function, image_size = load_function("model", config.model), config.crop or info.image_size
+    function, image_size = load_function("model", config.model, to_train), config.crop or info.image_size
     with of_setting("model", config.model):
         return user_model.build_model(function, image_size, len(info.class_names), POLICIES[precision], to_train)
 
@@ -287,7 +287,7 @@ def load_augmentation(name: str, image_size: int, num_classes: int, may_mix: boo
 
     Raises:
       UsageError: there is no such function, it takes labels without `may_mix`, it fails, or it returns another shape or
-        type, or other values in a second call with the same arguments.
+        type, or other values in a second call with the same arguments; or it uses a variable or another resource.
     """
     function = load_function("augment", name)
     takes_labels = "labels" in inspect.signature(function).parameters
@@ -350,4 +350,9 @@ def _check_repeatable(setting: str, name: str, call: Callable[[], Any]) -> None:
         raise UsageError(
             f"{setting}={name}: it returns other values in a second call with the same arguments: it draws random "
             "numbers of its own, with which a resumed run and other numbers of towers would differ; use draws"
+        )
+    if user_model.first_use_of_resource(tf.function(call, autograph=False).get_concrete_function().graph):
+        raise UsageError(
+            f"{setting}={name}: it uses a tf.Variable or another resource, which checkpoints do not hold and towers "
+            "would share; use its arguments and tf.constant alone"
         )

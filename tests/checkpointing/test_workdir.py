@@ -157,3 +157,28 @@ SYNCHRONIZED = {"recipe": {"batch_statistics": "synchronized"}}
 def test_resuming_says_what_is_computed_otherwise(now, has_batch_norm, parts):
     line = workdir.describe_changes(SAVED, SAVED | now, has_batch_norm)
     assert bool(line) == bool(parts) and all(part in line for part in parts) and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("saved", "named"),
+    [
+        ({}, []),  # of an earlier version
+        ({"own_code": {"model": "1", "loss": "2"}}, []),
+        ({"own_code": {"model": "1", "loss": "3"}}, ["loss=mine.py:loss"]),
+        ({"own_code": {"model": "0", "loss": "3"}}, ["model=nets.py:net", "loss=mine.py:loss"]),
+    ],
+)
+def test_resuming_names_files_that_have_changed(saved, named):
+    now = {"own_code": {"model": "1", "loss": "2"}, "recipe": {"model": "nets.py:net", "loss": "mine.py:loss"}}
+    line = workdir.describe_changed_code(saved | {"step": 7}, now)
+    assert line.startswith(f"{', '.join(named)}: the file has changed since step 7, so") if named else line == ""
+
+
+def test_the_code_that_decides_what_is_trained_is_digested_wherever_it_is_named(tmp_path, monkeypatch):
+    """A built-in model has no file of the user's, and a callback decides nothing."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "digested.py").write_text("def f():\n    pass\n")
+    digest = files.sha256(tmp_path / "digested.py")
+    config = dataclasses.replace(CONFIG, loss=f"{tmp_path}/digested.py:f", augment="digested:f", callback="digested:f")
+    assert workdir.own_code(config) == {"loss": digest, "augment": digest}
+    assert workdir.own_code(dataclasses.replace(config, model="digested:f"))["model"] == digest

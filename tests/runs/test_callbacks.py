@@ -174,3 +174,36 @@ def test_callbacks_are_loaded_by_name_and_checked(tmp_path):
         run(TINY, tmp_path / "other", callback=f"{file}:Tracker")
     with pytest.raises(CallbackError, match=r"\[\] is no function and has none of on_start, on_step"):
         Callbacks([[]])
+
+
+def test_model_loss_and_callback_of_one_file_share_its_variables_in_each_run(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("""
+import tensorflow as tf
+
+from tests.nets import tiny
+
+class Note:
+    called = ()
+
+    def on_step(self, step, metrics):
+        self.called += (step,)
+
+    def on_end(self, run):
+        others = [each for each in self.called if each != "loss"]
+        (run.directory / "called").write_text(f"{others} {len(others) < len(self.called)}")
+
+note = Note()
+
+def net(image_size, num_classes):
+    note.called += ("net",)
+    return tiny(image_size, num_classes)
+
+def loss(labels, logits):
+    note.called += ("loss",)
+    return tf.nn.softmax_cross_entropy_with_logits(labels, logits)
+""")
+    config = replace(TINY, train_dir=str(tmp_path), max_steps=2, seeds="3,4", model=f"{file}:net")
+    start_training(replace(config, loss=f"{file}:loss", callback=f"{file}:note"), ShutdownHandler())
+    for seed in ("seed3", "seed4"):
+        assert (tmp_path / seed / "called").read_text() == "['net', 1, 2] True"

@@ -8,11 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.checkpoint import latest_checkpoint, read_variables
+from cifar_towers.cli.main import start_training
 from cifar_towers.errors import DataError, Interrupted
 from cifar_towers.inference.compare import compare_runs
 from cifar_towers.inference.runs import find_runs
 from cifar_towers.reporting import run_logger
+from cifar_towers.shutdown import ShutdownHandler
 from tests.messages import lines_with
 from tests.programs import call
 from tests.runs.short_runs import QUICK, TINY, StopAtStep, events_of, records_of, run, stopped_after, tensors_of
@@ -128,6 +131,31 @@ def test_hard_examples_with_resume_and_graph(tmp_path, capsys):
     drawn = ("proxy/tower_1/gradients/", "tower_1/gradients/", "hardest/", "variables/proxy/head/kernel")
     assert all(any(name.startswith(box) for name in names) for box in drawn)
     assert not any(name.startswith("gradient_tape") for name in names)
+
+
+def test_a_resumed_run_names_a_file_that_has_changed(tmp_path, monkeypatch, capsys):
+    """A run of an earlier version has no digests, and says nothing."""
+    file = tmp_path / "mine.py"
+    text = "import tensorflow as tf\n\n\ndef loss(labels, logits):\n    return -tf.reduce_sum(labels * logits, 1)\n"
+    file.write_text(text)
+    config = replace(TINY, train_dir=str(tmp_path), loss=f"{file}:loss", seeds="3")
+    run_metadata = workdir.run_metadata
+
+    def without_digests(*arguments):
+        metadata = run_metadata(*arguments)
+        del metadata["own_code"]
+        return metadata
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workdir, "run_metadata", without_digests)
+        start_training(replace(config, max_steps=1), ShutdownHandler())
+    for steps, now, is_named in ((2, f"{text}# one", False), (3, f"{text}# other", True), (4, f"{text}# other", False)):
+        file.write_text(now)
+        start_training(replace(config, max_steps=steps), ShutdownHandler())
+        output = capsys.readouterr().out
+        assert lines_with(output, "resuming from", f"step {steps - 1}")
+        named = lines_with(output, f"loss={file}:loss: the file has changed since step {steps - 1}, so")
+        assert bool(named) == is_named
 
 
 @pytest.mark.slow

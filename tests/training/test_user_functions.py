@@ -38,6 +38,18 @@ def broken(images, draws):
 
 def total(labels, logits):
     return tf.reduce_mean(logits)
+
+share, twice = tf.Variable(0.5), tf.constant(2.0)
+
+def counting(images, draws):
+    share.assign_add(1.0)
+    return images
+
+def scheduled(labels, logits):
+    return share * brier(labels, logits)
+
+def doubled(labels, logits):
+    return twice * brier(labels, logits)
 """
 CIFARNET = {"model": "cifarnet", "crop": 24, "shift": 0, "batch_size": 24, "precision": "float32"}
 RATE = 0.05
@@ -106,6 +118,7 @@ def test_own_loss_replaces_the_cross_entropy(train):
         ("no_labels", ("returns (4, 20, 20, 3) float32,", "(4, 10) float32")),
         ("wanton", ("other values in a second call", "use draws")),
         ("broken", ("it fails: mine.py, line ", ": NameError: name 'nothing' is not defined")),
+        ("counting", ("uses a tf.Variable", "checkpoints do not hold", "use its arguments and tf.constant alone")),
         ("nowhere", ("has no function nowhere", "mixup")),
     ],
 )
@@ -126,6 +139,14 @@ def test_hard_examples_are_not_chosen_by_losses_of_mixed_ones(train):
 def test_a_loss_of_another_shape_is_refused(file):
     with pytest.raises(UsageError, match=r"loss=.*:total: it returns \(\) float32, and not \(4,\) float32"):
         load_loss(f"{file}:total", 10)
+
+
+@pytest.mark.parametrize("strategy", ["towers", "mirrored"])
+def test_a_loss_with_a_variable_is_refused_and_one_with_a_constant_is_not(train, strategy):
+    with pytest.raises(UsageError, match=r"^loss=\S*mine.py:scheduled: it uses a tf.Variable"):
+        train(2, 0, {"loss": "scheduled"}, strategy=strategy)
+    (_, doubled), (_, plain) = (train(2, 1, {"loss": name}, strategy=strategy) for name in ("doubled", "brier"))
+    assert doubled[0].loss == pytest.approx(2 * plain[0].loss)
 
 
 def test_a_resumed_run_draws_the_same_numbers(file, tmp_path, monkeypatch):
