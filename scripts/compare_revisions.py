@@ -3,28 +3,33 @@
 
   compare_revisions.py main~3                                  against HEAD
   compare_revisions.py v1.0 my-branch --runs=mirrored,resume   two revisions, some of the runs
-  compare_revisions.py main --keep=/tmp/revisions              stores results by commit: each commit trains once
+  compare_revisions.py main --keep=/tmp/revisions              keeps runs by commit: each commit trains once
 
 Uncommitted changes are left out. Exit codes: 0 all runs are the same, 1 a run differs or failed, 2 usage.
 """
 
 import argparse
 import contextlib
-import hashlib
-import importlib.metadata
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cifar_towers import files
+from cifar_towers.checkpointing.checkpoint import list_checkpoints
+from cifar_towers.cli.program import import_tensorflow
+from cifar_towers.errors import RunError
+from cifar_towers.inference.compare import COMPARED, compare_runs, record_key
+from cifar_towers.reporting.run_records import read_records
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 600  # of one process
@@ -45,35 +50,33 @@ RUNS = {  # flags that both revisions have
     "resume": "--model=speednet93 --ema_decay=0.9 --lookahead --cutout=4 --num_gpus=1",
 }
 MAX_STEPS = {"resume": (7, 12)}  # one process each, in one train_dir: the second resumes in the middle of an epoch
-RECORDED = {  # keys, by kind of record
-    "train": ("loss", "gradient_norm", "learning_rate"),
-    "eval": ("loss", "accuracy"),
-}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a row for each run, and return the exit code."""
+    """Print the comparison of each run, and return the exit code."""
     args = parse_arguments(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: sys.exit(128 + received))  # worktrees are removed on the way out
     with tempfile.TemporaryDirectory(prefix="compare-revisions-") as directory, contextlib.ExitStack() as stack:
-        write_images(Path(directory, "images"))
-        for commit in {args.first, args.second}:
-            stack.enter_context(check_out(commit, Path(directory)))
-        print(f"comparing {args.first[:12]} with {args.second[:12]}")
-        print(f"{'run':<22} {'steps':>5}  {'losses':<32}  {'weights':<56}  seconds", flush=True)
-        same = [compare_run(name, args.first, args.second, Path(directory), args.keep) for name in args.runs]
+        worktrees = [Path(directory, commit) for commit in (args.first, args.second)]
+        for worktree in {*worktrees}:
+            stack.enter_context(check_out(worktree))
+        print(f"comparing {args.first[:12]} with {args.second[:12]}", flush=True)
+        keep = args.keep or Path(directory, "runs")
+        write_images(keep / "images")
+        import_tensorflow()
+        same = [compare_run(name, *worktrees, keep) for name in args.runs]
     return 0 if all(same) else 1
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the commits to compare, the names of the runs, and the directory to keep results in."""
+    """Parse the commits to compare, the names of the runs, and the directory to keep runs in."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"compare_revisions.py: {message}; see --help\n")
     parser.add_argument("first", type=resolve_commit, help="a git revision")
     parser.add_argument("second", type=resolve_commit, nargs="?", default="HEAD", help="another [%(default)s]")
     parser.add_argument("--runs", type=lambda text: text.split(","), default=list(RUNS), help=", ".join(RUNS))
-    parser.add_argument("--keep", type=Path, help="directory of results by commit, of this machine only")
+    parser.add_argument("--keep", type=Path, help="directory of runs by commit, of this machine and these versions")
     args = parser.parse_args(arguments)
     if unknown := sorted(set(args.runs) - RUNS.keys()):
         parser.error(f"there is no run {unknown[0]!r}; the runs are {', '.join(RUNS)}")
@@ -89,124 +92,72 @@ def resolve_commit(revision: str) -> str:
 
 
 @contextlib.contextmanager
-def check_out(commit: str, directory: Path) -> Iterator[None]:
-    """Check a commit out in the worktree `directory`/<commit>, which is removed at the end."""
-    git("worktree", "add", "--detach", str(directory / commit), commit)
+def check_out(worktree: Path) -> Iterator[None]:
+    """Check out the commit that a worktree has its name from. The worktree is removed at the end."""
+    git("worktree", "add", "--detach", str(worktree), worktree.name)
     try:
         yield
     finally:
-        git("worktree", "remove", "--force", str(directory / commit))
+        git("worktree", "remove", "--force", str(worktree))
 
 
-def compare_run(name: str, first: str, second: str, directory: Path, keep: Path | None) -> bool:
-    """Print the row of a run, and return whether it is the same at both commits."""
-    results = []
-    for number, commit in enumerate((first, second)):
-        # a commit compared with itself is trained twice: is training deterministic?
-        kept = None if number and first == second else keep
-        try:
-            results.append(load_or_train(name, commit, directory, directory / f"run{number}", kept))
-        except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-            print(f"{name:<22}     -  failed at {commit[:12]}: {error}", flush=True)
-            return False
-    losses, weights = (first_difference(*(result[kind] for result in results)) for kind in ("losses", "weights"))
-    steps, seconds = len(results[0]["losses"]), "  ".join(f"{result['seconds']:3.0f}" for result in results)
-    print(f"{name:<22} {steps:>5}  {losses or 'same':<32}  {weights or 'same':<56}  {seconds}", flush=True)
-    return not losses and not weights
-
-
-def first_difference(first: dict[str, dict], second: dict[str, dict]) -> str:
-    """Name the first step, and its first value, that differ between two mappings step -> name -> value.
-
-    The name is empty if nothing differs.
-    """
-    for step in sorted(first.keys() | second.keys(), key=int):
-        one, other = first.get(step, {}), second.get(step, {})
-        for name in one | other:
-            if name not in one or name not in other:
-                return f"from step {step}: {name} only at {'first' if name in one else 'second'}"
-            if repr(one[name]) != repr(other[name]):  # not `!=`: NaN equals NaN
-                return f"from step {step}: {name}"
-    return ""
-
-
-def load_or_train(name: str, commit: str, directory: Path, output: Path, keep: Path | None) -> dict[str, Any]:
-    """Return a run's losses, weights and seconds: those that `keep` has of the same command, or else by training."""
-    made_by = [COMMON, RUNS[name], str(MAX_STEPS.get(name)), str(IMAGES), importlib.metadata.version("tensorflow")]
-    path = keep.resolve() / commit / f"{name}.json" if keep else None
-    if path and path.exists() and (stored := json.loads(path.read_text()))["made_by"] == made_by:
-        return stored
-    train_dir, start = output / name, time.monotonic()
-    flags = [*COMMON.split(), *RUNS[name].split()]
-    flags += [f"--dataset=folder:{directory / 'images'}", f"--train_dir={train_dir}"]
-    for max_steps in MAX_STEPS.get(name, (12,)):
-        train(directory / commit, output / "cache", [*flags, f"--max_steps={max_steps}"])
-    result = {"made_by": made_by, "seconds": time.monotonic() - start, **read_run(train_dir)}
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(result))
-        partial.replace(path)
-    return result
-
-
-def train(worktree: Path, cache: Path, flags: list[str]) -> None:
-    """Run `scripts/train.py` of a worktree on the CPU, with its own cache of prepared data.
-
-    Raises:
-      RuntimeError: the program failed, as with a flag that the revision does not have; the message is its last line.
-    """
-    own = {"PYTHONPATH": str(worktree), "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": "-1"}
-    environment = os.environ | own | {"XDG_CACHE_HOME": str(cache)}
-    command = [sys.executable, str(worktree / "scripts/train.py"), *flags]
-    program = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    if program.returncode:
-        lines = (program.stderr or program.stdout or "no message").strip().splitlines()
-        raise RuntimeError(f"exit code {program.returncode}: {lines[-1]}")
-
-
-def read_run(train_dir: Path) -> dict[str, dict[str, dict]]:
-    """Read what a run wrote, by step and name: its `losses`, and the SHA-256 of its `weights` and other variables.
-
-    Raises:
-      RuntimeError: the run wrote no training records or no checkpoints.
-    """
-    tf = import_tensorflow()
-    losses, weights = {}, {}
-    for record in map(json.loads, (train_dir / "metrics.jsonl").read_text().splitlines()):
-        values = losses.setdefault(str(record["step"]), {})
-        keys = RECORDED.get(record["kind"], ())
-        if missing := set(keys) - record.keys():
-            raise RuntimeError(f"a {record['kind']} record of {train_dir} has no {', '.join(sorted(missing))}")
-        if record["kind"] == "train":
-            values |= {key: record[key] for key in keys}
-        elif record["kind"] == "eval":  # several at a step: raw and averaged weights
-            values[f"evaluation {len(values)}"] = [record[key] for key in keys]
-    for checkpoint in sorted((train_dir / "checkpoints").glob("step-*")):
-        reader = tf.train.load_checkpoint(str(checkpoint / "state"))
-        values = weights[str(int(checkpoint.name.removeprefix("step-")))] = {}
-        for name in sorted(reader.get_variable_to_shape_map().keys() - {"_CHECKPOINTABLE_OBJECT_GRAPH"}):
-            tensor = np.asarray(reader.get_tensor(name))
-            content = f"{tensor.dtype} {tensor.shape} ".encode() + tensor.tobytes()
-            values[name.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE")] = hashlib.sha256(content).hexdigest()
-    if not losses or not weights:
-        raise RuntimeError(f"{train_dir} holds no {'checkpoints' if losses else 'records'}")
-    result = json.loads((train_dir / "result.json").read_text())
-    weights[max(weights, key=int)]["weights_sha256"] = result["weights_sha256"]
-    return {"losses": losses, "weights": weights}
-
-
-def import_tensorflow() -> Any:
-    """Import TensorFlow without showing what it logs meanwhile, and return the module."""
-    stderr = os.dup(2)
-    with open(os.devnull, "w") as null:
-        os.dup2(null.fileno(), 2)
+def compare_run(name: str, first: Path, second: Path, keep: Path) -> bool:
+    """Print how a run differs between two worktrees, and return whether it is the same."""
     try:
-        import tensorflow as tf
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-    return tf
+        one = find_or_train(name, first, keep, keep / "images")
+        # a commit compared with itself is trained twice: is training deterministic?
+        other = find_or_train(name, second, first.with_name("again") if first == second else keep, keep / "images")
+        same, text = compare_runs(one, other)
+        unmatched = sorted(list_contents(one) ^ list_contents(other))
+    except (RunError, RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        print(f"{name}: failed: {error}", flush=True)
+        return False
+    if unmatched:
+        same, text = False, f"{text}\nonly in one of them: {', '.join(unmatched[:3])}"
+    seconds = [sum(files.read_json(run / files.RESULT)["seconds"].values()) for run in (one, other)]
+    print(f"{name}: {'same' if same else 'different'}, {seconds[0]:.0f} s and {seconds[1]:.0f} s")
+    print(textwrap.indent(text, "  "), flush=True)
+    return same
+
+
+def find_or_train(name: str, worktree: Path, keep: Path, images: Path) -> Path:
+    """Return the directory of a commit's run below `keep`. Train it on the CPU, unless it is there already.
+
+    Raises:
+      RuntimeError: `scripts/train.py` failed, as by a flag that the commit does not have; the message is its last line.
+    """
+    run = keep / worktree.name / name
+    if run.exists():
+        return run
+    own = {"PYTHONPATH": str(worktree), "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": "-1"}
+    environment = os.environ | own | {"XDG_CACHE_HOME": f"{worktree}-cache"}  # each prepares its data itself
+    with files.temporary_beside(run) as train_dir:
+        command = [sys.executable, str(worktree / "scripts/train.py"), *COMMON.split(), *RUNS[name].split()]
+        command += [f"--dataset=folder:{images}", f"--train_dir={train_dir}"]
+        for max_steps in MAX_STEPS.get(name, (12,)):
+            whole = [*command, f"--max_steps={max_steps}"]
+            program = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+            if program.returncode:
+                lines = (program.stderr or program.stdout or "no message").strip().splitlines()
+                raise RuntimeError(f"{worktree.name[:12]}, exit code {program.returncode}: {lines[-1]}")
+        train_dir.rename(run)
+    return run
+
+
+def list_contents(run: Path) -> set[str]:
+    """List the evaluations and steps that a run has recorded, and its checkpoints.
+
+    Raises:
+      RuntimeError: a record lacks a value that is compared, or there are no records or no checkpoints.
+    """
+    records = [record for record in read_records(run / files.METRICS) if record["kind"] in COMPARED]
+    for record in records:
+        if missing := set(COMPARED[record["kind"]]) - record.keys():
+            raise RuntimeError(f"a {record['kind']} record of {run} has no {', '.join(sorted(missing))}")
+    checkpoints = {path.name for path in list_checkpoints(run)}
+    if not records or not checkpoints:
+        raise RuntimeError(f"{run} holds no {'checkpoints' if records else 'records'}")
+    return checkpoints | {f"{record['kind']} {' '.join(map(str, record_key(record)))}".strip() for record in records}
 
 
 def write_images(root: Path) -> None:

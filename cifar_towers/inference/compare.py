@@ -11,12 +11,16 @@ from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_variabl
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import names_with
 from cifar_towers.errors import UsageError
+from cifar_towers.evaluation.score import score_name
 from cifar_towers.reporting.run_records import flatten, read_records
 
 # Settings that differ between any two runs and do not change what is trained.
 INCIDENTAL = {"command", "recipe", "seeds", *names_with(TrainConfig, per_run=True, per_worker=True)}
 MAX_LISTED = 8  # entries of a list shown in full
-COMPARED = ("loss", "accuracy", "gradient_norm", "learning_rate")
+COMPARED = {  # values of records, by kind
+    "train": ("loss", "accuracy", "gradient_norm", "learning_rate"),
+    "eval": ("loss", "accuracy"),
+}
 
 Finding = tuple[bool | None, str]  # whether the runs are equal in one respect, None if it cannot be compared; a line
 
@@ -38,7 +42,8 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, str]:
         if differences := _differences(files.read_json_if_any(one / name), files.read_json_if_any(other / name)):
             lines.append(f"{kind} differ: {differences}")
     lines = lines or ["settings and environments: same"]
-    compared = _compare_records(one, other), _compare_checkpoints(one, other), _compare_last_weights(one, other)
+    compared = [_compare_records(kind, one, other) for kind in COMPARED]
+    compared += [_compare_checkpoints(one, other), _compare_last_weights(one, other)]
     findings = [found for found in compared if found]
     results = [equal for equal, _ in findings if equal is not None]
     if not results:
@@ -47,22 +52,27 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, str]:
     return bool(results) and all(results), "\n".join(lines)
 
 
-def _compare_records(one: Path, other: Path) -> Finding | None:
-    """Find the last common step with equal training records, and the first step that differs."""
-    records = [
-        {record["step"]: record for record in read_records(run / files.METRICS) if record["kind"] == "train"}
-        for run in (one, other)
-    ]
-    common = sorted(records[0].keys() & records[1].keys())
-    for index, step in enumerate(common):
-        pairs = {name: tuple(of_run[step].get(name) for of_run in records) for name in COMPARED}
-        differing = [f"{name} {values[0]} and {values[1]}" for name, values in pairs.items() if values[0] != values[1]]
+def _compare_records(kind: str, one: Path, other: Path) -> Finding | None:
+    """Find the last common step with equal records of a kind, and the first step that differs."""
+    noun = {"train": "losses", "eval": "evaluations"}[kind]
+    records = [read_records(run / files.METRICS) for run in (one, other)]
+    ours, theirs = ({record_key(r): r for r in of_run if r["kind"] == kind} for of_run in records)
+    common = sorted(ours.keys() & theirs.keys())
+    for step, score in common:
+        pairs = {name: (ours[step, score].get(name), theirs[step, score].get(name)) for name in COMPARED[kind]}
+        differing = [f"{name} {a} and {b}" for name, (a, b) in pairs.items() if repr(a) != repr(b)]  # NaN equals NaN
         if differing:
-            since = f" (same until step {common[index - 1]})" if index else ""
-            return False, f"losses: from step {step}: {', '.join(differing)}{since}"
-    if not common:
-        return None
-    return True, f"losses: same at all {len(common)} common steps, the last {common[-1]}"
+            before = [earlier for earlier, _ in common if earlier < step]
+            since = f" (same until step {before[-1]})" if before else ""
+            where = f"step {step}, {score}" if score else f"step {step}"
+            return False, f"{noun}: from {where}: {', '.join(differing)}{since}"
+    steps = sorted({step for step, _ in common})
+    return (True, f"{noun}: same at all {len(steps)} common steps, the last {steps[-1]}") if steps else None
+
+
+def record_key(record: Mapping[str, Any]) -> tuple[int, str]:
+    """Return a record's step, and for an evaluation the name of its score, as a step may have several."""
+    return record["step"], score_name(record) if record["kind"] == "eval" else ""
 
 
 def _compare_checkpoints(one: Path, other: Path) -> Finding | None:
@@ -83,8 +93,8 @@ def _compare_checkpoints(one: Path, other: Path) -> Finding | None:
 
 
 def _relative_difference(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the largest difference over the largest value; infinity for other shapes or non-finite values."""
-    if one.shape != other.shape:
+    """Return the largest difference over the largest value; infinity for other shapes, types or non-finite values."""
+    if one.shape != other.shape or one.dtype != other.dtype:
         return float("inf")
     if one.tobytes() == other.tobytes():
         return 0.0

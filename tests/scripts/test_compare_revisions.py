@@ -1,4 +1,4 @@
-"""The comparison of two revisions: the first difference, and its flags."""
+"""The comparison of two revisions: what is found in their runs, and its flags."""
 
 import json
 
@@ -10,84 +10,122 @@ from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from scripts import compare_revisions
 
+EVALUATION = {"kind": "eval", "split": "test", "weights": "raw", "tta": 0, "loss": 2.0, "accuracy": 0.5}
+
 
 @pytest.fixture
 def write_run(tmp_path):
-    """write_run(name, losses, biases): the run that a directory with these values at steps 1, 2, .. holds."""
+    """write_run(name, losses, biases): a run's directory with these values at steps 1, 2, .."""
 
-    def write(name, losses=(2.5, 2.25, float("nan")), biases=(1.0, 0.5, 0.0), weights_sha256="f00d", **variables):
+    def write(name, losses=(2.5, 2.25, float("nan")), biases=(1.0, 0.5, 0.0), sha256="f00d", score=2.0, **variables):
         train_dir = tmp_path / name
         for step, bias in enumerate(biases, start=1):
             kernel = tf.Variable(tf.ones((2, 3)))
             values = {"kernel": kernel, "bias": tf.Variable(np.full(3, bias, "f4")), **variables}
             tf.train.Checkpoint(**values).write(str(train_dir / f"checkpoints/step-{step:08d}/state"))
         records = [
-            {"kind": "train", "step": step, "loss": loss, "gradient_norm": 1.0, "learning_rate": 0.1}
+            {"kind": "train", "step": step, "loss": loss, "accuracy": 0.1, "gradient_norm": 1.0, "learning_rate": 0.1}
             for step, loss in enumerate(losses, start=1)
         ]
-        records.append({"kind": "eval", "step": len(losses), "loss": 2.0, "accuracy": 0.5})
+        records.append(EVALUATION | {"step": len(losses), "loss": score})
         (train_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-        (train_dir / "result.json").write_text(json.dumps({"weights_sha256": weights_sha256}))
-        return compare_revisions.read_run(train_dir)
+        result = {"step": len(losses), "weights_sha256": sha256, "seconds": {"compile": 1, "steps": 2}}
+        (train_dir / "result.json").write_text(json.dumps(result))
+        (train_dir / "config.json").write_text("{}")
+        return train_dir
 
     return write
 
 
-def differences(first, second):
-    return tuple(compare_revisions.first_difference(first[kind], second[kind]) for kind in ("losses", "weights"))
+@pytest.fixture
+def compare(tmp_path, monkeypatch, capsys):
+    """compare(first, second): whether two runs' directories are the same, and the lines that say so."""
+
+    def compare(first, second):
+        monkeypatch.setattr(compare_revisions, "find_or_train", lambda name, worktree, *_: worktree)
+        return compare_revisions.compare_run("run", first, second, tmp_path), capsys.readouterr().out.splitlines()
+
+    return compare
 
 
-def test_equal_runs_are_the_same_nan_included(write_run):
+def test_equal_runs_are_the_same_nan_included(write_run, compare):
     first, second = write_run("first"), write_run("second")
-    assert differences(first, second) == ("", "")
-    assert differences(first, json.loads(json.dumps(second))) == ("", "")  # as results are stored
-    assert sorted(first["losses"]) == sorted(first["weights"]) == ["1", "2", "3"]
-    assert set(first["weights"]["1"]) == {"kernel", "bias"}
-    assert first["losses"]["2"] == {"loss": 2.25, "gradient_norm": 1.0, "learning_rate": 0.1}
-    assert first["losses"]["3"]["evaluation 3"] == [2.0, 0.5]
+    assert compare(first, second) == (
+        True,
+        [
+            "run: same, 3 s and 3 s",
+            "  settings and environments: same",
+            "  losses: same at all 3 common steps, the last 3",
+            "  evaluations: same at all 1 common steps, the last 3",
+            "  weights: same at step-00000001, step-00000002, step-00000003",
+            "  weights after step 3: same, sha256 f00d",
+        ],
+    )
+    checkpoints = {f"step-0000000{step}" for step in (1, 2, 3)}
+    records = {"train 1", "train 2", "train 3", "eval 3 test, raw weights, no TTA"}
+    assert compare_revisions.list_contents(first) == checkpoints | records
 
 
 @pytest.mark.parametrize(
-    ("changes", "losses", "weights"),
+    ("changes", "found"),
     [
         (
             {"losses": (2.5, 2.2500002, 1.0), "biases": (1.0, 0.5, -0.0)},
-            "from step 2: loss",
-            "from step 3: bias",
+            {
+                "losses: from step 2: loss 2.25 and 2.2500002 (same until step 1)",
+                "weights: from step-00000003: 1 of 3 variables; largest relative differences: bias (4.9e-324)",
+            },
         ),
         (
             {"losses": (2.5, 2.25), "biases": (1.0, 0.5)},
-            "from step 2: evaluation 3 only at second",
-            "from step 2: weights_sha256 only at second",
+            {"only in one of them: eval 2 test, raw weights, no TTA, eval 3 test, raw weights, no TTA, step-00000003"},
         ),
-        ({"moving_mean": tf.Variable(0.0)}, "", "from step 1: moving_mean only at second"),
-        ({"scale": tf.Variable([0, 0])}, "", "from step 1: scale"),
-        ({"scale": tf.Variable([[0.0, 0.0]])}, "", "from step 1: scale"),
-        ({"scale": tf.Variable([0.0, 0.0]), "weights_sha256": "beef"}, "", "from step 3: weights_sha256"),
+        ({"losses": (2.5, 2.25)}, {"only in one of them: eval 2 test, raw weights, no TTA, eval 3 test"}),
+        ({"biases": (1.0, 0.5)}, {"only in one of them: step-00000003"}),
+        ({"score": 2.5}, {"evaluations: from step 3, test, raw weights, no TTA: loss 2.0 and 2.5"}),
+        (
+            {"moving_mean": tf.Variable(0.0)},
+            {"weights: from step-00000001: other variables, among them moving_mean"},
+        ),
+        (
+            {"scale": tf.Variable([0, 0])},
+            {"weights: from step-00000001: 1 of 3 variables; largest relative differences: scale (inf)"},
+        ),
+        (
+            {"scale": tf.Variable([[0.0, 0.0]])},
+            {"weights: from step-00000001: 1 of 3 variables; largest relative differences: scale (inf)"},
+        ),
+        ({"sha256": "beef"}, {"weights after step 3: sha256 f00d and beef"}),
     ],
 )
-def test_first_step_that_differs_is_named_with_its_value(write_run, changes, losses, weights):
-    same = {"scale": tf.Variable([0.0, 0.0])} if "scale" in changes else {}
-    assert differences(write_run("first", **same), write_run("second", **changes)) == (losses, weights)
+def test_first_step_that_differs_is_named_with_its_value(write_run, compare, changes, found):
+    scale = {"scale": tf.Variable([0.0, 0.0])}
+    same, lines = compare(write_run("first", **scale), write_run("second", **scale | changes))
+    assert not same and lines[0] == "run: different, 3 s and 3 s"
+    same_lines = [line for line in lines[1:] if ": same" in line or "only the common part" in line]
+    differing = [line.strip() for line in lines[1:] if line not in same_lines]
+    assert len(differing) == len(found) and all(any(line.startswith(each) for line in differing) for each in found)
 
 
-def test_steps_are_ordered_as_numbers():
-    steps = {str(step): {"loss": 1.0} for step in range(1, 12)}
-    other = steps | {"9": {"loss": 2}, "11": {"loss": 2}}
-    assert compare_revisions.first_difference(steps, other) == "from step 9: loss"
+def test_steps_are_ordered_as_numbers(write_run, compare):
+    losses = [1.0] * 11
+    other = [*losses[:8], 2.0, 1.0, 2.0]
+    _, lines = compare(write_run("first", losses), write_run("second", other))
+    assert "  losses: from step 9: loss 1.0 and 2.0 (same until step 8)" in lines
 
 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"kind": "start", "step": 0}, "no checkpoints"),
-        ({"kind": "train", "step": 1, "learning_rate": 0.1}, "a train record of .* has no gradient_norm, loss"),
+        ({"kind": "start", "step": 0}, "no records"),
+        (EVALUATION | {"step": 1}, "no checkpoints"),
+        ({"kind": "train", "step": 1, "learning_rate": 0.1}, "a train record .* has no accuracy, gradient_norm, loss"),
     ],
 )
 def test_run_without_its_values_is_an_error(tmp_path, record, message):
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(record)}\n")
     with pytest.raises(RuntimeError, match=message):
-        compare_revisions.read_run(tmp_path)
+        compare_revisions.list_contents(tmp_path)
 
 
 def test_every_flag_of_the_runs_is_one_of_train():
