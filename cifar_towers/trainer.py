@@ -309,8 +309,8 @@ class Run:
     def resume(self) -> int:
         """Log what will be trained, and restore the newest checkpoint or start with `init_from`; return the step."""
         self.logger.log_start()
-        choose = functools.partial(workdir.checkpoint_to_resume, self.requested, self.dataset, self._has_batch_norm)
-        metadata = self.checkpoints.restore_latest(choose, self.requested.overwrite)
+        check = functools.partial(workdir.check_resumable, self.requested, self.dataset, self._has_batch_norm)
+        metadata = self.checkpoints.restore_latest(check, self.requested.overwrite)
         # with `overwrite` the file belongs to the deleted run; after a restart in this process the timer is newer
         ignores_file = self.requested.overwrite or self.timer.seconds
         last = {} if ignores_file else read_times(self.config.directory)

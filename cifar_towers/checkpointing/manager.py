@@ -13,6 +13,7 @@ from cifar_towers.checkpointing.checkpoint import (
     checkpoint_path,
     first_nonfinite,
     initialize_variables,
+    latest_checkpoint,
     list_checkpoints,
     read_metadata,
     restore_variables,
@@ -92,18 +93,25 @@ class CheckpointManager:
         checkpoints = list_checkpoints(self.train_dir)
         return f"{checkpoints[-1].name} is kept" if checkpoints else "no checkpoint was written"
 
-    def restore_latest(self, choose: Callable[[], Path | None], overwrite: bool = False) -> dict[str, Any] | None:
-        """Restore the checkpoint that `choose` returns on worker 0; return its metadata, or None for a new run.
+    def restore_latest(self, check: Callable[[Path], None], overwrite: bool = False) -> dict[str, Any] | None:
+        """Restore the newest undamaged checkpoint; return its metadata, or None for a new run.
 
-        Damaged checkpoints are set aside first. If worker 0 is to `overwrite` the run, no checkpoint is read.
+        Damaged checkpoints are set aside first. Worker 0 calls `check`, which may refuse the checkpoint by an error. If
+        worker 0 is to `overwrite` the run, no checkpoint is read.
+
+        Raises:
+          DataError: there are checkpoints, and all are damaged.
         """
 
         def restore() -> dict[str, Any] | None:
             if overwrite:
                 return None
-            self.quarantine_damaged()
-            checkpoint = choose()
-            return self.restore(checkpoint) if checkpoint else None
+            undamaged = self.quarantine_damaged()
+            checkpoint = undamaged[-1] if undamaged else latest_checkpoint(self.train_dir)  # all damaged: an error
+            if not checkpoint:
+                return None
+            check(checkpoint)
+            return self.restore(checkpoint)
 
         return self._on_all_workers(restore)
 
@@ -111,13 +119,17 @@ class CheckpointManager:
         """Start with the newest weights of another run; return the line to log. See `initialize_variables`."""
         return self._on_all_workers(lambda: initialize_variables(source, self.variables, head, classes))
 
-    def quarantine_damaged(self) -> None:
-        """Remove what killed saves left; rename and log damaged checkpoints."""
+    def quarantine_damaged(self) -> list[Path]:
+        """Remove what killed saves left; rename and log damaged checkpoints. Return the others, oldest first."""
         files.sweep(self.train_dir / CHECKPOINTS_DIR)
+        undamaged = []
         for checkpoint in list_checkpoints(self.train_dir):
             if damage := validate_checkpoint(checkpoint):
                 renamed = files.quarantine(checkpoint).name
                 self.log(f"{checkpoint} is damaged ({damage}): set aside as {renamed}")
+            else:
+                undamaged.append(checkpoint)
+        return undamaged
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Restore this worker's state from a checkpoint and return its metadata."""

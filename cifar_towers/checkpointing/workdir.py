@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import find_checkpoint, latest_checkpoint, list_checkpoints, read_metadata
+from cifar_towers.checkpointing.checkpoint import find_checkpoint, list_checkpoints, read_metadata
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import differing_settings, recipe_fields
 from cifar_towers.data.dataset import Dataset
@@ -86,7 +86,8 @@ def choose_directory(config: TrainConfig, banner: str, launch_id: str) -> TrainC
     with contextlib.suppress(OSError):  # no launch has cleared it
         if config.overwrite and launch_id and (config.directory / files.LAUNCH).read_text() == launch_id:
             config = dataclasses.replace(config, overwrite=False)
-    given, saved = Path(config.init_from), "" if config.overwrite else _saved_init_from(config.directory)
+    metadata = {} if config.overwrite else _newest_metadata(config.directory)
+    given, saved = Path(config.init_from), metadata.get("recipe", {}).get("init_from", "")
     if config.init_from and given.resolve() == config.directory.resolve():
         raise UsageError(f"init_from={given} is the directory of this run itself; give another --train_dir")
     if saved and (not config.init_from or given == Path(saved)):
@@ -94,18 +95,21 @@ def choose_directory(config: TrainConfig, banner: str, launch_id: str) -> TrainC
     return config
 
 
-def _saved_init_from(directory: Path) -> str:
-    """Return `init_from` of the run in a directory; empty without a checkpoint."""
-    for checkpoint in list_checkpoints(directory):
+def _newest_metadata(directory: Path) -> dict[str, Any]:
+    """Return the metadata of the newest checkpoint whose metadata can be read; empty without one.
+
+    They state the settings of the run also if the variables beside them are damaged.
+    """
+    for checkpoint in reversed(list_checkpoints(directory)):
         with contextlib.suppress(DataError, UsageError):  # a damaged one, or of an earlier version
-            return read_metadata(checkpoint)["recipe"].get("init_from", "")
-    return ""
+            return read_metadata(checkpoint)
+    return {}
 
 
 def check_settings(config: TrainConfig, launch_id: str = "") -> None:
     """Refuse a directory in use, or with a run of other settings, before TensorFlow is imported and data are loaded.
 
-    `exclusive` and `checkpoint_to_resume` repeat these checks later, when the model and the data are known.
+    `exclusive` and `check_resumable` repeat these checks later, when the model and the data are known.
 
     Raises:
       UsageError: another process trains in the directory; or the newest checkpoint was made with other settings, or by
@@ -160,21 +164,18 @@ def _find(directory: Path, patterns: Iterable[str]) -> list[Path]:
 
 def previous_choices(config: TrainConfig, num_towers: int) -> dict[str, Any]:
     """Return the `CHOSEN` settings of the newest checkpoint if it was made with as many towers; otherwise none."""
-    checkpoint = None if config.overwrite else latest_checkpoint(config.directory)
-    metadata = read_metadata(checkpoint) if checkpoint else {}
+    metadata = {} if config.overwrite else _newest_metadata(config.directory)
     is_comparable = metadata.get("towers") == num_towers
     return {name: metadata[name] for name in CHOSEN if is_comparable and metadata.get(name)}
 
 
-def checkpoint_to_resume(config: TrainConfig, dataset: Dataset, has_batch_norm: bool) -> Path | None:
-    """Return the newest undamaged checkpoint of a run; None without one.
+def check_resumable(config: TrainConfig, dataset: Dataset, has_batch_norm: bool, checkpoint: Path) -> None:
+    """Refuse to resume a run from a checkpoint of another one.
 
     Raises:
       UsageError: the checkpoint was made with another recipe or data set; the message names what differs.
-      DataError: there are checkpoints, and all are damaged; or the data set now has other images.
+      DataError: the data set now has other images.
     """
-    if not (checkpoint := latest_checkpoint(config.directory)):
-        return None
     metadata = read_metadata(checkpoint)
     _check_recipe(checkpoint, metadata, config, has_batch_norm, dataset.name)
     if changed := dataset.changed_splits(metadata):
@@ -184,7 +185,6 @@ def checkpoint_to_resume(config: TrainConfig, dataset: Dataset, has_batch_norm: 
             f"{checkpoint} was made with other {' and '.join(changed)} images than {dataset.name} has now{validation}; "
             "put the images back as they were, or give another --train_dir, or --overwrite to start again in this one"
         )
-    return checkpoint
 
 
 def _check_recipe(

@@ -96,6 +96,17 @@ def test_a_resumed_run_keeps_its_directory_and_the_run_it_began_with(tmp_path, m
     assert again.directory == begun.directory and again.init_from == resumed.init_from
 
 
+def test_choices_are_those_of_the_newest_checkpoint_that_can_be_read(config):
+    for step, parts in ((2, 2), (3, 4)):
+        newest = checkpoint.checkpoint_path(config.directory, step)
+        metadata = json.dumps({"towers": 2, "micro_batches": parts})
+        files.commit(newest, lambda path, text=metadata: (path / checkpoint.METADATA).write_text(text))
+    assert workdir.previous_choices(config, 2) == {"micro_batches": 4} and workdir.previous_choices(config, 1) == {}
+    (newest / checkpoint.METADATA).write_text("damaged")
+    assert workdir.previous_choices(config, 2) == {"micro_batches": 2}
+    assert workdir.previous_choices(dataclasses.replace(config, overwrite=True), 2) == {}
+
+
 def test_run_of_an_earlier_version_is_refused_in_one_line(config):
     save(config, 2, "facts.json")
     for read in (workdir.check_settings, lambda config: checkpoint.latest_checkpoint(config.directory)):

@@ -36,6 +36,13 @@ def test_damaged_checkpoint_is_quarantined_and_the_previous_one_restored(saved_r
     assert (saved_run / "checkpoints/damaged-step-00000020").is_dir()
 
 
+def test_a_start_hashes_each_checkpoint_once(saved_run, monkeypatch):
+    validate, hashed = files.validate, []
+    monkeypatch.setattr(files, "validate", lambda path, *options: hashed.append(path) or validate(path, *options))
+    assert run(TWO_TOWERS, saved_run, variable_placement="auto")["step"] == STEPS  # as the run began
+    assert hashed == list_checkpoints(saved_run)
+
+
 def test_run_with_only_damaged_checkpoints_is_refused(saved_run):
     for checkpoint in list_checkpoints(saved_run):
         (checkpoint / "metadata.json").unlink()
