@@ -28,6 +28,7 @@ RUN_FIELDS = (
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "tflite", "onnx")
 VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus", "tower_shares")  # by the benchmark
 CLUSTER = names_with(TrainConfig, group="Cluster")
+OF_TRAINING = ("log_device_placement", "overwrite", "seeds", "expect_sha256")  # do nothing where a step is measured
 NO_TRAIN_DIR = {"train_dir": "directories of runs are given as they are, as runs/one"}
 _run, _data, _evaluation = settings_of("Run"), settings_of("Data"), settings_of("Evaluation")
 _export, _table, _launch, _benchmark = map(settings_of, ("Export", "Table", "Launch", "Benchmark"))
@@ -229,6 +230,7 @@ class BenchmarkConfig:
         **dict.fromkeys(CLUSTER, "the benchmark measures one machine"),
         "init_from": "a step takes as long with any weights",
         "gpu_memory_growth": "the processes of the benchmark share the GPUs, so it is always on",
+        **dict.fromkeys(OF_TRAINING, "the benchmark trains no run"),
     }
 
     recipe: TrainConfig = setting(TrainConfig(), RECIPE, "the recipe whose step is measured")

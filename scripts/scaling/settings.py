@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.programs import CLUSTER, VARIED, BenchmarkConfig
+from cifar_towers.config.programs import CLUSTER, OF_TRAINING, VARIED, BenchmarkConfig
 from cifar_towers.config.train_config import RECIPE, check_limits, setting, settings_of
 
 _scaling = settings_of("Scaling")
@@ -20,6 +20,7 @@ class ScalingConfig:
     refused: ClassVar[Mapping[str, str]] = {  # settings of the recipe without a flag here -> why
         **dict.fromkeys(VARIED, "one tower is measured, and every exchange is predicted"),
         **dict.fromkeys(CLUSTER, "one tower is measured, on one machine"),
+        **dict.fromkeys(OF_TRAINING, "one tower is measured, and no run is trained"),
     }
 
     recipe: TrainConfig = setting(TrainConfig(), RECIPE, "recipe whose step is measured")

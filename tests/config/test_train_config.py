@@ -113,6 +113,8 @@ USAGE_ERRORS = {
         (["--batchsize=2"], "did you mean --batch_size?"),
         (["--num_gpus=2"], "num_gpus is not a flag of this program: the benchmark varies"),
         (["--nogpu_memory_growth"], "gpu_memory_growth is not a flag of this program: the processes of the benchmark"),
+        (["--log_device_placement"], "log_device_placement is not a flag of this program: the benchmark trains no run"),
+        (["--overwrite"], "overwrite is not a flag of this program: the benchmark trains no run"),
     ],
     EvaluateConfig: [
         ([], "which run"),
