@@ -13,7 +13,7 @@ def main(shutdown: ShutdownHandler) -> None:
       python -m scripts.speedrun --recipe=speed94 --target=0.94 --seeds=0,1,2
     """
     config = parse(SpeedrunConfig, main)
-    shutdown.exit_immediately_from_now("finished seeds are kept; the same command resumes")
+    shutdown.exit_immediately_from_now("finished seeds are kept; the command without --overwrite resumes")
     source = find_data(config.recipe)
     from scripts.speedrun import seeds
 

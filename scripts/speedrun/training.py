@@ -31,7 +31,8 @@ def run_training(config: TrainConfig, quiet: bool = False) -> dict:
         if code:
             error = last_line(captured) if quiet else "its error is printed above"
             raise RunError(
-                f"the training in {config.directory} ended with exit code {code} ({error}); the same command resumes it"
+                f"the training in {config.directory} ended with exit code {code} ({error}); mend that, then repeat the "
+                "command without --overwrite, which keeps finished seeds"
             )
     result = files.read_json_if_any(config.directory / files.RESULT)
     if not result:
