@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--mirrored", type=int, default=1, help="replicas under MirroredStrategy; 1: no strategy")
     parser.add_argument("--untuned", action="store_true", help="leave oneDNN as TensorFlow chooses")
     args = parser.parse_args()
-    data = protocol.load(args.data, args.batch_size)
+    data = protocol.load(args.data)
     if args.untuned:
         os.environ.pop("TF_ENABLE_ONEDNN_OPTS", None)  # the comparison that starts this has set it
     else:

@@ -17,30 +17,19 @@ WARM_UP_STEPS = 2  # one that traces and compiles, and one more
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the flags of all peers; a peer may add its own."""
+    """Return a parser with the flags that the comparison gives all peers; a peer may add its own."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    add = parser.add_argument
-    add("--model", default="speednet94", help="speednet94, resnet20 or cifarnet; not every peer has all [%(default)s]")
-    add("--batch_size", type=int, default=128, help="images per step, or per tower [%(default)s]")
-    add("--precision", choices=("float32", "bfloat16"), default="float32")
-    add(
-        "--data",
-        type=Path,
-        required=True,
-        help=".npz file: `images` as a net sees them, `labels`, `raw` uint8",
-    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--batch_size", type=int, required=True, help="images per step, or per tower")
+    parser.add_argument("--precision", required=True, help="float32 or bfloat16")
+    parser.add_argument("--data", type=Path, required=True, help="file of the arrays that `load` returns")
     return parser
 
 
-def load(path: Path, batch_size: int) -> dict[str, np.ndarray]:
+def load(path: Path) -> dict[str, np.ndarray]:
     """Load the arrays of a file: `images` [N, H, W, 3] float32, `labels` [N] int64, `raw` [N, 32, 32, 3] uint8."""
     with np.load(path) as file:
-        arrays = {name: file[name] for name in ("images", "labels", "raw")}
-    if len(arrays["labels"]) < batch_size:
-        exit_with_error(
-            f"--batch_size={batch_size} is more than the {len(arrays['labels'])} images in {path}; give fewer"
-        )
-    return arrays
+        return {name: file[name] for name in ("images", "labels", "raw")}
 
 
 def serve(run: Callable[[int], Iterable[float]], trained: int) -> None:
@@ -56,9 +45,3 @@ def serve(run: Callable[[int], Iterable[float]], trained: int) -> None:
     print(trained, file=output, flush=True)
     for request in sys.stdin:
         print(json.dumps(list(run(int(request)))), file=output, flush=True)
-
-
-def exit_with_error(message: str) -> None:
-    """End the program with one line and exit code 2."""
-    print(message, file=sys.stderr)
-    sys.exit(2)

@@ -15,10 +15,10 @@ import protocol
 
 try:
     import torch
-except ImportError:
-    protocol.exit_with_error(
+except ImportError as error:
+    raise SystemExit(
         "PyTorch is missing; type: pip install 'torch>=2.6,<3', or give --peer_python of a Python that has it"
-    )
+    ) from error
 from torch import nn
 from torch.nn import functional as F
 
@@ -180,15 +180,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     torch.manual_seed(0)
-    data = protocol.load(args.data, args.batch_size)
+    data = protocol.load(args.data)
     images, labels = data["images"][: args.batch_size], data["labels"][: args.batch_size]
-    if args.model == "speednet94":
-        with torch.no_grad():
-            model = Speednet94(torch.from_numpy(images).permute(0, 3, 1, 2))
-    elif args.model == "resnet20":
+    if args.model == "resnet20":
         model = Resnet20()
     else:
-        protocol.exit_with_error(f"--model={args.model} is not one of speednet94, resnet20")
+        with torch.no_grad():
+            model = Speednet94(torch.from_numpy(images).permute(0, 3, 1, 2))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     protocol.serve(make_step(model, images, labels, args), trained)
 

@@ -7,6 +7,7 @@ rate, weight losses and moving averages of all weights; one `session.run` per st
 Source: "Convolutional Neural Networks", a TensorFlow tutorial of 2015 to 2018.
 """
 
+import functools
 import sys
 import time
 from collections.abc import Iterator
@@ -30,11 +31,7 @@ def main() -> None:
         "--towers", type=int, default=2, help="number of towers on GPUs or logical CPUs, each with --batch_size images"
     )
     args = parser.parse_args()
-    if (args.model, args.precision) != ("cifarnet", "float32"):
-        protocol.exit_with_error(
-            "the tutorial has one model in one precision; give --model=cifarnet --precision=float32"
-        )
-    data = protocol.load(args.data, args.batch_size)
+    data = protocol.load(args.data)
     import_tensorflow()
     import tensorflow as tf
 
@@ -100,13 +97,8 @@ def training_graph(v1, batches, devices: list[str]):
 
 def net(v1, x):
     """Compute [B, 10] logits of [B, 24, 24, 3] images."""
-
-    def pool(x):
-        return v1.nn.max_pool(x, [1, 3, 3, 1], [1, 2, 2, 1], "SAME")
-
-    def norm(x):
-        return v1.nn.lrn(x, 4, 1.0, 0.001 / 9, 0.75)
-
+    pool = functools.partial(v1.nn.max_pool, ksize=[1, 3, 3, 1], strides=[1, 2, 2, 1], padding="SAME")
+    norm = functools.partial(v1.nn.lrn, depth_radius=4, bias=1.0, alpha=0.001 / 9, beta=0.75)
     for name, channels_in, bias in (("conv1", 3, 0.0), ("conv2", 64, 0.1)):
         with v1.variable_scope(name):
             kernel = variable(v1, "weights", [5, 5, channels_in, 64], 0.05)
