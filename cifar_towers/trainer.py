@@ -78,13 +78,14 @@ def train(
     with coordination.connect(cluster, setup_devices, config.worker_wait_seconds, shutdown) as (workers, hardware):
         source, dataset = build.load_data(config, source)
         workers.assert_equal(shared_values(config, dataset, hardware.precision, len(hardware.local_towers)))
+        again = "the same command" + " without --overwrite" * config.overwrite  # which would delete the run
         asked, config = config, workdir.choose_directory(config, source.banner, launch_id)
         with coordination.worker_train_dir(workers, config.train_dir) as own, explained_errors(asked, hardware.towers):
             config = dataclasses.replace(config, train_dir=own)
             named = [load_object("callback", config.callback)] if config.callback and workers.is_chief else []
             callbacks = [*callbacks, *named] if workers.is_chief else []
             with Callbacks(callbacks, make_handle(config.directory)).until_end() as told:
-                set_up = functools.partial(Run, dataset, source.banner, hardware, shutdown, workers, timer, told)
+                set_up = functools.partial(Run, dataset, source.banner, hardware, shutdown, workers, timer, told, again)
                 return train_run(config, set_up, launch_id)
 
 
@@ -165,7 +166,7 @@ def train_from(step: int, run: "Run") -> int:
 def finish(step: int, run: "Run") -> dict:
     """Save the last step, evaluate every split, and write the result."""
     saved = run.save_now(step, wait=True)
-    outcome = f"step {step} is saved; the same command evaluates it" if saved else run.checkpoints.describe_latest()
+    outcome = f"step {step} is saved; {run.again} evaluates it" if saved else run.checkpoints.describe_latest()
     run.shutdown.exit_immediately_from_now(outcome)
     run.logger.begin_final_evaluation(step, run.evaluator.splits)
     run.evaluate_now(step, final=True)
@@ -184,7 +185,7 @@ def finish(step: int, run: "Run") -> dict:
     }
     run.logger.log_result(result)
     if not saved and not run.save_now(step):  # a last attempt: evaluation took a while
-        raise RunError(f"step {step}, the last, could not be saved; make room, then the same command resumes")
+        raise RunError(f"step {step}, the last, could not be saved; make room, then {run.again} resumes")
     run.logger.write_result(result)
     return result
 
@@ -213,12 +214,14 @@ class Run:
         workers: Workers,
         timer: PhaseTimer,
         callbacks: Callbacks,
+        again: str,
         requested: TrainConfig,
         micro_batches: int = 0,
     ):
         """Build batches, model, state, step and collaborators as the `requested` config asks for.
 
         Args:
+          again: the command that resumes the run, as messages call it.
           micro_batches: number of micro-batches if the config says `auto`; 0: the number that the run had so far, or 1
             in a new run.
 
@@ -227,7 +230,7 @@ class Run:
         """
         strategy, towers, self.local_towers, precision = hardware
         self.requested, self.dataset, self.precision = requested, dataset, precision
-        self.shutdown, self.workers, self.timer, self.callbacks = shutdown, workers, timer, callbacks
+        self.shutdown, self.workers, self.timer, self.callbacks, self.again = shutdown, workers, timer, callbacks, again
 
         rows = requested.examples_drawn * len(self.local_towers) // len(towers)
         self.batches = build.make_batches(requested, dataset.train, rows=(workers.index * rows, rows), towers=towers)
@@ -252,7 +255,7 @@ class Run:
         self.image_size_at = ImageSizeSchedule(config.image_size_schedule, config.image_size).at(length)
         names = [*self.state.loss_averages.sums, *(f"the gradient of {name}" for name in self.state.weight_names)]
         self.step_runner = StepRunner(
-            train_step, self.state.optimizer, self.image_size_at, config.verify_every_steps, self.towers, names
+            train_step, self.state.optimizer, self.image_size_at, config.verify_every_steps, self.towers, names, again
         )
 
         self._make_observers(banner, chosen)
@@ -500,7 +503,7 @@ class Run:
         saved = self.save_now(step, wait=True)
         outcome = f"saved step {step}" if saved else self.checkpoints.describe_latest()
         self.stop_after_callback_error(step)
-        return Interrupted(self.shutdown.signal, f"{outcome}: the same command resumes")
+        return Interrupted(self.shutdown.signal, f"{outcome}: {self.again} resumes")
 
     def stop_after_callback_error(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
         """Save the last finished step and end the run if a callback has raised an exception.
@@ -511,7 +514,7 @@ class Run:
         if self.callbacks.error:
             self.check_and_log(step, self.step_runner.finish())
             outcome = f"saved step {step}" if self.save_now(step) else f"step {step} is not saved"
-            raise CallbackError(f"{self.callbacks.error}; {outcome}: the same command resumes")
+            raise CallbackError(f"{self.callbacks.error}; {outcome}: {self.again} resumes")
 
     def roll_back(self, error: DivergedError) -> int:
         """Restore the last checkpoint before the non-finite steps; return its step.
@@ -574,17 +577,14 @@ def explained_errors(config: TrainConfig, towers: Sequence[Tower]) -> Iterator[N
 
     Raises:
       UsageError: a device's memory is too small, or an operation has no deterministic form. Other errors: those from
-        inside. With `overwrite` they say that the same command resumes without it.
+        inside.
     """
-    without = " without --overwrite" * config.overwrite
     try:
         yield
-    except (RunError, Interrupted) as error:
-        error.args = (str(error).replace("the same command", f"the same command{without}"),)
-        raise
     except tf.errors.OpError as error:
         if reason := tuning.describe_out_of_memory(error):
             advice = "a smaller --batch_size, which is another run, may fit"
+            without = " without --overwrite" * config.overwrite
             if more := tuning.suggest_more_micro_batches(config, len(towers)):
                 advice = f"the same command with {more} takes each share in smaller parts, and{without} resumes from "
                 advice += "the last checkpoint if the net has no batch normalization"

@@ -35,6 +35,7 @@ class StepRunner:
     verify_every_steps: int = 0  # 0: never; verified steps are returned at once
     towers: Sequence[Tower] = ()
     value_names: Sequence[str] = ()  # names of the values that `step.to_bytes` returns
+    again: str = "the same command"  # that resumes the run, in messages
     # kinds of steps that have run, each compiled once: (image size, repeated work, active parameter groups)
     traced: set[tuple] = dataclasses.field(default_factory=set)
     _unread: list[FinishedStep] = dataclasses.field(default_factory=list)  # the last step, its metrics still tensors
@@ -117,7 +118,7 @@ class StepRunner:
             return UsageError(f"{name} has other bits where TensorFlow compiles it alone; leave verify_every_steps")
         return CorruptedError(
             f"step {step + 1} is not applied: {name} ({owner.device}) has other bits if {other.name} ({other.device}) "
-            "repeats it, so one of them made an error; the same command resumes from the last checkpoint"
+            f"repeats it, so one of them made an error; {self.again} resumes from the last checkpoint"
         )
 
     def _arguments(
