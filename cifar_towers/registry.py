@@ -60,6 +60,7 @@ TTA_LEVELS = {  # `--tta`: views whose weights sum to 1, the image itself first.
         TtaView(0.125, mirrored=True, shift=1),
     ),
 }
+TTA_HELP = "0 (none), 1 (mirror), 2 (mirror and shifts)"  # the levels, for help texts and errors
 
 
 def model_spec(model: str) -> ModelSpec:
@@ -106,13 +107,3 @@ def suggest_data(path: str, tried: str = "") -> str:
     found += [(FOLDER, place)] if place.is_dir() and (not found or any(map(Path.is_dir, place.iterdir()))) else []
     guesses = [name for prefix, data in found if (name := f"{prefix}{data}") != tried]
     return f"did you mean {' or '.join(guesses[:3])}? " if guesses else ""
-
-
-def describe_tta_levels() -> str:
-    """Return a list of the levels with the views that each adds, for help texts."""
-    return ", ".join(f"{level} ({_describe_views(views)})" for level, views in TTA_LEVELS.items())
-
-
-def _describe_views(views: tuple[TtaView, ...]) -> str:
-    added = {"mirror": any(view.mirrored for view in views), "shifts": any(view.shift for view in views)}
-    return " and ".join(name for name, used in added.items() if used) or "none"

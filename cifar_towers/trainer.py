@@ -22,7 +22,7 @@ from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError, UsageError, count, error_text
-from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, make_evaluate_fn
+from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, score_split
 from cifar_towers.evaluation.score import describe_score, reported_score
 from cifar_towers.models.layers import has_batch_norm
 from cifar_towers.multi_worker import coordination
@@ -285,7 +285,7 @@ class Run:
         show = functools.partial(self.logger.progress.activity, "evaluating")
         classify = make_classify_fn(self.state.model, self.local_towers, self.augmentation, workers, show)
         self.evaluator = Evaluator(
-            make_evaluate_fn(classify),
+            functools.partial(score_split, classify),
             {"validation": dataset.validation, "test": dataset.test},
             self.state.evaluation_weights,
             config.evaluate_every_steps(length),

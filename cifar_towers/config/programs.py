@@ -19,7 +19,7 @@ from cifar_towers.config.train_config import (
     settings_of,
 )
 from cifar_towers.errors import DataError, UsageError, describe_exit_codes
-from cifar_towers.registry import SPLIT_NAMES, TTA_LEVELS, check_dataset, check_model, describe_tta_levels
+from cifar_towers.registry import SPLIT_NAMES, TTA_HELP, TTA_LEVELS, check_dataset, check_model
 
 RUN_FIELDS = (
     *("run", "recipe", "data", "seed", "towers", "state", "step", "scored_step", "split", "weights", "accuracy"),
@@ -64,7 +64,7 @@ class ComputeConfig(TrainedRunConfig):
 
     exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes} or the output cannot be written"
 
-    tta: int = _run(0, f"level of test-time augmentation: {describe_tta_levels()}", low=0, high=max(TTA_LEVELS))
+    tta: int = _run(0, f"level of test-time augmentation: {TTA_HELP}", low=0, high=max(TTA_LEVELS))
     precision: str = _run("auto", f"{PRECISION_HELP}; float32 if trained in it", choices=("auto", *PRECISIONS))
 
 

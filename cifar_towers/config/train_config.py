@@ -424,7 +424,7 @@ class TrainConfig(DeviceConfig):
     eval_every_epochs: float = _reporting.free(1.0, "epochs between evaluations; 0: only after the last step", low=0)
     tta: int = _reporting.free(
         0,
-        f"level of test-time augmentation in the final evaluation: {registry.describe_tta_levels()}",
+        f"level of test-time augmentation in the final evaluation: {registry.TTA_HELP}",
         low=0,
         high=max(TTA_LEVELS),
         per_run=False,

@@ -23,7 +23,6 @@ MAX_FEATURES = 1000  # examples whose features are returned
 
 Values = Sequence[Any]  # of variables: tensors, arrays or the variables
 ClassifyFn = Callable[..., list[np.ndarray]]  # see `make_classify_fn`
-EvaluateFn = Callable[..., dict[int, Score]]  # see `make_evaluate_fn`
 
 
 @dataclasses.dataclass
@@ -34,7 +33,7 @@ class Evaluator:
     augmentation (TTA). At the end every split is scored with all sets of weights, and with TTA for the reported set.
     """
 
-    evaluate: EvaluateFn
+    evaluate: Callable[..., dict[int, Score]]  # `score_split` with its first argument
     splits: Mapping[str, Split]  # in the order of the reports
     weight_sets: Callable[[], Mapping[str, tuple]]  # name -> (weights, non-trainable values); the run reports the last
     every_steps: int  # steps between evaluations before the end; 0: only at the end
@@ -69,19 +68,13 @@ class Evaluator:
         ]
 
 
-def make_evaluate_fn(classify: ClassifyFn) -> EvaluateFn:
-    """Return a function that scores a split without TTA and at a level of TTA, in one pass of `classify`.
-
-    The function is (split, weights, non_trainable, tta) -> {0: score, tta: score}.
-    """
-
-    def evaluate(split: Split, weights: Values, non_trainable: Values, tta: int = 0) -> dict[int, Score]:
-        plain, augmented, features = classify(split.images, weights, non_trainable, tta)
-        known = features if features.shape[1] else None
-        by_level = {0: plain, tta: augmented}
-        return {level: Score(split.labels, logits, known) for level, logits in by_level.items()}
-
-    return evaluate
+def score_split(
+    classify: ClassifyFn, split: Split, weights: Values, non_trainable: Values, tta: int = 0
+) -> dict[int, Score]:
+    """Score a split without TTA and at a level of TTA, in one pass of `classify`; return {0: score, tta: score}."""
+    plain, augmented, features = classify(split.images, weights, non_trainable, tta)
+    known = features if features.shape[1] else None
+    return {level: Score(split.labels, logits, known) for level, logits in {0: plain, tta: augmented}.items()}
 
 
 def make_classify_fn(

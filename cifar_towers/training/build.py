@@ -244,30 +244,20 @@ def make_state(
 def role_schedules(config: TrainConfig, length: schedules.RunLength) -> dict[str, RoleSchedule]:
     """Return the learning rate of each role in a recipe over a run of this length."""
     kind, knots = schedules.parse_rate(config.learning_rate_schedule)
-    shape = schedules.RATE_SHAPES[kind]
-    steps = knots.steps(length)
+    factor = functools.partial(schedules.RATE_SHAPES[kind], steps=knots.steps(length), values=knots.values)
     whitening_steps = math.ceil(schedules.to_steps(config.whitening_epochs, length.steps_per_epoch))
     bias_rate = config.bias_learning_rate or config.learning_rate
-
-    def factor(step):
-        return shape(step, steps, knots.values)
-
-    def whitening_factor(step):
-        return 1 - step / whitening_steps
-
-    def first_group_factor(step):
-        return factor(step / config.freeze_first_group)
-
+    whitening_rate = config.whitening_learning_rate or bias_rate
     roles = {
         "kernels": RoleSchedule(config.learning_rate, factor),
         "biases": RoleSchedule(bias_rate, factor),
         "head": RoleSchedule(config.head_learning_rate or config.learning_rate, factor),
-        "whitening": RoleSchedule(config.whitening_learning_rate or bias_rate, whitening_factor, whitening_steps),
+        "whitening": RoleSchedule(whitening_rate, lambda step: 1 - step / whitening_steps, whitening_steps),
     }
     if config.freeze_first_group:
         end = math.ceil(schedules.to_steps(config.freeze_first_group, length.total))
-        roles["first_kernels"] = RoleSchedule(config.learning_rate, first_group_factor, end)
-        roles["first_biases"] = RoleSchedule(bias_rate, first_group_factor, end)
+        for role, rate in {"first_kernels": config.learning_rate, "first_biases": bias_rate}.items():
+            roles[role] = RoleSchedule(rate, lambda step: factor(step / config.freeze_first_group), end)
     return roles
 
 

@@ -4,6 +4,7 @@ An optimizer is a pair of update rules, and its name one of `registry.OPTIMIZERS
 kernels, biases, the head, whitening filters, or the kernels and biases of the first group of convolutions.
 """
 
+import functools
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
@@ -216,13 +217,8 @@ def make_optimizer(
     Raises:
       ValueError: there is no such optimizer, or variables have a role without a schedule.
     """
-
-    def sgd(variables: list[tf.Variable], decay: float) -> Momentum:
-        return Momentum(variables, momentum, nesterov, decay)
-
-    def muon(variables: list[tf.Variable], decay: float) -> Muon:
-        return Muon(variables, muon_momentum, total_steps, decay)
-
+    sgd = functools.partial(Momentum, momentum=momentum, nesterov=nesterov)
+    muon = functools.partial(Muon, momentum=muon_momentum, total_steps=total_steps)
     # optimizer -> (rule of convolution kernels, rule of all other variables)
     rules: dict[str, tuple[Callable[..., UpdateRule], Callable[..., UpdateRule]]]
     rules = {"momentum": (sgd, sgd), "muon": (muon, sgd), "adamw": (AdamW, AdamW)}
@@ -238,7 +234,7 @@ def make_optimizer(
     for role, schedule in schedules.items():
         decay = weight_decay * learning_rate / schedule.peak_rate if schedule.peak_rate else 0.0
         make_rule = of_kernels if role.removeprefix("first_") == "kernels" else of_others
-        groups.append(ParamGroup(role, make_rule(variables[role], decay), schedule))
+        groups.append(ParamGroup(role, make_rule(variables[role], weight_decay=decay), schedule))
     return Optimizer(groups)
 
 

@@ -7,7 +7,7 @@ import pytest
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation import score
-from cifar_towers.evaluation.evaluator import make_classify_fn, make_evaluate_fn
+from cifar_towers.evaluation.evaluator import make_classify_fn, score_split
 from cifar_towers.evaluation.score import Evaluation, Score, fit_temperature, scale_temperature
 from cifar_towers.reporting.run_logger import evaluation_record
 from cifar_towers.training.distributed_step import make_strategy
@@ -158,7 +158,7 @@ def test_calibration_is_the_same_on_several_towers(towers, mirrored):
         )
         predicted = classify(images, values, [])[0].argmax(1)
         split = Split(images, np.where(np.arange(101) % 3, predicted, guesses))
-        scores = make_evaluate_fn(classify)(split, values, [], 2)
+        scores = score_split(classify, split, values, [], 2)
         return [evaluation_record(Evaluation("test", "raw", tta, each), []) for tta, each in scores.items()]
 
     for one, several in zip(records(1), records(3), strict=True):

@@ -6,7 +6,7 @@ import tensorflow as tf
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation import evaluator
-from cifar_towers.evaluation.evaluator import make_classify_fn, make_evaluate_fn
+from cifar_towers.evaluation.evaluator import make_classify_fn, score_split
 from cifar_towers.evaluation.score import Score, reported_score, wilson_interval
 from cifar_towers.registry import TTA_LEVELS
 from cifar_towers.training.distributed_step import make_strategy
@@ -119,8 +119,8 @@ def test_every_example_counts_once_on_any_number_of_towers(towers, reader, count
     red = labels == np.arange(examples) % 2  # right for a part of them
     images = np.zeros((examples, 32, 32, 3), np.uint8)
     images[:, 0, 0, 0] = 255 * red
-    evaluate = make_evaluate_fn(make_classify_fn(reader, towers(count), Augmentation()))
-    found = evaluate(Split(images, labels), [tf.one_hot([1], 10)], [])[0]
+    classify = make_classify_fn(reader, towers(count), Augmentation())
+    found = score_split(classify, Split(images, labels), [tf.one_hot([1], 10)], [])[0]
     # below the mean level the logit of class 1 is negative, and class 0 is the first of the others
     assert (found.count, found.correct, found.confusion.sum()) == (examples, (red == labels).sum(), examples)
 
@@ -134,8 +134,8 @@ def test_larger_images_come_in_smaller_batches(towers, monkeypatch, image_size, 
     x = keras.layers.Lambda(lambda x: seen.append(x.shape[0]) or x)(images)
     model = keras.Model(images, keras.layers.GlobalMaxPooling2D()(keras.layers.Dense(2, use_bias=False)(x)))
     split = Split(np.zeros((10, image_size, image_size, 3), np.uint8), np.arange(10) % 2)
-    evaluate = make_evaluate_fn(make_classify_fn(model, towers(1), Augmentation()))
-    found = evaluate(split, [tf.zeros([3, 2])], [])[0]
+    classify = make_classify_fn(model, towers(1), Augmentation())
+    found = score_split(classify, split, [tf.zeros([3, 2])], [])[0]
     assert {*seen} - {None} == {at_once} and found.count == 10 and found.confusion.sum() == 10
 
 
@@ -169,9 +169,9 @@ def test_one_pass_gives_both_levels(towers, reader):
     images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8)
     kernel = np.random.default_rng(1).normal(size=(1, 10)).astype("f4")
     split = Split(images, np.arange(6))
-    evaluate = make_evaluate_fn(make_classify_fn(reader, towers(2), Augmentation()))
-    plain = evaluate(split, [tf.constant(kernel)], [], 0)[0]
-    both = evaluate(split, [tf.constant(kernel)], [], 2)
+    classify = make_classify_fn(reader, towers(2), Augmentation())
+    plain = score_split(classify, split, [tf.constant(kernel)], [], 0)[0]
+    both = score_split(classify, split, [tf.constant(kernel)], [], 2)
     assert set(both) == {0, 2} and both[0].loss == pytest.approx(plain.loss) != both[2].loss
     levels = ((images / 255 - 0.4914) / 0.2470)[..., 0]
     padded = np.pad(levels, [(0, 0), (1, 1), (1, 1)], "reflect")

@@ -44,7 +44,7 @@ PARTS = {
     "loop": (trainer, "train_from", False),
     "update": (trainer.Run, "start_step", False),
     "step": (StepRunner, "start", False),
-    "evaluation": (trainer, "make_evaluate_fn", True),
+    "evaluation": (trainer, "score_split", False),
     "save": (manager, "save_checkpoint", False),
     "progress": (Progress, "step", False),
 }
