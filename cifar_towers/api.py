@@ -48,7 +48,7 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
         raise UsageError(f"{name} is for the programs; call train once for each seed, and start workers by launch.py")
     if not isinstance(callbacks, Sequence):
         raise UsageError(f"callbacks={callbacks!r} is no list; write callbacks=[...]")
-    from cifar_towers.checkpointing.checkpoint import latest_checkpoint
+    from cifar_towers.checkpointing.checkpoint import list_checkpoints
     from cifar_towers.cli.main import start_training
 
     opened: list[Run] = []
@@ -62,7 +62,7 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
         try:
             start_training(config, shutdown, callbacks=callbacks, make_handle=make_handle)
         except Interrupted as interrupt:
-            if not (opened and latest_checkpoint(opened[-1].directory)):
+            if not (opened and list_checkpoints(opened[-1].directory)):
                 raise KeyboardInterrupt(str(interrupt)) from None
             print(FLAG_DASHES.sub("", f"interrupted: {interrupt}"))
     return opened[-1]
