@@ -11,7 +11,7 @@ from cifar_towers import files
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import RunError, UsageError
 from cifar_towers.training import build
 from scripts.speedrun import seeds, training
 
@@ -30,6 +30,15 @@ def test_program_starts_in_a_checkout(program, flag):
     command = [sys.executable, "-m", f"scripts.{program}", flag]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and flag[2:] in done.stderr
+
+
+def test_a_training_that_fails_says_how_to_keep_the_finished_seeds(tmp_path, monkeypatch):
+    """The same command is not the one to type if it has --overwrite."""
+    failing = [sys.executable, "-c", "raise SystemExit('full disk')"]
+    monkeypatch.setattr(training, "train_command", lambda config: failing)
+    expected = r"exit code 1 \(full disk\); mend that, then repeat the command without --overwrite, which keeps"
+    with pytest.raises(RunError, match=expected):
+        training.run_training(TrainConfig(train_dir=str(tmp_path), overwrite=True), quiet=True)
 
 
 def test_command_of_a_training_has_its_settings_and_its_name(tmp_path):
