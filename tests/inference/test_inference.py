@@ -178,10 +178,10 @@ def test_run_in_float32_is_evaluated_and_predicted_in_float32_also_where_bfloat1
 
 
 def test_run_in_bfloat16_is_evaluated_in_what_this_machine_computes_faster(tmp_path, with_bfloat16, monkeypatch):
-    train(CONFIG, train_dir=str(tmp_path / "run"), precision="bfloat16", max_steps=1)
-    assert evaluate_as_json(tmp_path / "run")["precision"] == "bfloat16"
+    train(CONFIG, tmp_path / "run", precision="bfloat16", max_steps=1, batch_size=10)
+    assert evaluate_as_json(tmp_path / "run", num_images=20)["precision"] == "bfloat16"
     monkeypatch.setattr(devices, "resolve_precision", lambda setting, device: ("float32", ""))
-    assert evaluate_as_json(tmp_path / "run")["precision"] == "float32"
+    assert evaluate_as_json(tmp_path / "run", num_images=20)["precision"] == "float32"
 
 
 # Calibration --------------------------------------------------------------------------------------------------------
@@ -306,10 +306,9 @@ def test_another_set_has_its_own_validation_split_and_the_moved_set_the_held_out
     own = evaluate_as_json(directory, **settings)
     assert own["count"] == 100
     moved = write_arrays(tmp_path / "moved", **sets)
-    for split in ("validation", "train"):
-        here, there = (
-            evaluate_as_json(directory, precision="float32", split=split, dataset=data) for data in ("", moved)
-        )
+    train_images = evaluate_as_json(directory, precision="float32", split="train")
+    for here in (own, train_images):
+        there = evaluate_as_json(directory, dataset=moved, precision="float32", split=here["split"])
         assert (there["confusion"], there["changed_data"]) == (here["confusion"], False)
     few = write_arrays(tmp_path / "few", **(sets | {"train": SMALL[0].take(slice(60))}))  # fewer than were held out
     many = write_arrays(tmp_path / "many", **(sets | {"train": SMALL[0].take(slice(300))}))

@@ -28,9 +28,13 @@ def test_number_of_parameters(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("cifarnet", 24), ("resnet20", 24), ("speednet93", None), ("speednet96", None)]
+    ("name", "size", "dtype"),
+    [
+        *((name, 24, dtype) for name in ("cifarnet", "resnet20") for dtype in ("float32", "mixed_bfloat16")),
+        ("speednet93", None, "mixed_bfloat16"),
+        ("speednet96", None, "float32"),
+    ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
 def test_logits_and_a_gradient_for_every_weight(name, size, dtype):
     """A speednet that is built for no size takes images of any."""
     model = MODELS[name](image_size=size, dtype=dtype)

@@ -22,10 +22,10 @@ GPUS = ("/GPU:0", "/GPU:1")
 
 
 SETUPS = [
-    *(({"model": "cifarnet", "variable_placement": placement}, 4) for placement in PLACEMENTS),
+    *(({"model": "cifarnet", "variable_placement": placement}, 3) for placement in PLACEMENTS),
     ({"model": "resnet20", "variable_placement": "round_robin", "gradient_device": "cpu"}, 2),
     ({"model": "speednet93", "variable_placement": "round_robin", "micro_batches": 2}, 2),
-    ({"model": "cifarnet", "strategy": "mirrored", "all_reduce": "one_device"}, 4),
+    ({"model": "cifarnet", "strategy": "mirrored", "all_reduce": "one_device"}, 3),
 ]
 
 

@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
-from cifar_towers.errors import Interrupted, UsageError
+from cifar_towers.errors import UsageError
 from cifar_towers.training import build
 from cifar_towers.training.build import load_augmentation, load_loss
-from tests.runs.short_runs import TINY, StopAtStep, run
+from tests.runs.short_runs import TINY, run, small_runs, stopped_after
 from tests.training.runs import Run
 
 PAGE = Path(__file__).parents[2] / "docs/your-own.md"
@@ -149,14 +149,12 @@ def test_a_loss_with_a_variable_is_refused_and_one_with_a_constant_is_not(train,
     assert doubled[0].loss == pytest.approx(2 * plain[0].loss)
 
 
-def test_a_resumed_run_draws_the_same_numbers(file, tmp_path, monkeypatch):
-    small = synthetic.make(400, 0, 0), synthetic.make(100, 0, 1)
-    monkeypatch.setattr(synthetic, "load", lambda seed=0: small)
+def test_a_resumed_run_draws_the_same_numbers(file, tmp_path):
     functions = {"augment": f"{file}:mixup", "loss": f"{file}:brier"}
-    config = replace(TINY, **functions, batch_size=40, num_gpus=2, max_steps=8, summary_every_steps=0)
-    whole = run(config, tmp_path / "whole")
-    with pytest.raises(Interrupted):
-        run(config, tmp_path / "stopped", StopAtStep(3))
-    assert run(config, tmp_path / "stopped")["weights_sha256"] == whole["weights_sha256"]
-    with pytest.raises(UsageError, match="augment"):
-        run(replace(config, augment=""), tmp_path / "whole")
+    config = replace(TINY, **functions, batch_size=40, num_gpus=2, max_steps=8, checkpoint_every_steps=3)
+    with small_runs(synthetic.make(400, 0, 0), synthetic.make(100, 0, 1)):
+        whole = run(config, tmp_path / "whole")
+        resumed = run(config, stopped_after(3, tmp_path / "whole", tmp_path / "stopped"))
+        assert resumed["weights_sha256"] == whole["weights_sha256"]
+        with pytest.raises(UsageError, match="augment"):
+            run(replace(config, augment=""), tmp_path / "whole")
