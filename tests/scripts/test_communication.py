@@ -41,8 +41,8 @@ def test_predicted_bytes_equal_those_of_a_traced_step(towers, examples, settings
     expected = step_bytes(net, exchange, devices, BATCH, EXAMPLE_BYTES, gradient_device=mean_on)
     rest = transfers(function, scalars=False) - expected.total()
     if exchange == "one_device":
-        # [4, n] float32 of losses, correct, nonfinite and stop signal, needed on the first device
-        metrics_bytes = 4 * 4 * (len(state.loss_averages.sums) + 2)
+        # [K, n] float32 of losses, correct, nonfinite and stop signal, needed on the first device
+        metrics_bytes = 4 * count * (len(state.loss_averages.sums) + 2)
         assert rest == {(device, devices[0]): metrics_bytes for device in devices[1:]}
     else:
         assert bool(expected.scatter) == bool(mean_on)
