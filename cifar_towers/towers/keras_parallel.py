@@ -21,6 +21,7 @@ OF_ORIGINAL = (  # what a parallel model takes from the original: files, and whi
     *("get_layer", "get_config", "get_build_config", "get_compile_config", "_obj_type", "layers"),
     *("trainable_variables", "trainable_weights"),
 )
+ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}  # by type of their operation
 SPLIT_TOLERANCE = 0.05  # smaller differences between a batch and its parts, relative to the largest value, are rounding
 
 
@@ -82,8 +83,8 @@ class ParallelModel(keras.Model):
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Run the forward pass on all towers, then update the model's non-trainable state once."""
         passes, sizes = run_on_any_batch(functools.partial(self.on_tower, training), self._towers, inputs)
-        tower_outputs, tower_masks, tower_losses, tower_states = zip(*passes, strict=True)
-        outputs, masks = join_outputs(list(zip(tower_outputs, tower_masks, strict=True)), sizes)
+        tower_outputs, tower_extras, tower_losses, tower_states = zip(*passes, strict=True)
+        outputs, extras = join_outputs(list(zip(tower_outputs, tower_extras, strict=True)), sizes)
         total = sum(sizes)
         fractions = [size / total for size in sizes]
         for losses in zip(*tower_losses, strict=True):
@@ -92,9 +93,13 @@ class ParallelModel(keras.Model):
             variable = self.model.non_trainable_variables[position]
             values = [state[position] for state in tower_states]
             variable.assign(values[0] if is_seed_generator_state(variable) else _mean(values, fractions))
-        for position, mask in masks.items():
-            tf.nest.flatten(outputs)[position]._keras_mask = mask
-        return outputs
+        flat = tf.nest.flatten(outputs)
+        for (position, name), tensor in extras.items():
+            if name in ACTIVATIONS:
+                flat[position] = ACTIVATIONS[name](tensor)
+            else:
+                setattr(flat[position], name, tensor)
+        return tf.nest.pack_sequence_as(outputs, flat)
 
     def check(self, inputs: Any) -> None:
         """Raise if towers cannot run the model on inputs like these, or if in inference it mixes their rows."""
@@ -119,12 +124,12 @@ class ParallelModel(keras.Model):
 
     def on_tower(
         self, training: bool | None, tower: Tower, inputs: Any
-    ) -> tuple[Any, dict[int, Any], list[Any], dict[int, Any]]:
+    ) -> tuple[Any, dict[tuple[int, str], Any], list[Any], dict[int, Any]]:
         """Run the forward pass of one tower, which reads the model's variables and writes none.
 
         Returns:
-          The outputs [B/K, ...]; the mask [B/K, T] of each output that has one, by position; the losses that layers
-          added; and the new value of each non-trainable variable that changed, by position.
+          The outputs [B/K, ...]; what Keras's losses find at them beside their values, by position and name; the losses
+          that layers added; and the new value of each non-trainable variable that changed, by position.
         """
         values = [(v, tf.convert_to_tensor(v.value)) for v in self.model.variables]
         values = [(v, t + tower.index * TOWER_SEED_STRIDE if is_seed_generator_state(v) else t) for v, t in values]
@@ -134,8 +139,9 @@ class ParallelModel(keras.Model):
         _check_changes(changed, foreign=scope.state_mapping.keys() - {id(v) for v, _ in values})
         position = {id(v): i for i, v in enumerate(self.model.non_trainable_variables)}
         state = {position[id(v)]: tf.stop_gradient(scope.get_current_value(v)) for v in changed}
-        masks = {i: getattr(output, "_keras_mask", None) for i, output in enumerate(tf.nest.flatten(outputs))}
-        return outputs, {i: mask for i, mask in masks.items() if mask is not None}, list(scope.losses), state
+        flat = enumerate(tf.nest.flatten(outputs))
+        extras = {(i, name): tensor for i, output in flat for name, tensor in _extras(output).items()}
+        return outputs, extras, list(scope.losses), state
 
     def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
         """Compile the original too, with the same optimizer, so that a saved model can be trained further.
@@ -151,6 +157,14 @@ class ParallelModel(keras.Model):
 
 for name in OF_ORIGINAL:
     setattr(ParallelModel, name, property(operator.attrgetter(f"model.{name}")))
+
+
+def _extras(output: tf.Tensor) -> dict[str, tf.Tensor]:
+    """Return an output's mask, and the logits that Keras's cross entropies use where it is their softmax or sigmoid."""
+    names = [name for name in ("_keras_logits", "_keras_mask") if getattr(output, name, None) is not None]
+    op = getattr(output, "op", None)  # in graphs, Keras also takes the input of TensorFlow's own operation
+    activation = {op.type: op.inputs[0]} if op and op.type in ACTIVATIONS and "_keras_logits" not in names else {}
+    return activation | {name: getattr(output, name) for name in names}  # a new tensor, then its attributes
 
 
 def _mean(values: Sequence[tf.Tensor], fractions: Sequence[Any]) -> tf.Tensor:

@@ -247,11 +247,53 @@ def test_structured_inputs_and_outputs(towers, data):
     assert_close(histories[1], histories[0], 1e-5, atol=0)
 
 
-def test_masks_reach_the_loss_and_gradients_of_an_embedding_its_rows(towers):
+HEADS = {  # name: activation and loss
+    "softmax_of_labels": ("softmax", "sparse_categorical_crossentropy"),
+    "softmax": ("softmax", "categorical_crossentropy"),
+    "sigmoid": ("sigmoid", "binary_crossentropy"),
+    "tensorflow_softmax": (tf.nn.softmax, "categorical_crossentropy"),
+    "tensorflow_sigmoid": (tf.nn.sigmoid, "binary_crossentropy"),
+    "softmax_as_sigmoid": (tf.nn.softmax, "binary_crossentropy"),  # Keras takes no logits here
+    "none": (None, "mse"),
+}
+
+
+@pytest.mark.parametrize(
+    ("count", "names", "eager"),
+    [
+        (1, ["softmax_of_labels"], False),
+        (2, ["sigmoid"], True),
+        (3, ["tensorflow_softmax"], False),
+        (1, list(HEADS), False),
+        (3, list(HEADS), False),
+        (2, list(HEADS), True),
+    ],
+)
+def test_probabilities_of_zero_are_trained_like_the_original(towers, count, names, eager):
+    """Keras's cross entropies take the logits of such heads, so that the gradient is not lost."""
+    x, labels = 1000 * numbers(10, 8), np.arange(10) % 3
+    y = [labels if name == "softmax_of_labels" else np.eye(3)[labels] for name in names]
+    losses = [HEADS[name][1] for name in names]
+    results = []
+    for wrap in (lambda model: model, lambda model: make_parallel_model(model, towers(count))):
+        keras.utils.set_random_seed(7)
+        inputs = keras.Input((8,))
+        outputs = [keras.layers.Dense(3, HEADS[name][0], name=name)(inputs) for name in names]
+        model = wrap(keras.Model(inputs, outputs if len(names) > 1 else outputs[0]))
+        model.compile(keras.optimizers.SGD(1e-6), losses if len(names) > 1 else losses[0], run_eagerly=eager)
+        history = model.fit(x, y if len(names) > 1 else y[0], batch_size=4, epochs=2, shuffle=False, verbose=0).history
+        results.append([history, model.predict(x, verbose=0), model.get_weights()])
+    assert results[1][0].keys() == results[0][0].keys()  # with several outputs, a loss of each
+    assert_close(results[1], results[0], 1e-4)
+    assert (tf.nest.flatten(results[0][1])[0] == 0).mean() > 0.2
+
+
+@pytest.mark.parametrize("activation", [None, tf.nn.softmax])
+def test_masks_reach_the_loss_and_gradients_of_an_embedding_its_rows(towers, activation):
     def tagger():
         keras.utils.set_random_seed(7)
         embedding = keras.layers.Embedding(5, 3, mask_zero=True)
-        return keras.Sequential([keras.Input((4,), dtype="int32"), embedding, keras.layers.Dense(2)])
+        return keras.Sequential([keras.Input((4,), dtype="int32"), embedding, keras.layers.Dense(2, activation)])
 
     ids, y = np.array([[1, 2, 0, 0], [3, 0, 0, 0], [4, 4, 4, 4], [1, 0, 0, 0], [2, 2, 2, 0]]), numbers(5, 4, 2)
     original = trained(tagger(), ids, y)
