@@ -126,18 +126,18 @@ def with_pinned_backward(device: str, scope: str, fn: Callable[..., Any]) -> Cal
         def run(*inputs: tf.Tensor) -> Any:
             nonlocal output_structure
             with tf.device(device), tf.name_scope(scope), tf.GradientTape(persistent=True) as tape:
-                watched = [tensor for tensor in inputs if tensor.dtype.is_floating]
+                watched = [tensor for tensor in inputs if _has_gradient(tensor)]
                 tape.watch(watched)
                 output_structure = fn(*tf.nest.pack_sequence_as(structures, inputs))
                 outputs = [tf.convert_to_tensor(output) for output in tf.nest.flatten(output_structure)]
 
             def gradient(*upstream: tf.Tensor, variables: Sequence[Any] = ()) -> Any:
-                pairs = [(y, dy) for y, dy in zip(outputs, upstream, strict=True) if y.dtype.is_floating]
+                pairs = [(y, dy) for y, dy in zip(outputs, upstream, strict=True) if _has_gradient(y)]
                 targets, output_gradients = [y for y, _ in pairs], [dy for _, dy in pairs]
                 with tf.device(device), tf.name_scope(f"{scope}/gradient"):
                     gradients = tape.gradient(targets, [*watched, *variables], output_gradients=output_gradients)
                 remaining = iter(gradients)
-                input_gradients = [next(remaining) if tensor.dtype.is_floating else None for tensor in inputs]
+                input_gradients = [next(remaining) if _has_gradient(tensor) else None for tensor in inputs]
                 return (input_gradients, list(remaining)) if variables else input_gradients
 
             return outputs, gradient
@@ -146,6 +146,10 @@ def with_pinned_backward(device: str, scope: str, fn: Callable[..., Any]) -> Cal
         return tf.nest.pack_sequence_as(output_structure, outputs)
 
     return pinned
+
+
+def _has_gradient(tensor: tf.Tensor) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_complex
 
 
 def _as_tensors(batch: Any) -> tuple[list[tf.Tensor], int]:

@@ -71,6 +71,25 @@ def test_batch_size_unknown_until_the_graph_runs(towers):
     assert len(traces) == 1
 
 
+def test_gradients_of_complex_tensors_equal_one_device(towers):
+    w, x = tf.Variable(numbers(3, 4)), tf.constant(numbers(5, 3, seed=1))
+    z = tf.complex(numbers(5, 4, seed=2), numbers(5, 4, seed=3))
+
+    def fn(x, z):
+        return tf.signal.fft(tf.cast(x @ w, "complex64") * z)
+
+    def loss_gradients(run):
+        with tf.GradientTape() as tape:
+            tape.watch((x, z))
+            loss = tf.reduce_sum(tf.abs(run()) ** 2 * [1.0, 2.0, 3.0, 4.0])
+        return tape.gradient(loss, (w, x, z))
+
+    expected = loss_gradients(lambda: fn(x, z))
+    assert_close(loss_gradients(lambda: make_parallel(fn, towers(2), x=x, z=z)), expected, 1e-5)
+    graph = tf.function(lambda: loss_gradients(lambda: make_parallel(fn, towers(2), x=x, z=z)))
+    assert_close(graph(), expected, 1e-5)
+
+
 @pytest.mark.parametrize(
     ("fn", "tensors", "message"),
     [
