@@ -4,8 +4,9 @@ Each tower is traced in its own thread, one thread at a time: tower 0 up to its 
 to the same call, and so on in rounds. The order is fixed, so every process builds the same graph.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +14,7 @@ import tensorflow as tf
 from cifar_towers.towers.devices import Tower
 from cifar_towers.towers.gradients import mean_of_towers
 
-_thread = threading.local()  # .rounds and .index of the tower that this thread traces
+_thread = threading.local()  # .rounds and .index of the tower that this thread traces; .unsynchronized
 
 
 def run_on_towers_synchronized(
@@ -24,7 +25,8 @@ def run_on_towers_synchronized(
 ) -> list[Any]:
     """Run `fn` as `run_on_towers` does, and let it call `all_reduce_mean` in its forward or backward pass.
 
-    Call it inside a `tf.function`. Every tower must make the same calls in the same order.
+    Call it inside a `tf.function`. Every tower must make the same calls in the same order. `fn` must compute its
+    gradients itself: the towers run in threads of their own, where a tape outside of `fn` records nothing.
 
     Args:
       fn: called as `fn(tower, shard)` for each of the K towers.
@@ -71,7 +73,8 @@ def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
 
     Call it inside `run_on_towers_synchronized`, or inside `tf.distribute.Strategy.run` to average over replicas. The
     tensor must have the same shape on every tower. The function is differentiable: the mean of the towers' gradients,
-    each of the tower's own loss L_k, is the gradient of mean(L_k).
+    each of the tower's own loss L_k, is the gradient of mean(L_k). Where several towers do not meet, as in
+    `run_on_towers`, it raises a RuntimeError.
     """
     return _mean(tensor), _mean
 
@@ -87,10 +90,23 @@ def num_replicas() -> float:
     return sum(rounds.weights) / rounds.weights[_thread.index] if rounds else 1.0
 
 
+@contextlib.contextmanager
+def unsynchronized(num_towers: int) -> Iterator[None]:
+    """Let `all_reduce_mean` raise an error inside, unless a single tower has the whole batch."""
+    before = getattr(_thread, "unsynchronized", False)
+    _thread.unsynchronized = num_towers > 1
+    try:
+        yield
+    finally:
+        _thread.unsynchronized = before
+
+
 def _mean(tensor: tf.Tensor) -> tf.Tensor:
     if context := _replica_context():
         return context.all_reduce(tf.distribute.ReduceOp.MEAN, tensor)
     if num_replicas() == 1:
+        if getattr(_thread, "unsynchronized", False):
+            raise RuntimeError("the towers do not meet here for all_reduce_mean; call run_on_towers_synchronized")
         return tensor
     return mean_of_towers(_thread.rounds.all_gather(_thread.index, tensor), _thread.rounds.weights)
 

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from cifar_towers.towers.collectives import unsynchronized
 from cifar_towers.towers.devices import Tower
 from cifar_towers.towers.make_parallel import as_towers, check_outputs, join_outputs, output_paths, run_on_any_batch
 
@@ -110,7 +111,7 @@ class ParallelModel(keras.Model):
             outputs, _, losses, state = self.on_tower(False, tower, rows)
             return [] if state else tf.nest.flatten(outputs) + losses  # random numbers may explain any difference
 
-        with tf.init_scope():
+        with tf.init_scope(), unsynchronized(len(self._towers)):
             trial = tf.function(lambda x: check_outputs(self.on_tower(True, tower, x)[0], x, tower), autograph=False)
             traced = trial.get_concrete_function(specs)
             if writes := [op.name for op in traced.graph.get_operations() if op.type.startswith("Assign")]:

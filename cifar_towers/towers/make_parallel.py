@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from cifar_towers.towers.collectives import unsynchronized
 from cifar_towers.towers.devices import Tower, make_towers
 from cifar_towers.towers.sharding import run_on_towers, split_batch, with_pinned_backward
 
@@ -58,9 +59,13 @@ def map_on_towers(fn: Callable[[Any], Any], dataset: tf.data.Dataset, towers: in
     """
     towers = as_towers(towers)
 
+    def on_tower(tower: Tower, batch: Any) -> Any:
+        with unsynchronized(1):  # each tower has a batch of its own
+            return fn(batch)
+
     @tf.function
     def group_fn(batches: list[Any]) -> list[Any]:
-        return run_on_towers(lambda tower, batch: fn(batch), towers[: len(batches)], batches)
+        return run_on_towers(on_tower, towers[: len(batches)], batches)
 
     def results() -> Iterator[Any]:
         batches = iter(dataset)
@@ -97,10 +102,11 @@ def run_on_any_batch(
                 first = tf.minimum(begin, length - 1)
                 shards.append(tf.nest.map_structure(lambda t, a=first, b=end: t[a:b], tensors))
                 sizes.append(end - begin)
-    results = [
-        with_pinned_backward(tower.device, tower.name, functools.partial(fn, tower))(shard)
-        for tower, shard in zip(towers, shards, strict=True)
-    ]
+    with unsynchronized(count):
+        results = [
+            with_pinned_backward(tower.device, tower.name, functools.partial(fn, tower))(shard)
+            for tower, shard in zip(towers, shards, strict=True)
+        ]
     return results, sizes
 
 

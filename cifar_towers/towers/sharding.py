@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from cifar_towers.towers.collectives import unsynchronized
 from cifar_towers.towers.devices import Tower
 from cifar_towers.towers.placement import HOST
 
@@ -55,7 +56,7 @@ def run_on_towers(fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shar
     """
     results = []
     for tower, shard in zip(towers, shards, strict=True):
-        with tf.device(tower.device), tf.name_scope(tower.name):
+        with tf.device(tower.device), tf.name_scope(tower.name), unsynchronized(len(towers)):
             results.append(fn(tower, shard))
     return results
 

@@ -1,8 +1,18 @@
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.towers import all_reduce_mean, num_replicas, run_on_towers_synchronized, split_batch
+from cifar_towers.towers import (
+    all_reduce_mean,
+    make_parallel,
+    make_parallel_model,
+    map_on_towers,
+    num_replicas,
+    run_on_towers,
+    run_on_towers_synchronized,
+    split_batch,
+)
 
 
 def synchronized(fn, towers, batch):
@@ -91,3 +101,38 @@ def test_one_shard_and_one_weight_per_tower(towers, options):
 def test_towers_are_synchronized_in_a_graph_only(towers):
     with pytest.raises(RuntimeError, match=r"call run_on_towers_synchronized in a tf\.function"):
         synchronized(lambda tower, shard: all_reduce_mean(shard), towers(2), tf.ones([2]))
+
+
+class Centered(keras.layers.Layer):
+    def call(self, x, training=False):
+        return x - all_reduce_mean(tf.reduce_mean(x, 0)) if training else x
+
+
+def test_towers_that_do_not_meet_have_no_mean(towers):
+    """They would take the mean of their shards for it."""
+    shards, model = split_batch(tf.range(4.0), towers(2)), keras.Sequential([keras.Input((3,)), Centered()])
+    for run in (
+        lambda: run_on_towers(lambda tower, shard: all_reduce_mean(shard), towers(2), shards),
+        lambda: make_parallel(lambda x: all_reduce_mean(x), towers(2), x=tf.range(4.0)),
+        lambda: make_parallel_model(model, towers(2)),
+    ):
+        for call in (run, tf.function(run, autograph=False)):
+            with pytest.raises(RuntimeError, match=r"all_reduce_mean; call run_on_towers_synchronized"):
+                call()
+    assert float(all_reduce_mean(tf.constant(2.0))) == 2.0
+
+
+def test_a_batch_of_its_own_has_a_mean_without_meeting(towers):
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    model = make_parallel_model(keras.Sequential([keras.Input((3,)), Centered()]), towers(1))
+    np.testing.assert_array_equal(model(x, training=True), x - x.mean(0))
+    (alone,) = run_on_towers(lambda tower, shard: all_reduce_mean(shard), towers(1), [tf.range(4.0)])
+    np.testing.assert_array_equal(alone, np.arange(4))
+    batches = tf.data.Dataset.from_tensor_slices(x).batch(2)
+    results = list(map_on_towers(lambda batch: Centered()(batch, training=True), batches, towers(2)))
+    np.testing.assert_array_equal(results, [[[-1.5] * 3, [1.5] * 3]] * 2)
+
+    def nested(tower, x):
+        return run_on_towers(lambda inner, part: all_reduce_mean(part), towers(2), tf.split(x, 2))
+
+    np.testing.assert_array_equal(run_synchronized(nested, towers(2), tf.range(4.0)), [[[1], [2]]] * 2)
