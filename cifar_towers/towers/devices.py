@@ -3,7 +3,6 @@
 Call `make_towers(n)` once, before any other TensorFlow operation: TensorFlow fixes its devices at first use.
 """
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -40,7 +39,7 @@ class Tower:
 def make_towers(
     num_towers: int = 0,
     *,
-    soft_placement: bool = True,
+    soft_placement: bool | None = True,
     gpu_memory_growth: bool = True,
     gpu_memory_limit_mb: int = 0,
     intra_op_threads: int = 0,
@@ -52,7 +51,7 @@ def make_towers(
       num_towers: 0 means one for each GPU, or two on a machine without GPUs, or fewer if TensorFlow already runs with
         fewer devices.
       soft_placement: let logical devices stand in for missing GPUs, and let TensorFlow move an operation that has no
-        kernel for its device. If false, either is an error.
+        kernel for its device. If false, either is an error. None: as it is, by default true.
       gpu_memory_growth: allocate GPU memory as it is needed, not all at once.
       gpu_memory_limit_mb: limit for each GPU, in MB; 0 for none.
       intra_op_threads: threads inside one operation; 0 divides the cores by the CPU towers.
@@ -64,21 +63,25 @@ def make_towers(
       RuntimeError: TensorFlow is already running with too few devices.
     """
     gpus = tf.config.get_visible_devices("GPU")
-    if num_towers > len(gpus) and not soft_placement:
+    if num_towers > len(gpus) and soft_placement is False:
         have = ", ".join(f"/GPU:{index}" for index in range(len(gpus))) or "only /CPU:0"
         raise ValueError(
             f"{num_towers} towers need {num_towers} GPUs and this machine has {have}; "
             "ask for fewer or allow soft placement"
         )
     count = num_towers or len(gpus) or (1 if multi_worker else CPU_TOWERS_BY_DEFAULT)
-    with contextlib.suppress(RuntimeError):  # already initialized, as in a notebook's second cell
-        tf.config.set_soft_device_placement(soft_placement)
+    try:
+        if soft_placement is not None:
+            tf.config.set_soft_device_placement(soft_placement)
         _set_threads(0 if gpus else count, intra_op_threads)
         if gpus:
             _divide_gpus(gpus, count, gpu_memory_growth, gpu_memory_limit_mb)
         else:
             cpu = tf.config.list_physical_devices("CPU")[0]
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+    except RuntimeError:  # already initialized, as in a notebook's second cell
+        if intra_op_threads or gpu_memory_limit_mb or not gpu_memory_growth:
+            log.warning("TensorFlow already runs: its threads and its limits of GPU memory stay as they are")
     kind = "GPU" if gpus else "CPU"
     if not multi_worker:
         available = len(tf.config.list_logical_devices(kind))  # initializes the devices

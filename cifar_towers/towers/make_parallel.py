@@ -139,7 +139,7 @@ def as_towers(towers: int | Sequence[Tower]) -> list[Tower]:
     Raises:
       ValueError: there are none.
     """
-    towers = make_towers(towers) if isinstance(towers, int) else list(towers)
+    towers = make_towers(towers, soft_placement=None) if isinstance(towers, int) else list(towers)
     if not towers:
         raise ValueError("no towers to run on; pass their number or a list from make_towers")
     return towers

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers import hardware
-from cifar_towers.towers import Tower, devices, make_towers
+from cifar_towers.towers import Tower, devices, make_parallel, make_towers
 
 
 def test_towers_have_names_and_devices_two_by_default():
@@ -86,6 +86,28 @@ def test_more_towers_than_initialized_devices_are_an_error():
     assert len(tf.config.list_logical_devices("CPU")) == 8
     with pytest.raises(RuntimeError, match="already runs with 8 CPU devices, too few for 9 towers"):
         make_towers(9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [({"intra_op_threads": 7}, True), ({"gpu_memory_limit_mb": 10, "intra_op_threads": 7}, True), ({}, False)],
+    ids=str,
+)
+def test_settings_that_come_too_late_are_a_warning(caplog, settings, warned):
+    make_towers(2, **settings)
+    line = "TensorFlow already runs: its threads and its limits of GPU memory stay as they are"
+    assert (line in caplog.text) == warned
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_number_of_towers_leaves_soft_placement_as_it_is(allowed):
+    tf.config.set_soft_device_placement(allowed)
+    try:
+        make_parallel(tf.abs, 2, x=tf.ones(2))
+        tf.function(lambda: make_parallel(tf.abs, 2, x=tf.ones(2)))()
+        assert tf.config.get_soft_device_placement() == allowed
+    finally:
+        tf.config.set_soft_device_placement(True)
 
 
 def test_no_number_of_towers_means_no_more_than_initialized_devices(monkeypatch):
