@@ -22,19 +22,17 @@ def test_missing_tfds_data_is_an_error_of_one_line(monkeypatch, tmp_path):
         sources.load(sources.find("cifar100", str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("name", "suggestion"),
-    [("mnits", "mnist"), ("mnits/plain:3.0.1", "mnist"), ("sintetic", "synthetic"), ("photos", "folder:photos")],
-)
-def test_unknown_name_is_answered_with_a_similar_one_and_without_tensorflow(tmp_path, name, suggestion):
+def test_unknown_name_is_answered_with_a_similar_one_and_without_tensorflow(tmp_path):
     (tmp_path / "photos").mkdir()
-    code = "import sys; from cifar_towers.data import sources\n"
-    code += f"try: sources.find({name!r})\n"
-    code += "except Exception as error: print(type(error).__name__, error, 'tensorflow' in sys.modules)"
+    similar = {"mnits": "mnist", "mnits/plain:3.0.1": "mnist", "sintetic": "synthetic", "photos": "folder:photos"}
+    code = f"import sys; from cifar_towers.data import sources\nfor name in {[*similar]}:\n"
+    code += "    try: sources.find(name)\n"
+    code += "    except Exception as error: print(type(error).__name__, error, 'tensorflow' in sys.modules)"
     run = {"capture_output": True, "text": True, "cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
-    answer = subprocess.run([sys.executable, "-c", code], **run).stdout
-    assert answer.startswith(f"UsageError dataset={name}: did you mean {suggestion}? neither TensorFlow Datasets nor ")
-    assert answer.endswith("False\n")
+    answers = subprocess.run([sys.executable, "-c", code], **run).stdout.splitlines()
+    for answer, (name, meant) in zip(answers, similar.items(), strict=True):
+        assert answer.startswith(f"UsageError dataset={name}: did you mean {meant}? neither TensorFlow Datasets nor ")
+        assert answer.endswith("False")
 
 
 @pytest.mark.parametrize(("name", "hint"), [("zzqq", ""), ("cifar1O", "did you mean cifar10. ")])
