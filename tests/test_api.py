@@ -1,14 +1,17 @@
 """The package from Python: runs, their records and models, interrupts, and the sentences of the command line."""
 
 import os
+import random
 import shutil
 import signal
 import threading
 import traceback
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from PIL import Image
 
 import cifar_towers
@@ -81,6 +84,20 @@ def test_the_model_takes_levels_and_gives_the_probabilities_that_predict_gives(r
         cifar_towers.predict(run, [[1, 2]], model=TINY_NET)
     with pytest.raises(UsageError, match="images have several sizes; give uint8"):
         cifar_towers.predict(run, [images[0], images[0, :16]], model=TINY_NET)
+
+
+def test_random_numbers_and_layer_names_of_the_caller_go_on_as_before(run, small_set):
+    def draw():
+        drawn = tf.random.uniform([]), keras.random.uniform([])
+        return [random.random(), np.random.rand(), *map(float, drawn)], keras.layers.Dense(1).name
+
+    keras.utils.set_random_seed(7)
+    expected = [draw()[0] for _ in range(2)]
+    keras.utils.set_random_seed(7)
+    first, name = draw()
+    cifar_towers.predict(run, small_set[1].images[:2], model=TINY_NET, precision="float32")
+    second, other_name = draw()
+    assert [first, second] == expected and name != other_name
 
 
 @pytest.mark.parametrize(

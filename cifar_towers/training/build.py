@@ -1,16 +1,20 @@
 """From settings to the parts of a run: data, the user's functions, model, state, step. Parts take plain values."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from keras.src.utils import naming  # clear_session resets names too, and also ends the graph that is being built
+from tensorflow.python.eager import context
 
 from cifar_towers.config import TrainConfig, parse_shares, schedules
 from cifar_towers.data import sources
@@ -35,6 +39,7 @@ from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import Update, make_update, select_hard_examples
 from cifar_towers.user_code import as_usage_errors, load_function, of_setting
 
+KERAS_STATE = ("object_name_uids", "global_random_seed", "global_seed_generator")  # of the names and random numbers
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "float64": "float64"}
 NUM_EXAMPLES = 4  # in the batch that a user's function is checked with
 MAX_WHITENING_PIXELS = 5000 * 32 * 32  # at once; their patches take a hundred bytes each
@@ -87,21 +92,36 @@ def make_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Sp
     """Return the model with initial weights from the seed. Whitening filters are computed from `train`.
 
     Leave out `train` to restore weights. Whitening filters are then zeros, and a user's model need not be trainable.
+    Random numbers of the caller, and the names of its Keras layers, go on as before.
 
     Raises:
       UsageError: a user's model cannot be built, or towers cannot train it.
     """
-    if config.user_model:
-        model = _user_model(config, precision, info, to_train=train is not None)
-    else:
-        model = _registered_model(config, precision, info, train)
+    with _seeded(config.seed):
+        if config.user_model:
+            model = _user_model(config, precision, info, to_train=train is not None)
+        else:
+            model = _registered_model(config, precision, info, train)
     if config.batch_statistics == "synchronized":
         synchronize(model)
     return model
 
 
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed all random numbers inside. Restore their state, and that of the names of Keras's layers, at the end."""
+    tensorflow = context.context()
+    with contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(vars(tensorflow).update, _seed=tensorflow._seed, _rng=getattr(tensorflow, "_rng", None))
+        for name in KERAS_STATE:
+            stack.callback(global_state.set_global_attribute, name, global_state.get_global_attribute(name))
+        keras.utils.set_random_seed(seed)
+        yield
+
+
 def _registered_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Split | None) -> keras.Model:
-    keras.utils.set_random_seed(config.seed)
     options = {"dtype": POLICIES[precision], "num_classes": len(info.class_names)}
     if model_spec(config.model).whitening:
         if train is not None:
@@ -115,7 +135,6 @@ def _registered_model(config: TrainConfig, precision: str, info: DatasetInfo, tr
 
 def _user_model(config: TrainConfig, precision: str, info: DatasetInfo, to_train: bool) -> keras.Model:
     naming.reset_uids()  # layers without a name are called the same in every process, whatever was made before
-    keras.utils.set_random_seed(config.seed)
     function, image_size = load_function("model", config.model, to_train), config.crop or info.image_size
     with of_setting("model", config.model):
         return user_model.build_model(function, image_size, len(info.class_names), POLICIES[precision], to_train)

@@ -30,6 +30,7 @@ def main() -> None:
 
     _, dataset = build.load_data(config, sources.find(config.dataset, config.data_dir))
     precision, _ = resolve_precision(config.precision, "/CPU:0")
+    keras.utils.set_random_seed(config.seed)
     model = to_stock_model(build.make_model(config, precision, dataset.info, dataset.train))
     model.compile(
         keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
