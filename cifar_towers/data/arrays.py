@@ -1,8 +1,10 @@
 """A data set of the user's own: NumPy arrays of images and labels, in a folder of .npy files or in one .npz file."""
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +12,7 @@ from cifar_towers.data import image_files
 from cifar_towers.data.corruptions import CORRUPTIONS
 from cifar_towers.data.dataset import CLASSES
 from cifar_towers.data.own_data import ALL, OwnData, number_classes
-from cifar_towers.errors import error_line
+from cifar_towers.errors import error_line, listed, printable
 
 NOT_COMPUTED = ("elastic_transform", "fog", "frost", "glass_blur", "motion_blur", "snow", "spatter", "zoom_blur")
 CIFAR10_C = sorted((*CORRUPTIONS, *NOT_COMPUTED))  # files of the corruptions, beside labels.npy
@@ -27,7 +29,7 @@ CLASSES_FILE = "classes.txt"  # beside the arrays, with the name of a class in e
 def scan(path: Path) -> OwnData:
     """List the images and labels in a folder or file of arrays.
 
-    An image is cut to its central square, and a grey one gets three channels.
+    An image is cut to its central square, and a grey one gets three channels. Names of other arrays are logged.
 
     Raises:
       OSError, ValueError: arrays are missing, cannot be read, or have a type, shape or label that cannot be used.
@@ -38,11 +40,14 @@ def scan(path: Path) -> OwnData:
     if corrupted and "labels" not in arrays:
         raise ValueError(f"it has no labels.npy; put CIFAR-10-C's beside {corrupted[0]}.npy")
     pairs = dict(found) | {name: (name, "labels") for name in corrupted}
+    wanted = " or ".join(" and ".join(names[0]) for names in NAMES.values())
     if not pairs:
-        wanted = " or ".join(" and ".join(names[0]) for names in NAMES.values())
-        raise ValueError(f"its arrays are {', '.join(arrays) or 'none'}; call images and labels {wanted}")
+        raise ValueError(f"its arrays are {listed([*arrays]) or 'none'}; call images and labels {wanted}")
     if len(pairs) < len(found):
         raise ValueError(f"its images are {', '.join(pair[0] for _, pair in found)}; keep one array of a split")
+    if left_out := sorted({*arrays}.difference(*pairs.values())):
+        line = f"dataset=npy:{path}: left out: {listed(left_out)}; images and labels are called {wanted}"
+        logging.getLogger(__name__).info("%s", printable(line))
     splits = {
         split: (_check_images(images, arrays[images]), _check_labels(labels, arrays[labels], len(arrays[images])))
         for split, (images, labels) in pairs.items()
@@ -65,26 +70,27 @@ def scan(path: Path) -> OwnData:
     return OwnData(tuple(classes.values()), number_classes(splits, classes, complete=["train"]), _hash, _read)
 
 
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of usual names, in any case, in a file or in the files of a folder.
+def _read_arrays(path: Path) -> dict[str, Any]:
+    """Return the arrays in a file or in the files of a folder, by names in lower case; None for names that are unusual.
 
     Those of .npy files are memory-mapped.
     """
     known = {name for pairs in NAMES.values() for pair in pairs for name in pair} | {*CIFAR10_C}
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     beside = path.with_name(path.name.replace("_data.npy", "_labels.npy"))  # of one version of CIFAR-10.1
     for file in sorted(path.glob("*.np[yz]")) if path.is_dir() else {path, beside}:
-        found: dict[str, np.ndarray] = {}
         try:
             if file.suffix == ".npz":
                 with np.load(file, allow_pickle=False) as archive:
-                    found = {name.lower(): archive[name] for name in archive.files if name.lower() in known}
-            elif (name := file.stem.lower()) in known:
-                found = {name: np.load(file, mmap_mode="r", allow_pickle=False)}
+                    names = {name.lower(): name for name in archive.files}
+                    found = {name: archive[names[name]] if name in known else None for name in names}
+            else:
+                name = file.stem.lower()
+                found = {name: np.load(file, mmap_mode="r", allow_pickle=False) if name in known else None}
         except Exception as error:  # NumPy raises any on a damaged file
             how = ", text by .astype('str') and images in one size" if "object" in str(error).lower() else " by np.save"
             raise ValueError(f"{file.name} cannot be read ({error_line(error)}); save it again{how}") from error
-        if twice := found.keys() & arrays.keys():
+        if twice := found.keys() & arrays.keys() & known:
             raise ValueError(f"{min(twice)} is in {file.name} and in another file; give one file, as npy:{file}")
         arrays |= found
     return arrays

@@ -94,6 +94,8 @@ def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> 
         names = {part: split for part, split in _split_names(name, builder, label).items() if part in wanted}
         if names.get("test", "test") != "test":
             log.info("dataset=%s: its %s is used as the test split", name, names["test"])
+        elif "train" in names and "validation" in builder.info.splits:
+            log.info("dataset=%s: its validation is not used; validation_examples holds out some of train", name)
         # Test first: it is small, and more likely to lack labels.
         splits = {part: _read(builder, split, image, label, image_size) for part, split in reversed(names.items())}
     except RunError:

@@ -56,6 +56,21 @@ def test_arrays_of_a_folder_or_a_file_are_the_same_data_set(tmp_path):
         assert other.digests() | {"validation": ""} == data.digests() | {"validation": ""}
 
 
+def test_arrays_that_are_left_out_are_named_with_the_names_that_are_read(tmp_path, caplog):
+    caplog.set_level("INFO", "cifar_towers")
+    others = {"x_valid": TEST.images, "y_valid": TEST.labels}
+    name, file = save(tmp_path / "set", ARRAYS | others | {"x_val": TEST.images}), tmp_path / "set.npz"
+    np.savez(file, **ARRAYS | others)
+    for source, names in ((name, "x_val, x_valid, y_valid"), (f"npy:{file}", "x_valid, y_valid")):
+        data = load(source)
+        said = [message for message in caplog.messages if "left out" in message]
+        assert not len(data.validation.labels) and len(said) == 1
+        assert said[0].startswith(f"dataset={source}: left out: {names}; images and labels are called x_train and y_tr")
+        caplog.clear()
+    load(save(tmp_path / "all", ARRAYS | {"x_val": TEST.images, "y_val": TEST.labels}))
+    assert "left out" not in caplog.text
+
+
 def test_names_of_the_classes_are_text_labels_or_in_a_file(tmp_path):
     text = np.array(synthetic.CLASSES)
     data = load(save(tmp_path / "text", ARRAYS | {"y_train": text[TRAIN.labels], "y_test": text[TEST.labels]}))

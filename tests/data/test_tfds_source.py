@@ -88,6 +88,18 @@ def test_local_tfds_data_set_is_read(caplog, tmp_path, labels, sizes, test_split
     assert said == [f"dataset=shapes: its {test_split} is used as the test split"] * bool(test_split)
 
 
+def test_validation_split_beside_a_test_split_is_not_used_and_the_log_says_so(caplog, tmp_path):
+    caplog.set_level("INFO")
+    prepare(tmp_path, train=np.arange(9) % 3, validation=[0, 1], test=[2, 1, 0])
+    source = sources.find("shapes", str(tmp_path))
+    _, data = sources.load(source)
+    assert len(data.test.labels) == 3 and not len(data.validation.labels)
+    assert "dataset=shapes: its validation is not used; validation_examples holds out some of train" in caplog.messages
+    caplog.clear()
+    sources.load_split(source)
+    assert "not used" not in caplog.text
+
+
 @pytest.mark.parametrize("split", ["test", "validation"])
 def test_tfds_data_set_with_a_test_split_alone(tmp_path, split):
     prepare(tmp_path, **{split: [2, 0, 1, 1]})
