@@ -105,7 +105,7 @@ def predict(
       **settings: flags of `predict.py` by name, such as `tta=2`, `step`, or `model` for a net of your own.
 
     Returns:
-      Probabilities [n, C] float64, with the classes in the order of `evaluate(run)["per_class"]`.
+      Probabilities [n, C] float64, with the classes in the order of `run.class_names`.
 
     Raises:
       RunError: there is no such run, the array has another shape or type, or a file cannot be read.

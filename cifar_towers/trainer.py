@@ -24,6 +24,7 @@ from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError, UsageError, count, error_text
 from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, score_split
 from cifar_towers.evaluation.score import describe_score, reported_score
+from cifar_towers.models import user_model
 from cifar_towers.models.layers import has_batch_norm
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec, Workers
@@ -74,6 +75,7 @@ def train(
     timer = timer or PhaseTimer()
     shutdown.exit_immediately_from_now(NOTHING_TO_SAVE)
     forget_files()
+    user_model.log_once.cache_clear()
     setup_devices = functools.partial(devices.setup_devices, config, cluster)
     with coordination.connect(cluster, setup_devices, config.worker_wait_seconds, shutdown) as (workers, hardware):
         source, dataset = build.load_data(config, source)

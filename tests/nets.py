@@ -27,6 +27,13 @@ def plain(image_size, num_classes, regularizer=None):
     return keras.Model(images, layers.Dense(num_classes, kernel_regularizer=regularizer)(layers.Flatten()(images)))
 
 
+def stopped(image_size, num_classes):
+    """Make a convolution whose weights have no gradient, and a dense layer."""
+    images = keras.Input((image_size, image_size, 3))
+    still = keras.ops.stop_gradient(layers.Conv2D(2, 3, name="still")(images))
+    return keras.Model(images, layers.Dense(num_classes)(layers.Flatten()(still)))
+
+
 def regularized(image_size, num_classes):
     """Make a dense layer with weight loss."""
     return plain(image_size, num_classes, keras.regularizers.L2(1e-3))

@@ -17,8 +17,9 @@ from PIL import Image
 import cifar_towers
 from cifar_towers.data import synthetic
 from cifar_towers.errors import DataError, RunError, UsageError
+from cifar_towers.inference import predict
 from cifar_towers.reporting.run_logger import CallbackError
-from tests.configs import TINY_NET
+from tests.configs import TINY_NET, net
 from tests.runs.short_runs import small_runs
 
 SETTINGS = {
@@ -47,8 +48,18 @@ def test_a_run_has_its_records_and_is_evaluated_and_loaded(run):
     assert score["count"] == 100 and score["accuracy"] == run.result["evaluations"][-1]["accuracy"]
     loaded = cifar_towers.load_run(str(run.directory))
     assert loaded.history == run.history and loaded.result == run.result
+    assert run.class_names == [*score["per_class"]]
     with pytest.raises(UsageError, match=r"nowhere is not the directory of a run"):
         cifar_towers.load_run("nowhere")
+
+
+def test_a_run_in_a_relative_directory_keeps_its_records_in_another_directory(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(run.directory.parent)
+    loaded = cifar_towers.load_run(run.directory.name)
+    monkeypatch.chdir(tmp_path)
+    assert loaded.history == run.history and loaded.result == run.result
+    (tmp_path / "config.json").touch()
+    assert cifar_towers.load_run(".").class_names == []
 
 
 def test_a_run_that_goes_on_after_its_result_has_none(run, tmp_path):
@@ -86,7 +97,7 @@ def test_the_model_takes_levels_and_gives_the_probabilities_that_predict_gives(r
         cifar_towers.predict(run, [images[0], images[0, :16]], model=TINY_NET)
 
 
-def test_random_numbers_and_layer_names_of_the_caller_go_on_as_before(run, small_set):
+def test_random_numbers_and_layer_names_of_the_caller_go_on(run, small_set):
     def draw():
         drawn = tf.random.uniform([]), keras.random.uniform([])
         return [random.random(), np.random.rand(), *map(float, drawn)], keras.layers.Dense(1).name
@@ -98,6 +109,54 @@ def test_random_numbers_and_layer_names_of_the_caller_go_on_as_before(run, small
     cifar_towers.predict(run, small_set[1].images[:2], model=TINY_NET, precision="float32")
     second, other_name = draw()
     assert [first, second] == expected and name != other_name
+
+
+def test_the_model_does_not_depend_on_the_policy_of_the_caller(run, small_set):
+    images, models = small_set[1].images[:30], []
+    try:
+        for policy in ("mixed_bfloat16", "float32"):
+            keras.config.set_dtype_policy(policy)
+            models.append(run.model(model=TINY_NET))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    np.testing.assert_array_equal(*(model.predict(images, verbose=0) for model in models))
+
+
+def test_large_arrays_are_resized_and_classified_in_parts(run, monkeypatch):
+    """Only bytes are as many as the caller gives."""
+    resized, classified = [], []
+    resize, softmax = predict.resize_square, predict.softmax
+
+    def resize_some(images, image_size):
+        resized.append(images.shape[:3].num_elements())
+        return resize(images, image_size)
+
+    def softmax_of_some(logits):
+        classified.append(len(logits))
+        return softmax(logits)
+
+    images = np.random.default_rng(0).integers(0, 256, (300, 160, 160, 3), "u1")
+    few = cifar_towers.predict(run, images[-50:], model=TINY_NET, precision="float32")
+    monkeypatch.setattr(predict, "resize_square", resize_some)
+    monkeypatch.setattr(predict, "softmax", softmax_of_some)
+    probabilities = cifar_towers.predict(run, images, model=TINY_NET, precision="float32")
+    assert classified == [256, 44] and max(resized) <= 5000 * 32 * 32 and sum(resized) == 300 * 160 * 160
+    np.testing.assert_allclose(probabilities[-50:], few, atol=1e-6)
+
+
+def test_each_run_names_the_weights_that_it_does_not_train(tmp_path, caplog):
+    caplog.set_level("INFO", "cifar_towers")
+    settings = SETTINGS | {"model": net("stopped"), "max_steps": 1}
+    for name in ("first", "second"):
+        caplog.clear()
+        cifar_towers.train(train_dir=tmp_path / name, **settings)
+        assert "not trained, as they have no gradient: still/kernel, still/bias" in caplog.messages
+
+
+def test_another_backend_of_keras_is_refused(run, small_set, monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(UsageError, match="^Keras was imported with jax; set KERAS_BACKEND=tensorflow before"):
+        cifar_towers.predict(run, small_set[1].images[:2], model=TINY_NET)
 
 
 @pytest.mark.parametrize(

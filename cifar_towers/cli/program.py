@@ -135,7 +135,7 @@ def import_tensorflow() -> None:
     By default it prints no errors later either, as it raises those that matter.
 
     Raises:
-      UsageError: KERAS_BACKEND is set to another backend.
+      UsageError: KERAS_BACKEND is set to another backend, or Keras was imported with another.
       RunError: the processor lacks the instructions that TensorFlow is compiled for.
     """
     if (backend := os.environ.get("KERAS_BACKEND", "tensorflow")) != "tensorflow":
@@ -153,6 +153,8 @@ def import_tensorflow() -> None:
         tf.config.list_physical_devices()
         keras.config.set_image_data_format("channels_last")  # whatever the user's keras.json says
         keras.config.set_floatx("float32")
+    if (backend := keras.backend.backend()) != "tensorflow":
+        raise UsageError(f"Keras was imported with {backend}; set KERAS_BACKEND=tensorflow before, as towers need it")
 
 
 @contextlib.contextmanager

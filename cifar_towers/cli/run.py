@@ -23,7 +23,7 @@ class Run:
     """
 
     def __init__(self, directory: Path | str):
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()
 
     def __repr__(self) -> str:
         return f"Run({str(self.directory)!r})"
@@ -34,6 +34,13 @@ class Run:
         from cifar_towers import files
 
         return files.read_json(self.directory / files.CONFIG)
+
+    @property
+    def class_names(self) -> list[str]:
+        """The names of the classes, in the order of probabilities; [] if the run has not written them."""
+        from cifar_towers import files
+
+        return files.read_json_if_any(self.directory / files.ENVIRONMENT).get("class_names", [])
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -304,11 +304,11 @@ def to_keras(module: ServingModule) -> keras.Model:
     images = keras.Input((None, None, 3), dtype="uint8", name="images")
     x = resize_square(images, image_size)
     if augmentation.crop:
-        x = keras.layers.CenterCrop(augmentation.crop, augmentation.crop, name="crop")(x)
+        x = keras.layers.CenterCrop(augmentation.crop, augmentation.crop, dtype="float32", name="crop")(x)
         image_size = augmentation.crop
     if augmentation.standardize == "dataset":
         variance = np.square(augmentation.std)
-        x = keras.layers.Normalization(mean=augmentation.mean, variance=variance, name="normalize")(x)
+        x = keras.layers.Normalization(mean=augmentation.mean, variance=variance, dtype="float32", name="normalize")(x)
     else:
         mean = keras.ops.mean(x, [1, 2, 3], keepdims=True)
         std = keras.ops.std(x, [1, 2, 3], keepdims=True)

@@ -1,5 +1,6 @@
 """Classes of image files, predicted by a trained model."""
 
+import functools
 import os
 import sys
 import warnings
@@ -14,6 +15,7 @@ from keras import ops
 from cifar_towers import devices
 from cifar_towers.config.programs import PredictConfig
 from cifar_towers.data import image_files
+from cifar_towers.data.dataset import chunks
 from cifar_towers.data.image_files import PictureError
 from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation.score import softmax
@@ -22,6 +24,7 @@ from cifar_towers.inference.load_run import TrainedRun, make_logits_fn, open_run
 from cifar_towers.towers.placement import HOST
 
 BATCH_SIZE = 256
+MAX_PIXELS = 5000 * 32 * 32  # of arrays that are resized at once
 TOP_K = 3  # classes shown for each image
 
 
@@ -82,17 +85,25 @@ def predict_probabilities(config: PredictConfig, images: np.ndarray | Iterable[P
             raise UsageError("images have several sizes; give uint8 [n, h, w, 3], or a list of paths") from error
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
             raise UsageError(f"images are {images.shape} {images.dtype}; give uint8 [n, h, w, 3], or a list of paths")
-        chunks = (images[start : start + BATCH_SIZE] for start in range(0, len(images), BATCH_SIZE))
-        levels = [resize_square(tf.constant(chunk), image_size).numpy() for chunk in chunks]
+        read = functools.partial(_resize_all, image_size=image_size)
     else:
-        read = make_read_fn(image_size)
-        levels = []
-        for path in map(Path, paths):
-            try:
-                levels.append(read(path)[None])
-            except PictureError as error:
-                raise DataError(f"{_shown(path)} {error}") from error
-    return classify(np.concatenate(levels)) if levels else np.zeros([0, len(run.info.class_names)])
+        images, read = [*paths], functools.partial(_read_all, read=make_read_fn(image_size))
+    parts = (images[start : start + BATCH_SIZE] for start in range(0, len(images), BATCH_SIZE))
+    return np.concatenate([np.zeros([0, len(run.info.class_names)]), *(classify(read(part)) for part in parts)])
+
+
+def _resize_all(images: Any, image_size: int) -> np.ndarray:
+    return np.concatenate([resize_square(tf.constant(some), image_size).numpy() for some in chunks(images, MAX_PIXELS)])
+
+
+def _read_all(paths: Sequence[Path | str], read: Callable[[Path], np.ndarray]) -> np.ndarray:
+    levels = []
+    for path in map(Path, paths):
+        try:
+            levels.append(read(path))
+        except PictureError as error:
+            raise DataError(f"{_shown(path)} {error}") from error
+    return np.stack(levels)
 
 
 def _make_probabilities_fn(config: PredictConfig, run: TrainedRun) -> Callable[[np.ndarray], np.ndarray]:

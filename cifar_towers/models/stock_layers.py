@@ -90,7 +90,8 @@ def _local_response_norm(layer: LocalResponseNorm) -> LayerAndWeights:
     channels = np.arange(shape[-1])
     kernel = layer.alpha * (abs(channels[:, None] - channels) <= layer.radius)
     images = keras.Input(shape)
-    squares = keras.layers.Conv2D(shape[-1], 1, use_bias=False, name=f"{layer.name}_sum")(keras.ops.square(images))
+    sum_squares = keras.layers.Conv2D(shape[-1], 1, use_bias=False, name=f"{layer.name}_sum", dtype="float32")
+    squares = sum_squares(keras.ops.square(images))
     copy = keras.Model(images, images * keras.ops.power(layer.bias + squares, -layer.beta), name=layer.name)
     return copy, [kernel[None, None].astype("f4")]
 

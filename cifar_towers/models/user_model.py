@@ -83,8 +83,8 @@ def adds_losses(model: keras.Model, image_size: int) -> bool:
 
 
 def _as_functional(model: keras.Model, image_size: int) -> Functional:
-    """Return a model as a graph: of its layers for a `Sequential`, of a single layer for a subclassed model."""
-    if isinstance(model, Functional):
+    """Return a model as a graph: of its layers, or of a single layer for a model with a `call` of its own."""
+    if isinstance(model, Functional) and type(model).call is Functional.call:
         return model
     images = keras.Input((image_size, image_size, 3))
     logits = model(images)

@@ -180,6 +180,8 @@ def _made_up_rows(spec: tf.TensorSpec) -> tf.Tensor:
 
 
 def _check_model(model: keras.Model, num_towers: int) -> None:
+    if (backend := keras.backend.backend()) != "tensorflow":
+        raise ValueError(f"Keras was imported with {backend}; set KERAS_BACKEND=tensorflow before, as towers need it")
     if not model.built:
         raise ValueError(f"model {model.name!r} has no variables yet; build it or call it on a batch first")
     method = overridden_fit_method(model)

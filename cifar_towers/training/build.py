@@ -27,7 +27,7 @@ from cifar_towers.models.layers import synchronize
 from cifar_towers.models.speednet import whitening_kernel
 from cifar_towers.registry import model_spec
 from cifar_towers.towers import Tower, variable_placement
-from cifar_towers.towers.keras_parallel import synchronized_norm
+from cifar_towers.towers.keras_parallel import check_split, synchronized_norm
 from cifar_towers.towers.pipeline import Stage, cut_in_stages, stage_placement
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.diagnostics import activation_layers
@@ -39,7 +39,6 @@ from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import Update, make_update, select_hard_examples
 from cifar_towers.user_code import as_usage_errors, load_function, of_setting
 
-KERAS_STATE = ("object_name_uids", "global_random_seed", "global_seed_generator")  # of the names and random numbers
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "float64": "float64"}
 NUM_EXAMPLES = 4  # in the batch that a user's function is checked with
 MAX_WHITENING_PIXELS = 5000 * 32 * 32  # at once; their patches take a hundred bytes each
@@ -92,7 +91,7 @@ def make_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Sp
     """Return the model with initial weights from the seed. Whitening filters are computed from `train`.
 
     Leave out `train` to restore weights. Whitening filters are then zeros, and a user's model need not be trainable.
-    Random numbers of the caller, and the names of its Keras layers, go on as before.
+    The caller's random numbers go on as before, and no name of its Keras layers is given to a later one.
 
     Raises:
       UsageError: a user's model cannot be built, or towers cannot train it.
@@ -109,16 +108,18 @@ def make_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Sp
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed all random numbers inside. Restore their state, and that of the names of Keras's layers, at the end."""
-    tensorflow = context.context()
+    """Seed all random numbers inside. Restore their state at the end, and give no earlier layer's name again."""
+    tensorflow, names = context.context(), global_state.get_global_attribute("object_name_uids", {})
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
         stack.callback(vars(tensorflow).update, _seed=tensorflow._seed, _rng=getattr(tensorflow, "_rng", None))
-        for name in KERAS_STATE:
+        for name in ("global_random_seed", "global_seed_generator"):
             stack.callback(global_state.set_global_attribute, name, global_state.get_global_attribute(name))
         keras.utils.set_random_seed(seed)
         yield
+    new = global_state.get_global_attribute("object_name_uids", {})
+    new.update({name: max(count, new.get(name, 0)) for name, count in names.items()})
 
 
 def _registered_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Split | None) -> keras.Model:
@@ -328,6 +329,8 @@ def load_loss(name: str, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], t
     The user's function takes labels [b, C] float32, rows of sum 1, and logits [b, C] float32, and returns a loss for
     each example. The labels of the function that is returned may also be [b] classes.
 
+    A loss that mixes the examples of a batch is logged, as towers compute it for their own shards.
+
     Raises:
       UsageError: as `load_augmentation` does.
     """
@@ -343,6 +346,10 @@ def load_loss(name: str, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], t
 
     logits = tf.constant(np.random.default_rng(0).normal(size=[NUM_EXAMPLES, num_classes]), tf.float32)
     _check_repeatable("loss", name, lambda: loss(tf.range(NUM_EXAMPLES) % num_classes, logits))
+    try:
+        check_split(lambda rows: [loss(*rows)], (tf.constant([0, 1, 0]), logits[:3]), [f"loss={name}: it"])
+    except ValueError as error:
+        user_model.log_once(str(error))
     return loss
 
 

@@ -30,6 +30,16 @@ def test_stock_layers_compute_the_same(copied, name):
     np.testing.assert_allclose(copy(images, training=False), expected, rtol=1e-4, atol=1e-5 * abs(expected).max())
 
 
+def test_stock_layers_do_not_depend_on_the_policy_of_the_caller():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        copy = to_stock_layers(MODELS["cifarnet"](image_size=24))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    inner = [layer for layer in copy._flatten_layers() if isinstance(layer, keras.layers.Conv2D)]
+    assert len(inner) == 4 and {layer.compute_dtype for layer in inner} == {"float32"}
+
+
 def test_stock_layers_have_the_same_compute_dtype():
     copy = to_stock_model(MODELS["speednet94"](image_size=24, dtype="mixed_bfloat16"))
     norms = [layer for layer in copy.layers if isinstance(layer, keras.layers.BatchNormalization)]

@@ -88,6 +88,18 @@ class Subclassed(keras.Model):
         return self.head(self.flat(self.first(x)))
 
 
+class OwnCall(keras.Model):
+    """A model with a graph, whose call does more than the graph."""
+
+    def __init__(self):
+        images = L.Input((24, 24, 3))
+        super().__init__(images, L.Dense(10)(L.Flatten()(images)))
+        self.flip = L.RandomFlip()
+
+    def call(self, x, training=False):
+        return super().call(2 * self.flip(x, training=training), training=training)
+
+
 class Trained(Subclassed):
     def train_step(self, data):
         return {}
@@ -214,6 +226,16 @@ def test_a_sequential_model_becomes_a_graph_of_its_layers():
     assert [layer.name for layer in model.layers[1:]] == ["first", "flat", "head"]
     names = [variable.path for variable in sequential.variables]
     assert [variable.path for variable in model.variables] == names  # as in checkpoints
+
+
+def test_a_model_with_a_graph_is_trained_with_its_own_call():
+    """Training and evaluation rebuild models with more outputs."""
+    own = OwnCall()
+    model = user_model.build_model(lambda: own, 24, 10, "float32")
+    rebuilt, images = keras.Model(model.input, [model.output]), np.random.default_rng(0).random((2, 24, 24, 3), "f4")
+    kernel, bias = (variable.numpy() for variable in own.trainable_variables)
+    np.testing.assert_allclose(rebuilt(images)[0], 2 * images.reshape(2, -1) @ kernel + bias, atol=1e-5)
+    assert {v.path for v in rebuilt.variables} == {v.path for v in own.variables}
 
 
 def test_adds_losses():

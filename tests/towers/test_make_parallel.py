@@ -498,6 +498,13 @@ def test_make_parallel_model_rejects_in_one_line(towers, make, message):
     assert "\n" not in str(error.value)
 
 
+def test_another_backend_of_keras_is_refused(towers, monkeypatch):
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(ValueError, match="^Keras was imported with jax; set KERAS_BACKEND=tensorflow before"):
+        make_parallel_model(model, towers(2))
+
+
 def test_a_model_without_inputs_is_checked_before_its_first_step(towers, data):
     model = WithTable()
     model(data[0])

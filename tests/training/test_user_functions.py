@@ -11,6 +11,7 @@ import tensorflow as tf
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.errors import UsageError
+from cifar_towers.models import user_model
 from cifar_towers.training import build
 from cifar_towers.training.build import load_augmentation, load_loss
 from tests.runs.short_runs import TINY, run, small_runs, stopped_after
@@ -35,6 +36,10 @@ def wanton(images, draws):
 
 def broken(images, draws):
     return images + nothing
+
+def balanced(labels, logits):
+    weights = 1 / (1 + tf.reduce_sum(labels, 0))
+    return tf.reduce_sum(labels * weights, 1) * brier(labels, logits)
 
 def total(labels, logits):
     return tf.reduce_mean(logits)
@@ -147,6 +152,18 @@ def test_a_loss_with_a_variable_is_refused_and_one_with_a_constant_is_not(train,
         train(2, 0, {"loss": "scheduled"}, strategy=strategy)
     (_, doubled), (_, plain) = (train(2, 1, {"loss": name}, strategy=strategy) for name in ("doubled", "brier"))
     assert doubled[0].loss == pytest.approx(2 * plain[0].loss)
+
+
+@pytest.mark.parametrize("num_classes", [2, 10, 100])
+def test_a_loss_that_mixes_the_examples_is_logged(file, caplog, num_classes):
+    caplog.set_level("INFO", "cifar_towers")
+    user_model.log_once.cache_clear()
+    load_loss(f"{file}:brier", num_classes)
+    assert not caplog.text
+    for _ in range(2):
+        load_loss(f"{file}:balanced", num_classes)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith(f"loss={file}:balanced: it depends on how a batch is split, so towers would")
 
 
 def test_a_resumed_run_draws_the_same_numbers(file, tmp_path):
