@@ -232,9 +232,9 @@ def test_a_model_with_a_graph_is_trained_with_its_own_call():
     """Training and evaluation rebuild models with more outputs."""
     own = OwnCall()
     model = user_model.build_model(lambda: own, 24, 10, "float32")
-    rebuilt, images = keras.Model(model.input, [model.output]), np.random.default_rng(0).random((2, 24, 24, 3), "f4")
+    rebuilt, images = keras.Model(model.input, model.output), np.random.default_rng(0).random((2, 24, 24, 3), "f4")
     kernel, bias = (variable.numpy() for variable in own.trainable_variables)
-    np.testing.assert_allclose(rebuilt(images)[0], 2 * images.reshape(2, -1) @ kernel + bias, atol=1e-5)
+    np.testing.assert_allclose(rebuilt(images), 2 * images.reshape(2, -1) @ kernel + bias, atol=1e-5)
     assert {v.path for v in rebuilt.variables} == {v.path for v in own.variables}
 
 
