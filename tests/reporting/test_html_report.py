@@ -15,6 +15,7 @@ from PIL import Image
 
 from cifar_towers.errors import DataError, RunError
 from cifar_towers.reporting import figures, html_report, run_records
+from tests.programs import call
 from tests.reporting.example_runs import CLASSES, accuracies, change, make_run, read_records, read_result, write_records
 
 ROOT = Path(__file__).parents[2]
@@ -254,12 +255,13 @@ def run_program(*arguments, cwd):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_program(tmp_path):
+def test_program(tmp_path, monkeypatch, capsys):
     for name in ("run", "other"):
         write_records(tmp_path / name, [{"kind": "train", "step": 3, "epoch": 1, "loss": 0.5}])
     assert run_program("run", cwd=tmp_path) == (0, "run/report.html\n", "")
     assert len(Page((tmp_path / "run/report.html").read_text()).images) == 1
-    assert run_program("run", tmp_path / "other", cwd=tmp_path) == (0, "report.html\n", "")
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, "report.py", "run", tmp_path / "other") == 0 and capsys.readouterr().out == "report.html\n"
     assert Page((tmp_path / "report.html").read_text()).row("other")
 
 
