@@ -18,10 +18,12 @@ import cifar_towers
 from cifar_towers.data import synthetic
 from cifar_towers.errors import DataError, RunError, UsageError
 from cifar_towers.inference import predict
+from cifar_towers.models import user_model
 from cifar_towers.reporting.run_logger import CallbackError
-from tests.configs import TINY_NET
+from tests.configs import TINY_NET, net
 from tests.runs.short_runs import small_runs
 
+CHECK_MODEL = user_model._check_model  # which `small_runs` leaves out
 SETTINGS = {
     "model": TINY_NET, "dataset": "synthetic", "shift": 0, "batch_size": 50, "epochs": 1,
     "learning_rate": 0.1, "precision": "float32", "num_gpus": 2, "summary_every_steps": 10, "optimizer": "momentum",
@@ -142,6 +144,16 @@ def test_large_arrays_are_resized_and_classified_in_parts(run, monkeypatch):
     probabilities = cifar_towers.predict(run, images, model=TINY_NET, precision="float32")
     assert classified == [256, 44] and max(resized) <= 5000 * 32 * 32 and sum(resized) == 300 * 160 * 160
     np.testing.assert_allclose(probabilities[-50:], few, atol=1e-6)
+
+
+def test_each_run_names_the_weights_that_it_does_not_train(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(user_model, "_check_model", CHECK_MODEL)
+    caplog.set_level("INFO", "cifar_towers")
+    settings = SETTINGS | {"model": net("stopped"), "max_steps": 1}
+    for name in ("first", "second"):
+        caplog.clear()
+        cifar_towers.train(train_dir=tmp_path / name, **settings)
+        assert "not trained, as they have no gradient: still/kernel, still/bias" in caplog.messages
 
 
 def test_another_backend_of_keras_is_refused(run, small_set, monkeypatch):
