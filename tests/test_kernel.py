@@ -71,7 +71,7 @@ def test_a_training_is_interrupted_and_goes_on_to_the_bits_of_the_command_line(t
     lines = interrupted.splitlines()
     assert lines[-2].startswith("interrupt: saving after this step")
     saved = int(re.fullmatch(r"interrupted: saved step (\d+): the same command resumes", lines[-1])[1])
-    assert 20 <= saved < 100 and state == f"runs/first None {saved // 10}\n"  # of every tenth step
+    assert 20 <= saved < 100 and state == f"{records.parent} None {saved // 10}\n"  # of every tenth step
     assert f"resuming from step {saved}," in resumed and 0 <= float(result.split()[0]) <= 1
     for text in (interrupted, resumed):
         assert "\x1b" not in text and max(map(len, text.splitlines())) < 300

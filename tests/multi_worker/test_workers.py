@@ -19,7 +19,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.multi_worker.launcher import free_addresses
 from cifar_towers.training.distributed_step import make_multi_worker_strategy
 from tests import programs
-from tests.configs import TINY_NET
+from tests.configs import net
 from tests.messages import lines_with
 from tests.runs.short_runs import run
 
@@ -36,7 +36,8 @@ def shared(small_folder):
 @pytest.fixture
 def flags(shared):
     """Return the flags of a small model with dropout, batch normalization and a moving average."""
-    return [*shared, f"--model={TINY_NET}", "--ema_decay=0.5", "--max_steps=4", "--summary_every_steps=2"]
+    model = net("without_weight_loss")
+    return [*shared, f"--model={model}", "--ema_decay=0.5", "--max_steps=4", "--summary_every_steps=2"]
 
 
 def run_all(train_dir, *flags, workers=0):
