@@ -128,7 +128,9 @@ class Worker:
         recipe = self.config.recipe
         length = recipe.run_length(build.make_batches(recipe, self.train).steps_per_epoch)
         precision = choose_precision(recipe.precision, self.towers)
-        return recommend_placement(recipe, self.towers, precision, self.train, length).sentence()
+        placement, matters, reason = recommend_placement(recipe, self.towers, precision, self.train, length)
+        answer = f"Use --variable_placement={placement}" if matters else "Variable placement does not matter"
+        return f"{answer} here: {reason}."
 
     def prepare(self, case: list) -> tuple[float, float]:
         """Build a case. Return the seconds of building and its first step, and those of the second step."""

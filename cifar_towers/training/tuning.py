@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -83,28 +83,16 @@ def resolve_placement(
     return dataclasses.replace(config, variable_placement=placement)
 
 
-class Recommendation(NamedTuple):
-    """The variable placement to use on this machine."""
-
-    placement: str  # one of PLACEMENTS
-    matters: bool  # whether another placement is slower
-    reason: str  # with the measured times
-
-    def sentence(self) -> str:
-        """Answer somebody who asks which placement to use."""
-        answer = f"Use --variable_placement={self.placement}" if self.matters else "Variable placement does not matter"
-        return f"{answer} here: {self.reason}."
-
-
 def recommend_placement(
     config: TrainConfig, towers: Sequence[Tower], precision: str, train: Split, length: RunLength
-) -> Recommendation:
+) -> tuple[str, bool, str]:
     """Measure steps over a small batch under each placement, and recommend the fastest, or the first of equals.
 
-    Most of the time is spent on tracing the step three times. `scripts/benchmark.py` measures whole batches.
+    Return that placement, whether another placement is slower, and the reason with the measured times. Most of the
+    time is spent on tracing the step three times. `scripts/benchmark.py` measures whole batches.
     """
     if len({tower.device for tower in towers} | {HOST}) == 1:
-        return Recommendation("cpu", False, "one tower on the CPU leaves nothing to choose")
+        return "cpu", False, "one tower on the CPU leaves nothing to choose"
     steps = {}
     for placement in PLACEMENTS:
         small = dataclasses.replace(
@@ -128,7 +116,7 @@ def recommend_placement(
     slower = [placement for placement, r in ratios.items() if np.quantile(r, 0.25) > 1 + PLACEMENT_GAIN]
     fastest = min(faster.values(), default=1.0)
     chosen = next((name for name, ratio in faster.items() if ratio <= (1 + PLACEMENT_GAIN) * fastest), "cpu")
-    return Recommendation(
+    return (
         chosen,
         bool(faster or slower),
         f"a step of {PLACEMENT_IMAGES} images on each of {len(towers)} towers takes {times} "

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cifar_towers.benchmark.worker import Worker
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.errors import UsageError
 from cifar_towers.towers import Tower
@@ -34,8 +36,8 @@ def test_fastest_placement_wins_and_ties_go_to_the_simplest(towers, examples, mo
     assert tuple(PLACEMENTS) == ("cpu", "round_robin", "least_loaded")
     set_clock(monkeypatch, 3.0, 1.02, 1.0)
     config = TrainConfig(model=TINY_NET, batch_size=20, learning_rate_schedule="linear:0=0.2,1=1,100%=0")
-    found = tuning.recommend_placement(config, towers(2), "float32", examples, LENGTH)
-    assert found.placement == "round_robin"
+    placement, _, _ = tuning.recommend_placement(config, towers(2), "float32", examples, LENGTH)
+    assert placement == "round_robin"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def test_fastest_placement_wins_and_ties_go_to_the_simplest(towers, examples, mo
     ],
 )
 def test_placement_is_measured_on_gpus_if_asked_or_for_speednets(monkeypatch, examples, settings, device, placement):
-    measured = tuning.Recommendation("round_robin", True, "of a stand-in")
+    measured = ("round_robin", True, "of a stand-in")
     monkeypatch.setattr(tuning, "recommend_placement", lambda *_: measured)
     on_devices = [Tower(0, f"/{device}:0"), Tower(1, f"/{device}:1")]
     config = tuning.with_default_placement(TrainConfig(**settings), on_devices)
@@ -78,11 +80,14 @@ def test_placement_is_measured_on_gpus_if_asked_or_for_speednets(monkeypatch, ex
 def test_answer_is_one_sentence_with_the_times(towers, examples, monkeypatch, seconds, answer):
     set_clock(monkeypatch, *seconds)
     monkeypatch.setattr(tuning, "make_trial_step", lambda *_: lambda: None)
-    config = TrainConfig(model=TINY_NET, batch_size=20)
-    sentence = tuning.recommend_placement(config, towers(2), "float32", examples, LENGTH).sentence()
+    server = Worker()
+    server.config, server.train = BenchmarkConfig(recipe=TrainConfig(model=TINY_NET, batch_size=20)), examples
+    server.towers = towers(2)
+    sentence = server.recommend_placement()
     times = ", ".join(f"{name} {1000 * each:.1f} ms" for name, each in zip(PLACEMENTS, seconds, strict=True))
     assert all(part in sentence for part in (answer, "4 images", "2 towers", times, "25"))
-    alone = tuning.recommend_placement(config, towers(1), "float32", examples, LENGTH).sentence()
+    server.towers = towers(1)
+    alone = server.recommend_placement()
     assert "does not matter" in alone and "one tower" in alone
 
 
