@@ -101,10 +101,6 @@ class BatchNorm(keras.layers.Layer):
         self.moving_variance.assign(self.momentum * self.moving_variance + (1 - self.momentum) * variance)
         return normalized
 
-    def get_config(self) -> dict[str, Any]:
-        fields = {"momentum": self.momentum, "scale": self.scale, "synchronized": self.synchronized}
-        return super().get_config() | fields
-
 
 def _normalize(
     images: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor, epsilon: float
@@ -173,7 +169,10 @@ def has_batch_norm(model: keras.Model) -> bool:
 
 
 def synchronize(model: keras.Model) -> None:
-    """Make all batch norms of a model use the moments of the whole batch: this module's, Keras's and its subclasses."""
+    """Make all batch norms of a model use the moments of the whole batch: this module's, Keras's and its subclasses.
+
+    Their configurations stay as they were, so a copy of the model is not synchronized.
+    """
     for layer in model._flatten_layers(include_self=False):
         kind = type(layer)
         if isinstance(layer, BatchNorm):
@@ -220,9 +219,6 @@ class Activation(keras.layers.Layer):
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         return COMPILED[self.function](inputs)
 
-    def get_config(self) -> dict[str, Any]:
-        return super().get_config() | {"function": self.function}
-
 
 def _compiled(function: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
     """Return an elementwise function with forward and backward pass fused; only its input is stored in between."""
@@ -267,6 +263,3 @@ class PadChannels(keras.layers.Layer):
         missing = self.channels - inputs.shape[-1]
         thinned = inputs[:, :: self.stride, :: self.stride, :]
         return tf.pad(thinned, [[0, 0], [0, 0], [0, 0], [missing // 2, missing - missing // 2]])
-
-    def get_config(self) -> dict[str, Any]:
-        return super().get_config() | {"channels": self.channels, "stride": self.stride}
