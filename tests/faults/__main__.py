@@ -1,6 +1,7 @@
 """`python -m tests.faults`: injects faults into runs, saves and files, and counts the failures.
 
-Every trial is a row of trials.csv in the output directory. A restart of the same command skips the rows it finds.
+Every trial is a row of trials.csv, in a directory per state of the code. A restart of the same command skips the rows
+it finds.
 Trials follow from the seed alone, except the moments at which signals arrive.
 """
 
@@ -32,7 +33,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/faults"))
     args = parser.parse_args()
-    out = args.out / ("long" if args.long else "quick")
+    code = harness.code_digest(Path("cifar_towers"), Path("tests/faults"), Path("configs"))
+    out = args.out / f"{'long' if args.long else 'quick'}-{code}"
     log = harness.TrialLog(out / "trials.csv")
     for name in MODULES:
         for experiment in importlib.import_module(f"tests.faults.{name}").EXPERIMENTS:

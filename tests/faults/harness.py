@@ -7,6 +7,7 @@ process of its own that can be killed, traced and starved like any other.
 import contextlib
 import csv
 import functools
+import hashlib
 import multiprocessing
 import os
 import random
@@ -82,6 +83,14 @@ class TrialLog:
         """Write one row, whose values are in the order of FIELDS."""
         self.rows.append(dict(zip(FIELDS, map(str, values), strict=True)))
         self._writer.writerow(self.rows[-1])
+
+
+def code_digest(*folders: Path) -> str:
+    """Eight digits that are others where a file of the folders is: trials of other code are not continued."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cfg")):
+        digest.update(f"{path}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def run(experiment: Experiment, log: TrialLog, *, long: bool, seed: int) -> None:
