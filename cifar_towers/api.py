@@ -101,7 +101,8 @@ def predict(
 
     Args:
       run: a run or its directory.
-      images: [n, H, W, 3] uint8 levels of any size, or paths of image files, or one path.
+      images: [n, H, W, 3] uint8 levels of any size, or paths of image files or of folders, or one path. The images of a
+        folder are sorted by name.
       **settings: flags of `predict.py` by name, such as `tta=2`, `step`, or `model` for a net of your own.
 
     Returns:

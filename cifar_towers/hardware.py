@@ -3,8 +3,11 @@
 TensorFlow is imported only where GPUs are asked for, so that a program can look at the processor first.
 """
 
+import contextlib
 import ctypes
 import functools
+import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ CUDA_LIBRARIES = (  # of CUDA 12; TensorFlow's wheels open them
     *("libcudart.so.12", "libcublas.so.12", "libcufft.so.11", "libcurand.so.10", "libcusolver.so.11"),
     *("libcusparse.so.12", "libcudnn.so.9", "libnccl.so.2", "libcupti.so.12"),
 )
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time and of the period they are for; Linux
 NVIDIA_DRIVERS = Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/libcuda.so.1")  # the second: WSL
 
 
@@ -29,6 +33,15 @@ def cpuinfo(*fields: str) -> str:
     except OSError:
         return ""
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(fields)), "")
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use, by its affinity and by the CPU quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # no quota
+        quota, period = map(int, CPU_QUOTA.read_text().split())
+        cores = min(cores, max(1, math.ceil(quota / period)))
+    return cores
 
 
 def gpu_names() -> list[str]:

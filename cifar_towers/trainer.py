@@ -298,7 +298,8 @@ class Run:
             config.directory, self.variables, config.checkpoint_every_steps, config.keep_checkpoints, self.log, workers
         )
         self.health = Health(config.max_nonfinite_steps, self.state, self.towers, self._locate_nonfinite, self.log)
-        self.metadata = workdir.run_metadata(self.requested, config, dataset, self.precision, len(self.towers))
+        threads = tf.config.threading.get_intra_op_parallelism_threads()
+        self.metadata = workdir.run_metadata(self.requested, config, dataset, self.precision, len(self.towers), threads)
         self._has_batch_norm = has_batch_norm(self.state.model)
         self.hooks: list[Callable[[int, Sequence[FinishedStep]], None]] = [
             self.check_and_log,
@@ -331,6 +332,8 @@ class Run:
         self.log(f"resuming from step {metadata['step']}, saved with {towers} in {metadata['precision']}")
         if changes := workdir.describe_changes(metadata, self.metadata, self._has_batch_norm):
             self.log(changes)
+        if threads := workdir.describe_changed_threads(metadata, self.metadata):
+            self.log(threads)
         if changed_code := workdir.describe_changed_code(metadata, self.metadata):
             self.log(changed_code)
         return metadata["step"]

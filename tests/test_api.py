@@ -89,6 +89,11 @@ def test_the_model_takes_levels_and_gives_the_probabilities_that_predict_gives(r
         np.testing.assert_allclose(found, expected, atol=1e-6)
     with pytest.raises(UsageError, match=r"float64; give uint8 \[n, h, w, 3\]"):
         cifar_towers.predict(run, images / 255, model=TINY_NET)
+    of_folder = cifar_towers.predict(run, tmp_path, model=TINY_NET, precision="float32")
+    np.testing.assert_allclose(of_folder, of_files, atol=1e-6)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty contains no images"):
+        cifar_towers.predict(run, [paths[0], tmp_path / "empty"], model=TINY_NET)
     of_one_file = cifar_towers.predict(run, paths[0], model=TINY_NET, precision="float32")
     np.testing.assert_allclose(of_one_file, probabilities[:1], atol=1e-6)
     with pytest.raises(DataError, match="nowhere.png"):

@@ -16,7 +16,7 @@ from cifar_towers.checkpointing.checkpoint import find_checkpoint, list_checkpoi
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import differing_settings, recipe_fields
 from cifar_towers.data.dataset import Dataset
-from cifar_towers.errors import DataError, UsageError
+from cifar_towers.errors import DataError, UsageError, count
 from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.registry import split_path
 from cifar_towers.user_code import check_function
@@ -216,9 +216,13 @@ def completed_result(config: TrainConfig, step: int, last_step: int) -> dict[str
 
 
 def run_metadata(
-    requested: TrainConfig, config: TrainConfig, dataset: Dataset, precision: str, num_towers: int
+    requested: TrainConfig, config: TrainConfig, dataset: Dataset, precision: str, num_towers: int, threads: int
 ) -> dict[str, Any]:
-    """Return the metadata that all checkpoints of a run share: requested recipe, data, precision, chosen settings."""
+    """Return the metadata that all checkpoints of a run share: requested recipe, data, devices, chosen settings.
+
+    Args:
+      threads: in one operation; 0: as TensorFlow chooses.
+    """
     return {
         "recipe": recipe_fields(requested),
         "own_code": own_code(requested),
@@ -227,6 +231,7 @@ def run_metadata(
         **{f"{name}_sha256": digest for name, digest in dataset.digests().items()},
         "precision": precision,
         "towers": num_towers,
+        "threads": threads,
         "strategy": config.strategy,
         "parallelism": config.parallelism,
         **{name: getattr(config, name) for name in CHOSEN},
@@ -246,6 +251,15 @@ def describe_changed_code(saved: Mapping[str, Any], current: Mapping[str, Any]) 
     changed = [f"{each}={current['recipe'][each]}" for each in now if before.get(each, now[each]) != now[each]]
     line = f"{', '.join(changed)}: the file has changed since step {saved['step']}, so this may be another function"
     return f"{line} than so far; restore it to train one throughout" if changed else ""
+
+
+def describe_changed_threads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """Return a line about the number of threads if a resumed run on as many towers has another; otherwise empty."""
+    before, now = (each.get("threads", 0) for each in (saved, current))
+    if saved["towers"] != current["towers"] or not before or not now or before == now:
+        return ""
+    rounding = f"operations have {count(now, 'thread')} instead of {before}, which rounds differently"
+    return f"{rounding}; give --intra_op_threads={before} for the bits of an uninterrupted run"
 
 
 def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any], has_batch_norm: bool) -> str:

@@ -214,6 +214,8 @@ def _join_help(
 def _describe_flag(field: dataclasses.Field, of_recipe: Any) -> str:
     name = f"--[no]{field.name}" if field.type is bool else f"--{field.name}"
     choices = f" ({'|'.join(filter(None, field.metadata['choices']))})" if field.metadata["choices"] else ""
+    if field.metadata["high"] is not None:
+        choices = f" ({field.metadata['low']:,g} to {field.metadata['high']:,g})"
     value = f"{DEFAULT_RECIPE}: {of_recipe}" if of_recipe != field.default else ""
     value = "; ".join(filter(None, [str(field.default), value]))
     return f"  {name}{choices}\n{_wrap(field.metadata['help'] + (f' [{value}]' if value else ''), indent=6)}"

@@ -192,7 +192,9 @@ class ReportConfig:
     exit_codes: ClassVar[str] = describe_exit_codes(UsageError, failure="a bug or the page cannot be written")
     refused: ClassVar[Mapping[str, str]] = NO_TRAIN_DIR
 
-    out: str = setting("", "Report", "path of the page; default: report.html in the run's directory or in this one")
+    out: str = setting(
+        "", "Report", "path of the page; default: report.html in the run's directory, or here for several runs"
+    )
     runs: tuple[str, ...] = setting((), REST, "runs' directories")
 
     def __post_init__(self):

@@ -176,8 +176,8 @@ class DeviceConfig:
 
     num_gpus: int = _towers.free(
         0,
-        "number of towers; 0: one per GPU, or two on a CPU without GPUs, or fewer if these cannot divide the batch "
-        "evenly (in a cluster: one per worker without GPUs)",
+        "number of towers, in a cluster of each worker; 0: one per GPU, or two on a CPU without GPUs (in a cluster: "
+        "one), or fewer if these cannot divide the batch evenly",
         low=0,
         high=1024,
     )
@@ -204,7 +204,7 @@ class TrainConfig(DeviceConfig):
     exit_codes: ClassVar[str] = describe_exit_codes(
         *ERRORS,
         *TRAINING_ERRORS,
-        failure="a bug, no room to save the last checkpoint, or weights that were not expected",
+        failure="a bug, a callback's error, no room to save the last checkpoint, or weights that were not expected",
     )
 
     strategy: str = _towers.free(
@@ -216,7 +216,7 @@ class TrainConfig(DeviceConfig):
     variable_placement: str = _towers.free(
         "",
         "device of the towers' shared variables; auto: with GPUs, the fastest one, measured for some seconds; empty: "
-        "cpu, except auto for the speednets, because Muon's update is too much work for a host",
+        "cpu, except auto for the speednets on GPUs, as their updates are too much work for a host",
         choices=("cpu", "round_robin", "least_loaded", "auto"),
     )
     gradient_device: str = _towers.free(
@@ -284,7 +284,10 @@ class TrainConfig(DeviceConfig):
     overwrite: bool = _run.free(False, "fresh start that deletes the run in train_dir", per_worker=True, per_run=True)
     seed: int = _run.recipe(0, "seed of data order, augmentation and weights", low=0, high=2**31 - 1, per_run=True)
     seeds: str = _run.free(
-        "", "seeds of several runs, one after another, as 0,1,2, with mean and standard deviation", per_run=True
+        "",
+        "seeds of several runs, one after another, as 0,1,2, with mean and standard deviation; with train_dir, each "
+        "in a folder of it",
+        per_run=True,
     )
     init_from: str = _run.recipe(
         "",
@@ -449,8 +452,8 @@ class TrainConfig(DeviceConfig):
         parse_seeds(self.seeds)
         parse_profile_steps(self.profile_steps)
         schedules.parse_rate(self.learning_rate_schedule)
-        _check_images(self)
         _check_model(self)
+        _check_images(self)
         _check_run(self)
         _check_parallelism(self)
         if self.num_gpus:
@@ -540,7 +543,8 @@ class TrainConfig(DeviceConfig):
 
 def _check_images(config: TrainConfig) -> None:
     size, schedule = config.image_size, config.image_size_schedule
-    for side in schedules.ImageSizeSchedule(schedule, size).points.values:
+    sides = schedules.ImageSizeSchedule(schedule, size).points.values
+    for side in sides:
         if side != int(side) or not MIN_IMAGE_SIZE <= side <= size:
             raise UsageError(
                 f"image_size_schedule={schedule}: sizes must be whole numbers from {MIN_IMAGE_SIZE} to {size}"
@@ -549,6 +553,11 @@ def _check_images(config: TrainConfig) -> None:
         raise UsageError(f"crop={config.crop} is not a size from {MIN_IMAGE_SIZE} to {size} pixels, or 0 for no crop")
     if config.crop and schedule:
         raise UsageError(f"crop={config.crop} and image_size_schedule={schedule} both set the image size; give one")
+    if sides[-1] != size:
+        raise UsageError(
+            f"image_size_schedule={schedule} ends with {sides[-1]:g} pixels, and the net is evaluated on "
+            f"image_size={size}; let it end with {size}, or leave it empty: --image_size_schedule="
+        )
     side = config.crop or size
     if config.cutout > side:
         raise UsageError(f"cutout={config.cutout} is larger than the {side} pixels of the image it would blank")

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from cifar_towers.errors import error_text
+from cifar_towers.hardware import available_cores
 
 FORMATS = {"JPEG": (".jpg", ".jpeg", ".jfif"), "PNG": (".png",), "GIF": (".gif",), "BMP": (".bmp",), "WebP": (".webp",)}
 SUFFIXES = tuple(suffix for suffixes in FORMATS.values() for suffix in suffixes)
@@ -48,7 +49,7 @@ def read_all(paths: Sequence[Path], image_size: int) -> tuple[np.ndarray, dict[i
             return str(error)
         return ""
 
-    with warnings.catch_warnings(), ThreadPoolExecutor(os.cpu_count()) as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor(available_cores()) as pool:
         warnings.simplefilter("ignore")  # Pillow's, of large or damaged images; here, as threads share the filters
         errors = {index: error for index, error in enumerate(pool.map(read_into, range(len(paths)))) if error}
     return levels, errors

@@ -69,10 +69,11 @@ def predict_images(config: PredictConfig) -> None:
 
 
 def predict_probabilities(config: PredictConfig, images: np.ndarray | Iterable[Path | str] | Path | str) -> np.ndarray:
-    """Return the probabilities [n, C] of uint8 images [n, H, W, 3], or of image files, or of one.
+    """Return the probabilities [n, C] of uint8 images [n, H, W, 3], or of image files or folders, or of one.
 
     Raises:
-      UsageError: there is no such run, or the array is no such images. DataError: a file cannot be read.
+      UsageError: there is no such run, or the array is no such images. DataError: a file cannot be read, or a folder
+        has no images.
     """
     run = open_run(Path(config.train_dir), config.model, config.step)
     classify, image_size = _make_probabilities_fn(config, run), run.info.image_size
@@ -87,7 +88,11 @@ def predict_probabilities(config: PredictConfig, images: np.ndarray | Iterable[P
             raise UsageError(f"images are {images.shape} {images.dtype}; give uint8 [n, h, w, 3], or a list of paths")
         read = functools.partial(_resize_all, image_size=image_size)
     else:
-        images, read = [*paths], functools.partial(_read_all, read=make_read_fn(image_size))
+        images, read = [], functools.partial(_read_all, read=make_read_fn(image_size))
+        for path, reason in _list_images(paths):
+            if reason:
+                raise DataError(f"{_shown(path)} {reason}")
+            images.append(path)
     parts = (images[start : start + BATCH_SIZE] for start in range(0, len(images), BATCH_SIZE))
     return np.concatenate([np.zeros([0, len(run.info.class_names)]), *(classify(read(part)) for part in parts)])
 
@@ -96,9 +101,9 @@ def _resize_all(images: Any, image_size: int) -> np.ndarray:
     return np.concatenate([resize_square(tf.constant(some), image_size).numpy() for some in chunks(images, MAX_PIXELS)])
 
 
-def _read_all(paths: Sequence[Path | str], read: Callable[[Path], np.ndarray]) -> np.ndarray:
+def _read_all(paths: Sequence[Path], read: Callable[[Path], np.ndarray]) -> np.ndarray:
     levels = []
-    for path in map(Path, paths):
+    for path in paths:
         try:
             levels.append(read(path))
         except PictureError as error:
@@ -165,7 +170,7 @@ def _triangles(ones: Any, square: Any, image_size: int) -> Any:
     return weights / ops.sum(weights, axis=0, keepdims=True)
 
 
-def _list_images(paths: Sequence[str]) -> Iterator[tuple[Path, str]]:
+def _list_images(paths: Iterable[Path | str]) -> Iterator[tuple[Path, str]]:
     """Yield (path, error) of the given files and of the images in the given folders, without those in subfolders."""
     for path in map(Path, paths):
         if not os.path.isdir(path):

@@ -28,7 +28,7 @@ from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.data.dataset import Dataset, DatasetInfo, Split
 from cifar_towers.errors import RunError, UsageError, command, count
 from cifar_towers.evaluation.score import Evaluation, describe_score, reported_score, score_tag
-from cifar_towers.hardware import cpuinfo, gpu_names
+from cifar_towers.hardware import available_cores, cpuinfo, gpu_names
 from cifar_towers.registry import split_path
 from cifar_towers.reporting import figures, tags
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_estimate, format_seconds
@@ -554,7 +554,7 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": cpuinfo("model name") or platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
+        "cores": available_cores(),
         "packages": {name: _version(name) for name in PACKAGES},
         "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as TensorFlow chooses"),  # the text of earlier runs too
         "git_revision": _git_revision(),

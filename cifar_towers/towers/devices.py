@@ -102,7 +102,7 @@ def on_gpus(towers: Sequence[Tower]) -> bool:
 
 def _set_threads(cpu_towers: int, intra_op_threads: int) -> None:
     """Give K towers on C cores K operations at a time of C/K threads each, instead of K x C threads."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = hardware.available_cores()
     if cpu_towers:
         tf.config.threading.set_inter_op_parallelism_threads(max(cpu_towers, min(2, cores)))
         intra_op_threads = intra_op_threads or max(1, cores // cpu_towers)

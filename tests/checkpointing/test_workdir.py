@@ -171,6 +171,21 @@ def test_resuming_says_what_is_computed_otherwise(now, has_batch_norm, parts):
 
 
 @pytest.mark.parametrize(
+    ("saved", "now", "parts"),
+    [
+        ({"threads": 2}, {"threads": 1}, ("1 thread instead of 2", "--intra_op_threads=2")),
+        ({"threads": 1}, {"threads": 1}, ()),
+        ({"threads": 2}, {"threads": 1, "towers": 4}, ()),  # other towers round differently in any case
+        ({}, {"threads": 1}, ()),  # of an earlier version
+        ({"threads": 1}, {"threads": 0}, ()),  # on GPUs now
+    ],
+)
+def test_resuming_says_that_operations_have_another_number_of_threads(saved, now, parts):
+    line = workdir.describe_changed_threads(SAVED | saved, SAVED | now)
+    assert bool(line) == bool(parts) and all(part in line for part in parts)
+
+
+@pytest.mark.parametrize(
     ("saved", "named"),
     [
         ({}, []),  # of an earlier version

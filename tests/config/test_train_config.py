@@ -61,6 +61,7 @@ USAGE_ERRORS = {
         (["--model=cifarnet", "--image_size_schedule=0=24"], "model=cifarnet takes images of one size"),
         (["--model=resnet20", "--optimizer=muon"], "optimizer=muon is for speednet93, speednet94"),
         (["--crop=24", "--image_size_schedule=0=24"], "both set the image size"),
+        (["--recipe=speed94", "--image_size=64"], "schedule=0=20,55%=32 ends with 32 pixels, and the net is "),
         (["--image_size_schedule=0=nan"], "image_size_schedule: '0=nan' is not a list of place=value, none negative"),
         (["--dataset=folder"], "dataset=folder is not cifar10, synthetic, auto, folder:<path> or the name of a"),
         (["--dataset=csv:"], "svhn_cropped, nor csv:<table> or npy:<folder or file of arrays>"),
@@ -237,6 +238,7 @@ def test_help_has_every_flag_under_a_group():
             assert re.search(rf"^  --(\[no\])?{field.name}\b", text, re.M), field.name
             assert f"{field.metadata['group']}:" in text
     assert "Exit codes: 0 done, 2 usage" in text and text.endswith("or what it started failed.")
+    assert "--image_size (18 to 256)\n" in help_text(TrainConfig, "What it does.")
     exporting = help_text(ExportConfig, "What it does.")
     assert "diverged" not in help_text(BenchmarkConfig, "What it does.")
     assert exporting.endswith("1 a bug, a failed check, or nothing could be written.") and "diverged" not in exporting

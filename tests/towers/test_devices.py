@@ -1,3 +1,4 @@
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +69,18 @@ def test_missing_gpus_are_an_error_without_soft_placement(monkeypatch, towers, g
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [SimpleNamespace()] * gpus)
     with pytest.raises(ValueError, match=message):
         make_towers(towers, soft_placement=False)
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1), ("6400000 100000", 8), ("", 8), (None, 8)],
+)
+def test_cores_are_those_of_the_affinity_within_the_quota_of_the_container(tmp_path, monkeypatch, quota, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(hardware, "CPU_QUOTA", tmp_path / "cpu.max")
+    if quota is not None:
+        hardware.CPU_QUOTA.write_text(f"{quota}\n")
+    assert hardware.available_cores() == expected
 
 
 def test_a_worker_of_a_cluster_has_one_tower_on_its_cpu(monkeypatch):
