@@ -195,7 +195,6 @@ def initialize_variables(source: Path, variables: Variables, head: Sequence[str]
     same values. Batch statistics are copied too. Integers, such as seeds, are not copied.
 
     Args:
-      source: directory of the other run.
       head: names of the last layer's variables, as `head.kernel`. They stay as they are unless the other run has the
         same classes in the same order.
 

@@ -44,7 +44,6 @@ def find(dataset: str, data_dir: str = "") -> Source:
 
     Args:
       dataset: a name in `SOURCES`, a path with a prefix in `SOURCES`, `auto`, or the name of a TFDS data set.
-      data_dir: directory of TFDS's data sets.
 
     Raises:
       DataError: CIFAR-10, or what is at the path, cannot be read.
@@ -73,7 +72,6 @@ def load(
     The validation split is the source's own, unless `validation_examples` are held out of train.
 
     Args:
-      validation_examples: number of examples to hold out of train.
       fall_back: read the synthetic set if CIFAR-10 cannot be downloaded. A damaged copy is still an error.
 
     Raises:

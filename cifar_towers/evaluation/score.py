@@ -120,13 +120,10 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def reported_score(scores: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the score that a run reports, from the scores of one evaluation; None if there are none.
+    """Return the score that a run reports, from one evaluation's scores as in result.json; None if there are none.
 
     The score is that of the test set if it was evaluated, of the averaged weights if the run keeps an average, and of
     the highest level of test-time augmentation. The accuracy has no influence on the choice.
-
-    Args:
-      scores: records with `split`, `weights` (`raw` or `ema`) and `tta`, as in result.json and metrics.jsonl.
     """
     return max(scores, key=lambda s: (s["split"] == "test", s["weights"] == "ema", s["tta"] or 0), default=None)
 

@@ -157,11 +157,10 @@ def _make_module(run: TrainedRun, model: keras.Model, temperature: float = 1.0) 
 class ServingModule:
     """A model with its preprocessing and postprocessing: uint8 images -> probabilities and names.
 
-    The preprocessing consists of operations that every format supports.
+    The preprocessing resizes the central square of an image to `image_size`, by operations that every format supports.
 
     Args:
       model: preprocessed images -> logits; of stock layers, in float32.
-      image_size: pixels; the central square of an image is resized to it.
     """
 
     def __init__(self, model: keras.Model, augmentation: Augmentation, image_size: int, class_names: tuple[str, ...]):

@@ -60,8 +60,7 @@ class TrainedRun(NamedTuple):
     def number_labels(self, split: Split, dataset: str, may_differ: bool) -> Split:
         """Return a split of a data set with labels that are numbers of the run's classes.
 
-        Args:
-          may_differ: the split may have some of the run's classes only, in any order.
+        If the split `may_differ`, it may have some of these classes only, in any order.
 
         Raises:
           DataError: the split has other classes.

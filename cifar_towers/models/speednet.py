@@ -32,12 +32,10 @@ def speednet(
 
     Args:
       image_size: if None, the net takes images of any size from 18 pixels.
-      widths: channels of the three groups.
-      convs: number of convolutions in each group.
+      widths: channels of the three groups, each of `convs` convolutions.
       later_activation: `gelu` or `silu` in the groups; the activation after the whitening is GELU.
       momentum: fraction of the batch norms' moving statistics that each step keeps.
       head_std: initial standard deviation of the head's weights; uniform +-1/sqrt(fan_in) if None.
-      logit_divisor: divisor of the head's output.
       residual: add each group's first activation to the output of its last norm.
       whitening: [2, 2, 3, 24] kernel from `whitening_kernel`; zeros if not given, to be restored from a checkpoint.
     """

@@ -43,11 +43,8 @@ class ClusterSpec:
 class Workers:
     """The workers of a run, as one of them sees them: a process alone, or the workers of a cluster.
 
-    All workers call the same methods in the same order, and each method waits for all of them.
-
-    Args:
-      cluster: all workers.
-      gather: an all-gather: takes one value on each worker and returns the values of all, in the workers' order.
+    All workers call the same methods in the same order, and each method waits for all of them. `gather` takes one value
+    on each worker and returns the values of all, in the workers' order.
     """
 
     def __init__(

@@ -43,13 +43,10 @@ END = re.compile(r"exit code (\d+): ([^\n]*)")
 def connect(
     cluster: ClusterSpec | None, make_devices: Callable[[], Any], timeout_seconds: float, shutdown: ShutdownHandler
 ) -> Iterator[tuple[Workers, Any]]:
-    """Join the workers of a cluster. An error of one worker ends all workers with the same line.
+    """Join the workers of a cluster, or work alone without one. An error of one worker ends all with the same line.
 
-    Args:
-      cluster: all workers; None: this process alone.
-      make_devices: function that returns this worker's `Devices`; their `strategy` joins all workers.
-      timeout_seconds: how long to wait for the last worker.
-      shutdown: handles signals while this worker waits for others.
+    Yield the workers and this worker's `Devices` from `make_devices`; their `strategy` joins all workers. The last
+    worker has `timeout_seconds` to come. Signals are handled during the wait.
 
     Raises:
       UsageError: this worker's port is in use.

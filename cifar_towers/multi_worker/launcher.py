@@ -26,14 +26,11 @@ def launch(
     log: Callable[[str], None],
     shutdown: ShutdownHandler,
 ) -> int:
-    """Run a training in several local workers or in one process; return its exit code.
+    """Run a training in `num_workers` local workers, or in one process if it is 0; return its exit code.
 
-    Args:
-      command: the training command; flags of each worker are appended.
-      num_workers: number of processes, which meet on the loopback interface; 0: one, which may be part of a cluster.
-      max_restarts: number of restarts after a worker ends with an exit code that is not in `FINAL`.
-      log: prints a line.
-      shutdown: its first signal is forwarded and prevents restarts, a second kills the workers.
+    Workers meet on the loopback interface, with flags of their own after `command`. A single process may be part of a
+    cluster. After an exit code that is not in `FINAL` all restart, at most `max_restarts` times. The first signal is
+    forwarded and prevents restarts, a second kills the workers.
     """
     os.environ[LAUNCH_VARIABLE] = uuid.uuid4().hex
     for restart in range(max_restarts + 1):

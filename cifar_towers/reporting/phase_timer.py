@@ -33,10 +33,9 @@ class PhaseTimer:
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=RECENT_STEPS)  # images, input wait, seconds
 
     def resume(self, saved: Mapping[str, Any], newest: Mapping[str, Any]) -> None:
-        """Continue the times of a run from a checkpoint. Steps after the checkpoint are booked as lost.
+        """Continue the times of a run from the `saved` metadata of a checkpoint, which is empty at step 0.
 
-        Args:
-          saved: metadata of the checkpoint; empty at step 0. newest: the last times of the run, as `metadata` returns.
+        The steps after the checkpoint, by the `newest` times that `metadata` returned, are booked as lost.
         """
         saved_seconds = saved.get("seconds", {})
         self.seconds, self.images = defaultdict(float, saved_seconds), saved.get("images", 0)

@@ -160,11 +160,9 @@ class RunLogger:
     def log_step(
         self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_size: int, health: Mapping[str, int]
     ) -> None:
-        """Show and write the metrics of step `step`.
+        """Show and write the metrics of a step, its learning rates by parameter group, and its `health`.
 
-        Args:
-          rates: the learning rate of each parameter group.
-          health: numbers of `skipped_steps` and `rollbacks`.
+        The health holds the numbers of `skipped_steps` and `rollbacks`.
         """
         self._epoch.append(metrics._replace(diagnostics=None))
         rate, (images_per_sec, input_wait) = next(iter(rates.values())), self.timer.recent_rates()

@@ -163,12 +163,9 @@ def make_training(
 ) -> tuple[TrainState, Update, Sequence[Tower]]:
     """Return state, step and towers of a run: shared or mirrored variables, on towers or in pipeline stages.
 
-    The step is a `tf.function` with the arguments that `step.make_update` describes; on a cluster it also takes
-    `stop_signal`. There is one tower if the devices hold stages of the model.
-
-    Args:
-      strategy: the strategy of a cluster, with the towers of all its workers.
-      load_images: as `make_update` takes it.
+    The step is a `tf.function` with the arguments that `step.make_update` describes. There is one tower if the devices
+    hold stages of the model. On a cluster, whose `strategy` joins the towers of all workers, the step also takes
+    `stop_signal`.
 
     Raises:
       UsageError: this machine or this model cannot be trained so.
@@ -292,7 +289,6 @@ def load_augmentation(name: str, image_size: int, num_classes: int, may_mix: boo
     rows [b, C] float32, and returns (images, labels).
 
     Args:
-      name: as `path/to/file.py:function`.
       may_mix: whether the function may take labels, as one that mixes examples does.
 
     Raises:

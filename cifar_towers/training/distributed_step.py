@@ -54,13 +54,9 @@ def make_multi_worker_strategy(
 ) -> tuple[tf.distribute.MultiWorkerMirroredStrategy, list[Tower]]:
     """Return a strategy that joins W processes, and the towers of all, in the order of the workers.
 
-    The call waits for all workers. Each worker opens a port without authentication, on every interface of its machine.
-
-    Args:
-      addresses: [W] host:port of each worker. index: index of this process among them.
-      num_gpus: number of towers of each worker; 0: one for each GPU, or one on the CPU.
-      all_reduce: `ring` over the network, `nccl` between GPUs, or `auto`.
-      device_options: keyword arguments of `make_towers`.
+    The call waits for all workers, at [W] `addresses` as host:port. Each worker opens a port without authentication, on
+    every interface of its machine. It has `num_gpus` towers; 0 is one for each GPU, or one on the CPU. `all_reduce` is
+    `ring` over the network, `nccl` between GPUs, or `auto`. `device_options` are those of `make_towers`.
 
     Raises:
       ValueError: more towers than TensorFlow lets a worker have, or GPUs that are not there.

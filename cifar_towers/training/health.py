@@ -121,12 +121,7 @@ def _updated(metrics: StepMetrics, of_proxy: bool) -> bool:
 def describe_nonfinite(
     metrics: StepMetrics, towers: Sequence[Tower], weight_names: Sequence[str], update_names: Sequence[str]
 ) -> str:
-    """Name the first non-finite number that a step recorded, as `total_loss of tower_1 is not finite`.
-
-    Args:
-      metrics: as NumPy arrays.
-      weight_names, update_names: names of the `TrainState`.
-    """
+    """Name the first non-finite number that a step recorded, as `total_loss of tower_1 is not finite`."""
     names = [*metrics.losses, *(f"the gradient of {name}" for name in reversed(weight_names))]
     for tower, index in zip(towers, np.atleast_1d(metrics.nonfinite_towers), strict=True):
         if index >= 0:

@@ -16,8 +16,7 @@ DECAY = 0.9  # of the moving averages
 def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
     """Return the softmax cross entropy [B] of logits [B, C], with label smoothing over C classes.
 
-    Args:
-      labels: [B] classes, or [B, C] probabilities.
+    Labels are [B] classes or [B, C] probabilities.
     """
     if logits.dtype.size == 2:  # a user's model may end in a 16-bit type
         logits = tf.cast(logits, tf.float32)

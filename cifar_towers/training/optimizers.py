@@ -207,12 +207,8 @@ def make_optimizer(
 ) -> Optimizer:
     """Return an optimizer with one parameter group for each role of `schedules`.
 
-    All roles decay by the same fraction in a step: a role's coefficient is weight_decay x learning_rate / peak_rate.
-
-    Args:
-      learning_rate: the peak rate that `weight_decay` is given for.
-      total_steps: length of the run, on which Muon's rescaling depends.
-      is_speednet: the model's layers have roles by their names, see `split_by_role`.
+    All roles decay by the same fraction in a step: `weight_decay` is given for the peak rate `learning_rate`, and a
+    role's coefficient is weight_decay x learning_rate / peak_rate. Muon's rescaling depends on the run's `total_steps`.
 
     Raises:
       ValueError: there is no such optimizer, or variables have a role without a schedule.

@@ -100,7 +100,6 @@ class TrainState:
           non_trainable: a new value for each of the model's, or None to leave it.
           losses: the final tower's, by term. learning_rates: by active parameter group.
           finite: [] bool, whether all results of the towers are finite.
-          collect_diagnostics: whether this is a summary step; without it the graph has no diagnostics.
         """
         loss_scale = self.loss_scale.value()
         gradients = self.loss_scale.unscale(gradients)

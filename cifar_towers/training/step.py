@@ -258,8 +258,7 @@ def make_step_metrics(
 ) -> StepMetrics:
     """Return the metrics of a step over `num_examples` examples, shared by the towers as `sizes` say, or equally.
 
-    Args:
-      tower_stats: as `tower_gradient_stats` returns them; None: the metrics have no diagnostics.
+    They have no diagnostics without `tower_stats`, which `tower_gradient_stats` returns.
     """
     diagnostics = None
     if tower_stats is not None:
@@ -294,13 +293,11 @@ def select_hard_examples(update: Update, proxy_update: Update, count: int) -> Up
     The proxy is a small net that trains on the whole batch, on the same towers, before each step of the large net. K
     towers select the same examples as one tower does, except where losses are nearly equal, and except for batch norm,
     which sees one tower's share. Of equal losses the first counts as the highest. Both nets get the same learning
-    rates, so a parameter group of the proxy that the large net lacks is frozen.
+    rates, so a parameter group of the proxy that the large net lacks is frozen. `make_update` makes both updates, that
+    of the proxy with an `example_loss`.
 
     Source: K. Jordan's CIFAR-10 records of 2024 (airbench96). There a separate run of the proxy selects the harder half
     of every batch first, and the proxy is updated at every fourth batch only.
-
-    Args:
-      update, proxy_update: from `make_update`, the second with an `example_loss`.
     """
 
     def update_both(batch: Batch, learning_rates, image_size: int = 0, collect_diagnostics=None) -> StepMetrics:

@@ -38,8 +38,7 @@ def resolve_choices(
 ) -> tuple[TrainConfig, list[str]]:
     """Return `config` with micro-batches, variable placement and tower shares, and the names of those that were `auto`.
 
-    Args:
-      previous: earlier choices of the run, by setting.
+    The run's `previous` choices, by setting, are kept.
     """
     config = asked = with_default_placement(config, towers)
     config = dataclasses.replace(config, micro_batches=config.micro_batches or previous.get("micro_batches", 1))
