@@ -92,9 +92,10 @@ def train(
 
 
 def shared_values(config: TrainConfig, dataset: Dataset, precision: str, num_towers: int) -> dict[str, Any]:
-    """Return what must be equal on all workers of a cluster: settings, data, precision and number of towers."""
+    """Return what must be equal on all workers of a cluster: settings, code, data, precision and number of towers."""
+    code = {f"a file of {setting}, as sha256,": digest for setting, digest in workdir.own_code(config).items()}
     data = {f"{name} images, as sha256,": getattr(dataset, name).digest for name in ("train", "validation", "test")}
-    return shared_settings(config) | data | {"precision": precision, "towers": num_towers}
+    return shared_settings(config) | code | data | {"precision": precision, "towers": num_towers}
 
 
 def train_run(config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str) -> dict:

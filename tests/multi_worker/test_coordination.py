@@ -159,3 +159,13 @@ def test_workers_with_other_images_are_refused(split):
     check(lambda values: sent.append(values) or [values, values], dataset._replace(**{split: synthetic.make(10, 0, 3)}))
     with pytest.raises(UsageError, match=rf"worker 1 of 2 \(b:1\) has {split} images, as sha256, "):
         check(lambda values: [values, *sent], dataset)
+
+
+def test_other_code_of_a_worker_is_refused(tmp_path):
+    file, data, values = tmp_path / "mine.py", synthetic.make(10, 0, 0), []
+    for number in (1, 2):
+        file.write_text(f"def loss(labels, logits):\n    return {number}\n")
+        values.append(shared_values(TrainConfig(loss=f"{file}:loss"), Dataset("d", data, data, data), "float32", 2))
+    workers = Workers(dataclasses.replace(CLUSTER, addresses=CLUSTER.addresses[:2]), lambda _: values)
+    with pytest.raises(UsageError, match=r"worker 1 of 2 \(b:1\) has a file of loss, as sha256, "):
+        workers.assert_equal(values[0])
