@@ -51,7 +51,8 @@ class SeedStatistics:
             pause = SECONDS_BETWEEN_UPDATES
             while not ended.wait(pause):
                 began = time.monotonic()
-                self.update()
+                with contextlib.suppress(OSError):  # the run that trains may replace a file meanwhile
+                    self.update()
                 pause = max(SECONDS_BETWEEN_UPDATES, (time.monotonic() - began) / SHARE_OF_TIME)
 
         thread = threading.Thread(target=keep_updating, name="seed statistics", daemon=True)

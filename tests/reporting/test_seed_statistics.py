@@ -80,7 +80,15 @@ def test_tensorboard_shows_the_latest_statistics_only_and_their_bands(tmp_path):
 def test_statistics_are_updated_in_the_background(tmp_path, monkeypatch):
     monkeypatch.setattr("cifar_towers.reporting.seed_statistics.SECONDS_BETWEEN_UPDATES", 0.01)
     monkeypatch.setattr("cifar_towers.reporting.seed_statistics.SHARE_OF_TIME", 1.0)
-    seeds = SeedStatistics(tmp_path / "seeds", [tmp_path / "seed0"])
+    seeds, failures = SeedStatistics(tmp_path / "seeds", [tmp_path / "seed0"]), [OSError("replaced meanwhile")]
+    update = seeds.update
+
+    def fail_once_and_update():
+        if failures:
+            raise failures.pop()
+        update()
+
+    seeds.update = fail_once_and_update
     with seeds.updated_in_background():
         write_run(tmp_path / "seed0", [4.0, 3.0])
         deadline = time.monotonic() + 60
