@@ -21,7 +21,16 @@ from cifar_towers.config.train_config import shared_settings
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
-from cifar_towers.errors import NOTHING_TO_SAVE, DivergedError, Interrupted, RunError, UsageError, count, error_text
+from cifar_towers.errors import (
+    NOTHING_TO_SAVE,
+    DivergedError,
+    Interrupted,
+    RunError,
+    UsageError,
+    command,
+    count,
+    error_text,
+)
 from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, score_split
 from cifar_towers.evaluation.score import describe_score, reported_score
 from cifar_towers.models import user_model
@@ -256,6 +265,11 @@ class Run:
         self.variables = self.state.named_variables()
         self.augmentation = build.make_augmentation(config, dataset.info)  # without a function of the user's
         self.image_size_at = ImageSizeSchedule(config.image_size_schedule, config.image_size).at(length)
+        if (size := self.image_size_at(length.total - 1)) != config.image_size:
+            raise UsageError(
+                f"image_size_schedule={config.image_size_schedule} is still at {size} pixels in the last of "
+                f"{length.total} steps, and the net is evaluated on {config.image_size}; give places as 60%=32"
+            )
         names = [*self.state.loss_averages.sums, *(f"the gradient of {name}" for name in self.state.weight_names)]
         self.step_runner = StepRunner(
             train_step, self.state.optimizer, self.image_size_at, config.verify_every_steps, self.towers, names, again
@@ -324,8 +338,7 @@ class Run:
         self.timer.resume(metadata or {}, last or self.timer.metadata())
         if not metadata:
             if source := self.requested.init_from:
-                classes = self.dataset.info.class_names
-                self.log(self.checkpoints.initialize(Path(source), self.state.head_names(), classes))
+                self.log(self.checkpoints.initialize(Path(source), self.state.head_names(), self.metadata))
             return 0
         self.health.restore(metadata)
         self.evaluations = metadata["evaluations"]
@@ -344,7 +357,10 @@ class Run:
         stored = functools.partial(workdir.completed_result, self.config, step, self.length.last)
         if result := self.workers.broadcast_from_chief(stored):
             score = describe_score(reported_score(result["evaluations"]) or {})
-            self.log(f"{self.config.directory} is complete at step {step}: {score}")
+            tta, run = self.config.tta, f"--train_dir={self.config.directory}"
+            missing = tta and all(each["tta"] != tta for each in result["evaluations"])
+            advice = f"; for TTA {tta}: {command('evaluate.py', run, f'--tta={tta}')}" if missing else ""
+            self.log(f"{self.config.directory} is complete at step {step}: {score}{advice}")
         return result
 
     def begin(self, step: int) -> None:
@@ -531,7 +547,7 @@ class Run:
         if not self.config.rollback_on_divergence:
             raise DivergedError(
                 f"{error}; {self.checkpoints.describe_latest()}: give --rollback_on_divergence to go back to the "
-                "last good checkpoint at half the rates, or --overwrite with a smaller --learning_rate or "
+                "last good checkpoint at half the rates, or --overwrite with smaller learning rates or "
                 "--precision=float32"
             ) from error
         self.step_runner.discard()

@@ -94,7 +94,14 @@ def make_runs(work, *flags):
 @pytest.fixture(scope="module")
 def small_runs(work):
     """Train the recipe with a net that compiles quickly."""
-    small = ["--model=cifarnet", "--crop=24", "--shift=0", "--image_size_schedule=", "--optimizer=momentum"]
+    small = [
+        "--model=cifarnet",
+        "--crop=24",
+        "--shift=0",
+        "--image_size_schedule=",
+        "--optimizer=momentum",
+        "--learning_rate=0.1",
+    ]
     make_runs(work, "--recipe=speed94", *small, "--bias_learning_rate=0", "--head_learning_rate=0")
 
 

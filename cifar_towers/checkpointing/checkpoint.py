@@ -188,7 +188,7 @@ def restore_variables(checkpoint: Path, variables: Variables) -> None:
         variable.assign(values[name])
 
 
-def initialize_variables(source: Path, variables: Variables, head: Sequence[str], classes: Sequence[str]) -> str:
+def initialize_variables(source: Path, variables: Variables, head: Sequence[str], own: Mapping[str, Any]) -> str:
     """Start a new run with the newest weights of another run; return the line to log.
 
     The weights are the moving averages of the other run if it keeps some. The new run's own averages start with the
@@ -197,6 +197,7 @@ def initialize_variables(source: Path, variables: Variables, head: Sequence[str]
     Args:
       head: names of the last layer's variables, as `head.kernel`. They stay as they are unless the other run has the
         same classes in the same order.
+      own: the metadata of the new run's checkpoints.
 
     Raises:
       UsageError: the other run has no checkpoint, or another model; the message names the first variable that differs.
@@ -209,7 +210,8 @@ def initialize_variables(source: Path, variables: Variables, head: Sequence[str]
         {name.removeprefix(prefix): each for name, each in of.items() if name.startswith(prefix)}
         for prefix, of in (("ema." if is_averaged else "model.", values), ("model.", variables))
     )
-    new = [] if list(classes) == metadata["dataset_info"]["class_names"] else head
+    classes, validation = list(own["dataset_info"]["class_names"]), own.get("validation_sha256")
+    new = [] if classes == metadata["dataset_info"]["class_names"] else head
     for name in [*wanted, *saved]:
         there, here = (f"of shape {tuple(each[name].shape)}" if name in each else "absent" for each in (saved, wanted))
         if there != here and name not in new:
@@ -219,6 +221,8 @@ def initialize_variables(source: Path, variables: Variables, head: Sequence[str]
         if owner in ("model", "ema", "lookahead") and variable.dtype.is_floating and path not in new:
             variable.assign(saved[path])
     line = f"starting with the {'averaged ' * is_averaged}weights of {source} at step {metadata['step']}"
+    if validation and own["dataset"] == metadata["dataset"] and validation != metadata.get("validation_sha256"):
+        line += ", which were trained on validation images of this run: its validation accuracy will be too high"
     return f"{line}; new, as its classes are others: {', '.join(new)}" if new else line
 
 

@@ -115,9 +115,9 @@ class CheckpointManager:
 
         return self._on_all_workers(restore)
 
-    def initialize(self, source: Path, head: Sequence[str], classes: Sequence[str]) -> str:
+    def initialize(self, source: Path, head: Sequence[str], own: Mapping[str, Any]) -> str:
         """Start with the newest weights of another run; return the line to log. See `initialize_variables`."""
-        return self._on_all_workers(lambda: initialize_variables(source, self.variables, head, classes))
+        return self._on_all_workers(lambda: initialize_variables(source, self.variables, head, own))
 
     def quarantine_damaged(self) -> list[Path]:
         """Remove what killed saves left; rename and log damaged checkpoints. Return the others, oldest first."""

@@ -19,7 +19,7 @@ from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError, count
 from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.registry import split_path
-from cifar_towers.user_code import check_function
+from cifar_towers.user_code import check_function, split_function
 
 CHOSEN = ("variable_placement", "tower_shares", "micro_batches")  # settings that `training.tuning` may choose
 IN_USE = "another process trains in {}; end it, or give another --train_dir"
@@ -190,8 +190,19 @@ def check_resumable(config: TrainConfig, dataset: Dataset, has_batch_norm: bool,
 def _check_recipe(
     checkpoint: Path, metadata: dict[str, Any], config: TrainConfig, has_batch_norm: bool, dataset: str = ""
 ) -> None:
-    """Raise if a checkpoint was made with other settings, or on another data set if the name of one is given."""
-    differing = differing_settings(config, metadata["recipe"], has_batch_norm)
+    """Raise if a checkpoint was made with other settings, or on another data set if the name of one is given.
+
+    The value that was chosen for `auto` is the same setting, and so is another path of the same code.
+    """
+    saved, code = dict(metadata["recipe"]), own_code(config)
+    for name, auto in {"precision": "auto", "micro_batches": 0}.items():
+        if saved.get(name) == auto and getattr(config, name) == metadata.get(name):
+            saved[name] = metadata[name]
+    for setting, digest in metadata.get("own_code", {}).items():
+        before, now = split_function(saved[setting]), split_function(getattr(config, setting))
+        if before and now and before[1] == now[1] and code.get(setting) == digest:
+            saved[setting] = getattr(config, setting)
+    differing = differing_settings(config, saved, has_batch_norm)
     names = metadata["dataset"], dataset or metadata["dataset"]
     if names[0] != names[1] and not all(split_path(name)[0] for name in names):  # files may have moved
         differing.append("dataset {} -> {}".format(*names))

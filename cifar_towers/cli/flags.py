@@ -13,7 +13,15 @@ from typing import Any, TypeVar
 from absl import flags
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import DEFAULT_RECIPE, RECIPE, REST, names_with, recipe_flagfile, recipe_names
+from cifar_towers.config.train_config import (
+    DEFAULT_RECIPE,
+    RECIPE,
+    REST,
+    check_overrides,
+    names_with,
+    recipe_flagfile,
+    recipe_names,
+)
 from cifar_towers.errors import UsageError
 
 BASIC = (  # settings of a training that --help lists, in this order; --helpfull has all
@@ -53,7 +61,8 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
         sys.exit(0)
     values, stray = _parse_flags(config_class, argv)
     if recipe := _choose_recipe(values, argv):  # it stands first, so that every flag overrides it
-        values, stray = _parse_flags(config_class, [argv[0], f"--flagfile={recipe_flagfile(recipe)}", *argv[1:]])
+        given, recipe_argv = values, [argv[0], f"--flagfile={recipe_flagfile(recipe)}"]
+        values, stray = _parse_flags(config_class, [*recipe_argv, *argv[1:]])
     rest = names_with(config_class, group=REST)
     if stray and not rest:
         raise UsageError(f"{stray[0]!r} is not a flag; {_advice_on_word(stray[0], config_class)}")
@@ -64,7 +73,11 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
         settings["recipe"] = recipe or Path(_last_flagfile(argv)).stem
     if of_recipe := _recipe_settings(config_class):
         settings["recipe"] = TrainConfig(**{field.name: settings.pop(field.name) for field in of_recipe})
-    return config_class(**settings)
+    config = config_class(**settings)
+    if recipe and config_class is TrainConfig:
+        replaced = _parse_flags(config_class, recipe_argv)[0].flag_values_dict()
+        check_overrides(recipe, replaced, settings, [name for name in given if given[name].present])
+    return config
 
 
 def short_help(config_class: type[Any], description: str) -> str:

@@ -12,7 +12,7 @@ from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import checked_output, confirm, find_data, import_tensorflow, parse, program, start_tool
 from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig, parse_seeds, programs
-from cifar_towers.config.train_config import claimed_accuracy, recipe_fields, recipe_names
+from cifar_towers.config.train_config import check_training, claimed_accuracy, recipe_fields, recipe_names
 from cifar_towers.errors import DivergedError, RunError, UsageError, command
 from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
@@ -60,6 +60,7 @@ def start_training(
     from cifar_towers.reporting.phase_timer import PhaseTimer
 
     timer = PhaseTimer()  # TensorFlow's import is a part of the start
+    check_training(config)
     source = sources.find(config.dataset, config.data_dir)
     if not (cluster and cluster.index):  # only worker 0 has a directory
         for run in [config.of_seed(seed) for seed in parse_seeds(config.seeds)] or [config]:
@@ -123,6 +124,10 @@ def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: Shutdow
     if source.banner:
         print(source.banner)
     print(f"{config.name}, seeds {', '.join(map(str, seeds))}{missing}{speed}")
+    if config.target_accuracy:
+        seconds = [result["seconds"]["train"] for result in results if result["reached"]]
+        mean = f", after {Sample.of(seconds).mean:.1f} s of training in the mean" if seconds else ""
+        print(f"stopped at {100 * config.target_accuracy:.2f} %: {len(seconds)} of {len(seeds)}{mean}")
     for name, values in accuracies.items():
         print(f"{name}: {Sample.of(values).describe_percent()}")
     if diverged:
@@ -176,6 +181,11 @@ def launch(shutdown: ShutdownHandler) -> int:
             raise
         raise UsageError(f"{error}; flags of train.py stand after --") from None
     if config.num_workers:
+        if training.workers or training.worker_index >= 0:
+            raise UsageError(
+                f"num_workers={config.num_workers} starts workers on this machine, at addresses of its own; leave "
+                "--workers and --worker_index, or leave --num_workers on each of several machines"
+            )
         training.check_shares(max(training.num_gpus, 1) * config.num_workers)
     else:
         resolve_cluster(training, os.environ)

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -25,6 +25,8 @@ RECIPE = "the recipe"  # group of the setting that holds a TrainConfig; each set
 MAX_MICRO_BATCHES = 1024  # of a tower's shard
 MIN_IMAGE_SIZE = 18  # pixels
 MAX_PROFILE_STEPS = 100
+MAX_ADAMW_RATE = 0.1
+RATES = ("bias_learning_rate", "head_learning_rate", "whitening_learning_rate")  # besides learning_rate
 PRECISIONS = ("float32", "bfloat16", "float16")
 PRECISION_HELP = "number format the net computes in; auto: bfloat16 if the hardware computes it faster, else float32"
 ALL_REDUCE_OF_STRATEGY = {"mirrored": ("nccl", "hierarchical", "one_device"), "multi_worker": ("nccl", "ring")}
@@ -181,13 +183,20 @@ class DeviceConfig:
         low=0,
         high=1024,
     )
-    soft_placement: bool = _towers.free(True, "logical devices in place of missing GPUs")
+    soft_placement: bool = _towers.free(True, "logical devices in place of missing GPUs", per_run=True)
     gpu_memory_growth: bool = _towers.free(
-        True, "allocation of GPU memory as it is needed, instead of all at the start", per_worker=True
+        True, "allocation of GPU memory as it is needed, instead of all at the start", per_worker=True, per_run=True
     )
-    gpu_memory_limit_mb: int = _towers.free(0, "maximum memory on each GPU in MB; 0: no limit", low=0, per_worker=True)
+    gpu_memory_limit_mb: int = _towers.free(
+        0, "maximum memory on each GPU in MB; 0: no limit", low=0, per_worker=True, per_run=True
+    )
     intra_op_threads: int = _towers.free(
-        0, "threads inside one operation; 0: the cores divided among the CPU towers", low=0, high=1024, per_worker=True
+        0,
+        "threads inside one operation; 0: the cores divided among the CPU towers",
+        low=0,
+        high=1024,
+        per_worker=True,
+        per_run=True,
     )
     deterministic: bool = _towers.free(
         False, "bit-identical results guaranteed by TensorFlow, which fails where an operation cannot give them"
@@ -233,6 +242,7 @@ class TrainConfig(DeviceConfig):
         "host",
         "memory of the training images: the host's, or each tower's device (CIFAR-10 takes 154 MB)",
         choices=("host", "device"),
+        per_run=True,
     )
     batch_statistics: str = _towers.recipe(
         "mean",
@@ -260,7 +270,9 @@ class TrainConfig(DeviceConfig):
         "work split over the devices: data, the batch; model, pipeline stages of the net",
         choices=("data", "model"),
     )
-    log_device_placement: bool = _towers.free(False, "logged device of each variable and tower", per_worker=True)
+    log_device_placement: bool = _towers.free(
+        False, "logged device of each variable and tower", per_worker=True, per_run=True
+    )
 
     workers: str = _cluster.free(
         "", "host:port of every worker of strategy=multi_worker, as a:5000,b:5000; empty: from TF_CONFIG or Slurm"
@@ -305,11 +317,15 @@ class TrainConfig(DeviceConfig):
         check=_check_sha256,
         per_run=True,
     )
-    max_nonfinite_steps: int = _run.free(3, "number of skipped steps (NaN or infinity) in a row that ends a run", low=1)
+    max_nonfinite_steps: int = _run.free(
+        3, "number of skipped steps (NaN or infinity) in a row that ends a run", low=1, per_run=True
+    )
     rollback_on_divergence: bool = _run.free(
         False, "return to the last good checkpoint at half the rates, instead of the end after max_nonfinite_steps"
     )
-    verify_every_steps: int = _run.free(0, "steps between checks of one tower's bits by another tower; 0: never", low=0)
+    verify_every_steps: int = _run.free(
+        0, "steps between checks of one tower's bits by another tower; 0: never", low=0, per_run=True
+    )
 
     dataset: str = _data.free(
         "cifar10",
@@ -547,7 +563,8 @@ def _check_images(config: TrainConfig) -> None:
     for side in sides:
         if side != int(side) or not MIN_IMAGE_SIZE <= side <= size:
             raise UsageError(
-                f"image_size_schedule={schedule}: sizes must be whole numbers from {MIN_IMAGE_SIZE} to {size}"
+                f"image_size_schedule={schedule}: sizes must be whole numbers from {MIN_IMAGE_SIZE} to {size}; let it "
+                f"end with {size}, or leave it empty: --image_size_schedule="
             )
     if config.crop and not MIN_IMAGE_SIZE <= config.crop <= size:
         raise UsageError(f"crop={config.crop} is not a size from {MIN_IMAGE_SIZE} to {size} pixels, or 0 for no crop")
@@ -626,6 +643,23 @@ def _check_parallelism(config: TrainConfig) -> None:
             raise UsageError(f"{name}={value} is for towers that share the batch; leave it, or {other}")
 
 
+def check_training(config: TrainConfig) -> None:
+    """Refuse settings of a training that can be used together, and train or are evaluated badly."""
+    rates = [name for name in ("learning_rate", *RATES) if getattr(config, name) >= MAX_ADAMW_RATE]
+    if config.optimizer == "adamw" and rates:
+        raise UsageError(
+            f"optimizer=adamw changes each weight by about its rate in a step, and {rates[0]}="
+            f"{getattr(config, rates[0])} is too large for that; give one as --{rates[0]}=0.001"
+        )
+    if config.flip == "none" and config.tta:
+        raise UsageError(f"tta={config.tta} averages over mirrored images, and flip=none leaves them out; give --tta=0")
+    if config.hard_example_pool and config.model == "speednet94":
+        raise UsageError(
+            "hard_example_pool: the proxy net trains at the rates of model=speednet94, far too high ones for it; "
+            "give another model with its recipe, as --recipe=speed95"
+        )
+
+
 # Recipes: the flagfiles in `configs/`, and the settings that decide what is trained -----------------------------------
 
 
@@ -641,6 +675,35 @@ def recipe_flagfile(name: str) -> Path:
     if Path(name).is_file():
         raise UsageError(f"recipe={name} is a file, and no name of a recipe; write {shlex.quote(f'--flagfile={name}')}")
     raise UsageError(f"there is no recipe {name}; {did_you_mean(name, known)}the recipes are {', '.join(known)}")
+
+
+def check_overrides(
+    recipe: str, of_recipe: Mapping[str, Any], values: Mapping[str, Any], given: Collection[str]
+) -> None:
+    """Refuse flags that replace what other settings of a recipe were chosen for, unless those are given too.
+
+    Args:
+      of_recipe, values: settings by name, without and with the flags. given: names of the flags.
+    """
+    for cause, dependent, zero in (
+        ("model", RATES, "as learning_rate"),
+        ("optimizer", RATES if values["optimizer"] == "adamw" else (), "as learning_rate"),
+        ("optimizer", ("learning_rate",), "no training"),
+        ("batch_size", ("hard_example_pool",), "all examples"),
+        ("image_size", ("crop",), "whole images"),
+    ):
+        left = [name for name in dependent if of_recipe[name] and name not in given]
+        if left and values[cause] != of_recipe[cause]:
+            has = " and ".join(f"{name}={of_recipe[name]}" for name in left)
+            raise UsageError(
+                f"recipe={recipe} has {has} for {cause}={of_recipe[cause]}; with {cause}={values[cause]} give "
+                f"{' '.join(f'--{name}=...' for name in left)} too (0: {zero})"
+            )
+
+
+def recipes_of_model(model: str) -> list[str]:
+    """Return the names of the recipes that train a model."""
+    return [name for name in recipe_names() if f"--model={model}\n" in recipe_flagfile(name).read_text()]
 
 
 def claimed_accuracy(name: str) -> str:

@@ -91,7 +91,13 @@ def load(
     if validation_examples or not validation:
         if validation:
             log.info("%s validation: not used, as validation_examples=%d", printable(source.name), validation_examples)
+        before = train.class_counts()
         train, validation = split_validation(train, validation_examples)
+        counts = zip(train.info.class_names, before, train.class_counts(), strict=True)
+        if gone := [name for name, had, has in counts if had and not has]:
+            raise UsageError(
+                f"validation_examples={validation_examples} leaves no images of {listed(gone)} to train on; give fewer"
+            )
     return source, Dataset(source.name, train, validation, splits["test"])
 
 

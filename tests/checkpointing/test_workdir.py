@@ -1,5 +1,6 @@
 """The directory of a run: who may write it, what is cleared, refusals without TensorFlow, and what a resume changes."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -168,6 +169,36 @@ SYNCHRONIZED = {"recipe": {"batch_statistics": "synchronized"}}
 def test_resuming_says_what_is_computed_otherwise(now, has_batch_norm, parts):
     line = workdir.describe_changes(SAVED, SAVED | now, has_batch_norm)
     assert bool(line) == bool(parts) and all(part in line for part in parts) and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("chosen", "given", "is_refused"),
+    [
+        ({"precision": "bfloat16"}, {"precision": "bfloat16"}, False),
+        ({"precision": "bfloat16"}, {"precision": "float32"}, True),
+        ({"precision": "bfloat16"}, {}, False),
+        ({"micro_batches": 2}, {"micro_batches": 2}, False),
+        ({"micro_batches": 2}, {"micro_batches": 4}, True),
+    ],
+)
+def test_what_was_chosen_for_auto_may_be_given_on_resume(chosen, given, is_refused):
+    """The log of a resumed run says to give it, to train one function throughout."""
+    config = TrainConfig(micro_batches=0)
+    metadata = {"recipe": recipe_fields(config), "dataset": "cifar10"} | chosen
+    with pytest.raises(UsageError, match=" -> ") if is_refused else contextlib.nullcontext():
+        workdir._check_recipe(Path("step-1"), metadata, dataclasses.replace(config, **given), has_batch_norm=True)
+
+
+def test_code_may_be_at_another_path_on_resume(tmp_path):
+    config = TrainConfig(loss=f"{tmp_path}/mine.py:loss")
+    (tmp_path / "mine.py").write_text("def loss(labels, logits):\n    return 1\n")
+    metadata = {"recipe": recipe_fields(config), "own_code": workdir.own_code(config), "dataset": "cifar10"}
+    moved = dataclasses.replace(config, loss=f"{tmp_path}/moved.py:loss")
+    (tmp_path / "mine.py").rename(tmp_path / "moved.py")
+    workdir._check_recipe(Path("step-1"), metadata, moved, has_batch_norm=False)
+    (tmp_path / "moved.py").write_text("def loss(labels, logits):\n    return 2\n")
+    with pytest.raises(UsageError, match="loss .*mine.py:loss -> .*moved.py:loss"):
+        workdir._check_recipe(Path("step-1"), metadata, moved, has_batch_norm=False)
 
 
 @pytest.mark.parametrize(

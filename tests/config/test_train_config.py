@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ from cifar_towers.cli.flags import flag_settings, help_text, parse_command_line,
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import BenchmarkConfig, CompareConfig, EvaluateConfig, ExportConfig, ReportConfig
 from cifar_towers.config.train_config import (
+    check_training,
     differing_settings,
     names_with,
     recipe_fields,
@@ -62,6 +64,15 @@ USAGE_ERRORS = {
         (["--model=resnet20", "--optimizer=muon"], "optimizer=muon is for speednet93, speednet94"),
         (["--crop=24", "--image_size_schedule=0=24"], "both set the image size"),
         (["--recipe=speed94", "--image_size=64"], "schedule=0=20,55%=32 ends with 32 pixels, and the net is "),
+        (["--recipe=speed94", "--image_size=28"], "from 18 to 28; let it end with 28"),
+        (
+            ["--optimizer=adamw", "--learning_rate=0.001"],
+            "has bias_learning_rate=58.7 and head_learning_rate=554.0 for",
+        ),
+        (["--optimizer=momentum"], "for optimizer=muon; with optimizer=momentum give --learning_rate=... too"),
+        (["--recipe=smoke", "--model=speednet95"], "has bias_learning_rate=96.0 and whitening_learning_rate=1.5 for"),
+        (["--recipe=speed96", "--batch_size=256"], "with batch_size=256 give --hard_example_pool=... too (0: all"),
+        (["--recipe=cifarnet", "--image_size=64"], "has crop=24 for image_size=32; with image_size=64 give --crop=..."),
         (["--image_size_schedule=0=nan"], "image_size_schedule: '0=nan' is not a list of place=value, none negative"),
         (["--dataset=folder"], "dataset=folder is not cifar10, synthetic, auto, folder:<path> or the name of a"),
         (["--dataset=csv:"], "svhn_cropped, nor csv:<table> or npy:<folder or file of arrays>"),
@@ -207,6 +218,32 @@ def test_recipe_is_speed94_unless_a_recipe_a_flagfile_or_a_model_is_given(tmp_pa
     empty.write_text("")
     assert parse(f"--flagfile={empty}") == TrainConfig(recipe="mine")
     assert parse("--model=speednet94") == parse("--recipe=") == TrainConfig()
+
+
+def test_what_a_recipe_chose_for_a_replaced_setting_may_be_given_again():
+    rates = "--bias_learning_rate=0", "--head_learning_rate=554", "--whitening_learning_rate=0"
+    assert parse("--optimizer=adamw", "--learning_rate=0.001", *rates).head_learning_rate == 554
+    assert parse("--recipe=speed96", "--batch_size=256", "--hard_example_pool=1024").hard_example_pool == 1024
+    assert parse("--recipe=resnet20", "--model=resnet32").learning_rate == 0.1  # the recipe has no other rates
+    assert parse("--recipe=smoke", "--model=speednet95", config_class=BenchmarkConfig).recipe.bias_learning_rate == 96
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer": "adamw"}, "learning_rate=0.1 is too large for that; give one as --learning_rate=0.001"),
+        ({"optimizer": "adamw", "learning_rate": 0.01}, ""),
+        ({"optimizer": "adamw", "learning_rate": 0.01, "head_learning_rate": 0.5}, "and head_learning_rate=0.5 is too"),
+        ({"flip": "none", "tta": 2}, "tta=2 averages over mirrored images.* give --tta=0"),
+        ({"flip": "none"}, ""),
+        ({"hard_example_pool": 2048}, "the proxy net trains at the rates of model=speednet94"),
+        ({"hard_example_pool": 2048, "model": "speednet95"}, ""),
+    ],
+)
+def test_settings_that_train_badly_together_are_refused_before_a_training(settings, message):
+    config = TrainConfig(**settings)  # a run of before may have them, and be evaluated
+    with pytest.raises(UsageError, match=message) if message else contextlib.nullcontext():
+        check_training(config)
 
 
 def test_flagfile_may_name_no_recipe(tmp_path):

@@ -155,6 +155,12 @@ def test_validation_split_of_a_source_is_used_unless_examples_are_held_out(caplo
     assert caplog.messages[-1] == "new validation: not used, as validation_examples=5"
 
 
+def test_held_out_images_leave_some_of_each_class():
+    splits = {"train": synthetic.make(20, 0, 0), "test": synthetic.make(10, 0, 1)}
+    with pytest.raises(UsageError, match="validation_examples=15 leaves no images of .* to train on; give fewer"):
+        sources.load(sources.Source("few", lambda image_size, names: splits), validation_examples=15)
+
+
 def test_source_with_a_test_split_alone_is_scored_and_not_trained_on():
     test, train = synthetic.make(10, 0, 1), synthetic.make(20, 0, 0)
     read = []

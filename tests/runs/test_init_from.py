@@ -138,19 +138,24 @@ def test_whitening_filters_are_the_other_runs(tmp_path):
     for variable in other.ema.averages:
         variable.assign_add(tf.ones_like(variable))  # the averages differ from the weights
     classes = train.info.class_names
-    saved = save_checkpoint(tmp_path, 7, other.named_variables(), {"dataset_info": {"class_names": list(classes)}})
+    metadata = {"dataset_info": {"class_names": list(classes)}, "dataset": "one", "validation_sha256": "0"}
+    saved = save_checkpoint(tmp_path, 7, other.named_variables(), metadata)
     values, variables = values_of(saved, "ema"), state.named_variables()
     own = {name: variable.numpy() for name, variable in variables.items()}
     head = state.head_names()
     assert head == ["head.kernel"] and not np.array_equal(own["model.whitening.kernel"], values["whitening.kernel"])
     for order, new in ((classes[::-1], head), (classes, [])):
-        line = initialize_variables(tmp_path, variables, head, order)
+        line = initialize_variables(tmp_path, variables, head, {"dataset_info": {"class_names": order}})
         assert line.startswith(f"starting with the averaged weights of {tmp_path} at step 7")
         assert line.endswith("head.kernel") == bool(new)
         for name, variable in variables.items():
             owner, _, path = name.partition(".")
             is_taken = owner in ("model", "ema", "lookahead") and path not in new
             np.testing.assert_array_equal(variable, values[path] if is_taken else own[name])
+    for dataset, digest, is_trained_on in (("one", "0", False), ("one", "1", True), ("other", "1", False)):
+        changed = metadata | {"dataset": dataset, "validation_sha256": digest}
+        line = initialize_variables(tmp_path, variables, head, changed)
+        assert ("trained on validation images of this run" in line) == is_trained_on
 
 
 @pytest.mark.parametrize(

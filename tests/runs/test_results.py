@@ -13,7 +13,7 @@ from cifar_towers import devices, trainer
 from cifar_towers.cli.main import train_seeds
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import cifar10, sources
-from cifar_towers.errors import DivergedError, Interrupted
+from cifar_towers.errors import DivergedError, Interrupted, UsageError
 from cifar_towers.inference import evaluate
 from cifar_towers.reporting.phase_timer import TimeLeft
 from cifar_towers.reporting.seed_statistics import read_scalars
@@ -58,6 +58,13 @@ def test_finished_run_returns_its_stored_result(tiny_run, capsys):
     directory, result, _ = tiny_run
     assert run(TINY, directory, num_gpus=4) == result
     assert lines_with(capsys.readouterr().out, directory, "complete", f"step {STEPS}")
+    assert run(TINY, directory, tta=1) == result
+    assert lines_with(capsys.readouterr().out, "complete", f"evaluate.py --train_dir={directory} --tta=1")
+
+
+def test_images_that_do_not_reach_the_size_of_the_evaluation_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="image_size_schedule=0=18,2=20 is still at 18 pixels in the last of 20 steps"):
+        run(QUICK, tmp_path, image_size_schedule="0=18,2=20")
 
 
 def test_evaluate_reproduces_the_score_of_the_run(one_run):
@@ -169,6 +176,17 @@ def test_profile_is_written_and_summarized(tiny_run):
     directory, _, output = tiny_run
     assert len(list((directory / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) == 1
     assert lines_with(output, "profile", "1 to 2")
+
+
+def test_seeds_with_a_target_say_how_many_reached_it(tmp_path, monkeypatch, capsys):
+    results = [
+        {"reached": reached, "seconds": {"train": seconds}, "images_per_sec": None, "evaluations": []}
+        for reached, seconds in ((0.94, 10.0), (0.0, 99.0), (0.95, 20.0))
+    ]
+    monkeypatch.setattr(trainer, "train", lambda *args, **kwargs: results.pop(0))
+    config = replace(TINY, train_dir=str(tmp_path), seeds="0,1,2", target_accuracy=0.94)
+    train_seeds(config, sources.find("synthetic"), ShutdownHandler())
+    assert lines_with(capsys.readouterr().out, "94.00 %", "2 of 3", "15.0 s")
 
 
 def test_a_seed_that_diverges_does_not_hold_up_the_others(tmp_path, monkeypatch, capsys):
