@@ -685,19 +685,19 @@ def check_overrides(
     Args:
       of_recipe, values: settings by name, without and with the flags. given: names of the flags.
     """
-    for cause, dependent, zero in (
-        ("model", RATES, "as learning_rate"),
-        ("optimizer", RATES if values["optimizer"] == "adamw" else (), "as learning_rate"),
-        ("optimizer", ("learning_rate",), "no training"),
-        ("batch_size", ("hard_example_pool",), "all examples"),
-        ("image_size", ("crop",), "whole images"),
+    for cause, dependent, hint in (
+        ("model", RATES, " (0: as learning_rate)"),
+        ("optimizer", RATES if values["optimizer"] == "adamw" else (), " (0: as learning_rate)"),
+        ("optimizer", ("learning_rate",), ""),
+        ("batch_size", ("hard_example_pool",), " (0: all examples)"),
+        ("image_size", ("crop",), " (0: whole images)"),
     ):
         left = [name for name in dependent if of_recipe[name] and name not in given]
         if left and values[cause] != of_recipe[cause]:
             has = " and ".join(f"{name}={of_recipe[name]}" for name in left)
             raise UsageError(
                 f"recipe={recipe} has {has} for {cause}={of_recipe[cause]}; with {cause}={values[cause]} give "
-                f"{' '.join(f'--{name}=...' for name in left)} too (0: {zero})"
+                f"{' '.join(f'--{name}=...' for name in left)} too{hint}"
             )
 
 
