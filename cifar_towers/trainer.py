@@ -499,6 +499,7 @@ class Run:
             scores = self.evaluator.run(final)
         self.evaluations = self.logger.log_evaluation(step, scores, self.evaluator.splits, final)
         self.timer.end_phase("evaluate")
+        self.logger.write_times()
 
     def save_now(self, step: int, wait: bool = False) -> bool:
         """Save the state after `step`; return whether it is saved. With `wait`, all workers wait for that."""

@@ -207,7 +207,8 @@ def write_report(
 
 
 EXPLANATION = (
-    "Every case makes the same update from the same batch of the recipe's size, as in the middle of a run. "
+    "Every case but Keras's 'fit', which has momentum SGD and augmented images, makes the same update from the same "
+    "batch of the recipe's size, as in the middle of a run. "
     "Images/s are the median over rounds after compilation. Each round runs all cases in a new order; n is rounds x "
     "timed steps per round. 'no exchange' means independent towers with variables of their own, an upper bound for "
     "towers. 'stream' prepares the recipe's batches while the step runs; the other cases repeat one batch. Efficiency "

@@ -95,6 +95,7 @@ def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: Shutdow
 
     from cifar_towers import trainer
     from cifar_towers.checkpointing import workdir
+    from cifar_towers.reporting.phase_timer import training_seconds
     from cifar_towers.reporting.run_records import format_rate
     from cifar_towers.reporting.sample import Sample
     from cifar_towers.reporting.seed_statistics import SeedStatistics
@@ -125,7 +126,7 @@ def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: Shutdow
         print(source.banner)
     print(f"{config.name}, seeds {', '.join(map(str, seeds))}{missing}{speed}")
     if config.target_accuracy:
-        seconds = [result["seconds"]["train"] for result in results if result["reached"]]
+        seconds = [training_seconds(result["seconds"]) for result in results if result["reached"]]
         mean = f", after {Sample.of(seconds).mean:.1f} s of training in the mean" if seconds else ""
         print(f"stopped at {100 * config.target_accuracy:.2f} %: {len(seconds)} of {len(seeds)}{mean}")
     for name, values in accuracies.items():

@@ -111,7 +111,7 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
     if names:
         return record | {"corruptions": origin, **_tabulate(names, score(sets, len(names)))}
     validation = run.own_split("validation", source) if config.split == "test" else None
-    if validation and 2 * sources.count_copies(split, validation) > len(split.labels):
+    if validation and sources.count_copies(split, validation):
         validation = None  # a temperature that is fitted on an image is not reported on it
     train = run.own_split("train") if record["changed_data"] else None
     splits = [split, validation] if validation else [split]
@@ -146,9 +146,11 @@ def _compare_to_people(score: Score, votes: np.ndarray) -> dict[str, float]:
     """Compare predictions to people's votes [n, C]: to the class with most votes, and by cross entropies (nats)."""
     labels = (votes + 1e-6 * np.eye(votes.shape[1])[score.labels]).argmax(1)  # a tie is decided by the data set's label
     smallest = np.finfo(np.float32).tiny
+    logits = score.logits.astype(np.float64) - score.logits.max(1, keepdims=True)
+    log_probabilities = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     return {
         "accuracy": float((score.logits.argmax(1) == labels).mean()),
-        "loss": float(-(votes * np.log(score.probabilities.clip(smallest))).sum(1).mean()),
+        "loss": float(-(votes * log_probabilities).sum(1).mean()),
         "entropy": float(-(votes * np.log(votes.clip(smallest))).sum(1).mean()),
     }
 

@@ -36,6 +36,7 @@ RUNNING, DONE, STOPPED, DAMAGED, EMPTY = "running", "done", "stopped", "damaged"
 NAME_WIDTH, DATA_WIDTH, REVISION_WIDTH = 30, 12, 9
 MAX_PAIRS = 6  # of groups whose difference is printed
 NOTE = """accuracy: averaged weights if a run keeps an average, otherwise raw ones; TTA: the highest level scored
+min: of all its processes, with start, compilation, evaluation and lost steps
 val: on the validation images, not on the test images
 goodput: percentage of all time since the first start that went into the steps kept"""
 
@@ -56,7 +57,7 @@ class RunSummary(NamedTuple):
     accuracy: float | None  # a fraction, without test-time augmentation
     tta_accuracy: float | None  # at the highest level that was scored
     images_per_sec: float | None
-    minutes: float | None  # of training, compilation, evaluation and saving
+    minutes: float | None  # of all processes of the run
     goodput: float | None  # fraction of the time since the first start that went into the steps kept
     revision: str
     megabytes: float

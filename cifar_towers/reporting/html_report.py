@@ -23,7 +23,7 @@ from cifar_towers import files
 from cifar_towers.errors import RunError, count, error_text
 from cifar_towers.evaluation.score import score_name, wilson_interval
 from cifar_towers.reporting import figures, run_records
-from cifar_towers.reporting.phase_timer import TRAINING_PHASES
+from cifar_towers.reporting.phase_timer import training_seconds
 from cifar_towers.reporting.run_records import Groups, RunRecord, as_text, flatten, format_number, format_rate, shorten
 from cifar_towers.reporting.sample import Sample
 
@@ -162,7 +162,7 @@ def _results(groups: Groups) -> Section:
 def _result_row(run: RunRecord, score_names: Iterable[str]) -> Row:
     result, last, reported = run.result, run.training[-1] if run.training else {}, run.reported_score
     seconds = result.get("seconds", {})
-    training = math.fsum(seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
+    training = training_seconds(seconds)
     state = "" if run.finished else "unfinished"
     at = f", at step {run.scored_step:,}" if run.scored_step < run.step else ""
     if result.get("reached"):
@@ -195,8 +195,8 @@ def _spread(scores: Iterable[Mapping[str, Any] | None]) -> Cell:
         return "-"
     sample = Sample.of(values)
     mean = f"{100 * sample.mean:.2f}"
-    if sample.n == 1:
-        return mean, "n=1"
+    if not sample.std:
+        return mean, f"n={sample.n}{', all equal' * (sample.n > 1)}"
     low, high = (100 * end for end in sample.interval())
     return mean, f"± {100 * sample.std:.2f}, n={sample.n}, {low:.2f} to {high:.2f}"
 
@@ -420,8 +420,11 @@ def _listings(runs: Sequence[RunRecord]) -> Iterator[Table]:
     """Yield the folded tables of layers and variables, each distinct one once."""
     for key, noun, summed in LISTINGS:
         for owners, items in _distinct(runs, [run.environment.get(key, []) for run in runs]):
-            rows = [{f: f"{v:,.0f}" if f in summed else as_text(v) for f, v in item.items()} for item in items]
-            sums = ", ".join(f"{sum(item[field] for item in items):,.0f} {field}" for field in summed)
+            rows = [
+                {f: f"{v:,.0f}" if f in summed and v is not None else as_text(v) for f, v in item.items()}
+                for item in items
+            ]
+            sums = ", ".join(f"{sum(item[field] or 0 for item in items):,.0f} {field}" for field in summed)
             text_columns = len(set(items[0]) - set(summed))
             yield Table(rows, text_columns, summary=f"{owners}{count(len(items), noun)}, {sums}")
 

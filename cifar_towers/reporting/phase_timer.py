@@ -1,6 +1,7 @@
 """Wall-clock seconds of a run by phase, images per second, and the time that a run will still take."""
 
 import dataclasses
+import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -93,7 +94,12 @@ class PhaseTimer:
     @property
     def training_seconds(self) -> float:
         """The seconds of steps, kept or lost, and compilation, without start, evaluation and saving."""
-        return sum(self.seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
+        return training_seconds(self.seconds)
+
+
+def training_seconds(seconds: Mapping[str, float]) -> float:
+    """Return the seconds of steps, kept or lost, and compilation, of a timer or of a result."""
+    return math.fsum(seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
 
 
 @dataclasses.dataclass

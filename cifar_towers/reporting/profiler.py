@@ -60,7 +60,7 @@ class StepProfiler:
         if self._step_event:
             self._step_event.__exit__(None, None, None)
             self._step_event = None
-            self._steps.append(step - 1)
+            self._steps.append(step)
         return self.close() if self._is_running and step == self._last else None
 
     def close(self) -> str | None:

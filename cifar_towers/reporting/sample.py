@@ -47,8 +47,8 @@ class Sample(NamedTuple):
         >>> Sample(0.9411, 0.0015, 5).describe_percent()
         'mean 94.11 ± 0.15 % (n=5, 95 % interval 93.92 to 94.29 %)'
         """
-        if self.n == 1:
-            return f"mean {100 * self.mean:.2f} % (n=1)"
+        if not self.std:  # equal values do not tell how much others would differ
+            return f"mean {100 * self.mean:.2f} % (n={self.n}{', all equal' * (self.n > 1)})"
         low, high = (100 * end for end in self.interval())
         spread = f"mean {100 * self.mean:.2f} ± {100 * self.std:.2f} %"
         return f"{spread} (n={self.n}, 95 % interval {low:.2f} to {high:.2f} %)"
@@ -75,6 +75,8 @@ def describe_difference(one: Sample, other: Sample) -> str:
     '+0.13 points (95 % interval -0.07 to +0.33)'
     """
     mean, low, high = (100 * value for value in difference(one, other))
+    if low == high:  # equal values do not tell how much others would differ
+        return f"{mean:+.2f} points (no interval: all values of each are equal)"
     return f"{mean:+.2f} points (95 % interval {low:+.2f} to {high:+.2f})"
 
 

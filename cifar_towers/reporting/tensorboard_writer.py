@@ -324,8 +324,9 @@ def run_texts(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> di
     elsewhere = ("variables", "model", "command")
     properties = flatten(environment, elsewhere)
     layers, counted = environment["model"], ("parameters", "flops")
-    total = {"name": "total", "kind": "", "output": "", **{key: sum(layer[key] for layer in layers) for key in counted}}
-    model = [layer | {key: f"{layer[key]:,}" for key in counted} for layer in (*layers, total)]
+    totals = {key: sum(layer[key] or 0 for layer in layers) for key in counted}
+    rows = [*layers, {"name": "total", "kind": "", "output": "", **totals}]
+    model = [row | {key: "not counted" if row[key] is None else f"{row[key]:,}" for key in counted} for row in rows]
     texts = {
         "run/recipe": _markdown_table([{"setting": name, "value": value} for name, value in settings.items()]),
         "run/command": f"```\n{shlex.join(environment['command'])}\n```",

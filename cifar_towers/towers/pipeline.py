@@ -69,9 +69,9 @@ def cut_in_stages(
     if len(devices) > len(calls):
         raise ValueError(f"{len(devices)} stages need at least {len(devices)} layers; {model.name} has {len(calls)}")
     costs = []
-    for layer, _, outputs in _layer_calls(functional, [size or open_size for size in shape]):
+    for layer, inputs, outputs in _layer_calls(functional, [size or open_size for size in shape]):
         elements = sum(math.prod(tensor.shape[1:]) for tensor in outputs.values())
-        costs.append(_multiply_adds(layer, outputs) + ELEMENT_COST * elements)
+        costs.append((_multiply_adds(layer, inputs, outputs) or 0) + ELEMENT_COST * elements)
     starts = cheapest_cuts(costs, len(devices))
     bounds = list(zip(starts, [*starts[1:], len(calls)], strict=True))
     return [
@@ -165,24 +165,29 @@ def layer_costs(model: keras.Model, *, open_size: int = 32) -> list[dict[str, An
     """Describe the layers of a functional model in the order they run, on one image of its size or of `open_size`.
 
     Returns:
-      For each layer its `name`, its class as `kind`, the shape of its `output` without the batch, the number of its
-      `parameters`, trainable or not, and `flops`: two for each multiply-add of its kernels, forward.
+      For each call of a layer its `name`, its class as `kind`, the shape of its `output` without the batch, the number
+      of its `parameters`, trainable or not (0 in a second call), and `flops`: two for each multiply-add of its kernels,
+      forward; None for a subclassed model, which cannot be counted.
 
     Raises:
       ValueError: a model without a graph of layers, or with several inputs or outputs.
     """
     functional = _as_functional(model)
     shape = [size or open_size for size in functional.inputs[0].shape[1:]]
-    return [
-        {
-            "name": layer.name,
-            "kind": type(layer).__name__,
-            "output": tuple(next(iter(outputs.values())).shape[1:]),
-            "parameters": sum(math.prod(weight.shape) for weight in getattr(layer, "weights", ())),
-            "flops": 2 * _multiply_adds(layer, outputs),
-        }
-        for layer, _, outputs in _layer_calls(functional, shape)
-    ]
+    costs: list[dict[str, Any]] = []
+    for call in _layer_calls(functional, shape):
+        layer, _, outputs = call
+        is_first, multiply_adds = all(cost["name"] != layer.name for cost in costs), _multiply_adds(*call)
+        costs.append(
+            {
+                "name": layer.name,
+                "kind": type(layer).__name__,
+                "output": tuple(next(iter(outputs.values())).shape[1:]),
+                "parameters": is_first * sum(math.prod(weight.shape) for weight in getattr(layer, "weights", ())),
+                "flops": None if multiply_adds is None else 2 * multiply_adds,
+            }
+        )
+    return costs
 
 
 def _as_functional(model: keras.Model) -> keras.Model:
@@ -215,12 +220,25 @@ def _layer_calls(functional: keras.Model, shape: Sequence[int | None]) -> list[L
     return calls
 
 
-def _multiply_adds(layer: keras.layers.Layer, outputs: Mapping[str, keras.KerasTensor]) -> int:
+def _multiply_adds(
+    layer: keras.layers.Layer, inputs: Mapping[str, keras.KerasTensor], outputs: Mapping[str, keras.KerasTensor]
+) -> int | None:
     """Return the elements of a layer's kernels times the positions of its output, the axes between batch and channels.
 
-    This is exact for layers that TensorFlow computes directly.
+    This is exact for layers that TensorFlow computes directly. A transposed convolution applies its kernels at the
+    positions of its input. A layer that is a model has the sum of its layers; None if it is subclassed.
     """
-    positions = max(math.prod(tensor.shape[1:-1]) for tensor in outputs.values())
+    if isinstance(layer, keras.Model):
+        (images,) = inputs.values()
+        try:
+            counts = [_multiply_adds(*call) for call in _layer_calls(_as_functional(layer), images.shape[1:])]
+        except ValueError:
+            return None
+        return None if None in counts else sum(filter(None, counts))
+    if isinstance(layer, keras.layers.PReLU | keras.layers.Embedding):
+        return 0  # their tables are no kernels
+    tensors = inputs if "Transpose" in type(layer).__name__ else outputs
+    positions = max(math.prod(tensor.shape[1:-1]) for tensor in tensors.values())
     kernels = [weight for weight in getattr(layer, "weights", ()) if len(weight.shape) > 1]
     return positions * sum(math.prod(kernel.shape) for kernel in kernels)
 

@@ -124,7 +124,9 @@ class TrainState:
         return UpdateResult(
             finite=updated,
             nonfinite_index=nonfinite_index,
-            gradient_norm=tf.linalg.global_norm([gradient for gradient, _ in gradients]),
+            gradient_norm=tf.linalg.global_norm(
+                [gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient, _ in gradients]
+            ),  # of sparse gradients, TensorFlow would take the norm of rows that are to be added
             smoothed_losses=self.loss_averages.update(losses, updated),
             loss_scale=loss_scale,
             diagnostics=diagnostics,

@@ -106,17 +106,17 @@ def test_window_traces_its_steps_without_evaluations_between_them(tmp_path, coun
     seconds_per_step, shares = read_trace(trace)
     assert 0 < seconds_per_step < 5 and shares["forward"] > 0
     assert len(step_events(trace)) == 3
-    assert re.search(r"steps 2 to 4: [\d.]+ ms per step: forward [\d.]+ %, backward 0.0 %, ", summary)
+    assert re.search(r"steps 3 to 5: [\d.]+ ms per step: forward [\d.]+ %, backward 0.0 %, ", summary)
     assert "\n" not in summary
 
 
 @pytest.mark.parametrize(
     ("steps", "which", "num_steps"),
     [
-        (range(3, 9), "steps 3 to 4", 2),
-        (range(4), "steps 2 to 3", 2),
-        ([4], "step 4", 1),
-        ([0, 1, 2, 3, 1, 2, 3, 4, 5, 2, 3, 4, 5], "steps 2 to 4", 5),  # rolled back twice
+        (range(3, 9), "steps 4 to 5", 2),
+        (range(4), "steps 3 to 4", 2),
+        ([4], "step 5", 1),
+        ([0, 1, 2, 3, 1, 2, 3, 4, 5, 2, 3, 4, 5], "steps 3 to 5", 5),  # rolled back twice
     ],
 )
 def test_run_that_begins_ends_or_is_rolled_back_inside_the_window(tmp_path, count, steps, which, num_steps):
@@ -138,7 +138,7 @@ def test_interrupted_step_is_not_counted(tmp_path, count):
     make_step(window, count)
     window.before(1)
     count()
-    assert window.close().startswith("profile of step 0: ") and len(step_events(traces(tmp_path)[0])) == 1
+    assert window.close().startswith("profile of step 1: ") and len(step_events(traces(tmp_path)[0])) == 1
     assert window.after(2) is None and window.close() is None
 
 

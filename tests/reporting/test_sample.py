@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cifar_towers.reporting.sample import Sample, difference, student_t
+from cifar_towers.reporting.sample import Sample, describe_difference, difference, student_t
 
 
 def test_student_t_of_a_table():
@@ -27,6 +27,13 @@ def test_interval_stays_inside_0_to_100_percent(values):
 
 def test_interval_of_equal_values_is_their_value():
     assert Sample.of([1.0, 1.0]).interval() == (1, 1) and Sample.of([0.5, 0.5, 0.5]).interval() == (0.5, 0.5)
+
+
+def test_equal_values_are_described_without_an_interval():
+    """Two seeds with one accuracy do not tell how much others would differ."""
+    equal, other = Sample.of([0.92, 0.92]), Sample.of([0.93, 0.93])
+    assert equal.describe_percent() == "mean 92.00 % (n=2, all equal)"
+    assert describe_difference(other, equal) == "+1.00 points (no interval: all values of each are equal)"
 
 
 def test_difference_of_samples_of_one_spread_and_size_is_students():

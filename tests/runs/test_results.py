@@ -175,12 +175,12 @@ def test_time_left_counts_each_compiled_step_with_its_own_time(tmp_path, monkeyp
 def test_profile_is_written_and_summarized(tiny_run):
     directory, _, output = tiny_run
     assert len(list((directory / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) == 1
-    assert lines_with(output, "profile", "1 to 2")
+    assert lines_with(output, "profile", "2 to 3")
 
 
 def test_seeds_with_a_target_say_how_many_reached_it(tmp_path, monkeypatch, capsys):
     results = [
-        {"reached": reached, "seconds": {"train": seconds}, "images_per_sec": None, "evaluations": []}
+        {"reached": reached, "seconds": {"compile": seconds}, "images_per_sec": None, "evaluations": []}
         for reached, seconds in ((0.94, 10.0), (0.0, 99.0), (0.95, 20.0))
     ]
     monkeypatch.setattr(trainer, "train", lambda *args, **kwargs: results.pop(0))

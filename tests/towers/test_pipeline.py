@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from cifar_towers.models import MODELS
 from cifar_towers.towers import pipeline
-from cifar_towers.towers.pipeline import cheapest_cuts, cut_in_stages, staged_call
+from cifar_towers.towers.pipeline import cheapest_cuts, cut_in_stages, layer_costs, staged_call
 
 DEVICES = ["/CPU:1", "/CPU:2", "/CPU:3", "/CPU:4"]
 
@@ -99,6 +99,43 @@ def test_stages_equal_one_device(make, in_graph, counts, rtol):
         assert_close(results, expected, rtol)
         assert same_in_stages == same
         assert sum(same) == ("whitening" in [layer.name for layer in model.layers])  # the frozen filters
+
+
+def multiply_adds(model):
+    return sum(cost["flops"] for cost in layer_costs(model)) / 2
+
+
+def test_operations_and_parameters_of_resnet20_are_counted():
+    model, block = MODELS["resnet20"](image_size=32), 16 * 16 * 9 * 32 * 32  # multiply-adds of most convolutions
+    assert multiply_adds(model) == 3 * 16 * 9 * 32 * 32 + (6 + 5 + 5) * block + 2 * block // 2 + 64 * 10 == 40_551_040
+    assert sum(cost["parameters"] for cost in layer_costs(model)) == model.count_params()
+
+
+def test_operations_of_models_in_models_tables_and_transposed_convolutions():
+    conv, pixels = keras.layers.Conv2D(4, 3), keras.Input([8, 8, 3])
+    inner = keras.Sequential([keras.Input([8, 8, 3]), conv, keras.layers.PReLU()])
+    wide = keras.layers.Conv2DTranspose(3, 2, strides=2)
+    assert multiply_adds(inner) == 6 * 6 * 3 * 3 * 3 * 4
+    assert multiply_adds(keras.Model(pixels, wide(inner(pixels)))) == multiply_adds(inner) + 6 * 6 * 2 * 2 * 4 * 3
+
+    class Subclassed(keras.Model):
+        def build(self, shape):
+            self.dense = keras.layers.Dense(5)
+            self.dense.build(shape)
+
+        def call(self, images):
+            return self.dense(images)
+
+    costs = layer_costs(keras.Model(pixels, Subclassed()(pixels)))
+    assert [cost["flops"] for cost in costs] == [None]
+
+
+def test_parameters_of_a_layer_that_is_called_twice_count_once():
+    features, layer = keras.Input([6]), keras.layers.Dense(6)
+    model = keras.Model(features, layer(layer(features)))
+    costs = layer_costs(model)
+    assert sum(cost["parameters"] for cost in costs) == model.count_params() == 42
+    assert sum(cost["flops"] for cost in costs) == 2 * 2 * 36
 
 
 def test_stages_exchange_bfloat16():

@@ -157,6 +157,19 @@ def test_constraints_hold_after_every_update():
     np.testing.assert_allclose(weights[1], [-3.0, 1.0])
 
 
+def test_norm_of_a_sparse_gradient_is_that_of_the_dense_one():
+    """The rows of one index are added first, as those of several towers."""
+    images = keras.Input((3,))
+    model = keras.Model(images, keras.layers.Dense(2, use_bias=False)(images))
+    (weight,) = (v.value for v in model.trainable_variables)
+    optimizer = Optimizer([ParamGroup("all", Momentum([weight]), RoleSchedule(0.5, lambda step: 1.0))])
+    state = TrainState(model, optimizer, ["total_loss"], 10)
+    rows = tf.IndexedSlices(tf.constant([[1.0, 2.0], [2.0, 2.0]]), tf.constant([1, 1]), tf.constant([3, 2]))
+    losses = {"total_loss": tf.constant(1.0)}
+    update = state.apply([(rows, weight)], [], losses, {"all": tf.constant(0.5)}, tf.constant(True))
+    assert float(update.gradient_norm) == pytest.approx(5.0)
+
+
 def test_model_without_trained_kernels_has_no_head():
     images = keras.Input((3,))
     normalised = keras.layers.BatchNormalization(name="norm")(keras.layers.Dense(2, trainable=False)(images))
