@@ -201,7 +201,7 @@ class RunLogger:
             scalars |= {tags.LOSS_SCALE: metrics.loss_scale, **resource_usage(self.run.local_towers)}
         self.tensorboard.write(TRAIN, step, {tag: value for tag, value in scalars.items() if value is not None})
         if diagnostics:
-            self._write_diagnostics(step, diagnostics, agreement["towers"], bool(metrics.finite))
+            self._write_diagnostics(step, diagnostics, agreement["towers"], bool(metrics.updated))
 
     def log_save(self, step: int) -> None:
         """Show on the live line and at the end of the epoch that the state after `step` is saved."""
@@ -209,8 +209,8 @@ class RunLogger:
 
     def log_epoch(self, step: int, rates: Mapping[str, float], scores: Sequence[dict]) -> None:
         """Print the means over an epoch, or its part in this process, and the scores at its end."""
-        finite = [metrics for metrics in self._epoch if metrics.finite] or self._epoch
-        loss, accuracy = (float(np.mean([getattr(m, name) for m in finite])) for name in ("loss", "accuracy"))
+        updated = [metrics for metrics in self._epoch if metrics.updated] or self._epoch
+        loss, accuracy = (float(np.mean([getattr(m, name) for m in updated])) for name in ("loss", "accuracy"))
         self.progress.epoch(self._status(step, loss, accuracy, next(iter(rates.values()))))
         for score in scores:
             self.log(f"  {describe_score(score)}")
@@ -327,18 +327,18 @@ class RunLogger:
         norms = (diagnostics.tower_gradient_norm / metrics.loss_scale).tolist()
         cosines = diagnostics.tower_gradient_cosine.tolist()
         towers = {"loss": metrics.tower_losses.tolist(), "gradient_norm": norms, "cosine": cosines}
-        if len(norms) == 1 or not metrics.finite or metrics.hard_examples or self.run.config.tower_shares:
+        if len(norms) == 1 or not metrics.updated or metrics.hard_examples or self.run.config.tower_shares:
             return {"towers": towers}
         noise_scale = self._noise_scale.update(norms, float(metrics.gradient_norm))
         return {"towers": towers, "gradient_noise_scale": noise_scale}
 
     def _write_diagnostics(
-        self, step: int, diagnostics: StepDiagnostics, towers: Mapping[str, list[float]], finite: bool
+        self, step: int, diagnostics: StepDiagnostics, towers: Mapping[str, list[float]], updated: bool
     ) -> None:
-        """Write a summary step's tower scalars, images and histograms; only the scalars if a number is not finite."""
+        """Write a summary step's tower scalars, images and histograms; of a skipped step only the scalars."""
         scalars = {tags.TOWER_LOSS: towers["loss"], tags.TOWER_GRADIENT_NORM: towers["gradient_norm"]}
         self.tensorboard.write_tower_scalars(step, scalars | {tags.TOWER_COSINE: towers["cosine"]})
-        if not finite or self.quiet:
+        if not updated or self.quiet:
             return
         info = self.run.dataset.info
         labels = [info.class_names[label] for label in diagnostics.labels]

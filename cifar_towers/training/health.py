@@ -70,7 +70,7 @@ class Health:
         if not was_skipped(metrics):
             self._record(finished.step, skipped=False)
             return
-        of_proxy = bool(metrics.finite)  # then the net itself made its update
+        of_proxy = bool(metrics.updated)
         state = self.state.proxy if of_proxy else self.state
         assert state
         if selected and of_proxy:
@@ -115,7 +115,7 @@ class Health:
 
 def _updated(metrics: StepMetrics, of_proxy: bool) -> bool:
     """Return whether a step changed the variables, of the proxy or of the net itself."""
-    return bool(metrics.hard_examples.proxy.finite if of_proxy and metrics.hard_examples else metrics.finite)
+    return bool(metrics.hard_examples.proxy.updated if of_proxy and metrics.hard_examples else metrics.updated)
 
 
 def describe_nonfinite(

@@ -67,15 +67,15 @@ class SmoothedLosses:
             self.sums = {term: tf.Variable(0.0, trainable=False, name=f"{term}/average") for term in terms}
             self.weight = tf.Variable(0.0, trainable=False, name="loss_average_weight")
 
-    def update(self, losses: Mapping[str, tf.Tensor], finite: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Add the losses of one step to the averages if the step was `finite`; return the averages by term."""
+    def update(self, losses: Mapping[str, tf.Tensor], updated: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Add the losses of one step to the averages if its variables were `updated`; return the averages by term."""
         with tf.name_scope("loss_averages"), tf.device(self.weight.device):
-            weight = tf.where(finite, DECAY * self.weight + (1 - DECAY), self.weight)
+            weight = tf.where(updated, DECAY * self.weight + (1 - DECAY), self.weight)
             self.weight.assign(weight)
             averages = {}
             for term, loss in losses.items():
                 total = DECAY * self.sums[term] + (1 - DECAY) * tf.cast(loss, tf.float32)
-                total = tf.where(finite, total, self.sums[term])
+                total = tf.where(updated, total, self.sums[term])
                 self.sums[term].assign(total)
                 averages[term] = tf.math.divide_no_nan(total, weight)
         return averages

@@ -43,7 +43,7 @@ class StepMetrics(NamedTuple):
     tower_losses: Any  # [K] total loss
     losses: dict[str, Any]  # by term
     smoothed_losses: dict[str, Any]  # moving averages by term
-    finite: Any  # bool: every number was finite and the weights were updated; otherwise the step was skipped
+    updated: Any  # bool: the variables were updated; otherwise the step was skipped
     nonfinite_towers: Any  # [K] int32: index of each tower's first non-finite value, as in `TowerResult`, or -1
     nonfinite_update: Any  # int32: index in `TrainState.update_names` of the first non-finite new value, or -1
     loss_scale: Any  # of this step

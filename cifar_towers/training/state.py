@@ -20,7 +20,7 @@ MAX_DRAWS = 1024  # of one layer in a step; Keras takes seeds modulo 2^31 - 2, s
 class UpdateResult(NamedTuple):
     """The result of `TrainState.apply`."""
 
-    finite: tf.Tensor  # bool: the variables were updated
+    updated: tf.Tensor  # bool: the variables were updated; otherwise the step was skipped
     nonfinite_index: tf.Tensor  # index in `TrainState.update_names` of the first non-finite new value, or -1
     gradient_norm: tf.Tensor  # of the mean gradient, all variables together
     smoothed_losses: dict[str, tf.Tensor]
@@ -99,7 +99,8 @@ class TrainState:
           gradients: N x (mean gradient of the scaled loss, variable).
           non_trainable: a new value for each of the model's, or None to leave it.
           losses: the final tower's, by term. learning_rates: by active parameter group.
-          finite: [] bool, whether all results of the towers are finite.
+          finite: [] bool. If it is False, the step is skipped: a result of a tower is not finite, or in a verified step
+            a tower's bytes are not the expected ones.
         """
         loss_scale = self.loss_scale.value()
         gradients = self.loss_scale.unscale(gradients)
@@ -122,7 +123,7 @@ class TrainState:
         self.loss_scale.adapt(finite)
         self.step.assign_add(1)
         return UpdateResult(
-            finite=updated,
+            updated=updated,
             nonfinite_index=nonfinite_index,
             gradient_norm=tf.linalg.global_norm(
                 [gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient, _ in gradients]
@@ -215,13 +216,13 @@ class ExponentialMovingAverage:
         self.decay, self.variables = decay, list(variables)
         self.averages = [make_slot(v, "ema", tf.convert_to_tensor(v)) for v in self.variables] if decay else []
 
-    def update(self, step: tf.Tensor, finite: tf.Tensor) -> None:
-        """Add the variables to the averages if the step was `finite`; `step` counts finished steps with this one."""
+    def update(self, step: tf.Tensor, updated: tf.Tensor) -> None:
+        """Add the variables to the averages if they were `updated`; `step` counts finished steps with this one."""
         if not self.averages:
             return
         with tf.device(step.device):
             done = tf.cast(step, tf.float32)
-            weight = tf.where(finite, 1 - tf.minimum(self.decay, (1 + done) / (10 + done)), 0.0)
+            weight = tf.where(updated, 1 - tf.minimum(self.decay, (1 + done) / (10 + done)), 0.0)
         for average, variable in zip(self.averages, self.variables, strict=True):
             with tf.device(variable.device):
                 if average.dtype.is_floating:
@@ -244,12 +245,12 @@ class Lookahead:
         self.variables, self.total_steps = list(variables), total_steps
         self.slow = [make_slot(v, "lookahead", tf.convert_to_tensor(v)) for v in self.variables] if enabled else []
 
-    def update(self, step: tf.Tensor, finite: tf.Tensor) -> None:
+    def update(self, step: tf.Tensor, updated: tf.Tensor) -> None:
         """Update slow weights and variables if they are due; `step` counts finished steps with this one."""
         if not self.slow:
             return
         with tf.device(step.device):
-            regular = tf.logical_and(tf.equal(step % self.PERIOD, 0), finite)
+            regular = tf.logical_and(tf.equal(step % self.PERIOD, 0), updated)
             due = tf.logical_or(regular, tf.equal(step, self.total_steps))
             decay = 0.95**5 * tf.cast(step / self.total_steps, tf.float32) ** 3
             decay = tf.where(regular, decay, 1.0)  # otherwise this is step `total`: only take the slow weights

@@ -271,7 +271,7 @@ def make_step_metrics(
             tower_losses=tf.stack([r.losses["total_loss"] for r in results]),
             losses=results[-1].losses,
             smoothed_losses=update.smoothed_losses,
-            finite=update.finite,
+            updated=update.updated,
             nonfinite_towers=tf.stack([r.nonfinite_index for r in results]),
             nonfinite_update=update.nonfinite_index,
             loss_scale=update.loss_scale,

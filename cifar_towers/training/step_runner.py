@@ -138,4 +138,4 @@ class StepRunner:
 def was_skipped(metrics: StepMetrics) -> bool:
     """Return whether the step, or that of its proxy, was skipped because a number was not finite."""
     selected = metrics.hard_examples
-    return not metrics.finite or bool(selected and not selected.proxy.finite)
+    return not metrics.updated or bool(selected and not selected.proxy.updated)

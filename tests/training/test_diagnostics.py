@@ -187,7 +187,7 @@ def test_diagnostics_of_a_nonfinite_step_are_finite(towers, examples):
     run = make_run(towers(2), examples)
     run.state.weights[0].assign(np.nan * run.state.weights[0])
     metrics = make_step(run)
-    assert not metrics.finite
+    assert not metrics.updated
     assert all(
         np.isfinite(field).all()
         for stats in (metrics.diagnostics.weights, metrics.diagnostics.gradients)

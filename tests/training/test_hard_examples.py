@@ -42,7 +42,7 @@ def test_training_uses_the_examples_with_the_highest_proxy_losses(towers, exampl
         metrics = both.step(number)
         assert set(metrics.hard_examples.rows) == set(np.argsort(by_hand)[-16:])
         assert (np.diff(metrics.hard_examples.rows) > 0).all()
-        assert metrics.finite and metrics.hard_examples.proxy.finite
+        assert metrics.updated and metrics.hard_examples.proxy.updated
         results = small.step(number, batch, both.rates(number))  # so that its whitening rests
         assert results.loss == pytest.approx(metrics.hard_examples.proxy.loss, rel=1e-5)
         results = alone.step(number, gather_rows(batch, metrics.hard_examples.rows))
@@ -80,7 +80,7 @@ def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples, precision
     kernel.assign(tf.fill(kernel.shape, np.inf))
     before = run.values()
     metrics = run.step()
-    assert metrics.finite and not metrics.hard_examples.proxy.finite and (metrics.nonfinite_towers == -1).all()
+    assert metrics.updated and not metrics.hard_examples.proxy.updated and (metrics.nonfinite_towers == -1).all()
     after = run.values()
     moved = {name for name, value in before.items() if not np.array_equal(after[name], value, equal_nan=True)}
     assert {"proxy.step", "step", "model.dense.kernel"} <= moved

@@ -35,8 +35,9 @@ def finished(step, finite, proxy_finite=None):
 
     def metrics(finite, hard_examples=None):
         return SimpleNamespace(
-            finite=finite, hard_examples=hard_examples, losses={"total_loss": 0.0}, loss_scale=1.0, nonfinite_update=-1,
+            updated=finite, hard_examples=hard_examples, losses={"total_loss": 0.0}, loss_scale=1.0,
             tower_losses=np.array([1.0 if finite else np.nan]), nonfinite_towers=np.array([-1 if finite else 0]),
+            nonfinite_update=-1,
         )  # fmt: skip
 
     selected = None if proxy_finite is None else HardExamples(np.array([0]), metrics(proxy_finite))

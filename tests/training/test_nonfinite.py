@@ -45,7 +45,7 @@ def same(before, after):
 def test_nonfinite_step_changes_nothing_and_names_its_tower(towers, examples, plain, way):
     run = Run(towers(2), examples, replace(NET, **way)) if way else plain
     begun = run.state.step.numpy()
-    assert make_step(run).finite
+    assert make_step(run).updated
     before = run.values()
     for example in (3, 20):
         batch = run.batches.at(0)
@@ -53,10 +53,10 @@ def test_nonfinite_step_changes_nothing_and_names_its_tower(towers, examples, pl
         images[example] = np.inf  # a single NaN could get lost: max pooling passes over it
         metrics = make_step(run, batch._replace(images=tf.constant(images)))
         synchronized = way.get("batch_statistics") == "synchronized"  # there it spreads before any loss is taken
-        assert not metrics.finite and same(before, run.values()) and not first_nonfinite(run.state.named_variables())
+        assert not metrics.updated and same(before, run.values()) and not first_nonfinite(run.state.named_variables())
         assert f"cross_entropy of tower_{0 if synchronized else example // 12} " in describe(run, metrics)
         assert np.isfinite(list(metrics.smoothed_losses.values())).all()
-    assert make_step(run).finite and not same(before, run.values())
+    assert make_step(run).updated and not same(before, run.values())
     assert run.state.step.numpy() == begun + 4
 
 
@@ -74,7 +74,7 @@ def test_first_nonfinite_layer_is_named(towers, examples):
 def test_update_that_would_overflow_the_weights_is_skipped(plain):
     before = plain.values()
     metrics = make_step(plain, rate=np.inf)
-    assert not metrics.finite and same(before, plain.values()) and (metrics.nonfinite_towers == -1).all()
+    assert not metrics.updated and same(before, plain.values()) and (metrics.nonfinite_towers == -1).all()
     assert describe(plain, metrics).startswith("the new value of ")
 
 

@@ -152,7 +152,7 @@ def test_constraints_hold_after_every_update():
     gradients = [(tf.constant([[1.0, -1.0]] * 3), weights[0]), (tf.constant([8.0, 0.0]), weights[1])]
     losses = {"total_loss": tf.constant(1.0)}
     update = state.apply(gradients, [], losses, {"all": tf.constant(0.5)}, tf.constant(True))
-    assert update.finite and (before < 0.5).any()
+    assert update.updated and (before < 0.5).any()
     np.testing.assert_allclose(weights[0], np.maximum(before - [0.5, -0.5], 0))
     np.testing.assert_allclose(weights[1], [-3.0, 1.0])
 

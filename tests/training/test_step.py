@@ -193,7 +193,7 @@ def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples,
             rates["whitening"] = tf.constant(0.0)
         work = operations.count(run.train_step.get_concrete_function(run.batches.at(2), rates))
         backward.append(sum(work.values()))
-        assert bool(run.step(2, rates=rates).finite)
+        assert bool(run.step(2, rates=rates).updated)
         weights.append([weight.numpy() for weight in run.state.weights])
         np.testing.assert_array_equal(run.state.model.get_layer("whitening").kernel, filters)  # frozen all along
     assert backward[0] - backward[1] == config.batch_size * 2 * 31 * 31 * 24 * 9 * 32
@@ -219,7 +219,7 @@ def test_frozen_first_group_ends_the_backward_pass_behind_it(towers, examples):
     assert saved == run.config.batch_size * 2 * 9 * (to_kernels + to_images)
     resting = {weight.ref() for weight in run.state.weights if "group1" in weight.name or "whitening" in weight.name}
     values = {weight.ref(): weight.numpy() for weight in run.state.weights}
-    assert bool(run.step(60).finite)
+    assert bool(run.step(60).updated)
     for weight in run.state.weights:
         assert (weight.numpy() == values[weight.ref()]).all() == (weight.ref() in resting), weight.name
 

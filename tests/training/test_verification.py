@@ -97,7 +97,7 @@ def test_flipped_bit_is_found_and_the_step_changes_nothing(towers, examples, mon
     finished = verified.step(3)
     after = verified.run.values()
     assert [name for name, value in before.items() if not np.array_equal(after[name], value)] == ["step"]
-    assert not finished.metrics.finite and (finished.metrics.nonfinite_towers == -1).all()
+    assert not finished.metrics.updated and (finished.metrics.nonfinite_towers == -1).all()
     message = str(finished.error)
     if lasting:  # while both towers agree on what the repetition has: as where it is compiled differently
         assert isinstance(finished.error, UsageError) and f"{flip.name} of tower_1 has other bits where" in message
@@ -129,4 +129,4 @@ def test_same_nonfinite_numbers_are_no_difference(towers, examples):
     images = tf.cast(batch.images, tf.float32).numpy()
     images[3] = np.nan
     finished = verified.step(0, batch._replace(images=tf.constant(images)))
-    assert finished.error is None and finished.metrics.nonfinite_towers[0] >= 0 and not finished.metrics.finite
+    assert finished.error is None and finished.metrics.nonfinite_towers[0] >= 0 and not finished.metrics.updated
