@@ -22,7 +22,7 @@ class UpdateResult(NamedTuple):
 
     updated: tf.Tensor  # bool: the variables were updated; otherwise the step was skipped
     nonfinite_index: tf.Tensor  # index in `TrainState.update_names` of the first non-finite new value, or -1
-    gradient_norm: tf.Tensor  # of the mean gradient, all variables together
+    gradient_norm: tf.Tensor  # of the mean gradient before it is changed: `NoiseScale` compares it to the towers' norms
     smoothed_losses: dict[str, tf.Tensor]
     loss_scale: tf.Tensor  # of this step
     diagnostics: Any  # as `update_diagnostics` returns them, or None
@@ -104,6 +104,9 @@ class TrainState:
         """
         loss_scale = self.loss_scale.value()
         gradients = self.loss_scale.unscale(gradients)
+        gradient_norm = tf.linalg.global_norm(
+            [gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient, _ in gradients]
+        )  # of sparse gradients, TensorFlow would take the norm of rows that are to be added
         with tf.name_scope("apply"):
             updates = self._compute_updates(gradients, non_trainable, learning_rates)
             nonfinite_index = self._first_nonfinite(updates)
@@ -125,9 +128,7 @@ class TrainState:
         return UpdateResult(
             updated=updated,
             nonfinite_index=nonfinite_index,
-            gradient_norm=tf.linalg.global_norm(
-                [gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient, _ in gradients]
-            ),  # of sparse gradients, TensorFlow would take the norm of rows that are to be added
+            gradient_norm=gradient_norm,
             smoothed_losses=self.loss_averages.update(losses, updated),
             loss_scale=loss_scale,
             diagnostics=diagnostics,
