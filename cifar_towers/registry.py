@@ -3,6 +3,7 @@
 This module does not import TensorFlow, so that a wrong name is refused at once.
 """
 
+import math
 import os
 import re
 from pathlib import Path
@@ -20,6 +21,13 @@ class ModelSpec(NamedTuple):
     muon: bool = False  # Muon has been tried on the model's kernels
 
 
+class OptimizerSpec(NamedTuple):
+    """The properties of an optimizer that settings depend on."""
+
+    by_length: bool = False  # the update depends on the number of steps in the run
+    rate_limit: float = math.inf  # learning rates must be lower, because a weight changes by about the rate in a step
+
+
 MODELS = {
     "cifarnet": ModelSpec(),
     **dict.fromkeys(("resnet20", "resnet32", "resnet44", "resnet56", "resnet110"), ModelSpec(any_image_size=True)),
@@ -29,8 +37,11 @@ MODELS = {
     ),
 }
 
-OPTIMIZERS = ("momentum", "muon", "adamw")  # `training.optimizers.make_optimizer` has the update rules of each
-OPTIMIZERS_BY_LENGTH = ("muon",)  # optimizers whose update depends on the number of steps in the run
+OPTIMIZERS = {  # `training.optimizers.make_optimizer` has the update rules of each
+    "momentum": OptimizerSpec(),
+    "muon": OptimizerSpec(by_length=True),
+    "adamw": OptimizerSpec(rate_limit=0.1),
+}
 BUILT_IN = ("cifar10", "synthetic", "auto")  # the directories of runs on them carry no data set's name
 PREFIXES = FOLDER, CSV, NPY = "folder:", "csv:", "npy:"  # of the names of data sets at a path
 SPLIT_NAMES = {  # of folders and in tables, in upper or lower case

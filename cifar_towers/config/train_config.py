@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from cifar_towers import registry
 from cifar_towers.config import schedules
 from cifar_towers.errors import TRAINING_ERRORS, DataError, UsageError, count, describe_exit_codes, did_you_mean
-from cifar_towers.registry import BUILT_IN, MODELS, OPTIMIZERS, OPTIMIZERS_BY_LENGTH, TTA_LEVELS, model_spec, split_path
+from cifar_towers.registry import BUILT_IN, MODELS, OPTIMIZERS, TTA_LEVELS, model_spec, split_path
 from cifar_towers.user_code import check_function_name, split_function
 
 REST = "the rest"  # group of the setting that holds a program's positional arguments
@@ -25,7 +25,6 @@ RECIPE = "the recipe"  # group of the setting that holds a TrainConfig; each set
 MAX_MICRO_BATCHES = 1024  # of a tower's shard
 MIN_IMAGE_SIZE = 18  # pixels
 MAX_PROFILE_STEPS = 100
-MAX_ADAMW_RATE = 0.1
 RATES = ("bias_learning_rate", "head_learning_rate", "whitening_learning_rate")  # besides learning_rate
 PRECISIONS = ("float32", "bfloat16", "float16")
 PRECISION_HELP = "number format the net computes in; auto: bfloat16 if the hardware computes it faster, else float32"
@@ -398,7 +397,7 @@ class TrainConfig(DeviceConfig):
     optimizer: str = _optimizer.recipe(
         "momentum",
         "update rule: momentum, SGD; muon, Muon for convolutions and momentum SGD for the rest; adamw, AdamW",
-        choices=OPTIMIZERS,
+        choices=tuple(OPTIMIZERS),
     )
     learning_rate: float = _optimizer.recipe(0.1, "peak learning rate", low=0)
     bias_learning_rate: float = _optimizer.recipe(
@@ -645,10 +644,10 @@ def _check_parallelism(config: TrainConfig) -> None:
 
 def check_training(config: TrainConfig) -> None:
     """Refuse settings of a training that can be used together, and train or are evaluated badly."""
-    rates = [name for name in ("learning_rate", *RATES) if getattr(config, name) >= MAX_ADAMW_RATE]
-    if config.optimizer == "adamw" and rates:
+    limit = OPTIMIZERS[config.optimizer].rate_limit
+    if rates := [name for name in ("learning_rate", *RATES) if getattr(config, name) >= limit]:
         raise UsageError(
-            f"optimizer=adamw changes each weight by about its rate in a step, and {rates[0]}="
+            f"optimizer={config.optimizer} changes each weight by about its rate in a step, and {rates[0]}="
             f"{getattr(config, rates[0])} is too large for that; give one as --{rates[0]}=0.001"
         )
     if config.flip == "none" and config.tta:
@@ -687,7 +686,7 @@ def check_overrides(
     """
     for cause, dependent, hint in (
         ("model", RATES, " (0: as learning_rate)"),
-        ("optimizer", RATES if values["optimizer"] == "adamw" else (), " (0: as learning_rate)"),
+        ("optimizer", RATES if OPTIMIZERS[values["optimizer"]].rate_limit < math.inf else (), " (0: as learning_rate)"),
         ("optimizer", ("learning_rate",), ""),
         ("batch_size", ("hard_example_pool",), " (0: all examples)"),
         ("image_size", ("crop",), " (0: whole images)"),
@@ -718,7 +717,7 @@ def recipe_fields(config: TrainConfig) -> dict[str, Any]:
     `max_steps` belongs to the recipe if a schedule depends on the length of the run.
     """
     by_length = "%" in config.learning_rate_schedule + config.image_size_schedule or config.lookahead
-    by_length |= config.optimizer in OPTIMIZERS_BY_LENGTH or config.freeze_first_group > 0
+    by_length |= OPTIMIZERS[config.optimizer].by_length or config.freeze_first_group > 0
     left_out = set(names_with(TrainConfig, on_resume="allow"))
     if config.epochs == 0 and by_length:
         left_out -= {"max_steps"}
