@@ -172,7 +172,10 @@ def _if_floating(value: tf.Tensor | None) -> tf.Tensor | None:
 
 
 def _all_reduce(context, operation: tf.distribute.ReduceOp, *lists: Sequence) -> list[list]:
-    """Return the sums or means over all replicas of the tensors in some lists; None stays None."""
+    """Return the sums or means over all replicas of the tensors in some lists; None stays None.
+
+    The lists are of gradients, of batch statistics, or of both.
+    """
     present = [tensor for tensors in lists for tensor in tensors if tensor is not None]
     reduced = iter(context.all_reduce(operation, present) if present else ())
     return [[None if tensor is None else next(reduced) for tensor in tensors] for tensors in lists]
