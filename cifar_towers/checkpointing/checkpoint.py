@@ -137,7 +137,9 @@ def damaged(checkpoint: Path, error: Exception) -> DataError:
 
 
 def save_checkpoint(train_dir: Path, step: int, variables: Variables, metadata: Mapping[str, Any]) -> Path:
-    """Write `checkpoints/step-<step>/` completely or not at all. Keep an existing one: a step has only one state.
+    """Write `checkpoints/step-<step>/` completely or not at all. If it exists, return it as it is.
+
+    A run has only one state after each step, so no two runs may share a directory.
 
     `tf.train.load_checkpoint` on the directory's `state` prefix reads the variables. The `accuracy` in the metadata, if
     any, decides which checkpoint is best.
