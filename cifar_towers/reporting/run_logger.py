@@ -244,7 +244,7 @@ class RunLogger:
             self.metrics.write(kind="eval", step=step, epoch=step / self.run.length.steps_per_epoch, **record)
             self.callbacks.evaluation(step, record)
             tag = score_tag(**record)
-            scalars = {f"{key}/{tag}": record[key] for key in (tags.ACCURACY, tags.LOSS, tags.ECE)}
+            scalars = {f"{key}/{tag}": record[key] for key in tags.EVALUATED}
             self.tensorboard.write(EVAL, step, scalars)
         self._write_unwritten()
         if self.quiet:

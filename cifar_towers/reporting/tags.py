@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 
 # Training, all towers together.
-LOSS, ACCURACY, ECE = "loss", "accuracy", "ece"  # evaluations add `/<split>/<weights>`; only they have ECE
+LOSS, ACCURACY, ECE = "loss", "accuracy", "ece"  # only evaluations have ECE; see `EVALUATED`
 LOSS_TERMS, RAW = "losses", " (raw)"  # add the term: `losses/<term>` is smoothed, `losses/<term> (raw)` is not
 GRADIENT_NORM, LOSS_SCALE = "health/gradient_norm", "health/loss_scale"
 SKIPPED_STEPS, ROLLBACKS = "health/skipped_steps", "health/rollbacks"
@@ -33,6 +33,7 @@ RECORDED = {
     "loss": LOSS, "accuracy": ACCURACY, "gradient_norm": GRADIENT_NORM, "images_per_sec": IMAGES_PER_SEC,
     "input_wait": INPUT_WAIT, "skipped_steps": SKIPPED_STEPS, "gradient_noise_scale": NOISE_SCALE,
 }  # fmt: skip
+EVALUATED = (ACCURACY, LOSS, ECE)  # keys of an evaluation's record, and beginnings of their tags; see `score_tag`
 
 
 def _only(tag: str) -> str:
@@ -82,7 +83,7 @@ def seed_charts(found: Collection[str]) -> dict[str, dict[str, list[str]]]:
 
     No category has a name of `CHARTS`, because TensorBoard shows only one of two categories with the same name.
     """
-    evaluated = {kind: [tag for tag in sorted(found) if tag.startswith(f"{kind}/")] for kind in (ACCURACY, LOSS, ECE)}
+    evaluated = {kind: [tag for tag in sorted(found) if tag.startswith(f"{kind}/")] for kind in EVALUATED}
     training = {"training loss": LOSS, "training accuracy (batch)": ACCURACY, "throughput, images/s": IMAGES_PER_SEC}
     categories = {
         "training, mean ± std over seeds": {title: [tag] for title, tag in training.items() if tag in found},
