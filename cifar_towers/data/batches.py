@@ -97,7 +97,8 @@ class Batches:
         start = position * self.batch_size + self._first_row
         chosen = tf.ensure_shape(order[start : start + self._num_rows], [self._num_rows])
         # Drawn for the whole batch, so that an example's numbers do not depend on the worker. A further column would
-        # change every number, so a new augmentation draws its own with another seed.
+        # change every number, so a new augmentation draws its own numbers, by a pair of seeds that no other draw has.
+        # Taken are (seed, step) here, (-1 - seed, step) for the user's function, and (seed, -1) for `_flips`.
         seed = tf.cast(self.seed, tf.int64)
         uniform = self._rows(tf.random.stateless_uniform([self.batch_size, 7], tf.stack([seed, step])))
         draws = RandomDraws(
