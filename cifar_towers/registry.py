@@ -16,8 +16,8 @@ from cifar_towers.user_code import split_function
 class ModelSpec(NamedTuple):
     """The properties of a model that settings depend on."""
 
-    any_image_size: bool = False  # the same weights take images of any size, as `image_size_schedule` needs
-    whitening: bool = False  # the first layer's filters are whitening filters, computed from training images
+    any_image_size: bool = False  # takes images of other sizes than it was built for, as with `image_size_schedule`
+    is_speednet: bool = False  # built for no image size, with whitening filters, and roles by the names of its layers
     muon: bool = False  # Muon has been tried on the model's kernels
 
 
@@ -33,7 +33,7 @@ MODELS = {
     **dict.fromkeys(("resnet20", "resnet32", "resnet44", "resnet56", "resnet110"), ModelSpec(any_image_size=True)),
     **dict.fromkeys(
         ("speednet93", "speednet94", "speednet95", "speednet96", "speednet_proxy"),
-        ModelSpec(any_image_size=True, whitening=True, muon=True),
+        ModelSpec(any_image_size=True, is_speednet=True, muon=True),
     ),
 }
 

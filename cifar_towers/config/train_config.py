@@ -588,7 +588,7 @@ def _check_model(config: TrainConfig) -> None:
     spec = model_spec(config.model)
     if config.image_size_schedule and not spec.any_image_size:
         raise UsageError(f"model={config.model} takes images of one size; leave image_size_schedule empty")
-    if config.freeze_first_group and not spec.whitening:
+    if config.freeze_first_group and not spec.is_speednet:
         raise UsageError(f"model={config.model} has no groups of convolutions; leave freeze_first_group at 0")
     if config.optimizer == "muon" and not spec.muon:
         tried = ", ".join(name for name, other in MODELS.items() if other.muon)

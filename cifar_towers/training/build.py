@@ -124,7 +124,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 def _registered_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Split | None) -> keras.Model:
     options = {"dtype": POLICIES[precision], "num_classes": len(info.class_names)}
-    if model_spec(config.model).whitening:
+    if model_spec(config.model).is_speednet:
         if train is not None:
             parts = chunks(train.images[: config.whitening_images], MAX_WHITENING_PIXELS)
             normalize = make_augmentation(config, info).evaluate
@@ -252,7 +252,7 @@ def make_state(
         nesterov=config.nesterov,
         muon_momentum=config.muon_momentum,
         total_steps=length.total,
-        is_speednet=model_spec(config.model).whitening,
+        is_speednet=model_spec(config.model).is_speednet,
     )
     state = TrainState(model, optimizer, terms, length.total, config.ema_decay, config.lookahead, precision=precision)
     return state, loss_fn

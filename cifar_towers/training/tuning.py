@@ -57,7 +57,7 @@ PLACEMENT_GAIN = 0.03  # a placement must beat the CPU by this fraction in three
 def with_default_placement(config: TrainConfig, towers: Sequence[Tower]) -> TrainConfig:
     """Return `config` with a placement in place of an empty one: `auto` for a speednet on GPUs, otherwise `cpu`."""
     has_choice = config.strategy == "towers" and config.parallelism == "data" and not config.deterministic
-    is_measured = on_gpus(towers) and has_choice and model_spec(config.model).whitening
+    is_measured = on_gpus(towers) and has_choice and model_spec(config.model).is_speednet
     default = "auto" if is_measured else "cpu"
     return dataclasses.replace(config, variable_placement=config.variable_placement or default)
 

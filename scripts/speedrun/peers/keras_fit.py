@@ -33,7 +33,7 @@ def main() -> None:
 
     towers = make_towers(args.mirrored)
     options = {"image_size": data["images"].shape[1], "dtype": POLICIES[args.precision]}
-    if model_spec(args.model).whitening:
+    if model_spec(args.model).is_speednet:
         options["whitening"] = whitening_kernel([data["images"]])
     model = MODELS[args.model](**options)
     run = make_array_fit(model, towers, data["images"], data["labels"], args.batch_size)
