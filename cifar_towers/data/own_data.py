@@ -19,8 +19,10 @@ class OwnData(NamedTuple):
     """The examples of a data set of the user's own, located but not read."""
 
     class_names: tuple[str, ...]
-    splits: dict[str, tuple[Any, np.ndarray]]  # items and class numbers [n] int64: of train first, or of all
-    hash_of: Callable[[Any], bytes]  # of an item; examples are in the order of their hashes
+    # Split -> (n items, their class numbers [n] int64). It is `all` alone, or `train` comes first: the images of the
+    # first split give mean and standard deviation. Errors name an item by its text.
+    splits: dict[str, tuple[Any, np.ndarray]]
+    hash_of: Callable[[Any], bytes]  # of an item, equal wherever the data is: the hashes choose what is held out
     read: Callable[[Sequence[Any], int], tuple[np.ndarray, dict[int, str]]]  # as `image_files.read_all` does
     class_roots: tuple[Path, ...] = ()  # folders whose subfolders are classes
 
