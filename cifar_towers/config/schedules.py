@@ -19,8 +19,8 @@ class RunLength(NamedTuple):
     last: int  # the last step of the run; below `total` if `max_steps` ends the run early
 
 
-class ScheduleKnots(NamedTuple):
-    """Values at places of a run."""
+class SchedulePoints(NamedTuple):
+    """The points of a schedule: values at places of a run."""
 
     places: tuple[float, ...]
     relative: tuple[bool, ...]  # True: the place is a fraction of the run; False: an epoch
@@ -70,16 +70,17 @@ def piecewise_constant(step: float, steps: list[float], values: tuple[float, ...
     return values[passed - 1] if passed else before
 
 
-RATE_SHAPES = {"linear": piecewise_linear, "step": piecewise_constant}  # (step, steps, values) -> value
+# Functions (step, steps of the points, their values) -> factor. A step may be a fraction, and before the first point.
+RATE_SHAPES = {"linear": piecewise_linear, "step": piecewise_constant}
 
 
-def parse_rate(text: str) -> tuple[str, ScheduleKnots]:
+def parse_rate_schedule(text: str) -> tuple[str, SchedulePoints]:
     """Return the shape and the points of a learning rate schedule: `"linear:0=1,100%=0"` -> ("linear", points)."""
-    kind, _, points = text.partition(":")
-    if kind not in RATE_SHAPES:
+    shape, _, points = text.partition(":")
+    if shape not in RATE_SHAPES:
         shapes = " or ".join(f"{name}:" for name in RATE_SHAPES)
         raise UsageError(f"learning_rate_schedule={text} must begin with {shapes}, as linear:0=1,100%=0")
-    return kind, parse_points("learning_rate_schedule", points, "0=1,100%=0")
+    return shape, parse_points("learning_rate_schedule", points, "0=1,100%=0")
 
 
 class ImageSizeSchedule:
@@ -100,7 +101,7 @@ class ImageSizeSchedule:
         return lambda step: int(piecewise_constant(step, places, self.points.values, before=self._full))
 
 
-def parse_points(setting: str, text: str, example: str) -> ScheduleKnots:
+def parse_points(setting: str, text: str, example: str) -> SchedulePoints:
     """Return the points in a text: `"0=24,45%=32"` -> points at epoch 0 and at 0.45 of the run."""
     points: list[tuple[float, bool, float]] = []
     try:
@@ -116,4 +117,4 @@ def parse_points(setting: str, text: str, example: str) -> ScheduleKnots:
         same_kind = [place for place, is_relative, _ in points if is_relative is kind]
         if same_kind != sorted(set(same_kind)):
             raise UsageError(f"{setting}: the places of {text!r} must be in ascending order")
-    return ScheduleKnots(*zip(*points, strict=True))
+    return SchedulePoints(*zip(*points, strict=True))

@@ -466,7 +466,7 @@ class TrainConfig(DeviceConfig):
         super().__post_init__()
         parse_seeds(self.seeds)
         parse_profile_steps(self.profile_steps)
-        schedules.parse_rate(self.learning_rate_schedule)
+        schedules.parse_rate_schedule(self.learning_rate_schedule)
         _check_model(self)
         _check_images(self)
         _check_run(self)

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from cifar_towers import files
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.schedules import RunLength, parse_rate
+from cifar_towers.config.schedules import RunLength, parse_rate_schedule
 from cifar_towers.config.train_config import recipe_fields, recipes_of_model
 from cifar_towers.data.dataset import Dataset, DatasetInfo, Split
 from cifar_towers.errors import RunError, UsageError, command, count
@@ -552,9 +552,9 @@ def notes(config: TrainConfig, length: RunLength) -> Iterator[str]:
     """Yield lines about settings that do less than they seem to."""
     if config.model in MODELS and not config.recipe and (recipes := recipes_of_model(config.model)):
         yield f"no recipe: settings are the flags' defaults; --recipe={recipes[-1]} has those of {config.model}"
-    _, rates = parse_rate(config.learning_rate_schedule)
+    _, points = parse_rate_schedule(config.learning_rate_schedule)
     epochs = length.total / length.steps_per_epoch
-    places = [place for place, is_relative in zip(rates.places, rates.relative, strict=True) if not is_relative]
+    places = [place for place, is_relative in zip(points.places, points.relative, strict=True) if not is_relative]
     if config.epochs and (late := [f"{place:g}" for place in places if place >= epochs]):
         yield (
             f"learning_rate_schedule={config.learning_rate_schedule}: the run ends before epoch {', '.join(late)}; "

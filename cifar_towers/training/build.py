@@ -260,8 +260,8 @@ def make_state(
 
 def role_schedules(config: TrainConfig, length: schedules.RunLength) -> dict[str, RoleSchedule]:
     """Return the learning rate of each role in a recipe over a run of this length."""
-    kind, knots = schedules.parse_rate(config.learning_rate_schedule)
-    factor = functools.partial(schedules.RATE_SHAPES[kind], steps=knots.steps(length), values=knots.values)
+    shape, points = schedules.parse_rate_schedule(config.learning_rate_schedule)
+    factor = functools.partial(schedules.RATE_SHAPES[shape], steps=points.steps(length), values=points.values)
     whitening_steps = math.ceil(schedules.to_steps(config.whitening_epochs, length.steps_per_epoch))
     bias_rate = config.bias_learning_rate or config.learning_rate
     whitening_rate = config.whitening_learning_rate or bias_rate

@@ -7,7 +7,7 @@ from cifar_towers.errors import UsageError
 
 
 def rate(text, step, total=200, epoch=20):
-    kind, points = schedules.parse_rate(text)
+    kind, points = schedules.parse_rate_schedule(text)
     shape = {"linear": schedules.piecewise_linear, "step": schedules.piecewise_constant}[kind]
     return shape(step, points.steps(schedules.RunLength(epoch, total, total)), points.values)
 
@@ -44,6 +44,6 @@ def test_percentages_fall_on_their_exact_step():
 @pytest.mark.parametrize("text", ["cosine:0=1", "linear:", "linear:0", "step:3=x", "linear:5=1,2=0", "linear:-1=0"])
 def test_malformed_schedules_are_refused(text):
     with pytest.raises(UsageError, match="learning_rate_schedule"):
-        schedules.parse_rate(text)
+        schedules.parse_rate_schedule(text)
     with pytest.raises(UsageError, match="are not in ascending order"):
         rate("linear:0=1,9=0.5,20%=0", 5)
