@@ -558,9 +558,9 @@ class TrainConfig(DeviceConfig):
 
 def _check_images(config: TrainConfig) -> None:
     size, schedule = config.image_size, config.image_size_schedule
-    sides = schedules.ImageSizeSchedule(schedule, size).points.values
-    for side in sides:
-        if side != int(side) or not MIN_IMAGE_SIZE <= side <= size:
+    sizes = schedules.ImageSizeSchedule(schedule, size).points.values
+    for image_size in sizes:
+        if image_size != int(image_size) or not MIN_IMAGE_SIZE <= image_size <= size:
             raise UsageError(
                 f"image_size_schedule={schedule}: sizes must be whole numbers from {MIN_IMAGE_SIZE} to {size}; let it "
                 f"end with {size}, or leave it empty: --image_size_schedule="
@@ -569,14 +569,14 @@ def _check_images(config: TrainConfig) -> None:
         raise UsageError(f"crop={config.crop} is not a size from {MIN_IMAGE_SIZE} to {size} pixels, or 0 for no crop")
     if config.crop and schedule:
         raise UsageError(f"crop={config.crop} and image_size_schedule={schedule} both set the image size; give one")
-    if sides[-1] != size:
+    if sizes[-1] != size:
         raise UsageError(
-            f"image_size_schedule={schedule} ends with {sides[-1]:g} pixels, and the net is evaluated on "
+            f"image_size_schedule={schedule} ends with {sizes[-1]:g} pixels, and the net is evaluated on "
             f"image_size={size}; let it end with {size}, or leave it empty: --image_size_schedule="
         )
-    side = config.crop or size
-    if config.cutout > side:
-        raise UsageError(f"cutout={config.cutout} is larger than the {side} pixels of the image it would blank")
+    image_size = config.crop or size
+    if config.cutout > image_size:
+        raise UsageError(f"cutout={config.cutout} is larger than the {image_size} pixels of the image it would blank")
     if 0 < config.hard_example_pool <= config.batch_size:
         raise UsageError(
             f"hard_example_pool={config.hard_example_pool} must be larger than batch_size={config.batch_size}, the "
