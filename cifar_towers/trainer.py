@@ -496,8 +496,8 @@ class Run:
     def evaluate_now(self, step: int, final: bool = False) -> None:
         """Score the validation split if there is one, else test; both if `final`. Log the scores."""
         with self.shutdown.interruptible():
-            scores = self.evaluator.run(final)
-        self.evaluations = self.logger.log_evaluation(step, scores, self.evaluator.splits, final)
+            evaluations = self.evaluator.run(final)
+        self.evaluations = self.logger.log_evaluation(step, evaluations, self.evaluator.splits, final)
         self.timer.end_phase("evaluate")
         self.logger.write_times()
 

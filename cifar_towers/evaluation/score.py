@@ -119,18 +119,18 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
     return (center - half_width) / (1 + z * z / count), (center + half_width) / (1 + z * z / count)
 
 
-def reported_score(scores: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the score that a run reports, from one evaluation's scores as in result.json; None if there are none.
+def reported_score(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the record that a run reports, of one evaluation's records as in result.json; None if there are none.
 
-    The score is that of the test set if it was evaluated, of the averaged weights if the run keeps an average, and of
+    The record is that of the test set if it was evaluated, of the averaged weights if the run keeps an average, and of
     the highest level of test-time augmentation. The accuracy has no influence on the choice.
     """
-    return max(scores, key=lambda s: (s["split"] == "test", s["weights"] == "ema", s["tta"] or 0), default=None)
+    return max(records, key=lambda r: (r["split"] == "test", r["weights"] == "ema", r["tta"] or 0), default=None)
 
 
-def score_name(score: Mapping[str, Any]) -> str:
+def score_name(record: Mapping[str, Any]) -> str:
     """Return the split, weights and level of test-time augmentation of a score, as `test, raw weights, TTA 2`."""
-    return f"{score['split']}, {score['weights']} weights, " + (f"TTA {score['tta']}" if score["tta"] else "no TTA")
+    return f"{record['split']}, {record['weights']} weights, " + (f"TTA {record['tta']}" if record["tta"] else "no TTA")
 
 
 def score_tag(split: str, weights: str, tta: int, **_) -> str:
@@ -138,7 +138,7 @@ def score_tag(split: str, weights: str, tta: int, **_) -> str:
     return f"{split}/{weights}" + (f"_tta{tta}" if tta else "")
 
 
-def describe_score(score: Mapping[str, Any]) -> str:
+def describe_score(record: Mapping[str, Any]) -> str:
     """Return a score as `test 93.21 % (ema weights, TTA 2, 10,000 images)`."""
-    kind = f"{score['weights']} weights, TTA {score['tta']}"
-    return f"{score['split']} {100 * score['accuracy']:.2f} % ({kind}, {count(score['count'], 'image')})"
+    kind = f"{record['weights']} weights, TTA {record['tta']}"
+    return f"{record['split']} {100 * record['accuracy']:.2f} % ({kind}, {count(record['count'], 'image')})"
