@@ -41,7 +41,7 @@ from cifar_towers.towers.placement import short_device
 from cifar_towers.training.results import StepDiagnostics, StepMetrics
 from cifar_towers.user_code import as_usage_errors
 
-METHODS = ("on_start", "on_step", "on_evaluation", "on_end")  # of callbacks
+METHODS = ("on_start", "on_step", "on_evaluation", "on_end")  # of callbacks; `on_step` gets each training record
 PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 SCALARS_PER_SUMMARY = 10  # scalars are written this many times as often as whole summaries
 DRAWING_SHARE = 0.02  # of the run's time that drawing evaluations may take

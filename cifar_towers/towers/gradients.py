@@ -81,7 +81,7 @@ def _mean(gradients: Sequence[Gradient], fractions: Sequence[float | tf.Tensor],
     present = [(g, fraction) for g, fraction in zip(gradients, fractions, strict=True) if g is not None]
     if not present:
         return None
-    with tf.device(device):
+    with tf.device(device):  # the gradients travel to this device
         present = [(g, tf.cast(f, g.dtype) if tf.is_tensor(f) else tf.constant(f, g.dtype)) for g, f in present]
         if all(isinstance(g, tf.IndexedSlices) for g, _ in present):
             values = tf.concat([g.values * fraction for g, fraction in present], 0)

@@ -176,22 +176,22 @@ def make_training(
     if config.augment:
         own = load_augmentation(config.augment, image_size, num_classes, may_mix=not config.hard_example_pool)
         augmentation = augmentation._replace(own=own)
-    parts: dict[str, Any] = {"micro_batches": config.micro_batches, "batch_statistics": config.batch_statistics}
+    common: dict[str, Any] = {"micro_batches": config.micro_batches, "batch_statistics": config.batch_statistics}
     try:
         if config.strategy == "mirrored":
             strategy = make_strategy(towers, config.all_reduce)
         if strategy:
             with strategy.scope():
                 state, loss_fn = make_state_fn()
-            return state, make_mirrored_step(strategy, state, towers, loss_fn, augmentation, **parts), towers
+            return state, make_mirrored_step(strategy, state, towers, loss_fn, augmentation, **common), towers
         if config.parallelism == "model":
             devices = [tower.device for tower in towers]
             with stage_placement(lambda: make_model(config, precision, train.info), devices, open_size=image_size):
                 state, loss_fn = make_state_fn()
             stages = _cut_in_stages(state, devices, image_size)
-            update = make_update(state, towers[:1], loss_fn, augmentation, stages=stages, **parts)
+            update = make_update(state, towers[:1], loss_fn, augmentation, stages=stages, **common)
             return state, tf.function(update, autograph=False), towers[:1]
-        options = parts | {"load_images": load_images, "shares": parse_shares(config.tower_shares)}
+        options = common | {"load_images": load_images, "shares": parse_shares(config.tower_shares)}
         options["gradient_device"] = HOST if config.gradient_device == "cpu" else ""
         with variable_placement(config.variable_placement, towers):
             state, loss_fn = make_state_fn()
