@@ -548,8 +548,8 @@ class Run:
         if not self.config.rollback_on_divergence:
             raise DivergedError(
                 f"{error}; {self.checkpoints.describe_latest()}: give --rollback_on_divergence to go back to the "
-                "last good checkpoint at half the rates, or --overwrite with smaller learning rates or "
-                "--precision=float32"
+                "last good checkpoint at half the rates, or --overwrite with a smaller --learning_rate (and others) "
+                "or --precision=float32"
             ) from error
         self.step_runner.discard()
         self.health.roll_back(error)
