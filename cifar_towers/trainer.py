@@ -344,12 +344,13 @@ class Run:
         self.evaluations = metadata["evaluations"]
         towers = count(metadata["towers"], "tower")
         self.log(f"resuming from step {metadata['step']}, saved with {towers} in {metadata['precision']}")
-        if changes := workdir.describe_changes(metadata, self.metadata, self._has_batch_norm):
-            self.log(changes)
-        if threads := workdir.describe_changed_threads(metadata, self.metadata):
-            self.log(threads)
-        if changed_code := workdir.describe_changed_code(metadata, self.metadata):
-            self.log(changed_code)
+        changes = (
+            workdir.describe_changes(metadata, self.metadata, self._has_batch_norm),
+            workdir.describe_changed_threads(metadata, self.metadata),
+            workdir.describe_changed_code(metadata, self.metadata),
+        )
+        for line in filter(None, changes):
+            self.log(line)
         return metadata["step"]
 
     def stored_result(self, step: int) -> dict | None:

@@ -167,7 +167,7 @@ def layer_costs(model: keras.Model, *, open_size: int = 32) -> list[dict[str, An
     Returns:
       For each call of a layer its `name`, its class as `kind`, the shape of its `output` without the batch, the number
       of its `parameters`, trainable or not (0 in a second call), and `flops`: two for each multiply-add of its kernels,
-      forward; None for a subclassed model, which cannot be counted.
+      forward; None for a model inside that cannot be counted, as a subclassed one.
 
     Raises:
       ValueError: a model without a graph of layers, or with several inputs or outputs.
@@ -226,11 +226,12 @@ def _multiply_adds(
     """Return the elements of a layer's kernels times the positions of its output, the axes between batch and channels.
 
     This is exact for layers that TensorFlow computes directly. A transposed convolution applies its kernels at the
-    positions of its input. A layer that is a model has the sum of its layers; None if it is subclassed.
+    positions of its input. A layer that is a model has the sum of its layers; None if it is subclassed, or has several
+    inputs or outputs.
     """
     if isinstance(layer, keras.Model):
-        (images,) = inputs.values()
         try:
+            (images,) = inputs.values()
             counts = [_multiply_adds(*call) for call in _layer_calls(_as_functional(layer), images.shape[1:])]
         except ValueError:
             return None

@@ -128,6 +128,11 @@ def test_operations_of_models_in_models_tables_and_transposed_convolutions():
 
     costs = layer_costs(keras.Model(pixels, Subclassed()(pixels)))
     assert [cost["flops"] for cost in costs] == [None]
+    one, other = keras.Input([8, 8, 3]), keras.Input([8, 8, 3])
+    of_two = keras.Model([one, other], keras.layers.Add()([one, other]))
+    model = keras.Model(pixels, of_two([pixels, conv(pixels)[:, :1, :1, :3] + pixels]))
+    assert layer_costs(model)[-1]["flops"] is None
+    assert len(cut_in_stages(model, DEVICES[:2])) == 2
 
 
 def test_parameters_of_a_layer_that_is_called_twice_count_once():
