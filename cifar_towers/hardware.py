@@ -72,7 +72,8 @@ def gpus_without_kernels() -> list[tuple[str, tuple[int, int]]]:
     """Return name and compute capability of each visible GPU that TensorFlow has no compiled kernels for."""
     import tensorflow as tf
 
-    compiled = [name.removeprefix("sm_") for name in tf.sysconfig.get_build_info().get("cuda_compute_capabilities", ())]
+    # sm_89: machine code alone; compute_90: machine code and PTX
+    compiled = [name.split("_")[-1] for name in tf.sysconfig.get_build_info().get("cuda_compute_capabilities", ())]
     versions = [(int(name[:-1]), int(name[-1])) for name in compiled if name.isdecimal()]
     return [
         (name, (major, minor))

@@ -35,7 +35,7 @@ def main() -> int:
     failed = []
     with tempfile.TemporaryDirectory() as directory:
         junit, run_dir = Path(directory, "tests.xml"), Path(directory, "speed94")
-        tests = [sys.executable, "-m", "pytest", "-m", "gpu or needs_gpu", f"--junitxml={junit}"]
+        tests = [sys.executable, "-m", "pytest", "-m", "gpu or needs_gpu", "tests/training", f"--junitxml={junit}"]
         if _run(tests, CIFAR_TOWERS_TEST_ON_GPUS="1"):
             failed.append("tests")
         counts = read_counts(junit.read_text()) if junit.exists() else "not run"

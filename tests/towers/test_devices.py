@@ -46,7 +46,7 @@ def test_driver_without_cuda_packages_is_a_warning(monkeypatch, tmp_path, caplog
 
 @pytest.mark.parametrize(
     ("capability", "warned", "xla"),
-    [((7, 5), False, True), ((8, 6), False, True), ((9, 0), True, True), ((12, 0), True, False)],
+    [((7, 5), False, True), ((8, 6), False, True), ((9, 0), False, True), ((12, 0), True, False)],
 )
 def test_gpus_newer_than_tensorflow(monkeypatch, caplog, capability, warned, xla):
     """Kernels run on later compute capabilities of the same major number; XLA ends the process from 10 on."""
