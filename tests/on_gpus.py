@@ -9,7 +9,6 @@ import datetime
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -79,7 +78,7 @@ def make_row(devices: dict, counts: str, result: dict, utilization: list[float],
         f"{accuracy.get(2, '-')}, {accuracy.get(0, '-')}",
         training + compiling,
         rate,
-        f"{statistics.median(utilization):.0f} %" if utilization else "-",
+        f"{max(utilization):.0f} %" if utilization else "-",
         ", ".join(failed) or "nothing",
     ]
     return f"| {' | '.join(cells)} |"

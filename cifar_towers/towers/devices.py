@@ -121,7 +121,7 @@ def _divide_gpus(gpus: Sequence[tf.config.PhysicalDevice], num_towers: int, grow
             shares = gpu_of_tower.count(index)
             share = tf.config.LogicalDeviceConfiguration((limit_mb or _gpu_memory_mb(index)) // shares)
             tf.config.set_logical_device_configuration(gpu, [share] * shares)
-        else:  # TensorFlow does not allow growth where any GPU is divided
+        elif not tf.config.get_logical_device_configuration(gpu):  # a divided GPU does not grow
             tf.config.experimental.set_memory_growth(gpu, growth)
 
 
