@@ -4,7 +4,6 @@ It adds a row to the table of docs/gpus.md. Look at the row before you commit it
 """
 
 import argparse
-import contextlib
 import datetime
 import json
 import os
@@ -12,12 +11,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs/gpus.md"
-HEADER = "| GPUs | Driver, TensorFlow | Tests | speed94 with TTA 2, without | Training | Rate | In use | Failed |"
+HEADER = "| GPUs | Driver, TensorFlow | Tests | speed94 with TTA 2, without | Training | Rate | Failed |"
 NO_GPU = "no GPU here: nothing was run, and nothing counts as passed"
 
 
@@ -41,11 +39,10 @@ def main() -> int:
         if not arguments.without_bench and _run([sys.executable, ROOT / "scripts/benchmark.py", "--recipe=speed94"]):
             failed.append("make bench")
         train = [sys.executable, ROOT / "scripts/train.py", "--recipe=speed94", "--data_on=device"]
-        with _sampled_utilization() as samples:
-            if _run([*train, f"--train_dir={run_dir}"]):
-                failed.append("speed94")
+        if _run([*train, f"--train_dir={run_dir}"]):
+            failed.append("speed94")
         result = json.loads((run_dir / "result.json").read_text()) if "speed94" not in failed else {}
-    row = make_row(devices, counts, result, samples, failed)
+    row = make_row(devices, counts, result, failed)
     TABLE.write_text(add_row(TABLE.read_text(), row))
     print(f"{HEADER}\n{row}\nadded to {TABLE}")
     return bool(failed)
@@ -65,7 +62,7 @@ def read_counts(junit: str) -> str:
     return f"{number['tests'] - bad} passed, {bad} failed"
 
 
-def make_row(devices: dict, counts: str, result: dict, utilization: list[float], failed: list[str]) -> str:
+def make_row(devices: dict, counts: str, result: dict, failed: list[str]) -> str:
     """Return the row of the table of docs/gpus.md, with a dash for each unknown value."""
     accuracy = {score["tta"]: f"{100 * score['accuracy']:.2f} %" for score in result.get("evaluations", [])}
     training = f"{sum(result['seconds'].get(p, 0) for p in ('train', 'input', 'report')):.1f} s" if result else "-"
@@ -78,7 +75,6 @@ def make_row(devices: dict, counts: str, result: dict, utilization: list[float],
         f"{accuracy.get(2, '-')}, {accuracy.get(0, '-')}",
         training + compiling,
         rate,
-        f"{max(utilization):.0f} %" if utilization else "-",
         ", ".join(failed) or "nothing",
     ]
     return f"| {' | '.join(cells)} |"
@@ -106,23 +102,6 @@ def _devices() -> dict:
     except OSError:
         driver = ""
     return json.loads(done.stdout.splitlines()[-1]) | {"driver": driver}
-
-
-@contextlib.contextmanager
-def _sampled_utilization() -> Iterator[list[float]]:
-    """Yield a list that holds the percentage in use of every GPU, each second, once the block has ended."""
-    samples: list[float] = []
-    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--loop=1"]
-    try:
-        sampler = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
-    except OSError:
-        yield samples
-        return
-    try:
-        yield samples
-    finally:
-        sampler.terminate()
-        samples += [float(line) for line in sampler.communicate()[0].splitlines() if line.strip().isdecimal()]
 
 
 def _run(command: list, **environment: str) -> int:

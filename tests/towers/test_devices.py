@@ -138,6 +138,7 @@ def configured(monkeypatch):
         calls.append((gpu, [part.memory_limit for part in parts]))
 
     monkeypatch.setattr(tf.config, "set_logical_device_configuration", record_parts)
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: None)
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, on: calls.append((gpu, on)))
     return calls
 
@@ -157,6 +158,13 @@ def test_gpu_memory(configured, monkeypatch, towers, growth, limit_mb, visible, 
     monkeypatch.setattr(devices, "_gpu_memory_mb", lambda index: 9000)
     devices._divide_gpus(["GPU a", "GPU b"], towers, growth, limit_mb)
     assert configured == [("visible", visible), *expected]
+
+
+def test_a_gpu_that_is_divided_already_does_not_grow(configured, monkeypatch):
+    """As in a notebook that asks for four towers and then for one: TensorFlow refuses growth then."""
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: ["a logical GPU"])
+    devices._divide_gpus(["GPU a"], 1, growth=True, limit_mb=0)
+    assert configured == [("visible", ("GPU a",))]
 
 
 def test_shared_gpu_of_unknown_memory_needs_a_limit(configured, monkeypatch):
