@@ -36,6 +36,7 @@ from tests.programs import call, finish, start
 ROOT = Path(__file__).parents[2]
 SLOW = pytest.mark.slow
 TINY = ["--dataset=synthetic", "--model=cifarnet", "--crop=24", "--shift=0", "--batch_size=40", "--precision=float32"]
+TOO_LARGE_BATCH = ["--batch_size=20000", "--dataset=synthetic"]
 TWO_GPUS = ["--towers=2", *TINY, "--nosoft_placement"]
 
 
@@ -96,7 +97,7 @@ def test_help_imports_nothing_slow(name):
     ("program", "arguments", "code", "message"),
     [
         ("train.py", ["--batch_sise=3"], 2, "did you mean --batch_size?"),
-        pytest.param("train.py", ["--batch_size=20000", "--dataset=synthetic"], 2, "more than the 10000", marks=SLOW),
+        pytest.param("train.py", [*TOO_LARGE_BATCH, "--train_dir={}"], 2, "more than the 10000", marks=SLOW),
         ("predict.py", ["picture.png"], 2, "which run? give --train_dir"),
         ("train.py", ["--dataset=folder:nowhere"], 3, "nowhere cannot be read: No such file or directory"),
         ("train.py", ["--dataset=mnits"], 2, "dataset=mnits: did you mean mnist?"),
@@ -105,8 +106,8 @@ def test_help_imports_nothing_slow(name):
         pytest.param("benchmark.py", [*TWO_GPUS, "--train_dir=."], 2, "2 towers need 2 GPUs", marks=SLOW),
     ],
 )
-def test_error_is_one_line_and_an_exit_code(program, arguments, code, message):
-    exit_code, out, err = finish(start(program, *arguments))
+def test_error_is_one_line_and_an_exit_code(tmp_path, program, arguments, code, message):
+    exit_code, out, err = finish(start(program, *(argument.format(tmp_path) for argument in arguments)))
     assert exit_code == code and message in err
     assert "Traceback" not in out + err
     assert len([line for line in err.splitlines() if line.startswith(("usage:", "data:"))]) == 1
