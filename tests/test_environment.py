@@ -1,4 +1,4 @@
-"""What the import of the package sets for TensorFlow, in processes of their own."""
+"""The import of the package sets variables for TensorFlow; each test has a process of its own."""
 
 import os
 import subprocess

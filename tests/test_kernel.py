@@ -87,7 +87,7 @@ def test_a_training_is_interrupted_and_goes_on_to_the_bits_of_the_command_line(t
 
 @pytest.mark.slow
 def test_a_cell_shows_the_sentence_and_its_own_line(tmp_path):
-    """Of a setting that is wrong, and of a callback that fails; two places: the cell, and the function it called."""
+    """A wrong setting, and a callback that fails; two places: the cell, and the function it called."""
     follow = "def follow(step, metrics):\n    if step == 2:\n        print(undefined)\n"
     cells = execute(
         tmp_path,

@@ -78,7 +78,7 @@ def _point_name(when: str | float) -> str:
 
 
 class Fault(NamedTuple):
-    """What holds in a context from one point, or time in seconds, to another; for good if `last` is empty."""
+    """A fault of a context from one point, or time in seconds, to another; for good if `last` is empty."""
 
     name: str
     context: Callable[[], contextlib.AbstractContextManager]
@@ -90,7 +90,7 @@ NO_FAULT = Fault("nothing", contextlib.nullcontext, "", "")
 
 
 class Reference(NamedTuple):
-    """What an undisturbed run leaves and takes."""
+    """The files and the time of an undisturbed run."""
 
     states: dict[str, str]  # checkpoint -> SHA-256 of its variables
     weights: str
@@ -157,7 +157,7 @@ def _mount(*arguments: str) -> None:
 
 @dataclass
 class Record:
-    """What a run did."""
+    """The outcome of a run."""
 
     events: list[str]  # `fault`, `lifted` and the points of the run, in order
     states: dict[str, str]  # checkpoint -> SHA-256 of its variables when it was saved

@@ -1,4 +1,4 @@
-"""What all experiments share: trials recorded in a CSV, child processes that can be killed, tables of results.
+"""The parts of all experiments: trials recorded in a CSV, child processes that can be killed, tables of results.
 
 The parent imports TensorFlow and never initializes it, so that a forked child starts in milliseconds. A child is a
 process of its own that can be killed, traced and starved like any other.

@@ -71,5 +71,5 @@ def before(part: str, act: Callable[..., None]) -> None:
 
 
 def num_traces(run: trainer.Run) -> int:
-    """How often the training step has been traced."""
+    """Return how often the training step has been traced."""
     return run.step_runner.train_step.experimental_get_tracing_count()

@@ -36,7 +36,7 @@ def test_time_left_is_no_more_exact_than_it_is_known():
 
 
 def test_slow_training_shows_a_decimal_of_its_rate():
-    """As of resnet110 on images of 256 pixels, on a CPU."""
+    """A CPU takes that long for resnet110 on images of 256 pixels."""
     out = io.StringIO()
     Progress(RunLength(10, 20, 20), Console(file=out, soft_wrap=True)).epoch(ProgressStatus(10, 1.5, 0.5, 0.1, 0.42))
     assert " 0.4 images/s" in out.getvalue()

@@ -325,7 +325,7 @@ def test_mean_curve_of_runs_of_different_length():
 
 
 def test_mean_curve_of_runs_that_were_recorded_at_different_epochs():
-    """As with another --summary_every_steps: the mean does not jump from run to run, nor is its band of one run."""
+    """The mean does not jump from run to run, nor is its band of one run, as with another --summary_every_steps."""
     x, y, low, high = html_report.mean_curve([{0.0: 1.0, 2.0: 3.0, 4.0: 5.0}, {1.0: 4.0, 3.0: 6.0}])
     assert x.tolist() == [0, 1, 2, 3, 4] and y.tolist() == [1, 3, 4, 5, 5]
     np.testing.assert_allclose(high - low, 2 * np.array([0, 2**0.5, 2**0.5, 2**0.5, 0]))
@@ -365,7 +365,7 @@ def test_more_recipes_than_a_chart_can_distinguish(tmp_path, plotted):
 
 
 def test_single_evaluations_are_dots_with_n_mean_and_spread(tmp_path, plotted):
-    """As with --eval_every_epochs=0, which evaluates after the last step alone."""
+    """--eval_every_epochs=0 evaluates after the last step alone."""
     paths = make_runs(tmp_path)
     for path in paths:
         write_records(path, [each for each in read_records(path) if each["kind"] == "train" or each["step"] == 264])

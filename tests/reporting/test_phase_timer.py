@@ -138,7 +138,7 @@ def test_rollback_loses_steps_in_the_middle_of_a_process(process, spend):
 
 
 def test_after_a_power_loss_the_time_since_the_checkpoint_was_not_running(process, spend):
-    """What the process left last is gone, or is older than the checkpoint."""
+    """The file that the process left last is gone, or is older than the checkpoint."""
     timer = process(steps=1)
     older = record(timer)
     process.take(timer, 2)

@@ -1,4 +1,4 @@
-"""What callbacks are told, that they change nothing, and that a run is saved when one of them fails."""
+"""Callbacks are told what happens, change nothing, and leave a saved run when one of them fails."""
 
 import json
 import sys

@@ -127,7 +127,7 @@ WORK = {"kind": (2, {"MatMul": 3 * 10**12, "Conv2D": 6 * 10**12})}
 
 
 def test_seconds_to_target_include_untimed_first_steps():
-    """Of 75 operations 43 are of timed steps, which take 150 s."""
+    """43 of 75 operations are of timed steps, which take 150 s."""
     work = {"small": (3, {"Conv2D": 10, "MatMul": 1}), "large": (2, {"Conv2D": 20, "MatMul": 1})}
     summary = seeds.summarize(SEEDS, work, target=0.94)
     assert (summary["work"], summary["steps"], summary["operations"]) == (75, 5, {"Conv2D": 70, "MatMul": 5})

@@ -161,7 +161,7 @@ def test_gpu_memory(configured, monkeypatch, towers, growth, limit_mb, visible, 
 
 
 def test_a_gpu_that_is_divided_already_does_not_grow(configured, monkeypatch):
-    """As in a notebook that asks for four towers and then for one: TensorFlow refuses growth then."""
+    """A notebook may ask for four towers and then for one: TensorFlow refuses growth then."""
     monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: ["a logical GPU"])
     devices._divide_gpus(["GPU a"], 1, growth=True, limit_mb=0)
     assert configured == [("visible", ("GPU a",))]

@@ -142,7 +142,7 @@ def test_groups_have_their_own_rates_and_no_gradient_means_no_update():
 
 
 def test_constraints_hold_after_every_update():
-    """As Keras's optimizers have it: the value that is assigned is the constrained one."""
+    """The value that is assigned is the constrained one, as in Keras's optimizers."""
     images = keras.Input((3,))
     model = keras.Model(images, keras.layers.Dense(2, kernel_constraint="non_neg", bias_initializer="ones")(images))
     weights = [v.value for v in model.trainable_variables]

@@ -34,7 +34,7 @@ def trained(towers, examples, precision, steps, **settings):
 
 
 def largest_difference(one, other):
-    """Of weights, averages and slots, relative to the largest value of each; loss averages are the final tower's."""
+    """Compare weights, averages and slots, relative to the largest of each; loss averages are the final tower's."""
     there = other.named_variables()
     differences = {
         name: np.max(np.abs(v - there[name])) / max(np.max(np.abs(v)), 1e-30)
@@ -256,7 +256,7 @@ def test_model_losses_are_added_once(towers, examples):
 
 
 def test_float16_trains_with_a_loss_scale(towers, examples):
-    """Where it began, its first gradients are those of float32."""
+    """From the same state, its first gradients are those of float32."""
     (half, metrics), (wide, _) = (trained(towers(2), examples, kind, 1) for kind in ("float16", "float32"))
     assert int(half.loss_scale.good_steps) == 1 and np.isfinite(metrics.gradient_norm)
     momenta = {name: slot.numpy() for name, slot in wide.named_variables().items() if "momentum" in name}
