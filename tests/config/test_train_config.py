@@ -236,8 +236,8 @@ def test_what_a_recipe_chose_for_a_replaced_setting_may_be_given_again():
         ({"optimizer": "adamw", "learning_rate": 0.01, "head_learning_rate": 0.5}, "and head_learning_rate=0.5 is too"),
         ({"flip": "none", "tta": 2}, "tta=2 averages over mirrored images.* give --tta=0"),
         ({"flip": "none"}, ""),
-        ({"hard_example_pool": 2048}, "the proxy net trains at the rates of model=speednet94"),
-        ({"hard_example_pool": 2048, "model": "speednet95"}, ""),
+        ({"hard_example_pool": 2048, "head_learning_rate": 554.0}, "and head_learning_rate=554 is far too high"),
+        ({"hard_example_pool": 2048, "head_learning_rate": 1.3}, ""),
     ],
 )
 def test_settings_that_train_badly_together_are_refused_before_a_training(settings, message):
