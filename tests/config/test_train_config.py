@@ -238,6 +238,7 @@ def test_what_a_recipe_chose_for_a_replaced_setting_may_be_given_again():
         ({"flip": "none"}, ""),
         ({"hard_example_pool": 2048, "head_learning_rate": 554.0}, "and head_learning_rate=554 is far too high"),
         ({"hard_example_pool": 2048, "head_learning_rate": 1.3}, ""),
+        ({"hard_example_pool": 2048, "model": "speednet95"}, ""),
     ],
 )
 def test_settings_that_train_badly_together_are_refused_before_a_training(settings, message):
