@@ -33,7 +33,6 @@ from cifar_towers.errors import (
 )
 from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, score_split
 from cifar_towers.evaluation.score import describe_score, reported_score
-from cifar_towers.models import user_model
 from cifar_towers.models.layers import has_batch_norm
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec, Workers
@@ -84,14 +83,13 @@ def train(
     timer = timer or PhaseTimer()
     shutdown.exit_immediately_from_now(NOTHING_TO_SAVE)
     forget_files()
-    user_model.log_once.cache_clear()
     setup_devices = functools.partial(devices.setup_devices, config, cluster)
     with coordination.connect(cluster, setup_devices, config.worker_wait_seconds, shutdown) as (workers, hardware):
         source, dataset = build.load_data(config, source)
         workers.assert_equal(shared_values(config, dataset, hardware.precision, len(hardware.local_towers)))
         again = "the same command" + " without --overwrite" * config.overwrite  # which would delete the run
-        asked, config = config, workdir.choose_directory(config, source.banner, launch_id)
-        with coordination.worker_train_dir(workers, config.train_dir) as own, explained_errors(asked, hardware.towers):
+        config = workdir.choose_directory(config, source.banner, launch_id)
+        with coordination.worker_train_dir(workers, config.train_dir) as own, explained_errors(config, hardware.towers):
             config = dataclasses.replace(config, train_dir=own)
             named = [load_object("callback", config.callback)] if config.callback and workers.is_chief else []
             callbacks = [*callbacks, *named] if workers.is_chief else []
@@ -113,7 +111,7 @@ def train_run(config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str)
     With `micro_batches=auto`, a run whose step does not fit into memory is set up again with more micro-batches, and
     resumes.
     """
-    micro_batches = 0  # as the config says
+    micro_batches = 0  # until a step did not fit: as the config says
     with contextlib.ExitStack() as lock:
         while True:
             run = set_up(config, micro_batches=micro_batches)
@@ -154,7 +152,7 @@ def train_from(step: int, run: "Run") -> int:
     """Train from `step` until the end, the target or a signal; return the number of finished steps.
 
     Raises:
-      Interrupted: after a signal; the last finished step is saved.
+      Interrupted: after a signal; the last finished step is saved, or the message says that it is not.
       DivergedError: too many steps in a row were skipped, or a variable is not finite at the end.
     """
     try:
@@ -247,12 +245,12 @@ class Run:
         rows = requested.examples_drawn * len(self.local_towers) // len(towers)
         self.batches = build.make_batches(requested, dataset.train, rows=(workers.index * rows, rows), towers=towers)
         self.length = length = requested.run_length(self.batches.steps_per_epoch)
-        traced = parse_profile_steps(requested.profile_steps)
-        if traced and traced[0] >= length.last:
+        profiled = parse_profile_steps(requested.profile_steps)
+        if profiled and profiled[0] >= length.last:
             raise UsageError(
                 f"profile_steps={requested.profile_steps}: this run ends with step {length.last}; give earlier steps"
             )
-        self.profiler = StepProfiler(requested.directory, *traced) if traced and workers.is_chief else None
+        self.profiler = StepProfiler(requested.directory, *profiled) if profiled and workers.is_chief else None
 
         previous = workdir.previous_choices(requested, requested.num_towers(len(towers)))
         if micro_batches:
@@ -264,24 +262,25 @@ class Run:
         )
         self.variables = self.state.named_variables()
         self.augmentation = build.make_augmentation(config, dataset.info)  # without a function of the user's
-        self.image_size_at = ImageSizeSchedule(config.image_size_schedule, config.image_size).at(length)
-        if (size := self.image_size_at(length.total - 1)) != config.image_size:
+        full_size = config.crop or config.image_size
+        self.image_size_at = ImageSizeSchedule(config.image_size_schedule, full_size).at(length)
+        if (size := self.image_size_at(length.total - 1)) != full_size:
             raise UsageError(
                 f"image_size_schedule={config.image_size_schedule} is still at {size} pixels in the last of "
-                f"{length.total} steps, and the net is evaluated on {config.image_size}; give places as 60%=32"
+                f"{length.total} steps, and the net is evaluated on {full_size}; give places as 60%=32"
             )
         names = [*self.state.loss_averages.sums, *(f"the gradient of {name}" for name in self.state.weight_names)]
         self.step_runner = StepRunner(
             train_step, self.state.optimizer, self.image_size_at, config.verify_every_steps, self.towers, names, again
         )
 
-        self._make_observers(banner, chosen)
+        self._make_hooks(banner, chosen)
         self.evaluations: list[dict] = []
         self.reached = 0.0
         self._compiled = False  # whether the last step was compiled
 
-    def _make_observers(self, banner: str, chosen: Sequence[str]) -> None:
-        """Build the logger, the evaluator, the checkpoint manager and the health check; list the hooks."""
+    def _make_hooks(self, banner: str, chosen: Sequence[str]) -> None:
+        """List the hooks, and build what they use: logger, evaluator, checkpoint manager and health check."""
         config, dataset, workers, length = self.config, self.dataset, self.workers, self.length
         info = RunInfo(
             config=config,
@@ -304,7 +303,7 @@ class Run:
         self.evaluator = Evaluator(
             functools.partial(score_split, classify),
             {"validation": dataset.validation, "test": dataset.test},
-            self.state.evaluation_weights,
+            self.state.evaluation_weights(),
             config.evaluate_every_steps(length),
             length.last,
             config.tta,
@@ -319,7 +318,7 @@ class Run:
         self.hooks: list[Callable[[int, Sequence[FinishedStep]], None]] = [
             self.check_and_log,
             self.evaluate_if_due,
-            self.end_epoch,
+            self.log_epoch_if_due,
             self.save_if_due,
             self.note_target,
             self.stop_after_callback_error,
@@ -331,13 +330,13 @@ class Run:
         """Log what will be trained, and restore the newest checkpoint or start with `init_from`; return the step."""
         self.logger.log_start()
         check = functools.partial(workdir.check_resumable, self.requested, self.dataset, self._has_batch_norm)
-        metadata = self.checkpoints.restore_latest(check, self.requested.overwrite)
+        metadata = self.checkpoints.restore_latest(check, self.config.overwrite)
         # with `overwrite` the file belongs to the deleted run; after a restart in this process the timer is newer
-        ignores_file = self.requested.overwrite or self.timer.seconds
+        ignores_file = self.config.overwrite or self.timer.seconds
         last = {} if ignores_file else read_times(self.config.directory)
         self.timer.resume(metadata or {}, last or self.timer.metadata())
         if not metadata:
-            if source := self.requested.init_from:
+            if source := self.config.init_from:
                 self.log(self.checkpoints.initialize(Path(source), self.state.head_names(), self.metadata))
             return 0
         self.health.restore(metadata)
@@ -388,9 +387,8 @@ class Run:
     def start_step(self, step: int, batch: Batch) -> list[FinishedStep]:
         """Start the update that makes `step` into `step + 1`; return the steps whose metrics have arrived.
 
-        Usually the next call returns the started step. This call returns that step too if it is verified or may not fit
-        into memory, on a cluster, and in a run with a profile. The same applies if an evaluation, a checkpoint or the
-        end of an epoch follows.
+        Usually the next call returns the started step. It is returned by this call if it is verified or may not fit
+        into memory, on a cluster, with a profile, or if an evaluation, a checkpoint or the end of an epoch follows.
         """
         if not on_gpus(self.local_towers) and self.step_runner.skipped_last():
             # find the non-finite tensor before the next update; on GPUs, asking at every step would stall the device
@@ -400,7 +398,7 @@ class Run:
         is_cluster = self.workers.size > 1
         options: dict[str, Any] = {
             "rate_factor": self.health.rate_factor,
-            "collect_diagnostics": self.logger.wants_diagnostics(step + 1),
+            "collect_diagnostics": self.logger.is_summary_step(step + 1),
             "stop_signal": self.shutdown.received_signal if is_cluster else None,
         }
         may_not_fit = needs_compilation and not self.requested.micro_batches
@@ -460,13 +458,13 @@ class Run:
         if self.evaluator.is_due(step):
             self.evaluate_now(step)
 
-    def end_epoch(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Log an epoch that ends with this step."""
+    def log_epoch_if_due(self, step: int, finished: Sequence[FinishedStep]) -> None:
+        """Log the epoch that ends with this step, if one does."""
         if self._ends_epoch(step):
             self.logger.log_epoch(step, finished[-1].learning_rates, self.evaluations)
 
     def save_if_due(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Save the state if a checkpoint is due and the metrics of `step` have arrived, unless `health` counts a skip.
+        """Save a checkpoint if one is due, the metrics of `step` have arrived, and the step was not skipped.
 
         `finish` saves the last step.
         """

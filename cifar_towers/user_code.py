@@ -5,9 +5,11 @@ Names are checked without executing anything, and without TensorFlow; loading a 
 
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
+import logging
 import re
 import sys
 import sysconfig
@@ -20,6 +22,7 @@ from typing import Any
 
 from cifar_towers.errors import UsageError, did_you_mean
 
+log_once = functools.cache(logging.getLogger(__name__).info)  # some runs build and check their model several times
 _modules: dict[tuple[Path, int], tuple[ModuleType, set[str]]] = {}  # of files, with the settings that name them
 
 
@@ -141,8 +144,9 @@ def _find_module(name: str) -> ModuleSpec | None:
 
 
 def forget_files() -> None:
-    """Let the next import of each file execute it again, as each run has its own global variables."""
+    """Let the next import of each file execute it again, as each run has its own global variables and its own log."""
     _modules.clear()
+    log_once.cache_clear()
 
 
 def _import(setting: str, source: str, shared: bool) -> ModuleType:

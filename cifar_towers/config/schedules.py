@@ -22,6 +22,7 @@ class RunLength(NamedTuple):
 class SchedulePoints(NamedTuple):
     """The points of a schedule: values at places of a run."""
 
+    setting: str  # its name
     places: tuple[float, ...]
     relative: tuple[bool, ...]  # True: the place is a fraction of the run; False: an epoch
     values: tuple[float, ...]
@@ -31,7 +32,7 @@ class SchedulePoints(NamedTuple):
         steps = [to_steps(place, unit) for place, unit in zip(self.places, units, strict=True)]
         if steps != sorted(steps):
             raise UsageError(
-                f"a schedule's places fall on steps {steps} of {length.total}, which are not in ascending order"
+                f"{self.setting}: its places fall on steps {steps} of {length.total}, which are not in ascending order"
             )
         return steps
 
@@ -117,4 +118,4 @@ def parse_points(setting: str, text: str, example: str) -> SchedulePoints:
         same_kind = [place for place, is_relative, _ in points if is_relative is kind]
         if same_kind != sorted(set(same_kind)):
             raise UsageError(f"{setting}: the places of {text!r} must be in ascending order")
-    return SchedulePoints(*zip(*points, strict=True))
+    return SchedulePoints(setting, *zip(*points, strict=True))

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,8 @@ from cifar_towers.towers.placement import HOST
 MAX_BATCH_PIXELS = 500 * 32 * 32  # on CPUs, larger batches gain nothing, and lose an eighth in float32 with AVX2
 MAX_FEATURES = 1000  # examples whose features are returned
 
+log = logging.getLogger(__name__)
+
 Values = Sequence[Any]  # of variables: tensors, arrays or the variables
 ClassifyFn = Callable[..., list[np.ndarray]]  # see `make_classify_fn`
 
@@ -35,7 +39,7 @@ class Evaluator:
 
     evaluate: Callable[..., dict[int, Score]]  # `score_split` with its first argument
     splits: Mapping[str, Split]  # in the order of the reports
-    weight_sets: Callable[[], Mapping[str, tuple]]  # name -> (weights, non-trainable values); the run reports the last
+    weight_sets: Mapping[str, tuple]  # name -> (weights, non-trainable values); the run reports the last
     every_steps: int  # steps between evaluations before the end; 0: only at the end
     last_step: int
     tta: int = 0  # level of test-time augmentation of the evaluation at the end
@@ -53,12 +57,12 @@ class Evaluator:
         num_due = 0
         if self.every_steps:
             num_due = (self.last_step - 1) // self.every_steps - (max(step, 1) - 1) // self.every_steps
-        num_others = len(self.weight_sets()) - 1
+        num_others = len(self.weight_sets) - 1
         return num_due * sizes[0] + sum(sizes) * (len(TTA_LEVELS[self.tta]) + num_others)
 
     def run(self, final: bool = False) -> list[Evaluation]:
         """Score the first split, or all splits and sets of weights if `final`."""
-        *others, reported = self.weight_sets().items()
+        *others, reported = self.weight_sets.items()
         passes = [(*other, 0) for other in others] if final else []
         return [
             Evaluation(name, weights, level, score)
@@ -88,13 +92,15 @@ def make_classify_fn(
 
     The function is (images, weights, non_trainable, tta) -> [logits, logits with TTA, features]. The images are
     [n, S, S, 3] levels, both logits [n, C], and features [m, d] of the first m <= 1,000 images; d = 0 if the model has
-    none. Weights and non_trainable are the model's variables or averages of them.
+    none. Weights and non_trainable are the model's variables or averages of them. If a batch does not fit into the
+    memory, the function goes on with batches of half the size.
 
     Args:
       workers: they call the function together; each classifies its share of the images and returns all logits.
       on_progress: called before each batch with the fraction that is done.
     """
     call = _with_features(model)
+    max_pixels = MAX_BATCH_PIXELS
 
     def on_tower(tta: int, weights: Values, non_trainable: Values, tower: Tower, shard: list) -> tuple:
         images = augmentation.evaluate(shard[0])
@@ -112,20 +118,32 @@ def make_classify_fn(
         results = run_on_towers(functools.partial(on_tower, tta, weights, non_trainable), towers, shards)
         return [tf.concat(outputs, 0) for outputs in zip(*results, strict=True)]
 
-    def classify(images: np.ndarray, weights: Values, non_trainable: Values, tta: int = 0) -> list[np.ndarray]:
-        # `tf.function` confuses mirrored variables of one shape, so it gets their values
-        weights, non_trainable = ([tf.convert_to_tensor(v) for v in values] for values in (weights, non_trainable))
-        num_shares = workers.size if len(images) >= workers.size else 1  # if 1, every worker classifies all
-        index = workers.index % num_shares
-        share = images[len(images) * index // num_shares : len(images) * (index + 1) // num_shares]
+    def classify_share(share: np.ndarray, weights: Values, non_trainable: Values, tta: int) -> list[np.ndarray]:
         parts, missing_features = [], MAX_FEATURES
-        for start, batch in _even_batches(share, len(towers)):
+        for start, batch in _even_batches(share, len(towers), max_pixels):
             if on_progress:
                 on_progress(start / len(share))
             plain, augmented, features = on_towers(batch, weights, non_trainable, tta)
             parts.append((plain, augmented, features[:missing_features]))
             missing_features = max(0, missing_features - len(batch))
-        outputs = [np.concatenate(part)[: len(share)] for part in zip(*parts, strict=True)]
+        return [np.concatenate(part)[: len(share)] for part in zip(*parts, strict=True)]
+
+    def classify(images: np.ndarray, weights: Values, non_trainable: Values, tta: int = 0) -> list[np.ndarray]:
+        nonlocal max_pixels
+        # `tf.function` confuses mirrored variables of one shape, so it gets their values
+        weights, non_trainable = ([tf.convert_to_tensor(v) for v in values] for values in (weights, non_trainable))
+        num_shares = workers.size if len(images) >= workers.size else 1  # if 1, every worker classifies all
+        index = workers.index % num_shares
+        share = images[len(images) * index // num_shares : len(images) * (index + 1) // num_shares]
+        outputs = None
+        while outputs is None:
+            try:
+                outputs = classify_share(share, weights, non_trainable, tta)
+            except tf.errors.ResourceExhaustedError:
+                if max_pixels <= len(towers) * math.prod(share.shape[1:3]):  # one image each
+                    raise
+                max_pixels //= 2
+                log.info("an evaluation does not fit into the memory: continuing with batches half as large")
         if workers.size > 1:
             outputs = [np.concatenate(part) for part in zip(*workers.gather(outputs)[:num_shares], strict=True)]
         outputs[2] = outputs[2][:MAX_FEATURES]
@@ -156,9 +174,9 @@ def _with_features(model: keras.Model) -> Callable:
     return call
 
 
-def _even_batches(images: np.ndarray, num_towers: int) -> Iterator[tuple[int, tf.Tensor]]:
+def _even_batches(images: np.ndarray, num_towers: int, max_pixels: int) -> Iterator[tuple[int, tf.Tensor]]:
     """Yield (start, batch) of batches of one size, which the towers divide evenly. The last is padded with zeros."""
-    size = len(next(chunks(images, MAX_BATCH_PIXELS)))
+    size = len(next(chunks(images, max_pixels)))
     size = -(-size // num_towers) * num_towers
     for start in range(0, len(images), size):
         batch = images[start : start + size]

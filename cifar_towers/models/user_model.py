@@ -5,9 +5,7 @@ not have other state: no `tf.Variable` besides its weights, no random numbers wi
 """
 
 import contextlib
-import functools
 import inspect
-import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,9 +17,8 @@ from keras.src.models.functional import Functional
 
 from cifar_towers.errors import UsageError
 from cifar_towers.towers.keras_parallel import check_split, first_call, nearly_equal, overridden_fit_method
-from cifar_towers.user_code import as_usage_errors
+from cifar_towers.user_code import as_usage_errors, log_once
 
-log_once = functools.cache(logging.getLogger(__name__).info)  # some runs build and check their model several times
 SEEDED = "for random numbers use a keras.random.SeedGenerator"
 NUM_IMAGES = 3  # in the batch that a model is checked with
 ROUNDING = 1e-3  # smaller differences between two calls, relative to the largest output, are not random numbers

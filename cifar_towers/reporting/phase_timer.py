@@ -128,7 +128,7 @@ class TimeLeft:
     def end_step(self, step: int, is_traced: bool) -> bool:
         """Add the seconds measured since the last call, which ends with finished step number `step`.
 
-        Return whether this step makes the first estimate possible, and more steps are left than were timed.
+        Return True once: when enough steps were timed for an estimate, if more steps are left than were timed.
         """
         new = {phase: max(0.0, s - self._booked.get(phase, 0.0)) for phase, s in self.timer.seconds.items()}
         self._booked = dict(self.timer.seconds)

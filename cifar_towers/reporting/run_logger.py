@@ -141,7 +141,7 @@ class RunLogger:
         if self.run.config.log_device_placement:
             self.log(placement_report(function, self.run.towers))
 
-    def wants_diagnostics(self, step: int) -> bool:
+    def is_summary_step(self, step: int) -> bool:
         """Return whether step `step` is a summary step."""
         return _is_due(step, self.run.config.summary_every_steps) or step == self.run.length.last
 
@@ -167,10 +167,10 @@ class RunLogger:
 
         The health holds the numbers of `skipped_steps` and `rollbacks`.
         """
-        self._epoch.append(metrics._replace(diagnostics=None))
+        self._epoch.append(metrics._replace(diagnostics=None, original=None))
         rate, (images_per_sec, input_wait) = next(iter(rates.values())), self.timer.recent_rates()
         self.progress.step(self._status(step, metrics.loss, metrics.accuracy, rate))
-        diagnostics = metrics.diagnostics if self.wants_diagnostics(step) else None
+        diagnostics = metrics.diagnostics
         if not diagnostics and not _is_due(step, math.ceil(self.run.config.summary_every_steps / SCALARS_PER_SUMMARY)):
             return
         agreement = self._tower_agreement(metrics, diagnostics) if diagnostics else {}

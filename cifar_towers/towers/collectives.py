@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from cifar_towers.towers.devices import Tower
-from cifar_towers.towers.gradients import mean_of_towers
+from cifar_towers.towers.gradients import weighted_mean
 
 _thread = threading.local()  # .rounds and .index of the tower that this thread traces; .unsynchronized
 
@@ -108,7 +108,7 @@ def _mean(tensor: tf.Tensor) -> tf.Tensor:
         if getattr(_thread, "unsynchronized", False):
             raise RuntimeError("the towers do not meet here for all_reduce_mean; call run_on_towers_synchronized")
         return tensor
-    return mean_of_towers(_thread.rounds.all_gather(_thread.index, tensor), _thread.rounds.weights)
+    return weighted_mean(_thread.rounds.all_gather(_thread.index, tensor), _thread.rounds.weights)
 
 
 def _replica_context() -> tf.distribute.ReplicaContext | None:

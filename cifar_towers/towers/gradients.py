@@ -47,7 +47,7 @@ def average_gradients(
         ]
 
 
-def mean_of_towers(values: Sequence[tf.Tensor], weights: Sequence[int] | None = None) -> tf.Tensor:
+def weighted_mean(values: Sequence[tf.Tensor], weights: Sequence[int] | None = None) -> tf.Tensor:
     """Return the mean of K towers' tensors of one shape, weighted by numbers of examples if `weights` are given."""
     if len(values) == 1:
         return values[0]

@@ -37,7 +37,7 @@ from cifar_towers.training.optimizers import RoleSchedule, make_optimizer
 from cifar_towers.training.results import PROXY
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import Update, make_update, select_hard_examples
-from cifar_towers.user_code import as_usage_errors, load_function, of_setting
+from cifar_towers.user_code import as_usage_errors, load_function, log_once, of_setting
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "float64": "float64"}
 NUM_EXAMPLES = 4  # in the batch that a user's function is checked with
@@ -91,7 +91,7 @@ def make_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Sp
     """Return the model with initial weights from the seed. Whitening filters are computed from `train`.
 
     Leave out `train` to restore weights. Whitening filters are then zeros, and a user's model need not be trainable.
-    The caller's random numbers go on as before, and no name of its Keras layers is given to a later one.
+    The caller's random number generators are restored. Layers that are made later get names that no earlier layer has.
 
     Raises:
       UsageError: a user's model cannot be built, or towers cannot train it.
@@ -325,7 +325,7 @@ def load_loss(name: str, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], t
     The user's function takes labels [b, C] float32, rows of sum 1, and logits [b, C] float32, and returns a loss for
     each example. The labels of the function that is returned may also be [b] classes.
 
-    A loss that mixes the examples of a batch is logged, as towers compute it for their own shards.
+    A warning is logged if the loss of an example depends on other examples, as each tower has only its shard.
 
     Raises:
       UsageError: as `load_augmentation` does.
@@ -345,7 +345,7 @@ def load_loss(name: str, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], t
     try:
         check_split(lambda rows: [loss(*rows)], (tf.constant([0, 1, 0]), logits[:3]), [f"loss={name}: it"])
     except ValueError as error:
-        user_model.log_once(str(error))
+        log_once(str(error))
     return loss
 
 

@@ -27,11 +27,6 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
     return tf.nn.softmax_cross_entropy_with_logits(targets, logits)
 
 
-def most_likely(labels: tf.Tensor) -> tf.Tensor:
-    """Return the classes [B] of labels, which are [B] classes or [B, C] probabilities."""
-    return labels if labels.shape.rank == 1 else tf.argmax(labels, -1)
-
-
 def make_loss(
     example_loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = cross_entropy,
     weight_losses: Mapping[str, tuple[int, float]] | None = None,

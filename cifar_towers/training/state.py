@@ -72,7 +72,7 @@ class TrainState:
     def with_layer_seeds(self, non_trainable: list[tf.Tensor], draws: RandomDraws) -> list[tf.Tensor]:
         """Return the non-trainable values for a part of the batch, with seeds of the run and of the first example.
 
-        No two parts within two million examples draw the same random numbers, and the same step always draws the same.
+        The seeds do not repeat within two million examples. A step that is repeated has the same seeds.
         """
         count = draws.example_index[0] * MAX_DRAWS
         return [
@@ -235,8 +235,8 @@ class ExponentialMovingAverage:
 class Lookahead:
     """Slow weights: every five steps slow <- d slow + (1 - d) w, w <- slow, with d = 0.95^5 (step / total)^3.
 
-    A skipped step changes neither. After step `total`, which a run that `max_steps` or a target ends earlier does not
-    reach, w <- slow in any case.
+    A skipped step changes neither. After step `total` w <- slow, even if that step was skipped; a run that ends earlier
+    does not do this.
     Source: M. Zhang et al., arXiv 1907.08610, in the form of the CIFAR-10 speed records.
     """
 

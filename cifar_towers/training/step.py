@@ -17,13 +17,12 @@ from cifar_towers.towers import (
     run_on_towers_synchronized,
     split_batch,
 )
-from cifar_towers.towers.gradients import mean_of_towers
+from cifar_towers.towers.gradients import weighted_mean
 from cifar_towers.towers.keras_parallel import first_call
 from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
 from cifar_towers.towers.sharding import share_out
 from cifar_towers.training.diagnostics import activation_layers, forward_diagnostics, tower_gradient_stats
-from cifar_towers.training.losses import most_likely
 from cifar_towers.training.results import PROXY, HardExamples, StepDiagnostics, StepMetrics
 from cifar_towers.training.state import TrainState, UpdateResult, first_nonfinite_index
 
@@ -160,12 +159,13 @@ def make_tower_fn(
             diagnostics = None
             if collect_diagnostics is not None:
                 diagnostics = forward_diagnostics(collect_diagnostics, images, part.labels, activations)
+            classes = labels if labels.shape.rank == 1 else tf.argmax(labels, -1)  # the most likely ones
             changes = zip(new_values, non_trainable, state.is_seed, strict=True)
             return TowerResult(
                 losses=losses,
                 gradients=gradients,
                 non_trainable=[None if seed or new is old else new for new, old, seed in changes],
-                num_correct=tf.reduce_sum(tf.cast(tf.equal(most_likely(labels), tf.argmax(logits, -1)), tf.float32)),
+                num_correct=tf.reduce_sum(tf.cast(tf.equal(classes, tf.argmax(logits, -1)), tf.float32)),
                 diagnostics=diagnostics,
                 example_losses=example_loss(labels, logits) if example_loss else None,
             )
@@ -205,7 +205,7 @@ def _combine_micro_batches(
     results: Sequence[TowerResult], weights: Sequence[tf.Variable], device: str, pipelined: bool
 ) -> TowerResult:
     """Combine the results of a tower's micro-batches on `device`; with stages, average gradients beside variables."""
-    losses = {term: mean_of_towers([r.losses[term] for r in results]) for term in results[0].losses}
+    losses = {term: weighted_mean([r.losses[term] for r in results]) for term in results[0].losses}
     part_grads = [list(zip(r.gradients, weights, strict=True)) for r in results]
     gradients = [gradient for gradient, _ in average_gradients(part_grads, device="" if pipelined else device)]
     devices = [variable.device if pipelined else device for variable in reversed(weights)]
@@ -245,7 +245,7 @@ def reduce_batch_stats(
         for index, values in enumerate(zip(*tower_values, strict=True)):
             with tf.device(devices[index] if devices else ""):
                 averaged = values[-1] is not None and values[-1].dtype.is_floating
-                reduced.append(mean_of_towers(values, weights) if averaged else values[-1])
+                reduced.append(weighted_mean(values, weights) if averaged else values[-1])
     return reduced
 
 
@@ -265,7 +265,7 @@ def make_step_metrics(
         diagnostics = StepDiagnostics._make([*results[-1].diagnostics, *tower_stats, *update.diagnostics])
     with tf.name_scope("metrics"):
         metrics = StepMetrics(
-            loss=mean_of_towers([r.losses["cross_entropy"] for r in results], sizes),
+            loss=weighted_mean([r.losses["cross_entropy"] for r in results], sizes),
             accuracy=tf.add_n([r.num_correct for r in results]) / num_examples,
             gradient_norm=update.gradient_norm,
             tower_losses=tf.stack([r.losses["total_loss"] for r in results]),

@@ -36,7 +36,7 @@ class StepRunner:
     towers: Sequence[Tower] = ()
     value_names: Sequence[str] = ()  # names of the values that `step.to_bytes` returns
     again: str = "the same command"  # that resumes the run, in messages
-    # kinds of steps that have run, each compiled once: (image size, repeated work, active parameter groups)
+    # kinds of steps that have run, each traced once: (image size, towers of a verified step, active parameter groups)
     traced: set[tuple] = dataclasses.field(default_factory=set)
     _unread: list[FinishedStep] = dataclasses.field(default_factory=list)  # the last step, its metrics still tensors
 

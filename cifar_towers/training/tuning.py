@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 def resolve_choices(
     config: TrainConfig, towers: Sequence[Tower], precision: str, train: Split, length: RunLength, previous: Mapping
 ) -> tuple[TrainConfig, list[str]]:
-    """Return `config` with micro-batches, variable placement and tower shares, and the names of those that were `auto`.
+    """Choose micro-batches, variable placement and tower shares where they are `auto`; keep `previous` choices.
 
-    The run's `previous` choices, by setting, are kept.
+    Return `config` with the chosen values, and the names of the settings that were chosen.
     """
     config = asked = with_default_placement(config, towers)
     config = dataclasses.replace(config, micro_batches=config.micro_batches or previous.get("micro_batches", 1))

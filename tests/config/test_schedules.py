@@ -45,5 +45,5 @@ def test_percentages_fall_on_their_exact_step():
 def test_malformed_schedules_are_refused(text):
     with pytest.raises(UsageError, match="learning_rate_schedule"):
         schedules.parse_rate_schedule(text)
-    with pytest.raises(UsageError, match="are not in ascending order"):
+    with pytest.raises(UsageError, match="^learning_rate_schedule: .* are not in ascending order"):
         rate("linear:0=1,9=0.5,20%=0", 5)

@@ -74,7 +74,7 @@ def make_evaluator(every_steps, validation=0, tta=0):
     values = {name: ([f"{name} weights"], [f"{name} statistics"]) for name in ("raw", "ema")}
     counts = {"validation": validation, "test": 7}
     splits = {name: Split(np.zeros((n, 4, 4, 3), np.uint8), np.zeros(n, np.int64)) for name, n in counts.items()}
-    return evaluator.Evaluator(evaluate, splits, lambda: values, every_steps, last_step=10, tta=tta), calls
+    return evaluator.Evaluator(evaluate, splits, values, every_steps, last_step=10, tta=tta), calls
 
 
 @pytest.mark.parametrize(
@@ -137,6 +137,35 @@ def test_larger_images_come_in_smaller_batches(towers, monkeypatch, image_size, 
     classify = make_classify_fn(model, towers(1), Augmentation())
     found = score_split(classify, split, [tf.zeros([3, 2])], [])[0]
     assert {*seen} - {None} == {at_once} and found.count == 10 and found.confusion.sum() == 10
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_batches_that_do_not_fit_into_the_memory_are_halved_once_and_for_all(towers, caplog, count):
+    fits, seen = 3, []
+
+    def limited(x):
+        seen.append(x.shape[0])
+        if (x.shape[0] or 0) > fits:
+            raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor with shape[4,32,32,3]")
+        return x
+
+    images = keras.Input((32, 32, 3))
+    dense = keras.layers.Dense(2, use_bias=False)(keras.layers.Lambda(limited)(images))
+    model = keras.Model(images, keras.layers.GlobalMaxPooling2D()(dense))
+    split = Split(np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), np.uint8), np.arange(40) % 2)
+    classify, weights = make_classify_fn(model, towers(count), Augmentation()), [tf.random.normal([3, 2])]
+    caplog.set_level("INFO", "cifar_towers")
+    found = classify(split.images, weights, [])
+    num_logged = len(caplog.messages)
+    np.testing.assert_array_equal(classify(split.images, weights, [])[0], found[0])
+    assert 1 <= len(caplog.messages) == num_logged and "continuing with batches half as large" in caplog.text
+    assert {*seen[-count:]} <= {1, 2, 3}
+    fits = 100
+    whole = make_classify_fn(model, towers(count), Augmentation())(split.images, weights, [])
+    np.testing.assert_allclose(found[0], whole[0], rtol=1e-5)
+    fits = 0
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="OOM"):
+        make_classify_fn(model, towers(count), Augmentation())(split.images, weights, [])
 
 
 @pytest.mark.parametrize("examples", [1, 5, 6, 9])

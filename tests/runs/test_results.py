@@ -54,6 +54,11 @@ def test_records_of_a_run(one_run):
     assert json.loads((directory / "config.json").read_text())["batch_size"] == 200
 
 
+def test_image_size_of_a_run_with_crops_is_that_of_the_crops(tmp_path):
+    run(TINY, tmp_path, crop=18, max_steps=2, eval_every_epochs=0)
+    assert [record["image_size"] for record in records_of(tmp_path, "train")] == [18, 18]
+
+
 def test_finished_run_returns_its_stored_result(tiny_run, capsys):
     directory, result, _ = tiny_run
     assert run(TINY, directory, num_gpus=4) == result

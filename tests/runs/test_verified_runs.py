@@ -1,6 +1,7 @@
 """Runs that verify steps: what a flipped bit leaves, and what cannot be verified."""
 
 import logging
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from cifar_towers import devices, trainer
 from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.errors import CorruptedError, UsageError
+from cifar_towers.reporting.run_logger import RunLogger
 from cifar_towers.towers import Tower
 from tests.runs.short_runs import STEPS, TINY, records_of, run
 from tests.training.flips import BitFlip
@@ -60,6 +62,19 @@ def test_flips_of_other_steps_and_towers_are_not_seen(tmp_path, inject_flip, mon
     monkeypatch.setattr(trainer, "finish", counted)
     result = run(TINY, tmp_path, num_gpus=2, verify_every_steps=2, max_steps=6, eval_every_epochs=0)
     assert result["step"] == 6 and traces == [4]  # ordinary, verified, and the repetitions by each tower
+
+
+def test_bytes_of_verified_steps_are_not_kept_until_the_end_of_the_epoch(tmp_path, monkeypatch):
+    kept, still_there, log_step = [], [], RunLogger.log_step
+
+    def watched(logger, step, metrics, *others):
+        log_step(logger, step, metrics, *others)
+        kept.append(weakref.ref(metrics.original))
+        still_there.append(kept[0]() is not None)
+
+    monkeypatch.setattr(RunLogger, "log_step", watched)
+    run(TINY, tmp_path, num_gpus=2, verify_every_steps=1, max_steps=4, eval_every_epochs=0)
+    assert still_there == [True, False, False, False]
 
 
 def test_one_tower_repeats_its_own_work_and_says_so(tmp_path, inject_flip, caplog):

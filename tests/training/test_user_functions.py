@@ -11,9 +11,9 @@ import tensorflow as tf
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.errors import UsageError
-from cifar_towers.models import user_model
 from cifar_towers.training import build
 from cifar_towers.training.build import load_augmentation, load_loss
+from cifar_towers.user_code import log_once
 from tests.runs.short_runs import TINY, run, small_runs, stopped_after
 from tests.training.runs import Run
 
@@ -157,7 +157,7 @@ def test_a_loss_with_a_variable_is_refused_and_one_with_a_constant_is_not(train,
 @pytest.mark.parametrize("num_classes", [2, 10, 100])
 def test_a_loss_that_mixes_the_examples_is_logged(file, caplog, num_classes):
     caplog.set_level("INFO", "cifar_towers")
-    user_model.log_once.cache_clear()
+    log_once.cache_clear()
     load_loss(f"{file}:brier", num_classes)
     assert not caplog.text
     for _ in range(2):
