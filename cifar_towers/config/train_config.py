@@ -178,8 +178,8 @@ class DeviceConfig:
 
     num_gpus: int = _towers.free(
         0,
-        "number of towers, in a cluster of each worker; 0: one per GPU, or two on a CPU without GPUs (in a cluster: "
-        "one), or fewer if these cannot divide the batch evenly",
+        "number of towers (in a cluster: per worker); 0: one per GPU, without GPUs two (in a cluster: one), and fewer "
+        "if these cannot divide the batch evenly",
         low=0,
         high=1024,
     )

@@ -1,12 +1,19 @@
 """Synchronous data parallelism with towers: copies of one computation on several devices.
 
+All towers compute gradients at the same weights, and no update begins before every gradient has arrived. (Asynchronous
+workers update at once, with gradients of older weights.) A whole step is
+
+    shards = split_batch(batch, towers)
+    tower_grads = run_on_towers(on_tower, towers, shards)  # of each tower: pairs (gradient, variable)
+    optimizer.apply_gradients(average_gradients(tower_grads))
+
 This folder knows nothing of this project's images, settings, files or models, and can be lifted into another project
 together with `hardware.py`. Read it in this order:
 
 1. `devices`: a `Tower` and the device it computes on.
 2. `sharding`: split a batch and run a function on every tower.
 3. `gradients`: average the towers' gradients, the one synchronization point.
-4. `placement`: the devices where shared variables live.
+4. `placement`: the devices where shared variables live. This is all of the idea; the rest are extensions.
 5. `collectives`: means over the towers inside the forward pass.
 6. `make_parallel`, `keras_parallel`: a function or a Keras model for one device, run on several.
 7. `pipeline`: model parallelism, the layers of one model on several devices.

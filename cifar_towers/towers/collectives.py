@@ -1,7 +1,8 @@
 """Means over all towers inside the forward pass, as batch normalization over the whole batch needs.
 
-Each tower is traced in its own thread, one thread at a time: tower 0 up to its first `all_reduce_mean`, then tower 1 up
-to the same call, and so on in rounds. The order is fixed, so every process builds the same graph.
+Tracing a mean in tower 0 needs the tensors of the other towers, which are traced later. So each tower is traced in its
+own thread, one thread at a time: tower 0 up to its first `all_reduce_mean`, then tower 1 up to the same call, and so on
+in rounds. The order is fixed, so every process builds the same graph. When the graph runs, there are no such threads.
 """
 
 import contextlib
@@ -80,7 +81,7 @@ def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def num_replicas() -> float:
-    """Return the examples of all towers divided by those of this tower: with equal shards, the number of towers.
+    """Return the number of towers; with unequal shards, the examples of all towers divided by those of this tower.
 
     Inside `tf.distribute.Strategy.run` the result is the number of replicas. Where nothing runs side by side it is 1.
     """

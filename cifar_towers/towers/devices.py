@@ -22,6 +22,9 @@ CPU_TOWERS_BY_DEFAULT = 2
 class Tower:
     """One copy of the forward and backward pass, on one device.
 
+    A tower owns its shard, activations and gradients. It owns no weights: all towers read the same variables. Logical
+    CPU devices share the cores of the machine, so several towers on them show the method and gain no speed.
+
     Attributes:
       index: from 0.
       device: TensorFlow's name of the device, as `/GPU:0`.

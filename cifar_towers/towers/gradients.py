@@ -1,4 +1,8 @@
-"""The synchronization point: average the gradients of K towers, and their other tensors."""
+"""The synchronization point: average the gradients of K towers, and their other tensors.
+
+The gradient of a mean is the mean of the gradients. If each tower's loss is a mean over its shard, the mean of the
+towers' gradients, weighted by the sizes of uneven shards, is therefore the gradient of the mean loss of the batch.
+"""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -81,7 +85,7 @@ def _mean(gradients: Sequence[Gradient], fractions: Sequence[float | tf.Tensor],
     present = [(g, fraction) for g, fraction in zip(gradients, fractions, strict=True) if g is not None]
     if not present:
         return None
-    with tf.device(device):  # the gradients travel to this device
+    with tf.device(device):  # the gradients travel to this device; the sum waits for all of them
         present = [(g, tf.cast(f, g.dtype) if tf.is_tensor(f) else tf.constant(f, g.dtype)) for g, f in present]
         if all(isinstance(g, tf.IndexedSlices) for g, _ in present):
             values = tf.concat([g.values * fraction for g, fraction in present], 0)

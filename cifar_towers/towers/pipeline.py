@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
+from cifar_towers.towers.make_parallel import with_pinned_backward
 from cifar_towers.towers.placement import HOST, custom_placement
-from cifar_towers.towers.sharding import with_pinned_backward
 
 # Multiply-adds that take as long as reading, changing and writing one element of a layer's output: 20 to 40 measured on
 # a CPU in float32, about 200 by the peak rates of a GPU with matrix units.

@@ -88,12 +88,7 @@ def make_update(
 
         sizes = share_out(batch.labels.shape[0], shares, micro_batches) if shares else None
         if repeat:
-            owner, other = (towers[index] for index in repeat)
-            with tf.device(other.device), tf.name_scope("repetition"):
-                result = on_tower(other, split_batch(batch, towers, sizes=sizes)[owner.index], owner)
-                # use every result, as a normal step does: TensorFlow optimizes an operation together with its consumers
-                rest = [tf.reduce_sum(tf.cast(t, tf.float32)) for t in tf.nest.flatten(result[2:]) if t is not None]
-                return to_bytes(result), tf.add_n(rest)
+            return repeat_shard(on_tower, towers, repeat, batch, sizes)
         run = functools.partial(run_on_towers_synchronized, weights=sizes) if synchronized else run_on_towers
         results = run(on_tower, towers, split_batch(batch, towers, sizes=sizes))
 
@@ -113,6 +108,25 @@ def make_update(
         return metrics._replace(original=original)
 
     return update
+
+
+def repeat_shard(
+    on_tower: Callable[..., TowerResult],
+    towers: Sequence[Tower],
+    repeat: tuple[int, int],
+    batch: Batch,
+    sizes: Sequence[int] | None,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Compute the shard of one tower on another, for `repeat` (owner, other); return its bytes and a number to ignore.
+
+    See `make_update`.
+    """
+    owner, other = (towers[index] for index in repeat)
+    with tf.device(other.device), tf.name_scope("repetition"):
+        result = on_tower(other, split_batch(batch, towers, sizes=sizes)[owner.index], owner)
+        # use every result, as a normal step does: TensorFlow optimizes an operation together with its consumers
+        rest = [tf.reduce_sum(tf.cast(t, tf.float32)) for t in tf.nest.flatten(result[2:]) if t is not None]
+        return to_bytes(result), tf.add_n(rest)
 
 
 def to_bytes(result: TowerResult) -> tf.Tensor:
