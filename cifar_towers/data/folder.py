@@ -1,5 +1,6 @@
 """A data set of the user's own: a folder with a subfolder of images for each class."""
 
+import functools
 import hashlib
 import logging
 import os
@@ -36,13 +37,11 @@ def scan(root: Path) -> OwnData:
         if len(roots) < len(split_of):
             raise ValueError(f"of {listed([*split_of])}, two are the same split; leave one of them")
         _log_left_out(root, others, f"not in {listed([*split_of])}")
-        if "test" not in roots:
-            log.info("%s", printable(f"dataset=folder:{root}: {roots['validation'].name} is used as the test split"))
     else:
         roots = {ALL: root}
     found = {split: _list_classes(roots[split]) for split in (*SPLITS, ALL) if split in roots}
     if ALL in found:
-        _check_not_splits(root, found[ALL])
+        _check_classes(root, found[ALL])
     main = next(split for split in ("train", ALL, "test", "validation") if split in found)
     spelled = {normalize("NFC", name): name for name in found[main]}  # systems encode accents in different ways
     examples = {
@@ -52,20 +51,18 @@ def scan(root: Path) -> OwnData:
     hint = LAYOUT
     if len(found[main]) == 1 and _subfolders(inside := roots[main] / next(iter(found[main]))):
         hint = f"give --dataset=folder:{inside}, or move the folders in it one up"
-    return of_files(examples, [*found[main]], hint)._replace(class_roots=tuple(roots.values()))
+    return of_files(root, examples, [*found[main]], hint)._replace(class_roots=tuple(roots.values()))
 
 
-def of_files(
-    examples: Mapping[str, Mapping[Path, str]], class_names: Sequence[str], hint: str = "add another"
-) -> OwnData:
-    """Return the data set of image files: split -> file -> name of its class."""
+def of_files(root: Path, examples: Mapping[str, Mapping[Path, str]], class_names: Sequence[str], hint: str) -> OwnData:
+    """Return the data set of image files in and below `root`: split -> file -> name of its class."""
     rank = {name: number for number, name in enumerate(class_names)}
     splits = {}
     for split in filter(examples.__contains__, (*SPLITS, ALL)):
         files = sorted(examples[split].items(), key=lambda file: (rank.get(file[1], -1), file[0]))
         splits[split] = [path for path, _ in files], [name for _, name in files]
     numbered = number_classes(splits, dict(zip(class_names, class_names, strict=True)), hint=hint)
-    return OwnData(tuple(class_names), numbered, _hash_name, image_files.read_all)
+    return OwnData(tuple(class_names), numbered, functools.partial(_hash_name, root), image_files.read_all)
 
 
 def holds_pictures(root: Path) -> bool:
@@ -75,9 +72,14 @@ def holds_pictures(root: Path) -> bool:
     return any(image_files.is_picture(path) for depth in ("*", "*/*", "*/*/*") for path in root.glob(depth))
 
 
-def _check_not_splits(root: Path, classes: Mapping[str, list[Path]]) -> None:
-    """Raise if the classes of a folder without splits are named as splits, as `test1`, `seg_train` or `Testing`."""
-    nested = {name for name, files in classes.items() if all(path.parent != root / name for path in files)}
+def _check_classes(root: Path, classes: Mapping[str, list[Path]]) -> None:
+    """Raise if classes of a folder without splits, or several folders in them, are named as splits, as `Testing`."""
+    folders = {name: {path.parent for path in files} for name, files in classes.items()}
+    inside = {
+        name: sorted({part for folder in of_class for part in folder.relative_to(root / name).parts[:1]})
+        for name, of_class in folders.items()
+    }
+    nested = {name for name, of_class in folders.items() if root / name not in of_class}
     names = [name for name in classes if LIKE_A_SPLIT.fullmatch(name)]
     is_split = any(name in nested or name.lower().startswith("test") for name in names)
     names += [name for name in nested if LIKE_A_SPLIT.fullmatch(name.partition("_")[2])]
@@ -90,13 +92,24 @@ def _check_not_splits(root: Path, classes: Mapping[str, list[Path]]) -> None:
             f"{other} beside it, both with a subfolder of images for each class, or rename it, or give "
             f"--dataset=folder:{root / names[0]}, of which a fifth is used for the test"
         )
+    splits = [f"{name}/{part}" for name in classes for part in inside[name] if LIKE_A_SPLIT.fullmatch(part)]
+    if len(classes) > 1 and len(splits) > 1:
+        name, _, split = splits[0].partition("/")
+        raise ValueError(
+            f"{listed(splits)} are named as splits, but are inside the folders of classes; put splits outside, as "
+            f"{split}/{name}, or rename these folders"
+        )
+    same = next(iter(inside.values()), [])
+    if same and len(classes) > 1 and all(names == same for names in inside.values()):
+        parts = f"the classes are {listed([*classes])}, and not the folders in each of them, {listed(same)}"
+        log.info("%s", printable(f"dataset=folder:{root}: {parts}"))
 
 
 def _subfolders(root: Path) -> list[Path]:
-    return sorted(path for path in root.iterdir() if path.is_dir() and not _is_clutter(path.name))
+    return sorted(path for path in root.iterdir() if path.is_dir() and not is_clutter(path.name))
 
 
-def _is_clutter(name: str) -> bool:
+def is_clutter(name: str) -> bool:
     """Return whether a name is one of those that file managers, notebooks and archives leave among pictures."""
     return name.startswith(".") or name.lower() in CLUTTER
 
@@ -104,13 +117,13 @@ def _is_clutter(name: str) -> bool:
 def _list_classes(root: Path) -> dict[str, list[Path]]:
     """Return the images in and below each subfolder, by its name. Links are followed, clutter is left out."""
     classes: dict[str, list[Path]] = {folder.name: [] for folder in _subfolders(root)}
-    clutter = [path.name for path in root.iterdir() if _is_clutter(path.name)]
+    clutter = [path.name for path in root.iterdir() if is_clutter(path.name)]
     loose = [p.name for p in root.iterdir() if image_files.is_picture(p) and p.name not in {*clutter, *classes}]
     seen = {os.fspath(folder) for folder in (root.resolve(), *root.resolve().parents)}
     num_ignored, repeated, unreadable = 0, [], []
     pending = [(name, os.path.join(root, name)) for name in reversed(classes)]
     links: deque[tuple[str, str]] = deque()
-    while pending or links:  # links come last: a picture's class is that of the folder where it is
+    while pending or links:  # links are read last, so that a picture gets the class of its real folder
         name, folder = pending.pop() if pending else links.popleft()
         if (place := os.path.realpath(folder)) in seen:
             repeated.append(os.path.relpath(folder, root))
@@ -122,7 +135,7 @@ def _list_classes(root: Path) -> dict[str, list[Path]]:
             unreadable.append(f"{error.filename} ({error.strerror})")
             continue
         for entry in entries:
-            if _is_clutter(entry.name):
+            if is_clutter(entry.name):
                 clutter.append(entry.name)
             elif os.path.isdir(entry) if (is_link := entry.is_symlink()) else entry.is_dir():
                 (links if is_link else pending).append((name, entry.path))
@@ -145,5 +158,6 @@ def _log_left_out(root: Path, names: Iterable[str], reason: str) -> None:
         log.info("%s", printable(f"dataset=folder:{root}: left out, as {reason}: {listed(names)}"))
 
 
-def _hash_name(path: Path) -> bytes:
-    return hashlib.sha256(os.fsencode(f"{path.parent.name}/{path.name}")).digest()
+def _hash_name(root: Path, path: Path) -> bytes:
+    folder = "" if path.parent == root else path.parent.name  # the name of the root may change
+    return hashlib.sha256(os.fsencode(f"{folder}/{path.name}")).digest()

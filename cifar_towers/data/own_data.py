@@ -1,5 +1,6 @@
 """The common part of a user's own data sets, from folders, tables or arrays: classes, splits, and how they are read."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ import numpy as np
 
 from cifar_towers.data.dataset import DatasetInfo, Split, moments
 from cifar_towers.errors import DataError, did_you_mean, listed
+
+log = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
 ALL = "all"  # the split of data without splits: a fifth of each class becomes the test split
@@ -22,7 +25,9 @@ class OwnData(NamedTuple):
     # Split -> (n items, their class numbers [n] int64). It is `all` alone, or `train` comes first: the images of the
     # first split give mean and standard deviation. Errors name an item by its text.
     splits: dict[str, tuple[Any, np.ndarray]]
-    hash_of: Callable[[Any], bytes]  # of an item, equal wherever the data is: the hashes choose what is held out
+    # Return a hash of an item that stays the same when the data are moved. The order of the hashes decides which
+    # examples are held out.
+    hash_of: Callable[[Any], bytes]
     read: Callable[[Sequence[Any], int], tuple[np.ndarray, dict[int, str]]]  # as `image_files.read_all` does
     class_roots: tuple[Path, ...] = ()  # folders whose subfolders are classes
 
@@ -52,7 +57,8 @@ def number_classes(
     if ALL in splits and len(splits) > 1:
         others = listed([name for name in splits if name != ALL])
         raise ValueError(f"some examples are of {others}, and others have no split; give all a split, or none")
-    if not splits.keys() & {"test", ALL}:
+    if "validation" in splits and "test" not in splits:
+        log.info("there are no test examples: validation is used as the test split")
         splits = {("test" if name == "validation" else name): split for name, split in splits.items()}
     for name, (_, labels) in splits.items():
         counts = Counter(labels)

@@ -5,7 +5,7 @@ import csv
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cifar_towers.data import image_files
@@ -20,7 +20,10 @@ COLUMNS = {  # names of columns in the first line, in upper or lower case
     "split": ("split", "subset", "set"),
 }
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
-PLACES = ("", "train", "images", "train_images")  # folders beside the table where its files may be
+PLACES = {  # split of a row -> folders beside the table where its file may be, and the table's own
+    **{split: ("", *names, "images", f"{split}_images") for split, names in SPLIT_NAMES.items()},
+    ALL: ("", "train", "images", "train_images"),
+}
 MAX_LISTED = 3  # wrong rows in one error message
 
 
@@ -45,8 +48,9 @@ def scan(table: Path) -> OwnData:
             line = f"line {rows.line_num + 1}"
             cells = {name: row[index].strip() if index < len(row) else "" for name, index in columns.items()}
             file, label, name = cells["file"], cells["label"], cells.get("split", ALL)
-            path = _find_image(table.parent, file, list_names)
             split = split_of.get(name.lower())
+            find = functools.partial(_find_image, table.parent, PLACES[split or ALL], file, list_names)
+            path = find()
             problem = hint = ""
             if "".join(row[width:]).strip() or (path and len(row) < width):
                 problem = f"{len(row)} instead of {width} fields"
@@ -55,7 +59,7 @@ def scan(table: Path) -> OwnData:
                 problem, hint = f"{file} is no image", f"images are {', '.join(image_files.SUFFIXES)}"
             elif not path:
                 problem = f"no file {file}"
-                if similar := _find_image(table.parent, file, list_names, str.lower):
+                if similar := find(str.lower):
                     hint = f"{similar.name} is there"
             elif path in seen:
                 problem, (first_line, first_label) = f"{file} is listed twice", seen[path]
@@ -79,7 +83,7 @@ def scan(table: Path) -> OwnData:
     once = [f"{label} in {line} ({path})" for path, (line, label) in seen.items() if found[label] == 1]
     are_numbers = all(name.isdecimal() for name in found)
     class_names = sorted(found, key=lambda name: (int(name) if are_numbers else 0, name))
-    return of_files(examples, class_names, f"the only rows are {listed(once)}" if once else "add another")
+    return of_files(table.parent, examples, class_names, f"the only rows are {listed(once)}" if once else "add another")
 
 
 def _read_header(line: str) -> tuple[dict[str, int], int, str]:
@@ -105,11 +109,15 @@ def _read_header(line: str) -> tuple[dict[str, int], int, str]:
 
 
 def _find_image(
-    root: Path, name: str, list_names: Callable[..., Mapping[str, str]], fold: Callable[[str], str] = str
+    root: Path,
+    places: Sequence[str],
+    name: str,
+    list_names: Callable[..., Mapping[str, str]],
+    fold: Callable[[str], str] = str,
 ) -> Path | None:
     """Return the path of a file that a table names, with or without its suffix, None without one; names are folded."""
     suffixes = ("",) if name.lower().endswith(image_files.SUFFIXES) else image_files.SUFFIXES
-    for place in PLACES:
+    for place in places:
         folder, stem = os.path.split(os.path.join(root, place, name.replace("\\", "/")))
         names = list_names(folder, fold)
         if found := [names[key] for suffix in suffixes if (key := fold(stem + suffix)) in names]:

@@ -100,8 +100,8 @@ def test_common_names_of_splits_are_known(tmp_path, caplog, train, test):
     data = load(tmp_path)
     assert data.info.class_names == names and not len(data.validation.labels)
     assert data.train.class_counts().tolist() == [6] * 4 and data.test.class_counts().tolist() == [4] * 4
-    said = f"dataset=folder:{tmp_path}: {test} is used as the test split"
-    assert (said in caplog.messages) == (test in ("Dev", "valid"))
+    said = "there are no test examples: validation is used as the test split"
+    assert caplog.messages.count(said) == (test in ("Dev", "valid"))
 
 
 def test_validation_folder_beside_a_test_is_the_validation_split(tmp_path):
@@ -200,6 +200,11 @@ GULL = os.fsdecode("Möwe".encode("latin1"))
         (("train/1", "test/2"), "there is none; it needs a subfolder of images for each class"),
         (("1", "2"), "there is none; it needs a subfolder of images for each class"),
         (("train/Cat/1", "train/dog/2", "test/cat/3", "test/dog/4"), "cat in test is no class; did you mean Cat"),
+        (
+            ("cat/train/1", "cat/test/2", "dog/train/3", "dog/test/4"),
+            "cat/test, cat/train, dog/test, dog/train are named as splits, .*; put splits outside, as test/cat, or re",
+        ),
+        (("cat/1", "cat/Testing/2", "dog/3", "dog/Testing/a/4"), "cat/Testing, dog/Testing are named as splits"),
         (("train/a/1", "train/b/2", "test/a/3", "test/b/4", "val/c/5"), "c in validation is no class"),
     ],
 )
@@ -220,6 +225,19 @@ def test_classes_may_be_named_almost_as_splits(tmp_path):
     assert [*folder.scan(tmp_path).class_names] == names
     (tmp_path / "train").rename(tmp_path / "valid")
     assert "valid" in folder.scan(tmp_path).class_names
+
+
+def test_folders_in_folders_of_classes_are_no_classes_and_the_log_says_so_where_all_have_the_same(tmp_path, caplog):
+    caplog.set_level("INFO", "cifar_towers")
+    for place in ("2019/cat", "2019/dog/train", "2020/cat", "2020/dog"):
+        put(tmp_path / place / "1.png")
+    assert folder.scan(tmp_path).class_names == ("2019", "2020")
+    said = "the classes are 2019, 2020, and not the folders in each of them, cat, dog"
+    assert caplog.messages == [f"dataset=folder:{tmp_path}: {said}"]
+    put(tmp_path / "2020/owl/train/1.png")
+    put(tmp_path / "2020/train/2.png")  # one folder of pictures of trains
+    caplog.clear()
+    assert folder.scan(tmp_path).class_names == ("2019", "2020") and not caplog.messages
 
 
 def test_accents_are_compared_by_their_letters(tmp_path):

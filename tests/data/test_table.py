@@ -78,6 +78,28 @@ def test_table_without_splits_is_divided_as_a_folder_is(tmp_path):
     assert table.digests() == data.digests() and table.info == data.info
 
 
+def test_table_beside_its_pictures_is_divided_alike_in_a_folder_of_another_name(tmp_path):
+    places = [f"{number}.png" for number in range(12)]
+    lines = ["file,class", *(f"{place},{'cat' if number % 2 else 'dog'}" for number, place in enumerate(places))]
+    one, other = (load(write(tmp_path / name, lines, places)) for name in ("set", "renamed"))
+    assert one.digests() == other.digests() and len(one.test.labels) == 2
+
+
+def test_test_rows_name_no_training_pictures(tmp_path):
+    places = ["train/1.png", "test/1.png", "val/1.png", "train/2.png", "test/2.png"]
+    lines = [
+        "file,label,split",
+        *(f"{n},{name},{s}" for s in ("train", "test") for n, name in ((1, "cat"), (2, "dog"))),
+    ]
+    name = write(tmp_path, [*lines, "1,cat,valid"], places)
+    data = load(name)
+    assert examples(data.train) == [(10, "cat"), (40, "dog")] and examples(data.validation) == [(30, "cat")]
+    assert examples(data.test) == [(20, "cat"), (50, "dog")]
+    (tmp_path / "test/2.png").unlink()
+    with pytest.raises(DataError, match=r"wrong rows \(1\): line 5 \(no file 2\); correct"):
+        sources.find(name)
+
+
 def test_table_with_test_rows_alone_is_scored_and_not_trained_on(tmp_path):
     name = write(tmp_path, ["path,label,split", "3.png,cat,test"])
     assert examples(sources.load_split(sources.find(name), "test", 4)) == [(30, "cat")]
