@@ -34,7 +34,10 @@ def scan(path: Path) -> OwnData:
     Raises:
       OSError, ValueError: arrays are missing, cannot be read, or have a type, shape or label that cannot be used.
     """
+    path.stat()  # raises an OSError if the path is missing
     arrays = _read_arrays(path)
+    if path.is_file() and path.suffix == ".npy" and len(arrays) == 1:
+        raise ValueError(f"it is one array; give the folder of images and labels, as --dataset=npy:{path.parent}")
     found = [(split, pair) for split, names in NAMES.items() for pair in names if {*pair} <= {*arrays}]
     corrupted = [] if found else [name for name in CIFAR10_C if name in arrays]
     if corrupted and "labels" not in arrays:
@@ -130,6 +133,9 @@ def _check_labels(name: str, labels: np.ndarray, count: int) -> list[int | str]:
     if labels.dtype.kind not in "iuU":
         kind = "str" if labels.dtype.kind == "S" else "int64"
         raise ValueError(f"{name} is {labels.dtype}, and must be whole numbers or text; save {name}.astype('{kind}')")
+    if labels.dtype.kind == "i" and labels.min() < 0:
+        problem = f"has images without a class (label {labels.min()})"
+        raise ValueError(f"{name} {problem}, which can be neither trained on nor scored; leave them out")
     return labels.reshape(count).tolist()
 
 

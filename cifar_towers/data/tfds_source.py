@@ -242,6 +242,9 @@ def _read(builder: Builder, split: str, image: str, label: str, image_size: int)
                 "can be neither trained on nor scored; give another --dataset"
             )
         gray = levels.shape[-1] == 1
+        if levels.dtype != np.uint8 and not (gray and levels.dtype == np.uint16):
+            kind = f"are {levels.dtype}, and must be uint8, or uint16 if they are grey"
+            raise UsageError(f"dataset={builder.name}: its images {kind}; give another --dataset")
         images.append(image_files.to_levels(Image.fromarray(levels.squeeze(-1) if gray else levels), image_size))
         labels.append(example[label])
         votes += [example["soft_label"]] if "soft_label" in example else []

@@ -160,6 +160,10 @@ def test_test_arrays_alone_are_scored(tmp_path):
         ({"y_train": np.eye(10)[TRAIN.labels]}, r"y_train has the shape \(30, 10\), .*; save y_train.argmax\(1\)"),
         ({"y_train": TRAIN.labels.astype(float)}, r"y_train is float64, .* save y_train.astype\('int64'\)"),
         ({"y_test": TEST.labels + 1}, "10 in test is no class"),
+        (
+            {"y_train": TRAIN.labels - 1},
+            r"y_train has images without a class \(label -1\), which can be neither trained",
+        ),
         ({"y_train": TRAIN.labels * 0}, "at least two classes are needed, and there is 0"),
         (
             dict.fromkeys(ARRAYS) | {"images": TEST.images[:3], "labels": np.array([0, 1, 1])},
@@ -185,6 +189,24 @@ def test_unusable_arrays_are_an_error_of_one_line(tmp_path, change, message):
     with pytest.raises(DataError, match=message) as caught:
         sources.find(name)
     assert str(caught.value).startswith(f"dataset={name}") and "\n" not in str(caught.value)
+
+
+def test_one_array_or_a_missing_path_is_answered_with_what_to_give(tmp_path):
+    name = save(tmp_path / "set", ARRAYS | {"fog": TEST.images})
+    for file in ("x_test", "fog"):
+        with pytest.raises(DataError, match=f"it is one array; give the folder of .*, as --dataset={name}$"):
+            sources.find(f"{name}/{file}.npy")
+    for missing in ("moved", "moved.npz", "moved/x_test.npy"):
+        with pytest.raises(DataError, match=f"{missing} cannot be read: No such file .* was moved, give its place by"):
+            sources.find(f"npy:{tmp_path}/{missing}")
+
+
+def test_validation_arrays_without_a_test_are_the_test_split_and_the_log_says_so(tmp_path, caplog):
+    caplog.set_level("INFO", "cifar_towers")
+    names = {"x_val": "x_test", "y_val": "y_test", "x_train": "x_train", "y_train": "y_train"}
+    data = load(save(tmp_path, {name: ARRAYS[of] for name, of in names.items()}))
+    assert examples(data.test) == expected(TEST) and not len(data.validation.labels)
+    assert "there are no test examples: validation is used as the test split" in caplog.messages
 
 
 def test_names_of_the_classes_must_fit_the_labels(tmp_path):
@@ -228,7 +250,7 @@ def test_damaged_or_pickled_files_are_named_and_nothing_is_executed(tmp_path, mo
     else:
         (tmp_path / "set.npz").write_bytes(b"PK\3\4 no zip")
         name = f"npy:{tmp_path / 'set.npz'}"
-    file = {"missing": "nothing.npz", "no zip": "set.npz"}.get(damage, "x_train.npy")
+    file = {"missing": tmp_path / "nothing.npz", "no zip": "set.npz"}.get(damage, "x_train.npy")
     with pytest.raises(DataError, match=f"^dataset={name}: {file} cannot be read") as caught:
         sources.find(name)
     assert "\n" not in str(caught.value) and not (tmp_path / "executed").exists()

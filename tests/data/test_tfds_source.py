@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -127,6 +128,21 @@ def test_unusable_tfds_data_set_is_an_error_of_one_line(tmp_path, names, labels,
     prepare(tmp_path, names, **labels)
     with pytest.raises(UsageError, match=message):
         sources.load(sources.find("shapes", str(tmp_path)))
+
+
+@pytest.mark.parametrize(("dtype", "channels"), [("uint8", 1), ("uint8", 3), ("uint8", 4), ("uint16", 1)])
+def test_levels_of_8_bits_and_grey_ones_of_16_are_read(monkeypatch, dtype, channels):
+    levels = np.full((20, 20, channels), np.iinfo(dtype).max, dtype)
+    monkeypatch.setattr(tfds_source, "in_stored_order", lambda *_: [{"picture": levels, "kind": 0}])
+    assert (tfds_source._read(Mock(), "test", "picture", "kind", 20).images == 255).all()
+
+
+@pytest.mark.parametrize(("dtype", "channels"), [("float32", 1), ("float32", 3), ("uint16", 3)])
+def test_images_of_other_types_are_refused(monkeypatch, dtype, channels):
+    example = {"picture": np.ones((20, 20, channels), dtype), "kind": 0}
+    monkeypatch.setattr(tfds_source, "in_stored_order", lambda *_: [example])
+    with pytest.raises(UsageError, match=f"its images are {dtype}, and must be uint8, or uint16 if they are grey"):
+        tfds_source._read(Mock(), "test", "picture", "kind", 20)
 
 
 def test_damaged_tfds_metadata_is_an_error_of_one_line(tmp_path):
