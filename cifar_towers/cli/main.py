@@ -204,7 +204,7 @@ def evaluate(shutdown: ShutdownHandler) -> None:
     evaluate.py --train_dir=runs/speed94-seed0 --corruptions='*_3'
 
     NLL is the negative log likelihood, ECE the expected calibration error. With --tta both are of the mean logits.
-    The table's column "most often taken for" names the class that most errors of each class go to.
+    The table's column "most often taken for" names, for each class, the class it is most often confused with.
     --json adds the confusion matrix: rows are true classes, columns predicted ones.
     """
     config = start_tool(programs.EvaluateConfig, evaluate, shutdown, "nothing was changed")
@@ -289,8 +289,8 @@ def runs(shutdown: ShutdownHandler) -> None:
     runs.py --delete runs/speed94-seed3            after a question
     evaluate.py --train_dir=$(runs.py --best=speed94)
 
-    Accuracies are those of the averaged weights if a run keeps an average, otherwise of the raw weights. They are
-    never chosen by the test set. --best ranks runs on the recipe's own data set.
+    Accuracies are those of the averaged weights if a run keeps an average, otherwise of the raw weights.
+    --best ranks runs on the recipe's own data set, by accuracies on validation images if all of them have some.
     """
     config = parse(programs.RunsConfig, runs)
     shutdown.exit_immediately_from_now("nothing more is deleted")

@@ -5,6 +5,7 @@ No function here needs TensorFlow.
 
 import contextlib
 import fnmatch
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from cifar_towers import files
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_metadata
 from cifar_towers.errors import DataError, UsageError
-from cifar_towers.evaluation.score import score_name
+from cifar_towers.evaluation.score import reported_score, score_name
 from cifar_towers.registry import split_path
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.run_records import (
@@ -155,6 +156,9 @@ def sort_runs(runs: Sequence[RunSummary], key: str) -> list[RunSummary]:
 def best_run(runs: Sequence[RunSummary], recipe: str, data: str = "") -> RunSummary:
     """Return the finished run of a recipe with the highest accuracy, with TTA if all its runs were scored with it.
 
+    The accuracy is that on the validation images if all these runs have some. Otherwise it is that on the test images,
+    and a line says so.
+
     Args:
       data: the recipe's own data set. Runs on other data are ranked only if there are none on this one, and all are on
         the same; a line then says so.
@@ -176,8 +180,19 @@ def best_run(runs: Sequence[RunSummary], recipe: str, data: str = "") -> RunSumm
         )
     if data and data not in names:
         log.info(f"no run of {recipe} on {data} is finished; ranked those on {names[0]}")
-    augmented = all(run.tta_accuracy is not None for run in done)
-    return max(done, key=lambda run: (run.tta_accuracy if augmented else run.accuracy) or 0.0)
+    for split, with_tta in itertools.product(("validation", "test"), (True, False)):
+        ranked = [(value, run) for run in done if (value := _accuracy(run, split, with_tta)) is not None]
+        if len(ranked) == len(done):
+            break
+    if split == "test" and len(done) > 1:
+        log.info("chosen by its test accuracy, which is therefore too high; train runs with --validation_examples")
+    return max(ranked, key=lambda pair: pair[0])[1]
+
+
+def _accuracy(run: RunSummary, split: str, with_tta: bool) -> float | None:
+    """Return the accuracy on a split, with or without TTA, of the weights that a run reports; None without one."""
+    scores = [s for s in run.record.scores.values() if s["split"] == split and bool(s["tta"]) == with_tta]
+    return (reported_score(scores) or {}).get("accuracy")
 
 
 def format_json(runs: Sequence[RunSummary]) -> str:

@@ -211,6 +211,19 @@ def test_best_run_is_the_finished_one_with_the_highest_accuracy(runs):
         trained.best_run(trained.find_runs(runs), "speed95")
 
 
+def test_best_run_is_chosen_by_validation_images_if_all_runs_have_some(tmp_path, caplog):
+    caplog.set_level("INFO")
+    said = "chosen by its test accuracy, which is therefore too high; train runs with --validation_examples"
+    for seed, (validation, test) in enumerate(((0.91, 0.92), (0.93, 0.90), (None, 0.94))):
+        scores = [{"split": "test", "accuracy": test}, {"split": "validation", "accuracy": validation}]
+        kind = {"weights": "raw", "tta": 0, "count": 100}
+        write_evaluations(make(tmp_path, seed=seed), [kind | score for score in scores[: 2 if validation else 1]])
+    found = trained.find_runs(tmp_path)
+    assert trained.best_run(found[:2], "speed94") == found[1] and not caplog.messages
+    assert trained.best_run(found[2:], "speed94") == found[2] and not caplog.messages  # there was no choice
+    assert trained.best_run(found, "speed94") == found[2] and caplog.messages == [said]
+
+
 def test_best_run_is_of_one_data_set(runs, caplog):
     """A run on forty pictures of its own does not beat those on the recipe's data."""
     for seed in range(4):
