@@ -100,6 +100,9 @@ def test_the_model_takes_levels_and_gives_the_probabilities_that_predict_gives(r
         cifar_towers.predict(run, ["nowhere.png"], model=TINY_NET)
     with pytest.raises(UsageError, match=r"images are \(1, 2\) int64; give uint8"):
         cifar_towers.predict(run, [[1, 2]], model=TINY_NET)
+    for wrong, kind in ((None, r"\(\) object"), (Image.fromarray(images[0]), r"\(32, 32, 3\) uint8")):
+        with pytest.raises(UsageError, match=f"images are {kind}; give uint8"):
+            cifar_towers.predict(run, wrong, model=TINY_NET)
     with pytest.raises(UsageError, match="images have several sizes; give uint8"):
         cifar_towers.predict(run, [images[0], images[0, :16]], model=TINY_NET)
 

@@ -180,7 +180,10 @@ class _NumberOrWord(flags.ArgumentParser):
 
     def parse(self, argument: str | float) -> float:
         word = self.words.get(str(argument))
-        return self.numbers.parse(argument) if word is None else word
+        number = self.numbers.parse(argument) if word is None else word
+        if word is None and isinstance(number, float) and number in self.words.values():  # 0 micro-batches are accepted
+            raise ValueError(f"{number:g} is not possible; give a larger number, or {', '.join(self.words)}")
+        return number
 
 
 def _describe_flag_error(error: Exception, config_class: type) -> str:

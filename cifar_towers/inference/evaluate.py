@@ -11,6 +11,7 @@ import numpy as np
 from cifar_towers import devices, files
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import corruptions, sources
+from cifar_towers.data.arrays import CIFAR10_C
 from cifar_towers.data.dataset import Split, split_validation
 from cifar_towers.data.sources import Source
 from cifar_towers.errors import DataError, UsageError, printable
@@ -20,7 +21,7 @@ from cifar_towers.reporting.console import progress_bar
 from cifar_towers.reporting.run_records import align_columns, format_number
 
 TABULATED = ("accuracy", "loss", "ece")  # of each set of corrupted images
-EXTRA = ("gaussian_blur", "saturate", "spatter", "speckle_noise")  # corruptions that the published mean leaves out
+PUBLISHED = {*CIFAR10_C} - {"gaussian_blur", "saturate", "spatter", "speckle_noise"}  # in the published mean
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> str:
@@ -73,7 +74,7 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
       UsageError: there is no such run, split or set of weights. DataError: the run's data cannot be read, or
         differ from the data it was trained on.
     """
-    run = open_run(Path(config.train_dir), config.model, config.step)
+    run = open_run(Path(config.train_dir), config.model, config.step, config.tta)
     source = sources.find(config.dataset or run.metadata["dataset"], config.data_dir)
     weights = run.choose_weights(config.weights)
     towers = devices.setup_towers(config)  # before anything else that uses TensorFlow
@@ -130,9 +131,10 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
 def _tabulate(names: Sequence[str], scores: Iterable[Score]) -> dict[str, Any]:
     """Return the scores of sets, as fog_1, in tables with means: {"fog": {"1": value, ..., "mean": value}, ...}."""
     tables: dict[str, dict[str, dict[str, list[float]]]] = {key: {} for key in TABULATED}
+    has_published_mean = {name.rsplit("_", 1)[0] for name in names} >= PUBLISHED
     for name, score in zip(names, scores, strict=True):
         corruption, severity = name.rsplit("_", 1)
-        means = ["mean"] if corruption in EXTRA else ["mean", "mean without extra"]
+        means = ["mean", "mean without extra"] if has_published_mean and corruption in PUBLISHED else ["mean"]
         for key, row, column in itertools.product(TABULATED, [corruption, *means], [severity, "mean"]):
             tables[key].setdefault(row, {}).setdefault(column, []).append(getattr(score, key))
     rows = sorted(tables["accuracy"], key=lambda row: (row.startswith("mean"), row))

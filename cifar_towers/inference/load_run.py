@@ -23,7 +23,6 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import DatasetInfo, Split
 from cifar_towers.errors import DataError, RunError, UsageError, error_text, listed
 from cifar_towers.evaluation.evaluator import make_classify_fn
-from cifar_towers.registry import check_dataset
 from cifar_towers.towers import Tower
 from cifar_towers.training import build
 from cifar_towers.user_code import split_function
@@ -109,18 +108,21 @@ class TrainedRun(NamedTuple):
         return model
 
 
-def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
+def open_run(train_dir: Path, model: str = "", step: int = 0, tta: int = 0) -> TrainedRun:
     """Open the checkpoint of a step, or the newest undamaged one, of a run with the user's own `model` if it has one.
 
     Log if the run is not finished, or was continued since.
 
     Raises:
-      UsageError: there is no such run or checkpoint, or it has another model. DataError: the settings or the
-        checkpoint, or all checkpoints, are damaged.
+      UsageError: there is no such run or checkpoint, it has another model, or was trained without the mirrored images
+        of `tta`. DataError: the settings or the checkpoint, or all checkpoints, are damaged.
     """
     checkpoint = find_checkpoint(train_dir, step)
     config = _read_config(train_dir / files.CONFIG)
     _check_model(config, model, train_dir)
+    if tta and config.flip == "none":
+        mirrors = f"tta={tta} averages over mirrored images"
+        raise UsageError(f"{mirrors}, and {train_dir} was trained without them, by flip=none; give --tta=0")
     config = dataclasses.replace(config, model=model or config.model)
     metadata = read_metadata(checkpoint)
     step, last_step, finished_step = metadata["step"], metadata.get("last_step", 0), -1
@@ -128,7 +130,6 @@ def open_run(train_dir: Path, model: str = "", step: int = 0) -> TrainedRun:
         finished_step = files.read_json_if_any(train_dir / files.RESULT).get("step", -1)
     if finished_step < step < last_step:
         logging.getLogger(__name__).info(f"{train_dir} is not finished: step {step} of {last_step}")
-    check_dataset(metadata["dataset"])  # as strictly as one on the command line
     return TrainedRun(train_dir, checkpoint, config, metadata, DatasetInfo.from_json(metadata["dataset_info"]))
 
 

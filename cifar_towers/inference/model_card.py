@@ -79,8 +79,8 @@ and normalized. The output `probabilities` [B, C] is float32, in this order: {",
 
 ```python
 import numpy as np
-from PIL import Image
-images = np.asarray(Image.open("picture.jpg").convert("RGB"))[None]
+from PIL import Image, ImageOps
+images = np.asarray(ImageOps.exif_transpose(Image.open("picture.jpg")).convert("RGB"))[None]
 ```
 """
     text += "".join(f"\n`{name}`:\n\n```python\n{code}\n```\n" for name, code in sorted(examples.items()))

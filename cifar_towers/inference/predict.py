@@ -16,8 +16,9 @@ from cifar_towers import devices
 from cifar_towers.config.programs import PredictConfig
 from cifar_towers.data import image_files
 from cifar_towers.data.dataset import chunks
+from cifar_towers.data.folder import is_clutter
 from cifar_towers.data.image_files import PictureError
-from cifar_towers.errors import DataError, UsageError, printable
+from cifar_towers.errors import DataError, UsageError, listed, printable
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
 from cifar_towers.inference.load_run import TrainedRun, make_logits_fn, open_run
@@ -36,7 +37,7 @@ def predict_images(config: PredictConfig) -> None:
     Raises:
       UsageError: there is no such run or set of weights. DataError: raised at the end if images could not be read.
     """
-    run = open_run(Path(config.train_dir), config.model, config.step)
+    run = open_run(Path(config.train_dir), config.model, config.step, config.tta)
     pictures = list(_list_images(config.pictures))
     classify, read = _make_probabilities_fn(config, run), make_read_fn(run.info.image_size)
     batch_size = min(BATCH_SIZE, len(pictures))
@@ -64,7 +65,7 @@ def predict_images(config: PredictConfig) -> None:
                 print(f"{_shown(path):{width}}  {printable(classes)}")
         sys.stdout.flush()
     if failed:
-        names = ", ".join(map(os.fspath, failed))
+        names = listed([*map(os.fspath, failed)])
         raise DataError(f"{len(failed)} of {len(pictures)} images could not be read: {names}")
 
 
@@ -75,10 +76,10 @@ def predict_probabilities(config: PredictConfig, images: np.ndarray | Iterable[P
       UsageError: there is no such run, or the array is no such images. DataError: a file cannot be read, or a folder
         has no images.
     """
-    run = open_run(Path(config.train_dir), config.model, config.step)
+    run = open_run(Path(config.train_dir), config.model, config.step, config.tta)
     classify, image_size = _make_probabilities_fn(config, run), run.info.image_size
     images = list(images) if isinstance(images, Iterator) else images  # an iterator as of Path.glob ends once read
-    paths = [images] if isinstance(images, (str, Path)) else images
+    paths = images if isinstance(images, Iterable) and not isinstance(images, str) else [images]
     if not all(isinstance(path, (str, Path)) for path in paths):
         try:
             images = np.asarray(images)
@@ -177,12 +178,12 @@ def _list_images(paths: Iterable[Path | str]) -> Iterator[tuple[Path, str]]:
             yield path, ""
             continue
         try:
-            entries = sorted(path.iterdir())
+            entries = sorted(entry for entry in path.iterdir() if not is_clutter(entry.name))
         except OSError as error:
             yield path, f"cannot be read: {error.strerror}"
             continue
         images = list(filter(image_files.is_picture, entries))
-        others = [e for e in entries if not (image_files.is_picture(e) or e.name.startswith(".") or e.is_dir())]
+        others = [entry for entry in entries if not (image_files.is_picture(entry) or entry.is_dir())]
         if images and others:
             print(f"{_shown(path)}: {image_files.describe_ignored(len(others))}", file=sys.stderr)
         if not images:

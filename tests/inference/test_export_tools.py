@@ -21,7 +21,7 @@ from absl import flags
 from absl.testing import flagsaver
 from ai_edge_litert.interpreter import Interpreter
 from onnxruntime.quantization import QuantType, quantize_dynamic
-from PIL import Image
+from PIL import ExifTags, Image
 from tensorflow.python.tools import saved_model_cli
 
 from cifar_towers.config import TrainConfig
@@ -147,7 +147,9 @@ def test_card_has_the_results_of_the_run_and_examples_that_compute_its_probabili
     assert version in shown and ", ".join(synthetic.CLASSES) in shown and "SYNTHETIC DATA" in shown
 
     monkeypatch.chdir(run / "export")
-    Image.fromarray(IMAGES[0]).resize((48, 64)).save("picture.jpg")
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.fromarray(IMAGES[0]).resize((48, 64)).save("picture.jpg", exif=exif)
     predict_images(PredictConfig(train_dir=str(run), pictures=("picture.jpg",), precision="float32", json=True))
     answer = json.loads(capsys.readouterr().out)
     (read,) = re.findall(r"\n\n```python\n(import numpy.*?)```", text, re.S)

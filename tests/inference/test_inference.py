@@ -132,6 +132,22 @@ def test_other_files_in_a_folder_are_counted_and_three_classes_shown(run, folder
     assert f"{folder}: 1 file of other types ignored" in err
 
 
+def test_hidden_pictures_of_a_folder_are_left_out_and_a_hidden_one_that_is_named_is_not(folder):
+    for name in ("._0.png", ".hidden.png"):
+        shutil.copy(folder / "0.png", folder / name)
+    found = [path.name for path, _ in predict._list_images([folder, folder / ".hidden.png"])]
+    assert found == ["0.png", "1.png", "2.png", "3.png", "3a.png", "4.png", ".hidden.png"]
+
+
+def test_mirrored_views_are_refused_for_a_run_trained_without_mirrored_images(run, tmp_path):
+    copy = copy_of(run, tmp_path / "digits", flip="none")
+    message = "tta=1 averages over mirrored images, and .*digits was trained without them, .*; give --tta=0$"
+    for use, *images in ((evaluate_as_json,), (predict_with, "a.png"), (predicted_probabilities, ["a.png"])):
+        with pytest.raises(UsageError, match=message):
+            use(copy, *images, tta=1)
+    assert load_run.open_run(copy).config.flip == "none"
+
+
 def test_folders_without_images_are_errors_of_their_own(run, folder, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     path = (folder / "0.png").rename(folder / "a\n\x1b[31mred.png")
@@ -143,6 +159,8 @@ def test_folders_without_images_are_errors_of_their_own(run, folder, tmp_path, c
     with pytest.raises(DataError, match="1 of 1 images"):
         predict_with(run, tmp_path)
     assert f"{tmp_path} contains no images; name the folders in it instead" in capsys.readouterr().err
+    with pytest.raises(DataError, match="7 of 7 images could not be read: 0, 1, 2, 3, 4 and 2 more$"):
+        predict_with(run, *range(7))
     with pytest.raises(UsageError, match="which images"):
         PredictConfig(train_dir=str(run))
 
@@ -330,7 +348,7 @@ def test_validation_images_as_another_test_set_do_not_have_the_temperature_fitte
 
 def test_changed_validation_images_are_not_fitted_on(held_out_run, monkeypatch):
     changed = SMALL[0].take(np.arange(400)[::-1]), SMALL[1]
-    monkeypatch.setattr(synthetic, "load", lambda seed=0: changed)
+    monkeypatch.setattr(synthetic, "load", lambda: changed)
     record = evaluate_as_json(held_out_run, precision="float32")
     assert record["temperature_scaling"]["fitted_on"] == "the other half of the images"
 
@@ -394,7 +412,7 @@ def test_temperature_is_not_fitted_on_changed_test_images(run_without_validation
     text = "fitted on 150 test images of another data set, as no validation images are at hand"
     assert text in capsys.readouterr().out and text in (tmp_path / "README.md").read_text()
     moved = SMALL[0].take(slice(100, None)), SMALL[0].take(slice(100))
-    monkeypatch.setattr(synthetic, "load", lambda seed=0: moved)
+    monkeypatch.setattr(synthetic, "load", lambda: moved)
     for named in ("", "synthetic"):
         with pytest.raises(DataError, match="synthetic has other test images than in training; restore them, or give"):
             export_to(dataset=named)
@@ -414,7 +432,17 @@ def test_temperature_that_cannot_be_fitted_is_refused(run, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("auto", 0.0), ("1.5", 1.5), ("1", 1.0), ("-1", None), ("nan", None), ("inf", None), ("x", None)],
+    [
+        ("auto", 0.0),
+        ("1.5", 1.5),
+        ("1", 1.0),
+        ("0", None),
+        ("0.0", None),
+        ("-1", None),
+        ("nan", None),
+        ("inf", None),
+        ("x", None),
+    ],
 )
 def test_temperature_on_the_command_line(text, value):
     argv = ["export.py", "--train_dir=runs/one", f"--temperature={text}"]
