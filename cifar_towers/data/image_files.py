@@ -35,7 +35,7 @@ class PictureError(Exception):
 
 
 def read_all(paths: Sequence[Path], image_size: int) -> tuple[np.ndarray, dict[int, str]]:
-    """Read image files, in a thread per processor that may take 300 MB.
+    """Read image files in one thread per core. Each thread may use 300 MB.
 
     Returns:
       [n, image_size, image_size, 3] uint8 as from `read`, black where a file cannot be read; and {index: error}.

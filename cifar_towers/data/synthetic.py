@@ -13,9 +13,9 @@ CLASSES = tuple(f"{texture} {shape}" for texture in TEXTURES for shape in SHAPES
 IMAGE_SIZE = 32
 
 
-def load(seed: int = 0) -> tuple[Split, Split]:
-    """Return train and test of 10,000 and 2,000 images, determined by the seed."""
-    return make(10_000, seed, stream=0), make(2_000, seed, stream=1)
+def load() -> tuple[Split, Split]:
+    """Return train and test of 10,000 and 2,000 images, the same in every call."""
+    return make(10_000, seed=0, stream=0), make(2_000, seed=0, stream=1)
 
 
 def make(count: int, seed: int, stream: int) -> Split:

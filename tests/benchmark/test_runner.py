@@ -116,7 +116,7 @@ def test_benchmark_makes_the_step_with_frozen_whitening(towers, monkeypatch, str
 
 
 def test_automatic_micro_batches_are_measured_as_one(monkeypatch):
-    monkeypatch.setattr(synthetic, "load", lambda seed=0: (synthetic.make(40, 0, 0), synthetic.make(20, 0, 1)))
+    monkeypatch.setattr(synthetic, "load", lambda: (synthetic.make(40, 0, 0), synthetic.make(20, 0, 1)))
     recipe = TrainConfig(dataset="synthetic", model="cifarnet", crop=24, batch_size=8, micro_batches=0)
     server = worker.Worker()
     server.start(dataclasses.asdict(BenchmarkConfig(recipe=recipe)), 2)

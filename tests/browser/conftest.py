@@ -93,7 +93,7 @@ def run(browser, tmp_path_factory):
     config = parse_command_line(TrainConfig, ["", f"--flagfile={RECIPE}", f"--train_dir={directory}", *SMALL], "")
     with pytest.MonkeyPatch.context() as patch:
         small = synthetic.make(1500, 0, 0), synthetic.make(300, 0, 1)
-        patch.setattr(synthetic, "load", lambda seed=0: small)
+        patch.setattr(synthetic, "load", lambda: small)
         trainer.train(config, sources.find("synthetic"), ShutdownHandler())
     names = "config", "environment", "result"
     contents = {name: json.loads((directory / f"{name}.json").read_text()) for name in names}

@@ -31,7 +31,7 @@ def small_data():
 def train(flags: Sequence[str], *, small: bool = True, prepare: Callable[[], None] = lambda: None) -> None:
     """Run the program in this process; with `small_data` in place of the synthetic set if `small`."""
     if small:
-        synthetic.load = lambda seed=0: small_data()
+        synthetic.load = lambda: small_data()
     prepare()
     sys.argv = ["train.py", *flags]
     main.train()

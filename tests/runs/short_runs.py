@@ -36,7 +36,7 @@ def small_runs(*splits):
     """
     with pytest.MonkeyPatch.context() as patch:
         if splits:
-            patch.setattr(synthetic, "load", lambda seed=0: splits)
+            patch.setattr(synthetic, "load", lambda: splits)
         patch.setattr(figures, "confusion_matrix", draw_nothing)
         patch.setattr(user_model, "_check_model", lambda *_: None)
         yield patch
