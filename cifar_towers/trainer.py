@@ -34,6 +34,7 @@ from cifar_towers.errors import (
 from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, score_split
 from cifar_towers.evaluation.score import describe_score, reported_score
 from cifar_towers.models.layers import has_batch_norm
+from cifar_towers.models.user_model import own_statistics
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec, Workers
 from cifar_towers.reporting.phase_timer import PhaseTimer
@@ -315,6 +316,8 @@ class Run:
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         self.metadata = workdir.run_metadata(self.requested, config, dataset, self.precision, len(self.towers), threads)
         self._has_batch_norm = has_batch_norm(self.state.model)
+        if config.user_model and not self._has_batch_norm:  # a norm of the user's own
+            self._has_batch_norm = bool(own_statistics(self.state.model, config.crop or config.image_size))
         self.hooks: list[Callable[[int, Sequence[FinishedStep]], None]] = [
             self.check_and_log,
             self.evaluate_if_due,
@@ -387,8 +390,8 @@ class Run:
     def start_step(self, step: int, batch: Batch) -> list[FinishedStep]:
         """Start the update that makes `step` into `step + 1`; return the steps whose metrics have arrived.
 
-        Usually the next call returns the started step. It is returned by this call if it is verified or may not fit
-        into memory, on a cluster, with a profile, or if an evaluation, a checkpoint or the end of an epoch follows.
+        Usually the metrics of a step arrive with the next call. They arrive at once if the step is verified or may not
+        fit into memory, with a profile, on a cluster, or before an evaluation, a checkpoint or the end of an epoch.
         """
         if not on_gpus(self.local_towers) and self.step_runner.skipped_last():
             # find the non-finite tensor before the next update; on GPUs, asking at every step would stall the device
@@ -544,14 +547,15 @@ class Run:
         Raises:
           DivergedError: rollbacks are off, there were too many, or there is no checkpoint.
         """
+        advice = "a smaller --learning_rate (and others)"
+        advice += " or --precision=float32" if self.precision.endswith("16") else ""
         if not self.config.rollback_on_divergence:
             raise DivergedError(
                 f"{error}; {self.checkpoints.describe_latest()}: give --rollback_on_divergence to go back to the "
-                "last good checkpoint at half the rates, or --overwrite with a smaller --learning_rate (and others) "
-                "or --precision=float32"
+                f"last good checkpoint at half the rates, or --overwrite with {advice}"
             ) from error
         self.step_runner.discard()
-        self.health.roll_back(error)
+        self.health.roll_back(error, advice)
         metadata = self.checkpoints.roll_back(self.health.last_good_step, self.health.rollbacks)
         if metadata is None:
             raise error

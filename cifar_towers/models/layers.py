@@ -162,10 +162,12 @@ def _moments(images: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.nn.moments(tf.cast(images, tf.float32), [0, 1, 2])
 
 
+BATCH_NORMS = (BatchNorm, keras.layers.BatchNormalization)
+
+
 def has_batch_norm(model: keras.Model) -> bool:
     """Return whether a model has batch normalization, this module's or Keras's."""
-    kinds = (BatchNorm, keras.layers.BatchNormalization)
-    return any(isinstance(layer, kinds) for layer in model._flatten_layers(include_self=False))
+    return any(isinstance(layer, BATCH_NORMS) for layer in model._flatten_layers(include_self=False))
 
 
 def synchronize(model: keras.Model) -> None:

@@ -16,7 +16,8 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from cifar_towers.errors import UsageError
-from cifar_towers.towers.keras_parallel import check_split, first_call, nearly_equal, overridden_fit_method
+from cifar_towers.models.layers import BATCH_NORMS
+from cifar_towers.towers.keras_parallel import check_split, first_call, nearly_equal, overridden_fit_method, to_scalar
 from cifar_towers.user_code import as_usage_errors, log_once
 
 SEEDED = "for random numbers use a keras.random.SeedGenerator"
@@ -33,10 +34,10 @@ def build_model(
     Arguments of `function` that are called `image_size`, `num_classes` or `dtype` get their values.
 
     Raises:
-      UsageError: the function fails, or its model has other input or output shapes, probabilities instead of logits,
-        no weights to train, or two variables of a name. Towers also cannot train a model with variables that are not
-        weights, whose layers write weights or mix images, or random numbers without a seed. The message names the
-        layer, if there is one.
+      UsageError: the function fails, or its model has other input or output shapes, integer inputs, probabilities
+        instead of logits, no weights to train, 16-bit weights, or two variables of a name. Towers also cannot train a
+        model with variables that are not weights, whose layers write weights or mix images, or random numbers without
+        a seed. The message names the layer, if there is one.
     """
     arguments = {"image_size": image_size, "num_classes": num_classes, "dtype": policy}
     with as_usage_errors("the model cannot be built"), contextlib.ExitStack() as stack:
@@ -62,6 +63,21 @@ def _check_model(model: keras.Model, image_size: int, num_classes: int) -> None:
     duplicate = next((path for path in paths if paths.count(path) > 1), "")
     if duplicate:
         raise UsageError(f"two of its variables are called {duplicate}; give the layers different names")
+    narrow = next((v for v in model.trainable_variables if tf.as_dtype(v.dtype).size < 4), None)
+    if narrow is not None:
+        raise UsageError(
+            f"{narrow.path} is {narrow.dtype}, in which updates are lost to rounding; leave out the layer's dtype, as "
+            "--precision chooses what layers compute in"
+        )
+    integer = next((images for images in model.inputs if not tf.as_dtype(images.dtype).is_floating), None)
+    if integer is not None:
+        raise UsageError(f"its keras.Input is {integer.dtype}, and images come normalized, as floats; leave out dtype=")
+    rescaling = (keras.layers.Rescaling, keras.layers.Normalization)
+    if names := [layer.name for layer in model._flatten_layers(include_self=False) if isinstance(layer, rescaling)]:
+        log_once(
+            f"images come normalized, and the net normalizes them again in {', '.join(names)}: leave that out; nets of "
+            "keras.applications take include_preprocessing=False"
+        )
     with as_usage_errors(f"two towers cannot call it on {image_size}x{image_size} images"):
         output = _trace(model, image_size)
         _check_repeatable(model, image_size)
@@ -70,13 +86,30 @@ def _check_model(model: keras.Model, image_size: int, num_classes: int) -> None:
 
 def adds_losses(model: keras.Model, image_size: int) -> bool:
     """Return whether a call in training adds losses, by regularizers or by `add_loss`."""
-    losses: list[tf.Tensor] = []
+    return bool(_effects(model, image_size)[0])
+
+
+def own_statistics(model: keras.Model, image_size: int) -> list[str]:
+    """Return the paths of float variables that a call in training changes, without those of batch norm."""
+    norms = [layer for layer in model._flatten_layers(include_self=False) if isinstance(layer, BATCH_NORMS)]
+    known = {id(variable) for norm in norms for variable in norm.variables}
+    changed = _effects(model, image_size)[1]
+    return [variable.path for variable in changed if "float" in variable.dtype and id(variable) not in known]
+
+
+def _effects(model: keras.Model, image_size: int) -> tuple[list[tf.Tensor], list[keras.Variable]]:
+    """Return the losses that a call in training adds, and the variables that it changes."""
+    effects: tuple[list[tf.Tensor], list[keras.Variable]] = ([], [])
 
     def call(images: tf.Tensor) -> None:
-        losses.extend(model.stateless_call(*_values(model), images, training=True, return_losses=True)[2])
+        weights, state = _values(model)
+        _, new_state, losses = model.stateless_call(weights, state, images, training=True, return_losses=True)
+        effects[0].extend(losses)
+        values = zip(model.non_trainable_variables, new_state, state, strict=True)
+        effects[1].extend(variable for variable, new, old in values if new is not old)
 
     tf.function(call, autograph=False).get_concrete_function(tf.TensorSpec([NUM_IMAGES, image_size, image_size, 3]))
-    return bool(losses)
+    return effects
 
 
 def _as_functional(model: keras.Model, image_size: int) -> Functional:
@@ -143,7 +176,8 @@ def _check_repeatable(model: keras.Model, image_size: int) -> None:
     weights = [weight + tf.cast(random.normal(0, 0.1, weight.shape), weight.dtype) for weight in weights]
     scales = np.reshape([1, 2, 4], (NUM_IMAGES, 1, 1, 1))
     images = tf.constant(random.normal(1, scales, (NUM_IMAGES, image_size, image_size, 3)), tf.float32)
-    first, second = (probe.stateless_call(weights, non_trainable, images, training=True)[0] for _ in range(2))
+    calls = [probe.stateless_call(weights, non_trainable, images, training=True, return_losses=True) for _ in range(2)]
+    (first, _, in_training), (second, _, _) = calls
     for layer, *outputs in zip(layers, first, second, strict=True):
         pairs = zip(*map(tf.nest.flatten, outputs), strict=True)
         if not all(nearly_equal(a, b, ROUNDING) for a, b in pairs):
@@ -154,7 +188,9 @@ def _check_repeatable(model: keras.Model, image_size: int) -> None:
 
     def infer(images: tf.Tensor) -> list[tf.Tensor]:
         outputs, _, losses = probe.stateless_call(weights, non_trainable, images, training=False, return_losses=True)
-        return tf.nest.flatten(outputs) + losses
+        if len(losses) < len(in_training):
+            log_once("a layer adds a loss in training only, so it is not checked: make it a mean over the images")
+        return tf.nest.flatten(outputs) + [to_scalar(loss) for loss in losses]
 
     names = [
         f"layer {layer.name}" for layer, output in zip(layers, first, strict=True) for _ in tf.nest.flatten(output)

@@ -34,8 +34,8 @@ def make_parallel_model(keras_model: keras.Model, num_towers: int | Sequence[Tow
     number of towers, to rounding. `save`, `export` and `load_weights` read and write files of the original.
 
     Non-trainable state is updated once a step. Each tower normalizes by its own shard, and moving statistics become
-    the mean over the towers, weighted by examples, as do losses that layers add. Seed generators advance like the first
-    tower's, and each tower draws different numbers.
+    the mean over the towers, weighted by examples, as do losses that layers add. Losses that a layer adds in training
+    only are not checked. Seed generators advance like the first tower's, and each tower draws different numbers.
 
     Args:
       num_towers: their number, or the towers of `make_towers`.
@@ -65,7 +65,7 @@ class ParallelModel(keras.Model):
         self.supports_jit = False  # XLA compiles for one device
         self.built = True
 
-    # functions of `keras.saving` look at a model's class and attributes, and find those of the original
+    # `keras.saving` reads a model's class and attributes; let it see the original's.
     __class__ = property(lambda self: type(vars(self).get("model", self)))
 
     def __dir__(self) -> list[str]:
@@ -129,8 +129,11 @@ class ParallelModel(keras.Model):
         """Run the forward pass of one tower, which reads the model's variables and writes none.
 
         Returns:
-          The outputs [B/K, ...]; what Keras's losses find at them beside their values, by position and name; the losses
-          that layers added; and the new value of each non-trainable variable that changed, by position.
+          outputs: [B/K, ...].
+          extras: masks and logits that Keras attaches to an output tensor for its losses, by output index and attribute
+            name.
+          losses: scalars that layers added.
+          state: the new value of each non-trainable variable that changed, by position.
         """
         values = [(v, tf.convert_to_tensor(v.value)) for v in self.model.variables]
         values = [(v, t + tower.index * TOWER_SEED_STRIDE if is_seed_generator_state(v) else t) for v, t in values]
@@ -142,7 +145,7 @@ class ParallelModel(keras.Model):
         state = {position[id(v)]: tf.stop_gradient(scope.get_current_value(v)) for v in changed}
         flat = enumerate(tf.nest.flatten(outputs))
         extras = {(i, name): tensor for i, output in flat for name, tensor in _extras(output).items()}
-        return outputs, extras, list(scope.losses), state
+        return outputs, extras, [to_scalar(loss) for loss in scope.losses], state
 
     def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
         """Compile the original too, with the same optimizer, so that a saved model can be trained further.
@@ -230,6 +233,11 @@ def _check_changes(changed: Sequence[keras.Variable], foreign: set[int]) -> None
 
 
 # ---- What is asked of a Keras model, here and in the folders above
+
+
+def to_scalar(loss: tf.Tensor) -> tf.Tensor:
+    """Return the sum of a loss that a layer adds, as Keras takes it; a scalar is returned as it is."""
+    return loss if loss.shape.rank == 0 else tf.reduce_sum(loss)
 
 
 def is_seed_generator_state(variable: keras.Variable) -> bool:

@@ -241,6 +241,12 @@ def make_state(
             f"layer {norm} is made with synchronized=True, and batch_statistics={config.batch_statistics} would ignore "
             "it; give --batch_statistics=synchronized, or make it with synchronized=False"
         )
+    may_have_own = config.user_model and config.batch_statistics == "synchronized"
+    if may_have_own and (own := user_model.own_statistics(model, config.crop or config.image_size)):
+        log_once(
+            f"batch_statistics=synchronized does not reach {own[0]}: its layer is no BatchNormalization, and sees one "
+            "tower's images"
+        )
     loss_fn, terms = make_loss_fn(config, model)
     optimizer = make_optimizer(
         config.optimizer,
@@ -291,6 +297,8 @@ def load_augmentation(name: str, image_size: int, num_classes: int, may_mix: boo
     Args:
       may_mix: whether the function may take labels, as one that mixes examples does.
 
+    A line is logged if a function without labels mixes images, as each tower has only its shard.
+
     Raises:
       UsageError: there is no such function, it takes labels without `may_mix`, it fails, or it returns another shape or
         type, or other values in a second call with the same arguments; or it uses a variable or another resource.
@@ -315,7 +323,10 @@ def load_augmentation(name: str, image_size: int, num_classes: int, may_mix: boo
     random = np.random.default_rng(0)
     images = tf.constant(random.normal(size=[NUM_EXAMPLES, image_size, image_size, 3]), tf.float32)
     draws = tf.constant(random.random([NUM_EXAMPLES, NUM_OWN_DRAWS]), tf.float32)
-    _check_repeatable("augment", name, lambda: augment(images, tf.range(NUM_EXAMPLES) % num_classes, draws))
+    labels = tf.range(NUM_EXAMPLES) % num_classes
+    _check_repeatable("augment", name, lambda: augment(images, labels, draws))
+    if not takes_labels:
+        _log_mixing("augment", name, lambda rows: augment(*rows)[0], (images[:3], labels[:3], draws[:3]))
     return augment
 
 
@@ -342,11 +353,16 @@ def load_loss(name: str, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], t
 
     logits = tf.constant(np.random.default_rng(0).normal(size=[NUM_EXAMPLES, num_classes]), tf.float32)
     _check_repeatable("loss", name, lambda: loss(tf.range(NUM_EXAMPLES) % num_classes, logits))
+    _log_mixing("loss", name, lambda rows: loss(*rows), (tf.constant([0, 1, 0]), logits[:3]))
+    return loss
+
+
+def _log_mixing(setting: str, name: str, call: Callable[[Any], tf.Tensor], rows: tuple[tf.Tensor, ...]) -> None:
+    """Log a line if the result of a function for one of three rows depends on the other rows."""
     try:
-        check_split(lambda rows: [loss(*rows)], (tf.constant([0, 1, 0]), logits[:3]), [f"loss={name}: it"])
+        check_split(lambda part: [call(part)], rows, [f"{setting}={name}: it"])
     except ValueError as error:
         log_once(str(error))
-    return loss
 
 
 def _check_shapes(setting: str, name: str, results: tuple, expected: list[tf.Tensor]) -> None:

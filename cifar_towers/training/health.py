@@ -99,16 +99,18 @@ class Health:
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.last_good_step = step - self.in_a_row
 
-    def roll_back(self, error: DivergedError) -> None:
+    def roll_back(self, error: DivergedError, advice: str) -> None:
         """Halve the learning rates after `error`.
+
+        Args:
+          advice: what to start again with, for the error.
 
         Raises:
           DivergedError: there were `MAX_ROLLBACKS`.
         """
         if self.rollbacks == MAX_ROLLBACKS:
             raise DivergedError(
-                f"{error}; {self.rollbacks} rollbacks have not helped: start again with --overwrite and a smaller "
-                "--learning_rate or --precision=float32"
+                f"{error}; {self.rollbacks} rollbacks have not helped: start again with --overwrite and {advice}"
             ) from error
         self.in_a_row, self.rollbacks = 0, self.rollbacks + 1
 

@@ -18,7 +18,7 @@ from cifar_towers.towers import (
     split_batch,
 )
 from cifar_towers.towers.gradients import weighted_mean
-from cifar_towers.towers.keras_parallel import first_call
+from cifar_towers.towers.keras_parallel import first_call, to_scalar
 from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
 from cifar_towers.towers.sharding import share_out
@@ -63,8 +63,8 @@ def make_update(
       learning_rates: by active parameter group; no gradients are taken for the other groups.
       image_size: a Python number of pixels that images are downsampled to; 0 leaves them as they are.
       collect_diagnostics: [] bool; without it the graph has no diagnostics.
-      repeat: (owner, other), indices of towers. The function then updates nothing: `other` computes the shard of
-        `owner`, and the function returns (`to_bytes` of the result, a number to ignore).
+      repeat: (owner, other), indices of towers. The variables stay unchanged: tower `other` computes the shard of tower
+        `owner`. Returns the result's bytes and a dummy number, which keeps the graph from being pruned.
       expected: (owner, bytes that `repeat` gave). The step is skipped unless `owner` computes the same bytes.
 
     Args:
@@ -117,7 +117,7 @@ def repeat_shard(
     batch: Batch,
     sizes: Sequence[int] | None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Compute the shard of one tower on another, for `repeat` (owner, other); return its bytes and a number to ignore.
+    """Compute the shard of one tower on another, for `repeat` (owner, other); return its bytes and a dummy number.
 
     See `make_update`.
     """
@@ -210,7 +210,7 @@ def stateless_call_with_activations(model: keras.Model) -> Callable:
             losses += with_activations.losses  # of weights
         logits, *activations = outputs if measured else [outputs]
         new_values = [scope.get_current_value(variable) for variable in frozen]
-        return logits, new_values, activations, *losses
+        return logits, new_values, activations, *map(to_scalar, losses)
 
     return call
 

@@ -12,6 +12,8 @@ from cifar_towers.errors import UsageError
 from cifar_towers.models import user_model
 from cifar_towers.models.layers import BatchNorm, synchronize
 from cifar_towers.towers import run_on_towers_synchronized, split_batch
+from cifar_towers.user_code import log_once
+from tests.nets import OwnNorm
 
 L = keras.layers
 
@@ -111,11 +113,22 @@ class Measured(Subclassed):
 
 
 class Penalized(L.Layer):
-    """A layer that adds the sum of its input as a loss, not the mean over images."""
+    """A layer that adds a function of its input as a loss, by default the sum, not the mean over images."""
 
-    def call(self, x):
-        self.add_loss(tf.reduce_sum(x))
+    def __init__(self, function=tf.reduce_sum, in_training_only=False):
+        super().__init__()
+        self.function, self.in_training_only = function, in_training_only
+
+    def call(self, x, training=False):
+        if training or not self.in_training_only:
+            self.add_loss(self.function(x))
         return x
+
+
+def of_levels():
+    """Return a model that takes integers, and normalizes them itself."""
+    images = L.Input((24, 24, 3), dtype="uint8")
+    return keras.Model(images, L.Dense(10)(L.Flatten()(L.Rescaling(1 / 255)(images))))
 
 
 def with_positions():
@@ -159,6 +172,21 @@ def test_weights_without_a_gradient_are_named(caplog):
     assert not caplog.text
 
 
+@pytest.mark.parametrize(
+    ("layer", "line"),
+    [
+        (lambda: L.Rescaling(1 / 255, name="to_one"), "normalizes them again in to_one: leave that out"),
+        (lambda: keras.Sequential([L.Normalization(name="moments")]), "normalizes them again in moments"),
+        (lambda: Penalized(in_training_only=True), "a layer adds a loss in training only, so it is not checked"),
+    ],
+)
+def test_what_is_not_refused_is_logged(caplog, layer, line):
+    log_once.cache_clear()
+    with caplog.at_level(logging.INFO, "cifar_towers"):
+        user_model.build_model(lambda: net(layer()), 24, 10, "float32")
+    assert len(caplog.messages) == 1 and line in caplog.text
+
+
 NOT_A_WEIGHT = "uses a variable that is not a weight of the model"
 UNSEEDED = "returns other values in a second call .* draws random numbers without a seed"
 HEAD_OF_PROBABILITIES = L.Dense(10, "softmax", name="shares")
@@ -188,6 +216,10 @@ HEAD_OF_PROBABILITIES = L.Dense(10, "softmax", name="shares")
             "layer center depends on how a batch",
         ),
         (lambda: net(Penalized()), "a loss that a layer adds depends on how a batch is split"),
+        (lambda: net(Penalized(lambda x: tf.reduce_mean(x, [1, 2, 3]))), "a loss that a layer adds depends on how"),
+        (of_levels, "its keras.Input is uint8, and images come normalized, as floats; leave out dtype="),
+        (lambda: net(L.Conv2D(2, 3, dtype="bfloat16", name="narrow")), "narrow/kernel is bfloat16, .* leave out the"),
+        (lambda: net(L.Conv2D(2, 3, dtype="float16", name="narrow")), "narrow/kernel is float16, .* --precision"),
         (lambda: net(L.SpectralNormalization(L.Conv2D(2, 3))), "conv2d.*/kernel is trainable and also written"),
         (lambda: Measured(), "it overrides compute_metrics, which towers would not run"),
         (lambda: Trained(), "it overrides train_step, which towers would not run; leave it out"),
@@ -241,6 +273,13 @@ def test_a_model_with_a_graph_is_trained_with_its_own_call():
 def test_adds_losses():
     assert user_model.adds_losses(net(L.Conv2D(2, 3, kernel_regularizer="l2")), 24)
     assert not user_model.adds_losses(net(L.Conv2D(2, 3), L.Dropout(0.1)), 24)
+
+
+def test_statistics_of_own_layers_are_found():
+    mixed = net(OwnNorm(name="own"), L.BatchNormalization(), L.Dropout(0.1))
+    (path,) = user_model.own_statistics(mixed, 24)
+    assert path.endswith("own/mean")
+    assert not user_model.own_statistics(net(L.BatchNormalization(), BatchNorm(), Scaled(), L.Normalization()), 24)
 
 
 class Narrow(L.BatchNormalization):

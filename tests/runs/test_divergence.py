@@ -39,6 +39,15 @@ def inject_nan(monkeypatch):
 WITH_BRIGHTNESS = replace(TINY, brightness=1e-30, num_gpus=2)  # inject_nan sets the brightness
 
 
+@pytest.mark.parametrize("precision", ["float32", "float64", "float16", "bfloat16"])
+def test_float32_is_advised_to_runs_in_16_bits_only(precision):
+    checkpoints = SimpleNamespace(describe_latest=lambda: "step 4 is saved")
+    stopped = SimpleNamespace(config=TINY, precision=precision, checkpoints=checkpoints)
+    with pytest.raises(DivergedError, match="--overwrite with a smaller --learning_rate") as caught:
+        trainer.Run.roll_back(stopped, DivergedError("too many"))
+    assert ("--precision=float32" in str(caught.value)) == ("16" in precision)
+
+
 def all_finite(train_dir):
     checkpoints = [read_variables(checkpoint) for checkpoint in list_checkpoints(train_dir)]
     assert all(np.isfinite(value).all() for values in checkpoints for value in values.values())

@@ -1,6 +1,7 @@
 """Runs that cannot start or go on: the error names the reason and what to type."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import tensorflow as tf
@@ -10,6 +11,7 @@ from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.inference import evaluate
 from tests.configs import net
+from tests.messages import lines_with
 from tests.runs.short_runs import TINY, run
 
 SYNCHRONIZED = "layer norm is made with synchronized=True, .*give --batch_statistics=synchronized"
@@ -73,6 +75,17 @@ def test_validation_images_that_vanish_or_appear_are_changed_data(tmp_path, smal
     with pytest.raises(DataError, match=rf"{other} \(new validation images\); {advice}"):
         run(TINY, tmp_path / "without", **on_photos)
     assert run(TINY, tmp_path / "with", **on_photos)["step"] == 1  # with its images it goes on
+
+
+@pytest.mark.parametrize("strategy", ["towers", "mirrored"])
+def test_a_norm_of_the_users_own_counts_as_batch_norm(tmp_path, caplog, strategy):
+    """It sees one tower's images, and smaller parts of a batch are another function."""
+    caplog.set_level("INFO", "cifar_towers")
+    config = replace(TINY, model=net("own_norm"), num_gpus=2, strategy=strategy)
+    run(config, tmp_path / "one", max_steps=1, batch_statistics="synchronized")
+    assert lines_with(caplog.text, "batch_statistics=synchronized does not reach own/mean", "no BatchNormalization")
+    with pytest.raises(UsageError, match="batch_statistics synchronized -> mean"):
+        run(config, tmp_path / "one", max_steps=2)
 
 
 def test_locked_train_dir_is_refused(saved_run):

@@ -165,6 +165,20 @@ def test_every_call_of_a_layer_adds_its_losses():
         np.testing.assert_allclose(losses, by_hand, rtol=1e-5)
 
 
+def test_a_loss_that_is_a_vector_is_summed():
+    class Vector(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(keras.ops.mean(x, [1, 2, 3]) / 2)
+            return x
+
+    images = keras.Input([6, 6, 3])
+    model = keras.Model(images, keras.layers.Dense(2)(keras.layers.Flatten()(Vector()(images))))
+    given = tf.random.stateless_uniform([2, 6, 6, 3], (0, 1))
+    variables = [v.value for v in model.trainable_variables], []
+    (loss,) = step.stateless_call_with_activations(model)(*variables, given)[3:]
+    np.testing.assert_allclose(loss, np.mean(given), rtol=1e-5)
+
+
 def test_towers_that_meet_in_a_norm_keep_their_losses(towers):
     """The second tower calls each layer while the first one waits for it in the norm."""
     images, both = keras.Input([6, 6, 3]), towers(2)

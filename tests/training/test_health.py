@@ -75,10 +75,10 @@ def test_tensors_of_the_proxy_are_looked_for_in_its_own_state():
 def test_every_rollback_halves_the_rates_up_to_a_limit():
     (health, _, _), error = make_health(), DivergedError("the last")
     for number in range(1, MAX_ROLLBACKS + 1):
-        health.roll_back(error)
+        health.roll_back(error, "smaller rates")
         assert health.rate_factor == 0.5**number and health.in_a_row == 0
-    with pytest.raises(DivergedError, match="the last"):
-        health.roll_back(error)
+    with pytest.raises(DivergedError, match="the last; .* start again with --overwrite and smaller rates$"):
+        health.roll_back(error, "smaller rates")
     later, _, _ = make_health()
     counts = {"skipped_steps": 4, "skipped_in_a_row": 1, "rollbacks": 2}  # killed before it was saved again
     later.restore(counts | {"step": 20})

@@ -25,6 +25,9 @@ FUNCTIONS = """
 def darken(images, draws):
     return 0 * images
 
+def centered(images, draws):
+    return images - tf.reduce_mean(images, 0)
+
 def smaller(images, draws):
     return images[:, 1:]
 
@@ -164,6 +167,17 @@ def test_a_loss_that_mixes_the_examples_is_logged(file, caplog, num_classes):
         load_loss(f"{file}:balanced", num_classes)
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith(f"loss={file}:balanced: it depends on how a batch is split, so towers would")
+
+
+def test_an_augmentation_that_mixes_images_without_labels_is_logged(file, caplog):
+    caplog.set_level("INFO", "cifar_towers")
+    log_once.cache_clear()
+    for name in ("mixup", "darken"):
+        load_augmentation(f"{file}:{name}", 20, 10)
+    assert not caplog.text
+    load_augmentation(f"{file}:centered", 20, 10)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith(f"augment={file}:centered: it depends on how a batch is split")
 
 
 def test_a_resumed_run_draws_the_same_numbers(file, tmp_path):
