@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from cifar_towers.towers.collectives import unsynchronized
@@ -21,7 +22,8 @@ def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **t
 
     Call it inside one `tf.function`: there the towers run side by side, but eagerly one after another. Gradients with
     respect to `tensors` and to the variables that `fn` reads are computed on the tower that ran the forward pass.
-    Tensors that `fn` only closes over get none.
+    Tensors that `fn` only closes over get none. `fn` must not write to variables, as batch norm does in training: each
+    tower would write. Return the new values instead, or use `make_parallel_model`.
 
     Args:
       fn: called with keywords, each a shard [B/K, ...]; returns a structure of tensors [B/K, ...].
@@ -139,7 +141,7 @@ def as_towers(towers: int | Sequence[Tower]) -> list[Tower]:
     Raises:
       ValueError: there are none.
     """
-    towers = make_towers(towers, soft_placement=None) if isinstance(towers, int) else list(towers)
+    towers = make_towers(int(towers), soft_placement=None) if isinstance(towers, int | np.integer) else list(towers)
     if not towers:
         raise ValueError("no towers to run on; pass their number or a list from make_towers")
     return towers

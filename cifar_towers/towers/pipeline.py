@@ -35,7 +35,6 @@ class Stage(NamedTuple):
     model: keras.Model  # inputs -> outputs, then activations that are no outputs; shares the whole model's layers
     inputs: tuple[str, ...]  # names of tensors: the images, or outputs of any earlier stage
     outputs: tuple[str, ...]  # names of tensors that a later stage needs; the logits in the last stage
-    cost: int  # estimated multiply-adds for one example, with `ELEMENT_COST` for each output element
     activations: tuple[str, ...] = ()  # names of tensors that `staged_call` returns for diagnostics
 
 
@@ -45,7 +44,8 @@ def cut_in_stages(
     """Cut a model's layers, in the order they run, into one stage per device, so that the costliest stage costs least.
 
     The cost of a layer is an estimate: the multiply-adds of its kernels plus `ELEMENT_COST` for each element of its
-    output. Transfers between devices count as free. A layer that is itself a model is not cut.
+    output, or 0 where a shape is unknown. Transfers between devices count as free. A layer that is itself a model is
+    not cut.
 
     Args:
       devices: such as `["/GPU:0", "/GPU:1"]`, in the order of the stages; one device may have several stages.
@@ -70,12 +70,12 @@ def cut_in_stages(
         raise ValueError(f"{len(devices)} stages need at least {len(devices)} layers; {model.name} has {len(calls)}")
     costs = []
     for layer, inputs, outputs in _layer_calls(functional, [size or open_size for size in shape]):
-        elements = sum(math.prod(tensor.shape[1:]) for tensor in outputs.values())
+        elements = sum(math.prod(size or 0 for size in tensor.shape[1:]) for tensor in outputs.values())
         costs.append((_multiply_adds(layer, inputs, outputs) or 0) + ELEMENT_COST * elements)
     starts = cheapest_cuts(costs, len(devices))
     bounds = list(zip(starts, [*starts[1:], len(calls)], strict=True))
     return [
-        _stage(device, calls[begin:end], calls[end:], sum(costs[begin:end]), activation_layers)
+        _stage(device, calls[begin:end], calls[end:], activation_layers)
         for device, (begin, end) in zip(devices, bounds, strict=True)
     ]
 
@@ -167,7 +167,8 @@ def layer_costs(model: keras.Model, *, open_size: int = 32) -> list[dict[str, An
     Returns:
       For each call of a layer its `name`, its class as `kind`, the shape of its `output` without the batch, the number
       of its `parameters`, trainable or not (0 in a second call), and `flops`: two for each multiply-add of its kernels,
-      forward; None for a model inside that cannot be counted, as a subclassed one.
+      forward; None where an output's shape is unknown, and for a model inside that cannot be counted, as a subclassed
+      one.
 
     Raises:
       ValueError: a model without a graph of layers, or with several inputs or outputs.
@@ -227,7 +228,7 @@ def _multiply_adds(
 
     This is exact for layers that TensorFlow computes directly. A transposed convolution applies its kernels at the
     positions of its input. A layer that is a model has the sum of its layers; None if it is subclassed, or has several
-    inputs or outputs.
+    inputs or outputs. None also if the layer has kernels and the shape is unknown.
     """
     if isinstance(layer, keras.Model):
         try:
@@ -239,13 +240,15 @@ def _multiply_adds(
     if isinstance(layer, keras.layers.PReLU | keras.layers.Embedding):
         return 0  # their tables are no kernels
     tensors = inputs if "Transpose" in type(layer).__name__ else outputs
-    positions = max(math.prod(tensor.shape[1:-1]) for tensor in tensors.values())
-    kernels = [weight for weight in getattr(layer, "weights", ()) if len(weight.shape) > 1]
-    return positions * sum(math.prod(kernel.shape) for kernel in kernels)
+    positions = [tensor.shape[1:-1] for tensor in tensors.values()]
+    elements = sum(math.prod(weight.shape) for weight in getattr(layer, "weights", ()) if len(weight.shape) > 1)
+    if any(None in shape for shape in positions):
+        return None if elements else 0
+    return elements * max(map(math.prod, positions))
 
 
 def _stage(
-    device: str, calls: Sequence[LayerCall], later: Sequence[LayerCall], cost: int, activation_layers: Sequence[str]
+    device: str, calls: Sequence[LayerCall], later: Sequence[LayerCall], activation_layers: Sequence[str]
 ) -> Stage:
     """Return the stage of `calls`. Its inputs are what it does not compute, its outputs what `later` calls need."""
     computed = {name: tensor for _, _, outputs in calls for name, tensor in outputs.items()}
@@ -255,7 +258,7 @@ def _stage(
     shown = [made for layer, _, made in calls if layer.name in activation_layers]
     activations = {name: tensor for made in shown for name, tensor in made.items()}
     model = keras.Model(list(inputs.values()), list((outputs | activations).values()))
-    return Stage(device, model, tuple(inputs), tuple(outputs), cost, tuple(activations))
+    return Stage(device, model, tuple(inputs), tuple(outputs), tuple(activations))
 
 
 def _forward(

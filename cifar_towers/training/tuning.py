@@ -92,7 +92,7 @@ def recommend_placement(
     """
     if len({tower.device for tower in towers} | {HOST}) == 1:
         return "cpu", False, "one tower on the CPU leaves nothing to choose"
-    steps = {}
+    steps, parts = {}, len(towers) * config.micro_batches
     for placement in PLACEMENTS:
         small = dataclasses.replace(
             config,
@@ -100,7 +100,7 @@ def recommend_placement(
             variable_placement=placement,
             tower_shares="",
             hard_example_pool=0,
-            batch_size=min(config.batch_size, PLACEMENT_IMAGES * len(towers) * config.micro_batches),
+            batch_size=min(config.batch_size // parts, PLACEMENT_IMAGES) * parts,
         )
         steps[placement] = make_trial_step(small, towers, precision, train, length)
     seconds: dict[str, list[float]] = {placement: [] for placement in steps}

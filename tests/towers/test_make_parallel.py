@@ -115,6 +115,10 @@ def test_make_parallel_rejects_in_one_line(towers, fn, tensors, message):
         make_parallel(fn, [], x=tf.ones(2))
 
 
+def test_the_number_of_towers_may_be_numpys():
+    np.testing.assert_array_equal(make_parallel(tf.abs, np.int64(2), x=tf.constant([-1.0, 2, -3])), [1.0, 2, 3])
+
+
 def test_batches_of_unknown_size_are_checked_when_the_graph_runs(towers):
     def graph(fn):
         return tf.function(lambda x: make_parallel(fn, towers(2), x=x), input_signature=[tf.TensorSpec([None])])
@@ -476,6 +480,7 @@ class CustomStep(keras.Sequential):
         (lambda: applies(lambda x: tf.reverse(x, [0])), "output depends on how a batch is split"),
         (lambda: applies(tf.cumsum), "output depends on how a batch is split"),
         (lambda: applies(tf.reduce_sum, loss=True), "a loss that a layer adds depends on .* each loss a mean"),
+        (lambda: applies(lambda x: tf.norm(x, axis=[1, 2]), loss=True), "a loss that a layer adds depends on"),
         (lambda: mlp(keras.layers.BatchNormalization(synchronized=True, name="norm")), "layer 'norm' is synchronized"),
         (
             lambda: mlp(keras.layers.SpectralNormalization(keras.layers.Dense(4))),

@@ -40,6 +40,15 @@ def test_fastest_placement_wins_and_ties_go_to_the_simplest(towers, examples, mo
     assert placement == "round_robin"
 
 
+def test_placement_is_measured_on_a_batch_that_equal_shares_divide(towers, examples, monkeypatch):
+    measured = []
+    set_clock(monkeypatch, 3.0, 1.02, 1.0)
+    monkeypatch.setattr(tuning, "make_trial_step", lambda config, *_: measured.append(config.batch_size) or str)
+    config = TrainConfig(model=TINY_NET, batch_size=5, tower_shares="3,2", num_gpus=2)
+    assert tuning.recommend_placement(config, towers(2), "float32", examples, LENGTH)[0] == "round_robin"
+    assert measured == [4, 4, 4]
+
+
 @pytest.mark.parametrize(
     ("settings", "device", "placement"),
     [
