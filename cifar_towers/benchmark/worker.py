@@ -180,14 +180,13 @@ def prepare_case(
         state, step_fn, _ = build.make_training(
             recipe, towers, case.precision, train, length, load_images=batches.load_images
         )
-    image_size = schedules.ImageSizeSchedule(recipe.image_size_schedule, recipe.image_size).largest()
     mid_run_rates = state.optimizer.learning_rates(length.last // 2)  # when the whitening's bias is frozen
     with tf.device(HOST):
         rates = {name: tf.constant(rate, tf.float32) for name, rate in mid_run_rates.items()}
         constant_batch = batches.at(0)
 
     def step(batch: Batch = constant_batch) -> Any:
-        return to_numpy(step_fn(batch, rates, image_size))
+        return to_numpy(step_fn(batch, rates, recipe.image_size))
 
     source = iter(batches.stream(0, 1_000_000)) if case.input == "stream" else itertools.repeat(constant_batch)
     return functools.partial(_time_steps, step, source), step

@@ -92,10 +92,6 @@ class ImageSizeSchedule:
         self.points = parse_points("image_size_schedule", text or f"0={full}", "0=24,45%=32")
         self._full = full
 
-    def largest(self) -> int:
-        before = [self._full] if self.points.places[0] > 0 else []
-        return int(max([*self.points.values, *before]))
-
     def at(self, length: RunLength) -> Callable[[int], int]:
         """Return the function step -> size for a run of this length."""
         places = self.points.steps(length)

@@ -438,7 +438,9 @@ class TrainConfig(DeviceConfig):
     ema_decay: float = _optimizer.recipe(
         0.0, "decay factor of the weights' exponential moving average; 0: no average", low=0, high=0.999999
     )
-    lookahead: bool = _optimizer.recipe(False, "pull of the weights toward their moving average every five steps")
+    lookahead: bool = _optimizer.recipe(
+        False, "Lookahead: every five steps the weights are replaced by a slow average of themselves"
+    )
 
     eval_every_epochs: float = _reporting.free(1.0, "epochs between evaluations; 0: only after the last step", low=0)
     tta: int = _reporting.free(
@@ -609,8 +611,8 @@ def _check_run(config: TrainConfig) -> None:
         raise UsageError("verify_every_steps repeats one tower alone; leave hard_example_pool, synchronized statistics")
     if config.epochs == 0 and config.max_steps == 0:
         raise UsageError("epochs=0 and max_steps=0 leave nothing to do; give one of them")
-    cluster = [field for field in dataclasses.fields(config) if field.metadata["group"] == "Cluster"]
-    given = [field.name for field in cluster if getattr(config, field.name) != field.default]
+    cluster = names_with(TrainConfig, group="Cluster")
+    given = [name for name in cluster if getattr(config, name) != getattr(TrainConfig, name)]
     if given and config.strategy != "multi_worker":
         raise UsageError(f"{' and '.join(given)}: only with --strategy=multi_worker; give it too, or leave them out")
 
@@ -644,7 +646,7 @@ def _check_parallelism(config: TrainConfig) -> None:
 
 
 def check_training(config: TrainConfig) -> None:
-    """Refuse settings of a training that can be used together, and train or are evaluated badly."""
+    """Refuse settings that are valid together but train or evaluate badly."""
     limit = OPTIMIZERS[config.optimizer].rate_limit
     if rates := [name for name in ("learning_rate", *RATES) if getattr(config, name) >= limit]:
         raise UsageError(
@@ -680,7 +682,9 @@ def recipe_flagfile(name: str) -> Path:
 def check_overrides(
     recipe: str, of_recipe: Mapping[str, Any], values: Mapping[str, Any], given: Collection[str]
 ) -> None:
-    """Refuse flags that replace what other settings of a recipe were chosen for, unless those are given too.
+    """Refuse a flag that changes, say, the model of a recipe while settings tuned for the old model stay.
+
+    Those must be given too.
 
     Args:
       of_recipe, values: settings by name, without and with the flags. given: names of the flags.

@@ -73,9 +73,9 @@ def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
     """Return the weighted mean of `tensor` over all towers, on each tower; with one tower, `tensor` itself.
 
     Call it inside `run_on_towers_synchronized`, or inside `tf.distribute.Strategy.run` to average over replicas. The
-    tensor must have the same shape on every tower. The function is differentiable: the mean of the towers' gradients,
-    each of the tower's own loss L_k, is the gradient of mean(L_k). Where several towers do not meet, as in
-    `run_on_towers`, it raises a RuntimeError.
+    tensor must have the same shape on every tower. The function is differentiable. If each tower differentiates its own
+    loss L_k, the mean of the towers' gradients is the gradient of the mean loss. Where several towers do not meet, as
+    in `run_on_towers`, it raises a RuntimeError.
     """
     return _mean(tensor), _mean
 

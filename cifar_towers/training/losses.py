@@ -28,8 +28,7 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
 
 
 def make_loss(
-    example_loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = cross_entropy,
-    weight_losses: Mapping[str, tuple[int, float]] | None = None,
+    example_loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], weight_losses: Mapping[str, tuple[int, float]]
 ) -> Callable:
     """Return a function (labels, logits, weights, model_losses) -> {term: scalar}, with their sum as `total_loss`.
 
@@ -45,7 +44,7 @@ def make_loss(
         labels: tf.Tensor, logits: tf.Tensor, weights: Sequence[tf.Tensor], model_losses: Sequence[tf.Tensor] = ()
     ) -> dict[str, tf.Tensor]:
         terms = {"cross_entropy": tf.reduce_mean(example_loss(labels, logits))}
-        for layer, (index, factor) in (weight_losses or {}).items():
+        for layer, (index, factor) in weight_losses.items():
             terms[f"{layer}/weight_loss"] = factor * tf.nn.l2_loss(weights[index])
         if model_losses:
             terms[OWN] = tf.add_n([tf.cast(term, terms["cross_entropy"].dtype) for term in model_losses])

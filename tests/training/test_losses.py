@@ -15,7 +15,7 @@ def test_smoothed_cross_entropy_by_hand():
 
 
 def test_weight_losses_add_to_the_total():
-    loss = make_loss(weight_losses={"local3": (1, 0.004)})
+    loss = make_loss(cross_entropy, {"local3": (1, 0.004)})
     terms = loss(tf.constant([0]), tf.zeros([1, 10]), [tf.constant([9.0]), tf.constant([3.0, 4.0])])
     assert float(terms["local3/weight_loss"]) == pytest.approx(0.004 * 12.5)
     assert float(terms["total_loss"]) == pytest.approx(np.log(10) + 0.05)
