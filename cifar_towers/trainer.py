@@ -119,7 +119,7 @@ def train_run(config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str)
             try:
                 if not micro_batches:  # the first time; a restart holds the lock already
                     lock.enter_context(workdir.exclusive(config.directory))
-                    workdir.check_is_own(config.directory)
+                    workdir.check_is_own(config)
                 step = run.resume()
                 if config.overwrite:  # now that nothing is refused any more
                     workdir.clear(config.directory, launch_id)

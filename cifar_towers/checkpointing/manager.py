@@ -109,6 +109,8 @@ class CheckpointManager:
             undamaged = self.quarantine_damaged()
             checkpoint = undamaged[-1] if undamaged else latest_checkpoint(self.train_dir)  # all damaged: an error
             if not checkpoint:
+                with contextlib.suppress(OSError):
+                    (self.train_dir / files.ROLLBACKS).unlink()  # of checkpoints that are gone
                 return None
             check(checkpoint)
             return self.restore(checkpoint)

@@ -109,14 +109,16 @@ def _newest_metadata(directory: Path) -> dict[str, Any]:
 def check_settings(config: TrainConfig, launch_id: str = "") -> None:
     """Refuse a directory in use, or with a run of other settings, before TensorFlow is imported and data are loaded.
 
-    `exclusive` and `check_resumable` repeat these checks later, when the model and the data are known.
+    `exclusive`, `check_is_own` and `check_resumable` repeat these checks later, when the model and the data are known.
 
     Raises:
-      UsageError: another process trains in the directory; or the newest checkpoint was made with other settings, or by
-        an earlier version of this project; or there is none, and none in `init_from`. DataError: all there are damaged.
+      UsageError: another process trains in the directory; or it is refused by `check_is_own`; or the newest checkpoint
+        was made with other settings, or by an earlier version of this project; or there is none, and none in
+        `init_from`. DataError: all there are damaged.
     """
     if not launch_id and files.is_locked(config.directory / files.LOCK):  # a launch's last process may still be ending
         raise UsageError(IN_USE.format(config.directory))
+    check_is_own(config)
     checkpoints = [] if config.overwrite else list_checkpoints(config.directory)
     if checkpoints:
         with contextlib.suppress(DataError):  # a damaged one is set aside later
@@ -125,12 +127,24 @@ def check_settings(config: TrainConfig, launch_id: str = "") -> None:
         find_checkpoint(Path(config.init_from))
 
 
-def check_is_own(directory: Path) -> None:
-    """Raise UsageError if the directory has a config.json or result.json and holds no run."""
-    if not is_run(directory) and not _find(directory, CHECKPOINTS):
+def check_is_own(config: TrainConfig) -> None:
+    """Refuse a directory whose config.json or result.json a new run would replace.
+
+    Raises:
+      UsageError: the files belong to no run; or, without `overwrite`, to a finished run whose checkpoints are gone.
+    """
+    directory = config.directory
+    if _find(directory, CHECKPOINTS[:-1]):  # a temporary one does not count
+        return
+    if not is_run(directory):
         for path in (directory / files.CONFIG, directory / files.RESULT):
             if path.is_file() and path.stat().st_size:
                 raise UsageError(f"{path} is of no run and would be replaced; give another --train_dir")
+    elif (directory / files.RESULT).exists() and not config.overwrite:
+        raise UsageError(
+            f"{directory} holds the result of a run, and no checkpoint to resume from; put its {CHECKPOINTS_DIR}/ "
+            "back, or give another --train_dir, or --overwrite to start again in this one"
+        )
 
 
 def clear(directory: Path, launch: str = "") -> None:

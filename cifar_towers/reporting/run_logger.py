@@ -124,7 +124,7 @@ class RunLogger:
 
         For `image_size_at` and `images_left` see `TimeLeft`.
         """
-        self.truncate_after(step)
+        self.truncate_after(step or -1)  # a start that was aborted at step 0 may have had other settings
         run, settings = self.run, dataclasses.asdict(self.run.config)
         self._time_left = TimeLeft(run.length, run.config.batch_size, self.timer, image_size_at, images_left)
         environment = describe_run(run)

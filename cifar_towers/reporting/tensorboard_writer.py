@@ -75,13 +75,15 @@ class EventWriter:
                 raise
 
     def truncate_after(self, step: int) -> None:
-        """Remove all events after `step`. Each file is replaced atomically."""
+        """Remove all events after `step`. Each file is replaced atomically, or removed if it has no other events."""
         self.close()
         with self._best_effort:
             for path in sorted(self._directory.glob(files.EVENT_FILES)):
                 events = list(read_events(path))
                 remaining = [event for event in events if event.step <= step]
-                if len(remaining) < len(events):
+                if events and not remaining:
+                    path.unlink()
+                elif len(remaining) < len(events):
                     _replace(path, remaining)
 
     def close(self) -> None:
@@ -218,12 +220,15 @@ class TensorBoardWriter:
         self.write(RESULT, step, metrics, [session_end_pb(api_pb2.STATUS_SUCCESS)])
 
     def truncate_after(self, train_step: int, eval_step: int) -> None:
-        """Remove what was written of training after `train_step`, and of evaluations after `eval_step`."""
+        """Remove what was written of training after `train_step`, and of evaluations after `eval_step`.
+
+        The settings under HPARAMS stay unless `train_step` is negative.
+        """
         towers = (path.name for path in self._train_dir.glob("tower_*"))  # there may have been more towers
         for name in (TRAIN, *towers):
             self._events(name).truncate_after(train_step)
         self._events(EVAL).truncate_after(eval_step)
-        self._events(RESULT).truncate_after(0)
+        self._events(RESULT).truncate_after(min(train_step, 0))
 
 
 def image(tag: str, pixels: np.ndarray) -> Summary:

@@ -1,11 +1,13 @@
 """Full disks, damaged files, foreign files, and checkpoints that are kept."""
 
 import json
+import shutil
 from dataclasses import replace
 from signal import SIGTERM
 from unittest.mock import Mock
 
 import pytest
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from cifar_towers import files
 from cifar_towers.checkpointing import workdir
@@ -13,6 +15,7 @@ from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoi
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.errors import DataError, Interrupted, RunError, UsageError
 from cifar_towers.inference import evaluate
+from cifar_towers.reporting.tensorboard_writer import read_events
 from cifar_towers.shutdown import ShutdownHandler
 from tests.messages import lines_with
 from tests.runs.short_runs import STEPS, TINY, StopAtStep, records_of, run
@@ -50,6 +53,36 @@ def test_run_with_only_damaged_checkpoints_is_refused(saved_run):
         with pytest.raises(DataError, match="every checkpoint .*damaged.* --overwrite"):
             run(TWO_TOWERS, saved_run)
     assert run(TWO_TOWERS, saved_run, overwrite=True, max_steps=1)["step"] == 1
+
+
+def test_a_finished_run_without_its_checkpoints_is_refused_or_overwritten(saved_run):
+    """It would start again in silence, and leave the old result.json for the new training."""
+    shutil.rmtree(saved_run / "checkpoints")
+    before = {name: (saved_run / name).read_bytes() for name in ("metrics.jsonl", "result.json")}
+    again = replace(TWO_TOWERS, train_dir=str(saved_run))
+    for start in (workdir.check_settings, run):
+        with pytest.raises(UsageError, match="saved holds the result .*no checkpoint.* put its checkpoints/ back, or"):
+            start(again)
+    assert before == {name: (saved_run / name).read_bytes() for name in before}
+    assert run(again, overwrite=True, max_steps=1)["step"] == 1
+
+
+def test_settings_of_an_aborted_start_are_forgotten(tmp_path):
+    """Stop at step 0, then train with another rate, also where a run of before has left its rollbacks."""
+
+    class StoppedOnceFilesAreOpen(ShutdownHandler):
+        def check(self):
+            self.signal = SIGTERM if (tmp_path / "result").exists() else 0
+            super().check()
+
+    (tmp_path / "rollbacks.json").write_text('{"rollbacks": 3, "step": 0}')
+    with pytest.raises(Interrupted):
+        run(TINY, tmp_path, StoppedOnceFilesAreOpen(), learning_rate=0.5, max_steps=1)
+    run(TINY, tmp_path, learning_rate=0.25, max_steps=1)
+    values = [value for path in (tmp_path / "result").iterdir() for e in read_events(path) for value in e.summary.value]
+    starts = [HParamsPluginData.FromString(value.metadata.plugin_data.content).session_start_info for value in values]
+    rates = [start.hparams["learning_rate"].number_value for start in starts if "learning_rate" in start.hparams]
+    assert rates == [0.25] and not (tmp_path / "rollbacks.json").exists()
 
 
 def test_run_of_an_earlier_version_is_refused_or_overwritten(saved_run):
