@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from cifar_towers.errors import DataError, error_text
+from cifar_towers.errors import DataError, RunError, error_text
 
 log = logging.getLogger(__name__)
 
@@ -67,27 +67,30 @@ def validate(directory: Path, hashes: bool = True) -> str:
 
     Args:
       hashes: compare the contents of files too, which takes seconds, and not only their names and sizes.
+
+    Raises:
+      RunError: a file cannot be read now, as from a network drive that is gone; it may be undamaged.
     """
+    name = MANIFEST
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
         wanted = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
-        found = {path.name for path in directory.iterdir()} - {MANIFEST}
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({type(error).__name__})"
-    if not wanted:
-        return f"{MANIFEST} names no file"
-    if strangers := found - wanted.keys():
-        return f"{min(strangers)} does not belong there"
-    for name, (num_bytes, digest) in sorted(wanted.items()):
-        try:
+        if not wanted:
+            return f"{MANIFEST} names no file"
+        if strangers := {path.name for path in directory.iterdir()} - {MANIFEST} - wanted.keys():
+            return f"{min(strangers)} does not belong there"
+        for name, (num_bytes, digest) in sorted(wanted.items()):
             if (size := (directory / name).stat().st_size) != num_bytes:
                 return f"{name} has {size:,} bytes, not {num_bytes:,}"
             if hashes and sha256(directory / name) != digest:
                 return f"{name} has other content than was written"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except (IsADirectoryError, NotADirectoryError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{name} cannot be read ({type(error).__name__})"
+    except OSError as error:
+        place = directory / name
+        raise RunError(f"{place} cannot be read ({error_text(error)}); nothing was changed: try again") from error
     return ""
 
 

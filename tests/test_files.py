@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from cifar_towers import files
-from cifar_towers.errors import DataError
+from cifar_towers.errors import DataError, RunError
 
 ROOT = Path(__file__).parents[1]
 CONTENT = {"weights.bin": bytes(range(256)) * 40, "metadata.json": b'{"step": 2}', "empty": b""}
@@ -151,6 +152,18 @@ def test_every_damage_is_seen(tmp_path):
             assert not files.validate(directory)
         else:
             assert files.validate(directory), mutation
+
+
+def test_a_file_that_cannot_be_read_now_is_not_called_damaged(tmp_path, monkeypatch):
+    """As on a network drive that is gone for a moment; a folder in the place of a file is damage."""
+    directory = committed(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sha256", Mock(side_effect=OSError(5, "Input/output error")))
+        with pytest.raises(RunError, match=r"step-2/empty cannot be read \(Input/output error\); nothing was changed"):
+            files.validate(directory)
+    (directory / files.MANIFEST).unlink()
+    (directory / files.MANIFEST).mkdir()
+    assert files.validate(directory) == f"{files.MANIFEST} cannot be read (IsADirectoryError)"
 
 
 def test_the_damaged_are_set_aside_under_names_of_their_own(tmp_path):

@@ -95,10 +95,10 @@ def _explain_missing(train_dir: Path) -> str:
 
 
 def validate_checkpoint(checkpoint: Path) -> str:
-    """Return the damage of a checkpoint in words; an empty string if it is as it was written, where it was written.
+    """Return how a checkpoint is damaged or misplaced, in words; an empty string if it is intact.
 
     Raises:
-      UsageError: an earlier version of this project wrote the checkpoint.
+      UsageError: an earlier version of this project wrote the checkpoint. RunError: a file cannot be read now.
     """
     if damage := files.validate(checkpoint):
         return damage

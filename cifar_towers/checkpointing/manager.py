@@ -20,7 +20,7 @@ from cifar_towers.checkpointing.checkpoint import (
     save_checkpoint,
     validate_checkpoint,
 )
-from cifar_towers.errors import DataError, RunError
+from cifar_towers.errors import DataError, RunError, error_text
 from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
 
@@ -122,15 +122,23 @@ class CheckpointManager:
         return self._on_all_workers(lambda: initialize_variables(source, self.variables, head, own))
 
     def quarantine_damaged(self) -> list[Path]:
-        """Remove what killed saves left; rename and log damaged checkpoints. Return the others, oldest first."""
-        files.sweep(self.train_dir / CHECKPOINTS_DIR)
-        undamaged = []
-        for checkpoint in list_checkpoints(self.train_dir):
-            if damage := validate_checkpoint(checkpoint):
-                renamed = files.quarantine(checkpoint).name
-                self.log(f"{checkpoint} is damaged ({damage}): set aside as {renamed}")
-            else:
-                undamaged.append(checkpoint)
+        """Remove what killed saves left; rename and log damaged checkpoints. Return the others, oldest first.
+
+        Raises:
+          RunError: something cannot be read now, or not be removed or renamed.
+        """
+        directory, undamaged = self.train_dir / CHECKPOINTS_DIR, []
+        try:
+            files.sweep(directory)
+            for checkpoint in list_checkpoints(self.train_dir):
+                if damage := validate_checkpoint(checkpoint):
+                    renamed = files.quarantine(checkpoint).name
+                    self.log(f"{checkpoint} is damaged ({damage}): set aside as {renamed}")
+                else:
+                    undamaged.append(checkpoint)
+        except OSError as error:
+            place, reason = error.filename or directory, error_text(error)
+            raise RunError(f"{place} cannot be put in order ({reason}); make it writable, then try again") from error
         return undamaged
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:

@@ -1,9 +1,11 @@
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from cifar_towers.checkpointing import checkpoint, manager
-from cifar_towers.errors import DataError, UsageError
+from cifar_towers.errors import DataError, RunError, UsageError
 
 
 def make_variables(value=0.0, shape=(2,)):
@@ -39,6 +41,22 @@ def test_checkpoint_under_another_steps_name_is_quarantined(tmp_path):
     (message,) = log
     assert "is damaged (it is of step 2)" in message and checkpoint.latest_checkpoint(tmp_path) == older
     assert {path.name for path in older.parent.iterdir()} == {older.name, "damaged-step-00000003"}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "message"),
+    [
+        (checkpoint.files, "sha256", "step-00000001/metadata.json cannot be read .Input/output error."),
+        (checkpoint.files.os, "rename", "checkpoints cannot be put in order .Input/output error.; make it writable"),
+    ],
+)
+def test_a_start_that_can_neither_read_nor_rename_ends_in_one_line(tmp_path, monkeypatch, owner, name, message):
+    intact, damaged = (save(tmp_path, step, make_variables(), {}, keep=3) for step in (1, 2))
+    (damaged / "metadata.json").unlink()
+    monkeypatch.setattr(owner, name, Mock(side_effect=OSError(5, "Input/output error")))
+    with pytest.raises(RunError, match=message) as caught:
+        manager.CheckpointManager(tmp_path, None, 0, 3, print).quarantine_damaged()
+    assert "\n" not in str(caught.value) and intact.exists() and damaged.exists()
 
 
 def test_checkpoint_pruned_while_being_read_is_not_called_damaged(tmp_path, monkeypatch):
