@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,10 +102,17 @@ def train(
 
 
 def shared_values(config: TrainConfig, dataset: Dataset, precision: str, num_towers: int) -> dict[str, Any]:
-    """Return what must be equal on all workers of a cluster: settings, code, data, precision and number of towers."""
+    """Return what must be equal on all workers of a cluster: settings, code, versions, data, precision and towers."""
+    package = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
+    versions = {
+        "the code of cifar_towers, as sha256,": hashlib.sha256(package).hexdigest(),
+        "TensorFlow": tf.__version__,
+        "Keras": keras.__version__,
+        "TF_ENABLE_ONEDNN_OPTS": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
+    }
     code = {f"a file of {setting}, as sha256,": digest for setting, digest in workdir.own_code(config).items()}
     data = {f"{name} images, as sha256,": getattr(dataset, name).digest for name in ("train", "validation", "test")}
-    return shared_settings(config) | code | data | {"precision": precision, "towers": num_towers}
+    return shared_settings(config) | versions | code | data | {"precision": precision, "towers": num_towers}
 
 
 def train_run(config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str) -> dict:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 
+from cifar_towers import trainer
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.data.dataset import Dataset
@@ -159,6 +160,28 @@ def test_workers_with_other_images_are_refused(split):
     check(lambda values: sent.append(values) or [values, values], dataset._replace(**{split: synthetic.make(10, 0, 3)}))
     with pytest.raises(UsageError, match=rf"worker 1 of 2 \(b:1\) has {split} images, as sha256, "):
         check(lambda values: [values, *sent], dataset)
+
+
+def test_other_versions_of_a_worker_are_refused(monkeypatch, tmp_path):
+    data = synthetic.make(10, 0, 0)
+
+    def values():
+        return shared_values(TrainConfig(), Dataset("d", data, data, data), "float32", 2)
+
+    own = values()
+    (tmp_path / "step.py").write_text("")
+    for owner, attribute, value, named in (
+        (trainer.tf, "__version__", "2.20.0", "TensorFlow 2.20.0, worker 0 has 2."),
+        (trainer.keras, "__version__", "3.14.0", "Keras 3.14.0, worker 0 has 3."),
+        (trainer, "__file__", str(tmp_path / "trainer.py"), "the code of cifar_towers, as sha256, e3b0c44298fc1c14"),
+        (trainer.os, "environ", {"TF_ENABLE_ONEDNN_OPTS": "0"}, "TF_ENABLE_ONEDNN_OPTS 0, worker 0 has "),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, attribute, value)
+            others = [own, values()]
+        workers = Workers(dataclasses.replace(CLUSTER, addresses=CLUSTER.addresses[:2]), lambda _, sent=others: sent)
+        with pytest.raises(UsageError, match=rf"worker 1 of 2 \(b:1\) has {named}"):
+            workers.assert_equal(own)
 
 
 def test_other_code_of_a_worker_is_refused(tmp_path):
