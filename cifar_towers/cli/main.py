@@ -105,9 +105,10 @@ def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: Shutdow
     diverged: dict[int, str] = {}
     seeds = parse_seeds(config.seeds)
     runs = [config.of_seed(seed) for seed in seeds]
-    directories = [workdir.choose_directory(run, source.banner, launch_id).directory for run in runs]
+    chosen = [workdir.choose_directory(run, source.banner, launch_id) for run in runs]
+    directories, overwritten = [run.directory for run in chosen], [run.directory for run in chosen if run.overwrite]
     statistics = directories[0].with_name(directories[0].name.removesuffix(str(seeds[0])) + "s")
-    with SeedStatistics(statistics, directories).updated_in_background():
+    with SeedStatistics(statistics, directories, overwritten).updated_in_background():
         for run in runs:
             try:
                 results.append(trainer.train(run, source, shutdown, launch_id=launch_id, make_handle=Run))

@@ -12,10 +12,20 @@ from tensorboard.plugins.scalar.metadata import PLUGIN_NAME as SCALARS
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.util.tensor_util import make_ndarray
 
-from cifar_towers.files import EVENT_FILES
+from cifar_towers.files import EVENT_FILES, BestEffortWrites
 from cifar_towers.reporting import tags
 from cifar_towers.reporting.sample import Sample
-from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, EventWriter, charts_summary, read_events
+from cifar_towers.reporting.tensorboard_writer import (
+    ERRORS,
+    EVAL,
+    FILE_VERSION,
+    TRAIN,
+    charts_summary,
+    make_event,
+    new_event_file,
+    read_events,
+    write_events,
+)
 
 SECONDS_BETWEEN_UPDATES, SHARE_OF_TIME = 20.0, 0.01
 
@@ -28,19 +38,21 @@ class SeedStatistics:
     The event files are in `train` and `eval` of `directory`, as in a run. The runs may not exist yet, or be at work.
     """
 
-    def __init__(self, directory: Path, runs: Sequence[Path]):
+    def __init__(self, directory: Path, runs: Sequence[Path], overwritten: Sequence[Path] = ()):
+        """Do not count what the `overwritten` runs have written so far: each removes it when it starts again."""
         self._directory, self._runs = directory, runs
         self._read: dict[str, dict[tuple[Path, int], Scalars]] = {TRAIN: {}, EVAL: {}}  # by event file and its size
+        self._ignored = {path for run in overwritten for part in self._read for path in (run / part).glob(EVENT_FILES)}
 
     def update(self) -> None:
         """Write the statistics anew, if a run has written since."""
         for part, known in self._read.items():
-            found = [
-                (path, path.stat().st_size) for run in self._runs for path in sorted((run / part).glob(EVENT_FILES))
-            ]
+            paths = [path for run in self._runs for path in sorted((run / part).glob(EVENT_FILES))]
+            found = [(path, path.stat().st_size) for path in paths if path not in self._ignored]
             if found != list(known):
-                self._read[part] = {file: known.get(file) or dict(read_scalars(file[0])) for file in found}
-                self._write(part)
+                current = {file: known.get(file) or dict(read_scalars(file[0])) for file in found}
+                self._write(part, current)
+                self._read[part] = current  # after an error the next update tries again
 
     @contextlib.contextmanager
     def updated_in_background(self) -> Iterator[None]:
@@ -51,7 +63,7 @@ class SeedStatistics:
             pause = SECONDS_BETWEEN_UPDATES
             while not ended.wait(pause):
                 began = time.monotonic()
-                with contextlib.suppress(OSError):  # the run that trains may replace a file meanwhile
+                with contextlib.suppress(*ERRORS):  # the run that trains may replace a file meanwhile
                     self.update()
                 pause = max(SECONDS_BETWEEN_UPDATES, (time.monotonic() - began) / SHARE_OF_TIME)
 
@@ -62,12 +74,13 @@ class SeedStatistics:
         finally:
             ended.set()
             thread.join()
-            self.update()
+            with BestEffortWrites(self._directory, ERRORS):
+                self.update()
 
-    def _write(self, part: str) -> None:
+    def _write(self, part: str, read: Mapping[tuple[Path, int], Scalars]) -> None:
         """Replace the event file of a directory. TensorBoard forgets the events before one that starts a session."""
         runs: dict[Path, dict] = {run / part: {} for run in self._runs}
-        for (path, _), scalars in self._read[part].items():
+        for (path, _), scalars in read.items():
             runs[path.parent].update(scalars)
         found: set[tuple[str, int]] = set().union(*runs.values())
         summaries: dict[int, list] = {}
@@ -75,13 +88,15 @@ class SeedStatistics:
             values = [scalars.get((tag, step), math.nan) for scalars in runs.values()]
             summaries.setdefault(step, []).extend(_summaries(tag, list(filter(math.isfinite, values))))
         directory = self._directory / part
-        earlier, writer = sorted(directory.glob(EVENT_FILES)), EventWriter(directory)
-        charts = tags.seed_charts({tag for tag, _ in found})
-        writer.write(0, session_log=SessionLog(status=SessionLog.START))
-        writer.write(0, [charts_summary(charts, (tags.SEED_MEAN, tags.SEED_LOW, tags.SEED_HIGH))])
-        for step in sorted(summaries):
-            writer.write(step, summaries[step])
-        writer.close()
+        directory.mkdir(parents=True, exist_ok=True)
+        earlier, charts = sorted(directory.glob(EVENT_FILES)), tags.seed_charts({tag for tag, _ in found})
+        events = [
+            make_event(0, file_version=FILE_VERSION),
+            make_event(0, session_log=SessionLog(status=SessionLog.START)),
+            make_event(0, [charts_summary(charts, (tags.SEED_MEAN, tags.SEED_LOW, tags.SEED_HIGH))]),
+            *(make_event(step, summaries[step]) for step in sorted(summaries)),
+        ]
+        write_events(new_event_file(directory), events)
         for path in earlier:
             path.unlink(missing_ok=True)
 

@@ -47,6 +47,7 @@ NUM_THRESHOLDS = 127  # of a precision-recall curve
 FEATURES, METADATA, SPRITE, PROJECTOR_CONFIG = files.PROJECTOR_FILES
 MAX_SPRITE_PIXELS = 8192  # of height and width, in TensorBoard
 ERRORS = (OSError, tf.errors.OpError)  # of writing
+FILE_VERSION = "brain.Event:2"  # in the event that a file begins with
 _file_numbers = itertools.count()
 
 
@@ -64,12 +65,10 @@ class EventWriter:
 
     def write(self, step: int, summaries: Sequence = (), **fields) -> None:
         """Append one event: `Summary` protos of a step, or another field of `Event`, such as graph_def."""
-        if summaries:  # protos of TensorBoard's class or of TensorFlow's
-            fields["summary"] = Summary.FromString(b"".join(summary.SerializeToString() for summary in summaries))
         with self._best_effort:
             try:
                 writer = self._writer if self._writer and self._path.exists() else self._open()
-                _append(writer, Event(step=step, **fields))
+                _append(writer, make_event(step, summaries, **fields))
             except ERRORS:
                 self.close()
                 raise
@@ -84,7 +83,7 @@ class EventWriter:
                 if events and not remaining:
                     path.unlink()
                 elif len(remaining) < len(events):
-                    _replace(path, remaining)
+                    write_events(path, remaining)
 
     def close(self) -> None:
         """End the file; the next event begins a new one."""
@@ -96,18 +95,33 @@ class EventWriter:
     def _open(self) -> tf.io.TFRecordWriter:
         self.close()
         self._directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names, so those of one second are numbered.
-        name = f"{time.time():.0f}.{platform.node()}.{os.getpid()}.{next(_file_numbers):06d}"
-        self._path = self._directory / files.EVENT_FILES.replace("*", name)
+        self._path = new_event_file(self._directory)
         self._writer = tf.io.TFRecordWriter(str(self._path))
-        _append(self._writer, Event(file_version="brain.Event:2"))
+        try:
+            _append(self._writer, make_event(0, file_version=FILE_VERSION))
+        except ERRORS:
+            self.close()
+            self._path.unlink(missing_ok=True)  # otherwise every event on a full disk would leave an empty file
+            raise
         return self._writer
 
 
 def _append(writer: tf.io.TFRecordWriter, event: Event) -> None:
-    event.wall_time = time.time()
     writer.write(event.SerializeToString())
     writer.flush()
+
+
+def new_event_file(directory: Path) -> Path:
+    """Return the path of a new event file. TensorBoard reads those of one second in the order of their numbers."""
+    name = f"{time.time():.0f}.{platform.node()}.{os.getpid()}.{next(_file_numbers):06d}"
+    return directory / files.EVENT_FILES.replace("*", name)
+
+
+def make_event(step: int, summaries: Sequence = (), **fields) -> Event:
+    """Make an event of `Summary` protos, of TensorBoard's class or of TensorFlow's, or of another field of `Event`."""
+    if summaries:
+        fields["summary"] = Summary.FromString(b"".join(summary.SerializeToString() for summary in summaries))
+    return Event(step=step, wall_time=time.time(), **fields)
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -119,7 +133,8 @@ def read_events(path: Path) -> Iterator[Event]:
         return
 
 
-def _replace(path: Path, events: Sequence[Event]) -> None:
+def write_events(path: Path, events: Iterable[Event]) -> None:
+    """Write or replace an event file in one step."""
     with files.temporary_beside(path.with_name("kept")) as temporary:  # TensorBoard reads names with `tfevents`
         with tf.io.TFRecordWriter(str(temporary)) as writer:
             for event in events:

@@ -1,13 +1,17 @@
 """Statistics over the runs of several seeds, as TensorBoard reads them."""
 
 import time
+from unittest.mock import Mock
 
 import numpy as np
+import pytest
+import tensorflow as tf
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.util.tensor_util import make_ndarray
 
+from cifar_towers.reporting import tensorboard_writer
 from cifar_towers.reporting.seed_statistics import SeedStatistics, read_scalars
 from cifar_towers.reporting.tensorboard_writer import EventWriter
 
@@ -77,11 +81,43 @@ def test_tensorboard_shows_the_latest_statistics_only_and_their_bands(tmp_path):
     assert bands == {title: [(tag, f"mean-std/{tag}", f"mean+std/{tag}")] for title, tag in tags.items()}
 
 
+def test_runs_that_are_to_be_overwritten_count_once_they_have_started_again(tmp_path):
+    runs = [tmp_path / f"seed{seed}" for seed in range(2)]
+    for run in runs:
+        write_run(run, [8.0, 7.0])
+    (old,) = (runs[0] / "train").glob("events*")
+    seeds = SeedStatistics(tmp_path / "seeds", runs, overwritten=runs)
+    seeds.update()
+    assert not (tmp_path / "seeds").exists()
+    old.unlink()
+    write_run(runs[0], [4.0])
+    seeds.update()
+    found = read(tmp_path / "seeds/train")
+    assert (found["loss", 10], found["n/loss", 10]) == (4, 1) and ("loss", 11) not in found
+
+
+def test_earlier_statistics_stay_until_new_ones_are_written(tmp_path, monkeypatch):
+    """The disk is full, and later has room again."""
+    seeds = SeedStatistics(tmp_path / "seeds", [tmp_path / "seed0"])
+    write_run(tmp_path / "seed0", [4.0])
+    seeds.update()
+    earlier = list((tmp_path / "seeds/train").iterdir())
+    write_run(tmp_path / "seed0", [3.0], first_step=11)
+    with monkeypatch.context() as patch:
+        full = Mock(side_effect=tf.errors.ResourceExhaustedError(None, None, "No space left on device"))
+        patch.setattr(tensorboard_writer.tf.io.TFRecordWriter, "write", full)
+        with pytest.raises(tf.errors.ResourceExhaustedError):
+            seeds.update()
+    assert list((tmp_path / "seeds/train").iterdir()) == earlier
+    seeds.update()
+    assert read(tmp_path / "seeds/train")["loss", 11] == 3
+
+
 def test_statistics_are_updated_in_the_background(tmp_path, monkeypatch):
     monkeypatch.setattr("cifar_towers.reporting.seed_statistics.SECONDS_BETWEEN_UPDATES", 0.01)
     monkeypatch.setattr("cifar_towers.reporting.seed_statistics.SHARE_OF_TIME", 1.0)
-    seeds, failures = SeedStatistics(tmp_path / "seeds", [tmp_path / "seed0"]), [OSError("replaced meanwhile")]
-    update = seeds.update
+    seeds = SeedStatistics(tmp_path / "seeds", [tmp_path / "seed0"])
+    update, failures = seeds.update, [OSError("replaced"), tf.errors.NotFoundError(None, None, "removed meanwhile")]
 
     def fail_once_and_update():
         if failures:

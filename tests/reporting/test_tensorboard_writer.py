@@ -2,6 +2,7 @@ import io
 import json
 import os
 import shutil
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -312,6 +313,17 @@ def test_removed_directory_is_made_again(tmp_path):
     shutil.rmtree(tmp_path / "run")
     write_steps(events, [3, 4, 5])
     assert list(scalars_in(tmp_path / "run" / "train")) == [3, 4, 5]
+
+
+def test_full_disk_leaves_no_empty_file_for_each_event(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        full = Mock(side_effect=tf.errors.ResourceExhaustedError(None, None, "No space left on device"))
+        patch.setattr(tensorboard_writer.tf.io.TFRecordWriter, "flush", full)
+        events = EventWriter(tmp_path)
+        write_steps(events, [1, 2, 3])
+    assert full.call_count == 3 and not list(tmp_path.iterdir())
+    write_steps(events, [4])
+    assert list(scalars_in(tmp_path)) == [4]
 
 
 def test_failed_write_is_logged_once_and_retried(tmp_path, caplog):
