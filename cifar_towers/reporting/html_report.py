@@ -337,14 +337,16 @@ def group_reliability(name: str, group: Sequence[RunRecord]) -> Picture | None:
     runs, found, _, title = _reported(name, group, "reliability")
     if not runs:
         return None
-    bins = np.sum(np.array(found, float), 0)
+    of_runs = np.array(found, float)  # [runs, 3, bins]
+    ece = np.mean(np.abs(of_runs[:, 1] - of_runs[:, 2]).sum(1) / of_runs[:, 0].sum(1))  # that of all images is smaller
+    bins = of_runs.sum(0)
     images, correct, confidence = bins[:, bins[0] > 0]
     x, shares = 100 * confidence / images, 100 * images / images.sum()
     curves = {"accuracy": (x, 100 * correct / images), "share of the images": (x, shares)}
     curves["accuracy = confidence"] = (0, 100), (0, 100)
-    ece = f"expected calibration error {np.abs(correct - confidence).sum() / images.sum():.4f}"
-    plot = figures.line_plot(curves, f"{title}\n{ece}", "mean confidence of a bin, %", "%", (0, 103))
-    return Picture(figures.png(plot), f"reliability diagram of {title}: {ece}")
+    line = f"{'mean ' * (len(runs) > 1)}expected calibration error {ece:.4f}"
+    plot = figures.line_plot(curves, f"{title}\n{line}", "mean confidence of a bin, %", "%", (0, 103))
+    return Picture(figures.png(plot), f"reliability diagram of {title}: {line}")
 
 
 def _class_row(name: str, seen: int, right: int, num_runs: int) -> Row:

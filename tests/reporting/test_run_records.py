@@ -38,6 +38,14 @@ def test_what_runs_chose_by_themselves_does_not_tell_groups_apart(tmp_path):
     assert sorted(groups.values()) == [["a", "b"], ["c", "e"], ["d"]]
 
 
+def test_runs_that_chose_other_micro_batches_are_groups_of_their_own(tmp_path):
+    """Batch norm computes another function on smaller batches. A number may also be given that others chose."""
+    for name, parts in zip("abc", (1, 2, 2), strict=True):
+        make_run(tmp_path / name, micro_batches=parts)
+        change(tmp_path / name, "environment.json", chosen=["micro_batches"] if name != "c" else [])
+    assert sorted(group_names([tmp_path / name for name in "abc"]).values()) == [["a"], ["b", "c"]]
+
+
 def test_runs_on_other_images_of_any_split_are_a_group_of_their_own(tmp_path):
     """Runs without digests, as those of before digests were recorded, are grouped by the name of their data."""
     digests = [("a", "b"), ("a", "b"), ("a", "c"), ("a", "c"), ("d", "b")]
