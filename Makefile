@@ -30,7 +30,7 @@ setup: .venv/ready  ## install what the programs need into .venv; every other ta
 	@echo "setting up .venv (a minute or two, once)"
 	@$(BIN)/python -c 'import pip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	$(INSTALL) '.$(if $(NVIDIA),[gpu])'
-	@# byte code of what every start imports, and of no more: half of a start's time, where Python may not write it itself
+	@# compile what every start imports: where Python may not write byte code itself, compiling is half of a start's time
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import keras.src.backend.tensorflow, tensorflow, tensorflow_datasets, tensorboard.main' 2>/dev/null || true
 	@touch $@
 

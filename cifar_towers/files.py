@@ -164,7 +164,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
-    """Give a path to write a file or directory at before it is moved to `path`; remove what was not moved."""
+    """Yield a temporary path beside `path`. Whatever is still there at the end is removed."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}")  # always the same, so that killed processes leave only one
     if temporary.is_dir():
         shutil.rmtree(temporary)

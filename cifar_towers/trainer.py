@@ -590,8 +590,8 @@ class Run:
         if self._has_batch_norm:
             largest = max(tuning.shard_sizes(self.config, len(self.towers)))
             now, then = largest // self.config.micro_batches, largest // number
-            line += f"; batch norm now sees {then} images at a time instead of {now}, which is another function: "
-            line += f"to train one throughout, give --overwrite --micro_batches={number}"
+            line += f"; batch norm now sees {then} images at a time instead of {now}, which changes what is trained; "
+            line += f"to keep it the same for the whole run, give --overwrite --micro_batches={number}"
         self.log(line)
         return number
 

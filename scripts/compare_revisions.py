@@ -89,12 +89,18 @@ def resolve_commit(revision: str) -> str:
         return git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     except subprocess.CalledProcessError:
         raise argparse.ArgumentTypeError(f"{revision!r} is not a revision of {REPOSITORY}") from None
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"git cannot be started: {error.strerror}; install it") from None
 
 
 @contextlib.contextmanager
 def check_out(worktree: Path) -> Iterator[None]:
     """Check out the commit that a worktree has its name from. The worktree is removed at the end."""
-    git("worktree", "add", "--detach", str(worktree), worktree.name)
+    try:
+        git("worktree", "add", "--detach", str(worktree), worktree.name)
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip() or "no message").splitlines()[-1]
+        sys.exit(f"compare_revisions.py: {worktree.name[:12]} cannot be checked out: {reason}")
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from cifar_towers.errors import RunError
+from cifar_towers.reporting.run_records import format_rate
 from cifar_towers.towers.placement import PLACEMENTS
 
 NO_EXCHANGE, KERAS = "no exchange", "keras fit"
@@ -87,9 +88,9 @@ class Rates:
 
     def cells(self) -> dict[str, str]:
         """Return the table cells of these rates by heading; n is rounds x timed steps per round."""
-        spread = "-".join(f"{rate:,.0f}" for rate in self.spread)
+        spread = "-".join(map(format_rate, self.spread))
         n = f"{len(self.images_per_sec)} x {self.steps}"
-        return {"images/s": f"{self.median:,.0f}", self.spread_name: spread, "n": n}
+        return {"images/s": format_rate(self.median), self.spread_name: spread, "n": n}
 
     def as_json(self, *omitted: str) -> dict:
         """Return all fields except `omitted`, with the median and the spread."""

@@ -17,7 +17,7 @@ from cifar_towers.hardware import gpu_names
 from cifar_towers.reporting.html_report import Picture, Section, Table, render_page
 from cifar_towers.reporting.profiler import PARTS
 from cifar_towers.reporting.run_logger import describe_machine
-from cifar_towers.reporting.run_records import align_columns
+from cifar_towers.reporting.run_records import align_columns, format_rate
 from cifar_towers.towers.placement import PLACEMENTS
 
 INPUT_BOUND_WAITING = 0.05  # fraction of the time waiting for input from which the input is the bottleneck
@@ -73,7 +73,7 @@ def conclude(results: Sequence[CaseResult], metadata: Mapping) -> str:
     case, bottleneck = best.case, _bottleneck(best, results, metadata["batch_size"])
     placed = "--strategy=mirrored" if case.strategy == "mirrored" else f"--variable_placement={case.placement}"
     flags = f"--num_gpus={case.towers} --precision={case.precision} {placed}"
-    return f"This machine is bound by {bottleneck}: use {flags} ({best.median:,.0f} images/s)."
+    return f"This machine is bound by {bottleneck}: use {flags} ({format_rate(best.median)} images/s)."
 
 
 def _bottleneck(best: CaseResult, results: Sequence[CaseResult], batch_size: int) -> str:
@@ -82,7 +82,7 @@ def _bottleneck(best: CaseResult, results: Sequence[CaseResult], batch_size: int
     for result in same_precision:
         if result.case.input == "stream" and result.waiting > INPUT_BOUND_WAITING and result.median < best.median:
             return (
-                f"its input ({result.median:,.0f} images/s with it; {result.case.towers} towers wait for it "
+                f"its input ({format_rate(result.median)} images/s with it; {result.case.towers} towers wait for it "
                 f"{100 * result.waiting:.0f} % of the time)"
             )
     # independent towers are the upper bound: as many as the best case has, or any number of them if that is one
@@ -134,7 +134,7 @@ def _draw_bars(panel: Axes, results: Sequence[CaseResult]) -> None:
         hatch=["//" if result.case.input == "stream" else "" for result in results],
         edgecolor="white",
     )
-    panel.bar_label(bars, fmt="{:,.0f}", padding=4, fontsize=8)
+    panel.bar_label(bars, fmt=format_rate, padding=4, fontsize=8)
     one_tower = [result.median for result in results if result.case.trains and result.case[:3] == ("towers", "cpu", 1)]
     for median in one_tower:
         panel.axvline(median, color="black", linestyle=":", linewidth=1)
@@ -207,8 +207,8 @@ def write_report(
 
 
 EXPLANATION = (
-    "Every case but Keras's 'fit', which has momentum SGD and augmented images, makes the same update from the same "
-    "batch of the recipe's size, as in the middle of a run. "
+    "All cases make the recipe's update of mid-run on one batch of its size. The exception is Keras 'fit': it uses "
+    "momentum SGD and images augmented in advance. "
     "Images/s are the median over rounds after compilation. Each round runs all cases in a new order; n is rounds x "
     "timed steps per round. 'no exchange' means independent towers with variables of their own, an upper bound for "
     "towers. 'stream' prepares the recipe's batches while the step runs; the other cases repeat one batch. Efficiency "

@@ -36,8 +36,9 @@ def checkpoint_path(train_dir: Path, step: int) -> Path:
 
 
 def list_checkpoints(train_dir: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first."""
-    return sorted((train_dir / CHECKPOINTS_DIR).glob("step-*"))
+    """Return the checkpoints of a run, oldest first. A copy under another name, as `step-00000010.bak`, is none."""
+    found = (train_dir / CHECKPOINTS_DIR).glob("step-*")
+    return sorted(path for path in found if path.name.removeprefix("step-").isdigit())
 
 
 def latest_checkpoint(train_dir: Path) -> Path | None:

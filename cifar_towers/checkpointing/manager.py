@@ -38,9 +38,9 @@ class CheckpointManager:
     max_to_keep: int  # number of the newest to keep; the best is kept besides
     log: Callable[[str], None]  # called with lines for the user
     workers: Workers = ALONE
-    failed_saves: int = 0  # number of checkpoints that were due and could not be written
 
     def __post_init__(self) -> None:
+        self.failed_saves = 0  # number of checkpoints that were due and could not be written
         self._saved_step: int | None = None
         self._rolled_back_to: int | None = None
         self._save_seconds, self._last_save = 0.0, time.monotonic()
@@ -127,7 +127,8 @@ class CheckpointManager:
         Raises:
           RunError: something cannot be read now, or not be removed or renamed.
         """
-        directory, undamaged = self.train_dir / CHECKPOINTS_DIR, []
+        directory = self.train_dir / CHECKPOINTS_DIR
+        undamaged = []
         try:
             files.sweep(directory)
             for checkpoint in list_checkpoints(self.train_dir):

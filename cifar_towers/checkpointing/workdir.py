@@ -16,7 +16,7 @@ from cifar_towers.checkpointing.checkpoint import find_checkpoint, list_checkpoi
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import differing_settings, recipe_fields
 from cifar_towers.data.dataset import Dataset
-from cifar_towers.errors import DataError, UsageError, count
+from cifar_towers.errors import DataError, UsageError, count, error_text
 from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.registry import split_path
 from cifar_towers.user_code import check_function, split_function
@@ -33,6 +33,7 @@ WRITTEN = (
     *(f"{files.PROJECTOR}/{name}" for name in files.PROJECTOR_FILES),
     "train/plugins/profile",
     files.LAUNCH,
+    *(f"{files.TEMPORARY}{name}" for name in files.FILES),  # of writes that were killed
     *reversed(files.FILES),  # config.json last: a run is known by it
 )
 
@@ -74,7 +75,7 @@ def is_run(directory: Path) -> bool:
 def choose_directory(config: TrainConfig, banner: str, launch_id: str) -> TrainConfig:
     """Return the config with the directory that the run writes.
 
-    With a `banner`, synthetic data replace CIFAR-10, and the default directory is not that of the run on CIFAR-10.
+    A `banner` means that synthetic data replace CIFAR-10. The default directory then has `synthetic` in its name.
     `overwrite` is switched off if this launch has cleared the directory before. A resumed run keeps its directory,
     and its `init_from` unless the config names another one.
 
@@ -156,7 +157,7 @@ def clear(directory: Path, launch: str = "") -> None:
     try:
         if _find(directory, (files.CONFIG, *CHECKPOINTS)):
             for path in _find(directory, WRITTEN):
-                if path.is_dir():
+                if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
@@ -166,7 +167,7 @@ def clear(directory: Path, launch: str = "") -> None:
         if launch:
             (directory / files.LAUNCH).write_text(launch)
     except OSError as error:
-        raise UsageError(f"{directory} cannot be cleared: {error.strerror}; give another --train_dir") from error
+        raise UsageError(f"{directory} cannot be cleared: {error_text(error)}; give another --train_dir") from error
 
 
 def _find(directory: Path, patterns: Iterable[str]) -> list[Path]:
@@ -274,8 +275,8 @@ def describe_changed_code(saved: Mapping[str, Any], current: Mapping[str, Any]) 
     """Return a line about files of `own_code` that have changed since a checkpoint was saved; empty if none has."""
     before, now = saved.get("own_code", {}), current["own_code"]  # earlier versions of this project saved none
     changed = [f"{each}={current['recipe'][each]}" for each in now if before.get(each, now[each]) != now[each]]
-    line = f"{', '.join(changed)}: the file has changed since step {saved['step']}, so this may be another function"
-    return f"{line} than so far; restore it to train one throughout" if changed else ""
+    line = f"{', '.join(changed)}: the file has changed since step {saved['step']}, so what is trained may change"
+    return f"{line}; restore the file to keep it the same for the whole run" if changed else ""
 
 
 def describe_changed_threads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
@@ -288,7 +289,7 @@ def describe_changed_threads(saved: Mapping[str, Any], current: Mapping[str, Any
 
 
 def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any], has_batch_norm: bool) -> str:
-    """Return a line about the settings by which a resumed run computes another function than before; empty if none.
+    """Return a line about settings of a resumed run that change what is trained; empty if there are none.
 
     Args:
       saved, current: as `run_metadata` returns them.
@@ -312,4 +313,5 @@ def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any], has_b
     if not changes:
         return ""
     flags = " ".join(f"--{'num_gpus' if name == 'towers' else name}={saved[name]}" for name in settings)
-    return f"{' and '.join(changes)}, which is another function than so far; give {flags} to train one throughout"
+    advice = f"give {flags} to keep it the same for the whole run"
+    return f"{' and '.join(changes)}, which changes what is trained; {advice}"

@@ -179,8 +179,8 @@ def _explain(cluster: ClusterSpec, error: BaseException) -> RunError | None:
         return None
     silent = "heartbeat" in text
     reason = f"sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS} s" if silent else "cannot be reached"
-    advice = "restart all workers with the same list to resume from the last checkpoint, unless launch.py restarts them"
-    return WorkerLostError(f"{cluster.name(index)} {reason}; {advice}")
+    advice = "start all of them again with the same list to resume from the last checkpoint"
+    return WorkerLostError(f"{cluster.name(index)} {reason}; launch.py restarts the workers; without it, {advice}")
 
 
 # Values ---------------------------------------------------------------------------------------------------------------

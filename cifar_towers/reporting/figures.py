@@ -112,7 +112,7 @@ def line_plot(
 
 
 def dot_plot(
-    groups: Mapping[str, Sequence[float]], title: str, y_label: str, limits: tuple[float, float] | None = None
+    groups: Mapping[str, Sequence[float]], title: str, y_label: str, limits: tuple[float, float]
 ) -> np.ndarray:
     """Draw the values of each group above its name as dots, with their mean and one standard deviation to each side."""
     figure, axes = _new_axes(max(6.4, 2.2 * len(groups)), 3.6, title)

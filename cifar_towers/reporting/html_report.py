@@ -43,9 +43,9 @@ CURVES = (  # key of a training record in metrics.jsonl, title, y axis, factor f
     ("gradient_noise_scale", "gradient noise scale", "examples", 1),
 )
 CURVES_NOTE = (
-    "A line is the mean of a group's runs, the band one standard deviation to either side; where runs have ended, both "
-    "are of the others. A run is interpolated between its records. A point of a long run's training is the mean of "
-    "several records."
+    "A line is the mean of a group's runs, and its band is one standard deviation to either side. Where some runs have "
+    "ended, both are of the others. A run is interpolated between its records. In a long run, a point of a training "
+    "curve is the mean of several records."
 )
 MAX_POINTS = 120  # of a curve of training records
 MAX_CURVES = 8  # that can be distinguished in one picture

@@ -106,8 +106,8 @@ def training_seconds(seconds: Mapping[str, float]) -> float:
 class TimeLeft:
     """The estimate of the time that a run will still take.
 
-    For an image size that has not been timed, the time of a step is that of the largest timed size, in proportion to
-    the number of pixels.
+    The step time of an image size that has not been timed is scaled from the largest timed size by the number of
+    pixels.
     """
 
     length: RunLength

@@ -188,7 +188,10 @@ Groups = Mapping[str, Sequence[RunRecord]]  # the runs of each group by its name
 
 
 def group_by_recipe(runs: Sequence[RunRecord]) -> Groups:
-    """Group runs that differ in their seed alone; the names are the recipe and up to two settings that differ."""
+    """Group runs that differ only in the seed.
+
+    A group is named after its recipe and up to two settings that distinguish it from other groups of this recipe.
+    """
     by_recipe: dict[str, list[RunRecord]] = {}
     for run in runs:
         by_recipe.setdefault(json.dumps(run.recipe, sort_keys=True), []).append(run)

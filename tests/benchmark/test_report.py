@@ -16,6 +16,11 @@ METADATA = {
 }  # fmt: skip
 
 
+def test_slow_rates_have_a_decimal():
+    cells = make_result("towers", "cpu", 1, [0.31, 0.42, 12.0]).cells()
+    assert cells["images/s"] == "0.4" and cells["min-max"] == "0.3-12"
+
+
 @pytest.mark.parametrize(
     ("medians", "expected"),
     [

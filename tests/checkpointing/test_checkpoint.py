@@ -1,3 +1,4 @@
+import shutil
 from unittest.mock import Mock
 
 import numpy as np
@@ -73,6 +74,14 @@ def test_checkpoint_pruned_while_being_read_is_not_called_damaged(tmp_path, monk
     for read in (checkpoint.read_variables, checkpoint.read_metadata):
         with pytest.raises(DataError, match="step-00000001 is gone: its run is training and keeps newer ones; type"):
             read(old)
+
+
+def test_a_copy_under_another_name_is_no_checkpoint(tmp_path):
+    shutil.copytree(save(tmp_path, 10, make_variables(), {}, keep=1), tmp_path / "checkpoints/step-00000010.bak")
+    with pytest.raises(UsageError, match="has no checkpoint of step 7; those it has are of: 10$"):
+        checkpoint.find_checkpoint(tmp_path, 7)
+    manager.CheckpointManager(tmp_path, None, 0, 3, print).quarantine_damaged()
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000010", "step-00000010.bak"}
 
 
 def test_prune_keeps_the_newest_and_leaves_nothing_else(tmp_path):

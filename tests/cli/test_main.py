@@ -326,6 +326,16 @@ def test_signal_while_handlers_are_installed(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("interrupted: ")
 
 
+def test_a_path_without_permission_is_one_line(capsys):
+    def read(shutdown):
+        raise PermissionError(13, "Permission denied", "runs/one/config.json")
+
+    assert program.run(read) == UsageError.exit_code
+    assert capsys.readouterr().err == (
+        "usage: [Errno 13] Permission denied: 'runs/one/config.json'; give another path, or change its permissions\n"
+    )
+
+
 def test_too_small_a_memory_is_one_line(capsys):
     def fill(shutdown):
         raise MemoryError("Unable to allocate 146. MiB")

@@ -273,6 +273,17 @@ def test_deleting_asks_and_takes_what_the_run_wrote(runs):
     assert not one.exists() and [path.name for path in other.iterdir()] == ["notes.txt"]
 
 
+def test_deleting_takes_what_killed_writes_left_and_links_without_their_targets(tmp_path):
+    run, elsewhere = make(tmp_path / "runs"), tmp_path / "elsewhere"
+    for name in (".tmp-config.json", ".tmp-result.json"):
+        (run / name).write_text("{")
+    (run / "checkpoints").rename(elsewhere)
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints/step-00000264").symlink_to(elsewhere / "step-00000264")
+    assert delete_runs([run], lambda question: True) == f"deleted {run}"
+    assert not run.exists() and (elsewhere / "step-00000264/state").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

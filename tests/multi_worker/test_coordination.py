@@ -53,10 +53,8 @@ def test_silent_workers_are_named():
         assert coordination._silent_workers(ClusterSpec(addresses[:2], 0)) == ""
 
 
-UNREACHABLE = (
-    "worker {} cannot be reached; restart all workers with the same list to resume from the last checkpoint, unless "
-)
-UNREACHABLE += "launch.py restarts them"
+UNREACHABLE = "worker {} cannot be reached; launch.py restarts the workers; without it, start all of them again with "
+UNREACHABLE += "the same list to resume from the last checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +71,8 @@ UNREACHABLE += "launch.py restarts them"
             0,
             "Error reported from /job:worker/task:2: The following tasks are unhealthy (stopped sending heartbeats):\n"
             "/job:worker/replica:0/task:2\nThe tasks have crashed.",
-            "worker 2 of 3 (c:1) sent no heartbeat for 10 s; restart all workers",
+            "worker 2 of 3 (c:1) sent no heartbeat for 10 s; launch.py restarts the workers; without it, "
+            "start all of them again",
         ),
         (
             0,

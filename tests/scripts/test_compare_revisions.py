@@ -1,6 +1,8 @@
 """The comparison of two revisions: what is found in their runs, and its flags."""
 
 import json
+from subprocess import CalledProcessError
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -126,6 +128,21 @@ def test_run_without_its_values_is_an_error(tmp_path, record, message):
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(record)}\n")
     with pytest.raises(RuntimeError, match=message):
         compare_revisions.list_contents(tmp_path)
+
+
+def test_a_missing_git_and_a_failed_checkout_are_one_line(tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(compare_revisions.subprocess, "run", Mock(side_effect=FileNotFoundError(2, "No such file")))
+        with pytest.raises(SystemExit) as missing:
+            compare_revisions.parse_arguments(["main"])
+    error = capsys.readouterr().err
+    assert missing.value.code == 2 and "git cannot be started: No such file; install it" in error
+    assert error.count("\n") == 1
+    failed = CalledProcessError(128, "git", stderr="Preparing worktree\nfatal: No space left on device\n")
+    monkeypatch.setattr(compare_revisions, "git", Mock(side_effect=failed))
+    message = "^compare_revisions.py: abc cannot be checked out: fatal: No space left"
+    with pytest.raises(SystemExit, match=message), compare_revisions.check_out(tmp_path / "abc"):
+        pass
 
 
 def test_every_flag_of_the_runs_is_one_of_train():
