@@ -135,7 +135,7 @@ def check_is_own(config: TrainConfig) -> None:
       UsageError: the files belong to no run; or, without `overwrite`, to a finished run whose checkpoints are gone.
     """
     directory = config.directory
-    if _find(directory, CHECKPOINTS[:-1]):  # a temporary one does not count
+    if list_checkpoints(directory) or _find(directory, (f"{CHECKPOINTS_DIR}/{files.DAMAGED}*",)):
         return
     if not is_run(directory):
         for path in (directory / files.CONFIG, directory / files.RESULT):

@@ -130,6 +130,25 @@ def test_clearing_leaves_projectors_that_no_run_wrote(config):
     assert sorted(path for path in directory.rglob("*") if path.is_file()) == sorted(mine)
 
 
+@pytest.mark.parametrize(
+    ("left", "is_refused"),
+    [((), True), (("step-00000001.bak", ".tmp-step-00000002"), True), (("damaged-step-00000001",), False)],
+)
+def test_a_result_without_a_checkpoint_is_refused(config, left, is_refused):
+    """If only damaged checkpoints are left, the start names them."""
+    directory = config.directory
+    files.write_json(directory / files.CONFIG, dataclasses.asdict(config))
+    files.write_json(directory / files.RESULT, {"step": 1})
+    workdir.check_settings(config)
+    (directory / "checkpoints").rename(directory / "elsewhere")
+    for name in left:
+        (directory / "checkpoints" / name).mkdir(parents=True)
+    refused = pytest.raises(UsageError, match="holds the result of a run, and no checkpoint .*--overwrite to start")
+    with refused if is_refused else contextlib.nullcontext():
+        workdir.check_settings(config)
+    workdir.check_settings(dataclasses.replace(config, overwrite=True))
+
+
 def test_damaged_result_is_an_error_of_one_line(config):
     (config.directory / files.RESULT).write_text("{")
     with pytest.raises(DataError, match="result.json cannot be read"):
